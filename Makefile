@@ -1,0 +1,30 @@
+# `make demo` and `make test` set up what they need; nothing else has to be run before them.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+SHELL  := /bin/bash
+
+.PHONY: setup demo test lint clean
+
+setup: $(VENV)/.ready
+
+# torch first: DeepSpeed's build asks for it. No compiled ops: torch's fused optimizers are used.
+$(VENV)/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet -c constraints.txt setuptools torch
+	DS_BUILD_OPS=0 $(BIN)/pip install --quiet -c constraints.txt -e '.[dev]'
+	touch $@
+
+demo: setup
+	PATH="$(CURDIR)/$(BIN):$$PATH" launch/demo.sh
+
+test: setup lint
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache

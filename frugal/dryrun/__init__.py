@@ -1,0 +1,1 @@
+"""Rehearsal: the training engine on meta tensors, which have shapes and no storage."""

@@ -1,0 +1,66 @@
+"""The errors a user can cause, each with its exit code.
+
+    FrugalError
+    ├── RequestError         2    the request is wrong: a flag, a file, the data, a number
+    ├── NothingFitsError     3    no strategy fits into the memory there is
+    ├── PlanMismatchError    4    the plan was made for another run: world size, model, versions
+    ├── OutOfMemoryError     5    out of memory beyond recovery
+    └── CheckpointError      6    a checkpoint cannot be read or written
+
+An interrupted run exits with 130. Any other exception is a bug of ours and keeps its traceback.
+"""
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+
+class FrugalError(Exception):
+    """A mistake or a shortage the user can do something about.
+
+    `what` is one line, `because` the lines with the numbers, `hint` something that would work.
+    """
+
+    exit_code: ClassVar[int] = 1
+
+    def __init__(self, what: str, *, because: str | Sequence[str] = (), hint: str | None = None) -> None:
+        self.what = what
+        self.because = (because,) if isinstance(because, str) else tuple(because)
+        self.hint = hint
+        super().__init__(self.render())
+
+    def render(self) -> str:
+        """The whole message, as printed after `error: `."""
+        lines = [self.what, *(f"  because {line}" for line in self.because)]
+        if self.hint:
+            lines += ["", f"hint: {self.hint}"]
+        return "\n".join(lines)
+
+
+class RequestError(FrugalError):
+    """The request is wrong."""
+
+    exit_code = 2
+
+
+class NothingFitsError(FrugalError):
+    """No strategy fits into the memory there is."""
+
+    exit_code = 3
+
+
+class PlanMismatchError(FrugalError):
+    """The plan was made for another run than this one."""
+
+    exit_code = 4
+
+
+class OutOfMemoryError(FrugalError):
+    """Out of memory, and nothing smaller is left to try."""
+
+    exit_code = 5
+
+
+class CheckpointError(FrugalError):
+    """A checkpoint cannot be read or written."""
+
+    exit_code = 6

@@ -1,0 +1,1 @@
+"""Arithmetic: what to run. No torch, no device, no clock, no randomness."""

@@ -1,0 +1,69 @@
+"""What there is to run on."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from frugal.errors import RequestError
+from frugal.units import GIB
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """One GPU, or one CPU rank.
+
+    Attributes:
+        name: for people.
+        kind: `cuda` or `cpu`; decides which kernels a rehearsal assumes.
+        memory_bytes: as the driver reports it; for a CPU rank, its budget.
+        context_bytes: taken before the first tensor: CUDA context, cuBLAS workspace, NCCL buffers.
+        margin_bytes: left free on purpose.
+        matrix_flops: dense matrix FLOP/s that training reaches in the planned precision.
+        memory_bandwidth: bytes/s.
+    """
+
+    name: str
+    kind: Literal["cuda", "cpu"]
+    memory_bytes: int
+    context_bytes: int
+    margin_bytes: int
+    matrix_flops: float
+    memory_bandwidth: float
+
+    def __post_init__(self) -> None:
+        if self.usable_bytes <= 0:
+            raise RequestError(
+                f"{self.memory_bytes / GIB:.2f} GiB is less than a {self.kind} device needs before the first tensor",
+                because=f"{self.context_bytes / GIB:.2f} GiB context and {self.margin_bytes / GIB:.2f} GiB margin come first",
+            )
+
+    @property
+    def usable_bytes(self) -> int:
+        """What tensors may take: memory minus context and margin."""
+        return self.memory_bytes - self.context_bytes - self.margin_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Node:
+    """One machine: its devices and its host memory in bytes (None: not known, not checked)."""
+
+    devices: tuple[Device, ...]
+    host_memory_bytes: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """All machines. `intra_bandwidth` is bytes/s between two devices of a node, `inter_bandwidth` between nodes."""
+
+    nodes: tuple[Node, ...]
+    intra_bandwidth: float
+    inter_bandwidth: float
+
+    @property
+    def devices(self) -> tuple[Device, ...]:
+        """Every device, in rank order."""
+        return tuple(device for node in self.nodes for device in node.devices)
+
+    @property
+    def world_size(self) -> int:
+        """Ranks, one a device."""
+        return len(self.devices)

@@ -1,0 +1,87 @@
+"""A plan in DeepSpeed's spelling. The only module that knows it.
+
+Keys and defaults are those of DeepSpeed 0.19.8. Every size is explicit: DeepSpeed's own default for
+`reduce_bucket_size` reserves 1 to 2 GB on every rank.
+"""
+
+from typing import Any
+
+from frugal.planning.plan import Plan
+from frugal.planning.request import Request
+from frugal.planning.strategy import Strategy
+
+
+def deepspeed_config(plan: Plan) -> dict[str, Any]:
+    """The DeepSpeed JSON of a plan.
+
+    Where the global batch does not divide, the three batch keys state the capacity of the cells, because DeepSpeed
+    insists on `micro x accumulation x world = batch`; frugal's engine runs the cells themselves.
+    """
+    batch = plan.batch
+    return {
+        "train_batch_size": batch.capacity,
+        "train_micro_batch_size_per_gpu": max(map(max, batch.cells)),
+        "gradient_accumulation_steps": batch.accumulation_steps,
+        **strategy_config(plan.request, plan.strategy),
+    }
+
+
+def strategy_config(request: Request, strategy: Strategy) -> dict[str, Any]:
+    """Everything but the batch."""
+    config: dict[str, Any] = {
+        "optimizer": _optimizer(request),
+        "gradient_clipping": request.gradient_clipping,
+        "zero_optimization": _zero(strategy),
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "steps_per_print": 1_000_000_000,  # frugal writes the log
+        "wall_clock_breakdown": False,
+    }
+    if request.precision != "fp32":
+        config[request.precision] = {"enabled": True}
+        if strategy.gradient_accumulation_dtype == "fp32":
+            config["data_types"] = {"grad_accum_dtype": "fp32"}
+    return config
+
+
+def _optimizer(request: Request) -> dict[str, Any]:
+    """torch's own fused kernels: no compiler needed, no temporaries, the same on GPU, CPU and under offload."""
+    if request.optimizer == "adamw":
+        return {
+            "type": "AdamW",
+            "params": {
+                "lr": request.learning_rate,
+                "betas": [0.9, 0.95],
+                "eps": 1e-8,
+                "weight_decay": request.weight_decay,
+                "torch_adam": True,
+                "fused": True,
+            },
+        }
+    return {"type": "SGD", "params": {"lr": request.learning_rate, "weight_decay": request.weight_decay, "fused": True}}
+
+
+def _zero(strategy: Strategy) -> dict[str, Any]:
+    zero: dict[str, Any] = {"stage": strategy.zero_stage}
+    if strategy.zero_stage == 0:
+        return zero
+    zero |= {
+        "overlap_comm": False,
+        "contiguous_gradients": True,
+        "reduce_bucket_size": strategy.reduce_bucket_elements,
+        "allgather_bucket_size": strategy.reduce_bucket_elements,
+    }
+    if strategy.zero_stage == 3:
+        zero |= {
+            "stage3_prefetch_bucket_size": strategy.prefetch_bucket_elements,
+            "stage3_max_live_parameters": strategy.max_live_elements,
+            "stage3_max_reuse_distance": strategy.max_live_elements,
+            "stage3_param_persistence_threshold": strategy.persistence_threshold_elements,
+            "sub_group_size": strategy.sub_group_elements,
+            "stage3_gather_16bit_weights_on_model_save": True,
+        }
+    if strategy.offload_optimizer == "cpu":
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
+    if strategy.offload_parameters == "cpu":
+        zero["offload_param"] = {"device": "cpu", "pin_memory": True}
+    return zero

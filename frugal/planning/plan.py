@@ -1,0 +1,173 @@
+"""The decision: the door between planning and training.
+
+`plan.json` is this module's `Plan`, encoded. Everything needed to run it is in it; DeepSpeed's JSON is a print-out.
+"""
+
+import hashlib
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import msgspec
+
+from frugal.errors import PlanMismatchError, RequestError
+from frugal.planning.batch import Cells, cells
+from frugal.planning.cluster import Cluster
+from frugal.planning.memory import MemoryBreakdown
+from frugal.planning.request import Request
+from frugal.planning.strategy import Strategy
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSummary:
+    """The model the plan is for: parameters (elements) and FLOPs of forward and backward of one full-length sample."""
+
+    task: str
+    parameters: int
+    trainable_parameters: int
+    largest_parameter: int
+    flops_per_sample: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """The global batch and its cells. For a token target these are the cells of full-length samples."""
+
+    global_batch: int
+    global_tokens: int | None
+    world_size: int
+    micro_batch: tuple[int, ...]
+    accumulation_steps: int
+    cells: tuple[tuple[int, ...], ...]
+
+    def __post_init__(self) -> None:
+        made = Cells(self.cells)
+        assert made.global_batch == self.global_batch, "the cells do not add up to the global batch"
+        assert made.world_size == self.world_size == len(self.micro_batch)
+        assert made.accumulation_steps == self.accumulation_steps
+        assert all(max(sizes) <= cap for sizes, cap in zip(self.cells, self.micro_batch, strict=True))
+
+    @classmethod
+    def of(cls, global_batch: int, micro_batch: tuple[int, ...], global_tokens: int | None = None) -> "Batch":
+        """The batch of `global_batch` samples under one micro-batch cap a rank."""
+        made = cells(global_batch, micro_batch)
+        return cls(
+            global_batch=global_batch,
+            global_tokens=global_tokens,
+            world_size=made.world_size,
+            micro_batch=micro_batch,
+            accumulation_steps=made.accumulation_steps,
+            cells=made.sizes,
+        )
+
+    @property
+    def capacity(self) -> int:
+        """Samples the cells could hold; DeepSpeed's JSON can only say this number."""
+        return self.accumulation_steps * max(map(max, self.cells)) * self.world_size
+
+    def cells_for(self, num_samples: int) -> Cells:
+        """The cells of a global batch that happens to have another size: the last of an epoch, or one of tokens."""
+        return Cells(self.cells) if num_samples == self.global_batch else cells(num_samples, self.micro_batch)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTime:
+    """Predicted seconds of one optimizer step, in parts that add up to the total."""
+
+    compute_seconds: float
+    recompute_seconds: float
+    communication_seconds: float
+    offload_seconds: float
+    optimizer_seconds: float
+    total_seconds: float
+
+    def __post_init__(self) -> None:
+        parts = (
+            self.compute_seconds, self.recompute_seconds, self.communication_seconds,
+            self.offload_seconds, self.optimizer_seconds,
+        )  # fmt: skip
+        assert abs(sum(parts) - self.total_seconds) <= 1e-6 * self.total_seconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rejected:
+    """A strategy that was not taken. `headroom_bytes` is negative where it does not fit: the shortfall."""
+
+    strategy: Strategy
+    micro_batch: int
+    reason: str
+    headroom_bytes: int
+    step_seconds: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A decision with its prediction and its reasons.
+
+    `memory` is the fullest rank's. `defaults` names the request's fields that the user did not set.
+    `why` is for people, in order of importance. `digest` is the SHA-256 of all the rest.
+    """
+
+    schema: int = SCHEMA
+    digest: str = ""
+    frugal_version: str
+    versions: dict[str, str]
+    request: Request
+    defaults: tuple[str, ...]
+    model: ModelSummary
+    cluster: Cluster
+    strategy: Strategy
+    batch: Batch
+    memory: MemoryBreakdown
+    time: StepTime
+    why: tuple[str, ...]
+    warnings: tuple[str, ...]
+    rejected: tuple[Rejected, ...]
+
+    def __post_init__(self) -> None:
+        assert self.batch.world_size == self.cluster.world_size
+        assert self.memory.fits, "a plan that does not fit is no plan"
+
+    def sealed(self) -> "Plan":
+        """The same plan with its digest."""
+        return replace(self, digest=self.compute_digest())
+
+    def compute_digest(self) -> str:
+        """SHA-256 of the plan without its digest, hexadecimal."""
+        return hashlib.sha256(msgspec.json.encode(replace(self, digest=""))).hexdigest()
+
+    def to_json(self) -> bytes:
+        """The text of `plan.json`."""
+        return msgspec.json.format(msgspec.json.encode(self), indent=2) + b"\n"
+
+    @classmethod
+    def read(cls, path: Path) -> "Plan":
+        """The plan in a file.
+
+        Raises:
+            RequestError: no such file, no JSON, or not a plan.
+            PlanMismatchError: another schema, or changed by hand.
+        """
+        try:
+            data = path.read_bytes()
+        except OSError as error:
+            raise RequestError(f"cannot read the plan {path}", because=str(error.strerror), hint="make one with `frugal plan -o DIR`") from None
+        return cls.from_json(data, source=str(path))
+
+    @classmethod
+    def from_json(cls, data: bytes, *, source: str = "plan.json") -> "Plan":
+        """The plan in the text of a `plan.json`; `source` names it in messages. Raises as `read`."""
+        hint = "make a new one with `frugal plan -o DIR`"
+        try:
+            raw = msgspec.json.decode(data)
+            if isinstance(raw, dict) and raw.get("schema") != SCHEMA:
+                raise PlanMismatchError(f"{source} has schema {raw.get('schema')}, this frugal reads schema {SCHEMA}", hint=hint)
+            plan = msgspec.convert(raw, cls, strict=True)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise RequestError(f"{source} is not a plan", because=str(error), hint=hint) from None
+        except AssertionError as error:
+            raise RequestError(f"{source} contradicts itself", because=str(error) or "its numbers do not agree", hint=hint) from None
+        if plan.compute_digest() != plan.digest:
+            raise PlanMismatchError(f"{source} was changed after it was made", because="its digest does not match its content", hint=hint)
+        return plan

@@ -1,0 +1,119 @@
+"""What the user asks for."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from frugal.errors import RequestError
+
+Task = Literal["causal-lm", "masked-lm", "seq2seq", "sequence-classification"]
+Precision = Literal["bf16", "fp16", "fp32"]
+OptimizerName = Literal["adamw", "sgd"]
+ActivationCheckpointingChoice = Literal["auto", "off", "full"]
+OffloadChoice = Literal["auto", "none", "optimizer", "all"]
+
+DEFAULT_GLOBAL_BATCH = 512
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """One training run as the user wants it; `None` leaves the decision to frugal.
+
+    Attributes:
+        model: a preset, a transformers model type, a config.json or model folder, `package.module:factory`,
+            or a hub name.
+        task: what is trained; None: what the model's architecture is for.
+        global_batch: samples per optimizer step over all GPUs.
+        global_tokens: tokens per optimizer step over all GPUs; as many whole samples as fit, never over.
+            Given both, tokens win.
+        seq_len: tokens in the longest sample.
+        max_samples_per_gpu: cap on the micro-batch, samples.
+        max_tokens_per_gpu: cap on the micro-batch, tokens (padding counts).
+        micro_batch: pinned micro-batch, samples per GPU and micro-step.
+        accumulation_steps: pinned micro-steps per optimizer step.
+        zero_stage: pinned ZeRO stage, 0-3.
+        activation_checkpointing: `auto` switches it on when it is needed or pays.
+        offload: what may live in host memory; `auto`: nothing, unless nothing fits without.
+        precision: of weights, activations and gradients in forward and backward.
+        optimizer: torch's fused implementation of it.
+        learning_rate: peak learning rate.
+        weight_decay: decoupled for AdamW.
+        gradient_clipping: largest norm of the global gradient; 0 switches clipping off.
+        reduce_bucket_elements: pinned size of DeepSpeed's gradient bucket, elements.
+    """
+
+    model: str = "gpt2"
+    task: Task | None = None
+    global_batch: int | None = None
+    global_tokens: int | None = None
+    seq_len: int = 1024
+    max_samples_per_gpu: int | None = None
+    max_tokens_per_gpu: int | None = None
+    micro_batch: int | None = None
+    accumulation_steps: int | None = None
+    zero_stage: int | None = None
+    activation_checkpointing: ActivationCheckpointingChoice = "auto"
+    offload: OffloadChoice = "auto"
+    precision: Precision = "bf16"
+    optimizer: OptimizerName = "adamw"
+    learning_rate: float = 3e-4
+    weight_decay: float = 0.01
+    gradient_clipping: float = 1.0
+    reduce_bucket_elements: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in (
+            "global_batch", "global_tokens", "seq_len", "max_samples_per_gpu", "max_tokens_per_gpu",
+            "micro_batch", "accumulation_steps", "reduce_bucket_elements",
+        ):  # fmt: skip
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                flag = "--" + name.replace("_", "-")
+                raise RequestError(f"{flag} is {value}", because="it must be at least 1", hint=f"leave {flag} out to let frugal decide")
+        if self.zero_stage is not None and not 0 <= self.zero_stage <= 3:
+            raise RequestError(f"--zero-stage is {self.zero_stage}", because="ZeRO has the stages 0, 1, 2 and 3")
+        if self.learning_rate < 0 or self.weight_decay < 0 or self.gradient_clipping < 0:
+            raise RequestError(
+                "a rate is negative",
+                because=f"learning rate {self.learning_rate}, weight decay {self.weight_decay}, gradient clipping {self.gradient_clipping}",
+            )
+        if self.precision == "bf16" and self.zero_stage in (0, 1):
+            raise RequestError(
+                f"--precision bf16 with --zero-stage {self.zero_stage} is not trained correctly by DeepSpeed",
+                because=(
+                    "stage 0 starts Adam at its second step"
+                    if self.zero_stage == 0
+                    else "stage 1 cannot accumulate gradients in fp32 without losing some"
+                ),
+                hint="use --zero-stage 2, also on one GPU, or --precision fp32",
+            )
+        if self.global_tokens is not None and self.global_tokens < self.seq_len:
+            raise RequestError(
+                f"--global-tokens {self.global_tokens} is less than one sample",
+                because=f"a sample has up to {self.seq_len} tokens",
+                hint=f"ask for at least {self.seq_len} tokens, or shorten --seq-len",
+            )
+
+    @property
+    def batch_samples(self) -> int:
+        """Samples of full length in one global batch; for a token target the most that fit."""
+        if self.global_tokens is not None:
+            return self.global_tokens // self.seq_len
+        return self.global_batch if self.global_batch is not None else DEFAULT_GLOBAL_BATCH
+
+    @property
+    def micro_batch_cap(self) -> int | None:
+        """The largest micro-batch the request allows, samples; None if memory alone decides.
+
+        Raises:
+            RequestError: a token cap below one sample.
+        """
+        caps = [cap for cap in (self.micro_batch, self.max_samples_per_gpu) if cap is not None]
+        if self.max_tokens_per_gpu is not None:
+            if self.max_tokens_per_gpu < self.seq_len:
+                raise RequestError(
+                    f"--max-tokens-per-gpu {self.max_tokens_per_gpu} is less than one sample",
+                    because=f"a sample has up to {self.seq_len} tokens",
+                    hint=f"allow at least {self.seq_len} tokens, or shorten --seq-len",
+                )
+            caps.append(self.max_tokens_per_gpu // self.seq_len)
+        return min(caps, default=None)

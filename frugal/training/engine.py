@@ -1,0 +1,157 @@
+"""The engine: one global batch in, one optimizer step out, the same on any split.
+
+For a global batch with T targets on W ranks, every micro-batch's loss is a sum scaled by W / T. DeepSpeed averages
+gradients over ranks, so the W cancels and what remains is the exact mean over T, however the batch was cut.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from frugal.errors import PlanMismatchError, RequestError
+from frugal.planning.ds_config import deepspeed_config
+from frugal.planning.plan import Plan
+from frugal.training import activation_checkpointing
+from frugal.training.loss import Batch, Objective, Sample
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """One optimizer step: mean loss over `targets`, norm of the global gradient before clipping, learning rate used."""
+
+    loss: float
+    targets: int
+    samples: int
+    grad_norm: float | None
+    learning_rate: float
+
+
+class Engine:
+    """A model under a plan. Make it with `initialize`."""
+
+    def __init__(self, deepspeed_engine: Any, plan: Plan, objective: Objective, votes: dist.ProcessGroup) -> None:
+        self.deepspeed = deepspeed_engine
+        self.plan = plan
+        self.objective = objective
+        self.votes = votes  # a gloo group: small sums between hosts, without touching the device
+        self.rank = dist.get_rank()
+        self.world_size = dist.get_world_size()
+        self.device = torch.device(deepspeed_engine.device)
+
+    @property
+    def module(self) -> nn.Module:
+        """The model itself."""
+        return self.deepspeed.module
+
+    def micro_batches(self, samples: Sequence[Sample]) -> list[Batch]:
+        """This rank's cells of a global batch, collated; an empty cell becomes a dummy without targets."""
+        cells = self.plan.batch.cells_for(len(samples))
+        batches = []
+        for start, size in zip(cells.starts(self.rank), cells.sizes[self.rank], strict=True):
+            cell = [samples[start + i] for i in range(size)] or [self.objective.dummy()]
+            batches.append(self.objective.collate(cell))
+        return batches
+
+    def train_step(self, samples: Sequence[Sample]) -> StepResult:
+        """One optimizer step on the global batch `samples`, given whole and equal on every rank.
+
+        Only this rank's cells are read, so `samples` may load them on access. Collective.
+
+        Raises:
+            RequestError: no sample, or no target in any of them.
+        """
+        if len(samples) == 0:
+            raise RequestError("the global batch is empty", hint="pass at least one sample")
+        batches = self.micro_batches(samples)
+        (targets,) = self._sum(sum(map(self.objective.count, batches)))
+        if targets == 0:
+            raise RequestError(
+                "the global batch has no target to learn from",
+                because=f"every label of its {len(samples)} samples is ignored",
+            )
+        learning_rate = self.deepspeed.get_lr()[0]
+        local_loss = self.accumulate(batches, int(targets))
+        self.deepspeed.step()
+        (loss_sum,) = self._sum(local_loss.item())
+        norm = self.deepspeed.get_global_grad_norm()
+        return StepResult(
+            loss=loss_sum / targets,
+            targets=int(targets),
+            samples=len(samples),
+            grad_norm=None if norm is None else float(norm),
+            learning_rate=learning_rate,
+        )
+
+    def accumulate(self, batches: Sequence[Batch], targets: int) -> Tensor:
+        """Forward and backward over this rank's micro-batches; the loss summed over them, fp64, shape `()`.
+
+        `targets` counts those of the global batch. The gradients are reduced after the last micro-batch.
+        """
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        for i, batch in enumerate(batches):
+            self.deepspeed.set_gradient_accumulation_boundary(i == len(batches) - 1)
+            on_device = {name: tensor.to(self.device, non_blocking=True) for name, tensor in batch.items()}
+            loss = self.objective.loss_sum(self.deepspeed, on_device)
+            total += loss.detach()
+            self.deepspeed.backward(loss * (self.world_size / targets), scale_wrt_gas=False)
+        return total
+
+    def _sum(self, *values: float) -> list[float]:
+        """Each value summed over the ranks, in fp64."""
+        tensor = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(tensor, group=self.votes)
+        return tensor.tolist()
+
+    def destroy(self) -> None:
+        """Free the engine's hooks and buffers, so that another can follow in this process."""
+        self.deepspeed.destroy()
+
+
+def initialize(
+    model: nn.Module,
+    plan: Plan,
+    objective: Objective,
+    *,
+    learning_rate_schedule: Callable[[int], float] | None = None,
+) -> Engine:
+    """An engine that trains `model` as `plan` says. Collective: every rank calls it.
+
+    Rank 0's weights are used on all ranks. `learning_rate_schedule` maps the number of optimizer steps done to a
+    factor on the planned learning rate.
+
+    Raises:
+        PlanMismatchError: the plan is for another number of ranks, or ranks hold different plans.
+    """
+    deepspeed.init_distributed(auto_mpi_discovery=False)
+    if dist.get_world_size() != plan.batch.world_size:
+        raise PlanMismatchError(
+            f"the plan is for {plan.batch.world_size} ranks, this run has {dist.get_world_size()}",
+            hint=f"plan again for {dist.get_world_size()} GPUs, or start {plan.batch.world_size} processes",
+        )
+    votes = dist.group.WORLD if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
+    digests: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(digests, plan.digest, group=votes)
+    if len(set(digests)) > 1:
+        different = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+        raise PlanMismatchError(
+            "the ranks were given different plans",
+            because=f"ranks {different} hold another plan.json than rank 0",
+            hint="give every node the same plan.json",
+        )
+    activation_checkpointing.apply(model, plan.strategy.activation_checkpointing)
+    scheduler = None
+    if learning_rate_schedule is not None:
+
+        def scheduler(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+            return torch.optim.lr_scheduler.LambdaLR(optimizer, learning_rate_schedule)
+
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    engine, *_ = deepspeed.initialize(
+        model=model, model_parameters=trainable, lr_scheduler=scheduler, config=deepspeed_config(plan)
+    )
+    return Engine(engine, plan, objective, votes)

@@ -1,0 +1,67 @@
+"""Numbers with units, read from and written for people.
+
+Memory: `12G` and `12GiB` are both 12 x 2^30 bytes, because that is what a "12 GB card" has; `12GB` is 12 x 10^9.
+Output is always in GiB or MiB.
+"""
+
+import re
+
+from frugal.errors import RequestError
+
+KIB, MIB, GIB, TIB = 1 << 10, 1 << 20, 1 << 30, 1 << 40
+
+_BYTES = {
+    "K": KIB, "KIB": KIB, "KB": 10**3,
+    "M": MIB, "MIB": MIB, "MB": 10**6,
+    "G": GIB, "GIB": GIB, "GB": 10**9,
+    "T": TIB, "TIB": TIB, "TB": 10**12,
+}  # fmt: skip
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes in `text`, such as `12G`, `11.5GiB`, `800MB`.
+
+    Raises:
+        RequestError: no number, no unit, or an unknown unit.
+    """
+    match = _SIZE.fullmatch(text)
+    if match is None:
+        raise RequestError(f"`{text}` is not an amount of memory", hint="write a number and a unit, such as 12G or 800M")
+    number, unit = match.groups()
+    if not unit:
+        raise RequestError(
+            f"`{text}` has no unit",
+            because=f"{number} bytes is hardly what was meant",
+            hint=f"{number}G is {number} GiB ({number} x 2^30 bytes), {number}GB is {number} x 10^9 bytes",
+        )
+    if unit.upper() not in _BYTES:
+        raise RequestError(f"`{text}` has an unknown unit `{unit}`", hint="units are K, M, G, T (powers of 2^10) and KB, MB, GB, TB (powers of 10^3)")
+    size = int(float(number) * _BYTES[unit.upper()])
+    if size <= 0:
+        raise RequestError(f"`{text}` is no memory at all", hint="give the memory of one GPU, such as 12G")
+    return size
+
+
+def format_bytes(size: int) -> str:
+    """`size` bytes for people: `11.42 GiB`, or `312.0 MiB` below one GiB."""
+    return f"{size / GIB:.2f} GiB" if abs(size) >= GIB else f"{size / MIB:.1f} MiB"
+
+
+def format_count(number: int) -> str:
+    """A large count for people: `124.4M`, `8.03B`."""
+    for scale, suffix in ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "k")):
+        if abs(number) >= scale:
+            return f"{number / scale:.2f}{suffix}"
+    return str(number)
+
+
+def format_seconds(seconds: float) -> str:
+    """A duration for people: `85 ms`, `12.3 s`, `4 min 05 s`, `3 h 20 min`."""
+    if seconds < 1:
+        return f"{seconds * 1000:.0f} ms"
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    if seconds < 3600:
+        return f"{int(seconds) // 60} min {int(seconds) % 60:02d} s"
+    return f"{int(seconds) // 3600} h {int(seconds) % 3600 // 60:02d} min"

@@ -1,0 +1,34 @@
+"""Fixtures shared by all tests."""
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from tests.ranks import Ranks
+
+os.environ.update(DS_ACCELERATOR="cpu", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
+
+
+@pytest.fixture(scope="session")
+def one_rank() -> Iterator[Ranks]:
+    """One real rank."""
+    yield from _ranks(1)
+
+
+@pytest.fixture(scope="session")
+def two_ranks() -> Iterator[Ranks]:
+    """Two real ranks on gloo."""
+    yield from _ranks(2)
+
+
+@pytest.fixture(scope="session")
+def three_ranks() -> Iterator[Ranks]:
+    """Three real ranks on gloo."""
+    yield from _ranks(3)
+
+
+def _ranks(world_size: int) -> Iterator[Ranks]:
+    ranks = Ranks(world_size)
+    yield ranks
+    ranks.close()
