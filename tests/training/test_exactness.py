@@ -5,6 +5,7 @@ import gc
 import pytest
 import torch
 
+from frugal.errors import FrugalError
 from frugal.training.engine import initialize
 from frugal.training.loss import CausalLM
 from tests.plans import plan_by_hand
@@ -28,13 +29,22 @@ def reference_gradient(global_batch: int) -> dict[str, torch.Tensor]:
     return {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
-def measured_gradient(world_size: int, global_batch: int, micro_batch: int, zero_stage: int, precision: str) -> tuple[dict[str, torch.Tensor], float]:
+def measured_gradient(
+    world_size: int,
+    global_batch: int,
+    micro_batch: int | tuple[int, ...],
+    zero_stage: int,
+    precision: str = "fp32",
+    accumulation_dtype: str = "fp32",
+    **strategy: object,
+) -> tuple[dict[str, torch.Tensor], float]:
     """The gradient DeepSpeed applied, read off one SGD step: (before - after) / learning rate. Runs on ranks."""
     from deepspeed.utils import safe_get_full_fp32_param
 
     plan = plan_by_hand(
         world_size=world_size, global_batch=global_batch, micro_batch=micro_batch, zero_stage=zero_stage,
         request={"optimizer": "sgd", "learning_rate": LEARNING_RATE, "weight_decay": 0.0, "gradient_clipping": 0.0, "precision": precision},
+        strategy={"gradient_accumulation_dtype": accumulation_dtype, **strategy},
     )  # fmt: skip
     model = tiny_gpt2(seed=torch.distributed.get_rank())  # rank 0's weights must win
     before = {name: p.detach().double().clone() for name, p in tiny_gpt2().named_parameters()}
@@ -70,3 +80,111 @@ def test_fp32_gradient_is_that_of_plain_pytorch(
     for gradient, loss in measured:
         assert relative_error(gradient, reference) < 1e-6
         assert loss == measured[0][1]
+
+
+@pytest.mark.parametrize("zero_stage", [2, 3])
+@pytest.mark.parametrize(
+    ("micro_batch", "fixture"), [(8, "one_rank"), (1, "one_rank"), (4, "two_ranks"), (1, "two_ranks")]
+)
+def test_bf16_gradient_is_within_bf16_rounding(
+    micro_batch: int, fixture: str, zero_stage: int, request: pytest.FixtureRequest
+) -> None:
+    ranks: Ranks = request.getfixturevalue(fixture)
+    ((gradient, _), *_) = ranks.run(measured_gradient, ranks.world_size, 16, micro_batch, zero_stage, "bf16")
+    assert relative_error(gradient, reference_gradient(16)) < 2e-2
+
+
+def test_bf16_error_does_not_grow_with_accumulation(one_rank: Ranks) -> None:
+    reference = reference_gradient(256)
+    error = {
+        dtype: relative_error(one_rank.run(measured_gradient, 1, 256, 1, 2, "bf16", dtype)[0][0], reference)
+        for dtype in ("fp32", "bf16")
+    }
+    assert error["fp32"] < 1e-2
+    assert error["fp32"] < error["bf16"] / 2
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+def test_ranks_may_take_different_micro_batches(zero_stage: int, three_ranks: Ranks) -> None:
+    ((gradient, _), *_) = three_ranks.run(measured_gradient, 3, 100, (6, 3, 1), zero_stage)
+    assert relative_error(gradient, reference_gradient(100)) < 1e-6
+
+
+@pytest.mark.parametrize("zero_stage", [1, 2, 3])
+@pytest.mark.parametrize("bucket", [1000, 50_000])
+def test_small_buckets_change_nothing(zero_stage: int, bucket: int, two_ranks: Ranks) -> None:
+    ((gradient, _), *_) = two_ranks.run(measured_gradient, 2, 7, 2, zero_stage, reduce_bucket_elements=bucket)
+    assert relative_error(gradient, reference_gradient(7)) < 1e-6
+
+
+@pytest.mark.parametrize("zero_stage", [1, 2, 3])
+def test_the_optimizer_in_host_memory_changes_nothing(zero_stage: int, two_ranks: Ranks) -> None:
+    ((gradient, _), *_) = two_ranks.run(measured_gradient, 2, 7, 2, zero_stage, offload_optimizer="cpu")
+    assert relative_error(gradient, reference_gradient(7)) < 1e-6
+
+
+def losses(zero_stage: int, activation_checkpointing: str, dropout: float) -> list[float]:
+    """Six steps on eight ragged samples each. Runs on ranks."""
+    plan = plan_by_hand(
+        world_size=2, global_batch=8, micro_batch=2, zero_stage=zero_stage,
+        strategy={"activation_checkpointing": activation_checkpointing},
+    )  # fmt: skip
+    model = tiny_gpt2(resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout)
+    torch.manual_seed(torch.distributed.get_rank())
+    engine = initialize(model, plan, CausalLM())
+    measured = [engine.train_step(ragged_samples(8, seed=step)).loss for step in range(6)]
+    engine.destroy()
+    return measured
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("zero_stage", [0, 2, 3])
+def test_activation_checkpointing_does_not_change_the_losses(zero_stage: int, dropout: float, two_ranks: Ranks) -> None:
+    kept = two_ranks.run(losses, zero_stage, "off", dropout)[0]
+    recomputed = two_ranks.run(losses, zero_stage, "full", dropout)[0]
+    assert recomputed == kept
+    assert kept[-1] < kept[0]
+
+
+def message_of_a_step_on(samples: list[dict[str, list[int]]]) -> str:
+    """What train_step says about samples it cannot use. Runs on ranks."""
+    engine = initialize(
+        tiny_gpt2(), plan_by_hand(world_size=1, global_batch=2, micro_batch=2, zero_stage=0), CausalLM()
+    )
+    try:
+        engine.train_step(samples)
+    except FrugalError as error:
+        return str(error)
+    finally:
+        engine.destroy()
+    return "nothing"
+
+
+def test_a_batch_without_targets_is_refused(one_rank: Ranks) -> None:
+    ignored = {"input_ids": [1, 2, 3], "labels": [-100, -100, -100]}
+    assert one_rank.run(message_of_a_step_on, [ignored, ignored]) == [
+        "the global batch has no target to learn from\n  because every label of its 2 samples is ignored"
+    ]
+    assert one_rank.run(message_of_a_step_on, [])[0].startswith("the global batch is empty")
+
+
+def message_of_a_wrong_plan(world_size: int) -> str:
+    """What initialize says about a plan for another world, or another plan on each rank. Runs on ranks."""
+    global_batch = 8 if world_size != 2 else 8 + torch.distributed.get_rank()
+    plan = plan_by_hand(world_size=world_size, global_batch=global_batch, micro_batch=2, zero_stage=0)
+    try:
+        initialize(tiny_gpt2(), plan, CausalLM())
+    except FrugalError as error:
+        return f"{error.exit_code} {error}"
+    return "nothing"
+
+
+def test_a_plan_for_another_world_is_refused(two_ranks: Ranks) -> None:
+    assert two_ranks.run(message_of_a_wrong_plan, 4)[1] == (
+        "4 the plan is for 4 ranks, this run has 2\n\nhint: plan again for 2 GPUs, or start 4 processes"
+    )
+
+
+def test_ranks_with_different_plans_are_refused(two_ranks: Ranks) -> None:
+    for message in two_ranks.run(message_of_a_wrong_plan, 2):
+        assert message.startswith("4 the ranks were given different plans\n  because ranks [1] hold another plan.json")
