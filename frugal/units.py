@@ -27,7 +27,9 @@ def parse_bytes(text: str) -> int:
     """
     match = _SIZE.fullmatch(text)
     if match is None:
-        raise RequestError(f"`{text}` is not an amount of memory", hint="write a number and a unit, such as 12G or 800M")
+        raise RequestError(
+            f"`{text}` is not an amount of memory", hint="write a number and a unit, such as 12G or 800M"
+        )
     number, unit = match.groups()
     if not unit:
         raise RequestError(
@@ -36,7 +38,10 @@ def parse_bytes(text: str) -> int:
             hint=f"{number}G is {number} GiB ({number} x 2^30 bytes), {number}GB is {number} x 10^9 bytes",
         )
     if unit.upper() not in _BYTES:
-        raise RequestError(f"`{text}` has an unknown unit `{unit}`", hint="units are K, M, G, T (powers of 2^10) and KB, MB, GB, TB (powers of 10^3)")
+        raise RequestError(
+            f"`{text}` has an unknown unit `{unit}`",
+            hint="units are K, M, G, T (powers of 2^10) and KB, MB, GB, TB (powers of 10^3)",
+        )
     size = int(float(number) * _BYTES[unit.upper()])
     if size <= 0:
         raise RequestError(f"`{text}` is no memory at all", hint="give the memory of one GPU, such as 12G")

@@ -21,7 +21,13 @@ def plan_by_hand(
     """A plan with exactly these choices, and a prediction that claims nothing."""
     caps = (micro_batch,) * world_size if isinstance(micro_batch, int) else micro_batch
     device = Device(
-        name="cpu rank", kind="cpu", memory_bytes=8 << 30, context_bytes=0, margin_bytes=0, matrix_flops=1e11, memory_bandwidth=1e10
+        name="cpu rank",
+        kind="cpu",
+        memory_bytes=8 << 30,
+        context_bytes=0,
+        margin_bytes=0,
+        matrix_flops=1e11,
+        memory_bandwidth=1e10,
     )
     memory = MemoryBreakdown(
         parameters=0, gradients=0, optimizer=0, activations=0, logits=0, communication=0, temporary=0, slack=0,
@@ -32,13 +38,20 @@ def plan_by_hand(
         versions={},
         request=Request(**{"precision": "fp32", "seq_len": 64, "global_batch": global_batch, **(request or {})}),
         defaults=(),
-        model=ModelSummary(task="causal-lm", parameters=0, trainable_parameters=0, largest_parameter=0, flops_per_sample=0.0),
+        model=ModelSummary(
+            task="causal-lm", parameters=0, trainable_parameters=0, largest_parameter=0, flops_per_sample=0.0
+        ),
         cluster=Cluster(nodes=(Node(devices=(device,) * world_size),), intra_bandwidth=1e9, inter_bandwidth=1e9),
         strategy=Strategy(zero_stage=zero_stage, **{"reduce_bucket_elements": 1_000_000, **(strategy or {})}),
         batch=Batch.of(global_batch, caps),
         memory=memory,
         time=StepTime(
-            compute_seconds=0, recompute_seconds=0, communication_seconds=0, offload_seconds=0, optimizer_seconds=0, total_seconds=0
+            compute_seconds=0,
+            recompute_seconds=0,
+            communication_seconds=0,
+            offload_seconds=0,
+            optimizer_seconds=0,
+            total_seconds=0,
         ),
         why=(),
         warnings=(),
