@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from frugal.errors import PlanMismatchError, RequestError
 from frugal.planning.ds_config import deepspeed_config
 from frugal.planning.plan import Plan
-from frugal.training import activation_checkpointing
+from frugal.training import activation_checkpointing, tiled_loss
 from frugal.training.loss import Batch, Objective, Sample
 
 
@@ -133,7 +133,7 @@ def initialize(
             f"the plan is for {plan.batch.world_size} ranks, this run has {dist.get_world_size()}",
             hint=f"plan again for {dist.get_world_size()} GPUs, or start {plan.batch.world_size} processes",
         )
-    votes = dist.group.WORLD if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
+    votes = dist.new_group(backend="gloo")
     digests: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(digests, plan.digest, group=votes)
     if len(set(digests)) > 1:
@@ -144,6 +144,8 @@ def initialize(
             hint="give every node the same plan.json",
         )
     activation_checkpointing.apply(model, plan.strategy.activation_checkpointing)
+    if plan.strategy.loss == "tiled":
+        tiled_loss.apply(model)
     scheduler = None
     if learning_rate_schedule is not None:
 
