@@ -65,7 +65,10 @@ def cells(global_batch: int, max_samples: Sequence[int]) -> Cells:
     if global_batch < 1:
         raise RequestError(f"a global batch of {global_batch} samples trains nothing", hint="ask for at least 1 sample")
     if not max_samples or min(max_samples) < 1:
-        raise RequestError(f"the micro-batch caps {list(max_samples)} leave a rank without samples", hint="every rank must take at least 1 sample")
+        raise RequestError(
+            f"the micro-batch caps {list(max_samples)} leave a rank without samples",
+            hint="every rank must take at least 1 sample",
+        )
     total_cap = sum(max_samples)
     num_steps = -(-global_batch // total_cap)
     given = [0] * len(max_samples)
@@ -76,7 +79,9 @@ def cells(global_batch: int, max_samples: Sequence[int]) -> Cells:
         step_samples, position = end - position, end
         row = [step_samples * cap // total_cap for cap in max_samples]
         fractional = [rank for rank, cap in enumerate(max_samples) if step_samples * cap % total_cap]
-        behind = sorted(fractional, key=lambda rank: (given[rank] + row[rank]) * total_cap - position * max_samples[rank])
+        behind = sorted(
+            fractional, key=lambda rank: (given[rank] + row[rank]) * total_cap - position * max_samples[rank]
+        )
         for rank in behind[: step_samples - sum(row)]:
             row[rank] += 1
         for rank, size in enumerate(row):

@@ -152,7 +152,9 @@ class Plan:
         try:
             data = path.read_bytes()
         except OSError as error:
-            raise RequestError(f"cannot read the plan {path}", because=str(error.strerror), hint="make one with `frugal plan -o DIR`") from None
+            raise RequestError(
+                f"cannot read the plan {path}", because=str(error.strerror), hint="make one with `frugal plan -o DIR`"
+            ) from None
         return cls.from_json(data, source=str(path))
 
     @classmethod
@@ -162,12 +164,18 @@ class Plan:
         try:
             raw = msgspec.json.decode(data)
             if isinstance(raw, dict) and raw.get("schema") != SCHEMA:
-                raise PlanMismatchError(f"{source} has schema {raw.get('schema')}, this frugal reads schema {SCHEMA}", hint=hint)
+                raise PlanMismatchError(
+                    f"{source} has schema {raw.get('schema')}, this frugal reads schema {SCHEMA}", hint=hint
+                )
             plan = msgspec.convert(raw, cls, strict=True)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise RequestError(f"{source} is not a plan", because=str(error), hint=hint) from None
         except AssertionError as error:
-            raise RequestError(f"{source} contradicts itself", because=str(error) or "its numbers do not agree", hint=hint) from None
+            raise RequestError(
+                f"{source} contradicts itself", because=str(error) or "its numbers do not agree", hint=hint
+            ) from None
         if plan.compute_digest() != plan.digest:
-            raise PlanMismatchError(f"{source} was changed after it was made", because="its digest does not match its content", hint=hint)
+            raise PlanMismatchError(
+                f"{source} was changed after it was made", because="its digest does not match its content", hint=hint
+            )
         return plan

@@ -68,7 +68,9 @@ class Request:
             value = getattr(self, name)
             if value is not None and value < 1:
                 flag = "--" + name.replace("_", "-")
-                raise RequestError(f"{flag} is {value}", because="it must be at least 1", hint=f"leave {flag} out to let frugal decide")
+                raise RequestError(
+                    f"{flag} is {value}", because="it must be at least 1", hint=f"leave {flag} out to let frugal decide"
+                )
         if self.zero_stage is not None and not 0 <= self.zero_stage <= 3:
             raise RequestError(f"--zero-stage is {self.zero_stage}", because="ZeRO has the stages 0, 1, 2 and 3")
         if self.learning_rate < 0 or self.weight_decay < 0 or self.gradient_clipping < 0:

@@ -1,0 +1,5 @@
+"""`python -m frugal`."""
+
+from frugal.cli import main
+
+main()

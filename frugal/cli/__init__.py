@@ -1,0 +1,78 @@
+"""The command line: parse, call, print. The only place that prints results or ends the process."""
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+import click
+
+from frugal.errors import FrugalError
+
+# Each command lives in its own module and is imported when it is called: `frugal plan` must not wait for torch.
+COMMANDS = {
+    "plan": ("frugal.cli.plan", "Choose the fastest plan that fits, and say why."),
+}
+
+INTERRUPTED = 130
+"""Exit code after Ctrl-C, as in the shell."""
+
+
+class _Commands(click.Group):
+    """The table above as a click group."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
+        if name not in COMMANDS:
+            return None
+        command: click.Command = import_module(COMMANDS[name][0]).command
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, help_text) for name, (_, help_text) in COMMANDS.items()])
+
+
+@click.group(cls=_Commands, no_args_is_help=True)
+@click.version_option(package_name="frugal-trainer", prog_name="frugal")
+def cli() -> None:
+    """Train any batch on the GPUs you have, with memory that comes out as predicted."""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line and exit."""
+    sys.exit(run(arguments))
+
+
+def run(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; the exit code. The one place where an error of the user's becomes text."""
+    try:
+        result = cli.main(args=arguments, prog_name="frugal", standalone_mode=False)
+    except FrugalError as error:
+        click.echo(f"error: {error}", err=True)
+        return error.exit_code
+    except click.exceptions.NoArgsIsHelpError as error:
+        click.echo(error.format_message(), err=True)
+        return error.exit_code
+    except click.ClickException as error:
+        click.echo(f"error: {_in_our_voice(error)}", err=True)
+        return error.exit_code
+    except (KeyboardInterrupt, click.Abort):
+        click.echo("interrupted", err=True)
+        return INTERRUPTED
+    return result if isinstance(result, int) else 0
+
+
+def _in_our_voice(error: click.ClickException) -> str:
+    """click's message: lower case, no full stop, its suggestions as a hint."""
+    hint = "see `frugal --help`"
+    if isinstance(error, click.UsageError) and error.ctx is not None:
+        hint = f"see `{error.ctx.command_path} --help`"
+    message = error.format_message()
+    possibilities = getattr(error, "possibilities", None)
+    if isinstance(error, click.NoSuchOption):
+        message = f"no such option {error.option_name}"
+    if possibilities:
+        hint = f"did you mean {' or '.join(sorted(possibilities))}?"
+    return f"{message[:1].lower()}{message[1:].rstrip('.')}\n\nhint: {hint}"

@@ -1,0 +1,89 @@
+"""The flags that describe what to plan for, shared by every command that plans."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, get_args
+
+import click
+
+from frugal.cli import config
+from frugal.planning import request as asked
+from frugal.planning.cards import CARDS, DeviceKind
+from frugal.planning.cluster import Cluster
+from frugal.planning.request import Request
+from frugal.planning.settings import NAMES, understand
+
+
+def _choice(literal: Any) -> click.Choice:
+    return click.Choice(get_args(literal))
+
+
+# No option has a default here: `None` means that neither file nor default has been overruled.
+_OPTIONS = (
+    click.option("--config", type=click.Path(path_type=Path), help="Settings file.  [default: frugal.toml, if there]"),
+    click.option("--gpus", type=int, help="GPUs of one node (with --device cpu: ranks).  [default: those found here]"),
+    click.option("--nodes", type=int, help="Nodes, all alike.  [default: 1]"),
+    click.option("--mem", metavar="SIZE[,SIZE...]", help="Memory of each GPU, such as 12G; or one size for each."),
+    click.option("--gpu", metavar="CARD", help=f"A known card instead of --mem: {', '.join(CARDS)}."),
+    click.option("--host-mem", metavar="SIZE", help="Memory of a node's host, to check offloading against."),
+    click.option("--device", type=_choice(DeviceKind), help="What to run on.  [default: cuda]"),
+    click.option(
+        "--model", help="Preset, config.json, model folder, package.module:factory or hub name.  [default: gpt2]"
+    ),
+    click.option("--task", type=_choice(asked.Task), help="What is trained.  [default: what the model is for]"),
+    click.option("--global-batch", type=int, help="Samples per optimizer step over all GPUs.  [default: 512]"),
+    click.option("--global-tokens", type=int, help="Tokens per optimizer step; wins over --global-batch."),
+    click.option("--seq-len", type=int, help="Tokens in the longest sample.  [default: 1024]"),
+    click.option("--max-samples-per-gpu", type=int, help="Cap on the micro-batch, samples."),
+    click.option("--max-tokens-per-gpu", type=int, help="Cap on the micro-batch, tokens."),
+    click.option("--micro-batch", type=int, help="Pin the samples of one GPU in one micro-step."),
+    click.option("--accumulation-steps", type=int, help="Pin the micro-steps per optimizer step."),
+    click.option("--zero-stage", type=int, help="Pin the ZeRO stage, 0-3."),
+    click.option(
+        "--activation-checkpointing", type=_choice(asked.ActivationCheckpointingChoice), help="[default: auto]"
+    ),
+    click.option("--offload", type=_choice(asked.OffloadChoice), help="What may live in host memory.  [default: auto]"),
+    click.option("--precision", type=_choice(asked.Precision), help="[default: bf16]"),
+    click.option("--optimizer", type=_choice(asked.OptimizerName), help="[default: adamw]"),
+    click.option("--learning-rate", "--lr", type=float, help="[default: 3e-4]"),
+    click.option("--weight-decay", type=float, help="[default: 0.01]"),
+    click.option("--gradient-clipping", type=float, help="Largest gradient norm; 0: no clipping.  [default: 1.0]"),
+    click.option("--reduce-bucket-elements", type=int, help="Pin DeepSpeed's gradient bucket, elements."),
+)
+
+
+def planning_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Give `command` the planning flags; pass what it receives to `collect`."""
+    for option in reversed(_OPTIONS):
+        command = option(command)
+    return command
+
+
+def collect(values: Mapping[str, Any], file: config.Config | None = None) -> tuple[Request, Cluster, tuple[str, ...]]:
+    """Request, cluster, and the request's fields left to their defaults, from a command's `values`.
+
+    Flags win over `file` (read from `values["config"]` if not given), the file over defaults. Where neither GPUs nor
+    memory are named, this machine's GPUs are taken. Values of other commands' flags are ignored.
+
+    Raises:
+        RequestError: the request is wrong.
+    """
+    if file is None:
+        file = config.read(values.get("config"))
+    flags = {name: value for name, value in values.items() if name in NAMES and value is not None}
+    settings = file.plan | flags
+    if settings.get("device", "cuda") == "cuda" and "gpu" not in settings and not {"gpus", "mem"} <= settings.keys():
+        settings = found_here() | settings
+    return understand(settings)
+
+
+def found_here() -> dict[str, Any]:
+    """The settings that describe this machine's GPUs; nothing where torch sees none."""
+    import torch  # takes a second: only where flags leave the question open
+
+    if not torch.cuda.is_available():
+        return {}
+    memory = [torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count())]
+    import psutil
+
+    return {"gpus": len(memory), "mem": memory, "host_mem": psutil.virtual_memory().total}
