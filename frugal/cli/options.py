@@ -28,26 +28,41 @@ _OPTIONS = (
     click.option("--host-mem", metavar="SIZE", help="Memory of a node's host, to check offloading against."),
     click.option("--device", type=_choice(DeviceKind), help="What to run on.  [default: cuda]"),
     click.option(
-        "--model", help="Preset, config.json, model folder, package.module:factory or hub name.  [default: gpt2]"
+        "--model",
+        help=f"Preset, config.json, model folder, package.module:factory or hub name.  [default: {Request.model}]",
     ),
     click.option("--task", type=_choice(asked.Task), help="What is trained.  [default: what the model is for]"),
-    click.option("--global-batch", type=int, help="Samples per optimizer step over all GPUs.  [default: 512]"),
+    click.option(
+        "--global-batch",
+        type=int,
+        help=f"Samples per optimizer step over all GPUs.  [default: {asked.DEFAULT_GLOBAL_BATCH}]",
+    ),
     click.option("--global-tokens", type=int, help="Tokens per optimizer step; wins over --global-batch."),
-    click.option("--seq-len", type=int, help="Tokens in the longest sample.  [default: 1024]"),
+    click.option("--seq-len", type=int, help=f"Tokens in the longest sample.  [default: {Request.seq_len}]"),
     click.option("--max-samples-per-gpu", type=int, help="Cap on the micro-batch, samples."),
     click.option("--max-tokens-per-gpu", type=int, help="Cap on the micro-batch, tokens."),
     click.option("--micro-batch", type=int, help="Pin the samples of one GPU in one micro-step."),
     click.option("--accumulation-steps", type=int, help="Pin the micro-steps per optimizer step."),
     click.option("--zero-stage", type=int, help="Pin the ZeRO stage, 0-3."),
     click.option(
-        "--activation-checkpointing", type=_choice(asked.ActivationCheckpointingChoice), help="[default: auto]"
+        "--activation-checkpointing",
+        type=_choice(asked.ActivationCheckpointingChoice),
+        help=f"[default: {Request.activation_checkpointing}]",
     ),
-    click.option("--offload", type=_choice(asked.OffloadChoice), help="What may live in host memory.  [default: auto]"),
-    click.option("--precision", type=_choice(asked.Precision), help="[default: bf16]"),
-    click.option("--optimizer", type=_choice(asked.OptimizerName), help="[default: adamw]"),
-    click.option("--learning-rate", "--lr", type=float, help="[default: 3e-4]"),
-    click.option("--weight-decay", type=float, help="[default: 0.01]"),
-    click.option("--gradient-clipping", type=float, help="Largest gradient norm; 0: no clipping.  [default: 1.0]"),
+    click.option(
+        "--offload",
+        type=_choice(asked.OffloadChoice),
+        help=f"What may live in host memory.  [default: {Request.offload}]",
+    ),
+    click.option("--precision", type=_choice(asked.Precision), help=f"[default: {Request.precision}]"),
+    click.option("--optimizer", type=_choice(asked.OptimizerName), help=f"[default: {Request.optimizer}]"),
+    click.option("--learning-rate", "--lr", type=float, help=f"[default: {Request.learning_rate}]"),
+    click.option("--weight-decay", type=float, help=f"[default: {Request.weight_decay}]"),
+    click.option(
+        "--gradient-clipping",
+        type=float,
+        help=f"Largest gradient norm; 0: no clipping.  [default: {Request.gradient_clipping}]",
+    ),
     click.option("--reduce-bucket-elements", type=int, help="Pin DeepSpeed's gradient bucket, elements."),
 )
 
@@ -84,6 +99,6 @@ def found_here() -> dict[str, Any]:
     if not torch.cuda.is_available():
         return {}
     memory = [torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count())]
-    import psutil
+    import psutil  # type: ignore[import-untyped]  # its stubs are a package of their own
 
     return {"gpus": len(memory), "mem": memory, "host_mem": psutil.virtual_memory().total}

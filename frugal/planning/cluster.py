@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from frugal.errors import RequestError
-from frugal.units import GIB
+from frugal.units import format_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,8 +32,8 @@ class Device:
     def __post_init__(self) -> None:
         if self.usable_bytes <= 0:
             raise RequestError(
-                f"{self.memory_bytes / GIB:.2f} GiB is less than a {self.kind} device needs before the first tensor",
-                because=f"{self.context_bytes / GIB:.2f} GiB context and {self.margin_bytes / GIB:.2f} GiB margin come first",
+                f"{format_bytes(self.memory_bytes)} is less than a {self.kind} device needs before the first tensor",
+                because=f"{format_bytes(self.context_bytes)} context and {format_bytes(self.margin_bytes)} margin come first",
             )
 
     @property

@@ -28,7 +28,8 @@ class MemoryBreakdown:
     operator: str
 
     CATEGORIES = (
-        "parameters", "gradients", "optimizer", "activations", "logits", "communication", "temporary", "slack", "context",
+        "parameters", "gradients", "optimizer", "activations", "logits",
+        "communication", "temporary", "slack", "context",
     )  # fmt: skip
 
     def __post_init__(self) -> None:

@@ -76,7 +76,8 @@ class Request:
         if self.learning_rate < 0 or self.weight_decay < 0 or self.gradient_clipping < 0:
             raise RequestError(
                 "a rate is negative",
-                because=f"learning rate {self.learning_rate}, weight decay {self.weight_decay}, gradient clipping {self.gradient_clipping}",
+                because=f"learning rate {self.learning_rate}, weight decay {self.weight_decay}, "
+                f"gradient clipping {self.gradient_clipping}",
             )
         if self.precision == "bf16" and self.zero_stage in (0, 1):
             raise RequestError(
