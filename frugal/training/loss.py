@@ -4,9 +4,11 @@ An `Objective` turns samples into tensors, counts their targets and sums the los
 sum by the targets of the *global* batch, which it knows before the first forward.
 """
 
-from collections.abc import Mapping, Sequence
+import zlib
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -50,8 +52,19 @@ def summed_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 
 def pad(rows: Sequence[Sequence[int]], fill: int) -> Tensor:
     """`rows` of token ids, padded on the right with `fill` to the longest: shape `(len(rows), longest)`, int64."""
-    longest = max(map(len, rows))
-    return torch.tensor([[*row, *[fill] * (longest - len(row))] for row in rows], dtype=torch.long)
+    padded = np.full((len(rows), max(map(len, rows))), fill, dtype=np.int64)
+    for i, row in enumerate(rows):
+        padded[i, : len(row)] = row
+    return torch.from_numpy(padded)
+
+
+def real_tokens(rows: Sequence[Sequence[int]]) -> Tensor:
+    """The attention mask of `rows` padded on the right: 1 for a token, 0 for padding, `(len(rows), longest)`, int64.
+
+    Passed also where nothing is padded, so that every batch takes the same way through the model.
+    """
+    lengths = torch.tensor([len(row) for row in rows])
+    return (torch.arange(int(lengths.max())) < lengths[:, None]).long()
 
 
 class CausalLM:
@@ -88,3 +101,210 @@ class CausalLM:
         inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
         logits = model(**inputs, use_cache=False).logits
         return summed_cross_entropy(logits[:, :-1], batch["labels"][:, 1:])
+
+
+class MaskedLM:
+    """Predicting masked tokens, as BERT does (https://arxiv.org/abs/1810.04805, section 3.1).
+
+    A sample has `input_ids`; also `labels` if it is masked already. Otherwise `share` of its tokens, at least one
+    and no special ones, become targets: 80 % of them are shown as the mask, 10 % as a random token, 10 % unchanged.
+    Which ones depends on `seed`, the sample's tokens and its `draw` (see `batches.py`: its number in the endless
+    training order; absent in evaluation), and on nothing else: every epoch masks anew, every world size alike.
+    """
+
+    def __init__(
+        self,
+        *,
+        pad_id: int,
+        mask_id: int,
+        vocab_size: int,
+        special_ids: Sequence[int] = (),
+        share: float = 0.15,
+        seed: int = 0,
+    ) -> None:
+        self.pad_id = pad_id
+        self.mask_id = mask_id
+        self.special_ids = np.unique([pad_id, mask_id, *special_ids])
+        self.ordinary_ids = np.setdiff1d(np.arange(vocab_size), self.special_ids)
+        self.share = share
+        self.seed = seed
+
+    def mask(self, sample: Sample) -> tuple[Sequence[int], Sequence[int]]:
+        """The masked tokens and the labels of a sample, each as long as its `input_ids`."""
+        tokens = np.asarray(sample["input_ids"], dtype=np.int64)
+        if "labels" in sample:
+            return tokens, sample["labels"]  # type: ignore[return-value]  # an array is as good as a sequence here
+        random = np.random.default_rng((self.seed, sample.get("draw", 0), zlib.crc32(tokens.tobytes())))
+        candidates = np.flatnonzero(~np.isin(tokens, self.special_ids))
+        num_targets = min(len(candidates), max(1, round(self.share * len(candidates))))
+        chosen = random.permutation(candidates)[:num_targets]
+        kind = random.random(num_targets)
+        labels = np.full_like(tokens, IGNORED)
+        labels[chosen] = tokens[chosen]
+        shown = tokens.copy()
+        shown[chosen[kind < 0.8]] = self.mask_id
+        replaced = chosen[kind >= 0.9]
+        if len(self.ordinary_ids):
+            shown[replaced] = random.choice(self.ordinary_ids, len(replaced))
+        return shown, labels  # type: ignore[return-value]  # as above
+
+    def collate(self, samples: Sequence[Sample]) -> Batch:
+        """`input_ids`, `attention_mask` and `labels`, each of shape `(samples, longest)`."""
+        masked = [self.mask(sample) for sample in samples]
+        return {
+            "input_ids": pad([tokens for tokens, _ in masked], self.pad_id),
+            "attention_mask": real_tokens([tokens for tokens, _ in masked]),
+            "labels": pad([labels for _, labels in masked], IGNORED),
+        }
+
+    def dummy(self) -> Sample:
+        """Two tokens, none of them a target."""
+        return {"input_ids": [self.mask_id] * 2, "labels": [IGNORED] * 2}
+
+    def example(self, num_samples: int, seq_len: int) -> Batch:
+        """`num_samples` rows of `seq_len` tokens, every one a target: how many are makes no difference to memory."""
+        return self.collate([{"input_ids": [self.mask_id] * seq_len, "labels": [self.mask_id] * seq_len}] * num_samples)
+
+    def count(self, batch: Batch) -> int:
+        """Masked tokens."""
+        return int((batch["labels"] != IGNORED).sum())
+
+    def loss_sum(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Summed cross entropy of the masked tokens."""
+        logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+        return summed_cross_entropy(logits, batch["labels"])
+
+
+class Seq2Seq:
+    """Predicting a target text from a source text. A sample has `input_ids` (source) and `labels` (target tokens)."""
+
+    def __init__(self, pad_id: int = 0, *, start_id: int = 0) -> None:
+        self.pad_id = pad_id
+        self.start_id = start_id  # what the decoder sees before the first target
+
+    def collate(self, samples: Sequence[Sample]) -> Batch:
+        """`input_ids` and `attention_mask` of shape `(samples, longest source)`, the rest `(samples, longest target)`.
+
+        `decoder_input_ids` are the labels, one to the right. The decoder needs no mask: it never looks at padding.
+        """
+        sources = [sample["input_ids"] for sample in samples]
+        targets = [sample["labels"] for sample in samples]
+        labels = pad(targets, IGNORED)
+        shifted = torch.full_like(labels, self.start_id)
+        shifted[:, 1:] = labels[:, :-1].masked_fill(labels[:, :-1] == IGNORED, self.pad_id)
+        return {
+            "input_ids": pad(sources, self.pad_id),
+            "attention_mask": real_tokens(sources),
+            "decoder_input_ids": shifted,
+            "labels": labels,
+        }
+
+    def dummy(self) -> Sample:
+        """One source token and one target position without a target."""
+        return {"input_ids": [self.start_id], "labels": [IGNORED]}
+
+    def example(self, num_samples: int, seq_len: int) -> Batch:
+        """`num_samples` sources and targets of `seq_len` tokens each."""
+        return self.collate(
+            [{"input_ids": [self.start_id] * seq_len, "labels": [self.start_id] * seq_len}] * num_samples
+        )
+
+    def count(self, batch: Batch) -> int:
+        """Target tokens."""
+        return int((batch["labels"] != IGNORED).sum())
+
+    def loss_sum(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Summed cross entropy of the target tokens."""
+        inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
+        return summed_cross_entropy(model(**inputs, use_cache=False).logits, batch["labels"])
+
+
+class SequenceClassification:
+    """One class for each text. A sample has `input_ids` and `label`, an int from 0."""
+
+    def __init__(self, pad_id: int = 0) -> None:
+        self.pad_id = pad_id
+
+    def collate(self, samples: Sequence[Sample]) -> Batch:
+        """`input_ids` and `attention_mask` of shape `(samples, longest)`, `labels` of shape `(samples,)`."""
+        rows = [sample["input_ids"] for sample in samples]
+        return {
+            "input_ids": pad(rows, self.pad_id),
+            "attention_mask": real_tokens(rows),
+            "labels": torch.tensor([int(sample["label"]) for sample in samples]),
+        }
+
+    def dummy(self) -> Sample:
+        """Two tokens without a class."""
+        return {"input_ids": [self.pad_id] * 2, "label": IGNORED}
+
+    def example(self, num_samples: int, seq_len: int) -> Batch:
+        """`num_samples` rows of `seq_len` tokens, all of class 0."""
+        return self.collate([{"input_ids": [self.pad_id] * seq_len, "label": 0}] * num_samples)
+
+    def count(self, batch: Batch) -> int:
+        """Samples with a class."""
+        return int((batch["labels"] != IGNORED).sum())
+
+    def loss_sum(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Summed cross entropy of the classes."""
+        logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+        return summed_cross_entropy(logits, batch["labels"])
+
+
+class _Dummy(dict[str, Any]):
+    """A sample that counts nothing."""
+
+
+class SummedLoss:
+    """Any module with a loss of your own.
+
+    `loss(model, batch)` returns the loss *summed* over the targets of the batch, shape `()`. `example` is one
+    sample of the largest size, or a function from `seq_len` to one; it also serves as the dummy, its loss times
+    zero, so it must be finite. `collate` makes a dict of tensors from samples (default: torch's). `count` counts a
+    batch's targets (default: its samples).
+    """
+
+    def __init__(
+        self,
+        loss: Callable[[nn.Module, Batch], Tensor],
+        *,
+        example: Sample | Callable[[int], Sample],
+        collate: Callable[[list[Any]], Batch] = torch.utils.data.default_collate,
+        count: Callable[[Batch], int] | None = None,
+    ) -> None:
+        self._loss = loss
+        self._example = example
+        self._collate = collate
+        self._count = count
+
+    def collate(self, samples: Sequence[Sample]) -> Batch:
+        """What `collate` makes of them, and `real`: 1, or 0 for the dummy, shape `()`."""
+        real = not isinstance(samples[0], _Dummy)
+        return {**self._collate([dict(sample) for sample in samples]), "real": torch.tensor(float(real))}
+
+    def dummy(self) -> Sample:
+        """The example, marked."""
+        return _Dummy(self._sample(2))
+
+    def example(self, num_samples: int, seq_len: int) -> Batch:
+        """`num_samples` copies of the example."""
+        return self.collate([self._sample(seq_len)] * num_samples)
+
+    def count(self, batch: Batch) -> int:
+        """Targets; none in the dummy."""
+        if not batch["real"]:
+            return 0
+        own = self._without_mark(batch)
+        return len(next(iter(own.values()))) if self._count is None else int(self._count(own))
+
+    def loss_sum(self, model: nn.Module, batch: Batch) -> Tensor:
+        """The loss in fp32, times zero for the dummy."""
+        return self._loss(model, self._without_mark(batch)).float() * batch["real"]
+
+    def _sample(self, seq_len: int) -> Sample:
+        return self._example(seq_len) if callable(self._example) else self._example
+
+    @staticmethod
+    def _without_mark(batch: Batch) -> Batch:
+        return {name: tensor for name, tensor in batch.items() if name != "real"}
