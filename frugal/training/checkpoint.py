@@ -1,0 +1,315 @@
+"""Checkpoints: all of a run's state, whole or not at all, verified when read.
+
+    checkpoints/
+      latest                      the name of the newest whole checkpoint
+      step-000100/
+        manifest.json             every file's length and SHA-256, and what the checkpoint is of
+        training.json             `Progress`: step, position in the data, validation loss
+        rng_rank_0.pt ...         random number generators of each rank, which DeepSpeed does not save
+        *_model_states.pt, *_optim_states.pt      DeepSpeed's own files
+
+Ranks never act on their own: each step of saving and loading ends in a vote, so a full disk on one rank is an error
+on all of them and a hang on none. Left out: another world size (the plan is refused).
+"""
+
+import contextlib
+import hashlib
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import msgspec
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
+
+from frugal.errors import CheckpointError, PlanMismatchError
+from frugal.training import generators
+from frugal.training import manifest as files
+from frugal.training.manifest import File, Manifest
+from frugal.units import format_bytes
+
+if TYPE_CHECKING:
+    from frugal.training.engine import Engine
+
+TRAINING = "training.json"
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """How far a run is.
+
+    Attributes:
+        step: optimizer steps done.
+        position: of the data order, as its owner describes it.
+        data_fingerprint: of the training data.
+        validation_loss: of exactly these weights, where it was measured.
+    """
+
+    step: int
+    position: dict[str, Any] = field(default_factory=dict)
+    data_fingerprint: str = ""
+    validation_loss: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loaded:
+    """What was loaded from where; `refused` says why newer checkpoints were not used."""
+
+    progress: Progress
+    folder: Path
+    refused: tuple[str, ...]
+
+
+def save(engine: "Engine", folder: Path, progress: Progress, *, keep: int = 2) -> Path:
+    """Write `folder/step-N` and point `latest` to it; keep the `keep` newest and the best. Collective.
+
+    Raises:
+        CheckpointError: a rank could not write; the previous checkpoint is untouched.
+    """
+    folder = folder.absolute()
+    aside = folder / f"step-{progress.step:06d}.tmp"
+    try:
+        together(engine, lambda: _make_room(aside) if engine.rank == 0 else None)
+        shares = together(engine, lambda: _write_share(engine, aside, progress))
+        made_by = _origin(engine, progress.step, {name: file for share in shares for name, file in share.items()})
+        together(engine, lambda: _publish(aside, made_by, keep) if engine.rank == 0 else None)
+    except RanksFailed as failed:
+        if engine.rank == 0:
+            shutil.rmtree(aside, ignore_errors=True)
+        last = newest(folder)
+        raise CheckpointError(
+            f"cannot write the checkpoint {aside.with_suffix('')}",
+            because=[
+                *failed.reasons,
+                f"the last good checkpoint is {last.name}" if last else "there is no earlier checkpoint",
+            ],
+            hint="make room, then continue with --resume" if last else "make room, or choose another --out",
+        ) from None
+    return aside.with_suffix("")
+
+
+def load(engine: "Engine", folder: Path) -> Loaded:
+    """Bring the engine and this rank's generators to the newest good checkpoint in `folder`. Collective.
+
+    Raises:
+        CheckpointError: there is none, or none that is whole.
+        PlanMismatchError: it is of another model, world size or strategy.
+    """
+    folder = folder.absolute()
+    names: list[Any] = [[path.name for path in candidates(folder)]]
+    dist.broadcast_object_list(names, src=0, group=engine.votes)
+    refused: list[str] = []
+    for path in (folder / name for name in names[0]):
+        damage = [reason for reason in gather(engine, _damage(engine, path)) if reason]
+        if damage:
+            refused.append(damage[0])
+            continue
+        _refuse_other_run(path, files.read(path), _origin(engine, 0, {}))
+        return Loaded(progress=_restore(engine, path), folder=path, refused=tuple(refused))
+    if refused:
+        raise CheckpointError(
+            f"no checkpoint in {folder} is whole", because=refused, hint="start again with another --out"
+        )
+    raise CheckpointError(f"there is no checkpoint in {folder}", hint="start without --resume")
+
+
+def candidates(folder: Path) -> list[Path]:
+    """The complete-looking checkpoints: first the one `latest` names, then the others from new to old."""
+    found = sorted((path for path in folder.glob("step-*") if not path.suffix), reverse=True)
+    try:
+        pointed = folder / (folder / files.POINTER).read_text().strip()
+    except (OSError, UnicodeDecodeError):
+        return found
+    return [path for path in found if path == pointed] + [path for path in found if path != pointed]
+
+
+def newest(folder: Path) -> Path | None:
+    """The checkpoint to continue from, without looking into it; None if there is none."""
+    return next(iter(candidates(folder)), None)
+
+
+class RanksFailed(Exception):  # noqa: N818  # never leaves the training room; named for what happened
+    """Some rank could not do its part; raised on every rank with all ranks' reasons."""
+
+    def __init__(self, reasons: list[str]) -> None:
+        self.reasons = reasons
+        super().__init__("; ".join(reasons))
+
+
+def gather(engine: "Engine", value: T) -> list[T]:
+    """Every rank's value, in rank order."""
+    values: list[Any] = [None] * engine.world_size
+    dist.all_gather_object(values, value, group=engine.votes)
+    return values
+
+
+def together(engine: "Engine", action: Callable[[], T]) -> list[T]:
+    """Run `action` on each rank, then vote: its results from all ranks, or `RanksFailed` on all."""
+    result, problem = None, None
+    try:
+        result = action()
+    except OSError as error:
+        problem = f"rank {engine.rank}: {error.strerror or error}" + (f": {error.filename}" if error.filename else "")
+    answers = gather(engine, (result, problem))
+    reasons = [reason for _, reason in answers if reason is not None]
+    if reasons:
+        raise RanksFailed(reasons)
+    return [value for value, _ in answers]  # type: ignore[misc]  # no problem means a result
+
+
+class _Writer(CheckpointEngine):
+    """DeepSpeed's files, written without raising: a rank that stops halfway would leave the others in a collective."""
+
+    def __init__(self) -> None:
+        super().__init__(None)
+        self.written: list[Path] = []
+        self.failure: OSError | None = None
+
+    @contextlib.contextmanager
+    def installed(self, deepspeed_engine: Any) -> Iterator[None]:
+        """Have the engine write through this writer, and leave out the scripts it copies beside a checkpoint."""
+        usual = deepspeed_engine.checkpoint_engine
+        deepspeed_engine.checkpoint_engine = self
+        deepspeed_engine._copy_recovery_script = lambda _path: None
+        try:
+            yield
+        finally:
+            deepspeed_engine.checkpoint_engine = usual
+            del deepspeed_engine._copy_recovery_script
+
+    def save(self, state_dict: Any, path: str | Path) -> None:
+        """torch.save, remembering the first failure instead of raising it."""
+        if self.failure is not None:
+            return
+        try:
+            torch.save(state_dict, path)
+            self.written.append(Path(path))
+        except OSError as error:
+            self.failure = error
+        except RuntimeError as error:  # what torch makes of a failed write
+            free = shutil.disk_usage(Path(path).parent).free
+            self.failure = OSError(
+                None, f"{Path(path).name} cannot be written, {format_bytes(free)} are free there ({_first_line(error)})"
+            )
+
+    def makedirs(self, path: str, exist_ok: bool = False) -> None:
+        """Nothing: the folder was made before, with a vote."""
+
+    def create(self, info: Any) -> None:
+        """Nothing to announce."""
+
+    def load(self, path: str, map_location: Any = None) -> Any:
+        """Never called: reading goes through DeepSpeed's usual engine."""
+        raise NotImplementedError
+
+    def commit(self, info: Any) -> bool:
+        """Nothing to finish; `files.seal` does it."""
+        return True
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0]
+
+
+def _make_room(aside: Path) -> None:
+    if aside.exists():
+        shutil.rmtree(aside)
+    aside.mkdir(parents=True)
+
+
+def _write_share(engine: "Engine", aside: Path, progress: Progress) -> dict[str, File]:
+    """This rank's files, on the disk when this returns."""
+    writer = _Writer()
+    with writer.installed(engine.deepspeed):
+        engine.deepspeed.save_checkpoint(str(aside.parent), tag=aside.name, save_latest=False)
+    writer.save(generators.state(engine.device), aside / f"rng_rank_{engine.rank}.pt")
+    if writer.failure is not None:
+        raise writer.failure
+    written = list(writer.written)
+    if engine.rank == 0:
+        (aside / TRAINING).write_bytes(msgspec.json.encode(progress))
+        written.append(aside / TRAINING)
+    return {path.name: files.describe(path, engine.rank) for path in written}
+
+
+def _publish(aside: Path, made_by: Manifest, keep: int) -> None:
+    final = files.seal(aside, made_by)
+    files.write(final.parent / files.POINTER, final.name.encode() + b"\n")
+    _prune(final, keep)
+
+
+def _prune(current: Path, keep: int) -> None:
+    """Remove all but the `keep` newest and the best, and whatever lies beyond `current`: a future given up."""
+    past = sorted(
+        (path for path in current.parent.glob("step-*") if not path.suffix and path.name <= current.name), reverse=True
+    )
+    losses = {path: loss for path in past if (loss := _validation_loss(path)) is not None}
+    kept = {*past[: max(keep, 1)], *([min(losses, key=lambda path: losses[path])] if losses else [])}
+    for path in current.parent.glob("step-*"):
+        if path not in kept:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _validation_loss(path: Path) -> float | None:
+    with contextlib.suppress(OSError, msgspec.DecodeError):
+        return msgspec.json.decode((path / TRAINING).read_bytes(), type=Progress).validation_loss
+    return None
+
+
+def _origin(engine: "Engine", step: int, listed: dict[str, File]) -> Manifest:
+    """What this run is, in the manifest's words."""
+    plan = engine.plan
+    shapes = [(name, tuple(getattr(p, "ds_shape", p.shape))) for name, p in engine.module.named_parameters()]
+    return Manifest(
+        step=step,
+        world_size=engine.world_size,
+        zero_stage=plan.strategy.zero_stage,
+        precision=plan.request.precision,
+        optimizer=plan.request.optimizer,
+        model=plan.request.model,
+        shapes=hashlib.sha256(repr(shapes).encode()).hexdigest(),
+        plan_digest=plan.digest,
+        versions={name: version(name) for name in ("torch", "deepspeed", "transformers")},
+        files=listed,
+    )
+
+
+def _refuse_other_run(path: Path, made_by: Manifest, this: Manifest) -> None:
+    if made_by.shapes != this.shapes:
+        raise PlanMismatchError(
+            f"{path} is of another model",
+            because=f"it was made with {made_by.model}, this run trains {this.model}; its parameters differ",
+            hint="resume with the plan the run was started with, or start anew with another --out",
+        )
+    for name, word in (
+        ("world_size", "world size"),
+        ("zero_stage", "ZeRO stage"),
+        ("precision", "precision"),
+        ("optimizer", "optimizer"),
+    ):
+        before, now = getattr(made_by, name), getattr(this, name)
+        if before != now:
+            raise PlanMismatchError(
+                f"{path} was made with {word} {before}, this run has {now}",
+                hint=f"resume with {word} {before}, or start anew with another --out",
+            )
+
+
+def _damage(engine: "Engine", path: Path) -> str | None:
+    """Why this rank cannot use the checkpoint, or None."""
+    try:
+        made_by = files.read(path)
+    except ValueError as error:
+        return str(error)
+    return files.first_damage(path, made_by, engine.rank, engine.world_size)
+
+
+def _restore(engine: "Engine", path: Path) -> Progress:
+    engine.deepspeed.load_checkpoint(str(path.parent), tag=path.name)
+    generators.restore(torch.load(path / f"rng_rank_{engine.rank}.pt", weights_only=True), engine.device)
+    return msgspec.json.decode((path / TRAINING).read_bytes(), type=Progress)

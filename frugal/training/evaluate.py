@@ -1,0 +1,69 @@
+"""The mean loss on any number of samples, the same on any number of ranks."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from frugal.errors import RequestError
+from frugal.training.loss import Sample
+
+if TYPE_CHECKING:
+    from frugal.training.engine import Engine
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Mean loss over `targets` in `samples` samples."""
+
+    loss: float
+    targets: int
+    samples: int
+
+    @property
+    def perplexity(self) -> float:
+        """exp(loss); infinite where that is beyond a float."""
+        return math.exp(self.loss) if self.loss < 709 else math.inf
+
+
+def evaluate(engine: "Engine", samples: Sequence[Sample]) -> Evaluation:
+    """The model's loss on `samples`, given whole and equal on every rank. Collective; dropout is off meanwhile.
+
+    The samples are cut into cells like a global batch, under the plan's micro-batches. Every sample is in exactly
+    one cell; a rank whose cell is empty runs the objective's dummy, because ZeRO-3 communicates in every forward.
+    Sums and counts travel in fp64, so what differs from one process is the rounding of each micro-batch's own sum.
+
+    Raises:
+        RequestError: no sample, or no target in any of them.
+    """
+    if len(samples) == 0:
+        raise RequestError(
+            "there is no sample to evaluate on", hint="give validation data, or a larger part of the data"
+        )
+    cells = engine.plan.batch.cells_for(len(samples))
+    loss = torch.zeros((), dtype=torch.float64, device=engine.device)
+    targets = 0
+    was_training = engine.module.training
+    engine.module.eval()
+    try:
+        with torch.no_grad():
+            for start, size in zip(cells.starts(engine.rank), cells.sizes[engine.rank], strict=True):
+                cell = [samples[start + i] for i in range(size)] or [engine.objective.dummy()]
+                batch = engine.objective.collate(cell)
+                targets += engine.objective.count(batch)
+                on_device = {name: tensor.to(engine.device, non_blocking=True) for name, tensor in batch.items()}
+                loss += engine.objective.loss_sum(engine.deepspeed, on_device)
+    finally:
+        engine.module.train(was_training)
+    sums = torch.tensor([loss.item(), targets], dtype=torch.float64)
+    dist.all_reduce(sums, group=engine.votes)
+    loss_sum, num_targets = sums.tolist()
+    if num_targets == 0:
+        raise RequestError(
+            "the validation data has no target",
+            because=f"every label of its {len(samples)} samples is ignored",
+        )
+    return Evaluation(loss=loss_sum / num_targets, targets=int(num_targets), samples=len(samples))

@@ -1,0 +1,116 @@
+"""The mean loss on N samples is that of one process, for any N and any number of ranks."""
+
+import gc
+import math
+
+import pytest
+import torch
+
+from frugal.errors import RequestError
+from frugal.training.engine import initialize
+from frugal.training.evaluate import Evaluation, evaluate
+from frugal.training.loss import CausalLM
+from tests.plans import plan_by_hand
+from tests.ranks import Ranks
+from tests.training.models import ragged_samples, tiny_gpt2
+
+NUMBERS = (1, 7, 64)
+
+
+class Counted(list):  # type: ignore[type-arg]  # a list of samples
+    """Samples that count how often each was read."""
+
+    def __init__(self, samples: list[dict[str, list[int]]]) -> None:
+        super().__init__(samples)
+        self.reads = [0] * len(samples)
+
+    def __getitem__(self, index: int) -> dict[str, list[int]]:  # type: ignore[override]  # no slices needed
+        self.reads[index] += 1
+        return super().__getitem__(index)
+
+
+def reference(number: int) -> tuple[float, int]:
+    """Plain PyTorch, one process, fp64, every sample by itself."""
+    model, loss, targets = tiny_gpt2().double().eval(), 0.0, 0
+    with torch.no_grad():
+        for sample in ragged_samples(number):
+            labels = torch.tensor(sample["labels"])[1:]
+            logits = model(input_ids=torch.tensor([sample["input_ids"]])).logits[0, :-1]
+            loss += float(torch.nn.functional.cross_entropy(logits, labels, ignore_index=-100, reduction="sum"))
+            targets += int((labels != -100).sum())
+    return loss / targets, targets
+
+
+def evaluations(world_size: int, zero_stage: int) -> list[tuple[Evaluation, list[int]]]:
+    """One engine with dropout, evaluated on each number of samples; runs on ranks."""
+    plan = plan_by_hand(
+        world_size=world_size, global_batch=16, micro_batch=tuple(range(3, 3 + world_size)), zero_stage=zero_stage
+    )
+    engine = initialize(tiny_gpt2(resid_pdrop=0.5, attn_pdrop=0.5), plan, CausalLM())
+    results = []
+    for number in NUMBERS:
+        samples = Counted(ragged_samples(number))
+        results.append((evaluate(engine, samples), samples.reads))
+    assert engine.module.training
+    engine.destroy()
+    gc.collect()
+    return results
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_the_loss_is_that_of_plain_pytorch_and_no_sample_counts_twice(
+    world_size: int, zero_stage: int, request: pytest.FixtureRequest
+) -> None:
+    ranks: Ranks = request.getfixturevalue({1: "one_rank", 2: "two_ranks", 3: "three_ranks"}[world_size])
+    by_rank = ranks.run(evaluations, world_size, zero_stage)
+    for i, number in enumerate(NUMBERS):
+        loss, targets = reference(number)
+        for results in by_rank:
+            measured = results[i][0]
+            assert measured.loss == pytest.approx(loss, rel=1e-6)
+            assert measured.perplexity == pytest.approx(math.exp(loss), rel=1e-5)
+            assert (measured.targets, measured.samples) == (targets, number)
+        assert [sum(reads) for reads in zip(*(results[i][1] for results in by_rank), strict=True)] == [1] * number
+
+
+def trajectory(zero_stage: int, evaluating: bool) -> list[float]:
+    """Losses of a run with dropout, with or without evaluations in between; runs on ranks."""
+    plan = plan_by_hand(world_size=2, global_batch=6, micro_batch=2, zero_stage=zero_stage)
+    torch.manual_seed(torch.distributed.get_rank())
+    engine = initialize(tiny_gpt2(resid_pdrop=0.1), plan, CausalLM())
+    losses = []
+    torch.manual_seed(torch.distributed.get_rank())
+    for step in range(4):
+        losses.append(engine.train_step(ragged_samples(6, seed=step)).loss)
+        if evaluating:
+            evaluate(engine, ragged_samples(5))
+    engine.destroy()
+    gc.collect()
+    return losses
+
+
+@pytest.mark.parametrize("zero_stage", [2, 3])
+def test_evaluating_leaves_the_training_as_it_was(zero_stage: int, two_ranks: Ranks) -> None:
+    assert two_ranks.run(trajectory, zero_stage, True) == two_ranks.run(trajectory, zero_stage, False)
+
+
+def nothing_to_evaluate() -> list[str]:
+    """What evaluating nothing and evaluating prompts says; runs on ranks."""
+    engine = initialize(
+        tiny_gpt2(), plan_by_hand(world_size=1, global_batch=2, micro_batch=2, zero_stage=2), CausalLM()
+    )
+    messages = []
+    for samples in ([], [{"input_ids": [1, 2, 3], "labels": [-100] * 3}]):
+        with pytest.raises(RequestError) as raised:
+            evaluate(engine, samples)
+        messages.append(str(raised.value))
+    engine.destroy()
+    return messages
+
+
+def test_nothing_to_evaluate_is_said(one_rank: Ranks) -> None:
+    assert one_rank.run(nothing_to_evaluate)[0] == [
+        "there is no sample to evaluate on\n\nhint: give validation data, or a larger part of the data",
+        "the validation data has no target\n  because every label of its 1 samples is ignored",
+    ]
