@@ -19,6 +19,8 @@ from frugal.planning.plan import Plan
 from frugal.training import activation_checkpointing, tiled_loss
 from frugal.training.loss import Batch, Objective, Sample
 
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
 
 @dataclass(frozen=True)
 class StepResult:
@@ -152,8 +154,23 @@ def initialize(
         def scheduler(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
             return torch.optim.lr_scheduler.LambdaLR(optimizer, learning_rate_schedule)
 
+    config = deepspeed_config(plan)
+    if plan.strategy.zero_stage == 3:
+        _partition(model, config, DTYPES[plan.request.precision])
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    engine, *_ = deepspeed.initialize(
-        model=model, model_parameters=trainable, lr_scheduler=scheduler, config=deepspeed_config(plan)
-    )
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=trainable, lr_scheduler=scheduler, config=config)
     return Engine(engine, plan, objective, votes)
+
+
+def _partition(model: nn.Module, config: dict[str, Any], dtype: torch.dtype) -> None:
+    """Split the parameters over the ranks one by one, so that no device ever holds the whole model.
+
+    `deepspeed.initialize` alone would move all of it to every device first.
+    """
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype)
+    zero = deepspeed.zero.Init(module=model, config_dict_or_path=config, dtype=dtype)
+    for module in model.modules():  # DeepSpeed leaves the buffers of a partitioned model where they are
+        for name, buffer in module.named_buffers(recurse=False):
+            module._buffers[name] = buffer.to(zero.local_device)
