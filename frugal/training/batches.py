@@ -1,0 +1,146 @@
+"""The global batches of a run: the same samples in the same batch whatever the world size.
+
+The order of training is endless: a permutation of all samples, then another, and so on. A batch is a stretch of it,
+and may reach over the end of an epoch, so that every sample is drawn exactly once an epoch and none is left over. The
+state is one number: how many samples were drawn before.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from frugal.errors import RequestError
+from frugal.training.loss import Sample
+from frugal.training.order import Permutation, permutation
+
+
+@dataclass(frozen=True)
+class Position:
+    """A place in the endless order: `offset` samples of epoch `epoch` were drawn, and all earlier epochs."""
+
+    epoch: int = 0
+    offset: int = 0
+
+
+@dataclass(frozen=True)
+class GlobalBatch(Sequence[Sample]):
+    """The samples of one optimizer step. A sample is read from the data when it is asked for.
+
+    Attributes:
+        dataset: what is read from.
+        indices: of the samples in it, shape `(samples,)`.
+        start: its place in the order.
+        end: the place of the batch after it; what a checkpoint has to remember.
+        draw: number in the endless order of its first sample. Samples that are mappings carry theirs as `draw`.
+    """
+
+    dataset: Sequence[Any]
+    indices: NDArray[np.int64]
+    start: Position
+    end: Position
+    draw: int
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __getitem__(self, place: Any) -> Any:
+        if isinstance(place, slice):
+            return [self[i] for i in range(*place.indices(len(self)))]
+        sample = self.dataset[int(self.indices[place])]
+        if not isinstance(sample, Mapping):
+            return sample
+        return {**sample, "draw": self.draw + (place if place >= 0 else place + len(self))}
+
+
+class GlobalBatches:
+    """Every global batch of a run, of `global_batch` samples, or of as many whole samples as `global_tokens` holds.
+
+    `lengths` are tokens per sample, shape `(len(dataset),)`; only token batches need them, and take the dataset's own
+    if it has some.
+
+    Raises:
+        RequestError: no data, or a sample with more tokens than a whole batch may have.
+    """
+
+    def __init__(
+        self,
+        dataset: Sequence[Any],
+        *,
+        global_batch: int | None = None,
+        global_tokens: int | None = None,
+        lengths: NDArray[Any] | None = None,
+        seed: int = 0,
+    ) -> None:
+        assert (global_batch is None) != (global_tokens is None), "either samples or tokens"
+        if len(dataset) == 0:
+            raise RequestError("there is no sample to train on", hint="check what --data points to")
+        self.dataset = dataset
+        self.global_batch = global_batch
+        self.global_tokens = global_tokens
+        self.seed = seed
+        self._lengths = getattr(dataset, "lengths", None) if lengths is None else lengths
+        self._order: tuple[int, Permutation] | None = None
+        if global_tokens is not None:
+            assert self._lengths is not None, "token batches need the samples' lengths"
+            assert len(self._lengths) == len(dataset) and np.min(self._lengths) > 0, "a length for each sample"
+            longest = int(np.argmax(self._lengths))
+            if self._lengths[longest] > global_tokens:
+                raise RequestError(
+                    f"sample {longest} does not fit into a global batch of {global_tokens} tokens",
+                    because=f"it has {self._lengths[longest]}",
+                    hint=f"ask for --global-tokens {self._lengths[longest]} or more, or shorten --seq-len",
+                )
+
+    def at(self, start: Position = Position()) -> GlobalBatch:
+        """The batch that begins at `start`: a pure function of it, the data and the seed."""
+        n = len(self.dataset)
+        draw = start.epoch * n + start.offset
+        indices = self._draw_tokens(draw) if self.global_batch is None else self._draw(draw, self.global_batch)
+        return GlobalBatch(self.dataset, indices, start, Position(*divmod(draw + len(indices), n)), draw)
+
+    def after(self, steps: int) -> Position:
+        """Where the order stands after so many steps of equal batches; tokens have to be counted, batch by batch."""
+        if self.global_batch is not None:
+            return Position(*divmod(steps * self.global_batch, len(self.dataset)))
+        position = Position()
+        for _ in range(steps):
+            position = self.at(position).end
+        return position
+
+    def iterate(self, start: Position = Position()) -> Iterator[GlobalBatch]:
+        """All batches from `start` on, without end."""
+        while True:
+            batch = self.at(start)
+            yield batch
+            start = batch.end
+
+    def _draw(self, draw: int, count: int) -> NDArray[np.int64]:
+        """Indices of the samples drawn as number `draw` to `draw + count - 1`."""
+        n = len(self.dataset)
+        parts = []
+        while count > 0:
+            epoch, offset = divmod(draw, n)
+            stretch = min(count, n - offset)
+            parts.append(self._epoch(epoch)[np.arange(offset, offset + stretch)])
+            draw, count = draw + stretch, count - stretch
+        return np.concatenate(parts)
+
+    def _draw_tokens(self, draw: int) -> NDArray[np.int64]:
+        """Samples from `draw` on until the next one would pass the target."""
+        assert self._lengths is not None and self.global_tokens is not None
+        look_ahead = 64
+        while True:
+            indices = self._draw(draw, look_ahead)
+            tokens = np.cumsum(np.asarray(self._lengths)[indices], dtype=np.int64)
+            fitting = int(np.searchsorted(tokens, self.global_tokens, side="right"))
+            if fitting < look_ahead:
+                return indices[:fitting]
+            look_ahead *= 2
+
+    def _epoch(self, epoch: int) -> Permutation:
+        if self._order is None or self._order[0] != epoch:
+            self._order = epoch, permutation(len(self.dataset), self.seed, epoch)
+        return self._order[1]
