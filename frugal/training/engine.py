@@ -4,8 +4,10 @@ For a global batch with T targets on W ranks, every micro-batch's loss is a sum 
 gradients over ranks, so the W cancels and what remains is the exact mean over T, however the batch was cut.
 """
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import deepspeed
@@ -13,11 +15,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from frugal.errors import PlanMismatchError, RequestError
+from frugal.errors import OutOfMemoryError, PlanMismatchError, RequestError
+from frugal.planning.batch import cells
 from frugal.planning.ds_config import deepspeed_config
 from frugal.planning.plan import Plan
-from frugal.training import activation_checkpointing, tiled_loss
+from frugal.training import activation_checkpointing, generators, tiled_loss
 from frugal.training.loss import Batch, Objective, Sample
+from frugal.training.recovery import Guard, abandon
+from frugal.units import format_bytes
+
+logger = logging.getLogger("frugal")
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -36,11 +43,15 @@ class StepResult:
 class Engine:
     """A model under a plan. Make it with `initialize`."""
 
-    def __init__(self, deepspeed_engine: Any, plan: Plan, objective: Objective, votes: dist.ProcessGroup) -> None:
+    def __init__(
+        self, deepspeed_engine: Any, plan: Plan, objective: Objective, votes: dist.ProcessGroup | None
+    ) -> None:
         self.deepspeed = deepspeed_engine
         self.plan = plan
         self.objective = objective
         self.votes = votes  # a gloo group: small sums between hosts, without touching the device
+        self.guard = Guard(votes)
+        self.max_samples = plan.batch.micro_batch  # one cap a rank; lowered where memory runs out all the same
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
         self.device = torch.device(deepspeed_engine.device)
@@ -52,9 +63,9 @@ class Engine:
 
     def micro_batches(self, samples: Sequence[Sample]) -> list[Batch]:
         """This rank's cells of a global batch, collated; an empty cell becomes a dummy without targets."""
-        cells = self.plan.batch.cells_for(len(samples))
+        cut = cells(len(samples), self.max_samples)
         batches = []
-        for start, size in zip(cells.starts(self.rank), cells.sizes[self.rank], strict=True):
+        for start, size in zip(cut.starts(self.rank), cut.sizes[self.rank], strict=True):
             cell = [samples[start + i] for i in range(size)] or [self.objective.dummy()]
             batches.append(self.objective.collate(cell))
         return batches
@@ -62,10 +73,12 @@ class Engine:
     def train_step(self, samples: Sequence[Sample]) -> StepResult:
         """One optimizer step on the global batch `samples`, given whole and equal on every rank.
 
-        Only this rank's cells are read, so `samples` may load them on access. Collective.
+        Only this rank's cells are read, so `samples` may load them on access. If memory runs out on any rank, all
+        run the same samples again in smaller cells, and keep these for the steps to come. Collective.
 
         Raises:
             RequestError: no sample, or no target in any of them.
+            OutOfMemoryError: a single sample is too large.
         """
         if len(samples) == 0:
             raise RequestError("the global batch is empty", hint="pass at least one sample")
@@ -77,7 +90,12 @@ class Engine:
                 because=f"every label of its {len(samples)} samples is ignored",
             )
         learning_rate = self.deepspeed.get_lr()[0]
-        local_loss = self.accumulate(batches, int(targets))
+        before = generators.state(self.device)
+        while (local_loss := self.guard.attempt(partial(self.accumulate, batches, int(targets)))) is None:
+            abandon(self.deepspeed)
+            generators.restore(before, self.device)
+            self._shrink(len(samples))
+            batches = self.micro_batches(samples)
         self.deepspeed.step()
         (loss_sum,) = self._sum(local_loss.item())
         norm = self.deepspeed.get_global_grad_norm()
@@ -102,6 +120,22 @@ class Engine:
             total += loss.detach()
             self.deepspeed.backward(loss * (self.world_size / targets), scale_wrt_gas=False)
         return total
+
+    def _shrink(self, num_samples: int) -> None:
+        """Halve the largest cell of a global batch of `num_samples`, and every rank's cap with it."""
+        largest = max(map(max, cells(num_samples, self.max_samples).sizes))
+        if largest == 1:
+            planned, samples = format_bytes(self.plan.memory.total_bytes), max(self.plan.batch.micro_batch)
+            raise OutOfMemoryError(
+                "out of memory with a micro-batch of one sample",
+                because=f"the plan promised {planned} with {samples} samples",
+                hint="plan again with less memory, a shorter --seq-len, or --activation-checkpointing full",
+            )
+        self.max_samples = tuple(max(1, min(cap, largest) // 2) for cap in self.max_samples)
+        if self.rank == 0:
+            logger.warning(
+                "out of memory: the global batch is run again with at most %d samples a cell", max(self.max_samples)
+            )
 
     def _sum(self, *values: float) -> list[float]:
         """Each value summed over the ranks, in fp64."""
@@ -135,7 +169,7 @@ def initialize(
             f"the plan is for {plan.batch.world_size} ranks, this run has {dist.get_world_size()}",
             hint=f"plan again for {dist.get_world_size()} GPUs, or start {plan.batch.world_size} processes",
         )
-    votes = dist.new_group(backend="gloo")
+    votes = dist.new_group(backend="gloo") if dist.get_backend() == "nccl" else None
     digests: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(digests, plan.digest, group=votes)
     if len(set(digests)) > 1:

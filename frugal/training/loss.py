@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-IGNORED = -100  # the label of positions without a target, as in torch's cross entropy
+from frugal.training import tiled_loss
+from frugal.training.tiled_loss import IGNORED
 
 Sample = Mapping[str, Any]
 Batch = dict[str, Tensor]
@@ -48,6 +49,16 @@ def summed_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(
         logits.reshape(-1, logits.shape[-1]).float(), targets.reshape(-1), ignore_index=IGNORED, reduction="sum"
     )
+
+
+def token_loss_sum(model: nn.Module, inputs: Batch, targets: Tensor) -> Tensor:
+    """Cross entropy of what `model(**inputs)` says of each position, summed over `targets (samples, positions)`.
+
+    Tiled where the plan says so, so that the logits are never held whole.
+    """
+    if tiled_loss.is_applied(model):
+        return tiled_loss.summed_cross_entropy(model, inputs, targets)
+    return summed_cross_entropy(model(**inputs).logits, targets)
 
 
 def pad(rows: Sequence[Sequence[int]], fill: int) -> Tensor:
@@ -98,9 +109,8 @@ class CausalLM:
 
     def loss_sum(self, model: nn.Module, batch: Batch) -> Tensor:
         """Summed cross entropy of every next token."""
-        inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
-        logits = model(**inputs, use_cache=False).logits
-        return summed_cross_entropy(logits[:, :-1], batch["labels"][:, 1:])
+        next_tokens = F.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)  # cheaper than a copy of all logits but one
+        return token_loss_sum(model, {"input_ids": batch["input_ids"]}, next_tokens)
 
 
 class MaskedLM:
@@ -171,8 +181,8 @@ class MaskedLM:
 
     def loss_sum(self, model: nn.Module, batch: Batch) -> Tensor:
         """Summed cross entropy of the masked tokens."""
-        logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
-        return summed_cross_entropy(logits, batch["labels"])
+        inputs = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
+        return token_loss_sum(model, inputs, batch["labels"])
 
 
 class Seq2Seq:
@@ -216,7 +226,7 @@ class Seq2Seq:
     def loss_sum(self, model: nn.Module, batch: Batch) -> Tensor:
         """Summed cross entropy of the target tokens."""
         inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
-        return summed_cross_entropy(model(**inputs, use_cache=False).logits, batch["labels"])
+        return token_loss_sum(model, inputs, batch["labels"])
 
 
 class SequenceClassification:

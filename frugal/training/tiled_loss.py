@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from frugal.errors import RequestError
 
 NUM_TILES = 8
-IGNORED = -100
+IGNORED = -100  # the label of positions without a target, as in torch's cross entropy
 
 
 def apply(model: nn.Module) -> None:

@@ -43,7 +43,10 @@ def measured_gradient(
 
     plan = plan_by_hand(
         world_size=world_size, global_batch=global_batch, micro_batch=micro_batch, zero_stage=zero_stage,
-        request={"optimizer": "sgd", "learning_rate": LEARNING_RATE, "weight_decay": 0.0, "gradient_clipping": 0.0, "precision": precision},
+        request={
+            "optimizer": "sgd", "learning_rate": LEARNING_RATE, "weight_decay": 0.0, "gradient_clipping": 0.0,
+            "precision": precision,
+        },
         strategy={"gradient_accumulation_dtype": accumulation_dtype, **strategy},
     )  # fmt: skip
     model = tiny_gpt2(seed=torch.distributed.get_rank())  # rank 0's weights must win
@@ -120,6 +123,12 @@ def test_small_buckets_change_nothing(zero_stage: int, bucket: int, two_ranks: R
 @pytest.mark.parametrize("zero_stage", [1, 2, 3])
 def test_the_optimizer_in_host_memory_changes_nothing(zero_stage: int, two_ranks: Ranks) -> None:
     ((gradient, _), *_) = two_ranks.run(measured_gradient, 2, 7, 2, zero_stage, offload_optimizer="cpu")
+    assert relative_error(gradient, reference_gradient(7)) < 1e-6
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+def test_the_tiled_loss_has_the_same_gradient(zero_stage: int, two_ranks: Ranks) -> None:
+    ((gradient, _), *_) = two_ranks.run(measured_gradient, 2, 7, 2, zero_stage, loss="tiled")
     assert relative_error(gradient, reference_gradient(7)) < 1e-6
 
 

@@ -1,0 +1,176 @@
+"""Out of memory on any rank, without a hang and without a wrong gradient.
+
+CUDA's allocator reports out-of-memory on the host, before the kernel is launched. So before each of DeepSpeed's
+collectives all ranks vote over gloo; a rank that failed votes "failed" instead of entering, and no rank enters. Then
+every rank abandons what it accumulated, and the same global batch is run again in smaller cells.
+
+Left out: a failure inside a collective that all ranks have entered, and one in the optimizer step.
+`abandon` resets private state of DeepSpeed 0.19.8; the tests compare weights bit by bit with undisturbed runs.
+"""
+
+import functools
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import deepspeed.comm.comm as deepspeed_comm
+import torch
+import torch.distributed as dist
+
+_COLLECTIVES = (
+    "all_reduce", "inference_all_reduce", "all_reduce_coalesced", "reduce", "reduce_scatter", "reduce_scatter_tensor",
+    "broadcast", "all_gather", "all_gather_into_tensor", "all_gather_base", "all_gather_coalesced", "all_to_all",
+    "all_to_all_single",
+)  # fmt: skip
+
+
+class _PeerFailedError(Exception):
+    """Another rank is out of memory."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether `error` says that memory ran out, on the device, on the host or inside cuBLAS or NCCL."""
+    text = str(error)
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
+        isinstance(error, RuntimeError)
+        and any(
+            sign in text
+            for sign in (
+                "out of memory",
+                "can't allocate memory",
+                "CUBLAS_STATUS_ALLOC_FAILED",
+                "Failed to CUDA calloc",
+            )
+        )
+    )
+
+
+class Guard:
+    """Lets all ranks fail together. One a process: it wraps DeepSpeed's communication backend.
+
+    `votes` is a gloo group of all ranks.
+    """
+
+    def __init__(self, votes: dist.ProcessGroup | None) -> None:
+        self.votes = votes
+        self.watching = False
+        self._inside = False
+        backend = deepspeed_comm.cdb
+        for name in _COLLECTIVES:
+            if hasattr(backend, name):
+                original = getattr(backend, name)
+                setattr(backend, name, self._guarded(getattr(original, "__wrapped__", original)))
+
+    def attempt(self, work: Callable[[], torch.Tensor]) -> torch.Tensor | None:
+        """What `work` returns; None on every rank if any rank ran out of memory in it."""
+        self.watching = True
+        try:
+            result, failed = work(), False
+        except _PeerFailedError:
+            return None
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            result, failed = None, True
+        finally:
+            self.watching = False
+        return None if self._any(failed) else result
+
+    def _any(self, failed: bool) -> bool:
+        vote = torch.tensor([failed], dtype=torch.uint8)
+        dist.all_reduce(vote, op=dist.ReduceOp.MAX, group=self.votes)
+        return bool(vote.item())
+
+    def _guarded(self, collective: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(collective)
+        def guarded(*args: Any, **kwargs: Any) -> Any:
+            if not self.watching or self._inside:
+                return collective(*args, **kwargs)
+            if self._any(False):
+                raise _PeerFailedError
+            self._inside = True
+            try:
+                return collective(*args, **kwargs)
+            finally:
+                self._inside = False
+
+        return guarded
+
+
+def abandon(engine: Any) -> None:
+    """Reset a DeepSpeed engine to the state before the first micro-step of a global batch. No communication."""
+    engine._running_engine_backward = False
+    engine._running_engine_backward_count = 0
+    for parameter in engine.module.parameters():
+        parameter.grad = None
+        if hasattr(parameter, "grad_accum"):
+            parameter.grad_accum = None
+    optimizer = engine.optimizer
+    _forget_backward_hooks(optimizer)
+    _forget_buckets(optimizer)
+    if hasattr(optimizer, "_release_ipg_buffers"):
+        _abandon_zero12(optimizer)
+    elif hasattr(optimizer, "parameter_offload"):
+        _abandon_zero3(engine, optimizer)
+    else:
+        optimizer.zero_grad(set_to_none=True)
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def _forget_backward_hooks(optimizer: Any) -> None:
+    from deepspeed.runtime.base_optimizer import BackwardHookStateManager
+
+    state = getattr(optimizer, "_backward_hook_state", None)
+    if state is not None:
+        optimizer._backward_hook_state = BackwardHookStateManager()
+        optimizer._backward_hook_state._grad_acc_post_hooks = state._grad_acc_post_hooks
+
+
+def _forget_buckets(optimizer: Any) -> None:
+    for bucket in getattr(optimizer, "ipg_buckets", {}).values():
+        if hasattr(bucket, "grads"):  # stages 1 and 2
+            bucket.clear()
+        else:  # stage 3 keeps its buffer
+            bucket.clear_params()
+    reduced = getattr(optimizer, "params_already_reduced", [])
+    for key in reduced if isinstance(reduced, dict) else range(len(reduced)):
+        reduced[key] = False
+
+
+def _abandon_zero12(optimizer: Any) -> None:
+    optimizer._release_ipg_buffers()
+    optimizer.micro_step_id = -1
+    optimizer.extra_large_param_to_reduce.clear()
+    for gradients in optimizer.previous_reduced_grads.values():
+        gradients.clear()
+    for gathered in (optimizer.averaged_gradients, optimizer.all_grad_tensors):
+        for key in gathered:
+            gathered[key] = None
+    if optimizer.cpu_offload:
+        optimizer._offload_accumulated_param_ids = set()
+        optimizer.reset_cpu_buffers()
+
+
+def _abandon_zero3(engine: Any, optimizer: Any) -> None:
+    from deepspeed.runtime.zero import parameter_offload
+
+    optimizer.zero_grad(set_to_none=True)  # also resets the micro-step and the backward epilogue
+    if hasattr(optimizer, "_offload_boundary_param_ids"):
+        optimizer._offload_boundary_param_ids = set()
+    if hasattr(optimizer, "extra_large_param_to_reduce"):
+        optimizer.extra_large_param_to_reduce = None
+    for module in engine.module.modules():
+        if hasattr(module._parameters, "_in_forward"):
+            module._parameters._in_forward = False
+        if hasattr(module, "ds_recompute_parameters"):
+            module.ds_recompute_parameters.clear()
+    coordinator = optimizer.parameter_offload.get_param_coordinator()
+    coordinator._PartitionedParameterCoordinator__active_backward_submodules.clear()
+    if not coordinator.is_invalid_trace():
+        coordinator._invalidate_trace()  # also waits for gathers in flight
+    coordinator.release_and_reset_all(engine.module)
+    coordinator._PartitionedParameterCoordinator__n_available_params = 0
+    if hasattr(parameter_offload, "FWD_MODULE_STACK"):
+        parameter_offload.FWD_MODULE_STACK.clear()
