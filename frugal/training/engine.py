@@ -8,6 +8,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import deepspeed
@@ -19,7 +20,9 @@ from frugal.errors import OutOfMemoryError, PlanMismatchError, RequestError
 from frugal.planning.batch import cells
 from frugal.planning.ds_config import deepspeed_config
 from frugal.planning.plan import Plan
-from frugal.training import activation_checkpointing, generators, tiled_loss
+from frugal.training import activation_checkpointing, checkpoint, generators, tiled_loss
+from frugal.training.checkpoint import Progress
+from frugal.training.evaluate import Evaluation, evaluate
 from frugal.training.loss import Batch, Objective, Sample
 from frugal.training.recovery import Guard, abandon
 from frugal.units import format_bytes
@@ -142,6 +145,18 @@ class Engine:
         tensor = torch.tensor(values, dtype=torch.float64)
         dist.all_reduce(tensor, group=self.votes)
         return tensor.tolist()
+
+    def evaluate(self, samples: Sequence[Sample]) -> Evaluation:
+        """The mean loss on `samples`, given whole and equal on every rank; see `frugal.training.evaluate`."""
+        return evaluate(self, samples)
+
+    def save(self, folder: str | Path, progress: Progress | None = None, *, keep: int = 2) -> Path:
+        """Write a checkpoint into `folder`, whole or not at all; see `frugal.training.checkpoint.save`."""
+        return checkpoint.save(self, Path(folder), progress or Progress(step=self.deepspeed.global_steps), keep=keep)
+
+    def load(self, folder: str | Path) -> Progress:
+        """Continue from the newest good checkpoint in `folder`; see `frugal.training.checkpoint.load`."""
+        return checkpoint.load(self, Path(folder)).progress
 
     def destroy(self) -> None:
         """Free the engine's hooks and buffers, so that another can follow in this process."""
