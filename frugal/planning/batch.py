@@ -51,16 +51,16 @@ class Cells:
         return tuple(starts)
 
 
-def cells(global_batch: int, max_samples: Sequence[int]) -> Cells:
+def cells(global_batch: int, max_samples: Sequence[int], *, num_steps: int | None = None) -> Cells:
     """The fewest micro-steps that hold `global_batch` samples, cut as evenly as whole samples allow.
 
-    `max_samples` has one cap a rank. With n = ceil(batch / sum of caps) micro-steps, micro-step k gets b_k samples,
-    the b_k differing by at most one. Of these rank r is due b_k * cap_r / sum(caps); it gets that rounded down or
-    up, so never more than its cap, and the roundings up go to the ranks that have fallen furthest behind. With equal
-    caps all cells differ by at most one sample, and so do the ranks' totals.
+    `max_samples` has one cap a rank. With n = ceil(batch / sum of caps) micro-steps, or `num_steps` if given,
+    micro-step k gets b_k samples, the b_k differing by at most one. Of these rank r is due b_k * cap_r / sum(caps); it
+    gets that rounded down or up, so never more than its cap, and the roundings up go to the ranks that have fallen
+    furthest behind. With equal caps all cells differ by at most one sample, and so do the ranks' totals.
 
     Raises:
-        RequestError: a batch or a cap below 1.
+        RequestError: a batch or a cap below 1, or `num_steps` that cannot hold the batch or would stay empty.
     """
     if global_batch < 1:
         raise RequestError(f"a global batch of {global_batch} samples trains nothing", hint="ask for at least 1 sample")
@@ -70,7 +70,14 @@ def cells(global_batch: int, max_samples: Sequence[int]) -> Cells:
             hint="every rank must take at least 1 sample",
         )
     total_cap = sum(max_samples)
-    num_steps = -(-global_batch // total_cap)
+    fewest = -(-global_batch // total_cap)
+    num_steps = fewest if num_steps is None else num_steps
+    if not fewest <= num_steps <= global_batch:
+        raise RequestError(
+            f"{num_steps} accumulation steps cannot hold a global batch of {global_batch}",
+            because=f"{total_cap} samples fit into one, and each needs at least one",
+            hint=f"between {fewest} and {global_batch} accumulation steps can",
+        )
     given = [0] * len(max_samples)
     sizes: list[list[int]] = [[] for _ in max_samples]
     position = 0

@@ -33,7 +33,7 @@ class Device:
         if self.usable_bytes <= 0:
             raise RequestError(
                 f"{format_bytes(self.memory_bytes)} is less than a {self.kind} device needs before the first tensor",
-                because=f"{format_bytes(self.context_bytes)} context and {format_bytes(self.margin_bytes)} margin come first",
+                because=f"context takes {format_bytes(self.context_bytes)}, margin {format_bytes(self.margin_bytes)}",
             )
 
     @property

@@ -20,7 +20,7 @@ def deepspeed_config(plan: Plan) -> dict[str, Any]:
     batch = plan.batch
     return {
         "train_batch_size": batch.capacity,
-        "train_micro_batch_size_per_gpu": max(map(max, batch.cells)),
+        "train_micro_batch_size_per_gpu": batch.largest_cell,
         "gradient_accumulation_steps": batch.accumulation_steps,
         **strategy_config(plan.request, plan.strategy),
     }

@@ -49,9 +49,16 @@ class Batch:
         assert all(max(sizes) <= cap for sizes, cap in zip(self.cells, self.micro_batch, strict=True))
 
     @classmethod
-    def of(cls, global_batch: int, micro_batch: tuple[int, ...], global_tokens: int | None = None) -> "Batch":
-        """The batch of `global_batch` samples under one micro-batch cap a rank."""
-        made = cells(global_batch, micro_batch)
+    def of(
+        cls,
+        global_batch: int,
+        micro_batch: tuple[int, ...],
+        global_tokens: int | None = None,
+        *,
+        accumulation_steps: int | None = None,
+    ) -> "Batch":
+        """`global_batch` samples under one micro-batch cap a rank, in the fewest steps or as many as given."""
+        made = cells(global_batch, micro_batch, num_steps=accumulation_steps)
         return cls(
             global_batch=global_batch,
             global_tokens=global_tokens,
@@ -64,7 +71,21 @@ class Batch:
     @property
     def capacity(self) -> int:
         """Samples the cells could hold; DeepSpeed's JSON can only say this number."""
-        return self.accumulation_steps * max(map(max, self.cells)) * self.world_size
+        return self.accumulation_steps * self.largest_cell * self.world_size
+
+    @property
+    def largest_cell(self) -> int:
+        """Samples of the largest cell."""
+        return max(map(max, self.cells))
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether all cells are equal: `micro-batch x accumulation x world` is the global batch."""
+        return self.global_batch == self.capacity
+
+    def tightened(self) -> "Batch":
+        """The same cells under caps that they fill: each rank's largest cell, and at least 1."""
+        return replace(self, micro_batch=tuple(max(1, *sizes) for sizes in self.cells))
 
     def cells_for(self, num_samples: int) -> Cells:
         """The cells of a global batch that happens to have another size: the last of an epoch, or one of tokens."""
@@ -92,12 +113,16 @@ class StepTime:
 
 @dataclass(frozen=True, kw_only=True)
 class Rejected:
-    """A strategy that was not taken. `headroom_bytes` is negative where it does not fit: the shortfall."""
+    """A strategy that was not taken.
+
+    `headroom_bytes` is negative where it does not fit: the shortfall. None where it was not looked at, because it could
+    not have been faster.
+    """
 
     strategy: Strategy
     micro_batch: int
     reason: str
-    headroom_bytes: int
+    headroom_bytes: int | None
     step_seconds: float | None
 
 

@@ -79,15 +79,22 @@ class Request:
                 because=f"learning rate {self.learning_rate}, weight decay {self.weight_decay}, "
                 f"gradient clipping {self.gradient_clipping}",
             )
-        if self.precision == "bf16" and self.zero_stage in (0, 1):
+        if self.precision != "fp32" and self.zero_stage in (0, 1):
             raise RequestError(
-                f"--precision bf16 with --zero-stage {self.zero_stage} is not trained correctly by DeepSpeed",
+                f"--precision {self.precision} with --zero-stage {self.zero_stage} is not trained right by DeepSpeed",
                 because=(
                     "stage 0 starts Adam at its second step"
                     if self.zero_stage == 0
                     else "stage 1 cannot accumulate gradients in fp32 without losing some"
                 ),
                 hint="use --zero-stage 2, also on one GPU, or --precision fp32",
+            )
+        needed_stage = {"optimizer": (1, 2, 3), "all": (3,)}.get(self.offload, (0, 1, 2, 3))
+        if self.zero_stage is not None and self.zero_stage not in needed_stage:
+            raise RequestError(
+                f"--offload {self.offload} is impossible with --zero-stage {self.zero_stage}",
+                because=f"it needs ZeRO stage {' or '.join(map(str, needed_stage))}",
+                hint="leave --zero-stage out to let frugal decide",
             )
         if self.global_tokens is not None and self.global_tokens < self.seq_len:
             raise RequestError(

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from frugal.planning.request import Request
+
 
 @dataclass(frozen=True, kw_only=True)
 class Strategy:
@@ -38,3 +40,69 @@ class Strategy:
         assert 0 <= self.zero_stage <= 3
         assert self.offload_optimizer == "none" or self.zero_stage >= 1
         assert self.offload_parameters == "none" or (self.zero_stage == 3 and self.offload_optimizer == "cpu")
+
+    @property
+    def num_mechanisms(self) -> int:
+        """How much there is to go wrong: each kind of state that is split or moved, and recomputation, counts one."""
+        return (
+            self.zero_stage
+            + (self.activation_checkpointing == "full")
+            + (self.loss == "tiled")
+            + (self.offload_optimizer != "none")
+            + (self.offload_parameters != "none")
+        )
+
+    def __str__(self) -> str:
+        words = [f"ZeRO-{self.zero_stage}", f"activation checkpointing {self.activation_checkpointing}"]
+        if self.loss == "tiled":
+            words.append("tiled loss")
+        if self.offload_parameters != "none":
+            words.append("optimizer and parameters in host memory")
+        elif self.offload_optimizer != "none":
+            words.append("optimizer in host memory")
+        return ", ".join(words)
+
+
+Offload = Literal["none", "optimizer", "all"]
+
+BUCKET_ELEMENTS = 20_000_000
+"""Gradient elements that travel together: far beyond what saturates a link (a few MB), and 80 MB at most in fp32."""
+
+
+def offload_levels(request: Request) -> tuple[Offload, ...]:
+    """What to try to move to host memory, in order: nothing is moved unless it must be, or was asked for."""
+    return ("none", "optimizer", "all") if request.offload == "auto" else (request.offload,)
+
+
+def candidates(
+    request: Request, *, world_size: int, offload: Offload, trainable_parameters: int
+) -> tuple[Strategy, ...]:
+    """The strategies a request allows at one level of offloading, simplest first.
+
+    Which ZeRO stages: bf16 and fp16 only stages 2 and 3, because stage 0 starts Adam at its second step and stage 1
+    loses gradients under fp32 accumulation. On one GPU the stages split nothing, so the lowest is enough.
+    """
+    lowest = 2 if request.precision != "fp32" else {"none": 0, "optimizer": 1, "all": 3}[offload]
+    lowest = max(lowest, 3 if offload == "all" else 0)
+    stages: tuple[int, ...] = tuple(range(lowest, 4)) if world_size > 1 else (lowest,)
+    if request.zero_stage is not None:
+        stages = (
+            (request.zero_stage,) if request.zero_stage >= (offload == "optimizer") + 3 * (offload == "all") else ()
+        )
+    modes: tuple[Literal["off", "full"], ...] = (
+        ("off", "full") if request.activation_checkpointing == "auto" else (request.activation_checkpointing,)
+    )
+    bucket = min(request.reduce_bucket_elements or BUCKET_ELEMENTS, max(1, trainable_parameters))
+    made = (
+        Strategy(
+            zero_stage=stage,
+            activation_checkpointing=mode,
+            offload_optimizer="none" if offload == "none" else "cpu",
+            offload_parameters="cpu" if offload == "all" else "none",
+            reduce_bucket_elements=bucket,
+            prefetch_bucket_elements=min(BUCKET_ELEMENTS, max(1, trainable_parameters)),
+        )
+        for stage in stages
+        for mode in modes
+    )
+    return tuple(sorted(made, key=lambda strategy: strategy.num_mechanisms))

@@ -1,0 +1,141 @@
+"""Starts DeepSpeed's launcher on this node, and ends with it.
+
+The launcher and its ranks run in a session of their own, so that Ctrl-C reaches them through us: the ranks are
+interrupted and end with 130, and the launchers above them pass that on without a traceback.
+"""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+import click
+import psutil  # type: ignore[import-untyped]  # has no types
+
+from frugal.errors import PlanMismatchError, RequestError
+from frugal.planning.plan import Plan
+from frugal.training.settings import Settings
+
+INTERRUPTED = 130
+NO_HOSTFILE = "/dev/null"  # otherwise DeepSpeed takes /job/hostfile where there is one
+
+
+def check(plan: Plan, master_port: int | None) -> None:
+    """Refuse what could not start here.
+
+    Raises:
+        PlanMismatchError: the plan is for other machines than this one.
+        RequestError: the port is taken.
+    """
+    if len(plan.cluster.nodes) > 1:
+        raise PlanMismatchError(
+            f"the plan is for {len(plan.cluster.nodes)} nodes, `frugal train` starts ranks on this one only",
+            hint="deepspeed --hostfile HOSTS launch/train.py --plan PLAN ... starts them on all (launch/deepspeed.sh)",
+        )
+    if plan.cluster.devices[0].kind == "cuda":
+        found = len(_visible_gpus())
+        if found < plan.batch.world_size:
+            raise PlanMismatchError(
+                f"the plan is for {plan.batch.world_size} GPUs, there are {found} here",
+                hint="plan for what is here: frugal plan --gpus N, or frugal train --ranks N for CPU processes",
+            )
+    if master_port is not None:
+        with socket.socket() as sock:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                sock.bind(("", master_port))
+            except OSError as error:
+                raise RequestError(
+                    f"port {master_port} cannot be used", because=str(error.strerror), hint="leave --master-port out"
+                ) from None
+
+
+def launch(plan: Plan, plan_path: Path, asked: Settings, master_port: int | None) -> int:
+    """Run the plan's ranks under DeepSpeed's launcher; the exit code of the first that failed, or 0."""
+    from frugal.training.run import free_port
+
+    on_cpu = plan.cluster.devices[0].kind == "cpu"
+    num_ranks = plan.batch.world_size
+    chosen = ["--num_gpus", str(num_ranks)]
+    environment = dict(os.environ)
+    visible = environment.pop("CUDA_VISIBLE_DEVICES", None)  # the launcher would ignore it beside --num_gpus
+    if on_cpu:
+        environment |= {"DS_ACCELERATOR": "cpu", "LOCAL_SIZE": str(num_ranks)}  # the latter spares it asking numactl
+    elif visible is not None:
+        chosen = ["--include", f"localhost:{','.join(_visible_gpus()[:num_ranks])}"]
+    environment.setdefault("OMP_NUM_THREADS", str(max(1, _cores() // num_ranks)))
+    command = [
+        sys.executable, "-m", "deepspeed.launcher.runner", "--log_level=critical", f"--hostfile={NO_HOSTFILE}", *chosen,
+        f"--master_port={master_port or free_port()}", "--module", "frugal.training.run",
+        "--plan", str(plan_path), *asked.arguments(),
+    ]  # fmt: skip
+    with subprocess.Popen(command, env=environment, start_new_session=True) as process, _forwarding(process):
+        while True:
+            try:
+                code = process.wait()
+                break
+            except KeyboardInterrupt:
+                _interrupt_ranks(process)
+    if code in (0, INTERRUPTED) or not _is_signal(code):
+        return code
+    number = _is_signal(code)
+    click.echo(f"error: a rank was killed by {signal.Signals(number).name}\n\nhint: continue with --resume", err=True)
+    return 128 + number
+
+
+def _is_signal(code: int) -> int:
+    """The signal that ended a process with this exit code, as Python, the shell or `sys.exit(-n)` say it; 0: none."""
+    for number in (-code, 256 - code, code - 128):
+        if number in (signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS):
+            return number
+    return 0
+
+
+def _interrupt_ranks(process: subprocess.Popen[bytes]) -> None:
+    """SIGINT to the ranks, not to the launchers between them and us."""
+    tree = psutil.Process(process.pid).children(recursive=True)
+    leaves = [child for child in tree if "--local_rank" in " ".join(_words(child))]
+    for child in leaves:
+        child.send_signal(signal.SIGINT)
+    if not leaves:  # they have not been started yet
+        os.killpg(process.pid, signal.SIGTERM)
+
+
+def _words(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
+
+
+@contextmanager
+def _forwarding(process: subprocess.Popen[bytes]) -> Iterator[None]:
+    """SIGTERM and SIGHUP to us end the whole session."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        os.killpg(process.pid, signal.SIGTERM)
+
+    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _visible_gpus() -> list[str]:
+    """The GPUs that may be used, as CUDA_VISIBLE_DEVICES names them."""
+    import torch
+
+    found = [str(number) for number in range(torch.cuda.device_count())]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return found if visible is None else visible.split(",")[: len(found)]
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0))

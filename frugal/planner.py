@@ -1,0 +1,90 @@
+"""From a request to a plan: rehearsals below, arithmetic above, and the proof where nothing fits."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from frugal import relief
+from frugal.planning.choice import Choice, Nothing
+from frugal.planning.cluster import Cluster
+from frugal.planning.plan import Plan
+from frugal.planning.reasons import reasons
+from frugal.planning.request import Request
+from frugal.planning.search import Search, Source
+from frugal.planning.settings import understand
+
+Rehearse = Callable[[Request, Cluster], AbstractContextManager[Source]]
+
+
+def plan(**settings: Any) -> Plan:
+    """The fastest plan that fits. Settings have the names of `frugal plan`'s flags: `plan(model="gpt2", gpus=4,
+    mem="12G", global_batch=512)`.
+
+    Raises:
+        RequestError: a setting is unknown or wrong, or settings contradict each other.
+        NothingFitsError: no strategy fits.
+    """
+    return make_plan(*understand(settings))
+
+
+def make_plan(
+    request: Request, cluster: Cluster, defaults: tuple[str, ...] = (), *, rehearse: Rehearse | None = None
+) -> Plan:
+    """The plan for a request; `defaults` names its fields that nobody set, `rehearse` where profiles come from.
+
+    Raises: as `plan`.
+    """
+    if rehearse is None:
+        from frugal.dryrun.client import Rehearsals
+
+        rehearse = Rehearsals
+    with rehearse(request, cluster) as source:
+        search = Search(request, cluster, source)
+        found = search.run()
+        if isinstance(found, Nothing):
+            ways = relief.ways_out(request, cluster, search, found.nearest, rehearse)
+            raise relief.nothing_fits(request, cluster, found, ways)
+    return _decided(request, cluster, defaults, found)
+
+
+def _decided(request: Request, cluster: Cluster, defaults: tuple[str, ...], choice: Choice) -> Plan:
+    option = choice.option
+    assert option.batch is not None and option.time is not None
+    return Plan(
+        frugal_version=_version("frugal-trainer"),
+        versions={name: _version(name) for name in ("torch", "deepspeed", "transformers")},
+        request=request,
+        defaults=defaults,
+        model=choice.model,
+        cluster=cluster,
+        strategy=option.strategy,
+        batch=option.batch,
+        memory=choice.memory,
+        time=option.time,
+        why=tuple(filter(None, reasons(request, cluster, choice))),
+        warnings=(*_notes(request, option.micro_batch), *choice.warnings),
+        rejected=choice.rejected,
+    ).sealed()
+
+
+def _notes(request: Request, largest_cell: int) -> list[str]:
+    """What was asked for and comes out otherwise than one might expect."""
+    notes = []
+    if request.global_tokens is not None and request.global_batch is not None:
+        notes.append(
+            f"--global-tokens and --global-batch were both given: tokens win, {request.global_tokens} tokens are "
+            f"{request.batch_samples} samples of {request.seq_len}"
+        )
+    if request.micro_batch is not None and largest_cell < request.micro_batch:
+        notes.append(
+            f"--micro-batch {request.micro_batch} is never full: no GPU gets more than {largest_cell} samples at once"
+        )
+    return notes
+
+
+def _version(distribution: str) -> str:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return "not installed"

@@ -1,0 +1,98 @@
+"""What a search looks at, and what it finds."""
+
+from dataclasses import dataclass
+
+from frugal.planning.memory import MemoryBreakdown
+from frugal.planning.plan import Batch, ModelSummary, Rejected, StepTime
+from frugal.planning.strategy import Strategy
+
+TIE = 1.02
+"""Times within 2 % are equal: the cost model is no better than that."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Option:
+    """One strategy, looked at.
+
+    `memory` is that of the fullest device: with `batch` where it fits, otherwise with the smallest micro-batch the
+    request allows. None where the option was left out because it could not be faster (`time` is then the best it
+    could do). `largest_micro_batch` is the most that fits; one more would lack `shortfall_of_next_bytes`, or is not
+    wanted where that is None.
+    """
+
+    strategy: Strategy
+    micro_batch: int
+    batch: Batch | None
+    memory: MemoryBreakdown | None
+    time: StepTime | None
+    host_shortfall_bytes: int = 0
+    largest_micro_batch: int = 0
+    shortfall_of_next_bytes: int | None = None
+
+    @property
+    def fits(self) -> bool:
+        """Whether there is a batch that fits."""
+        return self.batch is not None
+
+    @property
+    def headroom_bytes(self) -> int | None:
+        """What is left of the scarcer memory; negative: the shortfall."""
+        if self.memory is None:
+            return None
+        return -self.host_shortfall_bytes if self.host_shortfall_bytes else self.memory.headroom_bytes
+
+    @property
+    def seconds(self) -> float:
+        """Of one optimizer step."""
+        return self.time.total_seconds if self.time else float("inf")
+
+    @property
+    def simplicity(self) -> tuple[int, bool, float]:
+        """Sorts equally fast options: fewer mechanisms, then even cells, then time."""
+        return self.strategy.num_mechanisms, not (self.batch and self.batch.is_uniform), self.seconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """What was found. `memory` is rehearsed; `options` are all that were looked at, the chosen one included."""
+
+    option: Option
+    memory: MemoryBreakdown
+    model: ModelSummary
+    options: tuple[Option, ...]
+    warnings: tuple[str, ...]
+
+    @property
+    def rejected(self) -> tuple[Rejected, ...]:
+        """The others, fastest first, those that do not fit last."""
+        others = [option for option in self.options if option.strategy != self.option.strategy]
+        others.sort(key=lambda option: (not option.fits and option.memory is not None, option.seconds))
+        return tuple(
+            Rejected(
+                strategy=option.strategy,
+                micro_batch=option.micro_batch,
+                reason=self._reason(option),
+                headroom_bytes=option.headroom_bytes,
+                step_seconds=option.time.total_seconds if option.time else None,
+            )
+            for option in others
+        )
+
+    def _reason(self, option: Option) -> str:
+        if option.memory is None:
+            return "cannot be faster"
+        if not option.fits:
+            return "does not fit into host memory" if option.host_shortfall_bytes else "does not fit"
+        return "slower" if option.seconds > self.option.seconds * TIE else "not faster by 2 %, and less simple"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Nothing:
+    """Nothing fits: every option, the nearest first."""
+
+    options: tuple[Option, ...]
+
+    @property
+    def nearest(self) -> Option:
+        """The option that misses by least."""
+        return self.options[0]

@@ -1,0 +1,123 @@
+"""Why a plan is what it is: one sentence a decision, in order of importance."""
+
+from collections.abc import Callable
+from math import ceil
+
+from frugal.planning.choice import TIE, Choice, Option
+from frugal.planning.cluster import Cluster
+from frugal.planning.request import Request
+from frugal.units import format_bytes, format_seconds
+
+
+def reasons(request: Request, cluster: Cluster, choice: Choice) -> tuple[str, ...]:
+    """The sentences of `Plan.why`."""
+    return (
+        _activation_checkpointing(request, choice),
+        _zero_stage(request, cluster, choice),
+        *_offload(request, choice),
+        _micro_batch(request, cluster, choice),
+    )
+
+
+def _activation_checkpointing(request: Request, choice: Choice) -> str:
+    taken = choice.option
+    if request.activation_checkpointing != "auto":
+        return f"activation checkpointing is {'on' if request.activation_checkpointing == 'full' else 'off'}, as asked"
+    others = _alternatives(choice, lambda option: option.strategy.activation_checkpointing)
+    if taken.strategy.activation_checkpointing == "off":
+        if not others or others[0].time is None or taken.time is None:
+            return "activation checkpointing is off: it is not needed"
+        slower = others[0].seconds - taken.seconds
+        if others[0].seconds <= taken.seconds * TIE:
+            return "activation checkpointing is off: it is not needed, and recomputing would gain less than 2 %"
+        return (
+            f"activation checkpointing is off: it is not needed, and a step would take {format_seconds(slower)} longer"
+        )
+    fitting = [option for option in others if option.fits]
+    if fitting:
+        return (
+            f"activation checkpointing is on: without it micro-batch {fitting[0].micro_batch} fits instead of "
+            f"{taken.micro_batch}, and a step takes {format_seconds(fitting[0].seconds)} instead of "
+            f"{format_seconds(taken.seconds)}"
+        )
+    return f"activation checkpointing is on: {_does_not_fit(others)} without it" if others else ""
+
+
+def _zero_stage(request: Request, cluster: Cluster, choice: Choice) -> str:
+    stage = choice.option.strategy.zero_stage
+    if request.zero_stage is not None:
+        return f"ZeRO-{stage}, as asked"
+    if cluster.world_size == 1 and choice.option.strategy.offload_optimizer == "none":
+        why = "there is nothing to split" if stage == 0 else f"it sums {request.precision} gradients in fp32"
+        return f"ZeRO-{stage} on one GPU: {why}"
+    others = _alternatives(choice, lambda option: option.strategy.zero_stage)
+    simpler = [option for option in others if option.strategy.zero_stage < stage]
+    fitting = [option for option in simpler if option.fits]
+    if fitting:
+        return (
+            f"ZeRO-{stage}: a step takes {format_seconds(choice.option.seconds)}, with "
+            f"ZeRO-{fitting[0].strategy.zero_stage} {format_seconds(fitting[0].seconds)}"
+        )
+    if simpler:
+        return f"ZeRO-{stage}: {_does_not_fit(simpler)} with ZeRO-{simpler[0].strategy.zero_stage}"
+    if request.precision != "fp32" and stage == 2:
+        return f"ZeRO-2: the lowest stage that sums {request.precision} gradients in fp32"
+    return f"ZeRO-{stage}: the lowest stage possible"
+
+
+def _offload(request: Request, choice: Choice) -> list[str]:
+    strategy = choice.option.strategy
+    if strategy.offload_optimizer == "none":
+        return []
+    what = "optimizer and parameters live" if strategy.offload_parameters != "none" else "the optimizer lives"
+    if request.offload != "auto":
+        return [f"{what} in host memory, as asked"]
+    others = [option for option in choice.options if option.strategy.offload_optimizer == "none" and option.memory]
+    others.sort(key=lambda option: -(option.headroom_bytes or 0))
+    return [f"{what} in host memory: {_does_not_fit(others)} on the GPUs alone" if others else f"{what} in host memory"]
+
+
+def _micro_batch(request: Request, cluster: Cluster, choice: Choice) -> str:
+    option = choice.option
+    assert option.batch is not None
+    batch, micro = option.batch, option.micro_batch
+    if request.micro_batch is not None or request.accumulation_steps is not None:
+        pinned = "micro-batch" if request.micro_batch is not None else "number of accumulation steps"
+        return f"the {pinned} is as asked"
+    if batch.accumulation_steps == 1:
+        return "nothing binds: the whole global batch fits into one micro-step"
+    if option.shortfall_of_next_bytes is None:
+        cap = request.micro_batch_cap
+        samples = option.largest_micro_batch
+        name = "--max-samples-per-gpu" if request.max_samples_per_gpu == cap else "--max-tokens-per-gpu"
+        return f"{name} binds: it allows {samples} samples at once"
+    sentence = (
+        f"memory binds: micro-batch {option.largest_micro_batch + 1} would be "
+        f"{format_bytes(option.shortfall_of_next_bytes)} short"
+    )
+    if micro < option.largest_micro_batch:
+        steps = ceil(batch.global_batch / (option.largest_micro_batch * cluster.world_size))
+        why = "in as many steps" if steps == batch.accumulation_steps else "into equal cells at the same speed"
+        sentence += f"; {option.largest_micro_batch} would fit, and {micro} cuts {batch.global_batch} samples {why}"
+    return sentence
+
+
+def _alternatives(choice: Choice, trait: Callable[[Option], object]) -> list[Option]:
+    """Options that differ from the chosen one in `trait` and offload as much: fitting and fast ones first."""
+    taken = choice.option
+    others = [
+        option
+        for option in choice.options
+        if trait(option) != trait(taken)
+        and option.memory is not None
+        and option.strategy.offload_optimizer == taken.strategy.offload_optimizer
+        and option.strategy.offload_parameters == taken.strategy.offload_parameters
+    ]
+    return sorted(others, key=lambda option: (not option.fits, option.seconds, -(option.headroom_bytes or 0)))
+
+
+def _does_not_fit(options: list[Option]) -> str:
+    """That the nearest of `options` does not fit, and by how much."""
+    nearest = max(options, key=lambda option: option.headroom_bytes or 0)
+    what = "one sample does" if nearest.micro_batch == 1 else f"micro-batch {nearest.micro_batch} does"
+    return f"{what} not fit ({format_bytes(-(nearest.headroom_bytes or 0))} short)"

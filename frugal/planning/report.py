@@ -1,0 +1,192 @@
+"""A plan as people read it: plain text, the same in a terminal, a pipe and a log."""
+
+from collections import Counter
+
+from frugal.planning.memory import MemoryBreakdown
+from frugal.planning.plan import Plan, Rejected
+from frugal.units import format_bytes, format_count, format_seconds
+
+SHOWN_REJECTED = 6
+
+
+def report(plan: Plan) -> str:
+    """Everything a plan says, as text."""
+    blocks = [
+        [arithmetic(plan), *_uneven(plan)],
+        _facts(plan),
+        _memory(plan),
+        _list("why", plan.why),
+        _list("note", plan.warnings),
+        _rejected(plan),
+        _list("defaults", [", ".join(_default(plan, name) for name in plan.defaults)] if plan.defaults else []),
+        _list("assumed", _assumptions(plan)),
+    ]
+    return "\n\n".join("\n".join(block) for block in blocks if block)
+
+
+def arithmetic(plan: Plan) -> str:
+    """The global batch in one line."""
+    batch = plan.batch
+    tokens = f" ({batch.global_tokens} tokens)" if batch.global_tokens is not None else ""
+    total = f"{_samples(batch.global_batch)}{tokens}"
+    gpus = _devices(plan, batch.world_size)
+    steps = f"{batch.accumulation_steps} accumulation step{_s(batch.accumulation_steps)}"
+    if batch.is_uniform:
+        return f"{total} = {gpus} x micro-batch {batch.largest_cell} x {steps}"
+    return f"{total} = {gpus} x {batch.accumulation_steps} micro-step{_s(batch.accumulation_steps)} of {_sizes(plan)}"
+
+
+def _sizes(plan: Plan) -> str:
+    """What a cell holds: `7 or 8 samples`, or per group of ranks where their micro-batches differ."""
+    batch = plan.batch
+    if len(set(batch.micro_batch)) == 1:
+        sizes = sorted({size for cells in batch.cells for size in cells})
+        return _range(sizes)
+    groups: dict[int, list[int]] = {}
+    for rank, cap in enumerate(batch.micro_batch):
+        groups.setdefault(cap, []).append(rank)
+    return ", ".join(
+        f"{_range(sorted({size for rank in ranks for size in batch.cells[rank]}))} "
+        f"on {len(ranks)} {'ranks' if len(ranks) > 1 else 'rank'}"
+        for cap, ranks in sorted(groups.items())
+    )
+
+
+def _range(sizes: list[int]) -> str:
+    if len(sizes) <= 2:
+        return f"{' or '.join(map(str, sizes))} sample{_s(sizes[-1])}"
+    return f"{sizes[0]} to {sizes[-1]} samples"
+
+
+def _uneven(plan: Plan) -> list[str]:
+    """What DeepSpeed's JSON cannot say."""
+    batch = plan.batch
+    if batch.is_uniform:
+        return []
+    return [
+        f"ds_config.json says train_batch_size {batch.capacity}, what the cells could hold: DeepSpeed's JSON knows no "
+        f"uneven cells; plan.json has them, and frugal trains exactly {_samples(batch.global_batch)}"
+    ]
+
+
+def _facts(plan: Plan) -> list[str]:
+    request, model = plan.request, plan.model
+    parameters = format_count(model.parameters)
+    if model.trainable_parameters != model.parameters:
+        parameters += f" ({format_count(model.trainable_parameters)} trainable)"
+    clipping = f", gradient norm at most {request.gradient_clipping:g}" if request.gradient_clipping else ""
+    time = plan.time
+    parts = [
+        (time.compute_seconds, "compute"),
+        (time.recompute_seconds, "recompute"),
+        (time.communication_seconds, "communication"),
+        (time.offload_seconds, "offload"),
+        (time.optimizer_seconds, "optimizer"),
+    ]
+    shares = ", ".join(f"{name} {format_seconds(seconds)}" for seconds, name in parts if seconds)
+    rows = [
+        ("model", f"{request.model}, {model.task}, {parameters} parameters, samples of {request.seq_len} tokens"),
+        ("cluster", _cluster(plan)),
+        ("strategy", f"{plan.strategy}"),
+        ("numbers", f"{request.precision}, gradients summed in {plan.strategy.gradient_accumulation_dtype}"),
+        ("optimizer", f"{request.optimizer}, learning rate {request.learning_rate:g}{clipping}"),
+        ("step", f"{format_seconds(time.total_seconds)} estimated: {shares}"),
+    ]
+    return [f"{name:<10} {text}" for name, text in rows]
+
+
+def _cluster(plan: Plan) -> str:
+    nodes = plan.cluster.nodes
+    devices = Counter((device.name, device.memory_bytes) for device in nodes[0].devices)
+    node = " + ".join(f"{count} x {name} with {format_bytes(memory)}" for (name, memory), count in devices.items())
+    return node if len(nodes) == 1 else f"{len(nodes)} nodes of {node}"
+
+
+def _memory(plan: Plan) -> list[str]:
+    """The breakdown of the fullest device, ending at the card's memory."""
+    memory = plan.memory
+    device = min(
+        (d for d in plan.cluster.devices if d.usable_bytes == memory.usable_bytes),
+        key=lambda d: d.memory_bytes,
+        default=plan.cluster.devices[0],
+    )
+    rows = [(name, getattr(memory, name), "") for name in memory.CATEGORIES if getattr(memory, name)]
+    width = max(len(name) for name in (*memory.CATEGORIES, "total"))
+    lines = [
+        f"memory of {'the fullest' if len(set(plan.batch.micro_batch)) > 1 else 'each'} "
+        f"{'GPU' if device.kind == 'cuda' else 'rank'} at its peak, in {_peak(memory)}"
+    ]
+    for name, size, _ in rows:
+        lines.append(f"  {name:<{width}} {format_bytes(size):>12}")
+    lines.append(f"  {'total':<{width}} {format_bytes(memory.total_bytes):>12}")
+    lines.append(f"  {'headroom':<{width}} {format_bytes(memory.headroom_bytes):>12}")
+    if device.margin_bytes:
+        lines.append(f"  {'margin':<{width}} {format_bytes(device.margin_bytes):>12}")
+    lines.append(f"  {'device':<{width}} {format_bytes(device.memory_bytes):>12}")
+    if memory.host_bytes_per_node:
+        lines.append(f"  {'host, a node':<{width}} {format_bytes(memory.host_bytes_per_node):>12}")
+    return lines
+
+
+def _peak(memory: MemoryBreakdown) -> str:
+    return f"{memory.phase} ({memory.operator})" if memory.operator else memory.phase
+
+
+def _rejected(plan: Plan) -> list[str]:
+    if not plan.rejected:
+        return []
+    shown = plan.rejected[:SHOWN_REJECTED]
+    lines = ["not taken", *(f"  {_alternative(rejected)}" for rejected in shown)]
+    if len(plan.rejected) > len(shown):
+        lines.append(f"  and {len(plan.rejected) - len(shown)} more, in plan.json")
+    return lines
+
+
+def _alternative(rejected: Rejected) -> str:
+    headroom, seconds = rejected.headroom_bytes, rejected.step_seconds
+    if headroom is None:
+        return f"{rejected.strategy}: {rejected.reason}, at best {format_seconds(seconds or 0)}"
+    head = f"{rejected.strategy}, micro-batch {rejected.micro_batch}: {rejected.reason}"
+    if seconds is None or headroom < 0:
+        return f"{head}, {format_bytes(-headroom)} short"
+    return f"{head}, {format_seconds(seconds)}"
+
+
+def _default(plan: Plan, name: str) -> str:
+    value = plan.batch.global_batch if name == "global_batch" else getattr(plan.request, name)
+    return f"{name.replace('_', ' ')} {value:g}" if isinstance(value, float) else f"{name.replace('_', ' ')} {value}"
+
+
+def _assumptions(plan: Plan) -> list[str]:
+    """What no rehearsal can know."""
+    device = plan.cluster.devices[0]
+    lines = []
+    if device.kind == "cuda":
+        lines.append(
+            f"context {format_bytes(device.context_bytes)} (driver, kernels, libraries, NCCL) and margin "
+            f"{format_bytes(device.margin_bytes)} (fragmentation); not measured on your card"
+        )
+    speed = f"{device.matrix_flops / 1e12:.3g} TFLOP/s reached, {device.memory_bandwidth / 1e9:.0f} GB/s of memory"
+    links = f"{plan.cluster.intra_bandwidth / 1e9:.0f} GB/s between GPUs"
+    if len(plan.cluster.nodes) > 1:
+        links += f", {plan.cluster.inter_bandwidth / 1e9:.0f} GB/s between nodes"
+    lines.append(f"{device.name}: {speed}, {links}; only the seconds depend on it")
+    return lines
+
+
+def _devices(plan: Plan, number: int) -> str:
+    kind = "GPU" if plan.cluster.devices[0].kind == "cuda" else "rank"
+    return f"{number} {kind}{_s(number)}"
+
+
+def _samples(number: int) -> str:
+    return f"{number} sample{_s(number)}"
+
+
+def _s(number: int) -> str:
+    return "" if number == 1 else "s"
+
+
+def _list(title: str, lines: object) -> list[str]:
+    texts = list(lines) if isinstance(lines, list | tuple) else []
+    return [title, *(f"  {text}" for text in texts)] if texts else []

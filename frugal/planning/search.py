@@ -1,0 +1,257 @@
+"""The fastest plan that fits, or the proof that none does. Arithmetic over profiles; the winner is rehearsed.
+
+For every strategy the request allows: the largest micro-batch that fits each device, the cells it cuts the global
+batch into, and the seconds a step would take. The fastest wins; within 2 % of it, the simplest. Then the winner is
+rehearsed as a whole. Where that shows that it does not fit, its micro-batch shrinks and the choice is made again.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from frugal.planning import cost
+from frugal.planning.choice import TIE, Choice, Nothing, Option
+from frugal.planning.cluster import Cluster, Device
+from frugal.planning.memory import MemoryBreakdown
+from frugal.planning.pins import check_pins
+from frugal.planning.plan import Batch, ModelSummary
+from frugal.planning.request import Request
+from frugal.planning.strategy import Offload, Strategy, candidates, offload_levels
+
+TRUST = 0.01
+"""A profile that is further than this from the rehearsal is wrong, and the plan says so."""
+
+
+class Profile(cost.Work, Protocol):
+    """What one model costs under one strategy, for any micro-batch."""
+
+    @property
+    def task(self) -> str: ...
+    @property
+    def largest_parameter(self) -> int: ...
+    def memory(self, micro_batch: int, device: Device) -> MemoryBreakdown: ...
+    def largest_micro_batch(self, device: Device, cap: int) -> int: ...
+
+
+class Source(Protocol):
+    """Where profiles come from. `accumulates`: whether there is more than one micro-step."""
+
+    def profile(self, strategy: Strategy, accumulates: bool) -> Profile: ...
+    def rehearse(self, strategy: Strategy, micro_batch: int, accumulation_steps: int) -> MemoryBreakdown: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refuted:
+    """A micro-batch that a rehearsal found too large: what it takes, and how many times the profile's prediction."""
+
+    micro_batch: int
+    memory: MemoryBreakdown
+    factor: float
+
+
+class Search:
+    """One request on one cluster. Profiles are taken from `source` only when they are needed.
+
+    Raises:
+        RequestError: the request's pins contradict each other.
+    """
+
+    def __init__(self, request: Request, cluster: Cluster, source: Source) -> None:
+        check_pins(request, cluster.world_size)
+        self.request = request
+        self.cluster = cluster
+        self.source = source
+        self.batch_samples = request.batch_samples
+        self.devices = tuple(dict.fromkeys(cluster.devices))
+        self.refuted: dict[Strategy, Refuted] = {}
+        first = candidates(
+            request, world_size=cluster.world_size, offload=offload_levels(request)[0], trainable_parameters=10**12
+        )
+        probe = source.profile(first[0], True)
+        self.model = ModelSummary(
+            task=probe.task,
+            parameters=probe.parameters,
+            trainable_parameters=probe.trainable_parameters,
+            largest_parameter=probe.largest_parameter,
+            flops_per_sample=probe.flops_per_sample,
+        )
+        self.work: dict[str, Profile] = {first[0].activation_checkpointing: probe}
+        self.cap = self._cap()
+
+    def run(self) -> Choice | Nothing:
+        """Choose, rehearse, and choose again until the two agree."""
+        seen: list[Option] = []
+        warnings: list[str] = []
+        for level in offload_levels(self.request):
+            options = self.options(level)
+            while fitting := [option for option in options if option.fits]:
+                best = min(option.seconds for option in fitting)
+                winner = min((o for o in fitting if o.seconds <= best * TIE), key=lambda o: o.simplicity)
+                memory, doubt = self.rehearsed(winner)
+                warnings += doubt
+                if memory.fits:
+                    return Choice(
+                        option=winner,
+                        memory=memory,
+                        model=self.model,
+                        options=(*seen, *options),
+                        warnings=tuple(warnings),
+                    )
+                assert winner.memory is not None
+                self.refuted[winner.strategy] = Refuted(
+                    micro_batch=winner.micro_batch, memory=memory, factor=memory.total_bytes / winner.memory.total_bytes
+                )
+                options = self.options(level)
+            seen += options
+        known = [option for option in seen if option.memory is not None]
+        return Nothing(options=tuple(sorted(known, key=lambda option: -(option.headroom_bytes or 0))))
+
+    def strategies(self, level: Offload) -> tuple[Strategy, ...]:
+        """The candidates of one level of offloading, simplest first."""
+        return candidates(
+            self.request,
+            world_size=self.cluster.world_size,
+            offload=level,
+            trainable_parameters=self.model.trainable_parameters,
+        )
+
+    def options(self, level: Offload) -> list[Option]:
+        """All strategies of a level; those that could not win even with unlimited memory are left unprofiled."""
+        options: list[Option] = []
+        for strategy in self.strategies(level):
+            fastest = min((option.seconds for option in options if option.fits), default=float("inf"))
+            bound = self._best_case(strategy)
+            if bound.time is not None and bound.seconds * TIE >= fastest:
+                options.append(bound)
+            else:
+                options.append(self.option(strategy))
+        return options
+
+    def option(self, strategy: Strategy) -> Option:
+        """The best batch a strategy allows, or by how much it does not fit."""
+        option = self._option(strategy, accumulates=True)
+        whole = -(-self.batch_samples // self.cluster.world_size)
+        if option.fits and option.batch and option.batch.accumulation_steps == 1:
+            return self._option(strategy, accumulates=False)
+        if self.cap < whole or self.request.accumulation_steps not in (None, 1) or option.micro_batch * 2 < whole:
+            return option
+        at_once = self._option(strategy, accumulates=False)
+        return at_once if at_once.batch and at_once.batch.accumulation_steps == 1 else option
+
+    def _option(self, strategy: Strategy, *, accumulates: bool) -> Option:
+        profile = self.source.profile(strategy, accumulates)
+        self.work.setdefault(strategy.activation_checkpointing, profile)
+        fit = {device: self._largest_micro_batch(strategy, profile, device) for device in self.devices}
+        batches = self._batches(fit) if min(fit.values()) >= 1 else []
+        if not batches:
+            wanted = self._smallest_micro_batch()
+            short = min((profile.memory(wanted, device) for device in self.devices), key=lambda m: m.headroom_bytes)
+            if strategy in self.refuted and short.fits:
+                wanted, short = self.refuted[strategy].micro_batch, self.refuted[strategy].memory
+            return Option(strategy=strategy, micro_batch=wanted, batch=None, memory=short, time=None)
+        timed = [(cost.step_time(profile, strategy, batch, self.cluster, self.request), batch) for batch in batches]
+        fastest = min(time.total_seconds for time, _ in timed)
+        time, batch = min(
+            (pair for pair in timed if pair[0].total_seconds <= fastest * TIE), key=lambda pair: not pair[1].is_uniform
+        )
+        loads = set(zip(self.cluster.devices, batch.micro_batch, strict=True))
+        memory = min((profile.memory(micro, device) for device, micro in loads), key=lambda m: m.headroom_bytes)
+        option = Option(
+            strategy=strategy,
+            micro_batch=max(batch.micro_batch),
+            batch=batch,
+            memory=memory,
+            time=time,
+            largest_micro_batch=max(fit.values()),
+            shortfall_of_next_bytes=self._shortfall_of_next(profile, fit),
+        )
+        host = [node.host_memory_bytes for node in self.cluster.nodes if node.host_memory_bytes is not None]
+        if host and memory.host_bytes_per_node > min(host):
+            return replace(option, batch=None, host_shortfall_bytes=memory.host_bytes_per_node - min(host))
+        return option
+
+    def _largest_micro_batch(self, strategy: Strategy, profile: Profile, device: Device) -> int:
+        """What fits `device` by the profile, corrected by what rehearsals have shown; 0 if nothing does."""
+        refuted = self.refuted.get(strategy)
+        if refuted is None:
+            return profile.largest_micro_batch(device, self.cap)
+        micro = profile.largest_micro_batch(device, refuted.micro_batch - 1) if refuted.micro_batch > 1 else 0
+        room = device.usable_bytes + device.context_bytes
+        while micro and profile.memory(micro, device).total_bytes * refuted.factor > room:
+            micro -= 1
+        return micro
+
+    def _shortfall_of_next(self, profile: Profile, fit: dict[Device, int]) -> int | None:
+        """What one sample more would lack on the device that takes most; None where a cap or the batch binds."""
+        device = max(fit, key=lambda device: fit[device])
+        if fit[device] >= self.cap:
+            return None
+        return max(0, -profile.memory(fit[device] + 1, device).headroom_bytes)
+
+    def _batches(self, fit: dict[Device, int]) -> list[Batch]:
+        """The batch under the largest micro-batches that fit, and the largest that cuts it into equal cells."""
+        caps = tuple(fit[device] for device in self.cluster.devices)
+        num_steps = self.request.accumulation_steps
+        if num_steps is not None and num_steps * sum(caps) < self.batch_samples:
+            return []
+        if self.request.micro_batch is not None and min(caps) < self._smallest_micro_batch():
+            return []
+        choices = [caps]
+        if len(set(caps)) == 1 and num_steps is None and self.request.micro_batch is None:
+            per_rank, rest = divmod(self.batch_samples, len(caps))
+            even = max((m for m in range(1, caps[0] + 1) if per_rank % m == 0), default=0) if rest == 0 else 0
+            choices += [(even,) * len(caps)] if 0 < even < caps[0] else []
+        return [
+            Batch.of(self.batch_samples, caps, self.request.global_tokens, accumulation_steps=num_steps).tightened()
+            for caps in choices
+        ]
+
+    def _best_case(self, strategy: Strategy) -> Option:
+        """What a strategy could reach if memory were unlimited; recomputation counts as free while it is unknown."""
+        batch = Batch.of(
+            self.batch_samples,
+            (self.cap,) * self.cluster.world_size,
+            self.request.global_tokens,
+            accumulation_steps=self.request.accumulation_steps,
+        )
+        work = self.work.get(strategy.activation_checkpointing) or next(iter(self.work.values()))
+        time = cost.step_time(work, strategy, batch, self.cluster, self.request)
+        return Option(strategy=strategy, micro_batch=batch.largest_cell, batch=None, memory=None, time=time)
+
+    def rehearsed(self, option: Option) -> tuple[MemoryBreakdown, list[str]]:
+        """The memory of an option by rehearsing it, on its fullest device, and what contradicts the profile."""
+        assert option.batch is not None and option.memory is not None
+        fullest: MemoryBreakdown | None = None
+        for device, micro in sorted(set(zip(self.cluster.devices, option.batch.micro_batch, strict=True)), key=str):
+            found = self.source.rehearse(option.strategy, micro, option.batch.accumulation_steps)
+            found = replace(
+                found,
+                context=device.context_bytes,
+                total_bytes=found.total_bytes - found.context + device.context_bytes,
+                usable_bytes=device.usable_bytes,
+            )
+            if fullest is None or found.headroom_bytes < fullest.headroom_bytes:
+                fullest = found
+        assert fullest is not None
+        error = option.memory.total_bytes / fullest.total_bytes - 1
+        if fullest.fits and abs(error) <= TRUST:
+            return fullest, []
+        verdict = "it still fits" if fullest.fits else "it does not fit, and was not chosen"
+        return fullest, [
+            f"{option.strategy}, micro-batch {option.micro_batch}: the profile was {100 * error:+.1f} % off the "
+            f"rehearsal; {verdict}"
+        ]
+
+    def _smallest_micro_batch(self) -> int:
+        """The least a rank must hold at once: one sample, or what a pin demands."""
+        whole = -(-self.batch_samples // self.cluster.world_size)
+        if self.request.accumulation_steps is not None:
+            step_samples = -(-self.batch_samples // self.request.accumulation_steps)
+            return -(-step_samples // self.cluster.world_size)
+        return min(self.request.micro_batch, whole) if self.request.micro_batch is not None else 1
+
+    def _cap(self) -> int:
+        """The largest micro-batch worth trying, samples."""
+        world_size, samples = self.cluster.world_size, self.batch_samples
+        whole = samples if len(self.devices) > 1 else -(-samples // world_size)
+        cap = self.request.micro_batch_cap
+        return whole if cap is None else min(cap, whole)

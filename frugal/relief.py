@@ -1,0 +1,128 @@
+"""What to tell who asked for too much: why nothing fits, and what would. Each way out is computed before it is named."""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import replace
+
+from frugal.errors import NothingFitsError, RequestError
+from frugal.planning.choice import Nothing, Option
+from frugal.planning.cluster import Cluster, Device, Node
+from frugal.planning.memory import MemoryBreakdown
+from frugal.planning.request import Request
+from frugal.planning.search import Search, Source
+from frugal.planning.strategy import offload_levels
+from frugal.units import GIB, format_bytes
+
+Rehearse = Callable[[Request, Cluster], AbstractContextManager[Source]]
+
+SHORTEST_SEQUENCE = 64
+MOST_GPUS = 8
+"""How many times as many GPUs are tried."""
+
+
+def nothing_fits(request: Request, cluster: Cluster, found: Nothing, ways: list[str]) -> NothingFitsError:
+    """The proof: the nearest option, its shortfall, what its floor consists of, and ways out."""
+    nearest = found.nearest
+    assert nearest.memory is not None
+    memory, device = nearest.memory, min(cluster.devices, key=lambda device: device.usable_bytes)
+    samples = f"{nearest.micro_batch} sample{'s' if nearest.micro_batch > 1 else ''} of {request.seq_len} tokens"
+    where = "a node's host memory" if nearest.host_shortfall_bytes else f"a GPU of {format_bytes(device.memory_bytes)}"
+    because = [
+        f"the nearest of {len(found.options)} strategies lacks {format_bytes(-(nearest.headroom_bytes or 0))}: "
+        f"{nearest.strategy}, with {samples}",
+        f"it takes {format_bytes(memory.total_bytes)}: {floor(memory)}",
+    ]
+    if nearest.host_shortfall_bytes:
+        because.append(f"and {format_bytes(memory.host_bytes_per_node)} of host memory on each node")
+    elif device.margin_bytes:
+        because.append(f"{format_bytes(device.margin_bytes)} stay free as margin")
+    return NothingFitsError(
+        f"{request.model} does not fit into {where}",
+        because=because,
+        hint=f"this would fit: {', or '.join(ways)}" if ways else "use a smaller model",
+    )
+
+
+def floor(memory: MemoryBreakdown) -> str:
+    """The parts of a breakdown that matter, largest first."""
+    parts = sorted(((getattr(memory, name), name) for name in memory.CATEGORIES), reverse=True)
+    return ", ".join(f"{name} {format_bytes(size)}" for size, name in parts if size * 100 > memory.total_bytes)
+
+
+def ways_out(request: Request, cluster: Cluster, search: Search, nearest: Option, rehearse: Rehearse) -> list[str]:
+    """Changes of one flag that make the request fit, cheapest first; each has been checked by computing it."""
+    ways = [flag for flag, relaxed in _relaxed(request) if _fits(relaxed, cluster, search.source)]
+    ways += _more_memory(cluster, search, nearest)
+    for flag, other_request, other_cluster in _larger(request, cluster, nearest):
+        if flag.split()[0] in " ".join(ways):
+            continue  # a smaller change of the same kind is enough
+        with rehearse(other_request, other_cluster) as source:
+            if _fits(other_request, other_cluster, source):
+                ways.append(flag)
+    return ways
+
+
+def _fits(request: Request, cluster: Cluster, source: Source) -> bool:
+    """Whether any strategy fits, the most frugal tried first."""
+    try:
+        search = Search(request, cluster, source)
+    except RequestError:  # the change contradicts another flag
+        return False
+    strategies = [strategy for level in offload_levels(request) for strategy in search.strategies(level)]
+    return any(search.option(strategy).fits for strategy in reversed(strategies))
+
+
+def _relaxed(request: Request) -> Iterator[tuple[str, Request]]:
+    """The request without one of its pins."""
+    if request.offload in ("none", "optimizer"):
+        yield "--offload auto", replace(request, offload="auto")
+    if request.activation_checkpointing == "off":
+        yield "--activation-checkpointing auto", replace(request, activation_checkpointing="auto")
+    if request.zero_stage is not None:
+        yield "no --zero-stage", replace(request, zero_stage=None)
+    if request.accumulation_steps is not None:
+        yield "no --accumulation-steps", replace(request, accumulation_steps=None)
+    if request.micro_batch is not None:
+        smaller = replace(request, micro_batch=None, accumulation_steps=None)
+        yield "no --micro-batch", smaller
+
+
+def _more_memory(cluster: Cluster, search: Search, nearest: Option) -> list[str]:
+    """The memory in GiB, rounded up to a half, that the nearest option needs; nothing where the host is what lacks."""
+    if nearest.host_shortfall_bytes or nearest.memory is None or len(set(cluster.devices)) > 1:
+        return []
+    device = cluster.devices[0]
+    profile = search.source.profile(nearest.strategy, True)
+    share = device.margin_bytes / device.memory_bytes
+    half_gib = GIB // 2
+    size = int((nearest.memory.total_bytes / (1 - share)) // half_gib) * half_gib
+    for _ in range(4):  # slack depends on the capacity, so the first size may be short
+        size += half_gib
+        larger = replace(device, memory_bytes=size, margin_bytes=int(size * share))
+        if profile.memory(nearest.micro_batch, larger).fits:
+            return [f"--mem {size / GIB:g}G"]
+    return []
+
+
+def _larger(request: Request, cluster: Cluster, nearest: Option) -> Iterator[tuple[str, Request, Cluster]]:
+    """More GPUs of the same kind, then shorter samples; only where the parts they shrink are large enough to matter."""
+    memory = nearest.memory
+    assert memory is not None
+    shortfall = -(nearest.headroom_bytes or 0)
+    states = memory.parameters + memory.gradients + memory.optimizer
+    if len(set(cluster.devices)) == 1 and request.zero_stage != 0 and states > shortfall:
+        factor = 2
+        while factor <= MOST_GPUS:
+            num_gpus = factor * len(cluster.nodes[0].devices)
+            yield f"--gpus {num_gpus}", request, _with_gpus(cluster, cluster.devices[0], num_gpus)
+            factor *= 2
+    per_sample = memory.activations + memory.logits + memory.temporary
+    seq_len = request.seq_len // 2
+    while per_sample > shortfall and seq_len >= SHORTEST_SEQUENCE and request.seq_len // seq_len <= MOST_GPUS:
+        yield f"--seq-len {seq_len}", replace(request, seq_len=seq_len), cluster
+        seq_len //= 2
+
+
+def _with_gpus(cluster: Cluster, device: Device, num_gpus: int) -> Cluster:
+    node = Node(devices=(device,) * num_gpus, host_memory_bytes=cluster.nodes[0].host_memory_bytes)
+    return replace(cluster, nodes=(node,) * len(cluster.nodes))

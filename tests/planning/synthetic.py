@@ -1,0 +1,112 @@
+"""A model whose memory and work are simple formulas, in place of rehearsals."""
+
+from contextlib import contextmanager
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from frugal.planning.cluster import Cluster, Device
+from frugal.planning.memory import MemoryBreakdown
+from frugal.planning.request import Request
+from frugal.planning.strategy import Strategy
+
+
+@dataclass
+class SyntheticProfile:
+    """Mixed-precision Adam with `parameters` elements; bytes of activations for each token of a sample."""
+
+    strategy: Strategy
+    world_size: int
+    devices_per_node: int
+    seq_len: int
+    parameters: int = 1_000_000_000
+    bytes_per_token: int = 1_000_000
+    flops_per_token: float = 6e9
+    trainable_parameters: int = 0
+    largest_parameter: int = 50_000_000
+    num_operators: int = 3_000
+    task: str = "causal-lm"
+    max_positions: int | None = None
+    error: float = 1.0
+
+    def __post_init__(self) -> None:
+        self.trainable_parameters = self.trainable_parameters or self.parameters
+
+    @property
+    def flops_per_sample(self) -> float:
+        return self.flops_per_token * self.seq_len
+
+    @property
+    def recompute_flops_per_sample(self) -> float:
+        return self.flops_per_sample / 3 if self.strategy.activation_checkpointing == "full" else 0.0
+
+    def memory(self, micro_batch: int, device: Device) -> MemoryBreakdown:
+        stage, split = self.strategy.zero_stage, self.world_size
+        on_host = self.strategy.offload_optimizer == "cpu"
+        elements = self.parameters
+        activations = self.bytes_per_token * self.seq_len * micro_batch
+        if self.strategy.activation_checkpointing == "full":
+            activations //= 10
+        optimizer = 12 * elements // (split if stage >= 1 else 1)
+        gradients = 4 * elements // (split if stage >= 2 else 1)
+        parts = {
+            "parameters": 0
+            if self.strategy.offload_parameters == "cpu"
+            else 2 * elements // (split if stage == 3 else 1),
+            "gradients": 0 if on_host else gradients,
+            "optimizer": 0 if on_host else optimizer,
+            "activations": int(activations * self.error),
+            "logits": 0,
+            "communication": 2 * self.strategy.reduce_bucket_elements,
+            "temporary": 0,
+            "slack": 0,
+            "context": device.context_bytes,
+        }
+        return MemoryBreakdown(
+            **parts,
+            total_bytes=sum(parts.values()),
+            usable_bytes=device.usable_bytes,
+            host_bytes_per_node=(optimizer + gradients) * self.devices_per_node if on_host else 0,
+            phase="backward",
+            operator="mm",
+        )
+
+    def largest_micro_batch(self, device: Device, cap: int) -> int:
+        return next((micro for micro in range(cap, 0, -1) if self.memory(micro, device).fits), 0)
+
+
+@dataclass
+class SyntheticSource:
+    """Profiles by formula; `error` is the factor by which the rehearsal's activations differ from the profile's."""
+
+    request: Request
+    cluster: Cluster
+    model: dict[str, int | float] = field(default_factory=dict)
+    error: float = 1.0
+    profiled: list[Strategy] = field(default_factory=list)
+
+    def profile(self, strategy: Strategy, accumulates: bool) -> SyntheticProfile:
+        self.profiled.append(strategy)
+        return self._profile(strategy)
+
+    def rehearse(self, strategy: Strategy, micro_batch: int, accumulation_steps: int) -> MemoryBreakdown:
+        device = min(self.cluster.devices, key=lambda device: device.usable_bytes)
+        return self._profile(strategy, error=self.error).memory(micro_batch, device)
+
+    def _profile(self, strategy: Strategy, **changes: float) -> SyntheticProfile:
+        return SyntheticProfile(
+            strategy=strategy,
+            world_size=self.cluster.world_size,
+            devices_per_node=len(self.cluster.nodes[0].devices),
+            seq_len=self.request.seq_len,
+            **(self.model | changes),  # type: ignore[arg-type]  # numbers of either kind
+        )
+
+
+def rehearsing(error: float = 1.0, **model: int | float):
+    """What `make_plan` takes as `rehearse`."""
+
+    @contextmanager
+    def rehearse(request: Request, cluster: Cluster) -> Iterator[SyntheticSource]:
+        yield SyntheticSource(request, cluster, model, error)
+
+    return rehearse
