@@ -230,17 +230,23 @@ class Seq2Seq:
 
 
 class SequenceClassification:
-    """One class for each text. A sample has `input_ids` and `label`, an int from 0."""
+    """One class for each text. A sample has `input_ids` and `label`, an int from 0.
 
-    def __init__(self, pad_id: int = 0) -> None:
+    A model that is not `bidirectional` gets no attention mask, as in `CausalLM`; it finds the last token, which
+    decides, by its configured `pad_token_id`.
+    """
+
+    def __init__(self, pad_id: int = 0, *, bidirectional: bool = True) -> None:
         self.pad_id = pad_id
+        self.bidirectional = bidirectional
 
     def collate(self, samples: Sequence[Sample]) -> Batch:
-        """`input_ids` and `attention_mask` of shape `(samples, longest)`, `labels` of shape `(samples,)`."""
+        """`input_ids` (and `attention_mask`) of shape `(samples, longest)`, `labels` of shape `(samples,)`."""
         rows = [sample["input_ids"] for sample in samples]
+        mask = {"attention_mask": real_tokens(rows)} if self.bidirectional else {}
         return {
             "input_ids": pad(rows, self.pad_id),
-            "attention_mask": real_tokens(rows),
+            **mask,
             "labels": torch.tensor([int(sample["label"]) for sample in samples]),
         }
 
@@ -258,8 +264,8 @@ class SequenceClassification:
 
     def loss_sum(self, model: nn.Module, batch: Batch) -> Tensor:
         """Summed cross entropy of the classes."""
-        logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
-        return summed_cross_entropy(logits, batch["labels"])
+        inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
+        return summed_cross_entropy(model(**inputs).logits, batch["labels"])
 
 
 class _Dummy(dict[str, Any]):

@@ -23,7 +23,7 @@ from torch import nn
 
 from frugal.errors import RequestError
 from frugal.planning.request import Task
-from frugal.training import hub
+from frugal.training import hub, padding_masks
 from frugal.training.loss import CausalLM, MaskedLM, Objective, Seq2Seq, SequenceClassification
 
 TASKS: tuple[str, ...] = get_args(Task)
@@ -95,6 +95,7 @@ class ModelSpec:
             RequestError: its factory fails, or its weights cannot be read.
         """
         device = torch.device(device)
+        padding_masks.always_use()
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             torch.manual_seed(seed)
             if self.factory is not None:
@@ -149,8 +150,12 @@ class ModelSpec:
             case "seq2seq":
                 return Seq2Seq(pad_id, start_id=special("decoder_start_token_id", special("bos_token_id", pad_id)))
             case "sequence-classification":
-                return SequenceClassification(pad_id)
+                return SequenceClassification(pad_id, bidirectional=self._is_bidirectional())
         raise AssertionError(self.task)
+
+    def _is_bidirectional(self) -> bool:
+        """Whether tokens see later ones, so that padding has to be masked."""
+        return self.config is None or self.config.is_encoder_decoder or self.config.model_type in _heads("masked-lm")
 
     def for_tokenizer(self, tokenizer: Any) -> "ModelSpec":
         """The same model with the tokenizer's special tokens, as training from text needs it.

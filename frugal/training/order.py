@@ -8,7 +8,6 @@ permutation of the n. Fewer than two applications are expected. The round functi
 numbers have too few bits to be mixed well, so up to `_TABLE` samples are sorted by a hash instead.
 """
 
-from collections.abc import Sequence
 from typing import Any, overload
 
 import numpy as np
@@ -25,7 +24,7 @@ def permutation(n: int, seed: int, epoch: int) -> "Permutation":
     return Permutation(n, seed, epoch)
 
 
-class Permutation(Sequence[int]):
+class Permutation:
     """A bijection of the numbers 0 to n - 1; an int gives an int, a slice or an array of places gives an array."""
 
     def __init__(self, n: int, seed: int, epoch: int) -> None:
