@@ -11,6 +11,7 @@ from frugal.errors import FrugalError
 # Each command lives in its own module and is imported when it is called: `frugal plan` must not wait for torch.
 COMMANDS = {
     "plan": ("frugal.cli.plan", "Choose the fastest plan that fits, and say why."),
+    "train": ("frugal.cli.train", "Train as planned; without a plan, plan first."),
 }
 
 INTERRUPTED = 130

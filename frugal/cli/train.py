@@ -1,21 +1,23 @@
 """`frugal train`."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import click
 import msgspec
+import psutil  # type: ignore[import-untyped]  # has no types
 
 from frugal.cli import config, launcher
-from frugal.cli.options import planning_options
+from frugal.cli.options import collect, planning_options
 from frugal.errors import PlanMismatchError, RequestError
-from frugal.planning.ds_config import deepspeed_config
+from frugal.planning.files import write_plan
 from frugal.planning.plan import Plan
 from frugal.planning.settings import NAMES
 from frugal.training import manifest, settings
 from frugal.training.settings import Settings
 
-PLAN, DS_CONFIG, ASKED = "plan.json", "ds_config.json", "train.json"
+PLAN, ASKED = "plan.json", "train.json"
 
 
 @click.command("train")
@@ -50,7 +52,7 @@ def _earlier(values: dict[str, Any], file: dict[str, Any]) -> dict[str, Any]:
         return {}
     except (OSError, msgspec.DecodeError) as error:
         raise RequestError(f"cannot read what {path.parent} was asked for", because=f"{path}: {error}") from None
-    return {name: value for name, value in earlier.items() if value is not None}
+    return {name: value for name, value in earlier.items() if value not in (None, [])}
 
 
 def _plan(path: Path | None, ranks: int | None, values: dict[str, Any], file: config.Config, asked: Settings) -> Plan:
@@ -77,22 +79,31 @@ def _plan(path: Path | None, ranks: int | None, values: dict[str, Any], file: co
 
 
 def _make_plan(ranks: int | None, values: dict[str, Any], file: config.Config) -> Plan:
-    raise NotImplementedError
+    from frugal.planner import make_plan
+
+    if ranks is not None:
+        for name in ("gpus", "nodes", "gpu", "device"):
+            if values.get(name) is not None:
+                raise RequestError(
+                    f"--ranks was given together with --{name}",
+                    because=f"--ranks {ranks} means {ranks} processes on this machine's CPU",
+                    hint="leave one of them out",
+                )
+        cpu = {"device": "cpu", "gpus": ranks}
+        if values.get("mem") is None and "mem" not in file.plan:
+            cpu["mem"] = psutil.virtual_memory().available // max(ranks, 1)
+        values = values | cpu
+        file = replace(file, plan={name: value for name, value in file.plan.items() if name not in ("gpu", "nodes")})
+    return make_plan(*collect(values, file))
 
 
 def _write_run(asked: Settings, plan: Plan) -> None:
     """What the run is, in its folder: the plan, its print-out for DeepSpeed, and what was asked for."""
+    write_plan(plan, asked.out)
     record = {name: getattr(asked, name) for name in settings.NAMES if name != "resume"} | {"out": str(asked.out)}
     try:
-        asked.out.mkdir(parents=True, exist_ok=True)
-        manifest.write(asked.out / PLAN, plan.to_json())
-        manifest.write(asked.out / DS_CONFIG, _pretty(deepspeed_config(plan)))
-        manifest.write(asked.out / ASKED, _pretty(record))
+        manifest.write(asked.out / ASKED, msgspec.json.format(msgspec.json.encode(record), indent=2) + b"\n")
     except OSError as error:
         raise RequestError(
-            f"cannot write to {asked.out}", because=str(error.strerror), hint="choose another --out"
+            f"cannot write to {asked.out}", because=str(error.strerror), hint="choose another folder with --out"
         ) from None
-
-
-def _pretty(value: Any) -> bytes:
-    return msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n"

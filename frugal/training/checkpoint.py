@@ -14,6 +14,7 @@ on all of them and a hang on none. Left out: another world size (the plan is ref
 
 import contextlib
 import hashlib
+import logging
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -29,6 +30,7 @@ from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngi
 from frugal.errors import CheckpointError, PlanMismatchError
 from frugal.training import generators
 from frugal.training import manifest as files
+from frugal.training.batches import Position
 from frugal.training.manifest import File, Manifest
 from frugal.units import format_bytes
 
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
     from frugal.training.engine import Engine
 
 TRAINING = "training.json"
+logger = logging.getLogger("frugal")
 T = TypeVar("T")
 
 
@@ -45,14 +48,16 @@ class Progress:
 
     Attributes:
         step: optimizer steps done.
-        position: of the data order, as its owner describes it.
+        position: where the order of the data stands.
         data_fingerprint: of the training data.
+        seed: of the order of the data.
         validation_loss: of exactly these weights, where it was measured.
     """
 
     step: int
-    position: dict[str, Any] = field(default_factory=dict)
+    position: Position = field(default_factory=Position)
     data_fingerprint: str = ""
+    seed: int = 0
     validation_loss: float | None = None
 
 
@@ -108,6 +113,8 @@ def load(engine: "Engine", folder: Path) -> Loaded:
         damage = [reason for reason in gather(engine, _damage(engine, path)) if reason]
         if damage:
             refused.append(damage[0])
+            if engine.rank == 0:
+                logger.warning("refused a checkpoint: %s", damage[0])
             continue
         _refuse_other_run(path, files.read(path), _origin(engine, 0, {}))
         return Loaded(progress=_restore(engine, path), folder=path, refused=tuple(refused))

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from frugal.errors import RequestError
+from frugal.planning.batch import cells
 from frugal.training.loss import Sample
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ class Evaluation:
 def evaluate(engine: "Engine", samples: Sequence[Sample]) -> Evaluation:
     """The model's loss on `samples`, given whole and equal on every rank. Collective; dropout is off meanwhile.
 
-    The samples are cut into cells like a global batch, under the plan's micro-batches. Every sample is in exactly
+    The samples are cut into cells like a global batch, under the same caps. Every sample is in exactly
     one cell; a rank whose cell is empty runs the objective's dummy, because ZeRO-3 communicates in every forward.
     Sums and counts travel in fp64, so what differs from one process is the rounding of each micro-batch's own sum.
 
@@ -43,14 +44,14 @@ def evaluate(engine: "Engine", samples: Sequence[Sample]) -> Evaluation:
         raise RequestError(
             "there is no sample to evaluate on", hint="give validation data, or a larger part of the data"
         )
-    cells = engine.plan.batch.cells_for(len(samples))
+    cut = cells(len(samples), engine.max_samples)
     loss = torch.zeros((), dtype=torch.float64, device=engine.device)
     targets = 0
     was_training = engine.module.training
     engine.module.eval()
     try:
         with torch.no_grad():
-            for start, size in zip(cells.starts(engine.rank), cells.sizes[engine.rank], strict=True):
+            for start, size in zip(cut.starts(engine.rank), cut.sizes[engine.rank], strict=True):
                 cell = [samples[start + i] for i in range(size)] or [engine.objective.dummy()]
                 batch = engine.objective.collate(cell)
                 targets += engine.objective.count(batch)

@@ -60,7 +60,7 @@ def _write(module: nn.Module, weights: dict[str, Tensor], aside: Path, tokenizer
     aside.mkdir(parents=True)
     try:
         if hasattr(module, "save_pretrained"):
-            module.save_pretrained(aside, state_dict=weights)
+            module.save_pretrained(aside, state_dict=weights)  # type: ignore[operator]  # a transformers model
         else:
             from safetensors.torch import save_file
 

@@ -18,6 +18,7 @@ import torch
 from frugal.errors import CheckpointError, FrugalError
 from frugal.planning.plan import Plan
 from frugal.training import checkpoint
+from frugal.training.batches import Position
 from frugal.training.checkpoint import Progress
 from frugal.training.engine import Engine, initialize
 from frugal.training.evaluate import evaluate
@@ -73,7 +74,7 @@ def _numbers(value: Any) -> Any:
 
 
 def save_at(engine: Engine, folder: Path, step: int, **changes: Any) -> Path:
-    progress = Progress(step=step, position={"batch": step}, data_fingerprint="corpus", **changes)
+    progress = Progress(step=step, position=Position(1, step), data_fingerprint="corpus", **changes)
     return checkpoint.save(engine, folder, progress)
 
 
@@ -87,7 +88,7 @@ def interrupted_and_not(folder: Path, zero_stage: int, precision: str, strategy:
     stop(engine)
     engine = start(plan, seed=1)  # other weights, other generators: all must come from the checkpoint
     progress = checkpoint.load(engine, folder).progress
-    assert progress == Progress(step=3, position={"batch": 3}, data_fingerprint="corpus")
+    assert progress == Progress(step=3, position=Position(1, 3), data_fingerprint="corpus")
     resumed = (first + steps(engine, 3, 6), weights(engine))
     stop(engine)
     return whole, resumed

@@ -1,0 +1,87 @@
+"""The training loop, top to bottom."""
+
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+
+import torch
+
+from frugal.training import checkpoint
+from frugal.training.batches import GlobalBatches, Position
+from frugal.training.checkpoint import Progress
+from frugal.training.engine import Engine
+from frugal.training.evaluate import evaluate
+from frugal.training.log import Log
+from frugal.training.loss import Sample
+from frugal.training.measure import Gauge
+from frugal.training.settings import Settings
+
+
+class Watch:
+    """A gauge that is taken off once it has seen everything a plan counts."""
+
+    def __init__(self, gauge: Gauge, stack: ExitStack) -> None:
+        self._gauge = gauge
+        self._stack = stack
+
+    def take_off(self) -> int:
+        """The peak so far, bytes; from here on nothing is measured."""
+        peak = self._gauge.peak_bytes
+        self._stack.close()
+        return peak
+
+
+def train(
+    engine: Engine,
+    batches: GlobalBatches,
+    validation: Sequence[Sample],
+    settings: Settings,
+    log: Log,
+    *,
+    start: Progress,
+    total_steps: int,
+    watch: Watch | None = None,
+) -> Progress:
+    """Train from `start` until `total_steps` optimizer steps are done. Collective.
+
+    The first step has no optimizer states before it, so memory is compared with the plan after the second.
+    """
+    now = start
+    for step in range(start.step + 1, total_steps + 1):
+        batch = batches.at(now.position)
+        began = time.perf_counter()
+        result = engine.train_step(batch)
+        if engine.device.type == "cuda":
+            log.memory_bytes = torch.cuda.max_memory_allocated(engine.device)
+        log.step(step, result, time.perf_counter() - began)
+        if watch is not None and step == start.step + 2:
+            log.memory(step, watch.take_off())
+        now = replace(now, step=step, position=batch.end, validation_loss=None)
+        if len(validation) and _is_due(step, settings.eval_every, total_steps):
+            evaluation = evaluate(engine, validation)
+            log.evaluation(step, evaluation)
+            now = replace(now, validation_loss=evaluation.loss)
+        if _is_due(step, settings.save_every, total_steps):
+            checkpoint.save(engine, settings.checkpoints, now, keep=settings.keep)
+    return now
+
+
+def steps_of(batches: GlobalBatches, settings: Settings) -> int:
+    """Optimizer steps of the whole run: as asked, or until every sample was drawn `epochs` times."""
+    if settings.steps is not None:
+        return settings.steps
+    epochs = settings.epochs or 1
+    if batches.global_batch is not None:
+        return -(-epochs * len(batches.dataset) // batches.global_batch)
+    steps, position = 0, Position()
+    while position.epoch < epochs:
+        steps, position = steps + 1, batches.at(position).end
+    return steps
+
+
+def _is_due(step: int, every: int | None, total_steps: int) -> bool:
+    """Whether something done `every` so many steps, and at the end, is to be done now; 0: never, None: at the end."""
+    if every == 0:
+        return False
+    return step == total_steps or (every is not None and step % every == 0)

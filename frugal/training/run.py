@@ -1,0 +1,242 @@
+"""What every rank of a training run executes.
+
+Started by `frugal train`, by DeepSpeed's launcher or by torchrun, always with a plan:
+
+    deepspeed --num_gpus 2 --module frugal.training.run --plan run/plan.json --data corpus.jsonl --steps 100
+    torchrun --nproc-per-node 2 -m frugal.training.run --plan run/plan.json --data corpus.jsonl --steps 100
+"""
+
+import os
+import socket
+import sys
+from contextlib import ExitStack, redirect_stdout
+from io import StringIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from frugal.errors import PlanMismatchError, RequestError
+from frugal.planning.plan import Plan
+from frugal.training import failure, settings
+from frugal.training.settings import Settings
+from frugal.units import format_count
+
+if TYPE_CHECKING:
+    import torch
+
+    from frugal.training.checkpoint import Progress
+    from frugal.training.engine import Engine
+    from frugal.training.samples import Samples
+
+
+def run(plan: Plan, asked: Settings) -> None:
+    """Train as `plan` and `asked` say, on this rank. Collective over all ranks of the run.
+
+    Raises:
+        FrugalError: the plan, the data, the folder or the memory does not allow it.
+    """
+    device = join(plan)
+    import torch.distributed as dist
+
+    alone = dist.get_world_size() == 1
+    try:
+        _train(plan, asked, device)
+        dist.barrier()
+    except BaseException:
+        if alone:  # otherwise the process ends at once: the others may be waiting for it
+            dist.destroy_process_group()
+        raise
+    dist.destroy_process_group()
+
+
+def _train(plan: Plan, asked: Settings, device: "torch.device") -> None:
+    from frugal.training import generators, loop, measure, samples
+    from frugal.training.batches import GlobalBatches
+    from frugal.training.engine import DTYPES, initialize
+    from frugal.training.final_model import save_model
+    from frugal.training.log import Log
+    from frugal.training.schedule import factor
+
+    rank = int(os.environ["RANK"])
+    _open_folder(asked)
+    data = samples.read(plan, asked)
+    if plan.batch.global_tokens is None:
+        batches = GlobalBatches(data.training, global_batch=plan.batch.global_batch, seed=asked.seed)
+    else:
+        batches = GlobalBatches(data.training, global_tokens=plan.batch.global_tokens, seed=asked.seed)
+    total_steps = loop.steps_of(batches, asked)
+
+    def learning_rate(step: int) -> float:
+        return factor(step, schedule=asked.schedule, warmup_steps=asked.warmup_steps, total_steps=total_steps)
+
+    with ExitStack() as stack:
+        gauge = stack.enter_context(measure.gauge(device))
+        model = data.spec.build(dtype=DTYPES[plan.request.precision], device="cpu", seed=asked.seed)
+        _refuse_other_model(plan, model)
+        objective = data.spec.objective(data.tokenizer)
+        engine = initialize(model, plan, objective, learning_rate_schedule=learning_rate)
+        generators.seed_all(asked.seed * 1_000_003 + rank)
+        start = _start(engine, asked, data.fingerprint)
+        _set_learning_rate(engine, learning_rate(start.step))
+        planned = plan.memory.live_bytes
+        with Log(asked.out, rank=rank, planned_bytes=planned, total_steps=total_steps, first_step=start.step) as log:
+            log.say(_describe(plan, data, total_steps, start.step))
+            watch = None if asked.resume else loop.Watch(gauge, stack)
+            loop.train(engine, batches, data.validation, asked, log, start=start, total_steps=total_steps, watch=watch)
+            log.say(f"model written to {save_model(engine, asked.out / 'model', data.tokenizer)}")
+        engine.destroy()
+
+
+def join(plan: Plan) -> "torch.device":
+    """Enter the process group that the launcher describes, or one of this process alone; the device to work on.
+
+    Raises:
+        PlanMismatchError: the plan is for other devices or another number of ranks.
+        RequestError: the port where ranks meet is taken.
+    """
+    kind = plan.cluster.devices[0].kind
+    if kind == "cpu":
+        os.environ["DS_ACCELERATOR"] = "cpu"
+    alone = {
+        "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()),
+    }  # fmt: skip
+    for name, value in alone.items():
+        os.environ.setdefault(name, value)
+    world_size = int(os.environ["WORLD_SIZE"])
+    if world_size != plan.batch.world_size:
+        raise PlanMismatchError(
+            f"the plan is for {plan.batch.world_size} ranks, this run has {world_size}",
+            hint=f"plan again for {world_size} GPUs, or start {plan.batch.world_size} processes",
+        )
+    import torch
+
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise PlanMismatchError(
+            "the plan is for GPUs, and there is none here", hint="plan for this machine's CPU: frugal plan --device cpu"
+        )
+    from frugal.training.log import quiet
+
+    quiet()
+    import deepspeed
+
+    device = torch.device(kind, int(os.environ["LOCAL_RANK"])) if kind == "cuda" else torch.device("cpu")
+    if kind == "cuda":
+        torch.cuda.set_device(device)
+    try:
+        with redirect_stdout(StringIO()):  # DeepSpeed prints that it built something
+            deepspeed.init_distributed(auto_mpi_discovery=False)
+    except torch.distributed.DistNetworkError as error:
+        if "EADDRINUSE" not in str(error):
+            raise
+        raise RequestError(
+            f"port {os.environ['MASTER_PORT']} is in use", hint="choose another port for the ranks to meet at"
+        ) from None
+    return device
+
+
+def free_port() -> int:
+    """A TCP port on loopback that nobody listens on now."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+def _open_folder(asked: Settings) -> None:
+    """Make the run's folder; refuse one with another run in it."""
+    from frugal.training import checkpoint
+
+    newest = checkpoint.newest(asked.checkpoints)
+    if newest is not None and not asked.resume:
+        raise RequestError(
+            f"{asked.out} holds a run already",
+            because=f"its newest checkpoint is {newest.name}",
+            hint="continue it with --resume, or choose another folder with --out",
+        )
+    try:
+        asked.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RequestError(
+            f"cannot write to {asked.out}", because=str(error.strerror), hint="choose another folder with --out"
+        ) from None
+
+
+def _refuse_other_model(plan: Plan, model: "torch.nn.Module") -> None:
+    number = sum(parameter.numel() for parameter in model.parameters())
+    if plan.model.task == "sequence-classification":
+        return  # the number of classes comes from the data
+    if plan.model.parameters not in (0, number):
+        raise PlanMismatchError(
+            f"the plan is for another model than {plan.request.model} is now",
+            because=f"it was made for {plan.model.parameters:,} parameters, the model has {number:,}",
+            hint="plan again",
+        )
+
+
+def _start(engine: "Engine", asked: Settings, data_fingerprint: str) -> "Progress":
+    """Where to begin."""
+    from frugal.training import checkpoint
+
+    fresh = checkpoint.Progress(step=0, seed=asked.seed, data_fingerprint=data_fingerprint)
+    if not asked.resume:
+        return fresh
+    start = checkpoint.load(engine, asked.checkpoints).progress
+    if start.data_fingerprint != data_fingerprint or start.seed != asked.seed:
+        raise RequestError(
+            f"the run in {asked.out} was started with other data or another seed",
+            because=[
+                f"its seed is {start.seed}, this one is {asked.seed}",
+                "its data has "
+                + ("the same" if start.data_fingerprint == data_fingerprint else "another")
+                + " fingerprint",
+            ],
+            hint="resume with the same --data and --seed, or start anew with another --out",
+        )
+    return start
+
+
+def _set_learning_rate(engine: "Engine", factor: float) -> None:
+    """A resumed run may have more steps than was planned when it was saved, so the saved rate may be another."""
+    for group in engine.deepspeed.optimizer.param_groups:
+        group["lr"] = engine.plan.request.learning_rate * factor
+
+
+def _describe(plan: Plan, data: "Samples", total_steps: int, steps_done: int) -> str:
+    batch = plan.batch
+    parts = [
+        f"training {plan.request.model} ({format_count(plan.model.parameters)} parameters) for {total_steps} steps of"
+        f" {batch.global_batch} samples on {batch.world_size} rank{'s' * (batch.world_size > 1)}",
+        f"{len(data.training)} samples, {len(data.validation)} for validation",
+    ]
+    if data.report.bad_rows:
+        parts.append(f"{data.report.bad_rows} rows that cannot be read left out")
+    if steps_done:
+        parts.append(f"continuing after step {steps_done}")
+    return "; ".join(parts)
+
+
+@click.command("run")
+@click.option("--plan", "plan_path", type=click.Path(path_type=Path), required=True, help="plan.json.")
+@click.option("--local_rank", "--local-rank", "_local_rank", type=int, hidden=True)  # DeepSpeed's launcher adds it
+@settings.options
+def command(plan_path: Path, _local_rank: int | None, **flags: Any) -> None:
+    """Train as a plan says, on one rank of a launcher."""
+    run(Plan.read(plan_path), settings.collect(flags, {}))
+
+
+def main() -> None:
+    """The rank's whole life."""
+    try:
+        with command.make_context("frugal.training.run", list(sys.argv[1:])) as context:
+            command.invoke(context)
+    except click.exceptions.Exit:
+        return
+    except click.ClickException as error:
+        failure.end(RequestError(error.format_message()))
+    except BaseException as error:  # whatever it is, the other ranks must not wait for this one
+        failure.end(error)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,3 @@
+from frugal.training.run import main
+
+main()
