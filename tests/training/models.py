@@ -23,6 +23,48 @@ def tiny_gpt2(seed: int = 0, **changes: Any) -> nn.Module:
     return AutoModelForCausalLM.from_config(config)
 
 
+def tiny(task: str, family: str, seed: int = 0) -> nn.Module:
+    """A model of two layers and width 32 without dropout, from the family's own configuration."""
+    import transformers
+
+    from frugal.training.models import _AUTO
+
+    torch.manual_seed(seed)
+    config = transformers.CONFIG_MAPPING[family].from_dict(TINY[family])
+    return getattr(transformers, _AUTO[task][0]).from_config(config)
+
+
+_TOKENS = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+_ENCODER = {
+    **_TOKENS, "num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 64,
+    "max_position_embeddings": 128, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "num_labels": 3,
+}  # fmt: skip
+_ENCODER_DECODER = {
+    **_TOKENS, "encoder_layers": 2, "decoder_layers": 2, "d_model": 32, "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "max_position_embeddings": 128,
+    "dropout": 0.0, "attention_dropout": 0.0, "activation_dropout": 0.0, "decoder_start_token_id": 0,
+    "forced_eos_token_id": 2, "use_cache": False,
+}  # fmt: skip
+TINY: dict[str, dict[str, Any]] = {
+    "gpt2": {
+        **_TOKENS, "n_layer": 2, "n_embd": 32, "n_head": 2, "n_positions": 128, "resid_pdrop": 0.0, "embd_pdrop": 0.0,
+        "attn_pdrop": 0.0, "num_labels": 3, "use_cache": False,
+    },
+    "llama": {
+        **_TOKENS, "num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1,
+        "intermediate_size": 64, "max_position_embeddings": 128, "num_labels": 3, "use_cache": False,
+    },
+    "bert": _ENCODER,
+    "roberta": {**_ENCODER, "type_vocab_size": 1},
+    "t5": {
+        **_TOKENS, "num_layers": 2, "num_decoder_layers": 2, "d_model": 32, "d_kv": 16, "d_ff": 64, "num_heads": 2,
+        "dropout_rate": 0.0, "decoder_start_token_id": 0, "use_cache": False,
+    },
+    "marian": {**_ENCODER_DECODER, "decoder_vocab_size": VOCABULARY},
+    "bart": _ENCODER_DECODER,
+}  # fmt: skip
+
+
 def ragged_samples(number: int, seed: int = 123, shortest: int = 4, longest: int = 64) -> list[dict[str, list[int]]]:
     """Samples of 4 to 64 tokens; the first part of each, its prompt, has no targets."""
     generator = random.Random(seed)

@@ -1,0 +1,135 @@
+"""Global batches: the order in pieces, none lost, none twice, resumable from one number."""
+
+from collections import Counter
+from collections.abc import Sequence
+from itertools import islice, pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from frugal.errors import RequestError
+from frugal.training.batches import GlobalBatch, GlobalBatches, Position
+from frugal.training.order import permutation
+
+
+class Recorder(Sequence[dict[str, int]]):
+    """A data set that remembers what was read."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.read: list[int] = []
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: Any) -> Any:
+        self.read.append(index)
+        return {"value": index}
+
+
+def indices(batches: Sequence[GlobalBatch]) -> list[int]:
+    return [int(index) for batch in batches for index in batch.indices]
+
+
+@given(n=st.integers(1, 60), size=st.integers(1, 100), seed=st.integers(0, 5))
+@settings(deadline=None)
+def test_batches_are_the_epochs_one_after_another(n: int, size: int, seed: int) -> None:
+    batches = GlobalBatches(range(n), global_batch=size, seed=seed)
+    drawn = indices(list(islice(batches.iterate(), 3 * n // size + 2)))
+    expected = [int(index) for epoch in range(3 + 2 * size // n + 1) for index in permutation(n, seed, epoch)[:]]
+    assert drawn == expected[: len(drawn)]
+    assert all(batch_size == size for batch_size in map(len, islice(batches.iterate(), 5)))
+
+
+def test_every_sample_is_drawn_exactly_once_an_epoch() -> None:
+    """10 samples in batches of 4: 5 batches are 2 epochs."""
+    batches = GlobalBatches(range(10), global_batch=4, seed=1)
+    assert Counter(indices(list(islice(batches.iterate(), 5)))) == Counter([*range(10), *range(10)])
+
+
+@given(n=st.integers(1, 50), size=st.integers(1, 70), steps=st.integers(0, 40))
+@settings(deadline=None)
+def test_a_batch_can_be_had_without_those_before_it(n: int, size: int, steps: int) -> None:
+    batches = GlobalBatches(range(n), global_batch=size, seed=3)
+    *_, last = islice(batches.iterate(), steps + 1)
+    assert batches.after(steps) == last.start
+    assert (batches.at(last.start).indices == last.indices).all()
+
+
+def test_a_batch_reads_only_the_samples_that_are_asked_for() -> None:
+    data = Recorder(1000)
+    batch = GlobalBatches(data, global_batch=100, seed=0).at(Position(2, 30))
+    assert data.read == []
+    assert batch[7]["value"] == batch.indices[7]
+    assert data.read == [int(batch.indices[7])]
+
+
+def test_a_sample_knows_which_draw_of_the_training_it_is() -> None:
+    batch = GlobalBatches(Recorder(10), global_batch=4, seed=0).at(Position(2, 8))
+    assert [sample["draw"] for sample in batch] == [28, 29, 30, 31]
+    assert batch[-1] == batch[3]
+    assert batch.end == Position(3, 2)
+
+
+def test_samples_that_are_no_mappings_are_left_as_they_are() -> None:
+    assert sorted(GlobalBatches(["a", "b"], global_batch=2).at()) == ["a", "b"]
+
+
+def test_a_billion_samples_cost_no_memory_and_no_time() -> None:
+    batches = GlobalBatches(Recorder(10**9), global_batch=512, seed=0)
+    batch = batches.at(batches.after(10**7))
+    assert (batch.start, len(batch)) == (Position(5, 120_000_000), 512)
+
+
+LENGTHS = st.lists(st.integers(1, 30), min_size=1, max_size=40)
+
+
+@given(lengths=LENGTHS, target=st.integers(30, 200), seed=st.integers(0, 5))
+@settings(deadline=None)
+def test_a_token_batch_is_never_over_its_target_and_never_leaves_out_a_sample_that_fits(
+    lengths: list[int], target: int, seed: int
+) -> None:
+    tokens = np.array(lengths)
+    batches = GlobalBatches(range(len(lengths)), global_tokens=target, lengths=tokens, seed=seed)
+    taken = list(islice(batches.iterate(), 10))
+    for batch, following in pairwise(taken):
+        total = tokens[batch.indices].sum()
+        assert total <= target < total + tokens[following.indices[0]]
+
+
+@given(lengths=LENGTHS, seed=st.integers(0, 5))
+@settings(deadline=None)
+def test_token_batches_draw_the_same_order_as_sample_batches(lengths: list[int], seed: int) -> None:
+    by_tokens = GlobalBatches(range(len(lengths)), global_tokens=77, lengths=np.array(lengths), seed=seed)
+    by_samples = GlobalBatches(range(len(lengths)), global_batch=1, seed=seed)
+    drawn = indices(list(islice(by_tokens.iterate(), 5)))
+    assert drawn == indices(list(islice(by_samples.iterate(), len(drawn))))
+
+
+def test_token_batches_resume_at_any_position() -> None:
+    lengths = np.random.default_rng(0).integers(1, 500, 300)
+    batches = GlobalBatches(range(300), global_tokens=4096, lengths=lengths, seed=2)
+    whole = list(islice(batches.iterate(), 80))
+    again = GlobalBatches(range(300), global_tokens=4096, lengths=lengths, seed=2)
+    assert indices(list(islice(again.iterate(whole[40].start), 40))) == indices(whole[40:])
+    assert again.after(40) == whole[40].start
+
+
+def test_a_sample_longer_than_the_token_target_is_refused() -> None:
+    with pytest.raises(RequestError) as caught:
+        GlobalBatches(range(3), global_tokens=100, lengths=np.array([5, 101, 7]))
+    assert str(caught.value) == (
+        "sample 1 does not fit into a global batch of 100 tokens\n"
+        "  because it has 101\n"
+        "\n"
+        "hint: ask for --global-tokens 101 or more, or shorten --seq-len"
+    )
+
+
+def test_no_data_is_refused() -> None:
+    with pytest.raises(RequestError) as caught:
+        GlobalBatches([], global_batch=4)
+    assert str(caught.value) == "there is no sample to train on\n\nhint: check what --data points to"
