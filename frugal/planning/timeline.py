@@ -230,7 +230,8 @@ def _check_aligned(first: Recording, second: Recording) -> None:
         raise NotAffineError(f"both recordings are of micro-batch {first.micro_batch}")
     if len(first.sizes) != len(second.sizes):
         raise NotAffineError(
-            f"{len(first.sizes)} storages at micro-batch {first.micro_batch}, {len(second.sizes)} at {second.micro_batch}"
+            f"{len(first.sizes)} storages at micro-batch {first.micro_batch}, "
+            f"{len(second.sizes)} at micro-batch {second.micro_batch}"
         )
     if first.names != second.names or first.operators != second.operators:
         raise NotAffineError(f"other operators run at micro-batch {second.micro_batch} than at {first.micro_batch}")

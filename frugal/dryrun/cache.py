@@ -1,0 +1,108 @@
+"""Profiles on disk. The key is a digest of everything a rehearsal depends on, so nothing in the cache goes stale."""
+
+import contextlib
+import functools
+import hashlib
+import importlib.metadata
+import sys
+import tempfile
+import tomllib
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import platformdirs
+
+import frugal
+from frugal.planning.request import Request
+
+T = TypeVar("T")
+
+_ROOT = Path(frugal.__file__).parent
+_PACKAGES = ("torch", "deepspeed", "transformers")
+
+
+class Cache:
+    """A folder of JSON files; without a folder nothing is kept."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self.folder = folder
+
+    @classmethod
+    def of_user(cls) -> "Cache":
+        """In the user's cache folder."""
+        return cls(Path(platformdirs.user_cache_dir("frugal")) / "profiles")
+
+    def read(self, key: str, kind: type[T]) -> T | None:
+        """What was written under `key`; None if nothing was, or if the file is damaged."""
+        if self.folder is None:
+            return None
+        try:
+            return msgspec.json.decode((self.folder / f"{key}.json").read_bytes(), type=kind)
+        except (OSError, msgspec.DecodeError, UnicodeDecodeError):
+            return None
+
+    def write(self, key: str, value: Any) -> None:
+        """Keep `value` under `key`. A folder that cannot be written to is no error: the cache only saves time."""
+        if self.folder is None:
+            return
+        with contextlib.suppress(OSError):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            file = tempfile.NamedTemporaryFile(dir=self.folder, delete=False)  # noqa: SIM115 - renamed while open
+            try:
+                with file:
+                    file.write(msgspec.json.encode(value))
+                Path(file.name).replace(self.folder / f"{key}.json")
+            except BaseException:
+                Path(file.name).unlink(missing_ok=True)
+                raise
+
+
+def digest(*parts: Any) -> str:
+    """SHA-256 of `parts` as JSON, hexadecimal."""
+    return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()
+
+
+def model_key(request: Request) -> Any:
+    """What a rehearsal of the request's model depends on, found without torch."""
+    return [request.model, request.task, request.seq_len, _definition(request.model), *_versions()]
+
+
+@functools.cache
+def _versions() -> tuple[str, ...]:
+    """Of everything that runs in a rehearsal; for frugal its sources, which change more often than its version."""
+    sources = hashlib.sha256()
+    for room in ("training", "dryrun", "planning"):
+        for path in sorted((_ROOT / room).glob("*.py")):
+            sources.update(path.read_bytes())
+    return (*(f"{name} {importlib.metadata.version(name)}" for name in _PACKAGES), sources.hexdigest())
+
+
+def _definition(model: str) -> str | None:
+    """A digest of what defines the model: its preset, its config.json, its factory's source file.
+
+    None for a transformers model type or a hub name, whose definition comes with the versions or with the name.
+    """
+    presets = tomllib.loads((_ROOT / "training" / "presets.toml").read_text())
+    if model in presets:
+        return digest(presets[model])
+    file: Path | None = Path(model).expanduser()
+    if file is not None and file.is_dir():
+        file /= "config.json"
+    elif ":" in model and file is not None and not file.exists():
+        file = _source_file(model.rpartition(":")[0])
+    if file is None or not file.is_file():
+        return None
+    return hashlib.sha256(file.read_bytes()).hexdigest()
+
+
+def _source_file(module: str) -> Path | None:
+    """The source of `package.module` or `path/to/file.py`, without importing it."""
+    if module.endswith(".py"):
+        return Path(module).expanduser()
+    relative = Path(*module.split("."))
+    for folder in ["", *sys.path]:
+        for candidate in (Path(folder) / relative.with_suffix(".py"), Path(folder) / relative / "__init__.py"):
+            if candidate.is_file():
+                return candidate
+    return None

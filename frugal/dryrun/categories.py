@@ -1,0 +1,125 @@
+"""What a storage is for: a parameter, a gradient, an activation, ...
+
+At birth the category follows from the phase, the shape, and who asked for it: the model or DeepSpeed. What lives
+on past the end of a phase is looked up where its owner keeps it, and relabelled.
+"""
+
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import _engine_run_backward
+
+from frugal.planning.timeline import ACTIVATIONS, COMMUNICATION, GRADIENTS, LOGITS, OPTIMIZER, PARAMETERS, TEMPORARY
+from frugal.training.measure import BACKWARD, FORWARD
+
+AUTOGRAD, DEEPSPEED, MODEL = "autograd", "DeepSpeed", "model"
+
+_TRANSPARENT = ("/torch/", "/frugal/dryrun/", "/frugal/training/measure.py", "/deepspeed/runtime/engine.py",
+                "/deepspeed/runtime/zero/linear.py", "/deepspeed/utils/")  # fmt: skip
+_asker_of_code: dict[Any, str | None] = {_engine_run_backward.__code__: AUTOGRAD}
+
+
+def asker(frame: FrameType | None) -> str:
+    """Who runs the operator: `autograd` itself, `DeepSpeed`, or the `model`, which also stands for the rest."""
+    while frame is not None:
+        code = frame.f_code
+        if code not in _asker_of_code:
+            name = code.co_filename
+            if any(part in name for part in _TRANSPARENT):
+                _asker_of_code[code] = None
+            else:
+                _asker_of_code[code] = DEEPSPEED if "/deepspeed/" in name else MODEL
+        found = _asker_of_code[code]
+        if found is not None:
+            return found
+        frame = frame.f_back
+    return MODEL
+
+
+class Shapes:
+    """The shapes that tell parameters' gradients and logits from the rest."""
+
+    def __init__(self, model: nn.Module) -> None:
+        shapes = {tuple(parameter.shape) for parameter in model.parameters()}
+        self.parameters = shapes | {shape[::-1] for shape in shapes}
+        self.vocabulary = vocabulary_size(model)
+
+    def category(self, shape: tuple[int, ...], phase: str, who: str) -> int:
+        """The category at birth of a storage whose first tensor has `shape`."""
+        if who == DEEPSPEED:
+            return COMMUNICATION if phase in (FORWARD, BACKWARD) else TEMPORARY
+        if phase == BACKWARD and not torch.is_grad_enabled() and shape in self.parameters:
+            return GRADIENTS
+        if self.vocabulary and len(shape) >= 2 and shape[-1] == self.vocabulary and phase in (FORWARD, BACKWARD):
+            return LOGITS
+        if phase == FORWARD or (phase == BACKWARD and torch.is_grad_enabled()):  # the latter: recomputed
+            return ACTIVATIONS
+        return TEMPORARY
+
+
+def vocabulary_size(model: nn.Module) -> int | None:
+    """Classes of the model's head, if it is a language model of the transformers kind."""
+    config = getattr(model, "config", None)
+    if config is None or not hasattr(config, "get_text_config"):
+        return None
+    return getattr(config.get_text_config(), "vocab_size", None)
+
+
+def owned(model: nn.Module, optimizer: Any) -> Iterator[tuple[Tensor, int]]:
+    """Every tensor that the model, its gradients and DeepSpeed's optimizer keep, with its category.
+
+    `optimizer` is what DeepSpeed put around torch's. The first category of a storage is the right one.
+    """
+    for parameter in model.parameters():
+        partition = getattr(parameter, "ds_tensor", None)
+        if partition is None:
+            yield parameter.data, PARAMETERS
+        else:
+            yield partition, PARAMETERS
+            yield parameter.data, COMMUNICATION  # gathered for use
+        if parameter.grad is not None:
+            yield parameter.grad, GRADIENTS
+    for buffer in model.buffers():
+        yield buffer, PARAMETERS
+    inner = getattr(optimizer, "optimizer", optimizer)
+    for state in getattr(inner, "state", {}).values():
+        for value in state.values():
+            if isinstance(value, Tensor):
+                yield value, OPTIMIZER
+    if inner is not optimizer:
+        for name, value in vars(optimizer).items():
+            category = _attribute_category(name)
+            for tensor in _inside(value):
+                yield tensor, category
+                if tensor.grad is not None:
+                    yield tensor.grad, GRADIENTS
+
+
+def _attribute_category(name: str) -> int:
+    """The category of what a ZeRO optimizer keeps under an attribute's name."""
+    if any(part in name for part in ("ipg", "bucket")):
+        return COMMUNICATION
+    if "grad" in name:
+        return GRADIENTS
+    if any(part in name for part in ("fp32", "master", "single_partition")):
+        return OPTIMIZER
+    if any(part in name for part in ("bit16", "fp16")):
+        return PARAMETERS
+    return COMMUNICATION
+
+
+def _inside(value: Any, depth: int = 4) -> Iterator[Tensor]:
+    """Tensors in nested lists and dicts, no deeper than DeepSpeed nests them."""
+    if isinstance(value, Tensor):
+        yield value
+    elif depth and isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _inside(item, depth - 1)
+    elif depth and isinstance(value, dict):
+        for item in value.values():
+            yield from _inside(item, depth - 1)
+    elif depth and type(value).__module__.startswith("deepspeed.") and hasattr(value, "buffer"):
+        yield from _inside(value.buffer, depth - 1)  # an IPG bucket

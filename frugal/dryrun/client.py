@@ -1,0 +1,180 @@
+"""Profiles and rehearsals for planning: from the cache, or from worker processes. No torch here."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+
+from frugal.dryrun.cache import Cache, digest, model_key
+from frugal.dryrun.messages import Answer, Describe, Rehearse
+from frugal.dryrun.pool import Pool
+from frugal.dryrun.rehearsal import ModelFacts, Rehearsal
+from frugal.planning.cluster import Cluster
+from frugal.planning.memory import MemoryBreakdown
+from frugal.planning.profile import MemoryProfile, RankMemory, breakdown
+from frugal.planning.request import Request
+from frugal.planning.strategy import Strategy
+from frugal.planning.timeline import NotAffineError, Timeline
+
+MICRO_BATCHES = (2, 3)
+"""Samples; the two that are rehearsed for a timeline. One sample has a slightly different stream."""
+
+SAMPLED_MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
+"""Samples; rehearsed one by one for a model whose storages are no affine functions of the micro-batch."""
+
+MAX_WORKERS = 8
+"""Half a GiB each."""
+
+
+class Rehearsals:
+    """Rehearsals of one request's model on one cluster. Close it, or use it as a context manager."""
+
+    def __init__(self, request: Request, cluster: Cluster, cache: bool | Path = True) -> None:
+        """`cache`: whether to keep profiles in the user's cache folder, or another folder to keep them in."""
+        self.request = request
+        self.cluster = cluster
+        self.kind = cluster.devices[0].kind
+        assert all(device.kind == self.kind for device in cluster.devices), "a cluster of CUDA and CPU ranks"
+        self._cache = Cache(cache) if isinstance(cache, Path) else Cache.of_user() if cache else Cache(None)
+        self._pool = Pool(min(os.cpu_count() or 1, MAX_WORKERS))
+        self._profiles: dict[tuple[Strategy, bool], MemoryProfile] = {}
+
+    def __enter__(self) -> "Rehearsals":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the worker processes."""
+        self._pool.close()
+
+    def profile(self, strategy: Strategy, accumulates: bool) -> MemoryProfile:
+        """The costs of `strategy` for every micro-batch; `accumulates`: with more than one micro-step.
+
+        Raises:
+            FrugalError: the model cannot be built, or not be trained like that.
+            WorkerError: the rehearsal crashed.
+        """
+        if (strategy, accumulates) not in self._profiles:
+            world_size = self.cluster.world_size
+            key = digest("profile", model_key(self.request), self._key(), strategy, world_size, accumulates, self.kind)
+            found = self._cache.read(key, MemoryProfile)
+            if found is None:
+                found = self._make_profile(strategy, accumulates)
+                self._cache.write(key, found)
+            self._profiles[strategy, accumulates] = replace(found, ranks_per_node=self._ranks_per_node)
+        return self._profiles[strategy, accumulates]
+
+    def rehearse(self, strategy: Strategy, micro_batch: int, accumulation_steps: int) -> MemoryBreakdown:
+        """The memory of exactly this on the smallest device, fullest rank. More than two micro-steps count as two.
+
+        Raises as `profile`.
+        """
+        ranks = self._rank_memories(self.rehearsals(strategy, micro_batch, accumulation_steps), strategy)
+        device = min(self.cluster.devices, key=lambda device: device.usable_bytes)
+        host_bytes = max(rank.host_bytes for rank in ranks) * self._ranks_per_node
+        found = (breakdown(rank, micro_batch, device, host_bytes) for rank in ranks)
+        return max(found, key=lambda memory: memory.total_bytes)
+
+    def rehearsals(self, strategy: Strategy, micro_batch: int, accumulation_steps: int) -> list[Rehearsal]:
+        """The same, whole: one rehearsal for each rank that may be the fullest. Raises as `profile`."""
+        return self._rehearse(strategy, (micro_batch,), min(accumulation_steps, 2))
+
+    def facts(self) -> ModelFacts:
+        """What the model is. Raises as `profile`."""
+        key = digest("model", model_key(self.request))
+        found = self._cache.read(key, ModelFacts)
+        if found is None:
+            (answer,) = self._pool.ask([Describe(self.request)])
+            assert answer.describe is not None
+            found = answer.describe
+            self._cache.write(key, found)
+        return found
+
+    def _make_profile(self, strategy: Strategy, accumulates: bool) -> MemoryProfile:
+        steps = 2 if accumulates else 1
+        facts = self.facts()
+        rehearsals = self._rehearse(strategy, MICRO_BATCHES, steps)
+        num_ranks = len(rehearsals) // 2
+        small, large = rehearsals[0], rehearsals[num_ranks]
+        sampled: tuple[int, ...] = ()
+        try:
+            ranks = tuple(
+                RankMemory(
+                    rank=rank,
+                    timeline=Timeline.fit(first.recording, second.recording),
+                    host_bytes=max(first.host_bytes, second.host_bytes),
+                )
+                for rank, first, second in zip(
+                    self._ranks(strategy), rehearsals[:num_ranks], rehearsals[num_ranks:], strict=True
+                )
+            )
+        except NotAffineError:
+            sampled = SAMPLED_MICRO_BATCHES
+            ranks = self._rank_memories(self._rehearse(strategy, sampled, steps), strategy)
+        return MemoryProfile(
+            strategy=strategy,
+            world_size=self.cluster.world_size,
+            ranks_per_node=self._ranks_per_node,
+            accumulates=accumulates,
+            kind=self.kind,
+            task=facts.task,
+            max_positions=facts.max_positions,
+            parameters=facts.parameters,
+            trainable_parameters=facts.trainable_parameters,
+            largest_parameter=facts.largest_parameter,
+            flops_per_sample=float(
+                large.forward_flops + large.backward_flops - small.forward_flops - small.backward_flops
+            ),
+            recompute_flops_per_sample=float(large.recompute_flops - small.recompute_flops),
+            num_operators=small.num_operators,
+            ranks=ranks,
+            sampled=sampled,
+        )
+
+    def _rehearse(self, strategy: Strategy, micro_batches: Sequence[int], accumulation_steps: int) -> list[Rehearsal]:
+        """One rehearsal a micro-batch and rank, micro-batches outermost."""
+        questions = [
+            Rehearse(
+                request=self.request,
+                strategy=strategy,
+                micro_batch=micro_batch,
+                accumulation_steps=accumulation_steps,
+                world_size=self.cluster.world_size,
+                rank=rank,
+                kind=self.kind,
+            )
+            for micro_batch in micro_batches
+            for rank in self._ranks(strategy)
+        ]
+        return list(map(_rehearsal, self._pool.ask(questions)))
+
+    def _ranks(self, strategy: Strategy) -> tuple[int, ...]:
+        """The ranks that may be the fullest: stages 1 and 2 cut through parameters, so their ranks differ a little."""
+        last = self.cluster.world_size - 1
+        return (0, last) if strategy.zero_stage in (1, 2) and last else (0,)
+
+    def _rank_memories(self, rehearsals: Sequence[Rehearsal], strategy: Strategy) -> tuple[RankMemory, ...]:
+        ranks = self._ranks(strategy)
+        return tuple(
+            RankMemory(rank=ranks[i % len(ranks)], timeline=rehearsal.timeline, host_bytes=rehearsal.host_bytes)
+            for i, rehearsal in enumerate(rehearsals)
+        )
+
+    def _key(self) -> list[object]:
+        """What a rehearsal depends on of the request, besides the model."""
+        request = self.request
+        return [request.precision, request.optimizer, request.gradient_clipping > 0]
+
+    @property
+    def _ranks_per_node(self) -> int:
+        return max(len(node.devices) for node in self.cluster.nodes)
+
+
+def _rehearsal(answer: Answer) -> Rehearsal:
+    assert answer.rehearse is not None
+    return answer.rehearse

@@ -1,0 +1,123 @@
+"""Worker processes that rehearse: started when first needed, kept, and ended for certain."""
+
+import contextlib
+import os
+import queue
+import subprocess
+import sys
+import tempfile
+import weakref
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import IO
+
+import msgspec
+
+import frugal.errors
+from frugal.dryrun.messages import Answer, Question
+
+STDERR_LINES = 20
+"""Of a worker that died, how much of its standard error is told."""
+
+
+class WorkerError(Exception):
+    """A rehearsal crashed: a bug of ours, or an exception in the user's model. Its text ends in what was printed."""
+
+
+class Pool:
+    """At most `max_workers` processes; `ask` gives each question to one that is free."""
+
+    def __init__(self, max_workers: int) -> None:
+        self._idle: queue.LifoQueue[_Worker | None] = queue.LifoQueue()
+        for _ in range(max_workers):
+            self._idle.put(None)  # a place for a worker not yet started
+        self._workers: list[_Worker] = []
+        self._threads = ThreadPoolExecutor(max_workers, thread_name_prefix="rehearsal")
+        self._end = weakref.finalize(self, _end_all, self._workers)  # also at exit
+
+    def ask(self, questions: Sequence[Question]) -> list[Answer]:
+        """The answers in order, worked on in parallel.
+
+        Raises:
+            FrugalError: what the worker found wrong with the request.
+            WorkerError: it crashed.
+        """
+        return list(self._threads.map(self._ask, questions))
+
+    def close(self) -> None:
+        """End the processes. A later question would start new ones."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._end()
+
+    def _ask(self, question: Question) -> Answer:
+        worker = self._idle.get()
+        try:
+            if worker is None:
+                worker = _Worker()
+                self._workers.append(worker)
+            return worker.ask(question)
+        except BaseException:
+            if worker is not None and not worker.alive:
+                self._workers.remove(worker)
+                worker = None
+            raise
+        finally:
+            self._idle.put(worker)
+
+
+class _Worker:
+    """One process, one question at a time."""
+
+    def __init__(self) -> None:
+        self._stderr: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process
+        environment = {**os.environ, "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "frugal.dryrun.worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._stderr,
+            env=environment,
+        )
+
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def ask(self, question: Question) -> Answer:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        try:
+            self._process.stdin.write(msgspec.json.encode(question) + b"\n")
+            self._process.stdin.flush()
+            line = self._process.stdout.readline()
+        except BrokenPipeError:
+            line = b""
+        except BaseException:  # interrupted: an answer would still come, and be taken for that to the next question
+            self.end()
+            raise
+        if not line:
+            code = self._process.wait()
+            raise WorkerError(f"the rehearsal's process ended with exit code {code}\n{self._last_words()}")
+        answer = msgspec.json.decode(line, type=Answer)
+        if answer.mistake is not None:
+            mistake = answer.mistake
+            raise getattr(frugal.errors, mistake.kind)(mistake.what, because=mistake.because, hint=mistake.hint)
+        if answer.crash is not None:
+            raise WorkerError(f"the rehearsal crashed\n{answer.crash}")
+        return answer
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        for stream in (self._process.stdin, self._process.stdout, self._stderr):
+            if stream is not None:
+                with contextlib.suppress(BrokenPipeError):
+                    stream.close()
+
+    def _last_words(self) -> str:
+        self._stderr.seek(0)
+        return "\n".join(self._stderr.read().decode(errors="replace").splitlines()[-STDERR_LINES:])
+
+
+def _end_all(workers: list[_Worker]) -> None:
+    while workers:
+        workers.pop().end()

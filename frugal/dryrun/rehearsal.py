@@ -1,0 +1,50 @@
+"""What a rehearsal finds out. Plain data: no torch here."""
+
+from dataclasses import dataclass
+
+from frugal.planning.timeline import Peak, Recording, Timeline
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFacts:
+    """What is known of a model before it runs. Parameters are counted in elements."""
+
+    task: str
+    max_positions: int | None
+    parameters: int
+    trainable_parameters: int
+    largest_parameter: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rehearsal:
+    """What one rank does in two optimizer steps of equal micro-steps.
+
+    FLOPs and operators are those of one micro-step. `host_bytes` is the peak of the rank's tensors on its host.
+    """
+
+    recording: Recording
+    host_bytes: int
+    forward_flops: int
+    backward_flops: int
+    recompute_flops: int
+    num_operators: int
+
+    @property
+    def timeline(self) -> Timeline:
+        """The recording, with sizes that do not depend on the micro-batch."""
+        return Timeline.constant(self.recording)
+
+    @property
+    def peak(self) -> Peak:
+        """The fullest moment."""
+        return self.timeline.peak(self.recording.micro_batch)
+
+    @property
+    def phases(self) -> dict[str, int]:
+        """The peak of each phase, bytes."""
+        return self.timeline.phase_peaks(self.recording.micro_batch)
+
+    def explain(self, category: str) -> list[tuple[str, int]]:
+        """The modules (dotted names) that hold the bytes of a category at the peak, largest first."""
+        return self.timeline.holders(self.recording.micro_batch, category)

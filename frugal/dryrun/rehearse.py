@@ -1,0 +1,133 @@
+"""One rehearsal: the training engine itself, on a pretended device, for two optimizer steps."""
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal, cast
+from unittest.mock import patch
+
+from deepspeed.runtime.zero.partition_parameters import Init
+from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from frugal.dryrun.attention import kernels_of
+from frugal.dryrun.meta import pretend
+from frugal.dryrun.rehearsal import Rehearsal
+from frugal.dryrun.tracker import Tracker
+from frugal.planning.plan import Batch, Plan
+from frugal.planning.request import Request
+from frugal.planning.strategy import Strategy
+from frugal.training.engine import Engine, initialize
+from frugal.training.loss import Objective
+from frugal.training.measure import mark_phases
+
+NUM_STEPS = 2  # the first one is not typical: optimizer states and ZeRO-3's order of modules come to be in it
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Rehearsed:
+    """As much of a `Plan` as training needs."""
+
+    request: Request
+    strategy: Strategy
+    batch: Batch
+    digest: str = "rehearsal"
+
+
+def rehearse(
+    build: Callable[[], nn.Module],
+    objective: Objective,
+    request: Request,
+    strategy: Strategy,
+    *,
+    micro_batch: int,
+    accumulation_steps: int,
+    world_size: int,
+    rank: int,
+    kind: Literal["cuda", "cpu"],
+) -> Rehearsal:
+    """Rehearse `rank`. `build` makes the model on meta; it is built anew, because ZeRO-3 takes models apart."""
+    batch = Batch.of(world_size * micro_batch * accumulation_steps, (micro_batch,) * world_size)
+    plan = cast(Plan, _Rehearsed(request=request, strategy=strategy, batch=batch))
+    with pretend(rank=rank, world_size=world_size), kernels_of(kind), _no_collection():
+        tracker = Tracker(kind)
+        with tracker:
+            model = build()
+            tracker.watch(model)
+            if strategy.zero_stage < 3:
+                tracker.arrive(*model.parameters(), *model.buffers())
+            with _parameters_arrive_one_by_one(tracker):
+                engine = initialize(model, plan, objective)
+            tracker.arrive(*model.parameters(), *model.buffers())
+            gc.collect()
+            tracker.relabel(engine.deepspeed.optimizer)
+            costs = _train(tracker, engine, objective, micro_batch, accumulation_steps, request.seq_len)
+        rehearsal = Rehearsal(recording=tracker.recording(micro_batch), host_bytes=tracker.host_peak_bytes, **costs)
+        engine.destroy()
+        del engine, model
+        gc.collect()
+    return rehearsal
+
+
+def _train(
+    tracker: Tracker, engine: Engine, objective: Objective, micro_batch: int, accumulation_steps: int, seq_len: int
+) -> dict[str, int]:
+    """Two optimizer steps; FLOPs and operators of one micro-step of the last."""
+
+    def mark(phase: str) -> None:
+        gc.collect()
+        tracker.relabel(engine.deepspeed.optimizer)
+        tracker.mark(phase)
+
+    mark_phases(engine, mark)
+    with _disable_current_modes():  # made on the host, whatever their values cost
+        example = objective.example(micro_batch, seq_len)
+    for _ in range(NUM_STEPS):
+        batches = [example] * accumulation_steps
+        if tracker.kind == "cpu":  # there the host is the device, and holds all of them
+            batches = [{name: tensor.to("meta") for name, tensor in batch.items()} for batch in batches]
+        before = _costs(tracker)
+        engine.accumulate(batches, targets=1)
+        after = _costs(tracker)
+        del batches
+        engine.deepspeed.step()
+    gc.collect()
+    tracker.relabel(engine.deepspeed.optimizer)
+    return {name: (after[name] - before[name]) // accumulation_steps for name in after}
+
+
+def _costs(tracker: Tracker) -> dict[str, int]:
+    return {**{f"{name}_flops": flops for name, flops in tracker.flops.items()}, "num_operators": tracker.num_operators}
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Cycles are collected between phases only, so that two rehearsals free in the same order.
+
+    What is there before is frozen, because going through all of transformers takes longer than a phase.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        gc.unfreeze()
+
+
+@contextmanager
+def _parameters_arrive_one_by_one(tracker: Tracker) -> Iterator[None]:
+    """ZeRO-3 brings a parameter to the device and splits it before it turns to the next.
+
+    Model and device are both meta here, so the tracker is told what a real `.to(device)` would show.
+    """
+    split = Init._zero_init_param
+
+    def arrive_and_split(init: Init, parameter: nn.Parameter) -> None:
+        tracker.arrive(parameter.data)
+        split(init, parameter)
+
+    with patch.object(Init, "_zero_init_param", arrive_and_split):
+        yield

@@ -1,0 +1,241 @@
+"""Records every storage that a rehearsal makes, on the pretended device and on the host.
+
+Meta tensors stand for the device, CPU tensors for the host. Host tensors of a rehearsal are real but never touched,
+so their pages cost nothing; operators on them only make the outputs that they would make.
+"""
+
+import math
+import sys
+from collections.abc import Iterable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import flop_registry
+
+from frugal.dryrun.attention import cuda_workspace
+from frugal.dryrun.categories import Shapes, asker, owned
+from frugal.planning.timeline import PARAMETERS, TEMPORARY, Recording
+from frugal.training.measure import BACKWARD, FORWARD, INITIALISATION, StorageWatch
+
+aten = torch.ops.aten
+UNTOUCHED_ELEMENTS = 1 << 14  # host tensors above this size are never read or written
+
+_FACTORIES = {aten.zeros.default, aten.full.default, aten.ones.default}
+_FUSED_OPTIMIZERS = {
+    overload
+    for name in ("_fused_adamw_", "_fused_adam_", "_fused_sgd_")
+    for overload in (getattr(aten, name).default, getattr(aten, name).tensor_lr)
+}
+
+
+class Tracker(StorageWatch):
+    """The recording of one rehearsal in the making.
+
+    On kind `cpu` the host is the device, so everything is recorded and `host_peak_bytes` stays 0.
+    """
+
+    def __init__(self, kind: Literal["cuda", "cpu"]) -> None:
+        super().__init__()
+        self.kind = kind
+        self.phase = INITIALISATION
+        self.host_live_bytes = self.host_peak_bytes = 0
+        self.flops = dict.fromkeys(("forward", "backward", "recompute"), 0)
+        self.num_operators = 0
+        self._sizes: list[int] = []
+        self._categories: list[int] = []
+        self._operators: list[int] = []
+        self._modules: list[int] = []
+        self._names: dict[str, int] = {"": 0}
+        self._events: list[int] = []
+        self._phases: list[tuple[str, int]] = [(INITIALISATION, 0)]
+        self._storage: dict[int, int] = {}  # address of a live device storage -> its index
+        self._host: set[int] = set()  # addresses of live host storages
+        self._shapes: Shapes | None = None
+        self._model: nn.Module | None = None
+        self._running: list[str] = [""]  # names of the modules that run now, innermost last
+        self._own_metadata = False
+        self._building = kind == "cuda"  # a model is built on the host
+        self._waiting: dict[int, int] = {}  # address -> bytes of the model's storages still on the host
+
+    # What happened
+
+    def recording(self, micro_batch: int) -> Recording:
+        """Everything so far."""
+        return Recording(
+            micro_batch=micro_batch,
+            sizes=tuple(self._sizes),
+            categories=tuple(self._categories),
+            operators=tuple(self._operators),
+            modules=tuple(self._modules),
+            names=tuple(self._names),
+            events=tuple(self._events),
+            phases=tuple(self._phases),
+        )
+
+    def mark(self, phase: str) -> None:
+        """From now on it is `phase`."""
+        self.phase = phase
+        self._phases.append((phase, len(self._events)))
+
+    def watch(self, model: nn.Module) -> None:
+        """Tell gradients and logits by the shapes of `model`, and name what its modules make."""
+        self._shapes = Shapes(model)
+        self._model = model
+        self._building = False
+        for name, module in model.named_modules():
+            module.register_forward_pre_hook(lambda _module, _args, name=name: self._running.append(name))
+            module.register_forward_hook(lambda *_: self._leave(), always_call=True)
+
+    def arrive(self, *tensors: Tensor) -> None:
+        """The model's `tensors` move from the host to the device, where they are not there already."""
+        for tensor in tensors:
+            address = tensor.untyped_storage()._cdata
+            if address in self._waiting:
+                size_bytes = self._waiting.pop(address)
+                self.host_live_bytes -= size_bytes
+                self._storage[address] = self._record(size_bytes, PARAMETERS, "to device")
+
+    def relabel(self, optimizer: Any = None) -> None:
+        """Give what lives now the category of its owner."""
+        assert self._model is not None, "watch a model first"
+        seen: set[int] = set()
+        for tensor, category in owned(self._model, optimizer):
+            index = self._storage.get(tensor.untyped_storage()._cdata)
+            if index is not None and index not in seen:
+                seen.add(index)
+                self._categories[index] = category
+
+    def _leave(self) -> None:
+        self._running.pop()
+
+    # Births and deaths
+
+    def born(self, address: int, size_bytes: int, tensor: Tensor, operator: Any) -> None:
+        """Record it, on the device or on the host."""
+        if self._own_metadata:
+            return
+        if self._building or (self.kind == "cuda" and tensor.device.type == "cpu"):
+            if self._building and tensor.is_meta:
+                self._waiting[address] = size_bytes
+            else:
+                self._host.add(address)
+            self.host_live_bytes += size_bytes
+            self.host_peak_bytes = max(self.host_peak_bytes, self.host_live_bytes)
+            return
+        if self._shapes is None:
+            category = TEMPORARY
+        else:
+            category = self._shapes.category(tuple(tensor.shape), self.phase, asker(sys._getframe(3)))
+        self._storage[address] = len(self._sizes)
+        self._record(size_bytes, category, operator)
+
+    def died(self, address: int, size_bytes: int) -> None:
+        """Record its end."""
+        index = self._storage.pop(address, None)
+        if index is not None:
+            self._events.append(index)
+        elif address in self._host:
+            self._host.discard(address)
+            self.host_live_bytes -= size_bytes
+        elif self._waiting.pop(address, None) is not None:
+            self.host_live_bytes -= size_bytes
+
+    def _record(self, size_bytes: int, category: int, operator: Any) -> int:
+        index = len(self._sizes)
+        self._sizes.append(size_bytes)
+        self._categories.append(category)
+        self._operators.append(self._name(str(operator)))
+        self._modules.append(self._name(self._running[-1]))
+        self._events.append(index)
+        return index
+
+    def _name(self, name: str) -> int:
+        return self._names.setdefault(name, len(self._names))
+
+    # Operators
+
+    def execute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the operator returns, without touching host memory."""
+        self.num_operators += 1
+        if func is aten._local_scalar_dense.default and (args[0].is_meta or _untouched(args[0])):
+            return self._scalar(args[0])
+        if func in _FUSED_OPTIMIZERS:
+            return None  # updates in place, and takes no memory
+        # DeepSpeed keeps shapes as meta tensors of its own (stage_1_and_2.py), which are nothing on a real device.
+        self._own_metadata = func is aten.zeros_like.default and "device" in kwargs and self.phase == INITIALISATION
+        out = _on_host(func, args, kwargs)
+        if out is NotImplemented:
+            out = func(*args, **kwargs)
+            self._count_flops(func, args, kwargs, out)
+        if self.kind == "cuda" and (workspace := cuda_workspace(func, args)):
+            self._events.append(self._record(workspace, TEMPORARY, func))
+        return out
+
+    def _scalar(self, tensor: Tensor) -> bool | int | float:
+        """The answer to `.item()`, which decides what the program does next.
+
+        In forward: every mask is full and nothing is packed, so that the kernels without a mask are taken. After it:
+        nothing overflowed, and norms are 1.
+        """
+        if tensor.dtype.is_floating_point:
+            return 1.0
+        answer = self.phase in (INITIALISATION, FORWARD)
+        return answer if tensor.dtype == torch.bool else int(answer)
+
+    def _count_flops(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        formula = flop_registry.get(func._overloadpacket)
+        if formula is not None and self.phase in (FORWARD, BACKWARD):
+            recomputed = self.phase == BACKWARD and torch.is_grad_enabled()
+            self.flops["recompute" if recomputed else self.phase] += formula(*args, **kwargs, out_val=out)
+
+
+def _untouched(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.device.type == "cpu" and value.numel() > UNTOUCHED_ELEMENTS
+
+
+def _on_host(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The operator's result if it reads or writes big host tensors, or copies between host and device.
+
+    Nothing is copied and nothing written: outputs are uninitialised. `NotImplemented` where the operator may run.
+    """
+    target = kwargs.get("device")
+    to_host = target is not None and torch.device(target).type == "cpu"
+    if func is aten.copy_.default and args[0].device != args[1].device:
+        return args[0]
+    if func is aten._to_copy.default and to_host and args[0].is_meta:
+        dtype = kwargs.get("dtype") or args[0].dtype
+        return torch.empty_strided(args[0].size(), args[0].stride(), dtype=dtype, device="cpu")
+    if func in _FACTORIES and to_host and math.prod(args[0]) > UNTOUCHED_ELEMENTS:
+        return torch.empty(args[0], dtype=kwargs.get("dtype"), device="cpu")
+    if not any(_untouched(value) for value in _flat(args)):
+        return NotImplemented
+    arguments = func._schema.arguments
+    if func._schema.is_mutable and arguments[0].alias_info is not None and arguments[0].alias_info.is_write:
+        return args[0]
+    if any(argument.alias_info is not None for argument in arguments):
+        return NotImplemented  # a view
+    return _uninitialised(func, args, kwargs, target)
+
+
+def _uninitialised(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> Any:
+    """A result of the right shape: computed on meta, made where it belongs."""
+    on_meta = func(*_to_meta(args), **{name: "meta" if name == "device" else value for name, value in kwargs.items()})
+    if not isinstance(on_meta, Tensor):
+        return NotImplemented
+    device = "cpu" if target is None else torch.device(target).type
+    return torch.empty_strided(on_meta.size(), on_meta.stride(), dtype=on_meta.dtype, device=device)
+
+
+def _to_meta(values: Any) -> Any:
+    if isinstance(values, Tensor):
+        return values.to("meta")
+    return type(values)(map(_to_meta, values)) if isinstance(values, (tuple, list)) else values
+
+
+def _flat(values: Iterable[Any]) -> Iterable[Any]:
+    for value in values:
+        if isinstance(value, (tuple, list)):
+            yield from _flat(value)
+        else:
+            yield value

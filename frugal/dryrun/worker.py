@@ -1,0 +1,111 @@
+"""`python -m frugal.dryrun.worker`: rehearses on request, until its input ends.
+
+One JSON object a line comes in, one goes out. A process of its own, because a rehearsal gives DeepSpeed a pretended
+device, and whoever asks may want to train for real afterwards.
+"""
+
+import functools
+import os
+import sys
+import traceback
+from typing import Any, BinaryIO
+
+import msgspec
+
+from frugal.dryrun.messages import Answer, Describe, Mistake, Question, Rehearse
+
+
+def main() -> None:
+    """Answer every question on standard input."""
+    answers = _protect_stdout()
+    for line in sys.stdin.buffer:
+        answers.write(msgspec.json.encode(_answer(line)) + b"\n")
+        answers.flush()
+    answers.close()
+    os._exit(0)  # a second of taking torch apart is saved
+
+
+def _protect_stdout() -> BinaryIO:
+    """A private copy of standard output; what libraries print goes to standard error."""
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    return answers
+
+
+def _answer(line: bytes) -> Answer:
+    from frugal.errors import FrugalError, RequestError
+
+    try:
+        question = msgspec.json.decode(line, type=Question)
+        return (
+            Answer(describe=_describe(question)) if isinstance(question, Describe) else Answer(rehearse=_run(question))
+        )
+    except FrugalError as error:
+        return Answer(mistake=_mistake(error))
+    except NotImplementedError as error:
+        because = str(error).strip().splitlines()[0]
+        return Answer(
+            mistake=_mistake(
+                RequestError(f"{question.request.model} cannot be rehearsed on meta tensors", because=because)
+            )
+        )
+    except Exception:
+        return Answer(crash=traceback.format_exc())
+
+
+def _mistake(error: Any) -> Mistake:
+    return Mistake(kind=type(error).__name__, what=error.what, because=error.because, hint=error.hint)
+
+
+@functools.lru_cache(maxsize=2)
+def _spec(model: str, task: str | None) -> Any:
+    from frugal.training.models import resolve
+
+    return resolve(model, task)
+
+
+def _resolved(question: Describe | Rehearse) -> Any:
+    from frugal.training.models import check_sequence_length
+
+    spec = _spec(question.request.model, question.request.task)
+    check_sequence_length(spec, question.request.seq_len)
+    return spec
+
+
+def _describe(question: Describe) -> Any:
+    import torch
+
+    from frugal.dryrun.rehearsal import ModelFacts
+
+    spec = _resolved(question)
+    parameters = list(spec.build(dtype=torch.bfloat16, device="meta").parameters())
+    return ModelFacts(
+        task=spec.task,
+        max_positions=spec.max_positions,
+        parameters=sum(parameter.numel() for parameter in parameters),
+        trainable_parameters=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
+        largest_parameter=max((parameter.numel() for parameter in parameters), default=0),
+    )
+
+
+def _run(question: Rehearse) -> Any:
+    from frugal.dryrun.rehearse import rehearse
+    from frugal.training.engine import DTYPES
+
+    spec = _resolved(question)
+    dtype = DTYPES[question.request.precision]
+    return rehearse(
+        lambda: spec.build(dtype=dtype, device="meta"),
+        spec.objective(),
+        question.request,
+        question.strategy,
+        micro_batch=question.micro_batch,
+        accumulation_steps=question.accumulation_steps,
+        world_size=question.world_size,
+        rank=question.rank,
+        kind=question.kind,
+    )
+
+
+if __name__ == "__main__":
+    main()

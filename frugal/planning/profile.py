@@ -1,0 +1,161 @@
+"""What one strategy costs in memory and arithmetic, for every micro-batch. Made by rehearsals, read by planning."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from frugal.planning.allocator import replay, smallest_capacity
+from frugal.planning.cluster import Device
+from frugal.planning.memory import MemoryBreakdown
+from frugal.planning.strategy import Strategy
+from frugal.planning.timeline import Timeline
+
+DeviceKind = Literal["cuda", "cpu"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankMemory:
+    """One rehearsed rank: its timeline, and the peak of its tensors on the host, bytes."""
+
+    rank: int
+    timeline: Timeline
+    host_bytes: int
+
+    @cached_property
+    def _capacities(self) -> dict[tuple[int, bool], int]:
+        return {}
+
+    def capacity(self, micro_batch: int, *, expandable_segments: bool = False) -> int:
+        """The fewest bytes with which CUDA's caching allocator gets through the step."""
+        key = (micro_batch, expandable_segments)
+        if key not in self._capacities:
+            sizes, events = self.timeline.sizes(micro_batch), self.timeline.events
+            self._capacities[key] = smallest_capacity(sizes, events, expandable_segments=expandable_segments)
+        return self._capacities[key]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryProfile:
+    """One model under one strategy on a world of ranks.
+
+    Attributes:
+        strategy: what was rehearsed.
+        world_size: ranks.
+        ranks_per_node: ranks that share one host.
+        accumulates: whether there is more than one micro-step; more than two take no more than two.
+        kind: the device that kernels were chosen for.
+        task: what is trained.
+        max_positions: tokens in the longest sample the model can read; None: no limit.
+        parameters: elements.
+        trainable_parameters: elements.
+        largest_parameter: elements.
+        flops_per_sample: FLOPs of forward and backward, without recomputation.
+        recompute_flops_per_sample: FLOPs of the forward that activation checkpointing repeats.
+        num_operators: operators of one micro-step.
+        ranks: the rehearsed ranks; one of them is the fullest.
+        sampled: where the memory is no timeline for all micro-batches, the micro-batches that were rehearsed;
+            `ranks` then has one entry a rank and micro-batch, micro-batches outermost.
+    """
+
+    strategy: Strategy
+    world_size: int
+    ranks_per_node: int
+    accumulates: bool
+    kind: DeviceKind
+    task: str
+    max_positions: int | None
+    parameters: int
+    trainable_parameters: int
+    largest_parameter: int
+    flops_per_sample: float
+    recompute_flops_per_sample: float
+    num_operators: int
+    ranks: tuple[RankMemory, ...]
+    sampled: tuple[int, ...] = ()
+
+    def memory(self, micro_batch: int, device: Device, *, expandable_segments: bool = False) -> MemoryBreakdown:
+        """The peak of the fullest rank on `device`, and the host memory of a full node."""
+        ranks, sampled = self._ranks_at(micro_batch)
+        host_bytes = max(rank.host_bytes for rank in ranks) * self.ranks_per_node
+        found = (breakdown(rank, sampled, device, host_bytes, expandable_segments) for rank in ranks)
+        return max(found, key=lambda memory: memory.total_bytes)
+
+    def fits(self, micro_batch: int, device: Device, *, expandable_segments: bool = False) -> bool:
+        """Whether `memory` would say so, found sooner."""
+        ranks, sampled = self._ranks_at(micro_batch)
+        if max(rank.timeline.peak_bytes(sampled) for rank in ranks) > device.usable_bytes:
+            return False
+        if device.kind == "cpu":
+            return True
+        if not all(survives(rank, sampled, device, expandable_segments) for rank in ranks):
+            return False
+        return self.memory(micro_batch, device, expandable_segments=expandable_segments).fits
+
+    def largest_micro_batch(self, device: Device, cap: int, *, expandable_segments: bool = False) -> int:
+        """The most samples, up to `cap`, whose step fits on `device`; 0: not even one."""
+        if self.sampled:
+            cap = min(cap, self.sampled[-1])
+        most = _bisect(0, cap, lambda micro_batch: self._live_bytes(micro_batch) <= device.usable_bytes)
+        if most == 0 or self.fits(most, device, expandable_segments=expandable_segments):
+            return most
+        likely = most * 3 // 4  # fragmentation rarely takes more than a quarter
+        least = likely if likely and self.fits(likely, device, expandable_segments=expandable_segments) else 0
+        return _bisect(
+            least,
+            (most if least or not likely else likely) - 1,
+            lambda micro_batch: self.fits(micro_batch, device, expandable_segments=expandable_segments),
+        )
+
+    def _live_bytes(self, micro_batch: int) -> int:
+        ranks, sampled = self._ranks_at(micro_batch)
+        return max(rank.timeline.peak_bytes(sampled) for rank in ranks)
+
+    def _ranks_at(self, micro_batch: int) -> tuple[tuple[RankMemory, ...], int]:
+        """The ranks to ask, and at which micro-batch: the next larger one that was rehearsed, where not all are."""
+        if not self.sampled:
+            return self.ranks, micro_batch
+        index = next((i for i, known in enumerate(self.sampled) if known >= micro_batch), len(self.sampled) - 1)
+        num_ranks = len(self.ranks) // len(self.sampled)
+        return self.ranks[index * num_ranks : (index + 1) * num_ranks], self.sampled[index]
+
+
+def breakdown(
+    rank: RankMemory, micro_batch: int, device: Device, host_bytes_per_node: int, expandable_segments: bool = False
+) -> MemoryBreakdown:
+    """A rank's peak on `device`: live storages by category, what the allocator adds, and the context."""
+    peak = rank.timeline.peak(micro_batch)
+    slack = 0
+    if device.kind == "cuda":
+        slack = rank.capacity(micro_batch, expandable_segments=expandable_segments) - peak.total_bytes
+    return MemoryBreakdown(
+        **peak.categories,
+        slack=slack,
+        context=device.context_bytes,
+        total_bytes=peak.total_bytes + slack + device.context_bytes,
+        usable_bytes=device.usable_bytes,
+        host_bytes_per_node=host_bytes_per_node,
+        phase=peak.phase,
+        operator=peak.operator,
+    )
+
+
+def survives(rank: RankMemory, micro_batch: int, device: Device, expandable_segments: bool = False) -> bool:
+    """Whether the allocator gets through the step in the device's usable memory."""
+    return replay(
+        rank.timeline.sizes(micro_batch),
+        rank.timeline.events,
+        limit_bytes=device.usable_bytes,
+        expandable_segments=expandable_segments,
+    ).survived
+
+
+def _bisect(low: int, high: int, holds: Callable[[int], bool]) -> int:
+    """The largest number in `low..high` for which `holds` is true; it is for `low`, and for all below a true one."""
+    while low < high:
+        middle = (low + high + 1) // 2
+        if holds(middle):
+            low = middle
+        else:
+            high = middle - 1
+    return low
