@@ -7,13 +7,9 @@ factory `package.module:name` or `path/to/file.py:name`, the path of a config.js
 import difflib
 import functools
 import hashlib
-import importlib
-import importlib.util
 import json
-import sys
 import tomllib
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
@@ -23,7 +19,7 @@ from torch import nn
 
 from frugal.errors import RequestError
 from frugal.planning.request import Task
-from frugal.training import hub, padding_masks
+from frugal.training import factories, hub, padding_masks
 from frugal.training.loss import CausalLM, MaskedLM, Objective, Seq2Seq, SequenceClassification
 
 TASKS: tuple[str, ...] = get_args(Task)
@@ -49,8 +45,6 @@ _POSITIONS_AFTER_PADDING = {
     "data2vec-text", "luke", "esm", "mpnet", "ibert",
 }  # fmt: skip
 
-Factory = Callable[[], Any]
-
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
@@ -72,7 +66,7 @@ class ModelSpec:
     config: Any = None
     weights: str | None = None
     trust_remote_code: bool = False
-    factory: Factory | None = None
+    factory: factories.Factory | None = None
     structure: str = ""
     own_objective: Objective | None = None
 
@@ -99,7 +93,7 @@ class ModelSpec:
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             torch.manual_seed(seed)
             if self.factory is not None:
-                module, _ = _call_factory(self.reference, self.factory, device)
+                module, _ = factories.call(self.reference, self.factory, device)
                 return module.to(dtype=dtype).train()
             import transformers
 
@@ -116,7 +110,7 @@ class ModelSpec:
                     trust_remote_code=self.trust_remote_code,
                     local_files_only=not hub.reachable(),
                 )
-            except (OSError, RuntimeError, ValueError) as error:
+            except Exception as error:  # each file format fails in its own way
                 raise RequestError(
                     f"the weights of {self.reference} cannot be loaded",
                     because=hub.first_line(error),
@@ -390,8 +384,8 @@ def _similar(name: str, *known: Mapping[str, Any]) -> str:
 
 def _of_factory(reference: str, task: str | None) -> ModelSpec:
     """The spec of a user's factory, called once on meta to see what it makes."""
-    factory = _import(reference)
-    module, objective = _call_factory(reference, factory, torch.device("meta"))
+    factory = factories.find(reference)
+    module, objective = factories.call(reference, factory, torch.device("meta"))
     config = getattr(module, "config", None)
     is_transformers = hasattr(config, "get_text_config")
     if objective is None and task is None:
@@ -421,73 +415,3 @@ def _infer_task_of_class(module: nn.Module) -> str | None:
         if type(module).__name__ in ((names,) if isinstance(names, str) else names):
             return task
     return None
-
-
-def _import(reference: str) -> Factory:
-    """The callable behind `package.module:name` or `path/to/file.py:name`."""
-    where, _, name = reference.rpartition(":")
-    try:
-        with _importable(Path.cwd()):
-            module = _import_file(Path(where)) if where.endswith(".py") else importlib.import_module(where)
-    except Exception as error:  # a user's module may raise anything
-        raise RequestError(
-            f"cannot import {where}",
-            because=hub.first_line(error),
-            hint="a factory is package.module:name or path/to/file.py:name",
-        ) from None
-    try:
-        factory: Any = functools.reduce(getattr, name.split("."), module)
-    except AttributeError:
-        public = [n for n, value in vars(module).items() if callable(value) and not n.startswith("_")]
-        similar = difflib.get_close_matches(name, public, n=1)
-        raise RequestError(
-            f"{where} has no `{name}`", hint=f"did you mean {where}:{similar[0]}?" if similar else None
-        ) from None
-    if not callable(factory):
-        raise RequestError(f"{reference} cannot be called", because=f"it is a {type(factory).__name__}")
-    return factory
-
-
-def _import_file(path: Path) -> Any:
-    path = path.expanduser().resolve()
-    if not path.is_file():
-        raise FileNotFoundError(f"there is no file {path}")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None and spec.loader is not None, path
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module  # dataclasses and pickle look it up there
-    with _importable(path.parent):
-        spec.loader.exec_module(module)
-    return module
-
-
-@contextmanager
-def _importable(folder: Path) -> Iterator[None]:
-    """`folder` can be imported from, as with `python -m`."""
-    sys.path.insert(0, str(folder))
-    try:
-        yield
-    finally:
-        sys.path.remove(str(folder))
-
-
-def _call_factory(reference: str, factory: Factory, device: torch.device) -> tuple[nn.Module, Objective | None]:
-    """The module and, if it gives one, the objective that a factory makes on `device`."""
-    try:
-        with torch.device(device), _importable(Path.cwd()):
-            made = factory()
-    except Exception as error:  # a user's factory may raise anything
-        raise RequestError(
-            f"{reference} failed",
-            because=hub.first_line(error),
-            hint="it is also called with torch.device('meta') as default, so it must not read weights or values"
-            if device.type == "meta"
-            else None,
-        ) from None
-    module, objective = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
-    if not isinstance(module, nn.Module):
-        raise RequestError(
-            f"{reference} returned {'None' if module is None else f'a {type(module).__name__}'}",
-            hint="return a torch.nn.Module, or (module, objective)",
-        )
-    return module, objective

@@ -1,0 +1,90 @@
+"""A user's own model: `package.module:name` or `path/to/file.py:name`, a callable that makes it."""
+
+import difflib
+import functools
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from frugal.errors import RequestError
+from frugal.training import hub
+from frugal.training.loss import Objective
+
+Factory = Callable[[], Any]
+
+
+def find(reference: str) -> Factory:
+    """The callable behind `package.module:name` or `path/to/file.py:name`."""
+    where, _, name = reference.rpartition(":")
+    try:
+        with _importable(Path.cwd()):
+            module = _import_file(Path(where)) if where.endswith(".py") else importlib.import_module(where)
+    except Exception as error:  # a user's module may raise anything
+        raise RequestError(
+            f"cannot import {where}",
+            because=hub.first_line(error),
+            hint="a factory is package.module:name or path/to/file.py:name",
+        ) from None
+    try:
+        factory: Any = functools.reduce(getattr, name.split("."), module)
+    except AttributeError:
+        public = [n for n, value in vars(module).items() if callable(value) and not n.startswith("_")]
+        similar = difflib.get_close_matches(name, public, n=1)
+        raise RequestError(
+            f"{where} has no `{name}`", hint=f"did you mean {where}:{similar[0]}?" if similar else None
+        ) from None
+    if not callable(factory):
+        raise RequestError(f"{reference} cannot be called", because=f"its type is {type(factory).__name__}")
+    return factory
+
+
+def _import_file(path: Path) -> Any:
+    path = path.expanduser().resolve()
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no file {path}")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None, path
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module  # dataclasses and pickle look it up there
+    with _importable(path.parent):
+        spec.loader.exec_module(module)
+    return module
+
+
+@contextmanager
+def _importable(folder: Path) -> Iterator[None]:
+    """`folder` can be imported from, as with `python -m`."""
+    sys.path.insert(0, str(folder))
+    try:
+        yield
+    finally:
+        sys.path.remove(str(folder))
+
+
+def call(reference: str, factory: Factory, device: torch.device) -> tuple[nn.Module, Objective | None]:
+    """The module and, if it gives one, the objective that a factory makes on `device`."""
+    try:
+        with torch.device(device), _importable(Path.cwd()):
+            made = factory()
+    except Exception as error:  # a user's factory may raise anything
+        raise RequestError(
+            f"{reference} failed",
+            because=hub.first_line(error),
+            hint="it is also called with torch.device('meta') as default, so it must not read weights or values"
+            if device.type == "meta"
+            else None,
+        ) from None
+    module, objective = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    if not isinstance(module, nn.Module):
+        raise RequestError(
+            f"{reference} returned {'None' if module is None else f'an object of type {type(module).__name__}'}",
+            hint="return a torch.nn.Module, or (module, objective)",
+        )
+    return module, objective
