@@ -2,10 +2,12 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from frugal import relief
+from frugal.errors import RequestError
 from frugal.planning.choice import Choice, Nothing
 from frugal.planning.cluster import Cluster
 from frugal.planning.plan import Plan
@@ -39,16 +41,35 @@ def make_plan(
         from frugal.dryrun.client import Rehearsals
 
         rehearse = Rehearsals
+    request, notes = _readable(request, cluster, defaults, rehearse)
     with rehearse(request, cluster) as source:
         search = Search(request, cluster, source)
         found = search.run()
         if isinstance(found, Nothing):
             ways = relief.ways_out(request, cluster, search, found.nearest, rehearse)
             raise relief.nothing_fits(request, cluster, found, ways)
-    return _decided(request, cluster, defaults, found)
+    return _decided(request, cluster, defaults, found, notes)
 
 
-def _decided(request: Request, cluster: Cluster, defaults: tuple[str, ...], choice: Choice) -> Plan:
+def _readable(
+    request: Request, cluster: Cluster, defaults: tuple[str, ...], rehearse: Rehearse
+) -> tuple[Request, list[str]]:
+    """The request with samples that the model can read: a default length gives way, with a note; a wish is refused."""
+    with rehearse(request, cluster) as source:
+        longest = source.facts().max_positions
+    if longest is None or request.seq_len <= longest:
+        return request, []
+    if "seq_len" not in defaults:
+        raise RequestError(
+            f"--seq-len {request.seq_len} is longer than {request.model} can read",
+            because=f"it has {longest} positions",
+            hint=f"use --seq-len {longest}",
+        )
+    note = f"samples have {longest} tokens instead of {request.seq_len}: {request.model} has no more positions"
+    return replace(request, seq_len=longest), [note]
+
+
+def _decided(request: Request, cluster: Cluster, defaults: tuple[str, ...], choice: Choice, notes: list[str]) -> Plan:
     option = choice.option
     assert option.batch is not None and option.time is not None
     return Plan(
@@ -63,7 +84,7 @@ def _decided(request: Request, cluster: Cluster, defaults: tuple[str, ...], choi
         memory=choice.memory,
         time=option.time,
         why=tuple(filter(None, reasons(request, cluster, choice))),
-        warnings=(*_notes(request, option.micro_batch), *choice.warnings),
+        warnings=(*notes, *_notes(request, option.micro_batch), *choice.warnings),
         rejected=choice.rejected,
     ).sealed()
 

@@ -1,8 +1,9 @@
-"""What to tell who asked for too much: why nothing fits, and what would. Each way out is computed before it is named."""
+"""What to tell who asked for too much: why nothing fits, and what would. Every way out is computed first."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from math import ceil
 
 from frugal.errors import NothingFitsError, RequestError
 from frugal.planning.choice import Nothing, Option
@@ -33,7 +34,7 @@ def nothing_fits(request: Request, cluster: Cluster, found: Nothing, ways: list[
         f"it takes {format_bytes(memory.total_bytes)}: {floor(memory)}",
     ]
     if nearest.host_shortfall_bytes:
-        because.append(f"and {format_bytes(memory.host_bytes_per_node)} of host memory on each node")
+        because.append(f"each node's host needs {format_bytes(memory.host_bytes_per_node)} beside it")
     elif device.margin_bytes:
         because.append(f"{format_bytes(device.margin_bytes)} stay free as margin")
     return NothingFitsError(
@@ -88,9 +89,11 @@ def _relaxed(request: Request) -> Iterator[tuple[str, Request]]:
 
 
 def _more_memory(cluster: Cluster, search: Search, nearest: Option) -> list[str]:
-    """The memory in GiB, rounded up to a half, that the nearest option needs; nothing where the host is what lacks."""
-    if nearest.host_shortfall_bytes or nearest.memory is None or len(set(cluster.devices)) > 1:
+    """The memory in GiB, rounded up to a half, that the nearest option needs: the host's, where that is what lacks."""
+    if nearest.memory is None or len(set(cluster.devices)) > 1:
         return []
+    if nearest.host_shortfall_bytes:
+        return [f"--host-mem {ceil(nearest.memory.host_bytes_per_node / GIB)}G"]
     device = cluster.devices[0]
     profile = search.source.profile(nearest.strategy, True)
     share = device.margin_bytes / device.memory_bytes
@@ -109,6 +112,9 @@ def _larger(request: Request, cluster: Cluster, nearest: Option) -> Iterator[tup
     memory = nearest.memory
     assert memory is not None
     shortfall = -(nearest.headroom_bytes or 0)
+    if nearest.host_shortfall_bytes:
+        num_nodes = 2 * len(cluster.nodes)
+        yield f"--nodes {num_nodes}", request, replace(cluster, nodes=cluster.nodes * 2)
     states = memory.parameters + memory.gradients + memory.optimizer
     if len(set(cluster.devices)) == 1 and request.zero_stage != 0 and states > shortfall:
         factor = 2

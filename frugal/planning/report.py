@@ -7,6 +7,7 @@ from frugal.planning.plan import Plan, Rejected
 from frugal.units import format_bytes, format_count, format_seconds
 
 SHOWN_REJECTED = 6
+SHOWN_BYTES = 1 << 16
 
 
 def report(plan: Plan) -> str:
@@ -110,7 +111,7 @@ def _memory(plan: Plan) -> list[str]:
         key=lambda d: d.memory_bytes,
         default=plan.cluster.devices[0],
     )
-    rows = [(name, getattr(memory, name), "") for name in memory.CATEGORIES if getattr(memory, name)]
+    rows = [(name, getattr(memory, name), "") for name in memory.CATEGORIES if getattr(memory, name) >= SHOWN_BYTES]
     width = max(len(name) for name in (*memory.CATEGORIES, "total"))
     lines = [
         f"memory of {'the fullest' if len(set(plan.batch.micro_batch)) > 1 else 'each'} "
@@ -123,13 +124,14 @@ def _memory(plan: Plan) -> list[str]:
     if device.margin_bytes:
         lines.append(f"  {'margin':<{width}} {format_bytes(device.margin_bytes):>12}")
     lines.append(f"  {'device':<{width}} {format_bytes(device.memory_bytes):>12}")
-    if memory.host_bytes_per_node:
+    if plan.strategy.offload_optimizer != "none":
         lines.append(f"  {'host, a node':<{width}} {format_bytes(memory.host_bytes_per_node):>12}")
     return lines
 
 
 def _peak(memory: MemoryBreakdown) -> str:
-    return f"{memory.phase} ({memory.operator})" if memory.operator else memory.phase
+    operator = memory.operator.removeprefix("aten.").removesuffix(".default")
+    return f"{memory.phase} ({operator})" if operator else memory.phase
 
 
 def _rejected(plan: Plan) -> list[str]:

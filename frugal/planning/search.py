@@ -21,13 +21,24 @@ TRUST = 0.01
 """A profile that is further than this from the rehearsal is wrong, and the plan says so."""
 
 
-class Profile(cost.Work, Protocol):
-    """What one model costs under one strategy, for any micro-batch."""
+class Facts(Protocol):
+    """What is known of a model before it runs, in elements; `max_positions`: tokens it can read, None: any number."""
 
     @property
     def task(self) -> str: ...
     @property
+    def parameters(self) -> int: ...
+    @property
+    def trainable_parameters(self) -> int: ...
+    @property
     def largest_parameter(self) -> int: ...
+    @property
+    def max_positions(self) -> int | None: ...
+
+
+class Profile(cost.Work, Protocol):
+    """What one model costs under one strategy, for any micro-batch."""
+
     def memory(self, micro_batch: int, device: Device) -> MemoryBreakdown: ...
     def largest_micro_batch(self, device: Device, cap: int) -> int: ...
 
@@ -35,6 +46,7 @@ class Profile(cost.Work, Protocol):
 class Source(Protocol):
     """Where profiles come from. `accumulates`: whether there is more than one micro-step."""
 
+    def facts(self) -> Facts: ...
     def profile(self, strategy: Strategy, accumulates: bool) -> Profile: ...
     def rehearse(self, strategy: Strategy, micro_batch: int, accumulation_steps: int) -> MemoryBreakdown: ...
 
@@ -63,18 +75,8 @@ class Search:
         self.batch_samples = request.batch_samples
         self.devices = tuple(dict.fromkeys(cluster.devices))
         self.refuted: dict[Strategy, Refuted] = {}
-        first = candidates(
-            request, world_size=cluster.world_size, offload=offload_levels(request)[0], trainable_parameters=10**12
-        )
-        probe = source.profile(first[0], True)
-        self.model = ModelSummary(
-            task=probe.task,
-            parameters=probe.parameters,
-            trainable_parameters=probe.trainable_parameters,
-            largest_parameter=probe.largest_parameter,
-            flops_per_sample=probe.flops_per_sample,
-        )
-        self.work: dict[str, Profile] = {first[0].activation_checkpointing: probe}
+        self.facts = source.facts()
+        self.work: dict[str, Profile] = {}  # by mode of activation checkpointing, once one is known
         self.cap = self._cap()
 
     def run(self) -> Choice | Nothing:
@@ -111,7 +113,7 @@ class Search:
             self.request,
             world_size=self.cluster.world_size,
             offload=level,
-            trainable_parameters=self.model.trainable_parameters,
+            trainable_parameters=self.facts.trainable_parameters,
         )
 
     def options(self, level: Offload) -> list[Option]:
@@ -119,11 +121,8 @@ class Search:
         options: list[Option] = []
         for strategy in self.strategies(level):
             fastest = min((option.seconds for option in options if option.fits), default=float("inf"))
-            bound = self._best_case(strategy)
-            if bound.time is not None and bound.seconds * TIE >= fastest:
-                options.append(bound)
-            else:
-                options.append(self.option(strategy))
+            bound = self._best_case(strategy) if self.work else None
+            options.append(bound if bound and bound.seconds * TIE >= fastest else self.option(strategy))
         return options
 
     def option(self, strategy: Strategy) -> Option:
@@ -240,6 +239,15 @@ class Search:
             f"{option.strategy}, micro-batch {option.micro_batch}: the profile was {100 * error:+.1f} % off the "
             f"rehearsal; {verdict}"
         ]
+
+    def _model(self, option: Option) -> ModelSummary:
+        return ModelSummary(
+            task=self.facts.task,
+            parameters=self.facts.parameters,
+            trainable_parameters=self.facts.trainable_parameters,
+            largest_parameter=self.facts.largest_parameter,
+            flops_per_sample=self.work[option.strategy.activation_checkpointing].flops_per_sample,
+        )
 
     def _smallest_micro_batch(self) -> int:
         """The least a rank must hold at once: one sample, or what a pin demands."""

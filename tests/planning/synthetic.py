@@ -1,7 +1,7 @@
 """A model whose memory and work are simple formulas, in place of rehearsals."""
 
-from contextlib import contextmanager
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from frugal.planning.cluster import Cluster, Device
@@ -83,6 +83,9 @@ class SyntheticSource:
     model: dict[str, int | float] = field(default_factory=dict)
     error: float = 1.0
     profiled: list[Strategy] = field(default_factory=list)
+
+    def facts(self) -> SyntheticProfile:
+        return self._profile(Strategy(zero_stage=0))
 
     def profile(self, strategy: Strategy, accumulates: bool) -> SyntheticProfile:
         self.profiled.append(strategy)

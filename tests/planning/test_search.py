@@ -1,0 +1,260 @@
+"""The search takes the fastest strategy that fits, prefers the simple one, and proves it where none fits."""
+
+import time
+from typing import Any
+
+import pytest
+
+from frugal.errors import NothingFitsError, RequestError
+from frugal.planner import make_plan
+from frugal.planning.plan import Plan
+from frugal.planning.search import Search
+from frugal.planning.settings import understand
+from tests.planning.synthetic import SyntheticSource, rehearsing
+
+SMALL = {"parameters": 124_000_000, "flops_per_token": 8e8, "num_operators": 2500}
+
+
+def plan(*, error: float = 1.0, model: dict[str, Any] | None = None, **settings: Any) -> Plan:
+    return make_plan(*understand(settings), rehearse=rehearsing(error, **(model or {})))
+
+
+def test_four_cards_of_12_gib_train_gpt2_without_any_other_setting() -> None:
+    made = plan(gpus=4, mem="12G", model=SMALL | {"bytes_per_token": 1_000_000})
+    assert (made.batch.global_batch, made.batch.micro_batch, made.batch.accumulation_steps) == (512, (8, 8, 8, 8), 16)
+    assert made.strategy.zero_stage == 2
+    assert made.strategy.activation_checkpointing == "off"
+    assert made.memory.fits
+
+
+def test_activation_checkpointing_is_switched_on_when_one_sample_does_not_fit_without() -> None:
+    made = plan(gpus=4, mem="6G", offload="none")
+    assert made.strategy.activation_checkpointing == "full"
+    assert made.why[0] == "activation checkpointing is on: one sample does not fit (237.4 MiB short) without it"
+
+
+def test_activation_checkpointing_is_switched_on_when_it_pays() -> None:
+    made = plan(gpus=4, mem="6G", offload="optimizer")
+    assert made.strategy.activation_checkpointing == "full"
+    assert made.why[0].startswith("activation checkpointing is on: without it micro-batch ")
+
+
+@pytest.mark.parametrize("choice", ["off", "full"])
+def test_pinned_activation_checkpointing_is_kept(choice: str) -> None:
+    made = plan(gpus=4, mem="24G", activation_checkpointing=choice)
+    assert made.strategy.activation_checkpointing == choice
+    assert made.why[0].endswith("as asked")
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("gpus", [1, 4])
+def test_half_precision_takes_stages_that_sum_gradients_in_fp32(gpus: int, precision: str) -> None:
+    made = plan(gpus=gpus, mem="80G", precision=precision)
+    assert made.strategy.zero_stage in (2, 3)
+    assert made.strategy.gradient_accumulation_dtype == "fp32"
+    assert {rejected.strategy.zero_stage for rejected in made.rejected} <= {2, 3}
+
+
+def test_one_gpu_in_fp32_needs_no_zero() -> None:
+    assert plan(gpus=1, mem="80G", precision="fp32").strategy.zero_stage == 0
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+def test_a_pinned_stage_is_kept(zero_stage: int) -> None:
+    assert plan(gpus=2, mem="80G", precision="fp32", zero_stage=zero_stage).strategy.zero_stage == zero_stage
+
+
+def test_nothing_is_offloaded_unless_nothing_fits_without() -> None:
+    assert plan(gpus=4, mem="8G").strategy.offload_optimizer == "none"
+    made = plan(gpus=4, mem="4G")
+    assert made.strategy.offload_optimizer == "cpu"
+    assert "the optimizer lives in host memory: one sample does not fit (1.27 GiB short) on the GPUs alone" in made.why
+
+
+def test_offload_beyond_the_host_is_refused() -> None:
+    with pytest.raises(NothingFitsError) as caught:
+        plan(gpus=4, mem="4G", offload="optimizer", host_mem="8G")
+    assert str(caught.value) == (
+        "gpt2 does not fit into a node's host memory\n"
+        "  because the nearest of 4 strategies lacks 6.90 GiB: ZeRO-2, activation checkpointing off, "
+        "optimizer in host memory, with 1 sample of 1024 tokens\n"
+        "  because it takes 3.60 GiB: parameters 1.86 GiB, activations 976.6 MiB, context 768.0 MiB, "
+        "communication 38.1 MiB\n"
+        "  because each node's host needs 14.90 GiB beside it\n"
+        "\n"
+        "hint: this would fit: --host-mem 15G, or --nodes 2"
+    )
+
+
+def test_equally_fast_strategies_go_to_the_simplest() -> None:
+    made = plan(gpus=2, mem="80G", precision="fp32", global_batch=64, model=SMALL)
+    assert made.strategy.num_mechanisms == 0
+
+
+def test_even_cells_win_over_a_slightly_larger_micro_batch() -> None:
+    made = plan(gpus=4, mem="24G", model=SMALL)
+    assert made.batch.is_uniform
+
+
+def test_a_batch_that_does_not_divide_is_still_exact() -> None:
+    made = plan(gpus=4, mem="12G", global_batch=500, model=SMALL)
+    assert sum(map(sum, made.batch.cells)) == 500
+    assert made.batch.capacity > 500
+
+
+def test_mixed_cards_take_as_much_as_each_holds() -> None:
+    made = plan(mem="12G,24G,24G", global_batch=100, model=SMALL)
+    small, *large = made.batch.micro_batch
+    assert small < min(large)
+    assert sum(map(sum, made.batch.cells)) == 100
+
+
+def test_caps_in_samples_and_tokens_bind() -> None:
+    assert max(plan(gpus=4, mem="80G", max_samples_per_gpu=4, model=SMALL).batch.micro_batch) == 4
+    made = plan(gpus=4, mem="80G", max_tokens_per_gpu=3000, model=SMALL)
+    assert max(made.batch.micro_batch) == 2
+    assert made.why[-1] == "--max-tokens-per-gpu binds: it allows 2 samples at once"
+
+
+def test_pinned_micro_batch_and_steps_are_kept() -> None:
+    made = plan(gpus=4, mem="80G", micro_batch=4, accumulation_steps=32, model=SMALL)
+    assert (set(made.batch.micro_batch), made.batch.accumulation_steps) == ({4}, 32)
+    assert plan(gpus=4, mem="80G", accumulation_steps=100, model=SMALL).batch.accumulation_steps == 100
+
+
+def test_a_token_target_is_never_exceeded() -> None:
+    made = plan(gpus=4, mem="24G", global_tokens=100_000, global_batch=7, model=SMALL)
+    assert made.batch.global_batch == 97
+    assert made.batch.global_tokens == 100_000
+    assert made.warnings[0] == (
+        "--global-tokens and --global-batch were both given: tokens win, 100000 tokens are 97 samples of 1024"
+    )
+
+
+def test_a_micro_batch_that_is_never_full_is_told() -> None:
+    made = plan(gpus=4, mem="24G", micro_batch=16, global_batch=32, model=SMALL)
+    assert made.warnings == ("--micro-batch 16 is never full: no GPU gets more than 8 samples at once",)
+
+
+def test_a_profile_that_promises_too_much_is_found_out_and_the_choice_made_again() -> None:
+    honest, corrected = plan(gpus=4, mem="12G", model=SMALL), plan(gpus=4, mem="12G", error=1.5, model=SMALL)
+    assert max(corrected.batch.micro_batch) < max(honest.batch.micro_batch)
+    assert corrected.memory.fits
+    assert "it does not fit, and was not chosen" in corrected.warnings[0]
+
+
+def test_a_profile_that_is_off_but_fits_is_told() -> None:
+    made = plan(gpus=4, mem="12G", error=0.9, model=SMALL)
+    assert made.warnings[0].endswith("off the rehearsal; it still fits")
+
+
+def test_the_prediction_in_the_plan_is_the_rehearsed_one() -> None:
+    assert plan(gpus=4, mem="12G", error=0.9, model=SMALL).memory.activations < (
+        plan(gpus=4, mem="12G", model=SMALL).memory.activations
+    )
+
+
+def test_strategies_that_cannot_win_are_not_profiled() -> None:
+    request, cluster, _ = understand({"gpus": 4, "mem": "80G", "precision": "fp32"})
+    source = SyntheticSource(request, cluster, SMALL)
+    Search(request, cluster, source).run()
+    assert len(set(source.profiled)) < 8
+
+
+def test_buckets_never_exceed_the_model() -> None:
+    made = plan(gpus=4, mem="12G", model=SMALL | {"parameters": 1_000_000})
+    assert made.strategy.reduce_bucket_elements == 1_000_000
+    assert plan(gpus=4, mem="12G", model=SMALL).strategy.reduce_bucket_elements == 20_000_000
+
+
+def test_a_thousand_gpus_are_searched_in_well_under_a_second() -> None:
+    request, cluster, _ = understand({"gpus": 8, "nodes": 128, "mem": "24G", "global_batch": 16384})
+    search = Search(request, cluster, SyntheticSource(request, cluster, SMALL))
+    start = time.process_time()
+    search.run()
+    assert time.process_time() - start < 1.0
+
+
+def test_nothing_fits_is_told_as_a_proof() -> None:
+    with pytest.raises(NothingFitsError) as caught:
+        plan(gpus=1, mem="12G", offload="none", precision="fp32")
+    assert str(caught.value) == (
+        "gpt2 does not fit into a GPU of 12.00 GiB\n"
+        "  because the nearest of 2 strategies lacks 6.00 GiB: ZeRO-0, activation checkpointing full, "
+        "with 1 sample of 1024 tokens\n"
+        "  because it takes 17.40 GiB: optimizer 11.18 GiB, gradients 3.73 GiB, parameters 1.86 GiB, "
+        "context 512.0 MiB\n"
+        "  because 614.4 MiB stay free as margin\n"
+        "\n"
+        "hint: this would fit: --offload auto, or --mem 18.5G, or --gpus 2"
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "flag", "relaxed"),
+    [
+        ({"gpus": 1, "mem": "12G", "offload": "none"}, "--offload auto", {"offload": "auto"}),
+        ({"gpus": 1, "mem": "12G", "offload": "none"}, "--mem 18.5G", {"mem": "18.5G"}),
+        ({"gpus": 1, "mem": "12G", "offload": "none"}, "--gpus 2", {"gpus": 2}),
+        ({"gpus": 4, "mem": "24G", "seq_len": 32768, "activation_checkpointing": "off"},
+         "--activation-checkpointing auto", {"activation_checkpointing": "auto"}),
+        ({"gpus": 4, "mem": "24G", "seq_len": 32768, "activation_checkpointing": "off"},
+         "--seq-len 16384", {"seq_len": 16384}),
+        ({"gpus": 4, "mem": "12G", "micro_batch": 128, "offload": "none"}, "no --micro-batch", {"micro_batch": None}),
+        ({"gpus": 4, "mem": "12G", "offload": "none", "accumulation_steps": 1}, "no --accumulation-steps",
+         {"accumulation_steps": None}),
+    ],
+)  # fmt: skip
+def test_every_way_out_that_is_named_works(settings: dict[str, Any], flag: str, relaxed: dict[str, Any]) -> None:
+    with pytest.raises(NothingFitsError) as caught:
+        plan(**settings)
+    assert flag in (caught.value.hint or "")
+    assert plan(**(settings | relaxed)).memory.fits
+
+
+IMPOSSIBLE_PINS = {
+    "more than the batch": (
+        {"micro_batch": 8, "accumulation_steps": 32},
+        "--micro-batch 8 --accumulation-steps 32 on 4 GPUs is 1024, not 512\n"
+        "  because 8 x 32 x 4 = 1024 samples, and the global batch is 512\n\n"
+        "hint: use --micro-batch 4, or --accumulation-steps 16, or --global-batch 1024",
+    ),
+    "less than the batch": (
+        {"micro_batch": 2, "accumulation_steps": 16},
+        "--micro-batch 2 --accumulation-steps 16 on 4 GPUs is 128, not 512\n"
+        "  because 2 x 16 x 4 = 128 samples, and the global batch is 512\n\n"
+        "hint: use --micro-batch 8, or --accumulation-steps 64, or --global-batch 128",
+    ),
+    "one micro-step is already too much": (
+        {"micro_batch": 8, "accumulation_steps": 1, "global_batch": 10},
+        "--micro-batch 8 --accumulation-steps 1 on 4 GPUs is 32, not 10\n"
+        "  because 8 x 1 x 4 = 32 samples, and the global batch is 10\n\n"
+        "hint: use --micro-batch 3, or --global-batch 32",
+    ),
+    "more steps than samples": (
+        {"accumulation_steps": 600},
+        "--accumulation-steps 600 is more than the 512 samples of the global batch\n"
+        "  because every micro-step needs at least one sample\n\n"
+        "hint: use at most --accumulation-steps 512",
+    ),
+    "steps against a cap": (
+        {"accumulation_steps": 2, "max_samples_per_gpu": 32},
+        "--accumulation-steps 2 on 4 GPUs needs a micro-batch of 64\n"
+        "  because the caps allow 32\n\n"
+        "hint: use --accumulation-steps 4, or leave it out",
+    ),
+    "micro-batch against a cap": (
+        {"micro_batch": 8, "max_samples_per_gpu": 4},
+        "--micro-batch 8 is over the cap of --max-samples-per-gpu\n"
+        "  because --max-samples-per-gpu allows 4 samples of 1024 tokens\n\n"
+        "hint: leave one of them out, or use --micro-batch 4",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", IMPOSSIBLE_PINS)
+def test_impossible_pins_are_refused_with_their_numbers(case: str) -> None:
+    settings, message = IMPOSSIBLE_PINS[case]
+    with pytest.raises(RequestError) as caught:
+        plan(gpus=4, mem="80G", model=SMALL, **settings)
+    assert str(caught.value) == message
