@@ -94,7 +94,7 @@ class Search:
                     return Choice(
                         option=winner,
                         memory=memory,
-                        model=self.model,
+                        model=self._model(winner),
                         options=(*seen, *options),
                         warnings=tuple(warnings),
                     )
