@@ -19,6 +19,7 @@ import psutil  # type: ignore[import-untyped]  # has no types
 
 from frugal.errors import PlanMismatchError, RequestError
 from frugal.planning.plan import Plan
+from frugal.training.run import free_port
 from frugal.training.settings import Settings
 
 INTERRUPTED = 130
@@ -57,8 +58,6 @@ def check(plan: Plan, master_port: int | None) -> None:
 
 def launch(plan: Plan, plan_path: Path, asked: Settings, master_port: int | None) -> int:
     """Run the plan's ranks under DeepSpeed's launcher; the exit code of the first that failed, or 0."""
-    from frugal.training.run import free_port
-
     on_cpu = plan.cluster.devices[0].kind == "cpu"
     num_ranks = plan.batch.world_size
     chosen = ["--num_gpus", str(num_ranks)]

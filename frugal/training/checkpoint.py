@@ -86,7 +86,7 @@ def save(engine: "Engine", folder: Path, progress: Progress, *, keep: int = 2) -
     except RanksFailed as failed:
         if engine.rank == 0:
             shutil.rmtree(aside, ignore_errors=True)
-        last = newest(folder)
+        last = files.newest(folder)
         raise CheckpointError(
             f"cannot write the checkpoint {aside.with_suffix('')}",
             because=[
@@ -106,7 +106,7 @@ def load(engine: "Engine", folder: Path) -> Loaded:
         PlanMismatchError: it is of another model, world size or strategy.
     """
     folder = folder.absolute()
-    names: list[Any] = [[path.name for path in candidates(folder)]]
+    names: list[Any] = [[path.name for path in files.candidates(folder)]]
     dist.broadcast_object_list(names, src=0, group=engine.votes)
     refused: list[str] = []
     for path in (folder / name for name in names[0]):
@@ -123,21 +123,6 @@ def load(engine: "Engine", folder: Path) -> Loaded:
             f"no checkpoint in {folder} is whole", because=refused, hint="start again with another --out"
         )
     raise CheckpointError(f"there is no checkpoint in {folder}", hint="start without --resume")
-
-
-def candidates(folder: Path) -> list[Path]:
-    """The complete-looking checkpoints: first the one `latest` names, then the others from new to old."""
-    found = sorted((path for path in folder.glob("step-*") if not path.suffix), reverse=True)
-    try:
-        pointed = folder / (folder / files.POINTER).read_text().strip()
-    except (OSError, UnicodeDecodeError):
-        return found
-    return [path for path in found if path == pointed] + [path for path in found if path != pointed]
-
-
-def newest(folder: Path) -> Path | None:
-    """The checkpoint to continue from, without looking into it; None if there is none."""
-    return next(iter(candidates(folder)), None)
 
 
 class RanksFailed(Exception):  # noqa: N818  # never leaves the training room; named for what happened

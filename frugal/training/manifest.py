@@ -47,6 +47,21 @@ class Manifest:
     files: dict[str, File]
 
 
+def candidates(folder: Path) -> list[Path]:
+    """The complete-looking checkpoints: first the one `latest` names, then the others from new to old."""
+    found = sorted((path for path in folder.glob("step-*") if not path.suffix), reverse=True)
+    try:
+        pointed = folder / (folder / POINTER).read_text().strip()
+    except (OSError, UnicodeDecodeError):
+        return found
+    return [path for path in found if path == pointed] + [path for path in found if path != pointed]
+
+
+def newest(folder: Path) -> Path | None:
+    """The checkpoint to continue from, without looking into it; None if there is none."""
+    return next(iter(candidates(folder)), None)
+
+
 def checksum(path: Path) -> str:
     """SHA-256 of the file, hexadecimal."""
     with path.open("rb") as file:

@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from frugal.errors import PlanMismatchError, RequestError
+from frugal.planning.files import write_plan
 from frugal.planning.plan import Plan
-from frugal.training import failure, settings
+from frugal.training import failure, manifest, settings
 from frugal.training.settings import Settings
 from frugal.units import format_count
 
@@ -59,7 +60,9 @@ def _train(plan: Plan, asked: Settings, device: "torch.device") -> None:
     from frugal.training.schedule import factor
 
     rank = int(os.environ["RANK"])
-    _open_folder(asked)
+    newest = manifest.newest(asked.checkpoints)
+    if newest is not None and not asked.resume:
+        raise in_use(asked, newest)
     data = samples.read(plan, asked)
     if plan.batch.global_tokens is None:
         batches = GlobalBatches(data.training, global_batch=plan.batch.global_batch, seed=asked.seed)
@@ -79,6 +82,8 @@ def _train(plan: Plan, asked: Settings, device: "torch.device") -> None:
         generators.seed_all(asked.seed * 1_000_003 + rank)
         start = _start(engine, asked, data.fingerprint)
         _set_learning_rate(engine, learning_rate(start.step))
+        if rank == 0:
+            _record(plan, asked)
         planned = plan.memory.live_bytes
         with Log(asked.out, rank=rank, planned_bytes=planned, total_steps=total_steps, first_step=start.step) as log:
             log.say(_describe(plan, data, total_steps, start.step))
@@ -143,19 +148,20 @@ def free_port() -> int:
         return int(sock.getsockname()[1])
 
 
-def _open_folder(asked: Settings) -> None:
-    """Make the run's folder; refuse one with another run in it."""
-    from frugal.training import checkpoint
+def in_use(asked: Settings, newest: Path) -> RequestError:
+    """The folder has another run in it."""
+    return RequestError(
+        f"{asked.out} holds a run already",
+        because=f"its newest checkpoint is {newest.name}",
+        hint="continue it with --resume, or choose another folder with --out",
+    )
 
-    newest = checkpoint.newest(asked.checkpoints)
-    if newest is not None and not asked.resume:
-        raise RequestError(
-            f"{asked.out} holds a run already",
-            because=f"its newest checkpoint is {newest.name}",
-            hint="continue it with --resume, or choose another folder with --out",
-        )
+
+def _record(plan: Plan, asked: Settings) -> None:
+    """What the run is, in its folder: the plan, its print-out for DeepSpeed, and what was asked for."""
+    write_plan(plan, asked.out)
     try:
-        asked.out.mkdir(parents=True, exist_ok=True)
+        manifest.write(asked.out / settings.RECORD, asked.record())
     except OSError as error:
         raise RequestError(
             f"cannot write to {asked.out}", because=str(error.strerror), hint="choose another folder with --out"
@@ -227,6 +233,7 @@ def command(plan_path: Path, _local_rank: int | None, **flags: Any) -> None:
 
 def main() -> None:
     """The rank's whole life."""
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # no warnings about ranks that are gone
     try:
         with command.make_context("frugal.training.run", list(sys.argv[1:])) as context:
             command.invoke(context)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import click
+import msgspec
 
 from frugal.errors import RequestError
 from frugal.training.schedule import Schedule
@@ -89,6 +90,11 @@ class Settings:
         """The folder of the run's checkpoints."""
         return self.out / "checkpoints"
 
+    def record(self) -> bytes:
+        """The text of `train.json`: what a resumed run need not be told again."""
+        values = {name: getattr(self, name) for name in NAMES if name != "resume"} | {"out": str(self.out)}
+        return msgspec.json.format(msgspec.json.encode(values), indent=2) + b"\n"
+
     def arguments(self) -> list[str]:
         """The flags that say the same: what the launcher hands to the ranks."""
         arguments: list[str] = []
@@ -109,6 +115,25 @@ _LEAST = {
     "validation_samples": 1, "limit": 1,
 }  # fmt: skip
 NAMES = tuple(field.name for field in fields(Settings))
+
+
+RECORD = "train.json"
+
+
+def earlier(folder: Path) -> dict[str, Any]:
+    """What the run in `folder` was asked for, without what says nothing; empty where there is no record.
+
+    Raises:
+        RequestError: the record cannot be read.
+    """
+    path = folder / RECORD
+    try:
+        record = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+    except FileNotFoundError:
+        return {}
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise RequestError(f"cannot read what the run in {folder} was asked for", because=f"{path}: {error}") from None
+    return {name: value for name, value in record.items() if value not in (None, [])}
 
 
 def _flag(name: str) -> str:

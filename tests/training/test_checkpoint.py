@@ -2,6 +2,7 @@
 
 import errno
 import gc
+import hashlib
 import json
 import os
 import random
@@ -60,7 +61,7 @@ def steps(engine: Engine, first: int, last: int) -> list[tuple[float, float]]:
 def weights(engine: Engine) -> str:
     """A fingerprint of all weights and optimizer states of this rank."""
     optimizer = engine.deepspeed.optimizer
-    return str(checkpoint.hashlib.sha256(repr(_numbers(optimizer.state_dict())).encode()).hexdigest())
+    return str(hashlib.sha256(repr(_numbers(optimizer.state_dict())).encode()).hexdigest())
 
 
 def _numbers(value: Any) -> Any:
