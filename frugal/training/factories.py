@@ -49,10 +49,11 @@ def _import_file(path: Path) -> Any:
     path = path.expanduser().resolve()
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {path}")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    name = f"frugal_factory_{path.stem}"  # so that a `random.py` stands in nobody's way
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None, path
     module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module  # dataclasses and pickle look it up there
+    sys.modules[name] = module  # dataclasses and pickle look it up there
     with _importable(path.parent):
         spec.loader.exec_module(module)
     return module

@@ -6,30 +6,40 @@ import socket
 from urllib.parse import urlsplit
 
 
-@functools.cache
 def reachable() -> bool:
-    """Whether the hub's host can be found: not switched off, and its name resolves or a proxy does that for us."""
+    """Whether the hub can be asked."""
+    return unreachable_because() is None
+
+
+@functools.cache
+def unreachable_because() -> str | None:
+    """Why the hub cannot be asked: it is switched off, or its host has no address here and no proxy might know it."""
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:
-        return False
+        return "HF_HUB_OFFLINE is set"
     if any(os.environ.get(name) for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")):
-        return True
+        return None
     try:
         socket.getaddrinfo(urlsplit(constants.ENDPOINT).hostname, 443)
     except OSError:
-        return False
-    return True
+        return "the network does not reach it"
+    return None
+
+
+def use_cache_only() -> None:
+    """Make `datasets`, which cannot be told so in a call, look into its local cache only; for the whole process."""
+    import datasets
+    from huggingface_hub import constants
+
+    constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
 
 
 def why_not(error: Exception) -> str:
     """One line about a failed look-up."""
-    if reachable():
-        return f"the hub answers: {first_line(error)}"
-    from huggingface_hub import constants
-
-    cause = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "the network does not reach it"
-    return f"the hub cannot be asked ({cause}), and its local cache does not have it"
+    if (reason := unreachable_because()) is not None:
+        return f"the hub cannot be asked ({reason}), and its local cache does not have it"
+    return f"the hub answers: {first_line(error)}"
 
 
 def first_line(error: BaseException) -> str:

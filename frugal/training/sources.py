@@ -173,6 +173,8 @@ def _saved(source: str, path: Path) -> Source:
 def _hub_dataset(source: str) -> Source:
     import datasets
 
+    if not hub.reachable():
+        hub.use_cache_only()
     name, _, configuration = source.partition(":")
     try:
         loaded = datasets.load_dataset(name, configuration or None, split="train")

@@ -28,7 +28,7 @@ def message(reference: str, task: str | None = None) -> str:
 @pytest.fixture(autouse=True)
 def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """No network, and a working folder of its own."""
-    monkeypatch.setattr(hub, "reachable", lambda: False)
+    monkeypatch.setattr(hub, "unreachable_because", lambda: "HF_HUB_OFFLINE is set")
     monkeypatch.chdir(tmp_path)
 
 
@@ -431,12 +431,12 @@ def test_an_unreachable_hub_costs_no_time(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr("socket.getaddrinfo", no_address)
     for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy"):
         monkeypatch.delenv(name, raising=False)
-    hub.reachable.cache_clear()
+    hub.unreachable_because.cache_clear()
     try:
         assert "the network does not reach it" in message("gtp2")
         assert len(asked) == 1
     finally:
-        hub.reachable.cache_clear()
+        hub.unreachable_because.cache_clear()
 
 
 def test_every_task_has_its_class_in_transformers() -> None:
