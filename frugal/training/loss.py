@@ -297,7 +297,8 @@ class SummedLoss:
     def collate(self, samples: Sequence[Sample]) -> Batch:
         """What `collate` makes of them, and `real`: 1, or 0 for the dummy, shape `()`."""
         real = not isinstance(samples[0], _Dummy)
-        return {**self._collate([dict(sample) for sample in samples]), "real": torch.tensor(float(real))}
+        plain = [{name: value for name, value in sample.items() if name != "draw"} for sample in samples]
+        return {**self._collate(plain), "real": torch.tensor(float(real))}
 
     def dummy(self) -> Sample:
         """The example, marked."""

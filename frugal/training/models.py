@@ -35,6 +35,7 @@ _AUTO = {
     ),
 }
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model.bin.index.json")
+_CLASSES = ("id2label", "label2id", "num_labels")
 _SPECIAL_IDS = (
     "pad_token_id", "bos_token_id", "eos_token_id", "sep_token_id", "cls_token_id", "mask_token_id",
     "decoder_start_token_id", "forced_bos_token_id", "forced_eos_token_id", "suppress_tokens", "begin_suppress_tokens",
@@ -73,7 +74,7 @@ class ModelSpec:
     def fingerprint(self) -> str:
         """SHA-256 of everything that memory and training depend on: the architecture and the task.
 
-        Neither the weights nor the ids of special tokens are part of it.
+        Neither the weights nor the ids of special tokens nor the number of classes are part of it.
         """
         if self.factory is None:
             config = {name: value for name, value in self.config.to_dict().items() if name not in _NOT_ARCHITECTURE}
@@ -118,8 +119,11 @@ class ModelSpec:
                 ) from None
             return module.to(device).train()
 
-    def objective(self, tokenizer: Any = None) -> Objective:
-        """What is trained; pads and masks with the tokenizer's special tokens, or with the configuration's."""
+    def objective(self, tokenizer: Any = None, *, seed: int = 0) -> Objective:
+        """What is trained; pads and masks with the tokenizer's special tokens, or with the configuration's.
+
+        `seed` is for objectives that draw something: which tokens are masked.
+        """
         if self.own_objective is not None:
             return self.own_objective
 
@@ -140,6 +144,7 @@ class ModelSpec:
                     mask_id=special("mask_token_id", vocabulary - 1),
                     vocab_size=vocabulary if tokenizer is None else len(tokenizer),
                     special_ids=() if tokenizer is None else tuple(tokenizer.all_special_ids),
+                    seed=seed,
                 )
             case "seq2seq":
                 return Seq2Seq(pad_id, start_id=special("decoder_start_token_id", special("bos_token_id", pad_id)))
@@ -172,8 +177,24 @@ class ModelSpec:
             config.decoder_start_token_id = tokenizer.pad_token_id
         return replace(self, config=config, max_positions=_max_positions(config))
 
+    def for_labels(self, num_labels: int) -> "ModelSpec":
+        """The same model with at least `num_labels` classes; of use for sequence classification only."""
+        if self.task != "sequence-classification" or self.factory is not None or self.config.num_labels >= num_labels:
+            return self
+        config = type(self.config).from_dict(self.config.to_dict())
+        config.num_labels = num_labels
+        return replace(self, config=config)
 
-_NOT_ARCHITECTURE = {"transformers_version", "_name_or_path", "architectures", "dtype", "torch_dtype", *_SPECIAL_IDS}
+
+_NOT_ARCHITECTURE = {
+    "transformers_version",
+    "_name_or_path",
+    "architectures",
+    "dtype",
+    "torch_dtype",
+    *_SPECIAL_IDS,
+    *_CLASSES,
+}
 
 
 def resolve(

@@ -87,6 +87,7 @@ def encode(tokenizer: Any, texts: Sequence[str], *, as_target: bool = False) -> 
 def fingerprint(tokenizer: Any) -> str:
     """SHA-256 of what the tokenizer makes of texts."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    text = backend.to_str() if backend is not None else json.dumps(sorted(tokenizer.get_vocab().items()))
+    rules = {"vocabulary": sorted(tokenizer.get_vocab().items())} if backend is None else json.loads(backend.to_str())
+    text = json.dumps({name: rule for name, rule in rules.items() if name not in ("padding", "truncation")})  # per call
     special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
     return hashlib.sha256(f"{type(tokenizer).__name__}\n{text}\n{sorted(special.items())}".encode()).hexdigest()

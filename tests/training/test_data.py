@@ -22,7 +22,7 @@ from frugal.training.batches import GlobalBatches
 from frugal.training.data import Corpus
 from frugal.training.loss import IGNORED, CausalLM, Seq2Seq, SequenceClassification
 from frugal.training.sources import Columns
-from frugal.training.tokenizing import byte_tokenizer, encode, load_tokenizer
+from frugal.training.tokenizing import byte_tokenizer, encode, fingerprint, load_tokenizer
 
 Load = Callable[..., Corpus]
 PAD, EOS, BOS, MASK = 0, 1, 2, 3
@@ -513,6 +513,14 @@ def test_the_byte_tokenizer_survives_being_saved(tmp_path: Path) -> None:
         BOS,
         MASK,
     ]
+
+
+def test_using_a_tokenizer_does_not_change_its_fingerprint(tmp_path: Path) -> None:
+    byte_tokenizer().save_pretrained(tmp_path / "tokenizer")
+    loaded = load_tokenizer(str(tmp_path / "tokenizer"))
+    before = fingerprint(loaded)
+    loaded(["text", "longer text"], padding=True, truncation=True, max_length=6)
+    assert fingerprint(loaded) == before
 
 
 def test_a_missing_tokenizer(load: Load) -> None:

@@ -194,6 +194,14 @@ def test_a_model_has_as_many_classes_as_asked(tmp_path: Path) -> None:
     assert model.classifier.out_features == 5
 
 
+def test_a_model_grows_to_the_classes_of_the_data(tmp_path: Path) -> None:
+    (tmp_path / "small.json").write_text(json.dumps({"model_type": "bert", **TINY["bert"]}))
+    spec = resolve("small.json", "sequence-classification")
+    assert spec.for_labels(7).build(dtype=torch.float32).classifier.out_features == 7
+    assert spec.for_labels(2) is spec
+    assert spec.for_labels(7).fingerprint() == spec.fingerprint()
+
+
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_a_decoder_that_classifies_has_a_padding_token(family: str, tmp_path: Path) -> None:
     config = {name: value for name, value in TINY[family].items() if name != "pad_token_id"}

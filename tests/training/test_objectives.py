@@ -1,5 +1,6 @@
 """A loss summed over any cut of a batch is transformers' own mean loss, and a dummy adds exactly nothing."""
 
+import gc
 import random
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from frugal.training import padding_masks
+from frugal.training.engine import initialize
 from frugal.training.loss import (
     IGNORED,
     CausalLM,
@@ -21,6 +23,8 @@ from frugal.training.loss import (
     SummedLoss,
 )
 from frugal.training.tokenizing import byte_tokenizer
+from tests.plans import plan_by_hand
+from tests.ranks import Ranks
 from tests.training.models import VOCABULARY, ragged_samples, tiny
 
 CASES = [
@@ -159,6 +163,54 @@ def test_a_batch_without_padding_takes_the_same_memory_as_a_padded_one(task: str
         return saved
 
     assert saved_bytes([32, 32]) == saved_bytes([32, 9])
+
+
+# On real ranks.
+
+STEPS, GLOBAL_BATCH = 3, 3
+
+
+def losses_on_ranks(task: str, family: str, zero_stage: int) -> list[float]:
+    """Three SGD steps of three samples on two ranks, one at a time: the last cell is a dummy. Runs on ranks."""
+    padding_masks.always_use()
+    plan = plan_by_hand(
+        world_size=2, global_batch=GLOBAL_BATCH, micro_batch=1, zero_stage=zero_stage,
+        request={"optimizer": "sgd", "learning_rate": 0.1, "weight_decay": 0.0, "gradient_clipping": 0.0},
+    )  # fmt: skip
+    engine = initialize(tiny(task, family), plan, objective_for(task, family))
+    samples = samples_for(task, STEPS * GLOBAL_BATCH)
+    losses = [engine.train_step(samples[i : i + GLOBAL_BATCH]).loss for i in range(0, len(samples), GLOBAL_BATCH)]
+    engine.destroy()
+    gc.collect()
+    return losses
+
+
+def losses_of_plain_pytorch(task: str, family: str) -> list[float]:
+    """The same steps, each sample by itself, in fp64."""
+    model, objective = tiny(task, family).double(), objective_for(task, family)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    samples, losses = samples_for(task, STEPS * GLOBAL_BATCH), []
+    for start in range(0, len(samples), GLOBAL_BATCH):
+        batches = [objective.collate([sample]) for sample in samples[start : start + GLOBAL_BATCH]]
+        loss = sum(objective.loss_sum(model, batch) for batch in batches) / sum(map(objective.count, batches))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("zero_stage", [2, 3])
+@pytest.mark.parametrize(
+    ("task", "family"),
+    [("masked-lm", "bert"), ("seq2seq", "t5"), ("seq2seq", "marian"), ("sequence-classification", "bert")],
+)
+def test_training_on_ranks_with_an_empty_cell_is_that_of_plain_pytorch(
+    task: str, family: str, zero_stage: int, two_ranks: Ranks
+) -> None:
+    expected = losses_of_plain_pytorch(task, family)
+    for losses in two_ranks.run(losses_on_ranks, task, family, zero_stage):
+        assert losses == pytest.approx(expected, rel=2e-6)
 
 
 # Masked language models.
