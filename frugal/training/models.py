@@ -170,7 +170,9 @@ class ModelSpec:
         if self.config is None or self.factory is not None:
             return self
         config = type(self.config).from_dict(self.config.to_dict())
-        for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
+        # Knowing the padding, a causal model would look for it in every batch, a wait for the device, only to warn.
+        padding = () if self.task == "causal-lm" else ("pad_token_id",)
+        for name in (*padding, "bos_token_id", "eos_token_id"):
             if (token_id := getattr(tokenizer, name, None)) is not None:
                 setattr(config, name, token_id)
         if config.is_encoder_decoder and tokenizer.pad_token_id is not None and self.weights is None:
