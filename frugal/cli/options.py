@@ -8,7 +8,7 @@ import click
 
 from frugal.cli import config
 from frugal.planning import request as asked
-from frugal.planning.cards import CARDS, DeviceKind
+from frugal.planning.cards import CARDS, DeviceKind, recognise
 from frugal.planning.cluster import Cluster
 from frugal.planning.request import Request
 from frugal.planning.settings import NAMES, understand
@@ -87,18 +87,25 @@ def collect(values: Mapping[str, Any], file: config.Config | None = None) -> tup
         file = config.read(values.get("config"))
     flags = {name: value for name, value in values.items() if name in NAMES and value is not None}
     settings = file.plan | flags
-    if settings.get("device", "cuda") == "cuda" and "gpu" not in settings and not {"gpus", "mem"} <= settings.keys():
-        settings = found_here() | settings
+    described = "gpu" in settings or {"gpus", "mem"} <= settings.keys() or "," in str(settings.get("mem", ""))
+    if settings.get("device", "cuda") == "cuda" and not described:
+        settings = found_here(settings.get("gpus")) | settings
     return understand(settings)
 
 
-def found_here() -> dict[str, Any]:
-    """The settings that describe this machine's GPUs; nothing where torch sees none."""
+def found_here(num_gpus: int | None) -> dict[str, Any]:
+    """The settings that describe `num_gpus` of this machine's GPUs (None: all); nothing where torch sees none."""
     import torch  # takes a second: only where flags leave the question open
 
-    if not torch.cuda.is_available():
+    found = torch.cuda.device_count()
+    if not found:
         return {}
-    memory = [torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count())]
     import psutil  # type: ignore[import-untyped]  # its stubs are a package of their own
 
-    return {"gpus": len(memory), "mem": memory, "host_mem": psutil.virtual_memory().total}
+    cards = [torch.cuda.get_device_properties(i) for i in range(found)][:num_gpus]
+    if num_gpus is not None and num_gpus > found:
+        cards = [min(cards, key=lambda card: card.total_memory)] * num_gpus  # a plan for a larger machine of this kind
+    settings: dict[str, Any] = {"gpus": len(cards), "mem": [card.total_memory for card in cards]}
+    if card := recognise(cards[0].name, cards[0].total_memory):
+        settings["gpu"] = card
+    return settings | {"host_mem": psutil.virtual_memory().total}

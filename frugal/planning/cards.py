@@ -105,6 +105,15 @@ def find(name: str) -> Card:
     return CARDS[name]
 
 
+def recognise(driver_name: str, memory_bytes: int) -> str | None:
+    """The card that the driver calls `driver_name`, such as `NVIDIA A100-SXM4-80GB`, if it is a known one."""
+    words = driver_name.lower().replace(" ", "")
+    for name, card in CARDS.items():
+        if name.split("-")[0] in words and abs(card.memory_bytes / memory_bytes - 1) < 0.05:
+            return name
+    return None
+
+
 def cpu_rank(memory_bytes: int) -> Device:
     """A CPU rank. Its memory is a budget for tensors, so nothing is taken before the first one."""
     return Device(

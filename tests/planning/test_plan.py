@@ -1,0 +1,128 @@
+"""`plan.json` is the whole plan, and cannot be changed unnoticed."""
+
+import errno
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from frugal.errors import PlanMismatchError, RequestError
+from frugal.planner import make_plan
+from frugal.planning.files import write_plan
+from frugal.planning.plan import Plan
+from frugal.planning.settings import understand
+from tests.planning.synthetic import rehearsing
+
+
+def made(**settings: Any) -> Plan:
+    return make_plan(*understand({"gpus": 4, "mem": "24G"} | settings), rehearse=rehearsing())
+
+
+@pytest.mark.parametrize("settings", [{}, {"global_batch": 500}, {"mem": "4G"}, {"mem": "24G,24G,24G,40G"}])
+def test_what_is_written_is_read_back_equal(settings: dict[str, Any], tmp_path: Path) -> None:
+    plan = made(**settings)
+    path, ds_config = write_plan(plan, tmp_path / "deep" / "er")
+    assert Plan.read(path) == plan
+    assert json.loads(ds_config.read_text())["train_batch_size"] == plan.batch.capacity
+    assert sorted(file.name for file in path.parent.iterdir()) == ["ds_config.json", "plan.json"]
+
+
+def test_the_same_request_gives_the_same_digest() -> None:
+    assert made().digest == made().digest
+    assert made().digest != made(global_batch=256).digest
+
+
+def test_the_documented_keys_are_there() -> None:
+    content = json.loads(made().to_json())
+    assert content.keys() >= {
+        "schema", "digest", "frugal_version", "request", "cluster", "strategy", "batch", "memory", "time", "why",
+        "rejected",
+    }  # fmt: skip
+    assert content["strategy"].keys() >= {
+        "zero_stage", "activation_checkpointing", "loss", "offload_optimizer", "offload_parameters",
+        "gradient_accumulation_dtype",
+    }  # fmt: skip
+    assert content["batch"].keys() >= {"global_batch", "world_size", "micro_batch", "accumulation_steps", "cells"}
+    assert content["memory"].keys() >= {"total_bytes", "usable_bytes", "host_bytes_per_node"}
+
+
+def changed(plan: Plan, *path: str | int, value: Any) -> bytes:
+    """`plan.json` with one value changed by hand."""
+    content = place = json.loads(plan.to_json())
+    for key in path[:-1]:
+        place = place[key]
+    place[path[-1]] = value
+    return json.dumps(content).encode()
+
+
+def test_a_changed_plan_is_noticed() -> None:
+    with pytest.raises(PlanMismatchError) as caught:
+        Plan.from_json(changed(made(), "request", "learning_rate", value=1.0), source="run/plan.json")
+    assert caught.value.exit_code == 4
+    assert str(caught.value) == (
+        "run/plan.json was changed after it was made\n  because its digest does not match its content\n\n"
+        "hint: make a new one with `frugal plan -o DIR`"
+    )
+
+
+def test_a_plan_of_another_schema_is_refused() -> None:
+    with pytest.raises(PlanMismatchError, match="has schema 99, this frugal reads schema 1"):
+        Plan.from_json(changed(made(), "schema", value=99))
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        (("batch", "cells", 0, 0), 9, "contradicts itself\n  because the cells do not add up to the global batch"),
+        (("memory", "total_bytes"), 1, "contradicts itself\n  because the parts are not the whole"),
+        (
+            ("batch", "world_size"),
+            "four",
+            "is not a plan\n  because Expected `int`, got `str` - at `$.batch.world_size`",
+        ),
+    ],
+)
+def test_a_plan_whose_numbers_disagree_cannot_exist(path: tuple[str | int, ...], value: Any, message: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        Plan.from_json(changed(made(), *path, value=value))
+    assert str(caught.value).startswith(f"plan.json {message}")
+
+
+@pytest.mark.parametrize("text", [b"", b"{", b"[]", b"null", b"\xff\xfe", b'"plan"', b"[" * 100_000])
+def test_what_is_not_a_plan_is_refused_in_words(text: bytes) -> None:
+    with pytest.raises(RequestError, match=r"plan\.json is not a plan"):
+        Plan.from_json(text)
+
+
+def test_a_missing_plan_is_refused_in_words(tmp_path: Path) -> None:
+    with pytest.raises(RequestError) as caught:
+        Plan.read(tmp_path / "plan.json")
+    assert str(caught.value) == (
+        f"cannot read the plan {tmp_path}/plan.json\n  because No such file or directory\n\n"
+        "hint: make one with `frugal plan -o DIR`"
+    )
+
+
+def test_a_full_disk_leaves_the_old_plan_and_no_rubbish(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    old, new = made(), made(global_batch=64)
+    path, _ = write_plan(old, tmp_path)
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(RequestError) as caught:
+        write_plan(new, tmp_path)
+    assert str(caught.value) == (
+        f"cannot write {tmp_path}/plan.json\n  because no space left on device\n\nhint: choose another folder with -o"
+    )
+    assert Plan.read(path) == old
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_folder_that_cannot_be_made_is_refused_in_words(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(RequestError, match=r"cannot write .*file/run\n  because not a directory"):
+        write_plan(made(), tmp_path / "file" / "run")

@@ -1,0 +1,150 @@
+"""Settings become a request and a cluster, or an error that says what is wrong with them."""
+
+import pytest
+
+from frugal.errors import RequestError
+from frugal.planning import cards
+from frugal.planning.settings import understand
+from frugal.units import GIB
+
+
+def test_gpus_are_those_of_one_node() -> None:
+    _, cluster, _ = understand({"gpus": 4, "mem": "12G", "nodes": 2})
+    assert cluster.world_size == 8
+    assert len(cluster.nodes) == 2
+
+
+def test_memory_may_differ_from_gpu_to_gpu() -> None:
+    _, cluster, _ = understand({"mem": "12G,24G"})
+    assert [device.memory_bytes for device in cluster.devices] == [12 * GIB, 24 * GIB]
+
+
+def test_memory_may_be_bytes_or_text() -> None:
+    assert understand({"gpus": 1, "mem": 12 * GIB})[1] == understand({"gpus": 1, "mem": "12G"})[1]
+    assert understand({"mem": [12 * GIB, "24G"]})[1] == understand({"mem": "12G,24G"})[1]
+
+
+def test_context_and_margin_come_off_a_gpu_and_not_off_a_cpu_rank() -> None:
+    (gpu,) = understand({"gpus": 1, "mem": "12G"})[1].devices
+    (rank,) = understand({"gpus": 1, "mem": "12G", "device": "cpu"})[1].devices
+    assert gpu.usable_bytes == 12 * GIB - cards.CUDA_CONTEXT_BYTES - int(12 * GIB * cards.MARGIN)
+    assert rank.usable_bytes == 12 * GIB
+
+
+def test_several_gpus_also_hold_nccl_buffers() -> None:
+    one, four = (understand({"gpus": gpus, "mem": "12G"})[1].devices[0] for gpus in (1, 4))
+    assert four.context_bytes - one.context_bytes == cards.NCCL_BYTES
+
+
+def test_a_known_card_brings_its_memory_and_speed() -> None:
+    _, cluster, _ = understand({"gpus": 8, "gpu": "a100-80g"})
+    device = cluster.devices[0]
+    assert device.matrix_flops == pytest.approx(312e12 * cards.EFFICIENCY)
+    assert 79 * GIB < device.memory_bytes < 80 * GIB
+    assert cluster.intra_bandwidth == 240e9
+
+
+@pytest.mark.parametrize(
+    ("driver_name", "gib", "card"),
+    [
+        ("NVIDIA A100-SXM4-80GB", 79.15, "a100-80g"),
+        ("NVIDIA A100-SXM4-40GB", 39.4, "a100-40g"),
+        ("NVIDIA GeForce RTX 3060", 11.76, "rtx3060-12g"),
+        ("NVIDIA L4", 22.0, "l4-24g"),
+        ("NVIDIA H200", 139.8, "h200-141g"),
+        ("NVIDIA GeForce GTX 1080", 8.0, None),
+    ],
+)
+def test_cards_are_recognised_by_the_drivers_name(driver_name: str, gib: float, card: str | None) -> None:
+    assert cards.recognise(driver_name, int(gib * GIB)) == card
+
+
+def test_defaults_are_the_fields_nobody_set() -> None:
+    _, _, defaults = understand({"gpus": 1, "mem": "12G", "model": "gpt2", "seq_len": 512})
+    assert "model" not in defaults and "seq_len" not in defaults
+    assert {"global_batch", "precision", "optimizer", "learning_rate"} <= set(defaults)
+    assert "micro_batch" not in defaults, "nothing to tell: frugal decides it"
+
+
+def test_a_token_target_leaves_no_default_batch() -> None:
+    assert "global_batch" not in understand({"gpus": 1, "mem": "12G", "global_tokens": 4096})[2]
+
+
+BAD = {
+    "an unknown name": ({"gpuss": 4}, "unknown setting `gpuss`\n\nhint: did you mean `gpus`?"),
+    "a name like no other": ({"xyz": 4}, "unknown setting `xyz`\n\nhint: see `frugal plan --help`"),
+    "a number as text": ({"gpus": "4"}, "`gpus` is '4'\n  because it must be a whole number"),
+    "true as a number": ({"gpus": True}, "`gpus` is True\n  because it must be a whole number"),
+    "no such choice": ({"precision": "fp8"}, "`precision` is 'fp8'\n  because it must be one of bf16, fp16, fp32"),
+    "no GPUs": ({"gpus": 0, "mem": "12G"}, "--gpus is 0\n  because it must be at least 1"),
+    "no memory": (
+        {"gpus": 4},
+        "the memory of a GPU is not known\n  because --mem was not given, and no GPU was found here\n\n"
+        "hint: frugal plan --gpus 4 --mem 12G",
+    ),
+    "no number of GPUs": (
+        {"mem": "12G"},
+        "the number of GPUs is not known\n  because --gpus was not given, and no GPU was found here\n\n"
+        "hint: frugal plan --gpus 4 --mem 12G",
+    ),
+    "amounts of another number": (
+        {"gpus": 3, "mem": "12G,24G"},
+        "--gpus 3 does not go with 2 amounts of memory\n"
+        "  because --mem names one amount for all GPUs of a node, or one for each",
+    ),
+    "memory without unit": (
+        {"gpus": 4, "mem": "12"},
+        "`12` has no unit\n  because 12 bytes is hardly what was meant\n\n"
+        "hint: 12G is 12 GiB (12 x 2^30 bytes), 12GB is 12 x 10^9 bytes",
+    ),
+    "memory below the context": (
+        {"gpus": 4, "mem": "700M"},
+        "700.0 MiB is less than a cuda device needs before the first tensor\n"
+        "  because context takes 768.0 MiB, margin 35.0 MiB",
+    ),
+    "an unknown card": (
+        {"gpus": 1, "gpu": "a100-80"},
+        "--gpu a100-80 is no known card\n  because known are rtx3060-12g, rtx3090-24g, rtx4090-24g, l4-24g, "
+        "l40s-48g, a100-40g, a100-80g, h100-80g, h200-141g\n\n"
+        "hint: use --gpu a100-80g, or give its memory: --mem 24G",
+    ),
+    "a negative batch": (
+        {"gpus": 1, "mem": "12G", "global_batch": -4},
+        "--global-batch is -4\n  because it must be at least 1\n\n"
+        "hint: leave --global-batch out to let frugal decide",
+    ),
+    "a token target below one sample": (
+        {"gpus": 1, "mem": "12G", "global_tokens": 100},
+        "--global-tokens 100 is less than one sample\n  because a sample has up to 1024 tokens\n\n"
+        "hint: ask for at least 1024 tokens, or shorten --seq-len",
+    ),
+    "bf16 without ZeRO": (
+        {"gpus": 1, "mem": "12G", "zero_stage": 0},
+        "--precision bf16 with --zero-stage 0 is not trained right by DeepSpeed\n"
+        "  because stage 0 starts Adam at its second step\n\n"
+        "hint: use --zero-stage 2, also on one GPU, or --precision fp32",
+    ),
+    "offload against the stage": (
+        {"gpus": 1, "mem": "12G", "zero_stage": 2, "offload": "all"},
+        "--offload all is impossible with --zero-stage 2\n  because it needs ZeRO stage 3\n\n"
+        "hint: leave --zero-stage out to let frugal decide",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_what_is_wrong_is_said(case: str) -> None:
+    settings, message = BAD[case]
+    with pytest.raises(RequestError) as caught:
+        understand(settings)
+    assert str(caught.value) == message
+    assert caught.value.exit_code == 2
+
+
+def test_every_setting_has_a_flag_and_no_flag_is_without_a_setting() -> None:
+    from frugal.cli.plan import command
+    from frugal.planning.settings import NAMES
+
+    flags = {parameter.name for parameter in command.params}
+    assert flags - set(NAMES) == {"config", "as_json", "output"}
+    assert set(NAMES) <= flags

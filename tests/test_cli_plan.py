@@ -1,0 +1,295 @@
+"""`frugal plan`: whole messages, exit codes, and one real run."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import frugal
+from frugal.cli import run
+from frugal.planning.plan import Plan
+from tests.planning.synthetic import rehearsing
+
+SMALL = {"parameters": 124_000_000, "flops_per_token": 8e8, "num_operators": 2500}
+CARDS = ["--gpus", "4", "--mem", "12G"]
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder to run in, and formulas in place of rehearsals."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("frugal.dryrun.client.Rehearsals", rehearsing(**SMALL))
+    return tmp_path
+
+
+def frugal_plan(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    """Exit code, stdout, stderr."""
+    code = run(["plan", *arguments])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_it_prints_the_whole_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = frugal_plan(capsys, *CARDS)
+    assert (code, err) == (0, "")
+    assert (
+        out
+        == """\
+512 samples = 4 GPUs x micro-batch 8 x 16 accumulation steps
+
+model      gpt2, causal-lm, 124.00M parameters, samples of 1024 tokens
+cluster    4 x generic card with 12.00 GiB
+strategy   ZeRO-2, activation checkpointing off
+numbers    bf16, gradients summed in fp32
+optimizer  adamw, learning rate 0.0003, gradient norm at most 1
+step       3.1 s estimated: compute 2.6 s, communication 520 ms, optimizer 2 ms
+
+memory of each GPU at its peak, in backward (mm)
+  parameters       236.5 MiB
+  gradients        118.3 MiB
+  optimizer        354.8 MiB
+  activations       7.63 GiB
+  communication     38.1 MiB
+  context          768.0 MiB
+  total             9.11 GiB
+  headroom          2.29 GiB
+  margin           614.4 MiB
+  device           12.00 GiB
+
+why
+  activation checkpointing is off: it is not needed, and a step would take 433 ms longer
+  ZeRO-2: the lowest stage that sums bf16 gradients in fp32
+  memory binds: micro-batch 11 would be 584.3 MiB short; 10 would fit, and 8 cuts 512 samples into equal cells \
+at the same speed
+
+not taken
+  ZeRO-3, activation checkpointing off, micro-batch 10: slower, 3.3 s
+  ZeRO-3, activation checkpointing full: cannot be faster, at best 3.5 s
+  ZeRO-2, activation checkpointing full, micro-batch 64: slower, 3.6 s
+
+defaults
+  model gpt2, global batch 512, seq len 1024, activation checkpointing auto, offload auto, precision bf16, \
+optimizer adamw, learning rate 0.0003, weight decay 0.01, gradient clipping 1
+
+assumed
+  context 768.0 MiB (driver, kernels, libraries, NCCL) and margin 614.4 MiB (fragmentation); not measured on your card
+  generic card: 40 TFLOP/s reached, 700 GB/s of memory, 12 GB/s between GPUs; only the seconds depend on it
+"""
+    )
+
+
+def first_lines(out: str) -> list[str]:
+    return out.split("\n\n")[0].splitlines()
+
+
+def test_an_uneven_batch_says_how_its_cells_lie(capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = frugal_plan(capsys, *CARDS, "--global-batch", "500", "--max-samples-per-gpu", "8")
+    assert first_lines(out) == [
+        "500 samples = 4 GPUs x 16 micro-steps of 7 or 8 samples",
+        "ds_config.json says train_batch_size 512, what the cells could hold: DeepSpeed's JSON knows no uneven cells; "
+        "plan.json has them, and frugal trains exactly 500 samples",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["--global-batch", "4"], "4 samples = 4 GPUs x micro-batch 1 x 1 accumulation step"),
+        (["--global-batch", "1"], "1 sample = 4 GPUs x 1 micro-step of 0 or 1 sample"),
+        (["--global-tokens", "100000", "--max-samples-per-gpu", "5"],
+         "97 samples (100000 tokens) = 4 GPUs x 5 micro-steps of 4 or 5 samples"),
+        (["--mem", "8G,8G,12G,12G", "--global-batch", "100"],
+         "100 samples = 4 GPUs x 4 micro-steps of 4 or 5 samples on 2 ranks, 7 or 8 samples on 2 ranks"),
+        (["--nodes", "2", "--device", "cpu"], "512 samples = 8 ranks x micro-batch 8 x 8 accumulation steps"),
+    ],
+)  # fmt: skip
+def test_the_arithmetic_is_one_line(capsys: pytest.CaptureFixture[str], arguments: list[str], line: str) -> None:
+    _, out, _ = frugal_plan(capsys, *CARDS, *arguments)
+    assert first_lines(out)[0] == line
+
+
+def test_json_is_exactly_the_file(capsys: pytest.CaptureFixture[str], here: Path) -> None:
+    _, out, _ = frugal_plan(capsys, *CARDS, "--json", "-o", "run")
+    assert out == (here / "run" / "plan.json").read_text()
+    assert Plan.from_json(out.encode()).request.model == "gpt2"
+
+
+def test_it_says_where_it_wrote(capsys: pytest.CaptureFixture[str], here: Path) -> None:
+    _, out, _ = frugal_plan(capsys, *CARDS, "-o", "run")
+    assert out.endswith("\n\nwrote run/plan.json and run/ds_config.json\n")
+    assert json.loads((here / "run" / "ds_config.json").read_text())["train_batch_size"] == 512
+
+
+def test_flags_win_over_the_file_and_the_file_over_defaults(capsys: pytest.CaptureFixture[str], here: Path) -> None:
+    (here / "frugal.toml").write_text('gpus = 2\nmem = "12G"\nglobal-batch = 64\nseq_len = 512\n\n[train]\nsteps = 9\n')
+    _, out, _ = frugal_plan(capsys, "--global-batch", "96", "--json")
+    plan = Plan.from_json(out.encode())
+    assert (plan.cluster.world_size, plan.batch.global_batch, plan.request.seq_len) == (2, 96, 512)
+    assert "global_batch" not in plan.defaults
+    assert "seq_len" not in plan.defaults
+    assert "model" in plan.defaults
+
+
+def test_a_settings_file_may_be_named(capsys: pytest.CaptureFixture[str], here: Path) -> None:
+    (here / "other.toml").write_text('gpus = 3\nmem = "12G"\n')
+    _, out, _ = frugal_plan(capsys, "--config", "other.toml", "--json")
+    assert Plan.from_json(out.encode()).cluster.world_size == 3
+
+
+def test_a_default_length_gives_way_to_what_the_model_can_read(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("frugal.dryrun.client.Rehearsals", rehearsing(**SMALL, max_positions=512))
+    _, out, _ = frugal_plan(capsys, *CARDS)
+    assert "note\n  samples have 512 tokens instead of 1024: gpt2 has no more positions\n" in out
+    code, _, err = frugal_plan(capsys, *CARDS, "--seq-len", "1024")
+    assert (code, err) == (
+        2,
+        "error: --seq-len 1024 is longer than gpt2 can read\n  because it has 512 positions\n\n"
+        "hint: use --seq-len 512\n",
+    )
+
+
+WRONG: dict[str, tuple[list[str], int, str]] = {
+    "an unknown flag": (
+        ["--gpuss", "4"], 2,
+        "error: no such option --gpuss\n\nhint: did you mean --gpu or --gpus?\n",
+    ),
+    "no number": (
+        ["--gpus", "four"], 2,
+        "error: invalid value for '--gpus': 'four' is not a valid integer\n\nhint: see `frugal plan --help`\n",
+    ),
+    "no such choice": (
+        [*CARDS, "--precision", "fp8"], 2,
+        "error: invalid value for '--precision': 'fp8' is not one of 'bf16', 'fp16', 'fp32'\n\n"
+        "hint: see `frugal plan --help`\n",
+    ),
+    "an argument too many": (
+        ["gpt2", *CARDS], 2,
+        "error: got unexpected extra argument (gpt2)\n\nhint: see `frugal plan --help`\n",
+    ),
+    "a batch of zero": (
+        [*CARDS, "--global-batch", "0"], 2,
+        "error: --global-batch is 0\n  because it must be at least 1\n\n"
+        "hint: leave --global-batch out to let frugal decide\n",
+    ),
+    "a negative batch": (
+        [*CARDS, "--global-batch", "-4"], 2,
+        "error: --global-batch is -4\n  because it must be at least 1\n\n"
+        "hint: leave --global-batch out to let frugal decide\n",
+    ),
+    "memory without unit": (
+        ["--gpus", "4", "--mem", "12"], 2,
+        "error: `12` has no unit\n  because 12 bytes is hardly what was meant\n\n"
+        "hint: 12G is 12 GiB (12 x 2^30 bytes), 12GB is 12 x 10^9 bytes\n",
+    ),
+    "impossible pins": (
+        [*CARDS, "--micro-batch", "8", "--accumulation-steps", "32"], 2,
+        "error: --micro-batch 8 --accumulation-steps 32 on 4 GPUs is 1024, not 512\n"
+        "  because 8 x 32 x 4 = 1024 samples, and the global batch is 512\n\n"
+        "hint: use --micro-batch 4, or --accumulation-steps 16, or --global-batch 1024\n",
+    ),
+    "a token cap below one sample": (
+        [*CARDS, "--max-tokens-per-gpu", "512"], 2,
+        "error: --max-tokens-per-gpu 512 is less than one sample\n  because a sample has up to 1024 tokens\n\n"
+        "hint: allow at least 1024 tokens, or shorten --seq-len\n",
+    ),
+    "a missing settings file": (
+        ["--config", "none.toml"], 2,
+        "error: cannot read none.toml\n  because No such file or directory\n",
+    ),
+    "nothing fits": (
+        ["--gpus", "1", "--mem", "2G", "--offload", "none"], 3,
+        "error: gpt2 does not fit into a GPU of 2.00 GiB\n"
+        "  because the nearest of 2 strategies lacks 830.8 MiB: ZeRO-2, activation checkpointing full, "
+        "with 1 sample of 1024 tokens\n"
+        "  because it takes 2.71 GiB: optimizer 1.39 GiB, context 512.0 MiB, gradients 473.0 MiB, "
+        "parameters 236.5 MiB, activations 97.7 MiB, communication 38.1 MiB\n"
+        "  because 102.4 MiB stay free as margin\n\n"
+        "hint: this would fit: --offload auto, or --mem 3G, or --gpus 2\n",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_is_wrong_is_said_with_an_exit_code(capsys: pytest.CaptureFixture[str], case: str) -> None:
+    arguments, code, message = WRONG[case]
+    assert frugal_plan(capsys, *arguments) == (code, "", message)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("gpus = ", "error: frugal.toml is not TOML\n  because Invalid value (at end of document)\n"),
+        ('{"gpus": 4}', "error: frugal.toml is not TOML\n  because Invalid statement (at line 1, column 1)\n"),
+        ("global-batsh = 4",
+         "error: unknown setting `global_batsh` in frugal.toml\n\nhint: did you mean `global_batch`?\n"),
+        ('gpus = "4"', "error: `gpus` in frugal.toml is '4'\n  because it must be a whole number\n"),
+        ('precision = "fp8"',
+         "error: `precision` in frugal.toml is 'fp8'\n  because it must be one of bf16, fp16, fp32\n"),
+        ("train = 3", "error: `train` in frugal.toml is 3\n  because it must be a table\n\nhint: write [train]\n"),
+    ],
+)  # fmt: skip
+def test_a_broken_settings_file_is_refused(
+    capsys: pytest.CaptureFixture[str], here: Path, content: str, message: str
+) -> None:
+    (here / "frugal.toml").write_text(content)
+    assert frugal_plan(capsys, *CARDS) == (2, "", message)
+
+
+def test_an_unknown_command_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["plann"]) == 2
+    assert capsys.readouterr().err == "error: no such command 'plann'\n\nhint: see `frugal --help`\n"
+
+
+def test_an_interrupt_exits_with_130(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("frugal.dryrun.client.Rehearsals", interrupted)
+    assert frugal_plan(capsys, *CARDS)[0] == 130
+
+
+def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any) -> None:
+        raise ZeroDivisionError("ours")
+
+    monkeypatch.setattr("frugal.dryrun.client.Rehearsals", broken)
+    with pytest.raises(ZeroDivisionError, match="ours"):
+        run(["plan", *CARDS])
+
+
+def test_help_and_version_need_no_torch() -> None:
+    program = "import sys; from frugal.cli import run; run(['plan', '--help']); assert 'torch' not in sys.modules"
+    out = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True).stdout
+    assert "--global-batch INTEGER" in out
+    assert run(["--version"]) == 0
+
+
+def test_python_plans_with_the_names_of_the_flags() -> None:
+    plan = frugal.plan(model="gpt2", gpus=4, mem="12G", global_batch=256)
+    assert isinstance(plan, frugal.Plan)
+    assert plan.batch.global_batch == 256
+
+
+def test_the_command_really_rehearses(here: Path) -> None:
+    """Nothing replaced: the real model and the real DeepSpeed on meta tensors, from an empty cache."""
+    environment = {
+        "PATH": "/usr/bin:/bin",
+        "HOME": str(here),
+        "XDG_CACHE_HOME": str(here / "cache"),
+        "OMP_NUM_THREADS": "1",
+    }
+    command = [sys.executable, "-m", "frugal", "plan", *CARDS, "--json", "-o", "run"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=here, env=environment)
+    assert done.returncode == 0, done.stderr
+    plan = Plan.from_json(done.stdout.encode())
+    assert plan.model.parameters == 124_439_808
+    assert plan.batch.micro_batch == (8,) * 4
+    assert plan.batch.accumulation_steps == 16
+    assert plan.strategy.activation_checkpointing == "off"
+    assert plan.memory.fits
+    assert not plan.warnings, "the profile and the rehearsal agree"
