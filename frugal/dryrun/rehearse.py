@@ -107,7 +107,6 @@ def _no_collection() -> Iterator[None]:
 
     What is there before is frozen, because going through all of transformers takes longer than a phase.
     """
-    gc.collect()
     gc.freeze()
     gc.disable()
     try:

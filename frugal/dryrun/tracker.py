@@ -11,8 +11,8 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import flop_registry
 
+from frugal.dryrun import memo
 from frugal.dryrun.attention import cuda_workspace
 from frugal.dryrun.categories import Shapes, asker, owned
 from frugal.planning.timeline import PARAMETERS, TEMPORARY, Recording
@@ -166,8 +166,10 @@ class Tracker(StorageWatch):
         self._own_metadata = func is aten.zeros_like.default and "device" in kwargs and self.phase == INITIALISATION
         out = _on_host(func, args, kwargs)
         if out is NotImplemented:
-            out = func(*args, **kwargs)
-            self._count_flops(func, args, kwargs, out)
+            out, flops = memo.run(func, args, kwargs)
+            if flops and self.phase in (FORWARD, BACKWARD):
+                recomputed = self.phase == BACKWARD and torch.is_grad_enabled()
+                self.flops["recompute" if recomputed else self.phase] += flops
         if self.kind == "cuda" and (workspace := cuda_workspace(func, args)):
             self._events.append(self._record(workspace, TEMPORARY, func))
         return out
@@ -182,12 +184,6 @@ class Tracker(StorageWatch):
             return 1.0
         answer = self.phase in (INITIALISATION, FORWARD)
         return answer if tensor.dtype == torch.bool else int(answer)
-
-    def _count_flops(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        formula = flop_registry.get(func._overloadpacket)
-        if formula is not None and self.phase in (FORWARD, BACKWARD):
-            recomputed = self.phase == BACKWARD and torch.is_grad_enabled()
-            self.flops["recompute" if recomputed else self.phase] += formula(*args, **kwargs, out_val=out)
 
 
 def _untouched(value: Any) -> bool:

@@ -61,6 +61,15 @@ class Peak:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Interval:
+    """One stretch of a step: its phase, the peak of live bytes during it, and those live at its end."""
+
+    phase: str
+    peak_bytes: int
+    live_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class Timeline:
     """A stream whose storage `i` has `fixed[i] + per_sample[i] * micro_batch` bytes. Other fields as in `Recording`.
 
@@ -142,24 +151,27 @@ class Timeline:
         """The phase an event belongs to."""
         return self.phases[bisect_right([first for _, first in self.phases], event) - 1][0]
 
-    def phase_peaks(self, micro_batch: int) -> dict[str, int]:
-        """Bytes alive at the fullest moment of each phase, including what lives when it begins."""
+    def intervals(self, micro_batch: int) -> list[Interval]:
+        """Every phase in order: its peak, including what lives when it begins, and what lives at its end."""
         sizes = self.sizes(micro_batch)
-        starts = {first: name for name, first in self.phases}
-        alive: set[int] = set()
+        ends = [first for _, first in self.phases[1:]] + [len(self.events)]
+        alive = bytearray(len(sizes))
+        live = 0
+        found = []
+        for (name, first), end in zip(self.phases, ends, strict=True):
+            peak = live
+            for storage in self.events[first:end]:
+                live += -sizes[storage] if alive[storage] else sizes[storage]
+                alive[storage] ^= 1
+                peak = max(peak, live)
+            found.append(Interval(phase=name, peak_bytes=peak, live_bytes=live))
+        return found
+
+    def phase_peaks(self, micro_batch: int) -> dict[str, int]:
+        """Bytes alive at the fullest moment of each phase."""
         peaks: dict[str, int] = {}
-        live, phase = 0, self.phases[0][0]
-        for event, storage in enumerate(self.events):
-            if event in starts:
-                phase = starts[event]
-                peaks[phase] = max(peaks.get(phase, 0), live)
-            if storage in alive:
-                alive.discard(storage)
-                live -= sizes[storage]
-            else:
-                alive.add(storage)
-                live += sizes[storage]
-                peaks[phase] = max(peaks.get(phase, 0), live)
+        for interval in self.intervals(micro_batch):
+            peaks[interval.phase] = max(peaks.get(interval.phase, 0), interval.peak_bytes)
         return peaks
 
     def holders(self, micro_batch: int, category: str) -> list[tuple[str, int]]:

@@ -149,7 +149,7 @@ class StorageWatch(TorchDispatchMode):
         if func is aten.add.Tensor and _added_in_place(args, sys._getframe(1)):
             return aten.add_.Tensor(args[0], args[1])
         out = self.execute(func, args, kwargs or {})
-        for tensor in _tensors(out):
+        for tensor in tensors_in(out):
             self._see(tensor, func, args)
         return out
 
@@ -161,7 +161,7 @@ class StorageWatch(TorchDispatchMode):
             return
         if known is not None:  # resized: the old one ends, a new one begins
             self.died(address, known)
-        elif any(address == other.untyped_storage()._cdata for other in _tensors(inputs)):
+        elif any(address == other.untyped_storage()._cdata for other in tensors_in(inputs)):
             return
         else:
             weakref.finalize(storage, self._gone, address).atexit = False
@@ -248,13 +248,13 @@ class _MarkedObjective:
         return getattr(self._objective, name)
 
 
-def _tensors(values: Any) -> Iterator[Tensor]:
+def tensors_in(values: Any) -> Iterator[Tensor]:
     """Every tensor in an operator's arguments or results: lists of tensors are the deepest they go."""
     if isinstance(values, Tensor):
         yield values
     elif isinstance(values, (tuple, list)):
         for value in values:
-            yield from _tensors(value)
+            yield from tensors_in(value)
 
 
 def _added_in_place(args: tuple[Any, ...], caller: Any) -> bool:

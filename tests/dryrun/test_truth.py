@@ -1,0 +1,136 @@
+"""A rehearsal on meta tensors takes the memory of the real run: real weights, real DeepSpeed, real ranks."""
+
+import gc
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from frugal.dryrun.rehearse import rehearse
+from frugal.planning.plan import Plan
+from frugal.planning.timeline import Timeline
+from frugal.training.engine import DTYPES, initialize
+from frugal.training.loss import CausalLM
+from frugal.training.measure import gauge, mark_phases
+from tests.plans import plan_by_hand
+from tests.ranks import Ranks
+from tests.training.models import tiny_gpt2
+
+TOLERANCE = 0.005  # of the bytes measured
+SEQ_LEN = 64
+SMALL_BUCKETS = {
+    "reduce_bucket_elements": 100_000,
+    "prefetch_bucket_elements": 50_000,
+    "max_live_elements": 60_000,
+    "persistence_threshold_elements": 1_000,
+}
+
+
+def plan_for(
+    world_size: int, micro_batch: int, accumulation_steps: int, zero_stage: int, precision: str, mode: str
+) -> Plan:
+    return plan_by_hand(
+        world_size=world_size,
+        global_batch=world_size * micro_batch * accumulation_steps,
+        micro_batch=micro_batch,
+        zero_stage=zero_stage,
+        request={"precision": precision, "seq_len": SEQ_LEN},
+        strategy={"activation_checkpointing": mode, **SMALL_BUCKETS},
+    )
+
+
+@contextmanager
+def settled_collectives() -> Iterator[None]:
+    """Wait after each collective until gloo's threads have let go of its tensors, which else is a matter of luck."""
+    import deepspeed.comm.comm as deepspeed_comm
+
+    def settled(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            work = function(*args, **kwargs)
+            if work is not None:
+                work.wait()
+            time.sleep(0.001)
+            return work
+
+        return call
+
+    backend = deepspeed_comm.cdb
+    with ExitStack() as stack:
+        for name in ("all_gather_function", "reduce_scatter_function"):
+            stack.enter_context(patch.object(backend, name, settled(getattr(backend, name))))
+        for name in ("broadcast", "all_reduce", "all_gather", "reduce", "reduce_scatter", "_all_gather_base"):
+            stack.enter_context(patch.object(torch.distributed, name, settled(getattr(torch.distributed, name))))
+        yield
+
+
+def measured(plan: Plan) -> list[tuple[str, int, int]]:
+    """(phase, peak bytes, live bytes) of every stretch of two real optimizer steps. Runs on ranks."""
+    objective = CausalLM()
+    example = objective.example(max(map(max, plan.batch.cells)), plan.request.seq_len)
+    gc.freeze()  # what is there already takes long to go through
+    with settled_collectives(), gauge("cpu") as found:
+
+        def mark(phase: str) -> None:
+            gc.collect()
+            found.mark(phase)
+
+        model = tiny_gpt2().to(DTYPES[plan.request.precision])
+        engine = initialize(model, plan, objective)
+        mark_phases(engine, mark)
+        for _ in range(2):
+            batches = [{name: tensor.clone() for name, tensor in example.items()} for _ in plan.batch.cells[0]]
+            engine.accumulate(batches, targets=1)
+            del batches
+            engine.deepspeed.step()
+        gc.collect()
+        intervals = [(interval.phase, interval.peak_bytes, interval.live_bytes) for interval in found.intervals]
+    engine.destroy()
+    del engine, model
+    gc.collect()
+    return intervals
+
+
+def rehearsed(plan: Plan, rank: int, kind: str = "cpu") -> Timeline:
+    dtype = DTYPES[plan.request.precision]
+
+    def build() -> Any:
+        with torch.device("meta"):
+            return tiny_gpt2().to(dtype)
+
+    return rehearse(
+        build,
+        CausalLM(),
+        plan.request,
+        plan.strategy,
+        micro_batch=max(map(max, plan.batch.cells)),
+        accumulation_steps=plan.batch.accumulation_steps,
+        world_size=plan.batch.world_size,
+        rank=rank,
+        kind=kind,  # type: ignore[arg-type]  # parametrised
+    ).timeline
+
+
+CASES = [
+    *((stage, "fp32", mode, steps) for stage in (0, 1, 2, 3) for mode in ("off", "full") for steps in (1, 3)),
+    *((stage, "bf16", mode, steps) for stage in (2, 3) for mode in ("off", "full") for steps in (1, 3)),
+]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize(("zero_stage", "precision", "mode", "accumulation_steps"), CASES)
+def test_every_phase_of_every_rank_is_as_rehearsed(
+    world_size: int, zero_stage: int, precision: str, mode: str, accumulation_steps: int, request: pytest.FixtureRequest
+) -> None:
+    ranks: Ranks = request.getfixturevalue({1: "one_rank", 2: "two_ranks"}[world_size])
+    plan = plan_for(world_size, 4, accumulation_steps, zero_stage, precision, mode)
+    for rank, truth in enumerate(ranks.run(partial(measured, plan))):
+        ours = [(i.phase, i.peak_bytes, i.live_bytes) for i in rehearsed(plan, rank).intervals(4)]
+        assert [phase for phase, *_ in ours] == [phase for phase, *_ in truth]
+        for (phase, peak, live), (_, true_peak, true_live) in zip(ours, truth, strict=True):
+            assert (phase, peak) == (phase, pytest.approx(true_peak, rel=TOLERANCE))
+            assert (phase, live) == (phase, pytest.approx(true_live, rel=TOLERANCE))
