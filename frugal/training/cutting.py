@@ -23,6 +23,7 @@ class Cutter:
     seq_len: int
     columns: Columns
     too_long: TooLong
+    known_labels: Sequence[str] = ()
     label_names: list[str] = field(default_factory=list)
     labels_are_text: bool | None = None
     num_labels: int = 0
@@ -30,6 +31,9 @@ class Cutter:
     longest: tuple[int, str] = (0, "")
 
     def __post_init__(self) -> None:
+        if self.known_labels:
+            self.label_names = list(self.known_labels)
+            self.num_labels = len(self.label_names)
         special = self.tokenizer
         if self.task in ("masked-lm", "sequence-classification"):
             prefix, suffix = special.cls_token_id, special.sep_token_id
@@ -65,7 +69,7 @@ class Cutter:
                 raise RequestError(
                     f"{source.name} has no column `{column}`",
                     because=f"its columns are {', '.join(others)}" if others else "it has no columns",
-                    hint=f"choose one, such as --column {role}={others[0]}" if others else None,
+                    hint=f"choose one, such as --{role}-column {others[0]}" if others else None,
                 )
 
     def fields(self, row: dict[str, Any]) -> tuple[Any, ...] | Bad:
@@ -91,8 +95,8 @@ class Cutter:
 
     def _label(self, value: Any) -> int | Bad:
         """The number of a class. Numbers stand for themselves, names are numbered as they come."""
-        if isinstance(value, str) and value.isascii() and value.isdigit() and not self.labels_are_text:
-            value = int(value)
+        if isinstance(value, str) and value.isascii() and value.isdigit() and value not in self.known_labels:
+            value = value if self.labels_are_text else int(value)
         if isinstance(value, bool):
             value = int(value)
         if not isinstance(value, int | str):
@@ -102,6 +106,8 @@ class Cutter:
         if isinstance(value, str):
             if not self.labels_are_text:
                 return Bad(f"`{self.columns.label}` is `{value}`, other rows have numbers")
+            if value not in self.label_names and self.known_labels:
+                return Bad(f"`{self.columns.label}` is `{value}`, the classes are {', '.join(self.known_labels)}")
             if value not in self.label_names:
                 self.label_names.append(value)
             value = self.label_names.index(value)

@@ -102,14 +102,18 @@ def load(
     limit: int | None = None,
     skip_bad_rows: bool = False,
     too_long: TooLong = "error",
+    label_names: Sequence[str] = (),
     validation_fraction: float = 0.0,
     cache_dir: Path | None = None,
 ) -> Corpus:
     """The samples in `sources`: files, globs, folders, datasets saved to disk, hub names, or `stdlib`.
 
     Language models: a document longer than `seq_len` tokens becomes several samples, each token being a target
-    once. Pairs and classes cannot be cut: `too_long` says what to do. `limit` is in documents. A `validation_fraction`
-    of the documents, evenly spread and at least one, is kept back.
+    once. Pairs and classes cannot be cut: `too_long` says what to do. `limit` is in documents. A
+    `validation_fraction` of the documents, evenly spread and at least one, is kept back.
+
+    Classes given as text are numbered as they come. For validation data of its own, pass `label_names` of the
+    training data's report, so that both have the same numbers.
 
     Several processes may call at once; each may do the work, and the first to finish is kept.
 
@@ -128,14 +132,14 @@ def load(
     found = find(sources)
     options = {
         "format": _FORMAT, "task": task, "seq_len": seq_len, "columns": asdict(columns), "limit": limit,
-        "too_long": too_long, "validation": str(_fraction(validation_fraction)),
+        "too_long": too_long, "labels": list(label_names), "validation": str(_fraction(validation_fraction)),
         "tokenizer": tokenizing.fingerprint(tokenizer), "sources": [source.fingerprint for source in found],
     }  # fmt: skip
     key = hashlib.sha256(json.dumps(options, sort_keys=True).encode()).hexdigest()
     cache = cache_dir or platformdirs.user_cache_path("frugal") / "data"
     folder = cache / key[:32]
     if not folder.exists():
-        cutter = Cutter(tokenizer, task, seq_len, columns, too_long)
+        cutter = Cutter(tokenizer, task, seq_len, columns, too_long, label_names)
         try:
             _prepare(found, cutter, folder, limit, skip_bad_rows, _fraction(validation_fraction))
         except OSError as error:

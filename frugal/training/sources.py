@@ -8,7 +8,7 @@ import glob
 import hashlib
 import sysconfig
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,26 +36,6 @@ class Columns:
     label: str = "label"
     source: str = "source"
     target: str = "target"
-
-    @classmethod
-    def parse(cls, assignments: Sequence[str]) -> "Columns":
-        """From `role=name` texts, as `--column` takes them.
-
-        Raises:
-            RequestError: an unknown role, or no `=`.
-        """
-        roles = [field.name for field in fields(cls)]
-        chosen = {}
-        for assignment in assignments:
-            role, equals, name = assignment.partition("=")
-            if role not in roles or not equals or not name:
-                raise RequestError(
-                    f"--column {assignment} does not name a column",
-                    because=f"the roles are {', '.join(roles)}",
-                    hint="write role=name, such as --column text=content",
-                )
-            chosen[role] = name
-        return cls(**chosen)
 
     def needed(self, task: str) -> dict[str, str]:
         """Role -> column, of what the task reads."""
@@ -129,14 +109,7 @@ def _file(path: Path, kind: str | None = None) -> Source:
         raise RequestError(f"cannot read {path}", because=str(error.strerror)) from None
     if kind == "parquet":
         return _parquet(path, digest)
-    reader = {
-        "text": _read_text,
-        "source": _read_text,
-        "jsonl": _read_jsonl,
-        "json": _read_json,
-        "csv": _read_csv,
-        "tsv": _read_csv,
-    }[kind]
+    reader = {"jsonl": _read_jsonl, "json": _read_json, "csv": _read_csv, "tsv": _read_csv}.get(kind, _read_text)
     return Source(str(path), f"{kind}:{digest}", lambda columns: reader(path, kind, columns))
 
 

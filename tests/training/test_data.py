@@ -176,6 +176,28 @@ def test_classes_are_numbers_or_names(
     assert corpus.report.num_labels == max(numbers) + 1
 
 
+def test_classes_of_validation_data_are_numbered_as_in_the_training_data(load: Load, tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "train.jsonl", [{"text": "x", "label": label} for label in ("no", "yes")])
+    write_jsonl(tmp_path / "valid.jsonl", [{"text": "x", "label": "yes"}])
+    names = load("train.jsonl", task="sequence-classification").report.label_names
+    corpus = load("valid.jsonl", task="sequence-classification", label_names=names)
+    assert [sample["label"] for sample in corpus.train] == [1]
+    assert corpus.report.num_labels == 2
+    assert "`label` is `yes`, the classes are no, maybe" in refusal(
+        lambda: load("valid.jsonl", task="sequence-classification", label_names=("no", "maybe"))
+    )
+
+
+def test_numbers_of_named_classes_stand_for_themselves(load: Load, tmp_path: Path) -> None:
+    features = datasets.Features({"text": datasets.Value("string"), "label": datasets.ClassLabel(names=["no", "yes"])})
+    rows = datasets.Dataset.from_list([{"text": "x", "label": 1}], features=features)
+    rows.save_to_disk(str(tmp_path / "saved"))
+    names = load("saved", task="sequence-classification").report.label_names
+    assert names == ("no", "yes")
+    corpus = load("saved", task="sequence-classification", label_names=names)
+    assert [sample["label"] for sample in corpus.train] == [1]
+
+
 def test_long_text_files_are_cut_at_line_ends_and_nothing_is_lost(load: Load, tmp_path: Path) -> None:
     text = "".join(f"line {i} of a long file, ü\n" for i in range(10_000))
     (tmp_path / "a.txt").write_text(text)
@@ -351,14 +373,14 @@ def test_a_missing_column_is_answered_with_those_there_are(kind: str, load: Load
         f"{name} has no column `content`\n"
         f"  because its columns are {columns}\n"
         "\n"
-        f"hint: choose one, such as --column text={columns.split(',')[0]}"
+        f"hint: choose one, such as --text-column {columns.split(',')[0]}"
     )
 
 
 def test_plain_text_has_no_pairs(load: Load, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("text")
     assert refusal(lambda: load("a.txt", task="seq2seq")) == (
-        "a.txt has no column `source`\n  because its columns are text\n\nhint: choose one, such as --column source=text"
+        "a.txt has no column `source`\n  because its columns are text\n\nhint: choose one, such as --source-column text"
     )
 
 
@@ -476,16 +498,6 @@ def test_a_sequence_too_short_to_learn_from(task: str, shortest: int, load: Load
     (tmp_path / "a.txt").write_text("text")
     assert refusal(lambda: load("a.txt", task=task, seq_len=shortest - 1)) == (
         f"--seq-len {shortest - 1} leaves no token to learn from\n\nhint: use at least {shortest}"
-    )
-
-
-def test_column_assignments() -> None:
-    assert Columns.parse(["text=content", "label=class"]) == Columns(text="content", label="class")
-    assert refusal(lambda: Columns.parse(["content"])) == (
-        "--column content does not name a column\n"
-        "  because the roles are text, label, source, target\n"
-        "\n"
-        "hint: write role=name, such as --column text=content"
     )
 
 
