@@ -229,6 +229,9 @@ def _write(
             if num_good == limit:
                 break
         flush()
+    label_names = tuple(cutter.label_names)
+    if cutter.task == "sequence-classification":
+        label_names = label_names or next((source.label_names for source in sources if source.label_names), ())
     report = Report(
         documents=num_documents,
         samples=train.num_samples + (kept_back.num_samples if kept_back else 0),
@@ -237,8 +240,8 @@ def _write(
         first_bad=tuple(first_bad),
         empty_rows=num_empty,
         too_long_rows=cutter.num_too_long,
-        label_names=tuple(cutter.label_names) or next((s.label_names for s in sources if s.label_names), ()),
-        num_labels=cutter.num_labels,
+        label_names=label_names,
+        num_labels=max(cutter.num_labels, len(label_names)),
     )
     if num_bad and not skip_bad_rows:
         raise _bad_rows_error(report)

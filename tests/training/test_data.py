@@ -189,12 +189,14 @@ def test_classes_of_validation_data_are_numbered_as_in_the_training_data(load: L
 
 
 def test_numbers_of_named_classes_stand_for_themselves(load: Load, tmp_path: Path) -> None:
-    features = datasets.Features({"text": datasets.Value("string"), "label": datasets.ClassLabel(names=["no", "yes"])})
+    features = datasets.Features(
+        {"text": datasets.Value("string"), "label": datasets.ClassLabel(names=["no", "yes", "maybe"])}
+    )
     rows = datasets.Dataset.from_list([{"text": "x", "label": 1}], features=features)
     rows.save_to_disk(str(tmp_path / "saved"))
-    names = load("saved", task="sequence-classification").report.label_names
-    assert names == ("no", "yes")
-    corpus = load("saved", task="sequence-classification", label_names=names)
+    report = load("saved", task="sequence-classification").report
+    assert (report.label_names, report.num_labels) == (("no", "yes", "maybe"), 3)
+    corpus = load("saved", task="sequence-classification", label_names=report.label_names)
     assert [sample["label"] for sample in corpus.train] == [1]
 
 
