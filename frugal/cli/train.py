@@ -13,6 +13,7 @@ from frugal.cli.options import collect, planning_options
 from frugal.errors import PlanMismatchError, RequestError
 from frugal.planning.files import write_plan
 from frugal.planning.plan import Plan
+from frugal.planning.report import report
 from frugal.planning.settings import NAMES
 from frugal.training import manifest, settings
 from frugal.training.run import in_use, run
@@ -36,7 +37,11 @@ def command(plan_path: Path | None, ranks: int | None, master_port: int | None, 
     elif (newest := manifest.newest(asked.checkpoints)) is not None:
         raise in_use(asked, newest)
     path = _given_plan(plan_path, values, asked)
-    plan = Plan.read(path) if path is not None else _make_plan(ranks, values, file)
+    if path is not None:
+        plan = Plan.read(path)
+    else:
+        plan = _make_plan(ranks, values, file)
+        click.echo(report(plan) + "\n")
     _check_ranks(plan, ranks)
     launcher.check(plan, master_port)
     if plan.batch.world_size > 1:

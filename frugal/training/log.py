@@ -63,15 +63,26 @@ class _Spoken(logging.Handler):
 class Log:
     """One run's log. On other ranks than 0 nothing is written. Use it in a `with` block."""
 
-    def __init__(self, folder: Path, *, rank: int, planned_bytes: int, total_steps: int, first_step: int = 0) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        rank: int,
+        planned_bytes: int,
+        total_steps: int,
+        first_step: int = 0,
+        console: Console | None = None,
+    ) -> None:
         self.speaking = rank == 0
         self.memory_bytes: int | None = None
         self._planned_bytes = planned_bytes
         self._total_steps = total_steps
+        self._first_step = first_step
+        self._last_line = time.monotonic()
         self._recent: deque[tuple[float, int]] = deque(maxlen=WINDOW)  # (seconds, targets) of each step
         if not self.speaking:
             return
-        self._console = Console(highlight=False, soft_wrap=True)
+        self._console = console or Console(highlight=False, soft_wrap=True)
         self._handler = _Spoken(self)
         self._metrics = _continued(folder / METRICS, first_step)
         self._progress = Progress(
@@ -115,8 +126,9 @@ class Log:
         text = self._line(step, result)
         if self._console.is_terminal:
             self._progress.update(self._task, completed=step, text=text)
-        elif step % math.ceil(self._total_steps / PLAIN_LINES) == 0 or step in (1, self._total_steps):
+        elif self._is_due(step):
             self.say(f"step {step}/{self._total_steps}  {text}")
+            self._last_line = time.monotonic()
 
     def evaluation(self, step: int, evaluation: Evaluation) -> None:
         """The model was evaluated after `step` steps."""
@@ -140,6 +152,14 @@ class Log:
                 f"memory: planned {format_bytes(self._planned_bytes)}, measured {format_bytes(measured_bytes)}"
                 f" ({difference:+.1f} %)"
             )
+
+    def _is_due(self, step: int) -> bool:
+        """Whether a plain line is: the first and the last, about `PLAIN_LINES` between, one a minute at least."""
+        return (
+            step % math.ceil(self._total_steps / PLAIN_LINES) == 0
+            or step in (self._first_step + 1, self._total_steps)
+            or time.monotonic() - self._last_line > 60
+        )
 
     def _line(self, step: int, result: StepResult) -> str:
         seconds = sum(seconds for seconds, _ in self._recent)

@@ -63,6 +63,10 @@ def _train(plan: Plan, asked: Settings, device: "torch.device") -> None:
     newest = manifest.newest(asked.checkpoints)
     if newest is not None and not asked.resume:
         raise in_use(asked, newest)
+    try:
+        asked.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _cannot_write(asked, error) from None
     data = samples.read(plan, asked)
     if plan.batch.global_tokens is None:
         batches = GlobalBatches(data.training, global_batch=plan.batch.global_batch, seed=asked.seed)
@@ -163,9 +167,13 @@ def _record(plan: Plan, asked: Settings) -> None:
     try:
         manifest.write(asked.out / settings.RECORD, asked.record())
     except OSError as error:
-        raise RequestError(
-            f"cannot write to {asked.out}", because=str(error.strerror), hint="choose another folder with --out"
-        ) from None
+        raise _cannot_write(asked, error) from None
+
+
+def _cannot_write(asked: Settings, error: OSError) -> RequestError:
+    return RequestError(
+        f"cannot write to {asked.out}", because=str(error.strerror), hint="choose another folder with --out"
+    )
 
 
 def _refuse_other_model(plan: Plan, model: "torch.nn.Module") -> None:

@@ -1,0 +1,9 @@
+#!/bin/sh
+# torchrun instead of DeepSpeed's launcher, one node:
+#     launch/torchrun.sh 2 --plan run/plan.json --data corpus.jsonl --steps 100 --out run
+# Several nodes: run it on each, with TORCHRUN="--nnodes 2 --node-rank K --master-addr HOST --master-port 29500".
+set -eu
+ranks=$1
+shift
+# shellcheck disable=SC2086  # TORCHRUN holds several words
+exec torchrun --nproc-per-node "$ranks" ${TORCHRUN:-} "$(dirname "$0")/train.py" "$@"
