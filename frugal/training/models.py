@@ -398,10 +398,10 @@ def _of_hub(reference: str, task: str | None, *, num_labels: int | None, trust_r
 
 
 def _similar(name: str, *known: Mapping[str, Any]) -> str:
-    """A hint with the closest names, otherwise what else could be given."""
-    matches = difflib.get_close_matches(name.lower(), [n for names in known for n in names], n=3, cutoff=0.6)
-    if matches:
-        return f"did you mean {' or '.join(dict.fromkeys(matches))}?"
+    """A hint with the closest names of the first that has some, otherwise what else could be given."""
+    for names in known:
+        if matches := difflib.get_close_matches(name.lower(), names, n=2, cutoff=0.6):
+            return f"did you mean {' or '.join(matches)}?"
     return "give a preset such as gpt2 or llama-3.1-8b, a config.json, a model folder, or package.module:factory"
 
 

@@ -13,24 +13,24 @@ from numpy.typing import NDArray
 from frugal.errors import RequestError
 from frugal.training import hub
 
-BYTES = "bytes"
+BYTE = "byte"
 _SPECIAL = ("<pad>", "<eos>", "<bos>", "<mask>")  # ids 0 to 3; byte b has the id b + 4
 
 
-def load_tokenizer(reference: str = BYTES) -> Any:
-    """The tokenizer that `reference` names: `bytes`, a folder with a tokenizer, or a hub name.
+def load_tokenizer(reference: str = BYTE) -> Any:
+    """The tokenizer that `reference` names: `byte`, a folder with a tokenizer, or a hub name.
 
     Raises:
         RequestError: there is none.
     """
-    if reference in (BYTES, "byte"):
+    if reference == BYTE:
         return byte_tokenizer()
     from transformers import AutoTokenizer
 
     is_folder = Path(reference).is_dir()
     if not is_folder and reference.startswith((".", "/", "~")):
         raise RequestError(
-            f"there is no tokenizer at {reference}", hint="give a folder with a tokenizer.json, or `bytes`"
+            f"there is no tokenizer at {reference}", hint="give a folder with a tokenizer.json, or `byte`"
         )
     try:
         return AutoTokenizer.from_pretrained(
@@ -40,7 +40,7 @@ def load_tokenizer(reference: str = BYTES) -> Any:
         raise RequestError(
             f"there is no tokenizer `{reference}`",
             because=hub.first_line(error) if is_folder else hub.why_not(error),
-            hint="`bytes` needs no download",
+            hint="`byte` needs no download",
         ) from None
 
 

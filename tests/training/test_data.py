@@ -539,13 +539,13 @@ def test_using_a_tokenizer_does_not_change_its_fingerprint(tmp_path: Path) -> No
 
 def test_a_missing_tokenizer(load: Load) -> None:
     assert refusal(lambda: load_tokenizer("./nope")) == (
-        "there is no tokenizer at ./nope\n\nhint: give a folder with a tokenizer.json, or `bytes`"
+        "there is no tokenizer at ./nope\n\nhint: give a folder with a tokenizer.json, or `byte`"
     )
     assert refusal(lambda: load_tokenizer("nobody/nothing")) == (
         "there is no tokenizer `nobody/nothing`\n"
         "  because the hub cannot be asked (HF_HUB_OFFLINE is set), and its local cache does not have it\n"
         "\n"
-        "hint: `bytes` needs no download"
+        "hint: `byte` needs no download"
     )
 
 
