@@ -75,3 +75,56 @@ def ragged_samples(number: int, seed: int = 123, shortest: int = 4, longest: int
         prompt = generator.randint(0, length // 2)
         samples.append({"input_ids": ids, "labels": [-100] * prompt + ids[prompt:]})
     return samples
+
+
+class Block(nn.Module):
+    """A layer with a skip connection, and a parameter of its own beside its submodules'."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(width))
+        self.inner = nn.Sequential(
+            nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`(samples, width)` to the same."""
+        return x + self.scale * self.inner(x)
+
+
+class SkipNet(nn.Module):
+    """A plain module: four blocks between two linear layers."""
+
+    def __init__(self, seed: int = 0, width: int = 64) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.first = nn.Linear(16, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(4))
+        self.last = nn.Linear(width, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`(samples, 16)` to `(samples, 3)`."""
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x)
+
+
+def squared_error(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Summed over the samples."""
+    return ((model(batch["x"]) - batch["y"]) ** 2).sum()
+
+
+def points(number: int, seed: int = 0) -> list[dict[str, torch.Tensor]]:
+    """Samples for `SkipNet`."""
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        {"x": torch.randn(16, generator=generator), "y": torch.randn(3, generator=generator)} for _ in range(number)
+    ]
+
+
+def skip_net() -> tuple[nn.Module, Any]:
+    """A factory: the plain module and its loss."""
+    from frugal.training.loss import SummedLoss
+
+    return SkipNet(), SummedLoss(squared_error, example=points(1)[0])

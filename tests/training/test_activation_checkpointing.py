@@ -1,0 +1,69 @@
+"""Any module with repeated layers can recompute them, and learns the same."""
+
+import pytest
+import torch
+from torch import nn
+
+from frugal.errors import RequestError
+from frugal.training import activation_checkpointing
+from frugal.training.engine import initialize
+from frugal.training.measure import gauge
+from tests.plans import plan_by_hand
+from tests.ranks import Ranks
+from tests.training.models import SkipNet, points, skip_net, tiny_gpt2
+
+
+def losses_and_peak(zero_stage: int, mode: str) -> tuple[list[float], int]:
+    """Five steps of a plain module, and the most bytes that lived in the last. Runs on ranks."""
+    model, objective = skip_net()
+    plan = plan_by_hand(
+        world_size=2, global_batch=1000, micro_batch=250, zero_stage=zero_stage,
+        strategy={"activation_checkpointing": mode, "reduce_bucket_elements": 10_000},
+    )  # fmt: skip
+    engine = initialize(model, plan, objective)
+    losses = [engine.train_step(points(1000, seed=step)).loss for step in range(4)]
+    with gauge(engine.device) as measured:
+        losses.append(engine.train_step(points(1000, seed=4)).loss)
+    engine.destroy()
+    return losses, measured.peak_bytes
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+def test_a_plain_module_learns_the_same_with_less_memory(zero_stage: int, two_ranks: Ranks) -> None:
+    kept, kept_peak = two_ranks.run(losses_and_peak, zero_stage, "off")[0]
+    recomputed, recomputed_peak = two_ranks.run(losses_and_peak, zero_stage, "full")[0]
+    assert recomputed == kept
+    assert recomputed_peak < 0.7 * kept_peak
+
+
+def test_layers_are_the_repeated_composed_modules_of_a_list() -> None:
+    model = SkipNet()
+    assert activation_checkpointing.repeated_layers(model) == list(model.blocks)
+    assert activation_checkpointing.repeated_layers(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))) == []
+
+
+def test_names_of_parameters_stay() -> None:
+    model = SkipNet()
+    names = [name for name, _ in model.named_parameters()]
+    activation_checkpointing.apply(model, "full")
+    assert [name for name, _ in model.named_parameters()] == names
+
+
+def test_off_takes_back_what_a_transformers_model_had_on() -> None:
+    model = tiny_gpt2()
+    activation_checkpointing.apply(model, "full")
+    assert model.is_gradient_checkpointing
+    activation_checkpointing.apply(model, "off")
+    assert not model.is_gradient_checkpointing
+
+
+def test_a_module_without_layers_is_refused() -> None:
+    with pytest.raises(RequestError) as caught:
+        activation_checkpointing.apply(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), "full")
+    assert str(caught.value) == (
+        "Sequential does not support activation checkpointing\n"
+        "  because it has neither gradient_checkpointing_enable() nor a list of layers of one class\n"
+        "\n"
+        "hint: plan with --activation-checkpointing off, or put its layers into an nn.ModuleList"
+    )
+    assert not activation_checkpointing.is_supported(torch.nn.Linear(2, 2))
