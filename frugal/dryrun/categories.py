@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.autograd.graph import _engine_run_backward
 
@@ -47,15 +46,15 @@ class Shapes:
         self.parameters = shapes | {shape[::-1] for shape in shapes}
         self.vocabulary = vocabulary_size(model)
 
-    def category(self, shape: tuple[int, ...], phase: str, who: str) -> int:
+    def category(self, shape: tuple[int, ...], phase: str, who: str, *, recomputing: bool) -> int:
         """The category at birth of a storage whose first tensor has `shape`."""
         if who == DEEPSPEED:
             return COMMUNICATION if phase in (FORWARD, BACKWARD) else TEMPORARY
-        if phase == BACKWARD and not torch.is_grad_enabled() and shape in self.parameters:
+        if phase == BACKWARD and not recomputing and shape in self.parameters:
             return GRADIENTS
         if self.vocabulary and len(shape) >= 2 and shape[-1] == self.vocabulary and phase in (FORWARD, BACKWARD):
             return LOGITS
-        if phase == FORWARD or (phase == BACKWARD and torch.is_grad_enabled()):  # the latter: recomputed
+        if phase == FORWARD or recomputing:
             return ACTIVATIONS
         return TEMPORARY
 

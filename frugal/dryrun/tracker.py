@@ -22,6 +22,7 @@ aten = torch.ops.aten
 UNTOUCHED_ELEMENTS = 1 << 14  # host tensors above this size are never read or written
 
 _FACTORIES = {aten.zeros.default, aten.full.default, aten.ones.default}
+_CROSSING = {aten.copy_.default, aten._to_copy.default, *_FACTORIES}  # may lead from device to host
 _FUSED_OPTIMIZERS = {
     overload
     for name in ("_fused_adamw_", "_fused_adam_", "_fused_sgd_")
@@ -106,6 +107,11 @@ class Tracker(StorageWatch):
                 seen.add(index)
                 self._categories[index] = category
 
+    @property
+    def _recomputing(self) -> bool:
+        """Whether backward runs a module's forward again. Not seen by `is_grad_enabled`, which a `Function` clears."""
+        return self.phase == BACKWARD and len(self._running) > 1
+
     def _leave(self) -> None:
         self._running.pop()
 
@@ -126,7 +132,8 @@ class Tracker(StorageWatch):
         if self._shapes is None:
             category = TEMPORARY
         else:
-            category = self._shapes.category(tuple(tensor.shape), self.phase, asker(sys._getframe(3)))
+            who = asker(sys._getframe(3))
+            category = self._shapes.category(tuple(tensor.shape), self.phase, who, recomputing=self._recomputing)
         self._storage[address] = len(self._sizes)
         self._record(size_bytes, category, operator)
 
@@ -164,12 +171,11 @@ class Tracker(StorageWatch):
             return None  # updates in place, and takes no memory
         # DeepSpeed keeps shapes as meta tensors of its own (stage_1_and_2.py), which are nothing on a real device.
         self._own_metadata = func is aten.zeros_like.default and "device" in kwargs and self.phase == INITIALISATION
-        out = _on_host(func, args, kwargs)
+        out = _on_host(func, args, kwargs) if func in _CROSSING or _reads_host(args) else NotImplemented
         if out is NotImplemented:
             out, flops = memo.run(func, args, kwargs)
             if flops and self.phase in (FORWARD, BACKWARD):
-                recomputed = self.phase == BACKWARD and torch.is_grad_enabled()
-                self.flops["recompute" if recomputed else self.phase] += flops
+                self.flops["recompute" if self._recomputing else self.phase] += flops
         if self.kind == "cuda" and (workspace := cuda_workspace(func, args)):
             self._events.append(self._record(workspace, TEMPORARY, func))
         return out
@@ -184,6 +190,16 @@ class Tracker(StorageWatch):
             return 1.0
         answer = self.phase in (INITIALISATION, FORWARD)
         return answer if tensor.dtype == torch.bool else int(answer)
+
+
+def _reads_host(args: tuple[Any, ...]) -> bool:
+    for value in args:
+        if isinstance(value, Tensor):
+            if not value.is_meta:
+                return True
+        elif isinstance(value, (list, tuple)) and _reads_host(value):  # type: ignore[arg-type]  # of tensors or numbers
+            return True
+    return False
 
 
 def _untouched(value: Any) -> bool:

@@ -129,6 +129,10 @@ class StorageWatch(TorchDispatchMode):
         super().__init__()
         self._known: dict[int, int] = {}  # address of a live storage -> its bytes
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # the wrapper that keeps torch.compile out would hide the caller
+
     def born(self, address: int, size_bytes: int, tensor: Tensor, operator: Any) -> None:
         """A storage of `size_bytes` began to live as that of `tensor`, an output of `operator`."""
 
@@ -214,6 +218,7 @@ def gauge(device: torch.device | str, holding: Iterable[Tensor] = ()) -> Iterato
         return
     host = HostGauge(device)
     host.hold(holding)
+    del holding  # it would keep them alive
     with host:
         yield host
 

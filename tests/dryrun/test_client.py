@@ -1,0 +1,230 @@
+"""Profiles come from worker processes or from the cache, never with torch in the asking process."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from frugal.dryrun import client
+from frugal.dryrun.client import Rehearsals
+from frugal.dryrun.pool import WorkerError
+from frugal.errors import RequestError
+from frugal.planning.cluster import Cluster, Device, Node
+from frugal.planning.profile import MemoryProfile
+from frugal.planning.request import Request
+from frugal.planning.strategy import Strategy
+from frugal.units import GIB, MIB
+
+FACTORY = """
+import torch
+from torch import nn
+from tests.training.models import tiny_gpt2
+
+def tiny():
+    return tiny_gpt2()
+
+def broken():
+    raise ValueError("no such layer")
+
+def dies():
+    import os
+    print("last words", flush=True)
+    os._exit(9)
+"""
+
+
+def device(kind: str = "cuda", memory_bytes: int = GIB) -> Device:
+    return Device(
+        name="test", kind=kind, memory_bytes=memory_bytes, context_bytes=50 * MIB if kind == "cuda" else 0,  # type: ignore[arg-type]  # one of two
+        margin_bytes=10 * MIB, matrix_flops=1e13, memory_bandwidth=1e11,
+    )  # fmt: skip
+
+
+def cluster(world_size: int = 4, per_node: int = 2, kind: str = "cuda") -> Cluster:
+    node = Node(devices=(device(kind),) * per_node)
+    return Cluster(nodes=(node,) * (world_size // per_node), intra_bandwidth=1e10, inter_bandwidth=1e9)
+
+
+CONFIG = {
+    "model_type": "gpt2", "n_layer": 2, "n_embd": 64, "n_head": 2, "vocab_size": 256, "n_positions": 128,
+    "bos_token_id": 0, "eos_token_id": 0,
+}  # fmt: skip
+STRATEGY = Strategy(zero_stage=2, reduce_bucket_elements=100_000)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("models")
+    (made / "config.json").write_bytes(msgspec.json.encode(CONFIG))
+    (made / "factories.py").write_text(FACTORY)
+    return made
+
+
+@pytest.fixture(scope="module")
+def request_(folder: Path) -> Request:
+    return Request(model=str(folder / "config.json"), seq_len=64)
+
+
+@pytest.fixture(scope="module")
+def rehearsals(request_: Request, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rehearsals]:
+    with Rehearsals(request_, cluster(), cache=tmp_path_factory.mktemp("cache")) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def profile(rehearsals: Rehearsals) -> MemoryProfile:
+    return rehearsals.profile(STRATEGY, True)
+
+
+def entries(rehearsals: Rehearsals) -> list[Path]:
+    assert rehearsals._cache.folder is not None
+    return sorted(rehearsals._cache.folder.glob("*.json"))
+
+
+@pytest.mark.parametrize("micro_batch", [1, 4, 7])
+def test_the_envelope_of_two_rehearsals_is_a_direct_rehearsal(
+    rehearsals: Rehearsals, profile: MemoryProfile, micro_batch: int
+) -> None:
+    direct = rehearsals.rehearse(STRATEGY, micro_batch, accumulation_steps=8)
+    fitted = profile.memory(micro_batch, device())
+    assert fitted.live_bytes == direct.live_bytes
+    assert fitted.phase == direct.phase
+    assert fitted.total_bytes == pytest.approx(direct.total_bytes, rel=0.005)  # the allocator's capacity is bisected
+    assert fitted.host_bytes_per_node == direct.host_bytes_per_node
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        Strategy(zero_stage=3, activation_checkpointing="full", reduce_bucket_elements=100_000),
+        Strategy(zero_stage=2, offload_optimizer="cpu", reduce_bucket_elements=100_000),
+        Strategy(zero_stage=3, offload_optimizer="cpu", offload_parameters="cpu", reduce_bucket_elements=100_000),
+        Strategy(zero_stage=2, loss="tiled", reduce_bucket_elements=100_000),
+    ],
+    ids=str,
+)
+def test_so_it_is_under_other_strategies(rehearsals: Rehearsals, strategy: Strategy) -> None:
+    direct = rehearsals.rehearse(strategy, 5, accumulation_steps=1)
+    assert rehearsals.profile(strategy, False).memory(5, device()).live_bytes == direct.live_bytes
+
+
+def test_offloaded_optimizer_states_are_on_the_host(rehearsals: Rehearsals, profile: MemoryProfile) -> None:
+    offloaded = rehearsals.profile(replace(STRATEGY, offload_optimizer="cpu"), False)
+    there, here = offloaded.memory(2, device()), profile.memory(2, device())
+    assert there.optimizer < 1000 < here.optimizer
+    assert there.host_bytes_per_node > here.host_bytes_per_node
+    states = 12 * profile.parameters // profile.world_size  # master weights and two moments, in fp32
+    assert there.host_bytes_per_node >= states * profile.ranks_per_node
+
+
+def test_a_profile_knows_its_model(profile: MemoryProfile) -> None:
+    assert profile.parameters == profile.trainable_parameters == 12 * 2 * 64**2 + 13 * 2 * 64 + 2 * 64 + 384 * 64
+    assert profile.largest_parameter == 256 * 64
+    assert profile.task == "causal-lm"
+    assert profile.max_positions == 128
+    assert profile.num_operators > 100
+
+
+def test_flops_are_six_for_each_weight_and_token_and_attention(profile: MemoryProfile) -> None:
+    matrices = 12 * 2 * 64**2 + 256 * 64  # layers and the head
+    attention = 2 * 64 * 64 * 64 * 12  # two layers, QK and PV, forward once and backward twice, and once again in flash
+    assert profile.flops_per_sample == pytest.approx(6 * matrices * 64 + attention, rel=0.05)
+    assert profile.recompute_flops_per_sample == 0
+
+
+@pytest.mark.parametrize("zero_stage", [2, 3])
+def test_recomputation_is_counted_apart(rehearsals: Rehearsals, profile: MemoryProfile, zero_stage: int) -> None:
+    strategy = Strategy(zero_stage=zero_stage, activation_checkpointing="full", reduce_bucket_elements=100_000)
+    recomputing = rehearsals.profile(strategy, False)
+    assert recomputing.flops_per_sample == profile.flops_per_sample
+    assert 0.2 < recomputing.recompute_flops_per_sample / profile.flops_per_sample < 0.34
+
+
+def test_the_largest_micro_batch_fits_and_the_next_does_not(profile: MemoryProfile) -> None:
+    small = device(memory_bytes=100 * MIB)
+    largest = profile.largest_micro_batch(small, 10_000)
+    assert largest > 1
+    assert profile.memory(largest, small).fits
+    assert not profile.memory(largest + 1, small).fits
+    assert profile.largest_micro_batch(small, 2) == 2
+    assert profile.largest_micro_batch(device(memory_bytes=61 * MIB), 100) == 0
+
+
+def test_a_cpu_has_no_allocator_slack(rehearsals: Rehearsals, request_: Request) -> None:
+    made = Rehearsals(request_, cluster(2, 2, kind="cpu"), cache=False)
+    made._pool = rehearsals._pool
+    memory = made.profile(STRATEGY, False).memory(3, device("cpu"))
+    assert memory.slack == memory.host_bytes_per_node == 0
+    assert memory.total_bytes == memory.live_bytes
+
+
+def test_a_cached_profile_needs_no_worker_and_no_torch(rehearsals: Rehearsals, profile: MemoryProfile) -> None:
+    program = f"""
+import sys, msgspec
+from pathlib import Path
+from frugal.dryrun.client import Rehearsals
+from frugal.planning.request import Request
+from frugal.planning.cluster import Cluster
+from frugal.planning.strategy import Strategy
+import frugal.dryrun.pool
+frugal.dryrun.pool.Pool.ask = None
+decode = msgspec.json.decode
+made = Rehearsals(decode({msgspec.json.encode(rehearsals.request)!r}, type=Request),
+    decode({msgspec.json.encode(rehearsals.cluster)!r}, type=Cluster), cache=Path({str(rehearsals._cache.folder)!r}))
+profile = made.profile(decode({msgspec.json.encode(STRATEGY)!r}, type=Strategy), True)
+assert profile.memory(3, made.cluster.devices[0]).fits
+assert "torch" not in sys.modules
+print(profile.ranks[0].timeline.peak_bytes(3))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.stderr == ""
+    assert int(done.stdout) == profile.ranks[0].timeline.peak_bytes(3)
+
+
+def test_a_damaged_cache_entry_is_made_again(rehearsals: Rehearsals, profile: MemoryProfile, request_: Request) -> None:
+    for path in entries(rehearsals):
+        path.write_bytes(path.read_bytes()[:100])
+    again = Rehearsals(request_, cluster(), cache=rehearsals._cache.folder)  # type: ignore[arg-type]  # a folder
+    again._pool = rehearsals._pool
+    assert again.profile(STRATEGY, True) == profile
+    assert len([path for path in entries(again) if path.stat().st_size > 100]) == 2  # the profile and the model's facts
+
+
+def test_the_model_file_is_part_of_the_key(tmp_path: Path, request_: Request) -> None:
+    config = tmp_path / "config.json"
+    keys = set()
+    for num_layers in (2, 3):
+        config.write_bytes(msgspec.json.encode({**CONFIG, "n_layer": num_layers}))
+        keys.add(client.digest(client.model_key(replace(request_, model=str(config)))))
+    assert len(keys) == 2
+
+
+def test_a_mistake_in_the_request_comes_back_as_it_was_raised(rehearsals: Rehearsals, folder: Path) -> None:
+    for model, words in (("gpt3", "gpt3"), (f"{folder}/factories.py:broken", "no such layer")):
+        made = Rehearsals(Request(model=model, seq_len=64), cluster(), cache=False)
+        made._pool = rehearsals._pool
+        with pytest.raises(RequestError) as error:
+            made.profile(STRATEGY, True)
+        assert error.value.exit_code == 2
+        assert words in str(error.value)
+
+
+def test_a_worker_that_dies_tells_its_last_words_and_is_replaced(folder: Path) -> None:
+    with Rehearsals(Request(model=f"{folder}/factories.py:dies", seq_len=64), cluster(), cache=False) as made:
+        for _ in range(2):
+            with pytest.raises(WorkerError, match=r"ended with exit code 9\n(.*\n)*.*last words"):
+                made.profile(STRATEGY, True)
+
+
+def test_closing_ends_the_processes(request_: Request) -> None:
+    made = Rehearsals(request_, cluster(), cache=False)
+    made.facts()
+    (pid,) = (worker._process.pid for worker in made._pool._workers)
+    made.close()
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)

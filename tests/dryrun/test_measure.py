@@ -1,0 +1,178 @@
+"""The gauge sees what lives, and changes nothing by looking."""
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from frugal.training.loss import CausalLM
+from frugal.training.measure import gauge
+from tests.training.models import tiny_gpt2
+
+SEQ_LEN = 64
+
+
+def test_a_tensor_counts_from_its_birth_to_its_death() -> None:
+    with gauge("cpu") as found:
+        tensor = torch.empty(1000)
+        assert found.live_bytes == 4000
+        view = tensor[10:]
+        del tensor
+        assert found.live_bytes == 4000
+        del view
+        assert found.live_bytes == 0
+    assert found.peak_bytes == 4000
+
+
+def test_views_of_older_tensors_are_not_births() -> None:
+    older = torch.empty(1000)
+    with gauge("cpu") as found:
+        view = older[10:]
+    assert found.peak_bytes == 0
+    assert view.numel() == 990
+
+
+def test_held_tensors_count_from_the_start() -> None:
+    older = torch.empty(1000)
+    with gauge("cpu", holding=[older, older[5:]]) as found:
+        assert found.live_bytes == 4000
+        del older
+        assert found.live_bytes == 0
+
+
+def test_each_phase_has_its_own_peak() -> None:
+    with gauge("cpu") as found:
+        kept = torch.empty(10)
+        found.mark("forward")
+        torch.empty(1000)
+        found.mark("backward")
+        torch.empty(20)
+        found.mark("forward")
+        torch.empty(500)
+    assert found.phases == {"initialisation": 40, "forward": 4040, "backward": 120}
+    assert kept.numel() == 10
+
+
+def test_other_devices_do_not_count() -> None:
+    with gauge("cpu") as found:
+        shape_only = torch.empty(1000, device="meta")
+    assert found.peak_bytes == 0
+    assert shape_only.numel() == 1000
+
+
+def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, num_steps: int) -> list[float]:
+    objective = CausalLM()
+    torch.manual_seed(1)
+    losses = []
+    for _ in range(num_steps):
+        batch = {name: torch.randint(1, 200, (3, SEQ_LEN)) for name in objective.example(3, SEQ_LEN)}
+        loss = objective.loss_sum(model, batch)
+        losses.append(loss.item())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def llama() -> torch.nn.Module:
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=256, use_cache=False, tie_word_embeddings=True,
+    )  # fmt: skip
+    return AutoModelForCausalLM.from_config(config)
+
+
+@pytest.mark.parametrize("build", [tiny_gpt2, llama])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_training_is_bit_identical_with_and_without(build: Any, checkpointing: bool) -> None:
+    results = []
+    for watched in (False, True):
+        model = build()
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        if watched:
+            with gauge("cpu", holding=model.parameters()) as found:
+                losses = train(model, optimizer, 3)
+            assert found.peak_bytes > 0
+        else:
+            losses = train(model, optimizer, 3)
+        results.append((losses, [parameter.detach() for parameter in model.parameters()]))
+    (losses, parameters), (watched_losses, watched_parameters) = results
+    assert losses == watched_losses
+    assert all(torch.equal(a, b) for a, b in zip(parameters, watched_parameters, strict=True))
+
+
+def test_a_gradient_that_someone_keeps_is_not_added_to() -> None:
+    kept = []
+
+    def gradients() -> list[torch.Tensor]:
+        x = torch.ones(100, requires_grad=True)
+        y = x * 2
+        y.register_hook(lambda gradient: kept.append(gradient))
+        parts = [y * 3, y * 5, y * 7]
+        for part in parts:
+            part.register_hook(lambda gradient: kept.append(gradient))
+        sum(part.sum() for part in parts).backward()
+        assert x.grad is not None
+        return [x.grad, *kept]
+
+    plain = [t.clone() for t in gradients()]
+    kept.clear()
+    with gauge("cpu"):
+        watched = gradients()
+    assert all(torch.equal(a, b) for a, b in zip(plain, watched, strict=True))
+
+
+def test_autograd_sums_gradients_in_place_as_it_does_unwatched() -> None:
+    x = torch.ones(1000, requires_grad=True)
+
+    def step() -> None:
+        y = x * 1.0
+        sum((y * float(i)).sum() for i in range(4)).backward()  # type: ignore[union-attr]  # a tensor, not 0
+        x.grad = None
+
+    assert watched_peak(step) == pytest.approx(profiled_peak(step), abs=100)  # numbers become tensors of 8 bytes
+
+
+def watched_peak(step: Any) -> int:
+    gc.collect()
+    with gauge("cpu") as found:
+        step()
+        return found.peak_bytes
+
+
+def profiled_peak(step: Any) -> int:
+    """The highest sum of the allocator's events that torch's profiler recorded: another source of truth."""
+    gc.collect()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded, record_function("step"):
+        step()
+    events = recorded.profiler.kineto_results.events()
+    live = peak = 0
+    for event in sorted((e for e in events if e.name() == "[memory]"), key=lambda e: e.start_ns()):
+        live += event.nbytes()
+        peak = max(peak, live)
+    return peak
+
+
+@pytest.mark.parametrize("build", [tiny_gpt2, llama])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_the_gauge_agrees_with_the_profiler(build: Any, checkpointing: bool) -> None:
+    model, objective = build(), CausalLM()
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    batch = objective.example(3, SEQ_LEN)
+
+    def step() -> None:
+        objective.loss_sum(model, batch).backward()
+        for parameter in model.parameters():
+            parameter.grad = None
+
+    step()
+    unseen = 2 * 5056 if checkpointing else 0  # the generator's state at two layers, which no operator returns
+    assert watched_peak(step) == pytest.approx(profiled_peak(step), rel=0.002, abs=unseen)

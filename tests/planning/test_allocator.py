@@ -1,0 +1,164 @@
+"""CUDA's caching allocator, one behaviour a test."""
+
+import random
+import time
+from itertools import pairwise
+
+import pytest
+
+from frugal.planning.allocator import CachingAllocator, replay, smallest_capacity
+from frugal.units import KIB, MIB
+
+
+def lives(*sizes: int) -> tuple[list[int], list[int]]:
+    """Storages born one after another, none of which dies."""
+    return list(sizes), list(range(len(sizes)))
+
+
+def test_a_request_is_rounded_to_512_bytes() -> None:
+    assert replay(*lives(1)).peak_allocated_bytes == 512
+    assert replay(*lives(513)).peak_allocated_bytes == 1024
+
+
+def test_nothing_is_allocated_for_an_empty_tensor() -> None:
+    assert replay(*lives(0)).peak_reserved_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("request_bytes", "segment_bytes"),
+    [
+        (1, 2 * MIB),
+        (MIB, 2 * MIB),
+        (MIB + 1, 20 * MIB),
+        (10 * MIB - 512, 20 * MIB),
+        (10 * MIB, 10 * MIB),
+        (11 * MIB + 1, 12 * MIB),
+    ],
+)
+def test_segments_are_of_2_or_20_mib_or_rounded_to_2(request_bytes: int, segment_bytes: int) -> None:
+    assert replay(*lives(request_bytes)).peak_reserved_bytes == segment_bytes
+
+
+def test_small_and_large_requests_never_share_a_segment() -> None:
+    assert replay(*lives(15 * MIB, 4 * KIB)).peak_reserved_bytes == 18 * MIB
+
+
+def test_a_small_segment_serves_many_small_requests() -> None:
+    assert replay(*lives(*[512] * 4096)).peak_reserved_bytes == 2 * MIB
+    assert replay(*lives(*[512] * 4097)).peak_reserved_bytes == 4 * MIB
+
+
+def test_the_tail_of_a_large_block_is_split_off_only_above_1_mib() -> None:
+    assert replay(*lives(19 * MIB)).peak_allocated_bytes == 20 * MIB
+    assert replay([20 * MIB, 19 * MIB - 512], [0, 0, 1]).peak_reserved_bytes == 20 * MIB
+    allocator = CachingAllocator()
+    block = allocator.allocate(20 * MIB)
+    assert block is not None
+    allocator.release(block)
+    allocator.allocate(19 * MIB - 512)
+    assert allocator.allocated_bytes == 19 * MIB - 512
+
+
+def test_the_smallest_free_block_that_is_large_enough_is_taken() -> None:
+    sizes = [30 * MIB, 20 * MIB, 20 * MIB, 30 * MIB]
+    assert replay(sizes, [0, 1, 0, 1, 2, 3]).peak_reserved_bytes == 50 * MIB
+
+
+def test_free_neighbours_merge() -> None:
+    sizes = [6 * MIB, 6 * MIB, 8 * MIB, 18 * MIB]
+    assert replay(sizes, [0, 1, 2, 1, 0, 2, 3]).peak_reserved_bytes == 20 * MIB
+
+
+def test_segments_do_not_merge() -> None:
+    sizes = [20 * MIB, 20 * MIB, 40 * MIB]
+    assert replay(sizes, [0, 1, 0, 1, 2]).peak_reserved_bytes == 80 * MIB
+
+
+def test_a_full_device_gives_back_what_is_cached_and_tries_again() -> None:
+    sizes = [20 * MIB, 20 * MIB, 40 * MIB]
+    assert replay(sizes, [0, 1, 0, 1, 2], limit_bytes=40 * MIB).survived
+    assert not replay(sizes, [0, 1, 0, 2], limit_bytes=40 * MIB).survived
+
+
+def test_a_segment_with_one_live_block_is_not_given_back() -> None:
+    sizes = [10 * MIB - 512, 4 * MIB, 20 * MIB]
+    assert not replay(sizes, [0, 1, 0, 2], limit_bytes=24 * MIB).survived
+    assert replay(sizes, [0, 1, 0, 2], limit_bytes=40 * MIB).survived
+
+
+def test_expandable_segments_lose_nothing_between_segments() -> None:
+    sizes = [20 * MIB, 20 * MIB, 40 * MIB]
+    assert replay(sizes, [0, 1, 0, 1, 2], expandable_segments=True).peak_reserved_bytes == 40 * MIB
+
+
+def test_expandable_segments_grow_by_pages_at_their_end() -> None:
+    sizes = [15 * MIB, 10 * MIB]
+    assert replay(sizes, [0, 1], expandable_segments=True).peak_reserved_bytes == 40 * MIB
+    assert replay([15 * MIB, 5 * MIB], [0, 1], expandable_segments=True).peak_reserved_bytes == 20 * MIB
+
+
+def test_a_full_device_takes_back_whole_pages_of_an_expandable_segment() -> None:
+    sizes = [40 * MIB, 20 * MIB, 60 * MIB]
+    events = [0, 1, 0, 2]  # a hole of two pages, too small for the third
+    assert replay(sizes, events, limit_bytes=80 * MIB, expandable_segments=True).survived
+    assert not replay(sizes, events, limit_bytes=79 * MIB, expandable_segments=True).survived
+
+
+def stream(seed: int, length: int) -> tuple[list[int], list[int]]:
+    """A random stream in which storages die in about the order of a stack, as activations do."""
+    generator = random.Random(seed)
+    sizes: list[int] = []
+    events: list[int] = []
+    live: list[int] = []
+    while len(events) < length:
+        if live and generator.random() < 0.5:
+            events.append(live.pop(-1 if generator.random() < 0.8 else generator.randrange(len(live))))
+        else:
+            sizes.append(int(generator.choice([KIB, 100 * KIB, MIB, 5 * MIB, 30 * MIB]) * generator.random()))
+            live.append(len(sizes) - 1)
+            events.append(live[-1])
+    return sizes, events
+
+
+@pytest.mark.parametrize("expandable", [False, True])
+@pytest.mark.parametrize("seed", range(20))
+def test_live_bytes_allocated_bytes_capacity_and_reserved_bytes_are_in_this_order(seed: int, expandable: bool) -> None:
+    sizes, events = stream(seed, 2000)
+    alive: set[int] = set()
+    live = 0
+    for storage in events:
+        alive ^= {storage}
+        live = max(live, sum(sizes[i] for i in alive))
+    free = replay(sizes, events, expandable_segments=expandable)
+    capacity = smallest_capacity(sizes, events, expandable_segments=expandable)
+    assert live <= free.peak_allocated_bytes <= capacity <= free.peak_reserved_bytes
+    assert replay(sizes, events, limit_bytes=capacity, expandable_segments=expandable).survived
+    assert not replay(sizes, events, limit_bytes=live - 1, expandable_segments=expandable).survived
+
+
+@pytest.mark.parametrize("expandable", [False, True])
+@pytest.mark.parametrize("seed", range(5))
+def test_blocks_never_overlap_and_bytes_are_never_lost(seed: int, expandable: bool) -> None:
+    sizes, events = stream(seed, 1000)
+    allocator = CachingAllocator(120 * MIB, expandable_segments=expandable)
+    blocks: dict[int, object] = {}
+    for storage in events:
+        if storage in blocks:
+            allocator.release(blocks.pop(storage))  # type: ignore[arg-type]  # blocks are private
+        elif sizes[storage] and (block := allocator.allocate(sizes[storage])) is not None:
+            blocks[storage] = block
+        spans = sorted((block.address, block.address + block.size) for block in blocks.values())  # type: ignore[attr-defined]  # same
+        assert all(end <= start for (_, end), (start, _) in pairwise(spans))
+        free = sum(size for pool in allocator._free.values() for size, *_ in pool)
+        assert allocator.allocated_bytes == sum(end - start for start, end in spans)
+        assert allocator.allocated_bytes + free == allocator.reserved_bytes <= 120 * MIB
+
+
+def test_a_stream_of_30_000_events_is_replayed_in_a_tenth_of_a_second() -> None:
+    sizes, events = stream(0, 30_000)
+    seconds = []
+    for _ in range(5):
+        start = time.perf_counter()
+        replay(sizes, events)
+        seconds.append(time.perf_counter() - start)
+    assert min(seconds) < 0.1
