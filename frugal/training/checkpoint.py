@@ -16,7 +16,7 @@ import contextlib
 import hashlib
 import logging
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -25,14 +25,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 import torch
 import torch.distributed as dist
-from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 
 from frugal.errors import CheckpointError, PlanMismatchError
 from frugal.training import generators
 from frugal.training import manifest as files
 from frugal.training.batches import Position
 from frugal.training.manifest import File, Manifest
-from frugal.units import format_bytes
+from frugal.training.writer import Writer
 
 if TYPE_CHECKING:
     from frugal.training.engine import Engine
@@ -154,60 +153,6 @@ def together(engine: "Engine", action: Callable[[], T]) -> list[T]:
     return [value for value, _ in answers]  # type: ignore[misc]  # no problem means a result
 
 
-class _Writer(CheckpointEngine):
-    """DeepSpeed's files, written without raising: a rank that stops halfway would leave the others in a collective."""
-
-    def __init__(self) -> None:
-        super().__init__(None)
-        self.written: list[Path] = []
-        self.failure: OSError | None = None
-
-    @contextlib.contextmanager
-    def installed(self, deepspeed_engine: Any) -> Iterator[None]:
-        """Have the engine write through this writer, and leave out the scripts it copies beside a checkpoint."""
-        usual = deepspeed_engine.checkpoint_engine
-        deepspeed_engine.checkpoint_engine = self
-        deepspeed_engine._copy_recovery_script = lambda _path: None
-        try:
-            yield
-        finally:
-            deepspeed_engine.checkpoint_engine = usual
-            del deepspeed_engine._copy_recovery_script
-
-    def save(self, state_dict: Any, path: str | Path) -> None:
-        """torch.save, remembering the first failure instead of raising it."""
-        if self.failure is not None:
-            return
-        try:
-            torch.save(state_dict, path)
-            self.written.append(Path(path))
-        except OSError as error:
-            self.failure = error
-        except RuntimeError as error:  # what torch makes of a failed write
-            free = shutil.disk_usage(Path(path).parent).free
-            self.failure = OSError(
-                None, f"{Path(path).name} cannot be written, {format_bytes(free)} are free there ({_first_line(error)})"
-            )
-
-    def makedirs(self, path: str, exist_ok: bool = False) -> None:
-        """Nothing: the folder was made before, with a vote."""
-
-    def create(self, info: Any) -> None:
-        """Nothing to announce."""
-
-    def load(self, path: str, map_location: Any = None) -> Any:
-        """Never called: reading goes through DeepSpeed's usual engine."""
-        raise NotImplementedError
-
-    def commit(self, info: Any) -> bool:
-        """Nothing to finish; `files.seal` does it."""
-        return True
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0]
-
-
 def _make_room(aside: Path) -> None:
     if aside.exists():
         shutil.rmtree(aside)
@@ -216,7 +161,7 @@ def _make_room(aside: Path) -> None:
 
 def _write_share(engine: "Engine", aside: Path, progress: Progress) -> dict[str, File]:
     """This rank's files, on the disk when this returns."""
-    writer = _Writer()
+    writer = Writer()
     with writer.installed(engine.deepspeed):
         engine.deepspeed.save_checkpoint(str(aside.parent), tag=aside.name, save_latest=False)
     writer.save(generators.state(engine.device), aside / f"rng_rank_{engine.rank}.pt")

@@ -10,6 +10,7 @@ import os
 import socket
 import sys
 from contextlib import ExitStack, redirect_stdout
+from importlib.metadata import version
 from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -91,6 +92,9 @@ def _train(plan: Plan, asked: Settings, device: "torch.device") -> None:
         planned = plan.memory.live_bytes
         with Log(asked.out, rank=rank, planned_bytes=planned, total_steps=total_steps, first_step=start.step) as log:
             log.say(_describe(plan, data, total_steps, start.step))
+            for name, planned_with in plan.versions.items():
+                if planned_with != version(name):
+                    log.say(f"the plan was made with {name} {planned_with}, this is {version(name)}: memory may differ")
             watch = None if asked.resume else loop.Watch(gauge, stack)
             loop.train(engine, batches, data.validation, asked, log, start=start, total_steps=total_steps, watch=watch)
             log.say(f"model written to {save_model(engine, asked.out / 'model', data.tokenizer)}")
