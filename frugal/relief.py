@@ -11,8 +11,8 @@ from frugal.planning.cluster import Cluster, Device, Node
 from frugal.planning.memory import MemoryBreakdown
 from frugal.planning.request import Request
 from frugal.planning.search import Search, Source
-from frugal.planning.strategy import offload_levels
-from frugal.units import GIB, format_bytes
+from frugal.planning.strategy import Strategy
+from frugal.units import GIB, MIB, format_bytes
 
 Rehearse = Callable[[Request, Cluster], AbstractContextManager[Source]]
 
@@ -26,10 +26,15 @@ def nothing_fits(request: Request, cluster: Cluster, found: Nothing, ways: list[
     nearest = found.nearest
     assert nearest.memory is not None
     memory, device = nearest.memory, min(cluster.devices, key=lambda device: device.usable_bytes)
+    where_to = {"cuda": "a GPU", "cpu": "a CPU rank"}
     samples = f"{nearest.micro_batch} sample{'s' if nearest.micro_batch > 1 else ''} of {request.seq_len} tokens"
-    where = "a node's host memory" if nearest.host_shortfall_bytes else f"a GPU of {format_bytes(device.memory_bytes)}"
+    where = (
+        "a node's host memory"
+        if nearest.host_shortfall_bytes
+        else f"{where_to[device.kind]} of {format_bytes(device.memory_bytes)}"
+    )
     because = [
-        f"the nearest of {len(found.options)} strategies lacks {format_bytes(-(nearest.headroom_bytes or 0))}: "
+        f"the nearest of {found.num_strategies} strategies lacks {format_bytes(-(nearest.headroom_bytes or 0))}: "
         f"{nearest.strategy}, with {samples}",
         f"it takes {format_bytes(memory.total_bytes)}: {floor(memory)}",
     ]
@@ -52,25 +57,28 @@ def floor(memory: MemoryBreakdown) -> str:
 
 def ways_out(request: Request, cluster: Cluster, search: Search, nearest: Option, rehearse: Rehearse) -> list[str]:
     """Changes of one flag that make the request fit, cheapest first; each has been checked by computing it."""
-    ways = [flag for flag, relaxed in _relaxed(request) if _fits(relaxed, cluster, search.source)]
+    ways = [flag for flag, relaxed in _relaxed(request) if _fits(relaxed, cluster, search.source, nearest.strategy)]
     ways += _more_memory(cluster, search, nearest)
     for flag, other_request, other_cluster in _larger(request, cluster, nearest):
         if flag.split()[0] in " ".join(ways):
             continue  # a smaller change of the same kind is enough
         with rehearse(other_request, other_cluster) as source:
-            if _fits(other_request, other_cluster, source):
+            if _fits(other_request, other_cluster, source, nearest.strategy):
                 ways.append(flag)
     return ways
 
 
-def _fits(request: Request, cluster: Cluster, source: Source) -> bool:
-    """Whether any strategy fits, the most frugal tried first."""
+def _fits(request: Request, cluster: Cluster, source: Source, likely: Strategy) -> bool:
+    """Whether `likely` fits, or the most frugal strategy of a level of offloading; others are not tried."""
     try:
         search = Search(request, cluster, source)
     except RequestError:  # the change contradicts another flag
         return False
-    strategies = [strategy for level in offload_levels(request) for strategy in search.strategies(level)]
-    return any(search.option(strategy).fits for strategy in reversed(strategies))
+    levels = [search.strategies(level) for level in search.levels]
+    tried = [level[-1] for level in reversed(levels) if level]
+    if any(likely in level for level in levels):
+        tried.insert(0, likely)
+    return any(search.option(strategy).fits for strategy in dict.fromkeys(tried))
 
 
 def _relaxed(request: Request) -> Iterator[tuple[str, Request]]:
@@ -89,7 +97,7 @@ def _relaxed(request: Request) -> Iterator[tuple[str, Request]]:
 
 
 def _more_memory(cluster: Cluster, search: Search, nearest: Option) -> list[str]:
-    """The memory in GiB, rounded up to a half, that the nearest option needs: the host's, where that is what lacks."""
+    """The memory that the nearest option needs, rounded up: the host's, where that is what lacks."""
     if nearest.memory is None or len(set(cluster.devices)) > 1:
         return []
     if nearest.host_shortfall_bytes:
@@ -97,13 +105,14 @@ def _more_memory(cluster: Cluster, search: Search, nearest: Option) -> list[str]
     device = cluster.devices[0]
     profile = search.source.profile(nearest.strategy, True)
     share = device.margin_bytes / device.memory_bytes
-    half_gib = GIB // 2
-    size = int((nearest.memory.total_bytes / (1 - share)) // half_gib) * half_gib
+    needed = nearest.memory.total_bytes / (1 - share)
+    grain = GIB // 2 if needed > 2 * GIB else 64 * MIB if needed > GIB // 2 else MIB
+    size = int(needed // grain) * grain
     for _ in range(4):  # slack depends on the capacity, so the first size may be short
-        size += half_gib
+        size += grain
         larger = replace(device, memory_bytes=size, margin_bytes=int(size * share))
         if profile.memory(nearest.micro_batch, larger).fits:
-            return [f"--mem {size / GIB:g}G"]
+            return [f"--mem {size / GIB:g}G" if size % (GIB // 2) == 0 else f"--mem {size // MIB}M"]
     return []
 
 

@@ -14,10 +14,12 @@ TIE = 1.02
 class Option:
     """One strategy, looked at.
 
+    Without `memory` it was left unprofiled: it could not be faster (`time` is then the best it could do), or it could
+    not fit (`least_shortfall_bytes`).
+
     `memory` is that of the fullest device: with `batch` where it fits, otherwise with the smallest micro-batch the
-    request allows. None where the option was left out because it could not be faster (`time` is then the best it
-    could do). `largest_micro_batch` is the most that fits; one more would lack `shortfall_of_next_bytes`, or is not
-    wanted where that is None.
+    request allows. `largest_micro_batch` is the most that fits; one more would lack `shortfall_of_next_bytes`, or is
+    not wanted where that is None.
     """
 
     strategy: Strategy
@@ -26,6 +28,7 @@ class Option:
     memory: MemoryBreakdown | None
     time: StepTime | None
     host_shortfall_bytes: int = 0
+    least_shortfall_bytes: int | None = None
     largest_micro_batch: int = 0
     shortfall_of_next_bytes: int | None = None
 
@@ -38,7 +41,7 @@ class Option:
     def headroom_bytes(self) -> int | None:
         """What is left of the scarcer memory; negative: the shortfall."""
         if self.memory is None:
-            return None
+            return None if self.least_shortfall_bytes is None else -self.least_shortfall_bytes
         return -self.host_shortfall_bytes if self.host_shortfall_bytes else self.memory.headroom_bytes
 
     @property
@@ -66,7 +69,7 @@ class Choice:
     def rejected(self) -> tuple[Rejected, ...]:
         """The others, fastest first, those that do not fit last."""
         others = [option for option in self.options if option.strategy != self.option.strategy]
-        others.sort(key=lambda option: (not option.fits and option.memory is not None, option.seconds))
+        others.sort(key=lambda option: (option.seconds, -(option.headroom_bytes or 0)))
         return tuple(
             Rejected(
                 strategy=option.strategy,
@@ -79,6 +82,8 @@ class Choice:
         )
 
     def _reason(self, option: Option) -> str:
+        if option.least_shortfall_bytes is not None:
+            return "cannot fit: what does not depend on it is too much already"
         if option.memory is None:
             return "cannot be faster"
         if not option.fits:
@@ -88,9 +93,10 @@ class Choice:
 
 @dataclass(frozen=True, kw_only=True)
 class Nothing:
-    """Nothing fits: every option, the nearest first."""
+    """None of `num_strategies` fits: those that were looked at, the nearest first."""
 
     options: tuple[Option, ...]
+    num_strategies: int
 
     @property
     def nearest(self) -> Option:

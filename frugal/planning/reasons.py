@@ -72,8 +72,8 @@ def _offload(request: Request, choice: Choice) -> list[str]:
     what = "optimizer and parameters live" if strategy.offload_parameters != "none" else "the optimizer lives"
     if request.offload != "auto":
         return [f"{what} in host memory, as asked"]
-    others = [option for option in choice.options if option.strategy.offload_optimizer == "none" and option.memory]
-    others.sort(key=lambda option: -(option.headroom_bytes or 0))
+    others = [option for option in choice.options if option.strategy.offload_optimizer == "none"]
+    others = [option for option in others if option.headroom_bytes is not None]
     return [f"{what} in host memory: {_does_not_fit(others)} on the GPUs alone" if others else f"{what} in host memory"]
 
 
@@ -109,7 +109,7 @@ def _alternatives(choice: Choice, trait: Callable[[Option], object]) -> list[Opt
         option
         for option in choice.options
         if trait(option) != trait(taken)
-        and option.memory is not None
+        and option.headroom_bytes is not None
         and option.strategy.offload_optimizer == taken.strategy.offload_optimizer
         and option.strategy.offload_parameters == taken.strategy.offload_parameters
     ]
@@ -120,4 +120,5 @@ def _does_not_fit(options: list[Option]) -> str:
     """That the nearest of `options` does not fit, and by how much."""
     nearest = max(options, key=lambda option: option.headroom_bytes or 0)
     what = "one sample does" if nearest.micro_batch == 1 else f"micro-batch {nearest.micro_batch} does"
-    return f"{what} not fit ({format_bytes(-(nearest.headroom_bytes or 0))} short)"
+    at_least = "at least " if nearest.memory is None else ""
+    return f"{what} not fit ({at_least}{format_bytes(-(nearest.headroom_bytes or 0))} short)"

@@ -149,6 +149,8 @@ def _alternative(rejected: Rejected) -> str:
     if headroom is None:
         return f"{rejected.strategy}: {rejected.reason}, at best {format_seconds(seconds or 0)}"
     head = f"{rejected.strategy}, micro-batch {rejected.micro_batch}: {rejected.reason}"
+    if rejected.reason.startswith("cannot fit"):
+        return f"{rejected.strategy}: {rejected.reason}"
     if seconds is None or headroom < 0:
         return f"{head}, {format_bytes(-headroom)} short"
     return f"{head}, {format_seconds(seconds)}"
@@ -169,7 +171,7 @@ def _assumptions(plan: Plan) -> list[str]:
             f"{format_bytes(device.margin_bytes)} (fragmentation); not measured on your card"
         )
     speed = f"{device.matrix_flops / 1e12:.3g} TFLOP/s reached, {device.memory_bandwidth / 1e9:.0f} GB/s of memory"
-    links = f"{plan.cluster.intra_bandwidth / 1e9:.0f} GB/s between GPUs"
+    links = f"{plan.cluster.intra_bandwidth / 1e9:.0f} GB/s between {'GPUs' if device.kind == 'cuda' else 'ranks'}"
     if len(plan.cluster.nodes) > 1:
         links += f", {plan.cluster.inter_bandwidth / 1e9:.0f} GB/s between nodes"
     lines.append(f"{device.name}: {speed}, {links}; only the seconds depend on it")

@@ -75,6 +75,7 @@ class Search:
         self.batch_samples = request.batch_samples
         self.devices = tuple(dict.fromkeys(cluster.devices))
         self.refuted: dict[Strategy, Refuted] = {}
+        self.levels = offload_levels(request, on_gpus=cluster.devices[0].kind == "cuda")
         self.facts = source.facts()
         self.work: dict[str, Profile] = {}  # by mode of activation checkpointing, once one is known
         self.cap = self._cap()
@@ -83,7 +84,7 @@ class Search:
         """Choose, rehearse, and choose again until the two agree."""
         seen: list[Option] = []
         warnings: list[str] = []
-        for level in offload_levels(self.request):
+        for level in self.levels:
             options = self.options(level)
             while fitting := [option for option in options if option.fits]:
                 best = min(option.seconds for option in fitting)
@@ -104,8 +105,7 @@ class Search:
                 )
                 options = self.options(level)
             seen += options
-        known = [option for option in seen if option.memory is not None]
-        return Nothing(options=tuple(sorted(known, key=lambda option: -(option.headroom_bytes or 0))))
+        return Nothing(options=self._nearest_first(seen), num_strategies=len(seen))
 
     def strategies(self, level: Offload) -> tuple[Strategy, ...]:
         """The candidates of one level of offloading, simplest first."""
@@ -122,8 +122,38 @@ class Search:
         for strategy in self.strategies(level):
             fastest = min((option.seconds for option in options if option.fits), default=float("inf"))
             bound = self._best_case(strategy) if self.work else None
-            options.append(bound if bound and bound.seconds * TIE >= fastest else self.option(strategy))
+            if bound and bound.seconds * TIE >= fastest:
+                options.append(bound)
+            else:
+                options.append(self._hopeless(strategy, options) or self.option(strategy))
         return options
+
+    def _hopeless(self, strategy: Strategy, options: list[Option]) -> Option | None:
+        """`strategy`, if activation checkpointing cannot help it: at the peak without, the states alone are too much.
+
+        States, buffers and context are live at that moment of the step whether activations are kept or not.
+        """
+        plain = replace(strategy, activation_checkpointing="off")
+        without = next((option.memory for option in options if option.strategy == plain != strategy), None)
+        if without is None:
+            return None
+        shortfall = -without.headroom_bytes - without.activations - without.logits - without.temporary - without.slack
+        if shortfall <= 0:
+            return None
+        micro = self._smallest_micro_batch()
+        return Option(
+            strategy=strategy, micro_batch=micro, batch=None, memory=None, time=None, least_shortfall_bytes=shortfall
+        )
+
+    def _nearest_first(self, seen: list[Option]) -> tuple[Option, ...]:
+        """All options that were looked at, by shortfall; hopeless ones are profiled while they could be the nearest."""
+        known = [option for option in seen if option.memory is not None]
+        hopeless = [option for option in seen if option.least_shortfall_bytes is not None]
+        for option in sorted(hopeless, key=lambda option: option.least_shortfall_bytes or 0):
+            nearest = max(known, key=lambda option: option.headroom_bytes or 0)
+            if -(option.least_shortfall_bytes or 0) > (nearest.headroom_bytes or 0):
+                known.append(self.option(option.strategy))
+        return tuple(sorted(known, key=lambda option: -(option.headroom_bytes or 0)))
 
     def option(self, strategy: Strategy) -> Option:
         """The best batch a strategy allows, or by how much it does not fit."""

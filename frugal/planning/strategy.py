@@ -69,9 +69,14 @@ BUCKET_ELEMENTS = 20_000_000
 """Gradient elements that travel together: far beyond what saturates a link (a few MB), and 80 MB at most in fp32."""
 
 
-def offload_levels(request: Request) -> tuple[Offload, ...]:
-    """What to try to move to host memory, in order: nothing is moved unless it must be, or was asked for."""
-    return ("none", "optimizer", "all") if request.offload == "auto" else (request.offload,)
+def offload_levels(request: Request, *, on_gpus: bool = True) -> tuple[Offload, ...]:
+    """What to try to move to host memory, in order: nothing is moved unless it must be, or was asked for.
+
+    A CPU rank's memory is the host's already.
+    """
+    if request.offload != "auto":
+        return (request.offload,)
+    return ("none", "optimizer", "all") if on_gpus else ("none",)
 
 
 def candidates(
