@@ -15,11 +15,43 @@ from frugal.dryrun.rehearse import rehearse
 from frugal.planning.plan import Plan
 from frugal.planning.timeline import Timeline
 from frugal.training.engine import DTYPES, initialize
-from frugal.training.loss import CausalLM
+from frugal.training.loss import CausalLM, MaskedLM, Seq2Seq
 from frugal.training.measure import gauge, mark_phases
 from tests.plans import plan_by_hand
 from tests.ranks import Ranks
 from tests.training.models import tiny_gpt2
+
+
+def tiny(auto: str, model_type: str, **config: Any) -> Callable[[], Any]:
+    """Builds a transformers model of two layers."""
+
+    def build() -> Any:
+        import transformers
+
+        made = transformers.AutoConfig.for_model(model_type, vocab_size=256, **config)
+        return getattr(transformers, auto).from_config(made).train()
+
+    return build
+
+
+FAMILIES: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
+    "gpt2": (tiny_gpt2, CausalLM),
+    "llama": (
+        tiny("AutoModelForCausalLM", "llama", hidden_size=64, intermediate_size=160, num_hidden_layers=2,
+             num_attention_heads=4, num_key_value_heads=2, use_cache=False),
+        CausalLM,
+    ),
+    "bert": (
+        tiny("AutoModelForMaskedLM", "bert", hidden_size=64, intermediate_size=160, num_hidden_layers=2,
+             num_attention_heads=4),
+        lambda: MaskedLM(pad_id=0, mask_id=255, vocab_size=256),
+    ),
+    "t5": (
+        tiny("AutoModelForSeq2SeqLM", "t5", d_model=64, d_kv=16, d_ff=160, num_layers=2, num_heads=4, use_cache=False,
+             decoder_start_token_id=0),
+        lambda: Seq2Seq(0, start_id=0),
+    ),
+}  # fmt: skip
 
 TOLERANCE = 0.005  # of the bytes measured
 SEQ_LEN = 64
@@ -68,9 +100,9 @@ def settled_collectives() -> Iterator[None]:
         yield
 
 
-def measured(plan: Plan) -> list[tuple[str, int, int]]:
+def measured(plan: Plan, family: str = "gpt2") -> list[tuple[str, int, int]]:
     """(phase, peak bytes, live bytes) of every stretch of two real optimizer steps. Runs on ranks."""
-    objective = CausalLM()
+    objective = FAMILIES[family][1]()
     example = objective.example(max(map(max, plan.batch.cells)), plan.request.seq_len)
     gc.freeze()  # what is there already takes long to go through
     with settled_collectives(), gauge("cpu") as found:
@@ -79,7 +111,7 @@ def measured(plan: Plan) -> list[tuple[str, int, int]]:
             gc.collect()
             found.mark(phase)
 
-        model = tiny_gpt2().to(DTYPES[plan.request.precision])
+        model = FAMILIES[family][0]().to(DTYPES[plan.request.precision])
         engine = initialize(model, plan, objective)
         mark_phases(engine, mark)
         for _ in range(2):
@@ -95,23 +127,23 @@ def measured(plan: Plan) -> list[tuple[str, int, int]]:
     return intervals
 
 
-def rehearsed(plan: Plan, rank: int, kind: str = "cpu") -> Timeline:
+def rehearsed(plan: Plan, rank: int, family: str = "gpt2") -> Timeline:
     dtype = DTYPES[plan.request.precision]
 
     def build() -> Any:
         with torch.device("meta"):
-            return tiny_gpt2().to(dtype)
+            return FAMILIES[family][0]().to(dtype)
 
     return rehearse(
         build,
-        CausalLM(),
+        FAMILIES[family][1](),
         plan.request,
         plan.strategy,
         micro_batch=max(map(max, plan.batch.cells)),
         accumulation_steps=plan.batch.accumulation_steps,
         world_size=plan.batch.world_size,
         rank=rank,
-        kind=kind,  # type: ignore[arg-type]  # parametrised
+        kind="cpu",
     ).timeline
 
 
@@ -134,3 +166,16 @@ def test_every_phase_of_every_rank_is_as_rehearsed(
         for (phase, peak, live), (_, true_peak, true_live) in zip(ours, truth, strict=True):
             assert (phase, peak) == (phase, pytest.approx(true_peak, rel=TOLERANCE))
             assert (phase, live) == (phase, pytest.approx(true_live, rel=TOLERANCE))
+
+
+@pytest.mark.parametrize("mode", ["off", "full"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("family", ["llama", "bert", "t5"])
+def test_so_it_is_for_other_families(family: str, precision: str, mode: str, one_rank: Ranks) -> None:
+    plan = plan_for(1, 4, 1, 2, precision, mode)
+    (truth,) = one_rank.run(partial(measured, plan, family))
+    ours = [(i.phase, i.peak_bytes, i.live_bytes) for i in rehearsed(plan, 0, family).intervals(4)]
+    assert max(peak for _, peak, _ in ours) == pytest.approx(max(peak for _, peak, _ in truth), rel=TOLERANCE)
+    for (phase, peak, live), (_, true_peak, true_live) in zip(ours, truth, strict=True):
+        assert (phase, peak) == (phase, pytest.approx(true_peak, rel=TOLERANCE))
+        assert (phase, live) == (phase, pytest.approx(true_live, rel=TOLERANCE))
