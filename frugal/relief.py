@@ -17,8 +17,8 @@ from frugal.units import GIB, MIB, format_bytes
 Rehearse = Callable[[Request, Cluster], AbstractContextManager[Source]]
 
 SHORTEST_SEQUENCE = 64
-MOST_GPUS = 8
-"""How many times as many GPUs are tried."""
+FACTORS = (2, 4, 8)
+"""How many times as many GPUs, and how many times shorter samples, are tried."""
 
 
 def nothing_fits(request: Request, cluster: Cluster, found: Nothing, ways: list[str]) -> NothingFitsError:
@@ -125,17 +125,15 @@ def _larger(request: Request, cluster: Cluster, nearest: Option) -> Iterator[tup
         num_nodes = 2 * len(cluster.nodes)
         yield f"--nodes {num_nodes}", request, replace(cluster, nodes=cluster.nodes * 2)
     states = memory.parameters + memory.gradients + memory.optimizer
-    if len(set(cluster.devices)) == 1 and request.zero_stage != 0 and states > shortfall:
-        factor = 2
-        while factor <= MOST_GPUS:
-            num_gpus = factor * len(cluster.nodes[0].devices)
+    factors = [factor for factor in FACTORS if states - states // factor > shortfall]
+    if len(set(cluster.devices)) == 1 and request.zero_stage != 0 and not nearest.host_shortfall_bytes:
+        for num_gpus in (factor * len(cluster.nodes[0].devices) for factor in factors):
             yield f"--gpus {num_gpus}", request, _with_gpus(cluster, cluster.devices[0], num_gpus)
-            factor *= 2
-    per_sample = memory.activations + memory.logits + memory.temporary
-    seq_len = request.seq_len // 2
-    while per_sample > shortfall and seq_len >= SHORTEST_SEQUENCE and request.seq_len // seq_len <= MOST_GPUS:
-        yield f"--seq-len {seq_len}", replace(request, seq_len=seq_len), cluster
-        seq_len //= 2
+    per_sample = memory.activations + memory.logits + memory.temporary + memory.slack
+    for factor in FACTORS:
+        seq_len = request.seq_len // factor
+        if per_sample - per_sample // factor > shortfall and seq_len >= SHORTEST_SEQUENCE:
+            yield f"--seq-len {seq_len}", replace(request, seq_len=seq_len), cluster
 
 
 def _with_gpus(cluster: Cluster, device: Device, num_gpus: int) -> Cluster:
