@@ -64,7 +64,13 @@ SMALL_BUCKETS = {
 
 
 def plan_for(
-    world_size: int, micro_batch: int, accumulation_steps: int, zero_stage: int, precision: str, mode: str
+    world_size: int,
+    micro_batch: int,
+    accumulation_steps: int,
+    zero_stage: int,
+    precision: str,
+    mode: str,
+    strategy: dict[str, Any] | None = None,
 ) -> Plan:
     return plan_by_hand(
         world_size=world_size,
@@ -72,7 +78,7 @@ def plan_for(
         micro_batch=micro_batch,
         zero_stage=zero_stage,
         request={"precision": precision, "seq_len": SEQ_LEN},
-        strategy={"activation_checkpointing": mode, **SMALL_BUCKETS},
+        strategy={"activation_checkpointing": mode, **SMALL_BUCKETS, **(strategy or {})},
     )
 
 
