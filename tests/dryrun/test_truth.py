@@ -188,22 +188,14 @@ def test_so_it_is_for_other_families(family: str, precision: str, mode: str, one
 
 
 @pytest.mark.parametrize("accumulation_steps", [1, 3])
-@pytest.mark.parametrize(
-    ("zero_stage", "offload"),
-    [
-        (2, {"offload_optimizer": "cpu"}),
-        (3, {"offload_optimizer": "cpu"}),
-        (3, {"offload_optimizer": "cpu", "offload_parameters": "cpu"}),
-    ],
-)
-def test_so_it_is_where_states_are_on_the_host(
-    zero_stage: int, offload: dict[str, str], accumulation_steps: int, one_rank: Ranks
+@pytest.mark.parametrize("zero_stage", [2, 3])
+def test_so_it_is_where_optimizer_states_are_on_the_host(
+    zero_stage: int, accumulation_steps: int, one_rank: Ranks
 ) -> None:
-    plan = plan_for(1, 4, accumulation_steps, zero_stage, "bf16", "off", offload)
+    """Not so for parameters: a CPU rank is its own host, and what would be a copy to the device is none there."""
+    plan = plan_for(1, 4, accumulation_steps, zero_stage, "bf16", "off", {"offload_optimizer": "cpu"})
     (truth,) = one_rank.run(partial(measured, plan))
     ours = [(i.phase, i.peak_bytes, i.live_bytes) for i in rehearsed(plan, 0).intervals(4)]
     for (phase, peak, live), (_, true_peak, true_live) in zip(ours, truth, strict=True):
-        if phase == "initialisation" and "offload_parameters" in offload:
-            continue  # a real CPU rank splits the model where it is; the rehearsed one moves each parameter to the host
         assert (phase, peak) == (phase, pytest.approx(true_peak, rel=TOLERANCE))
         assert (phase, live) == (phase, pytest.approx(true_live, rel=TOLERANCE))
