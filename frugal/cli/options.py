@@ -49,6 +49,7 @@ _OPTIONS = (
         type=_choice(asked.ActivationCheckpointingChoice),
         help=f"[default: {Request.activation_checkpointing}]",
     ),
+    click.option("--loss", type=_choice(asked.LossChoice), help=f"[default: {Request.loss}]"),
     click.option(
         "--offload",
         type=_choice(asked.OffloadChoice),

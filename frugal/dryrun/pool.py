@@ -15,6 +15,10 @@ import msgspec
 
 import frugal.errors
 from frugal.dryrun.messages import Answer, Question
+from frugal.errors import RequestError
+
+MARK = "FRUGAL_REHEARSAL"
+"""Set in the environment of a worker: a rehearsal inside a rehearsal would never end."""
 
 STDERR_LINES = 20
 """Of a worker that died, how much of its standard error is told."""
@@ -69,8 +73,20 @@ class _Worker:
     """One process, one question at a time."""
 
     def __init__(self) -> None:
+        if MARK in os.environ:
+            raise RequestError(
+                "the model's file makes a plan while it is imported",
+                because="a rehearsal imports that file to build the model, and would never end",
+                hint='put everything but the factory under `if __name__ == "__main__":`',
+            )
         self._stderr: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process
-        environment = {**os.environ, "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+        environment = {
+            **os.environ,
+            MARK: "1",
+            "DS_ACCELERATOR": "cpu",
+            "CUDA_VISIBLE_DEVICES": "",
+            "OMP_NUM_THREADS": "1",
+        }
         self._process = subprocess.Popen(
             [sys.executable, "-m", "frugal.dryrun.worker"],
             stdin=subprocess.PIPE,

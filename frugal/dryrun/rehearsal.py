@@ -7,13 +7,18 @@ from frugal.planning.timeline import Peak, Recording, Timeline
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFacts:
-    """What is known of a model before it runs. Parameters are counted in elements."""
+    """What is known of a model before it runs. Parameters are counted in elements.
+
+    `can_recompute`: whether it takes activation checkpointing; `can_tile`: whether it takes the tiled loss.
+    """
 
     task: str
     max_positions: int | None
     parameters: int
     trainable_parameters: int
     largest_parameter: int
+    can_recompute: bool
+    can_tile: bool
 
 
 @dataclass(frozen=True, kw_only=True)

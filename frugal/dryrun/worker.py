@@ -76,15 +76,19 @@ def _describe(question: Describe) -> Any:
     import torch
 
     from frugal.dryrun.rehearsal import ModelFacts
+    from frugal.training import activation_checkpointing, tiled_loss
 
     spec = _resolved(question)
-    parameters = list(spec.build(dtype=torch.bfloat16, device="meta").parameters())
+    model = spec.build(dtype=torch.bfloat16, device="meta")
+    parameters = list(model.parameters())
     return ModelFacts(
         task=spec.task,
         max_positions=spec.max_positions,
         parameters=sum(parameter.numel() for parameter in parameters),
         trainable_parameters=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
         largest_parameter=max((parameter.numel() for parameter in parameters), default=0),
+        can_recompute=activation_checkpointing.is_supported(model),
+        can_tile=spec.task in ("causal-lm", "masked-lm", "seq2seq") and tiled_loss.is_supported(model),
     )
 
 

@@ -13,6 +13,7 @@ def reasons(request: Request, cluster: Cluster, choice: Choice) -> tuple[str, ..
     """The sentences of `Plan.why`."""
     return (
         _activation_checkpointing(request, choice),
+        _loss(request, choice),
         _zero_stage(request, cluster, choice),
         *_offload(request, choice),
         _micro_batch(request, cluster, choice),
@@ -41,6 +42,23 @@ def _activation_checkpointing(request: Request, choice: Choice) -> str:
             f"{format_seconds(taken.seconds)}"
         )
     return f"activation checkpointing is on: {_does_not_fit(others)} without it" if others else ""
+
+
+def _loss(request: Request, choice: Choice) -> str:
+    taken = choice.option
+    if request.loss != "auto":
+        return f"the loss is {request.loss}, as asked"
+    if taken.strategy.loss == "plain":
+        return ""
+    others = _alternatives(choice, lambda option: option.strategy.loss)
+    fitting = [option for option in others if option.fits]
+    if fitting:
+        return (
+            f"the loss is tiled: with whole logits micro-batch {fitting[0].micro_batch} fits instead of "
+            f"{taken.micro_batch}, and a step takes {format_seconds(fitting[0].seconds)} instead of "
+            f"{format_seconds(taken.seconds)}"
+        )
+    return f"the loss is tiled: {_does_not_fit(others)} with whole logits" if others else ""
 
 
 def _zero_stage(request: Request, cluster: Cluster, choice: Choice) -> str:

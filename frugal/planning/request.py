@@ -9,6 +9,7 @@ Task = Literal["causal-lm", "masked-lm", "seq2seq", "sequence-classification"]
 Precision = Literal["bf16", "fp16", "fp32"]
 OptimizerName = Literal["adamw", "sgd"]
 ActivationCheckpointingChoice = Literal["auto", "off", "full"]
+LossChoice = Literal["auto", "plain", "tiled"]
 OffloadChoice = Literal["auto", "none", "optimizer", "all"]
 
 DEFAULT_GLOBAL_BATCH = 512
@@ -32,6 +33,7 @@ class Request:
         accumulation_steps: pinned micro-steps per optimizer step.
         zero_stage: pinned ZeRO stage, 0-3.
         activation_checkpointing: `auto` switches it on when it is needed or pays.
+        loss: `plain` holds the logits whole, `tiled` a slice at a time; `auto` takes what makes the step faster.
         offload: what may live in host memory; `auto`: nothing, unless nothing fits without.
         precision: of weights, activations and gradients in forward and backward.
         optimizer: torch's fused implementation of it.
@@ -52,6 +54,7 @@ class Request:
     accumulation_steps: int | None = None
     zero_stage: int | None = None
     activation_checkpointing: ActivationCheckpointingChoice = "auto"
+    loss: LossChoice = "auto"
     offload: OffloadChoice = "auto"
     precision: Precision = "bf16"
     optimizer: OptimizerName = "adamw"

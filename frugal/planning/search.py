@@ -8,6 +8,7 @@ rehearsed as a whole. Where that shows that it does not fit, its micro-batch shr
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from frugal.errors import RequestError
 from frugal.planning import cost
 from frugal.planning.choice import TIE, Choice, Nothing, Option
 from frugal.planning.cluster import Cluster, Device
@@ -22,7 +23,11 @@ TRUST = 0.01
 
 
 class Facts(Protocol):
-    """What is known of a model before it runs, in elements; `max_positions`: tokens it can read, None: any number."""
+    """What is known of a model before it runs, in elements.
+
+    `max_positions`: tokens it can read, None: any number. `can_recompute`: whether it takes activation checkpointing,
+    `can_tile`: whether it takes the tiled loss.
+    """
 
     @property
     def task(self) -> str: ...
@@ -34,6 +39,10 @@ class Facts(Protocol):
     def largest_parameter(self) -> int: ...
     @property
     def max_positions(self) -> int | None: ...
+    @property
+    def can_recompute(self) -> bool: ...
+    @property
+    def can_tile(self) -> bool: ...
 
 
 class Profile(cost.Work, Protocol):
@@ -77,6 +86,7 @@ class Search:
         self.refuted: dict[Strategy, Refuted] = {}
         self.levels = offload_levels(request, on_gpus=cluster.devices[0].kind == "cuda")
         self.facts = source.facts()
+        self.can_tile = self.facts.can_tile
         self.work: dict[str, Profile] = {}  # by mode of activation checkpointing, once one is known
         self.cap = self._cap()
 
@@ -114,6 +124,8 @@ class Search:
             world_size=self.cluster.world_size,
             offload=level,
             trainable_parameters=self.facts.trainable_parameters,
+            can_recompute=self.facts.can_recompute,
+            can_tile=self.can_tile,
         )
 
     def options(self, level: Offload) -> list[Option]:
@@ -124,9 +136,21 @@ class Search:
             bound = self._best_case(strategy) if self.work else None
             if bound and bound.seconds * TIE >= fastest:
                 options.append(bound)
-            else:
-                options.append(self._hopeless(strategy, options) or self.option(strategy))
+            elif hopeless := self._hopeless(strategy, options):
+                options.append(hopeless)
+            elif strategy.loss == "plain" or self.request.loss == "tiled":
+                options.append(self.option(strategy))
+            elif self.can_tile:
+                options += self._tiled(strategy)
         return options
+
+    def _tiled(self, strategy: Strategy) -> list[Option]:
+        """The option of a tiled loss nobody asked for; none if a rehearsal shows that the model cannot take it."""
+        try:
+            return [self.option(strategy)]
+        except RequestError:
+            self.can_tile = False
+            return []
 
     def _hopeless(self, strategy: Strategy, options: list[Option]) -> Option | None:
         """`strategy`, if activation checkpointing cannot help it: at the peak without, the states alone are too much.

@@ -10,6 +10,7 @@ from frugal.planning import cards
 from frugal.planning.cluster import Cluster, Device, Node
 from frugal.planning.request import (
     ActivationCheckpointingChoice,
+    LossChoice,
     OffloadChoice,
     OptimizerName,
     Precision,
@@ -27,6 +28,7 @@ _CHOICES = {
     "precision": get_args(Precision),
     "optimizer": get_args(OptimizerName),
     "activation_checkpointing": get_args(ActivationCheckpointingChoice),
+    "loss": get_args(LossChoice),
     "offload": get_args(OffloadChoice),
     "device": get_args(cards.DeviceKind),
 }

@@ -80,9 +80,15 @@ def offload_levels(request: Request, *, on_gpus: bool = True) -> tuple[Offload, 
 
 
 def candidates(
-    request: Request, *, world_size: int, offload: Offload, trainable_parameters: int
+    request: Request,
+    *,
+    world_size: int,
+    offload: Offload,
+    trainable_parameters: int,
+    can_recompute: bool = True,
+    can_tile: bool = False,
 ) -> tuple[Strategy, ...]:
-    """The strategies a request allows at one level of offloading, simplest first.
+    """The strategies a request and its model allow at one level of offloading, simplest first.
 
     Which ZeRO stages: bf16 and fp16 only stages 2 and 3, because stage 0 starts Adam at its second step and stage 1
     loses gradients under fp32 accumulation. On one GPU the stages split nothing, so the lowest is enough.
@@ -95,13 +101,19 @@ def candidates(
             (request.zero_stage,) if request.zero_stage >= (offload == "optimizer") + 3 * (offload == "all") else ()
         )
     modes: tuple[Literal["off", "full"], ...] = (
-        ("off", "full") if request.activation_checkpointing == "auto" else (request.activation_checkpointing,)
+        (("off", "full") if can_recompute else ("off",))
+        if request.activation_checkpointing == "auto"
+        else (request.activation_checkpointing,)
+    )
+    losses: tuple[Literal["plain", "tiled"], ...] = (
+        (("plain", "tiled") if can_tile else ("plain",)) if request.loss == "auto" else (request.loss,)
     )
     bucket = min(request.reduce_bucket_elements or BUCKET_ELEMENTS, max(1, trainable_parameters))
     made = (
         Strategy(
             zero_stage=stage,
             activation_checkpointing=mode,
+            loss=loss,
             offload_optimizer="none" if offload == "none" else "cpu",
             offload_parameters="cpu" if offload == "all" else "none",
             reduce_bucket_elements=bucket,
@@ -109,5 +121,6 @@ def candidates(
         )
         for stage in stages
         for mode in modes
+        for loss in losses
     )
     return tuple(sorted(made, key=lambda strategy: strategy.num_mechanisms))

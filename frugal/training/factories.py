@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from frugal.errors import RequestError
+from frugal.errors import FrugalError, RequestError
 from frugal.training import hub
 from frugal.training.loss import Objective
 
@@ -26,6 +26,8 @@ def find(reference: str) -> Factory:
     try:
         with _importable(Path.cwd()):
             module = _import_file(Path(where)) if where.endswith(".py") else importlib.import_module(where)
+    except FrugalError:
+        raise
     except Exception as error:  # a user's module may raise anything
         raise RequestError(
             f"cannot import {where}",
@@ -74,6 +76,8 @@ def call(reference: str, factory: Factory, device: torch.device) -> tuple[nn.Mod
     try:
         with torch.device(device), _importable(Path.cwd()):
             made = factory()
+    except FrugalError:
+        raise
     except Exception as error:  # a user's factory may raise anything
         raise RequestError(
             f"{reference} failed",

@@ -40,6 +40,11 @@ def apply(model: nn.Module) -> None:
     head.forward = _TiledHead(head)  # type: ignore[method-assign, assignment]  # ZeRO-3's hooks on the module still run
 
 
+def is_supported(model: nn.Module) -> bool:
+    """Whether `apply` would work. A model may still change its logits after the head; only a forward shows that."""
+    return _head(model) is not None
+
+
 def is_applied(model: nn.Module) -> bool:
     """Whether `apply` was called on this model, or on the model inside this DeepSpeed engine."""
     head = _head(model)

@@ -26,6 +26,8 @@ class SyntheticProfile:
     num_operators: int = 3_000
     task: str = "causal-lm"
     max_positions: int | None = None
+    can_recompute: bool = True
+    can_tile: bool = False
     error: float = 1.0
 
     def __post_init__(self) -> None:
