@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from frugal.planning.plan import Plan
 from frugal.training import data, models, sources, tokenizing
+from frugal.training.order import permutation
 from frugal.training.settings import Settings
 
 
@@ -36,16 +37,17 @@ def read(plan: Plan, asked: Settings) -> Samples:
         text=asked.text_column, label=asked.label_column, source=asked.source_column, target=asked.target_column
     )
 
-    def load(paths: tuple[str, ...], validation_fraction: float) -> data.Corpus:
+    def load(paths: tuple[str, ...], validation_fraction: float = 0.0, label_names: Sequence[str] = ()) -> data.Corpus:
         return data.load(
             paths, tokenizer=tokenizer, task=spec.task, seq_len=plan.request.seq_len, columns=columns,
             limit=asked.limit, skip_bad_rows=asked.skip_bad_rows, too_long=asked.too_long,
-            validation_fraction=validation_fraction,
+            validation_fraction=validation_fraction, label_names=label_names,
         )  # fmt: skip
 
     def load_all() -> tuple[data.Corpus, Any]:
         if asked.validation_data:
-            return load(asked.data, 0.0), load(asked.validation_data, 0.0).train
+            corpus = load(asked.data)
+            return corpus, load(asked.validation_data, label_names=corpus.report.label_names).train
         corpus = load(asked.data, asked.validation_fraction)
         return corpus, () if corpus.validation is None else corpus.validation
 
@@ -59,21 +61,28 @@ def read(plan: Plan, asked: Settings) -> Samples:
         spec=spec.for_tokenizer(tokenizer),
         tokenizer=tokenizer,
         training=corpus.train,
-        validation=_First(validation, min(len(validation), asked.validation_samples or len(validation))),
+        validation=_Drawn.from_all(validation, asked.validation_samples),
         report=corpus.report,
         fingerprint=corpus.fingerprint,
     )
 
 
 @dataclass(frozen=True)
-class _First(Sequence[Any]):
-    """The first `number` of `samples`."""
+class _Drawn(Sequence[Any]):
+    """Some of `samples`, the same in every run on this data."""
 
     samples: Sequence[Any]
-    number: int
+    indices: Sequence[int]
+
+    @classmethod
+    def from_all(cls, samples: Sequence[Any], number: int | None) -> "_Drawn":
+        """`number` of them, drawn evenly from all documents; None: all."""
+        if number is None or number >= len(samples):
+            return cls(samples, range(len(samples)))
+        return cls(samples, sorted(map(int, permutation(len(samples), seed=0, epoch=0)[:number])))
 
     def __len__(self) -> int:
-        return self.number
+        return len(self.indices)
 
     def __getitem__(self, index: Any) -> Any:
-        return self.samples[index]
+        return self.samples[self.indices[index]]
