@@ -79,12 +79,13 @@ def _serve(rank: int, world_size: int, port: int, connection: Connection) -> Non
     import warnings
 
     warnings.filterwarnings("ignore")
-    import deepspeed
     import torch
+
+    from frugal.training import group
 
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     torch.set_num_threads(1)
-    deepspeed.init_distributed(auto_mpi_discovery=False)
+    group.form()
     while True:
         try:
             function, args, kwargs = connection.recv()

@@ -44,14 +44,8 @@ def plan(folder: Path, world_size: int) -> Plan:
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """Caches of its own, but for what takes a compiler."""
-    from torch.utils.cpp_extension import _get_build_directory
-
-    extensions = Path(_get_build_directory("any", verbose=False)).parent
-    return {
-        **os.environ, "XDG_CACHE_HOME": str(folder / "cache"), "TORCH_EXTENSIONS_DIR": str(extensions),
-        "OMP_NUM_THREADS": "1", "COLUMNS": "200",
-    }  # fmt: skip
+    """A cache of its own, and as many threads as a test may take."""
+    return {**os.environ, "XDG_CACHE_HOME": str(folder / "cache"), "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
 
 
 def command(*arguments: object) -> list[str]:
@@ -126,6 +120,20 @@ def test_the_final_model_and_tokenizer_load(folder: Path, on_two_ranks: tuple[in
     with torch.no_grad():
         loss = model(input_ids=ids, labels=ids).loss
     assert loss < 0.9 * torch.log(torch.tensor(260.0))  # better than a guess among all tokens
+
+
+def test_torchrun_gives_the_same_run(folder: Path, on_two_ranks: tuple[int, str, str]) -> None:
+    script = Path(__file__).parents[1] / "launch" / "torchrun.sh"
+    subprocess.run(
+        [script, "2", "--plan", "plan2.json", "--data", "text.jsonl", "--steps", "6", "--eval-every", "3",
+         "--save-every", "0", "--validation-fraction", "0.1", "--out", "torchrun"],
+        cwd=folder, check=True, capture_output=True, timeout=200,
+        env=environment(folder) | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},
+    )  # fmt: skip
+    ours, theirs = (
+        [(r["event"], r["step"], r.get("loss")) for r in records(folder / name)] for name in ("two", "torchrun")
+    )
+    assert ours == theirs
 
 
 def test_a_wrong_resume_is_said_once_through_the_launcher(folder: Path, on_two_ranks: tuple[int, str, str]) -> None:

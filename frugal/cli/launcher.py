@@ -19,6 +19,7 @@ import psutil  # type: ignore[import-untyped]  # has no types
 
 from frugal.errors import PlanMismatchError, RequestError
 from frugal.planning.plan import Plan
+from frugal.training.manifest import newest
 from frugal.training.run import free_port
 from frugal.training.settings import Settings
 
@@ -83,7 +84,9 @@ def launch(plan: Plan, plan_path: Path, asked: Settings, master_port: int | None
     if code in (0, INTERRUPTED) or not _is_signal(code):
         return code
     number = _is_signal(code)
-    click.echo(f"error: a rank was killed by {signal.Signals(number).name}\n\nhint: continue with --resume", err=True)
+    saved = newest(asked.checkpoints)
+    hint = f"\n\nhint: continue from {saved.name} with --resume" if saved is not None else ""
+    click.echo(f"error: a rank was ended by {signal.Signals(number).name}{hint}", err=True)
     return 128 + number
 
 

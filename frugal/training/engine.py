@@ -20,7 +20,7 @@ from frugal.errors import OutOfMemoryError, PlanMismatchError, RequestError
 from frugal.planning.batch import cells
 from frugal.planning.ds_config import deepspeed_config
 from frugal.planning.plan import Plan
-from frugal.training import activation_checkpointing, checkpoint, generators, tiled_loss
+from frugal.training import activation_checkpointing, checkpoint, generators, group, tiled_loss
 from frugal.training.checkpoint import Progress
 from frugal.training.evaluate import Evaluation, evaluate
 from frugal.training.loss import Batch, Objective, Sample
@@ -178,7 +178,7 @@ def initialize(
     Raises:
         PlanMismatchError: the plan is for another number of ranks, or ranks hold different plans.
     """
-    deepspeed.init_distributed(auto_mpi_discovery=False)
+    group.form()
     if dist.get_world_size() != plan.batch.world_size:
         raise PlanMismatchError(
             f"the plan is for {plan.batch.world_size} ranks, this run has {dist.get_world_size()}",

@@ -46,6 +46,8 @@ def _rank() -> int:
 
 
 def _say(text: str) -> None:
+    if sys.stdout.isatty():
+        sys.stdout.write("\x1b[?25h\n")  # the cursor, which the progress had hidden
     sys.stdout.flush()
     sys.stderr.write(text + "\n")
     sys.stderr.flush()

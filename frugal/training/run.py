@@ -7,11 +7,11 @@ Started by `frugal train`, by DeepSpeed's launcher or by torchrun, always with a
 """
 
 import os
+import signal
 import socket
 import sys
-from contextlib import ExitStack, redirect_stdout
+from contextlib import ExitStack
 from importlib.metadata import version
-from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -112,7 +112,7 @@ def join(plan: Plan) -> "torch.device":
     if kind == "cpu":
         os.environ["DS_ACCELERATOR"] = "cpu"
     alone = {
-        "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_SIZE": "1",
+        "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_SIZE": os.environ.get("LOCAL_WORLD_SIZE", "1"),
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()),
     }  # fmt: skip
     for name, value in alone.items():
@@ -132,14 +132,13 @@ def join(plan: Plan) -> "torch.device":
     from frugal.training.log import quiet
 
     quiet()
-    import deepspeed
+    from frugal.training import group
 
     device = torch.device(kind, int(os.environ["LOCAL_RANK"])) if kind == "cuda" else torch.device("cpu")
     if kind == "cuda":
         torch.cuda.set_device(device)
     try:
-        with redirect_stdout(StringIO()):  # DeepSpeed prints that it built something
-            deepspeed.init_distributed(auto_mpi_discovery=False)
+        group.form()
     except torch.distributed.DistNetworkError as error:
         if "EADDRINUSE" not in str(error):
             raise
@@ -246,6 +245,8 @@ def command(plan_path: Path, _local_rank: int | None, **flags: Any) -> None:
 def main() -> None:
     """The rank's whole life."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # no warnings about ranks that are gone
+    # Not as an exception, which is lost where it meets a finalizer.
+    signal.signal(signal.SIGINT, lambda _number, _frame: failure.end(KeyboardInterrupt()))
     try:
         with command.make_context("frugal.training.run", list(sys.argv[1:])) as context:
             command.invoke(context)
