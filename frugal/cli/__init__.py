@@ -11,6 +11,7 @@ from frugal.errors import FrugalError
 # Each command lives in its own module and is imported when it is called: `frugal plan` must not wait for torch.
 COMMANDS = {
     "plan": ("frugal.cli.plan", "Choose the fastest plan that fits, and say why."),
+    "rehearse": ("frugal.cli.rehearse", "Run a step on tensors without storage, and say what fills the memory."),
     "train": ("frugal.cli.train", "Train as planned; without a plan, plan first."),
 }
 
@@ -35,7 +36,7 @@ class _Commands(click.Group):
             formatter.write_dl([(name, help_text) for name, (_, help_text) in COMMANDS.items()])
 
 
-@click.group(cls=_Commands, no_args_is_help=True)
+@click.group(cls=_Commands, no_args_is_help=True, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="frugal-trainer", prog_name="frugal")
 def cli() -> None:
     """Train any batch on the GPUs you have, with memory that comes out as predicted."""
