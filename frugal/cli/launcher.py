@@ -19,8 +19,8 @@ import psutil  # type: ignore[import-untyped]  # has no types
 
 from frugal.errors import PlanMismatchError, RequestError
 from frugal.planning.plan import Plan
+from frugal.training.group import free_port
 from frugal.training.manifest import newest
-from frugal.training.run import free_port
 from frugal.training.settings import Settings
 
 INTERRUPTED = 130

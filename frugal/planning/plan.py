@@ -155,8 +155,9 @@ class Plan:
         assert self.memory.fits, "a plan that does not fit is no plan"
 
     def sealed(self) -> "Plan":
-        """The same plan with its digest."""
-        return replace(self, digest=self.compute_digest())
+        """The same plan with its digest, in the types it has when it is read: a whole number of seconds is a float."""
+        as_read = msgspec.convert(msgspec.to_builtins(self), type(self))
+        return replace(as_read, digest=as_read.compute_digest())
 
     def compute_digest(self) -> str:
         """SHA-256 of the plan without its digest, hexadecimal."""

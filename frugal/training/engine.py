@@ -20,7 +20,7 @@ from frugal.errors import OutOfMemoryError, PlanMismatchError, RequestError
 from frugal.planning.batch import cells
 from frugal.planning.ds_config import deepspeed_config
 from frugal.planning.plan import Plan
-from frugal.training import activation_checkpointing, checkpoint, generators, group, tiled_loss
+from frugal.training import activation_checkpointing, checkpoint, generators, group, padding_masks, tiled_loss
 from frugal.training.checkpoint import Progress
 from frugal.training.evaluate import Evaluation, evaluate
 from frugal.training.loss import Batch, Objective, Sample
@@ -194,6 +194,7 @@ def initialize(
             because=f"ranks {different} hold another plan.json than rank 0",
             hint="give every node the same plan.json",
         )
+    padding_masks.always_use()
     activation_checkpointing.apply(model, plan.strategy.activation_checkpointing)
     if plan.strategy.loss == "tiled":
         tiled_loss.apply(model)

@@ -8,7 +8,6 @@ Started by `frugal train`, by DeepSpeed's launcher or by torchrun, always with a
 
 import os
 import signal
-import socket
 import sys
 from contextlib import ExitStack
 from importlib.metadata import version
@@ -82,7 +81,7 @@ def _train(plan: Plan, asked: Settings, device: "torch.device") -> None:
         gauge = stack.enter_context(measure.gauge(device))
         model = data.spec.build(dtype=DTYPES[plan.request.precision], device="cpu", seed=asked.seed)
         _refuse_other_model(plan, model)
-        objective = data.spec.objective(data.tokenizer)
+        objective = data.spec.objective(data.tokenizer, seed=asked.seed)
         engine = initialize(model, plan, objective, learning_rate_schedule=learning_rate)
         generators.seed_all(asked.seed * 1_000_003 + rank)
         start = _start(engine, asked, data.fingerprint)
@@ -111,13 +110,7 @@ def join(plan: Plan) -> "torch.device":
     kind = plan.cluster.devices[0].kind
     if kind == "cpu":
         os.environ["DS_ACCELERATOR"] = "cpu"
-    alone = {
-        "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_SIZE": os.environ.get("LOCAL_WORLD_SIZE", "1"),
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()),
-    }  # fmt: skip
-    for name, value in alone.items():
-        os.environ.setdefault(name, value)
-    world_size = int(os.environ["WORLD_SIZE"])
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if world_size != plan.batch.world_size:
         raise PlanMismatchError(
             f"the plan is for {plan.batch.world_size} ranks, this run has {world_size}",
@@ -134,25 +127,11 @@ def join(plan: Plan) -> "torch.device":
     quiet()
     from frugal.training import group
 
-    device = torch.device(kind, int(os.environ["LOCAL_RANK"])) if kind == "cuda" else torch.device("cpu")
+    device = torch.device(kind, int(os.environ.get("LOCAL_RANK", "0"))) if kind == "cuda" else torch.device("cpu")
     if kind == "cuda":
         torch.cuda.set_device(device)
-    try:
-        group.form()
-    except torch.distributed.DistNetworkError as error:
-        if "EADDRINUSE" not in str(error):
-            raise
-        raise RequestError(
-            f"port {os.environ['MASTER_PORT']} is in use", hint="choose another port for the ranks to meet at"
-        ) from None
+    group.form()
     return device
-
-
-def free_port() -> int:
-    """A TCP port on loopback that nobody listens on now."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
 
 
 def in_use(asked: Settings, newest: Path) -> RequestError:

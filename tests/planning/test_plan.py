@@ -57,6 +57,11 @@ def changed(plan: Plan, *path: str | int, value: Any) -> bytes:
     return json.dumps(content).encode()
 
 
+def test_whole_numbers_where_floats_belong_do_not_look_like_a_change() -> None:
+    plan = made(weight_decay=0, gradient_clipping=1)
+    assert Plan.from_json(plan.to_json()) == plan
+
+
 def test_a_changed_plan_is_noticed() -> None:
     with pytest.raises(PlanMismatchError) as caught:
         Plan.from_json(changed(made(), "request", "learning_rate", value=1.0), source="run/plan.json")
