@@ -71,8 +71,8 @@ not taken
   ZeRO-2, activation checkpointing full, micro-batch 64: slower, 3.6 s
 
 defaults
-  model gpt2, global batch 512, seq len 1024, activation checkpointing auto, offload auto, precision bf16, \
-optimizer adamw, learning rate 0.0003, weight decay 0.01, gradient clipping 1
+  model gpt2, global batch 512, seq len 1024, activation checkpointing auto, loss auto, offload auto, \
+precision bf16, optimizer adamw, learning rate 0.0003, weight decay 0.01, gradient clipping 1
 
 assumed
   context 768.0 MiB (driver, kernels, libraries, NCCL) and margin 614.4 MiB (fragmentation); not measured on your card
@@ -156,7 +156,7 @@ def test_a_default_length_gives_way_to_what_the_model_can_read(
 WRONG: dict[str, tuple[list[str], int, str]] = {
     "an unknown flag": (
         ["--gpuss", "4"], 2,
-        "error: no such option --gpuss\n\nhint: did you mean --gpu or --gpus?\n",
+        "error: no such option --gpuss\n\nhint: did you mean --gpu or --gpus or --loss?\n",
     ),
     "no number": (
         ["--gpus", "four"], 2,
@@ -180,6 +180,47 @@ WRONG: dict[str, tuple[list[str], int, str]] = {
         [*CARDS, "--global-batch", "-4"], 2,
         "error: --global-batch is -4\n  because it must be at least 1\n\n"
         "hint: leave --global-batch out to let frugal decide\n",
+    ),
+    "a batch beyond counting": (
+        [*CARDS, "--global-batch", "1000000000000"], 2,
+        "error: a global batch of 1,000,000,000,000 samples is too large for a plan\n"
+        "  because a plan names the samples of every micro-step, and can do so for 10,000,000\n\n"
+        "hint: ask for at most 10,000,000 samples\n",
+    ),
+    "a learning rate that is no number": (
+        [*CARDS, "--lr", "nan"], 2,
+        "error: --learning-rate is nan\n  because it must be a finite number, at least 0\n",
+    ),
+    "an infinite clipping": (
+        [*CARDS, "--gradient-clipping", "inf"], 2,
+        "error: --gradient-clipping is inf\n  because it must be a finite number, at least 0\n",
+    ),
+    "a negative weight decay": (
+        [*CARDS, "--weight-decay", "-0.1"], 2,
+        "error: --weight-decay is -0.1\n  because it must be a finite number, at least 0\n",
+    ),
+    "an odd bucket": (
+        [*CARDS, "--reduce-bucket-elements", "1"], 2,
+        "error: --reduce-bucket-elements is 1\n  because DeepSpeed aligns its buckets to 2 elements\n\n"
+        "hint: use --reduce-bucket-elements 2\n",
+    ),
+    "GPUs beyond counting": (
+        ["--gpus", "1000000", "--mem", "12G"], 2,
+        "error: 1 node with 1000000 GPUs is more than frugal plans for\n"
+        "  because a plan names every GPU, and can do so for 65,536\n",
+    ),
+    "several amounts for one host": (
+        [*CARDS, "--host-mem", "1G,2G"], 2,
+        "error: --host-mem names 2 amounts\n  because all nodes are alike\n\nhint: give one, such as --host-mem 64G\n",
+    ),
+    "CPU ranks without memory": (
+        ["--device", "cpu", "--gpus", "2"], 2,
+        "error: the memory of a CPU rank is not known\n  because --mem was not given\n\n"
+        "hint: frugal plan --device cpu --gpus 2 --mem 2G\n",
+    ),
+    "an empty model name": (
+        [*CARDS, "--model", ""], 2,
+        "error: --model is empty\n\nhint: leave it out for gpt2, or give a preset, a config.json or a model folder\n",
     ),
     "memory without unit": (
         ["--gpus", "4", "--mem", "12"], 2,
@@ -267,6 +308,12 @@ def test_help_and_version_need_no_torch() -> None:
     out = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True).stdout
     assert "--global-batch INTEGER" in out
     assert run(["--version"]) == 0
+
+
+@pytest.mark.parametrize("arguments", [["-h"], ["plan", "-h"], ["train", "-h"]])
+def test_help_has_a_short_name(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
+    assert run(arguments) == 0
+    assert "-h, --help" in capsys.readouterr().out
 
 
 def test_python_plans_with_the_names_of_the_flags() -> None:

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Sequence
+from difflib import get_close_matches
 from importlib import import_module
 
 import click
@@ -75,6 +76,7 @@ def _in_our_voice(error: click.ClickException) -> str:
     possibilities = getattr(error, "possibilities", None)
     if isinstance(error, click.NoSuchOption):
         message = f"no such option {error.option_name}"
+        possibilities = get_close_matches(error.option_name, possibilities or (), cutoff=0.75)  # click's 0.6 is too far
     if possibilities:
         hint = f"did you mean {' or '.join(sorted(possibilities))}?"
     return f"{message[:1].lower()}{message[1:].rstrip('.')}\n\nhint: {hint}"

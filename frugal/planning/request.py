@@ -1,5 +1,6 @@
 """What the user asks for."""
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -13,6 +14,9 @@ LossChoice = Literal["auto", "plain", "tiled"]
 OffloadChoice = Literal["auto", "none", "optimizer", "all"]
 
 DEFAULT_GLOBAL_BATCH = 512
+
+MOST_SAMPLES = 10_000_000
+"""Of a global batch. A plan names every cell, and this many are already tens of megabytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +68,11 @@ class Request:
     reduce_bucket_elements: int | None = None
 
     def __post_init__(self) -> None:
+        if not self.model.strip():
+            raise RequestError(
+                "--model is empty",
+                hint=f"leave it out for {Request.model}, or give a preset, a config.json or a model folder",
+            )
         for name in (
             "global_batch", "global_tokens", "seq_len", "max_samples_per_gpu", "max_tokens_per_gpu",
             "micro_batch", "accumulation_steps", "reduce_bucket_elements",
@@ -76,12 +85,12 @@ class Request:
                 )
         if self.zero_stage is not None and not 0 <= self.zero_stage <= 3:
             raise RequestError(f"--zero-stage is {self.zero_stage}", because="ZeRO has the stages 0, 1, 2 and 3")
-        if self.learning_rate < 0 or self.weight_decay < 0 or self.gradient_clipping < 0:
-            raise RequestError(
-                "a rate is negative",
-                because=f"learning rate {self.learning_rate}, weight decay {self.weight_decay}, "
-                f"gradient clipping {self.gradient_clipping}",
-            )
+        for name in ("learning_rate", "weight_decay", "gradient_clipping"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= 0):
+                raise RequestError(
+                    f"--{name.replace('_', '-')} is {value:g}", because="it must be a finite number, at least 0"
+                )
         if self.precision != "fp32" and self.zero_stage in (0, 1):
             raise RequestError(
                 f"--precision {self.precision} with --zero-stage {self.zero_stage} is not trained right by DeepSpeed",
@@ -99,11 +108,23 @@ class Request:
                 because=f"it needs ZeRO stage {' or '.join(map(str, needed_stage))}",
                 hint="leave --zero-stage out to let frugal decide",
             )
+        if self.reduce_bucket_elements is not None and self.reduce_bucket_elements % 2:
+            raise RequestError(
+                f"--reduce-bucket-elements is {self.reduce_bucket_elements}",
+                because="DeepSpeed aligns its buckets to 2 elements",
+                hint=f"use --reduce-bucket-elements {self.reduce_bucket_elements + 1}",
+            )
         if self.global_tokens is not None and self.global_tokens < self.seq_len:
             raise RequestError(
                 f"--global-tokens {self.global_tokens} is less than one sample",
                 because=f"a sample has up to {self.seq_len} tokens",
                 hint=f"ask for at least {self.seq_len} tokens, or shorten --seq-len",
+            )
+        if self.batch_samples > MOST_SAMPLES:
+            raise RequestError(
+                f"a global batch of {self.batch_samples:,} samples is too large for a plan",
+                because=f"a plan names the samples of every micro-step, and can do so for {MOST_SAMPLES:,}",
+                hint=f"ask for at most {MOST_SAMPLES:,} samples",
             )
 
     @property

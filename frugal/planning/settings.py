@@ -36,6 +36,9 @@ _TEXT = {"model", "gpu"}
 _FLOATS = {"learning_rate", "weight_decay", "gradient_clipping"}
 _MEMORY = {"mem", "host_mem"}
 
+MOST_RANKS = 65_536
+"""Over all nodes; beyond it a plan would be all names of GPUs."""
+
 
 def understand(settings: Mapping[str, Any]) -> tuple[Request, Cluster, tuple[str, ...]]:
     """The request, the cluster, and the names of the request's fields that were left to their defaults.
@@ -98,7 +101,20 @@ def _cluster(given: Mapping[str, Any], precision: Precision) -> Cluster:
     for name in ("gpus", "nodes"):
         if given.get(name, 1) < 1:
             raise RequestError(f"--{name} is {given[name]}", because="it must be at least 1")
+    num_ranks = given.get("gpus", 1) * given.get("nodes", 1)
+    if num_ranks > MOST_RANKS:
+        raise RequestError(
+            f"{given.get('nodes', 1)} node{'s' * (given.get('nodes', 1) > 1)} with {given.get('gpus', 1)} GPUs is more "
+            "than frugal plans for",
+            because=f"a plan names every GPU, and can do so for {MOST_RANKS:,}",
+        )
     card = cards.find(given["gpu"]) if "gpu" in given else None
+    if "mem" not in given and given.get("device") == "cpu":
+        raise RequestError(
+            "the memory of a CPU rank is not known",
+            because="--mem was not given",
+            hint=f"frugal plan --device cpu --gpus {given.get('gpus', 2)} --mem 2G",
+        )
     if "mem" not in given and card is None:
         raise RequestError(
             "the memory of a GPU is not known",
@@ -121,7 +137,14 @@ def _cluster(given: Mapping[str, Any], precision: Precision) -> Cluster:
     num_nodes = given.get("nodes", 1)
     world_size = num_gpus * num_nodes
     amounts = memory * num_gpus if memory is not None and len(memory) == 1 else memory
-    host_memory = _memory(given["host_mem"])[0] if "host_mem" in given else None
+    host_memories = _memory(given["host_mem"]) if "host_mem" in given else (None,)
+    if len(host_memories) > 1:
+        raise RequestError(
+            f"--host-mem names {len(host_memories)} amounts",
+            because="all nodes are alike",
+            hint="give one, such as --host-mem 64G",
+        )
+    (host_memory,) = host_memories
     devices: tuple[Device, ...]
     if given.get("device", "cuda") == "cpu":
         if amounts is None:
