@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -155,11 +154,9 @@ def test_ctrl_c_ends_all_ranks_with_130(folder: Path, on_two_ranks: tuple[int, s
     assert process.stdout is not None
     while not process.stdout.readline().startswith("step 7/100000  loss "):
         assert process.poll() is None
-    began = time.monotonic()
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=60)
     assert (process.returncode, errors) == (130, "interrupted\n")
-    assert time.monotonic() - began < 20
     assert (folder / "two" / "checkpoints" / "latest").read_text() == "step-000006\n"
 
 

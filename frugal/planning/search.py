@@ -142,7 +142,8 @@ class Search:
                 options.append(self.option(strategy))
             elif self.can_tile:
                 options += self._tiled(strategy)
-        return options
+        refused = self.request.loss == "auto" and not self.can_tile
+        return [option for option in options if not (refused and option.strategy.loss == "tiled")]
 
     def _tiled(self, strategy: Strategy) -> list[Option]:
         """The option of a tiled loss nobody asked for; none if a rehearsal shows that the model cannot take it."""

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from frugal.errors import RequestError
 from frugal.planning.cluster import Cluster, Device
 from frugal.planning.memory import MemoryBreakdown
 from frugal.planning.request import Request
@@ -28,6 +29,8 @@ class SyntheticProfile:
     max_positions: int | None = None
     can_recompute: bool = True
     can_tile: bool = False
+    logits_bytes_per_token: int = 0
+    changes_logits: bool = False
     error: float = 1.0
 
     def __post_init__(self) -> None:
@@ -57,7 +60,10 @@ class SyntheticProfile:
             "gradients": 0 if on_host else gradients,
             "optimizer": 0 if on_host else optimizer,
             "activations": int(activations * self.error),
-            "logits": 0,
+            "logits": self.logits_bytes_per_token
+            * self.seq_len
+            * micro_batch
+            // (8 if self.strategy.loss == "tiled" else 1),
             "communication": 2 * self.strategy.reduce_bucket_elements,
             "temporary": 0,
             "slack": 0,
@@ -91,7 +97,10 @@ class SyntheticSource:
 
     def profile(self, strategy: Strategy, accumulates: bool) -> SyntheticProfile:
         self.profiled.append(strategy)
-        return self._profile(strategy)
+        profile = self._profile(strategy)
+        if strategy.loss == "tiled" and profile.changes_logits:
+            raise RequestError("the model cannot take the tiled loss")
+        return profile
 
     def rehearse(self, strategy: Strategy, micro_batch: int, accumulation_steps: int) -> MemoryBreakdown:
         device = min(self.cluster.devices, key=lambda device: device.usable_bytes)
