@@ -1,0 +1,1 @@
+"""Runnable comparisons; their results are data."""
