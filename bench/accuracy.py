@@ -130,7 +130,7 @@ def compare(configuration: Configuration, ranks: Ranks) -> dict[str, Any]:
     """One row of the results."""
     plan = configuration.plan()
     start = time.perf_counter()
-    predicted = [predict(plan, rank) for rank in sorted({0, plan.batch.world_size - 1})]
+    predicted = [predict(plan, rank) for rank in range(plan.batch.world_size if plan.strategy.zero_stage < 3 else 1)]
     middle = time.perf_counter()
     measured = [_phases(intervals) for intervals in ranks.run(measure, plan, timeout=120)]
     seconds = {"rehearsal_seconds": middle - start, "run_seconds": time.perf_counter() - middle}

@@ -9,6 +9,7 @@ from types import TracebackType
 from frugal.dryrun.cache import Cache, digest, model_key
 from frugal.dryrun.messages import Answer, Describe, Rehearse
 from frugal.dryrun.pool import Pool
+from frugal.dryrun.ranks import likely_fullest
 from frugal.dryrun.rehearsal import ModelFacts, Rehearsal
 from frugal.planning.cluster import Cluster
 from frugal.planning.memory import MemoryBreakdown
@@ -22,6 +23,9 @@ MICRO_BATCHES = (2, 3)
 
 SAMPLED_MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
 """Samples; rehearsed one by one for a model whose storages are no affine functions of the micro-batch."""
+
+MAX_RANKS_SEARCHED, MAX_RANKS_REHEARSED = 2, 4
+"""Ranks that a profile is made of, and those of one exact rehearsal; see `frugal.dryrun.ranks`."""
 
 MAX_WORKERS = 8
 """Half a GiB each."""
@@ -74,7 +78,8 @@ class Rehearsals:
 
         Raises as `profile`.
         """
-        ranks = self._rank_memories(self.rehearsals(strategy, micro_batch, accumulation_steps), strategy)
+        rehearsals = self.rehearsals(strategy, micro_batch, accumulation_steps)
+        ranks = _rank_memories(rehearsals, self._ranks(strategy, MAX_RANKS_REHEARSED))
         device = min(self.cluster.devices, key=lambda device: device.usable_bytes)
         host_bytes = max(rank.host_bytes for rank in ranks) * self._ranks_per_node
         found = (breakdown(rank, micro_batch, device, host_bytes) for rank in ranks)
@@ -82,7 +87,8 @@ class Rehearsals:
 
     def rehearsals(self, strategy: Strategy, micro_batch: int, accumulation_steps: int) -> list[Rehearsal]:
         """The same, whole: one rehearsal for each rank that may be the fullest. Raises as `profile`."""
-        return self._rehearse(strategy, (micro_batch,), min(accumulation_steps, 2))
+        ranks = self._ranks(strategy, MAX_RANKS_REHEARSED)
+        return self._rehearse(strategy, (micro_batch,), min(accumulation_steps, 2), ranks)
 
     def facts(self) -> ModelFacts:
         """What the model is. Raises as `profile`."""
@@ -98,8 +104,9 @@ class Rehearsals:
     def _make_profile(self, strategy: Strategy, accumulates: bool) -> MemoryProfile:
         steps = 2 if accumulates else 1
         facts = self.facts()
-        rehearsals = self._rehearse(strategy, MICRO_BATCHES, steps)
-        num_ranks = len(rehearsals) // 2
+        numbers = self._ranks(strategy, MAX_RANKS_SEARCHED)
+        num_ranks = len(numbers)
+        rehearsals = self._rehearse(strategy, MICRO_BATCHES, steps, numbers)
         small, large = rehearsals[0], rehearsals[num_ranks]
         sampled: tuple[int, ...] = ()
         try:
@@ -109,13 +116,11 @@ class Rehearsals:
                     timeline=Timeline.fit(first.recording, second.recording),
                     host_bytes=max(first.host_bytes, second.host_bytes),
                 )
-                for rank, first, second in zip(
-                    self._ranks(strategy), rehearsals[:num_ranks], rehearsals[num_ranks:], strict=True
-                )
+                for rank, first, second in zip(numbers, rehearsals[:num_ranks], rehearsals[num_ranks:], strict=True)
             )
         except NotAffineError:
             sampled = SAMPLED_MICRO_BATCHES
-            ranks = self._rank_memories(self._rehearse(strategy, sampled, steps), strategy)
+            ranks = _rank_memories(self._rehearse(strategy, sampled, steps, numbers), numbers)
         return MemoryProfile(
             strategy=strategy,
             world_size=self.cluster.world_size,
@@ -136,7 +141,9 @@ class Rehearsals:
             sampled=sampled,
         )
 
-    def _rehearse(self, strategy: Strategy, micro_batches: Sequence[int], accumulation_steps: int) -> list[Rehearsal]:
+    def _rehearse(
+        self, strategy: Strategy, micro_batches: Sequence[int], accumulation_steps: int, ranks: Sequence[int]
+    ) -> list[Rehearsal]:
         """One rehearsal a micro-batch and rank, micro-batches outermost."""
         questions = [
             Rehearse(
@@ -149,21 +156,18 @@ class Rehearsals:
                 kind=self.kind,
             )
             for micro_batch in micro_batches
-            for rank in self._ranks(strategy)
+            for rank in ranks
         ]
         return list(map(_rehearsal, self._pool.ask(questions)))
 
-    def _ranks(self, strategy: Strategy) -> tuple[int, ...]:
-        """The ranks that may be the fullest: stages 1 and 2 cut through parameters, so their ranks differ a little."""
-        last = self.cluster.world_size - 1
-        return (0, last) if strategy.zero_stage in (1, 2) and last else (0,)
-
-    def _rank_memories(self, rehearsals: Sequence[Rehearsal], strategy: Strategy) -> tuple[RankMemory, ...]:
-        ranks = self._ranks(strategy)
-        return tuple(
-            RankMemory(rank=ranks[i % len(ranks)], timeline=rehearsal.timeline, host_bytes=rehearsal.host_bytes)
-            for i, rehearsal in enumerate(rehearsals)
-        )
+    def _ranks(self, strategy: Strategy, most: int) -> tuple[int, ...]:
+        """At most `most` ranks that may be the fullest."""
+        world_size = self.cluster.world_size
+        if strategy.zero_stage not in (1, 2) or world_size == 1:
+            return (0,)
+        if world_size <= most:
+            return tuple(range(world_size))
+        return likely_fullest(self.facts().trainable_sizes, world_size, most)
 
     def _key(self) -> list[object]:
         """What a rehearsal depends on of the request, besides the model."""
@@ -178,3 +182,11 @@ class Rehearsals:
 def _rehearsal(answer: Answer) -> Rehearsal:
     assert answer.rehearse is not None
     return answer.rehearse
+
+
+def _rank_memories(rehearsals: Sequence[Rehearsal], ranks: Sequence[int]) -> tuple[RankMemory, ...]:
+    """Of rehearsals in the order of `ranks`, once or several times."""
+    return tuple(
+        RankMemory(rank=ranks[i % len(ranks)], timeline=rehearsal.timeline, host_bytes=rehearsal.host_bytes)
+        for i, rehearsal in enumerate(rehearsals)
+    )

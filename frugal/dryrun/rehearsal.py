@@ -9,6 +9,7 @@ from frugal.planning.timeline import Peak, Recording, Timeline
 class ModelFacts:
     """What is known of a model before it runs. Parameters are counted in elements.
 
+    `trainable_sizes`: those of each trainable parameter, in the model's order.
     `can_recompute`: whether it takes activation checkpointing; `can_tile`: whether it takes the tiled loss.
     """
 
@@ -16,6 +17,7 @@ class ModelFacts:
     max_positions: int | None
     parameters: int
     trainable_parameters: int
+    trainable_sizes: tuple[int, ...]
     largest_parameter: int
     can_recompute: bool
     can_tile: bool

@@ -86,6 +86,7 @@ def _describe(question: Describe) -> Any:
         max_positions=spec.max_positions,
         parameters=sum(parameter.numel() for parameter in parameters),
         trainable_parameters=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
+        trainable_sizes=tuple(parameter.numel() for parameter in parameters if parameter.requires_grad),
         largest_parameter=max((parameter.numel() for parameter in parameters), default=0),
         can_recompute=activation_checkpointing.is_supported(model),
         can_tile=spec.task in ("causal-lm", "masked-lm", "seq2seq") and tiled_loss.is_supported(model),
