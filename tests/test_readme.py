@@ -43,3 +43,16 @@ def test_every_frugal_command_shown_exists() -> None:
 def test_every_file_shown_exists() -> None:
     for path in re.findall(r"launch/[\w./]+\.(?:py|sh|toml|json)", README):
         assert (ROOT / path).exists(), path
+
+
+def test_the_session_shown_is_what_is_printed() -> None:
+    (shown,) = [block for block in blocks("console") if block.startswith("$ frugal plan --gpus 4 --mem 12G\n")]
+    command, _, output = shown.partition("\n")
+    done = subprocess.run(
+        [sys.executable, "-m", *command.removeprefix("$ ").split()],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=True,
+    )
+    assert done.stdout == output
