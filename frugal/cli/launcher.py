@@ -9,7 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -58,7 +58,24 @@ def check(plan: Plan, master_port: int | None) -> None:
 
 
 def launch(plan: Plan, plan_path: Path, asked: Settings, master_port: int | None) -> int:
-    """Run the plan's ranks under DeepSpeed's launcher; the exit code of the first that failed, or 0."""
+    """Train on the plan's ranks; the exit code of the first that failed, or 0. Says so if one was killed."""
+    code = start(plan, "frugal.training.run", ["--plan", str(plan_path), *asked.arguments()], master_port)
+    number = _is_signal(code)
+    if not number:
+        return code
+    saved = newest(asked.checkpoints)
+    hint = f"\n\nhint: continue from {saved.name} with --resume" if saved is not None else ""
+    click.echo(f"error: a rank was ended by {signal.Signals(number).name}{hint}", err=True)
+    return 128 + number
+
+
+def start(
+    plan: Plan, module: str, arguments: Sequence[str], master_port: int | None = None, *, stdout: int | None = None
+) -> int:
+    """Run `module` on the plan's ranks under DeepSpeed's launcher; the exit code of the first that failed, or 0.
+
+    `stdout` is a file descriptor for what they print; None: this process's standard output.
+    """
     on_cpu = plan.cluster.devices[0].kind == "cpu"
     num_ranks = plan.batch.world_size
     chosen = ["--num_gpus", str(num_ranks)]
@@ -71,23 +88,17 @@ def launch(plan: Plan, plan_path: Path, asked: Settings, master_port: int | None
     environment.setdefault("OMP_NUM_THREADS", str(max(1, _cores() // num_ranks)))
     command = [
         sys.executable, "-m", "deepspeed.launcher.runner", "--log_level=critical", f"--hostfile={NO_HOSTFILE}", *chosen,
-        f"--master_port={master_port or free_port()}", "--module", "frugal.training.run",
-        "--plan", str(plan_path), *asked.arguments(),
+        f"--master_port={master_port or free_port()}", "--module", module, *arguments,
     ]  # fmt: skip
-    with subprocess.Popen(command, env=environment, start_new_session=True) as process, _forwarding(process):
+    with (
+        subprocess.Popen(command, env=environment, start_new_session=True, stdout=stdout) as process,
+        _forwarding(process),
+    ):
         while True:
             try:
-                code = process.wait()
-                break
+                return process.wait()
             except KeyboardInterrupt:
                 _interrupt_ranks(process)
-    if code in (0, INTERRUPTED) or not _is_signal(code):
-        return code
-    number = _is_signal(code)
-    saved = newest(asked.checkpoints)
-    hint = f"\n\nhint: continue from {saved.name} with --resume" if saved is not None else ""
-    click.echo(f"error: a rank was ended by {signal.Signals(number).name}{hint}", err=True)
-    return 128 + number
 
 
 def _is_signal(code: int) -> int:
