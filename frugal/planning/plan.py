@@ -189,18 +189,21 @@ class Plan:
         hint = "make a new one with `frugal plan -o DIR`"
         try:
             raw = msgspec.json.decode(data)
-            if isinstance(raw, dict) and raw.get("schema") != SCHEMA:
+            if isinstance(raw, dict) and raw.get("schema", SCHEMA) != SCHEMA:
                 raise PlanMismatchError(
-                    f"{source} has schema {raw.get('schema')}, this frugal reads schema {SCHEMA}", hint=hint
+                    f"{source} has schema {raw['schema']}, this frugal reads schema {SCHEMA}", hint=hint
                 )
             plan = msgspec.convert(raw, cls, strict=True)
+        except RequestError as error:
+            raise RequestError(f"{source} is not a plan", because=(error.what, *error.because), hint=hint) from None
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise RequestError(f"{source} is not a plan", because=str(error), hint=hint) from None
         except AssertionError as error:
             raise RequestError(
                 f"{source} contradicts itself", because=str(error) or "its numbers do not agree", hint=hint
             ) from None
-        if plan.compute_digest() != plan.digest:
+        has_more = msgspec.json.decode(msgspec.json.encode(plan)) != raw  # keys that we do not know
+        if has_more or plan.compute_digest() != plan.digest:
             raise PlanMismatchError(
                 f"{source} was changed after it was made", because="its digest does not match its content", hint=hint
             )

@@ -72,6 +72,16 @@ def test_a_changed_plan_is_noticed() -> None:
     )
 
 
+def test_a_key_that_is_not_ours_is_a_change() -> None:
+    with pytest.raises(PlanMismatchError, match="was changed after it was made"):
+        Plan.from_json(changed(made(), "request", "grad_clip", value=1.0))
+
+
+def test_deepspeeds_configuration_is_no_plan() -> None:
+    with pytest.raises(RequestError, match=r"is not a plan\n  because Object missing required field `frugal_version`"):
+        Plan.from_json(b'{"train_batch_size": 8}')
+
+
 def test_a_plan_of_another_schema_is_refused() -> None:
     with pytest.raises(PlanMismatchError, match="has schema 99, this frugal reads schema 1"):
         Plan.from_json(changed(made(), "schema", value=99))
@@ -86,6 +96,11 @@ def test_a_plan_of_another_schema_is_refused() -> None:
             ("batch", "world_size"),
             "four",
             "is not a plan\n  because Expected `int`, got `str` - at `$.batch.world_size`",
+        ),
+        (
+            ("request", "seq_len"),
+            -1,
+            "is not a plan\n  because --seq-len is -1\n  because it must be at least 1\n\nhint",
         ),
     ],
 )
