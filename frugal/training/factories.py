@@ -28,7 +28,7 @@ def find(reference: str) -> Factory:
             module = _import_file(Path(where)) if where.endswith(".py") else importlib.import_module(where)
     except FrugalError:
         raise
-    except Exception as error:  # a user's module may raise anything
+    except (Exception, SystemExit) as error:  # a user's module may raise anything, and scripts like to exit
         raise RequestError(
             f"cannot import {where}",
             because=hub.first_line(error),
@@ -78,7 +78,7 @@ def call(reference: str, factory: Factory, device: torch.device) -> tuple[nn.Mod
             made = factory()
     except FrugalError:
         raise
-    except Exception as error:  # a user's factory may raise anything
+    except (Exception, SystemExit) as error:  # a user's factory may raise anything
         raise RequestError(
             f"{reference} failed",
             because=hub.first_line(error),

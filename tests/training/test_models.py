@@ -94,6 +94,9 @@ def language_model():
 def fails():
     return {}["layers"]
 
+def exits():
+    raise SystemExit(3)
+
 def no_module():
     return 42
 
@@ -361,6 +364,13 @@ def test_a_broken_configuration(text: str, said: str, tmp_path: Path) -> None:
             "hint: it is also called with torch.device('meta') as default, so it must not read weights or values",
         ),
         (
+            "my_models.py:exits",
+            "my_models.py:exits failed\n"
+            "  because SystemExit: 3\n"
+            "\n"
+            "hint: it is also called with torch.device('meta') as default, so it must not read weights or values",
+        ),
+        (
             "my_models.py:no_module",
             "my_models.py:no_module returned an object of type int\n"
             "\n"
@@ -381,6 +391,16 @@ def test_a_broken_configuration(text: str, said: str, tmp_path: Path) -> None:
 @pytest.mark.usefixtures("factories")
 def test_a_factory_that_makes_no_model(reference: str, said: str) -> None:
     assert message(reference) == said
+
+
+def test_a_factory_file_that_ends_the_process(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("import sys\n\nsys.exit()\n")
+    assert message("script.py:make") == (
+        "cannot import script.py\n"
+        "  because SystemExit\n"
+        "\n"
+        "hint: a factory is package.module:name or path/to/file.py:name"
+    )
 
 
 def test_a_factory_file_that_cannot_be_run(tmp_path: Path) -> None:
