@@ -266,6 +266,12 @@ def test_a_folder_with_another_run(folder: Path, tmp_path: Path, capsys: pytest.
     )
 
 
+def test_resuming_where_nothing_was_saved(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert message(capsys, "--resume", "--out", folder / "new") == (
+        f"6: error: there is no checkpoint in {folder}/new/checkpoints\n\nhint: start without --resume\n"
+    )
+
+
 def test_a_wrong_table_in_frugal_toml(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "frugal.toml").write_text("[train]\nstep = 3\n")
     assert message(capsys, "--config", tmp_path / "frugal.toml") == (

@@ -10,7 +10,7 @@ import psutil  # type: ignore[import-untyped]  # has no types
 
 from frugal.cli import config, launcher
 from frugal.cli.options import collect, planning_options
-from frugal.errors import PlanMismatchError, RequestError
+from frugal.errors import CheckpointError, PlanMismatchError, RequestError
 from frugal.planning.files import write_plan
 from frugal.planning.plan import Plan
 from frugal.planning.report import report
@@ -33,6 +33,8 @@ def command(plan_path: Path | None, ranks: int | None, master_port: int | None, 
     file = config.read(values.get("config"))
     asked = settings.collect(values, file.train)
     if asked.resume:
+        if manifest.newest(asked.checkpoints) is None:
+            raise CheckpointError(f"there is no checkpoint in {asked.checkpoints}", hint="start without --resume")
         asked = settings.collect(values, settings.earlier(asked.out) | file.train)
     elif (newest := manifest.newest(asked.checkpoints)) is not None:
         raise in_use(asked, newest)
