@@ -1,5 +1,6 @@
 """`frugal train`, as people call it: whole messages, exit codes, and real runs through DeepSpeed's launcher."""
 
+import fcntl
 import json
 import os
 import re
@@ -270,6 +271,21 @@ def test_resuming_where_nothing_was_saved(folder: Path, capsys: pytest.CaptureFi
     assert message(capsys, "--resume", "--out", folder / "new") == (
         f"6: error: there is no checkpoint in {folder}/new/checkpoints\n\nhint: start without --resume\n"
     )
+
+
+def test_two_runs_in_one_folder(folder: Path, tmp_path: Path) -> None:
+    held = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(held, fcntl.LOCK_EX)  # as a run does while it writes there
+    told = frugal_train(folder, "--plan", "plan1.json", "--data", "text.jsonl", "--steps", 1, "--out", tmp_path)
+    os.close(held)
+    assert told == (
+        2,
+        "",
+        f"error: another run is writing to {tmp_path}\n"
+        "  because two runs in one folder would overwrite each other's checkpoints\n\n"
+        "hint: wait for it to end, or choose another folder with --out\n",
+    )
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_wrong_table_in_frugal_toml(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,10 +6,12 @@ Started by `frugal train`, by DeepSpeed's launcher or by torchrun, always with a
     torchrun --nproc-per-node 2 -m frugal.training.run --plan run/plan.json --data corpus.jsonl --steps 100
 """
 
+import fcntl
 import os
 import signal
 import sys
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -78,6 +80,8 @@ def _train(plan: Plan, asked: Settings, device: "torch.device") -> None:
         return factor(step, schedule=asked.schedule, warmup_steps=asked.warmup_steps, total_steps=total_steps)
 
     with ExitStack() as stack:
+        if rank == 0:
+            stack.enter_context(_nobody_else_in(asked))
         gauge = stack.enter_context(measure.gauge(device))
         model = data.spec.build(dtype=DTYPES[plan.request.precision], device="cpu", seed=asked.seed)
         _refuse_other_model(plan, model)
@@ -141,6 +145,26 @@ def in_use(asked: Settings, newest: Path) -> RequestError:
         because=f"its newest checkpoint is {newest.name}",
         hint="continue it with --resume, or choose another folder with --out",
     )
+
+
+@contextmanager
+def _nobody_else_in(asked: Settings) -> Iterator[None]:
+    """Keep the run's folder for this run; the kernel lets go of it when the process ends, however that comes about."""
+    folder = os.open(asked.out, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RequestError(
+                f"another run is writing to {asked.out}",
+                because="two runs in one folder would overwrite each other's checkpoints",
+                hint="wait for it to end, or choose another folder with --out",
+            ) from None
+        except OSError:  # a file system without locks, as NFS may be: then nobody is told
+            pass
+        yield
+    finally:
+        os.close(folder)
 
 
 def _record(plan: Plan, asked: Settings) -> None:
