@@ -30,6 +30,8 @@ def end(error: BaseException) -> NoReturn:
         _say(f"error: rank {_rank()} lost the connection to another rank\n  because {str(error).splitlines()[0]}")
     elif isinstance(error, FrugalError):
         _say(f"error: {error}")
+    elif isinstance(error, SystemExit):  # rich ends so where nobody reads our output any more: `frugal train | head`
+        pass
     elif _is_interrupt(error):
         _say("interrupted")
     else:
