@@ -1,5 +1,6 @@
 """`frugal train`, as people call it: whole messages, exit codes, and real runs through DeepSpeed's launcher."""
 
+import dataclasses
 import fcntl
 import json
 import os
@@ -9,6 +10,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -172,6 +174,21 @@ def test_without_a_plan_it_plans_first_and_memory_comes_out_as_predicted(folder:
     assert measured is not None
     assert abs(float(measured[3])) <= 1.0
     assert [record["step"] for record in records(folder / "one") if record["event"] == "step"] == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "steps", "said"), [(None, 1, "1 step of 8 samples"), (700, 2, "2 steps of up to 700 tokens")]
+)
+def test_a_step_is_as_large_as_was_asked(folder: Path, tokens: int | None, steps: int, said: str) -> None:
+    from frugal.training import run
+
+    made = plan(folder, 1)
+    made = dataclasses.replace(made, batch=dataclasses.replace(made.batch, global_tokens=tokens))
+    data: Any = SimpleNamespace(training=range(9), validation=range(2), report=SimpleNamespace(bad_rows=1))
+    assert run._describe(made, data, steps, 0) == (
+        f"training {folder}/config.json (0 parameters) for {said} on 1 rank; 9 samples, 2 for validation; "
+        "1 row that cannot be read left out"
+    )
 
 
 # Bad input.

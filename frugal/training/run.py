@@ -222,15 +222,22 @@ def _set_learning_rate(engine: "Engine", factor: float) -> None:
         group["lr"] = engine.plan.request.learning_rate * factor
 
 
+def _number(number: int, thing: str) -> str:
+    return f"{number} {thing}{'s' * (number != 1)}"
+
+
 def _describe(plan: Plan, data: "Samples", total_steps: int, steps_done: int) -> str:
     batch = plan.batch
+    size = _number(batch.global_batch, "sample")
+    if batch.global_tokens is not None:  # as many samples as fit, which shorter ones do more of
+        size = f"up to {batch.global_tokens} tokens"
     parts = [
-        f"training {plan.request.model} ({format_count(plan.model.parameters)} parameters) for {total_steps} steps of"
-        f" {batch.global_batch} samples on {batch.world_size} rank{'s' * (batch.world_size > 1)}",
+        f"training {plan.request.model} ({format_count(plan.model.parameters)} parameters) for "
+        f"{_number(total_steps, 'step')} of {size} on {_number(batch.world_size, 'rank')}",
         f"{len(data.training)} samples, {len(data.validation)} for validation",
     ]
     if data.report.bad_rows:
-        parts.append(f"{data.report.bad_rows} rows that cannot be read left out")
+        parts.append(f"{_number(data.report.bad_rows, 'row')} that cannot be read left out")
     if steps_done:
         parts.append(f"continuing after step {steps_done}")
     return "; ".join(parts)
