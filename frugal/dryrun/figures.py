@@ -7,12 +7,11 @@ from typing import Any
 from frugal.dryrun.rehearsal import Rehearsal
 from frugal.planning.allocator import CachingAllocator, replay, smallest_capacity
 from frugal.planning.profile import DeviceKind
-from frugal.planning.timeline import Timeline
 
 
 @dataclass(frozen=True, kw_only=True)
 class Figures:
-    """The fullest rank. Everything is in bytes.
+    """The fullest rank, in each phase and in all. Everything is in bytes.
 
     Attributes:
         peak_allocated_bytes: the most in live tensors; on CUDA in the allocator's blocks, as `max_memory_allocated`.
@@ -39,28 +38,28 @@ class Figures:
 
 
 def fullest(rehearsals: Sequence[Rehearsal], kind: DeviceKind) -> Rehearsal:
-    """The rank that needs most of its device."""
-    return max(rehearsals, key=lambda rehearsal: _capacity(rehearsal, kind))
+    """The rank with most in live tensors."""
+    return max(rehearsals, key=lambda rehearsal: max(_phases(rehearsal, kind).values()))
 
 
 def figures(rehearsals: Sequence[Rehearsal], kind: DeviceKind, ranks_per_node: int) -> Figures:
-    """The figures of the fullest of a cluster's rehearsed ranks."""
-    rehearsal = fullest(rehearsals, kind)
-    peak = rehearsal.peak
-    allocated, reserved, phases = peak.total_bytes, peak.total_bytes, rehearsal.phases
+    """The figures of a cluster's rehearsed ranks: each the largest of any rank, what holds the peak the fullest's."""
+    phases = [_phases(rehearsal, kind) for rehearsal in rehearsals]
+    allocated = max(max(each.values()) for each in phases)
+    peak = fullest(rehearsals, kind).peak
     categories = dict(peak.categories)
+    reserved = capacity = allocated
     if kind == "cuda":
-        sizes, events = _stream(rehearsal)
-        unlimited = replay(sizes, events)
-        allocated, reserved = unlimited.peak_allocated_bytes, unlimited.peak_reserved_bytes
-        phases = _allocated_in_phases(rehearsal.timeline, sizes)
         categories["rounding"] = allocated - peak.total_bytes
+        streams = [_stream(rehearsal) for rehearsal in rehearsals]
+        reserved = max(replay(*stream).peak_reserved_bytes for stream in streams)
+        capacity = max(smallest_capacity(*stream) for stream in streams)
     return Figures(
         peak_allocated_bytes=allocated,
         peak_reserved_bytes=reserved,
-        smallest_capacity_bytes=_capacity(rehearsal, kind),
+        smallest_capacity_bytes=capacity,
         categories=categories,
-        phases=phases,
+        phases={name: max(each[name] for each in phases) for name in phases[0]},
         host_bytes_per_node=max(each.host_bytes for each in rehearsals) * ranks_per_node,
         operator=peak.operator,
         phase=peak.phase,
@@ -72,20 +71,18 @@ def _stream(rehearsal: Rehearsal) -> tuple[list[int], tuple[int, ...]]:
     return timeline.sizes(rehearsal.recording.micro_batch), timeline.events
 
 
-def _capacity(rehearsal: Rehearsal, kind: DeviceKind) -> int:
-    """A CPU has no caching allocator: there live bytes are all there is."""
-    return smallest_capacity(*_stream(rehearsal)) if kind == "cuda" else rehearsal.peak.total_bytes
-
-
-def _allocated_in_phases(timeline: Timeline, sizes: Sequence[int]) -> dict[str, int]:
-    """The most bytes in live blocks during each phase."""
+def _phases(rehearsal: Rehearsal, kind: DeviceKind) -> dict[str, int]:
+    """The peak of each phase: live tensors, on CUDA in blocks. A CPU has no caching allocator."""
+    if kind == "cpu":
+        return rehearsal.phases
+    timeline, (sizes, events) = rehearsal.timeline, _stream(rehearsal)
     allocator = CachingAllocator()
     live: dict[int, Any] = {}  # storage -> its block
     peaks: dict[str, int] = {}
-    ends = [first for _, first in timeline.phases[1:]] + [len(timeline.events)]
+    ends = [first for _, first in timeline.phases[1:]] + [len(events)]
     for (phase, first), end in zip(timeline.phases, ends, strict=True):
         allocator.peak_allocated_bytes = allocator.allocated_bytes
-        for storage in timeline.events[first:end]:
+        for storage in events[first:end]:
             if storage in live:
                 allocator.release(live.pop(storage))
             elif sizes[storage]:

@@ -1,0 +1,35 @@
+"""The figures of several ranks: each the largest of any of them."""
+
+from frugal.dryrun.figures import figures, fullest
+from frugal.dryrun.rehearsal import Rehearsal
+from frugal.planning.timeline import ACTIVATIONS, PARAMETERS, Recording
+from frugal.units import MIB
+
+
+def rehearsal(held: int, step: int, host: int = 0) -> Rehearsal:
+    """`held` bytes live throughout; `step` more for a moment of the second phase."""
+    recording = Recording(
+        micro_batch=1, sizes=(held, step), categories=(PARAMETERS, ACTIVATIONS), operators=(0, 1), modules=(2, 2),
+        names=("make", "use", "layer"), events=(0, 1, 1), phases=(("forward", 0), ("optimizer step", 1)),
+    )  # fmt: skip
+    return Rehearsal(
+        recording=recording, host_bytes=host, forward_flops=0, backward_flops=0, recompute_flops=0, num_operators=2
+    )
+
+
+def test_each_phase_is_that_of_the_rank_fullest_then() -> None:
+    ranks = [rehearsal(100, 10, host=5), rehearsal(80, 60, host=7)]
+    found = figures(ranks, "cpu", 2)
+    assert found.phases == {"forward": 100, "optimizer step": 140}
+    assert found.peak_allocated_bytes == found.peak_reserved_bytes == found.smallest_capacity_bytes == 140
+    assert (found.categories["parameters"], found.categories["activations"]) == (80, 60)
+    assert (found.phase, found.operator, found.host_bytes_per_node) == ("optimizer step", "use", 14)
+    assert fullest(ranks, "cpu") is ranks[1]
+    assert fullest(ranks, "cpu").explain("activations") == [("layer", 60)]
+
+
+def test_on_cuda_blocks_and_segments_count() -> None:
+    found = figures([rehearsal(700, 3 * MIB)], "cuda", 1)
+    assert found.phases == {"forward": 1024, "optimizer step": 3 * MIB + 1024}
+    assert found.categories["rounding"] == 1024 - 700
+    assert found.peak_reserved_bytes == 2 * MIB + 20 * MIB  # a small segment and a large one
