@@ -276,6 +276,13 @@ def test_a_port_in_use(folder: Path, capsys: pytest.CaptureFixture[str]) -> None
         )
 
 
+def test_a_port_that_cannot_be(capsys: pytest.CaptureFixture[str]) -> None:
+    assert message(capsys, "--master-port", 99999) == (
+        "2: error: invalid value for '--master-port': 99999 is not in the range 1<=x<=65535\n\n"
+        "hint: see `frugal train --help`\n"
+    )
+
+
 def test_a_folder_with_another_run(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "checkpoints" / "step-000005").mkdir(parents=True)
     assert message(capsys, "--plan", folder / "plan2.json", "--out", tmp_path) == (

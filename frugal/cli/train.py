@@ -25,7 +25,7 @@ PLAN = "plan.json"
 @click.command("train")
 @click.option("--plan", "plan_path", type=click.Path(path_type=Path), help="A plan.json, instead of planning flags.")
 @click.option("--ranks", type=int, help="Train on so many CPU processes; short for --device cpu --gpus N.")
-@click.option("--master-port", type=int, help="Where ranks meet.  [default: a free port]")
+@click.option("--master-port", type=click.IntRange(1, 65535), help="Where ranks meet.  [default: a free port]")
 @settings.options
 @planning_options
 def command(plan_path: Path | None, ranks: int | None, master_port: int | None, **values: Any) -> int:
