@@ -29,7 +29,7 @@ from frugal.planning.plan import Plan
 from frugal.training.engine import DTYPES
 from frugal.training.measure import Interval
 from frugal.training.models import ModelSpec, resolve
-from frugal.training.trial import trial
+from frugal.training.trial import phase_peaks, trial
 from tests.plans import plan_by_hand
 from tests.ranks import Ranks
 
@@ -132,7 +132,7 @@ def compare(configuration: Configuration, ranks: Ranks) -> dict[str, Any]:
     start = time.perf_counter()
     predicted = [predict(plan, rank) for rank in range(plan.batch.world_size if plan.strategy.zero_stage < 3 else 1)]
     middle = time.perf_counter()
-    measured = [_phases(intervals) for intervals in ranks.run(measure, plan, timeout=120)]
+    measured = [phase_peaks(intervals) for intervals in ranks.run(measure, plan, timeout=120)]
     seconds = {"rehearsal_seconds": middle - start, "run_seconds": time.perf_counter() - middle}
     ours, truth = max(max(phases.values()) for phases in predicted), max(max(phases.values()) for phases in measured)
     return {
@@ -144,13 +144,6 @@ def compare(configuration: Configuration, ranks: Ranks) -> dict[str, Any]:
         "measured_phases": {name: max(phases[name] for phases in measured) for name in measured[0]},
         **{name: round(value, 3) for name, value in seconds.items()},
     }
-
-
-def _phases(intervals: list[Interval]) -> dict[str, int]:
-    peaks: dict[str, int] = {}
-    for interval in intervals:
-        peaks[interval.phase] = max(peaks.get(interval.phase, 0), interval.peak_bytes)
-    return peaks
 
 
 def main() -> int:

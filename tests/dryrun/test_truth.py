@@ -1,12 +1,8 @@
 """A rehearsal on meta tensors takes the memory of the real run: real weights, real DeepSpeed, real ranks."""
 
-import gc
-import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,9 +10,9 @@ import torch
 from frugal.dryrun.rehearse import rehearse
 from frugal.planning.plan import Plan
 from frugal.planning.timeline import Timeline
-from frugal.training.engine import DTYPES, initialize
+from frugal.training.engine import DTYPES
 from frugal.training.loss import CausalLM, MaskedLM, Seq2Seq
-from frugal.training.measure import gauge, mark_phases
+from frugal.training.trial import trial
 from tests.plans import plan_by_hand
 from tests.ranks import Ranks
 from tests.training.models import tiny_gpt2
@@ -82,55 +78,11 @@ def plan_for(
     )
 
 
-@contextmanager
-def settled_collectives() -> Iterator[None]:
-    """Wait after each collective until gloo's threads have let go of its tensors, which else is a matter of luck."""
-    import deepspeed.comm.comm as deepspeed_comm
-
-    def settled(function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            work = function(*args, **kwargs)
-            if work is not None:
-                work.wait()
-            time.sleep(0.001)
-            return work
-
-        return call
-
-    backend = deepspeed_comm.cdb
-    with ExitStack() as stack:
-        for name in ("all_gather_function", "reduce_scatter_function"):
-            stack.enter_context(patch.object(backend, name, settled(getattr(backend, name))))
-        for name in ("broadcast", "all_reduce", "all_gather", "reduce", "reduce_scatter", "_all_gather_base"):
-            stack.enter_context(patch.object(torch.distributed, name, settled(getattr(torch.distributed, name))))
-        yield
-
-
 def measured(plan: Plan, family: str = "gpt2") -> list[tuple[str, int, int]]:
     """(phase, peak bytes, live bytes) of every stretch of two real optimizer steps. Runs on ranks."""
-    objective = FAMILIES[family][1]()
-    example = objective.example(max(map(max, plan.batch.cells)), plan.request.seq_len)
-    gc.freeze()  # what is there already takes long to go through
-    with settled_collectives(), gauge("cpu") as found:
-
-        def mark(phase: str) -> None:
-            gc.collect()
-            found.mark(phase)
-
-        model = FAMILIES[family][0]().to(DTYPES[plan.request.precision])
-        engine = initialize(model, plan, objective)
-        mark_phases(engine, mark)
-        for _ in range(2):
-            batches = [{name: tensor.clone() for name, tensor in example.items()} for _ in plan.batch.cells[0]]
-            engine.accumulate(batches, targets=1)
-            del batches
-            engine.deepspeed.step()
-        gc.collect()
-        intervals = [(interval.phase, interval.peak_bytes, interval.live_bytes) for interval in found.intervals]
-    engine.destroy()
-    del engine, model
-    gc.collect()
-    return intervals
+    build, objective = FAMILIES[family]
+    intervals = trial(lambda: build().to(DTYPES[plan.request.precision]), objective(), plan)
+    return [(interval.phase, interval.peak_bytes, interval.live_bytes) for interval in intervals]
 
 
 def rehearsed(plan: Plan, rank: int, family: str = "gpt2") -> Timeline:
@@ -172,6 +124,13 @@ def test_every_phase_of_every_rank_is_as_rehearsed(
         for (phase, peak, live), (_, true_peak, true_live) in zip(ours, truth, strict=True):
             assert (phase, peak) == (phase, pytest.approx(true_peak, rel=TOLERANCE))
             assert (phase, live) == (phase, pytest.approx(true_live, rel=TOLERANCE))
+
+
+def test_a_rank_in_the_middle_is_as_rehearsed_too(three_ranks: Ranks) -> None:
+    plan = plan_for(3, 4, 1, 2, "bf16", "full")
+    for rank, truth in enumerate(three_ranks.run(partial(measured, plan, "llama"))):
+        ours = rehearsed(plan, rank, "llama").intervals(4)
+        assert [i.peak_bytes for i in ours] == pytest.approx([peak for _, peak, _ in truth], rel=TOLERANCE)
 
 
 @pytest.mark.parametrize("mode", ["off", "full"])
