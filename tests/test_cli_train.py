@@ -9,11 +9,13 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import msgspec
+import psutil  # type: ignore[import-untyped]  # has no types
 import pytest
 import torch
 
@@ -161,6 +163,20 @@ def test_ctrl_c_ends_all_ranks_with_130(folder: Path, on_two_ranks: tuple[int, s
     _, errors = process.communicate(timeout=60)
     assert (process.returncode, errors) == (130, "interrupted\n")
     assert (folder / "two" / "checkpoints" / "latest").read_text() == "step-000006\n"
+
+
+def test_ctrl_c_before_there_are_ranks_is_an_interrupt_too(folder: Path) -> None:
+    process = subprocess.Popen(
+        command("--plan", "plan2.json", "--data", "text.jsonl", "--steps", 9, "--out", "early"),
+        cwd=folder, env=environment(folder), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    while not (children := psutil.Process(process.pid).children()):
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert (process.returncode, errors) == (130, "\ninterrupted\n")  # below the terminal's ^C
+    assert not any(child.is_running() for child in children)
 
 
 def test_without_a_plan_it_plans_first_and_memory_comes_out_as_predicted(folder: Path) -> None:

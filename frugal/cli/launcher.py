@@ -98,7 +98,9 @@ def start(
             try:
                 return process.wait()
             except KeyboardInterrupt:
-                _interrupt_ranks(process)
+                if not _interrupt_ranks(process):
+                    process.wait()
+                    raise
 
 
 def _is_signal(code: int) -> int:
@@ -109,14 +111,15 @@ def _is_signal(code: int) -> int:
     return 0
 
 
-def _interrupt_ranks(process: subprocess.Popen[bytes]) -> None:
-    """SIGINT to the ranks, not to the launchers between them and us."""
+def _interrupt_ranks(process: subprocess.Popen[bytes]) -> bool:
+    """SIGINT to the ranks, not to the launchers between them and us; whether there are ranks that will say so."""
     tree = psutil.Process(process.pid).children(recursive=True)
     leaves = [child for child in tree if "--local_rank" in " ".join(_words(child))]
     for child in leaves:
         child.send_signal(signal.SIGINT)
     if not leaves:  # they have not been started yet
         os.killpg(process.pid, signal.SIGTERM)
+    return bool(leaves)
 
 
 def _words(process: psutil.Process) -> list[str]:
