@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
@@ -100,6 +100,8 @@ def start(
             except KeyboardInterrupt:
                 if not _interrupt_ranks(process):
                     process.wait()
+                    with suppress(ProcessLookupError):  # a rank that was just being started
+                        os.killpg(process.pid, signal.SIGKILL)
                     raise
 
 
