@@ -3,6 +3,9 @@
 Predicted by a rehearsal on meta tensors; measured over two optimizer steps of frugal's engine on real weights and
 gloo ranks. Compared are the live tensor bytes at the peak of the fullest rank. Goals: at most 0.5 % off, never more
 than 0.2 % low.
+
+What is left (at most 0.09 % high, bf16 only): meta keeps the means and deviations of normalisations in fp32, as CUDA
+does, where a CPU keeps them in bf16.
 """
 
 import argparse
