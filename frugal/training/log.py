@@ -148,9 +148,10 @@ class Log:
         if self.speaking:
             self._record(event="memory", step=step, planned_bytes=self._planned_bytes, measured_bytes=measured_bytes)
             difference = (measured_bytes / self._planned_bytes - 1) * 100 if self._planned_bytes else math.inf
+            why = "; the plan is for batches of full-length samples" if difference < -2 else ""
             self.say(
                 f"memory: planned {format_bytes(self._planned_bytes)}, measured {format_bytes(measured_bytes)}"
-                f" ({difference:+.1f} %)"
+                f" ({difference:+.1f} %{why})"
             )
 
     def _is_due(self, step: int) -> bool:
