@@ -1,8 +1,9 @@
 """From a request to a plan: rehearsals below, arithmetic above, and the proof where nothing fits."""
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, closing
 from dataclasses import replace
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -38,9 +39,10 @@ def make_plan(
     Raises: as `plan`.
     """
     if rehearse is None:
-        from frugal.dryrun.client import Rehearsals
+        from frugal.dryrun.client import Rehearsals, workers
 
-        rehearse = Rehearsals
+        with closing(workers()) as pool:
+            return make_plan(request, cluster, defaults, rehearse=partial(Rehearsals, pool=pool))
     request, notes = _readable(request, cluster, defaults, rehearse)
     with rehearse(request, cluster) as source:
         search = Search(request, cluster, source)

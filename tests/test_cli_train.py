@@ -165,6 +165,21 @@ def test_ctrl_c_ends_all_ranks_with_130(folder: Path, on_two_ranks: tuple[int, s
     assert (folder / "two" / "checkpoints" / "latest").read_text() == "step-000006\n"
 
 
+def test_ranks_end_when_frugal_train_is_killed(folder: Path, on_two_ranks: tuple[int, str, str]) -> None:
+    process = subprocess.Popen(
+        command("--resume", "--out", "two", "--steps", 100_000, "--save-every", 0), cwd=folder, env=environment(folder),
+        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+    )  # fmt: skip
+    assert process.stdout is not None
+    while not process.stdout.readline().startswith("step 7/100000  loss "):
+        assert process.poll() is None
+    family = psutil.Process(process.pid).children(recursive=True)
+    process.kill()
+    process.wait()
+    _, alive = psutil.wait_procs(family, timeout=60)
+    assert not alive
+
+
 def test_ctrl_c_before_there_are_ranks_is_an_interrupt_too(folder: Path) -> None:
     process = subprocess.Popen(
         command("--plan", "plan2.json", "--data", "text.jsonl", "--steps", 9, "--out", "early"),

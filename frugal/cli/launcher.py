@@ -19,7 +19,7 @@ import psutil  # type: ignore[import-untyped]  # has no types
 
 from frugal.errors import PlanMismatchError, RequestError
 from frugal.planning.plan import Plan
-from frugal.training.group import free_port
+from frugal.training.group import STARTER, free_port
 from frugal.training.manifest import newest
 from frugal.training.settings import Settings
 
@@ -79,7 +79,7 @@ def start(
     on_cpu = plan.cluster.devices[0].kind == "cpu"
     num_ranks = plan.batch.world_size
     chosen = ["--num_gpus", str(num_ranks)]
-    environment = dict(os.environ)
+    environment = {**os.environ, STARTER: str(os.getpid())}
     visible = environment.pop("CUDA_VISIBLE_DEVICES", None)  # the launcher would ignore it beside --num_gpus
     if on_cpu:
         environment |= {"DS_ACCELERATOR": "cpu", "LOCAL_SIZE": str(num_ranks)}  # the latter spares it asking numactl

@@ -31,17 +31,28 @@ MAX_WORKERS = 8
 """Half a GiB each."""
 
 
+def workers() -> Pool:
+    """Processes that rehearse, none of them started yet."""
+    return Pool(min(os.cpu_count() or 1, MAX_WORKERS))
+
+
 class Rehearsals:
     """Rehearsals of one request's model on one cluster. Close it, or use it as a context manager."""
 
-    def __init__(self, request: Request, cluster: Cluster, cache: bool | Path = True) -> None:
-        """`cache`: whether to keep profiles in the user's cache folder, or another folder to keep them in."""
+    def __init__(
+        self, request: Request, cluster: Cluster, cache: bool | Path = True, *, pool: Pool | None = None
+    ) -> None:
+        """`cache`: whether to keep profiles in the user's cache folder, or another folder to keep them in.
+
+        `pool`: workers to share with others; they are left running at the end.
+        """
         self.request = request
         self.cluster = cluster
         self.kind = cluster.devices[0].kind
         assert all(device.kind == self.kind for device in cluster.devices), "a cluster of CUDA and CPU ranks"
         self._cache = Cache(cache) if isinstance(cache, Path) else Cache.of_user() if cache else Cache(None)
-        self._pool = Pool(min(os.cpu_count() or 1, MAX_WORKERS))
+        self._own_pool = pool is None
+        self._pool = workers() if pool is None else pool
         self._profiles: dict[tuple[Strategy, bool], MemoryProfile] = {}
 
     def __enter__(self) -> "Rehearsals":
@@ -53,8 +64,9 @@ class Rehearsals:
         self.close()
 
     def close(self) -> None:
-        """End the worker processes."""
-        self._pool.close()
+        """End the worker processes, unless they are shared."""
+        if self._own_pool:
+            self._pool.close()
 
     def profile(self, strategy: Strategy, accumulates: bool) -> MemoryProfile:
         """The costs of `strategy` for every micro-batch; `accumulates`: with more than one micro-step.
@@ -78,12 +90,20 @@ class Rehearsals:
 
         Raises as `profile`.
         """
-        rehearsals = self.rehearsals(strategy, micro_batch, accumulation_steps)
-        ranks = _rank_memories(rehearsals, self._ranks(strategy, MAX_RANKS_REHEARSED))
         device = min(self.cluster.devices, key=lambda device: device.usable_bytes)
-        host_bytes = max(rank.host_bytes for rank in ranks) * self._ranks_per_node
-        found = (breakdown(rank, micro_batch, device, host_bytes) for rank in ranks)
-        return max(found, key=lambda memory: memory.total_bytes)
+        world = (self.cluster.world_size, self._ranks_per_node, device)
+        key = digest(
+            "rehearsed", model_key(self.request), self._key(), strategy, micro_batch, min(accumulation_steps, 2), world
+        )
+        found = self._cache.read(key, MemoryBreakdown)
+        if found is None:
+            rehearsals = self.rehearsals(strategy, micro_batch, accumulation_steps)
+            ranks = _rank_memories(rehearsals, self._ranks(strategy, MAX_RANKS_REHEARSED))
+            host_bytes = max(rank.host_bytes for rank in ranks) * self._ranks_per_node
+            each = (breakdown(rank, micro_batch, device, host_bytes) for rank in ranks)
+            found = max(each, key=lambda memory: memory.total_bytes)
+            self._cache.write(key, found)
+        return found
 
     def rehearsals(self, strategy: Strategy, micro_batch: int, accumulation_steps: int) -> list[Rehearsal]:
         """The same, whole: one rehearsal for each rank that may be the fullest. Raises as `profile`."""

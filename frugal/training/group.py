@@ -3,8 +3,14 @@
 import os
 import socket
 import sys
+import threading
+import time
+
+import psutil  # type: ignore[import-untyped]  # has no types
 
 from frugal.errors import RequestError
+
+STARTER = "FRUGAL_STARTER_PID"
 
 
 def form() -> None:
@@ -36,6 +42,24 @@ def form() -> None:
         raise RequestError(
             f"port {os.environ['MASTER_PORT']} is in use", hint="choose another port for the ranks to meet at"
         ) from None
+
+
+def end_with_starter() -> None:
+    """End this rank soon after the command that started it has vanished, killed without a word.
+
+    `frugal train` names itself in the environment, which only ranks of its own machine get to see. Started by another
+    launcher, this does nothing.
+    """
+    starter = os.environ.get(STARTER)
+    if starter is None:
+        return
+
+    def watch() -> None:
+        while psutil.pid_exists(int(starter)):
+            time.sleep(1)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="starter", daemon=True).start()
 
 
 def free_port() -> int:

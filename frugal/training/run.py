@@ -22,6 +22,7 @@ from frugal.errors import PlanMismatchError, RequestError
 from frugal.planning.files import write_plan
 from frugal.planning.plan import Plan
 from frugal.training import failure, manifest, settings
+from frugal.training.group import end_with_starter
 from frugal.training.settings import Settings
 from frugal.units import format_count
 
@@ -255,6 +256,7 @@ def command(plan_path: Path, _local_rank: int | None, **flags: Any) -> None:
 def main() -> None:
     """The rank's whole life."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # no warnings about ranks that are gone
+    end_with_starter()
     # Not as an exception, which is lost where it meets a finalizer.
     signal.signal(signal.SIGINT, lambda _number, _frame: failure.end(KeyboardInterrupt()))
     try:

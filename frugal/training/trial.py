@@ -24,7 +24,7 @@ from torch import nn
 
 from frugal.errors import OutOfMemoryError
 from frugal.planning.plan import Plan
-from frugal.training import failure, run
+from frugal.training import failure, group, run
 from frugal.training.engine import DTYPES, initialize
 from frugal.training.loss import Objective
 from frugal.training.measure import Interval, gauge, mark_phases
@@ -139,6 +139,7 @@ def command(plan_path: Path, out: Path, _local_rank: int | None) -> None:
 def main() -> None:
     """The rank's whole life."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # no warnings about ranks that are gone
+    group.end_with_starter()
     try:
         command(sys.argv[1:], standalone_mode=False)
     except BaseException as error:  # whatever it is, the other ranks must not wait for this one
