@@ -6,4 +6,4 @@ set -eu
 ranks=$1
 shift
 # shellcheck disable=SC2086  # TORCHRUN holds several words
-exec torchrun --nproc-per-node "$ranks" ${TORCHRUN:-} "$(dirname "$0")/train.py" "$@"
+exec torchrun --nproc-per-node "$ranks" ${TORCHRUN:---standalone} "$(dirname "$0")/train.py" "$@"

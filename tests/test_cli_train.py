@@ -128,12 +128,13 @@ def test_the_final_model_and_tokenizer_load(folder: Path, on_two_ranks: tuple[in
 
 def test_torchrun_gives_the_same_run(folder: Path, on_two_ranks: tuple[int, str, str]) -> None:
     script = Path(__file__).parents[1] / "launch" / "torchrun.sh"
-    subprocess.run(
+    done = subprocess.run(
         [script, "2", "--plan", "plan2.json", "--data", "text.jsonl", "--steps", "6", "--eval-every", "3",
          "--save-every", "0", "--validation-fraction", "0.1", "--out", "torchrun"],
-        cwd=folder, check=True, capture_output=True, timeout=200,
+        cwd=folder, capture_output=True, text=True, timeout=200,
         env=environment(folder) | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},
     )  # fmt: skip
+    assert done.returncode == 0, done.stderr
     ours, theirs = (
         [(r["event"], r["step"], r.get("loss")) for r in records(folder / name)] for name in ("two", "torchrun")
     )
