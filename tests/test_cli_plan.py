@@ -287,7 +287,7 @@ def test_an_unknown_command_is_refused(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_an_interrupt_exits_with_130(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(*_: Any) -> None:
+    def interrupted(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("frugal.dryrun.client.Rehearsals", interrupted)
@@ -295,7 +295,7 @@ def test_an_interrupt_exits_with_130(capsys: pytest.CaptureFixture[str], monkeyp
 
 
 def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*_: Any) -> None:
+    def broken(*_: Any, **__: Any) -> None:
         raise ZeroDivisionError("ours")
 
     monkeypatch.setattr("frugal.dryrun.client.Rehearsals", broken)

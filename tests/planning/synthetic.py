@@ -120,7 +120,7 @@ def rehearsing(error: float = 1.0, **model: int | float):
     """What `make_plan` takes as `rehearse`."""
 
     @contextmanager
-    def rehearse(request: Request, cluster: Cluster) -> Iterator[SyntheticSource]:
+    def rehearse(request: Request, cluster: Cluster, pool: object = None) -> Iterator[SyntheticSource]:
         yield SyntheticSource(request, cluster, model, error)
 
     return rehearse
