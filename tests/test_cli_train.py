@@ -344,6 +344,22 @@ def test_two_runs_in_one_folder(folder: Path, tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_a_run_keeps_its_folder_also_when_memory_has_been_measured(folder: Path, tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        command("--plan", "plan1.json", "--data", "text.jsonl", "--steps", 100, "--save-every", 0, "--out", tmp_path),
+        cwd=folder, env=environment(folder), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+    )  # fmt: skip
+    assert process.stdout is not None
+    lines = iter(process.stdout.readline, "")
+    assert any(line.startswith("memory: planned") for line in lines) and next(lines).startswith("step ")
+    mine = os.open(tmp_path, os.O_RDONLY)
+    with pytest.raises(BlockingIOError):
+        fcntl.flock(mine, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    os.close(mine)
+    process.kill()
+    process.wait()
+
+
 def test_a_wrong_table_in_frugal_toml(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "frugal.toml").write_text("[train]\nstep = 3\n")
     assert message(capsys, "--config", tmp_path / "frugal.toml") == (

@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -80,10 +80,9 @@ def _train(plan: Plan, asked: Settings, device: "torch.device") -> None:
     def learning_rate(step: int) -> float:
         return factor(step, schedule=asked.schedule, warmup_steps=asked.warmup_steps, total_steps=total_steps)
 
-    with ExitStack() as stack:
-        if rank == 0:
-            stack.enter_context(_nobody_else_in(asked))
-        gauge = stack.enter_context(measure.gauge(device))
+    # The loop takes the gauge off after two steps; the folder stays ours to the end.
+    with _nobody_else_in(asked) if rank == 0 else nullcontext(), ExitStack() as measuring:
+        gauge = measuring.enter_context(measure.gauge(device))
         model = data.spec.build(dtype=DTYPES[plan.request.precision], device="cpu", seed=asked.seed)
         _refuse_other_model(plan, model)
         objective = data.spec.objective(data.tokenizer, seed=asked.seed)
@@ -99,7 +98,7 @@ def _train(plan: Plan, asked: Settings, device: "torch.device") -> None:
             for name, planned_with in plan.versions.items():
                 if planned_with != version(name):
                     log.say(f"the plan was made with {name} {planned_with}, this is {version(name)}: memory may differ")
-            watch = None if asked.resume else loop.Watch(gauge, stack)
+            watch = None if asked.resume else loop.Watch(gauge, measuring)
             loop.train(engine, batches, data.validation, asked, log, start=start, total_steps=total_steps, watch=watch)
             log.say(f"model written to {save_model(engine, asked.out / 'model', data.tokenizer)}")
         engine.destroy()
