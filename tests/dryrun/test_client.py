@@ -228,3 +228,20 @@ def test_closing_ends_the_processes(request_: Request) -> None:
     made.close()
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
+
+
+def test_a_cached_rehearsal_needs_no_worker(rehearsals: Rehearsals, request_: Request) -> None:
+    made = rehearsals.rehearse(STRATEGY, 5, 4)
+    again = Rehearsals(request_, cluster(), cache=rehearsals._cache.folder)  # type: ignore[arg-type]  # a folder
+    assert again.rehearse(STRATEGY, 5, 4) == made
+    assert again._pool._workers == []
+
+
+def test_a_model_file_that_plans_when_imported_is_refused_instead_of_rehearsed_for_ever(tmp_path: Path) -> None:
+    file = tmp_path / "plans.py"
+    file.write_text(
+        f"import frugal\n\ndef model():\n    pass\n\nfrugal.plan(model={str(file) + ':model'!r}, gpus=1, mem='1G')\n"
+    )
+    made = Rehearsals(Request(model=f"{file}:model", seq_len=64), cluster(), cache=False)
+    with made, pytest.raises(RequestError, match="the model's file makes a plan while it is imported"):
+        made.facts()
