@@ -7,6 +7,7 @@ from typing import Any, get_args
 import click
 
 from frugal.cli import config
+from frugal.planning import optimizers
 from frugal.planning import request as asked
 from frugal.planning.cards import CARDS, DeviceKind, recognise
 from frugal.planning.cluster import Cluster
@@ -56,7 +57,13 @@ _OPTIONS = (
         help=f"What may live in host memory.  [default: {Request.offload}]",
     ),
     click.option("--precision", type=_choice(asked.Precision), help=f"[default: {Request.precision}]"),
-    click.option("--optimizer", type=_choice(asked.OptimizerName), help=f"[default: {Request.optimizer}]"),
+    click.option("--optimizer", type=_choice(optimizers.OptimizerName), help=f"[default: {Request.optimizer}]"),
+    click.option(
+        "--optimizer-implementation",
+        type=_choice(optimizers.OptimizerImplementation),
+        help="Whose kernels.  [default: torch's fused ones, if there are any]",
+    ),
+    click.option("--momentum", type=float, help="Of --optimizer sgd.  [default: none]"),
     click.option("--learning-rate", "--lr", type=float, help=f"[default: {Request.learning_rate}]"),
     click.option("--weight-decay", type=float, help=f"[default: {Request.weight_decay}]"),
     click.option(

@@ -22,8 +22,8 @@ _ROOT = Path(frugal.__file__).parent
 _PACKAGES = ("torch", "deepspeed", "transformers")
 _REHEARSED = (
     "training/activation_checkpointing.py", "training/engine.py", "training/loss.py", "training/measure.py",
-    "training/models.py", "training/padding_masks.py", "training/tiled_loss.py", "planning/allocator.py",
-    "planning/ds_config.py", "planning/profile.py", "planning/timeline.py",
+    "training/models.py", "training/optimizers.py", "training/padding_masks.py", "training/tiled_loss.py",
+    "planning/allocator.py", "planning/ds_config.py", "planning/profile.py", "planning/timeline.py",
 )  # fmt: skip
 
 

@@ -192,7 +192,8 @@ class Rehearsals:
     def _key(self) -> list[object]:
         """What a rehearsal depends on of the request, besides the model."""
         request = self.request
-        return [request.precision, request.optimizer, request.gradient_clipping > 0]
+        kernels = request.optimizer_implementation
+        return [request.precision, request.optimizer, kernels, bool(request.momentum), request.gradient_clipping > 0]
 
     @property
     def _ranks_per_node(self) -> int:

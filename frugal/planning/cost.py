@@ -9,6 +9,7 @@ from math import log2
 from typing import Protocol
 
 from frugal.planning.cluster import Cluster
+from frugal.planning.optimizers import state_bytes_per_element
 from frugal.planning.plan import Batch, StepTime
 from frugal.planning.request import Request
 from frugal.planning.strategy import Strategy
@@ -56,7 +57,7 @@ def step_time(work: Work, strategy: Strategy, batch: Batch, cluster: Cluster, re
         "compute_seconds": compute,
         "recompute_seconds": recompute,
         "communication_seconds": _communication_seconds(work, strategy, batch, cluster, element_bytes),
-        "offload_seconds": _offload_seconds(work, strategy, batch, cluster, element_bytes),
+        "offload_seconds": _offload_seconds(work, strategy, batch, cluster, request, element_bytes),
         "optimizer_seconds": _optimizer_seconds(work, strategy, cluster, request, element_bytes),
     }
     return StepTime(**parts, total_seconds=sum(parts.values()))
@@ -118,12 +119,14 @@ def _communication_seconds(work: Work, strategy: Strategy, batch: Batch, cluster
     return transfer + num_collectives * HOP_SECONDS * log2(world_size)
 
 
-def _offload_seconds(work: Work, strategy: Strategy, batch: Batch, cluster: Cluster, element_bytes: int) -> float:
+def _offload_seconds(
+    work: Work, strategy: Strategy, batch: Batch, cluster: Cluster, request: Request, element_bytes: int
+) -> float:
     """PCIe traffic and the optimizer on the host.
 
     Each rank moves its share of the gradients down in every micro-step and of the updated parameters up once. With
     parameters offloaded, its share of them also comes up twice in every micro-step. The host then reads and writes
-    master weights and moments and reads gradients, 32 bytes an element for Adam, for all ranks of the node at once.
+    master weights and states and reads gradients, 32 bytes an element for Adam, for all ranks of the node at once.
     Left out: that DeepSpeed overlaps some of the copies; slow hosts.
     """
     if strategy.offload_optimizer == "none":
@@ -134,20 +137,21 @@ def _offload_seconds(work: Work, strategy: Strategy, batch: Batch, cluster: Clus
     if strategy.offload_parameters != "none":
         moved += 2 * num_steps * work.parameters * element_bytes / world_size
     ranks_per_node = max(len(node.devices) for node in cluster.nodes)
-    host = work.trainable_parameters / world_size * ranks_per_node * 32 / HOST_BANDWIDTH
-    return moved / PCIE_BANDWIDTH + host
+    states = state_bytes_per_element(request.optimizer, request.momentum)
+    touched = work.trainable_parameters / world_size * ranks_per_node * (8 + 2 * (4 + states))
+    return moved / PCIE_BANDWIDTH + touched / HOST_BANDWIDTH
 
 
 def _optimizer_seconds(work: Work, strategy: Strategy, cluster: Cluster, request: Request, element_bytes: int) -> float:
     """The update on the device, bound by its memory's bytes/s.
 
     For each element a rank owns: the gradient is read for its norm and again for the update (4 bytes each), master
-    weight and, for Adam, two moments are read and written (8 bytes each), the parameter is written. Left out: the
-    fp64 copies DeepSpeed makes for the norm.
+    weight and the optimizer's states are read and written, the parameter is written. Left out: the fp64 copies
+    DeepSpeed makes for the norm, and the temporaries of optimizers that are not fused.
     """
     if strategy.offload_optimizer != "none":
         return 0.0
     owned = work.trainable_parameters / (cluster.world_size if strategy.zero_stage >= 1 else 1)
-    states = 3 if request.optimizer == "adamw" else 1
-    traffic = owned * (8 + 8 * states + element_bytes)
+    states = state_bytes_per_element(request.optimizer, request.momentum)
+    traffic = owned * (8 + 2 * (4 + states) + element_bytes)
     return traffic / min(device.memory_bandwidth for device in cluster.devices)

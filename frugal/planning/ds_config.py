@@ -6,9 +6,13 @@ Keys and defaults are those of DeepSpeed 0.19.8. Every size is explicit: DeepSpe
 
 from typing import Any
 
+from frugal.planning import optimizers
 from frugal.planning.plan import Plan
 from frugal.planning.request import Request
 from frugal.planning.strategy import Strategy
+
+ADAM_BETAS, ADAM_EPSILON = (0.9, 0.95), 1e-8
+"""Of every AdamW; the second moment forgets sooner than by default, as is usual for language models."""
 
 
 def deepspeed_config(plan: Plan) -> dict[str, Any]:
@@ -28,8 +32,9 @@ def deepspeed_config(plan: Plan) -> dict[str, Any]:
 
 def strategy_config(request: Request, strategy: Strategy) -> dict[str, Any]:
     """Everything but the batch."""
+    optimizer = _optimizer(request)
     config: dict[str, Any] = {
-        "optimizer": _optimizer(request),
+        **({} if optimizer is None else {"optimizer": optimizer}),
         "gradient_clipping": request.gradient_clipping,
         "zero_optimization": _zero(strategy),
         "zero_allow_untested_optimizer": True,
@@ -44,21 +49,33 @@ def strategy_config(request: Request, strategy: Strategy) -> dict[str, Any]:
     return config
 
 
-def _optimizer(request: Request) -> dict[str, Any]:
-    """torch's own fused kernels: no compiler needed, no temporaries, the same on GPU, CPU and under offload."""
+def _optimizer(request: Request) -> dict[str, Any] | None:
+    """None for an optimizer that DeepSpeed does not know by name; training hands it over ready made.
+
+    `torch_adam` keeps DeepSpeed from putting its own kernels in place of torch's. Without it the same type is its
+    FusedAdam, and DeepSpeedCPUAdam where the optimizer is offloaded.
+    """
+    kernels = optimizers.implementation(request.optimizer, request.optimizer_implementation)
+    how = {"fused": {"fused": True}, "foreach": {"foreach": True}, "for-loop": {"foreach": False}}.get(str(kernels), {})
+    common = {"lr": request.learning_rate, "weight_decay": request.weight_decay}
     if request.optimizer == "adamw":
+        torchs = {} if kernels == "deepspeed" else {"torch_adam": True, **how}
         return {
             "type": "AdamW",
             "params": {
                 "lr": request.learning_rate,
-                "betas": [0.9, 0.95],
-                "eps": 1e-8,
+                "betas": list(ADAM_BETAS),
+                "eps": ADAM_EPSILON,
                 "weight_decay": request.weight_decay,
-                "torch_adam": True,
-                "fused": True,
+                **torchs,
             },
         }
-    return {"type": "SGD", "params": {"lr": request.learning_rate, "weight_decay": request.weight_decay, "fused": True}}
+    if request.optimizer == "sgd":
+        momentum = {} if request.momentum is None else {"momentum": request.momentum}
+        return {"type": "SGD", "params": {**common, **momentum, **how}}
+    if request.optimizer == "adafactor":
+        return {"type": "Adafactor", "params": {**common, **how}}
+    return None
 
 
 def _zero(strategy: Strategy) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from collections import Counter
 
 from frugal.planning.memory import MemoryBreakdown
 from frugal.planning.plan import Plan, Rejected
+from frugal.planning.request import Request
 from frugal.units import format_bytes, format_count, format_seconds
 
 SHOWN_REJECTED = 6
@@ -90,10 +91,16 @@ def _facts(plan: Plan) -> list[str]:
         ("cluster", _cluster(plan)),
         ("strategy", f"{plan.strategy}"),
         ("numbers", f"{request.precision}, gradients summed in {plan.strategy.gradient_accumulation_dtype}"),
-        ("optimizer", f"{request.optimizer}, learning rate {request.learning_rate:g}{clipping}"),
+        ("optimizer", f"{_optimizer(request)}, learning rate {request.learning_rate:g}{clipping}"),
         ("step", f"{format_seconds(time.total_seconds)} estimated: {shares}"),
     ]
     return [f"{name:<10} {text}" for name, text in rows]
+
+
+def _optimizer(request: Request) -> str:
+    momentum = f" with momentum {request.momentum:g}" if request.momentum else ""
+    asked = f" ({request.optimizer_implementation})" if request.optimizer_implementation else ""
+    return f"{request.optimizer}{asked}{momentum}"
 
 
 def _cluster(plan: Plan) -> str:

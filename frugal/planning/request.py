@@ -5,11 +5,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 from frugal.errors import RequestError
+from frugal.planning import optimizers
+from frugal.planning.optimizers import OptimizerImplementation, OptimizerName
 
 Task = Literal["causal-lm", "masked-lm", "seq2seq", "sequence-classification"]
 Precision = Literal["bf16", "fp16", "fp32"]
-OptimizerName = Literal["adamw", "sgd"]
-ActivationCheckpointingChoice = Literal["auto", "off", "full"]
+ActivationCheckpointingChoice = Literal["auto", "off", "selective", "full", "offloaded"]
 LossChoice = Literal["auto", "plain", "tiled"]
 OffloadChoice = Literal["auto", "none", "optimizer", "all"]
 
@@ -36,11 +37,13 @@ class Request:
         micro_batch: pinned micro-batch, samples per GPU and micro-step.
         accumulation_steps: pinned micro-steps per optimizer step.
         zero_stage: pinned ZeRO stage, 0-3.
-        activation_checkpointing: `auto` switches it on when it is needed or pays.
+        activation_checkpointing: `auto` switches it on when it is needed or pays; see `Strategy` for the modes.
         loss: `plain` holds the logits whole, `tiled` a slice at a time; `auto` takes what makes the step faster.
         offload: what may live in host memory; `auto`: nothing, unless nothing fits without.
         precision: of weights, activations and gradients in forward and backward.
-        optimizer: torch's fused implementation of it.
+        optimizer: what updates the parameters.
+        optimizer_implementation: whose kernels; None: torch's fused ones where there are any.
+        momentum: of SGD; None: none.
         learning_rate: peak learning rate.
         weight_decay: decoupled for AdamW.
         gradient_clipping: largest norm of the global gradient; 0 switches clipping off.
@@ -62,6 +65,8 @@ class Request:
     offload: OffloadChoice = "auto"
     precision: Precision = "bf16"
     optimizer: OptimizerName = "adamw"
+    optimizer_implementation: OptimizerImplementation | None = None
+    momentum: float | None = None
     learning_rate: float = 3e-4
     weight_decay: float = 0.01
     gradient_clipping: float = 1.0
@@ -85,9 +90,9 @@ class Request:
                 )
         if self.zero_stage is not None and not 0 <= self.zero_stage <= 3:
             raise RequestError(f"--zero-stage is {self.zero_stage}", because="ZeRO has the stages 0, 1, 2 and 3")
-        for name in ("learning_rate", "weight_decay", "gradient_clipping"):
+        for name in ("learning_rate", "weight_decay", "gradient_clipping", "momentum"):
             value = getattr(self, name)
-            if not (math.isfinite(value) and value >= 0):
+            if value is not None and not (math.isfinite(value) and value >= 0):
                 raise RequestError(
                     f"--{name.replace('_', '-')} is {value:g}", because="it must be a finite number, at least 0"
                 )
@@ -101,6 +106,14 @@ class Request:
                 ),
                 hint="use --zero-stage 2, also on one GPU, or --precision fp32",
             )
+        optimizers.check(
+            self.optimizer,
+            self.optimizer_implementation,
+            momentum=self.momentum,
+            precision=self.precision,
+            zero_stage=self.zero_stage,
+            offload=self.offload,
+        )
         needed_stage = {"optimizer": (1, 2, 3), "all": (3,)}.get(self.offload, (0, 1, 2, 3))
         if self.zero_stage is not None and self.zero_stage not in needed_stage:
             raise RequestError(

@@ -8,11 +8,11 @@ from typing import Any, get_args
 from frugal.errors import RequestError
 from frugal.planning import cards
 from frugal.planning.cluster import Cluster, Device, Node
+from frugal.planning.optimizers import OptimizerImplementation, OptimizerName
 from frugal.planning.request import (
     ActivationCheckpointingChoice,
     LossChoice,
     OffloadChoice,
-    OptimizerName,
     Precision,
     Request,
     Task,
@@ -27,13 +27,14 @@ _CHOICES = {
     "task": get_args(Task),
     "precision": get_args(Precision),
     "optimizer": get_args(OptimizerName),
+    "optimizer_implementation": get_args(OptimizerImplementation),
     "activation_checkpointing": get_args(ActivationCheckpointingChoice),
     "loss": get_args(LossChoice),
     "offload": get_args(OffloadChoice),
     "device": get_args(cards.DeviceKind),
 }
 _TEXT = {"model", "gpu"}
-_FLOATS = {"learning_rate", "weight_decay", "gradient_clipping"}
+_FLOATS = {"learning_rate", "weight_decay", "gradient_clipping", "momentum"}
 _MEMORY = {"mem", "host_mem"}
 
 MOST_RANKS = 65_536

@@ -85,6 +85,8 @@ def candidates(
     world_size: int,
     offload: Offload,
     trainable_parameters: int,
+    if request.optimizer == "adafactor":  # only whole parameters, see `frugal.planning.optimizers`
+        return ("none",)
     can_recompute: bool = True,
     can_tile: bool = False,
 ) -> tuple[Strategy, ...]:
@@ -115,6 +117,8 @@ def candidates(
             activation_checkpointing=mode,
             loss=loss,
             offload_optimizer="none" if offload == "none" else "cpu",
+    if request.optimizer == "adafactor":
+        stages = (0,)
             offload_parameters="cpu" if offload == "all" else "none",
             reduce_bucket_elements=bucket,
             prefetch_bucket_elements=min(BUCKET_ELEMENTS, max(1, trainable_parameters)),

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 from frugal.errors import CheckpointError, PlanMismatchError
-from frugal.training import generators
+from frugal.training import generators, optimizers
 from frugal.training import manifest as files
 from frugal.training.batches import Position
 from frugal.training.manifest import File, Manifest
@@ -207,7 +207,7 @@ def _origin(engine: "Engine", step: int, listed: dict[str, File]) -> Manifest:
         world_size=engine.world_size,
         zero_stage=plan.strategy.zero_stage,
         precision=plan.request.precision,
-        optimizer=plan.request.optimizer,
+        optimizer=optimizers.describe(plan.request),
         model=plan.request.model,
         shapes=hashlib.sha256(repr(shapes).encode()).hexdigest(),
         plan_digest=plan.digest,

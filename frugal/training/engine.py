@@ -20,7 +20,15 @@ from frugal.errors import OutOfMemoryError, PlanMismatchError, RequestError
 from frugal.planning.batch import cells
 from frugal.planning.ds_config import deepspeed_config
 from frugal.planning.plan import Plan
-from frugal.training import activation_checkpointing, checkpoint, generators, group, padding_masks, tiled_loss
+from frugal.training import (
+    activation_checkpointing,
+    checkpoint,
+    generators,
+    group,
+    optimizers,
+    padding_masks,
+    tiled_loss,
+)
 from frugal.training.checkpoint import Progress
 from frugal.training.evaluate import Evaluation, evaluate
 from frugal.training.loss import Batch, Objective, Sample
@@ -177,6 +185,7 @@ def initialize(
 
     Raises:
         PlanMismatchError: the plan is for another number of ranks, or ranks hold different plans.
+        RequestError: its optimizer's library or compiler is missing.
     """
     group.form()
     if dist.get_world_size() != plan.batch.world_size:
@@ -205,10 +214,13 @@ def initialize(
             return torch.optim.lr_scheduler.LambdaLR(optimizer, learning_rate_schedule)
 
     config = deepspeed_config(plan)
+    optimizer = optimizers.ready_made(plan)
     if plan.strategy.zero_stage == 3:
         _partition(model, config, DTYPES[plan.request.precision])
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=trainable, lr_scheduler=scheduler, config=config)
+    engine, *_ = deepspeed.initialize(
+        model=model, optimizer=optimizer, model_parameters=trainable, lr_scheduler=scheduler, config=config
+    )
     return Engine(engine, plan, objective, votes)
 
 

@@ -1,0 +1,170 @@
+"""Every optimizer takes the memory that was rehearsed, and every implementation of it computes the same."""
+
+import os
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from frugal.planning.plan import Plan
+from frugal.training.engine import initialize
+from frugal.training.loss import CausalLM
+from tests.dryrun.test_truth import SMALL_BUCKETS, TOLERANCE, measured, rehearsed
+from tests.plans import plan_by_hand
+from tests.ranks import Ranks
+from tests.training.models import ragged_samples, tiny_gpt2
+
+_EXTENSIONS = Path(os.environ.get("TORCH_EXTENSIONS_DIR", Path.home() / ".cache" / "torch_extensions"))
+needs_compiled_adam = pytest.mark.skipif(
+    not (list(_EXTENSIONS.rglob("fused_adam.so")) and list(_EXTENSIONS.rglob("cpu_adam.so"))),
+    reason="DeepSpeed's kernels take minutes to compile: train once with --optimizer-implementation deepspeed, "
+    "without and with --offload optimizer",
+)
+needs_bitsandbytes = pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
+
+
+def plan_of(zero_stage: int = 2, world_size: int = 1, offload: str = "none", **request: Any) -> Plan:
+    return plan_by_hand(
+        world_size=world_size,
+        global_batch=world_size * 4,
+        micro_batch=4,
+        zero_stage=zero_stage,
+        request={"precision": "fp32" if zero_stage == 0 else "bf16", **request},
+        strategy={**SMALL_BUCKETS, "offload_optimizer": offload},
+    )
+
+
+def assert_as_rehearsed(plan: Plan, ranks: Ranks) -> None:
+    for rank, truth in enumerate(ranks.run(partial(measured, plan))):
+        ours = [(i.phase, i.peak_bytes, i.live_bytes) for i in rehearsed(plan, rank).intervals(4)]
+        assert [phase for phase, *_ in ours] == [phase for phase, *_ in truth]
+        for (phase, peak, live), (_, true_peak, true_live) in zip(ours, truth, strict=True):
+            assert (phase, peak) == (phase, pytest.approx(true_peak, rel=TOLERANCE))
+            assert (phase, live) == (phase, pytest.approx(true_live, rel=TOLERANCE))
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        plan_of(optimizer_implementation="foreach"),
+        plan_of(optimizer_implementation="for-loop", zero_stage=3),
+        plan_of(optimizer="sgd", momentum=0.9),
+        plan_of(optimizer="sgd", zero_stage=3),
+        plan_of(optimizer="adafactor", zero_stage=0),
+        plan_of(optimizer="adafactor", optimizer_implementation="foreach", zero_stage=0),
+    ],
+    ids=lambda plan: f"{plan.request.optimizer}-{plan.request.optimizer_implementation}-zero{plan.strategy.zero_stage}",
+)
+def test_torchs_optimizers_take_what_was_rehearsed(plan: Plan, one_rank: Ranks) -> None:
+    assert_as_rehearsed(plan, one_rank)
+
+
+@needs_compiled_adam
+@pytest.mark.parametrize(("zero_stage", "offload"), [(2, "none"), (3, "none"), (2, "cpu"), (3, "cpu")])
+def test_deepspeeds_adam_takes_what_was_rehearsed(zero_stage: int, offload: str, one_rank: Ranks) -> None:
+    assert_as_rehearsed(plan_of(zero_stage, offload=offload, optimizer_implementation="deepspeed"), one_rank)
+
+
+@needs_bitsandbytes
+@pytest.mark.parametrize(("zero_stage", "offload"), [(2, "none"), (3, "none"), (2, "cpu")])
+def test_8_bit_adamw_takes_what_its_stand_in_rehearsed(zero_stage: int, offload: str, one_rank: Ranks) -> None:
+    assert_as_rehearsed(plan_of(zero_stage, offload=offload, optimizer="adamw-8bit"), one_rank)
+
+
+def test_8_bit_moments_take_a_quarter_of_adamws_and_the_rest_is_unchanged() -> None:
+    def states(**request: Any) -> int:
+        intervals = rehearsed(plan_of(**request), 0).intervals(4)
+        return intervals[3].live_bytes - intervals[0].live_bytes  # what the first step leaves behind
+
+    elements = sum(parameter.numel() for parameter in tiny_gpt2().parameters())
+    assert states(optimizer="adamw") - states(optimizer="sgd") == pytest.approx(8 * elements, rel=1e-3)
+    assert states(optimizer="adamw-8bit") - states(optimizer="sgd") == pytest.approx((2 + 8 / 256) * elements, rel=1e-3)
+
+
+def weights_after(plan: Plan, num_steps: int = 3) -> torch.Tensor:
+    """All weights in a row. Runs on ranks."""
+    engine = initialize(tiny_gpt2(), plan, CausalLM())
+    for _ in range(num_steps):
+        engine.train_step(ragged_samples(4))
+    found = torch.cat([parameter.detach().float().flatten() for parameter in engine.module.parameters()])
+    engine.destroy()
+    return found
+
+
+def plan_of_exact_batch(world_size: int = 1, offload: str = "none", **request: Any) -> Plan:
+    return plan_by_hand(
+        world_size=world_size,
+        global_batch=4,
+        micro_batch=4 // world_size,
+        zero_stage=0 if request.get("optimizer") == "adafactor" else 2,
+        request={"learning_rate": 1e-3, **request},
+        strategy={"offload_optimizer": offload},
+    )
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "implementation", "offload"),
+    [
+        ("adamw", "foreach", "none"),
+        ("adamw", "for-loop", "none"),
+        pytest.param("adamw", "deepspeed", "none", marks=needs_compiled_adam),
+        pytest.param("adamw", "deepspeed", "cpu", marks=needs_compiled_adam),
+        ("adafactor", "foreach", "none"),
+    ],
+)
+def test_an_implementation_computes_what_the_first_one_computes(
+    optimizer: str, implementation: str, offload: str, one_rank: Ranks
+) -> None:
+    (usual,) = one_rank.run(weights_after, plan_of_exact_batch(optimizer=optimizer))
+    (other,) = one_rank.run(
+        weights_after,
+        plan_of_exact_batch(optimizer=optimizer, optimizer_implementation=implementation, offload=offload),
+    )
+    torch.testing.assert_close(other, usual, rtol=1e-4, atol=1e-5)
+    assert (usual - torch.cat([p.detach().flatten() for p in tiny_gpt2().parameters()])).abs().max() > 1e-4
+
+
+def test_adafactor_is_the_same_on_any_number_of_ranks(one_rank: Ranks, two_ranks: Ranks) -> None:
+    (alone,) = one_rank.run(weights_after, plan_of_exact_batch(optimizer="adafactor"))
+    for found in two_ranks.run(weights_after, plan_of_exact_batch(world_size=2, optimizer="adafactor")):
+        torch.testing.assert_close(found, alone, rtol=1e-4, atol=1e-5)
+
+
+def mistake_of(plan: Plan) -> str:
+    """What a rank says instead of training. Runs on ranks."""
+    from frugal.errors import FrugalError
+
+    try:
+        weights_after(plan)
+    except FrugalError as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.skipif(find_spec("bitsandbytes") is not None, reason="bitsandbytes is installed")
+def test_training_without_the_library_says_how_to_get_it(one_rank: Ranks) -> None:
+    (said,) = one_rank.run(mistake_of, plan_of(optimizer="adamw-8bit"))
+    assert "--optimizer adamw-8bit needs bitsandbytes" in said
+    assert "pip install bitsandbytes" in said
+
+
+def mistake_without_a_compiler(plan: Plan) -> str:
+    """Runs on ranks."""
+    from unittest.mock import patch
+
+    from deepspeed.ops.op_builder.builder import OpBuilder
+
+    with (
+        patch.object(OpBuilder, "is_compatible", lambda *_args, **_kwargs: False),
+        patch.dict(OpBuilder._loaded_ops, clear=True),
+    ):
+        return mistake_of(plan)
+
+
+def test_training_without_a_compiler_says_what_needs_none(one_rank: Ranks) -> None:
+    (said,) = one_rank.run(mistake_without_a_compiler, plan_of(optimizer_implementation="deepspeed"))
+    assert "DeepSpeed's FusedAdam cannot be compiled here" in said
+    assert "leave out --optimizer-implementation" in said
