@@ -1,0 +1,130 @@
+"""A stream of births and deaths in the making, with micro-steps of a trace played into it."""
+
+from typing import Protocol
+
+from frugal.planning.timeline import TEMPORARY, Timeline
+from frugal.planning.zero.trace import GRADIENT, ModelTrace
+
+
+class Optimizer(Protocol):
+    """A ZeRO optimizer at work on a stream."""
+
+    def gradient(self, parameter: int, storage: int) -> None:
+        """Autograd has finished the gradient of a trainable parameter. Whoever wants to keep it holds `storage`."""
+        ...
+
+
+class Stream:
+    """Births, deaths and phases, in order. A storage without bytes is none: its number is -1."""
+
+    def __init__(self, names: tuple[str, ...]) -> None:
+        self._fixed: list[int] = []
+        self._per_sample: list[int] = []
+        self._categories: list[int] = []
+        self._operators: list[int] = []
+        self._modules: list[int] = []
+        self._names = {name: number for number, name in enumerate(names)}
+        self._events: list[int] = []
+        self._phases: list[tuple[str, int]] = []
+        self._held: dict[int, int] = {}  # storage -> how many hold it
+        self._over: set[int] = set()  # held although everybody else is done with it
+
+    def phase(self, name: str) -> None:
+        """From now on it is this phase."""
+        self._phases.append((name, len(self._events)))
+
+    def born(self, size_bytes: int, operator: str, category: int = TEMPORARY) -> int:
+        """A storage begins; its number."""
+        if size_bytes == 0:
+            return -1
+        storage = len(self._fixed)
+        self._fixed.append(size_bytes)
+        self._per_sample.append(0)
+        self._categories.append(category)
+        self._operators.append(self._names.setdefault(operator, len(self._names)))
+        self._modules.append(0)
+        self._events.append(storage)
+        return storage
+
+    def dies(self, storage: int) -> None:
+        """It is gone; or will be, when nobody holds it."""
+        if self._held.get(storage):
+            self._over.add(storage)
+        elif storage >= 0:
+            self._events.append(storage)
+
+    def hold(self, storage: int) -> None:
+        """Keep it beyond its death, until it is released as often."""
+        self._held[storage] = self._held.get(storage, 0) + 1
+
+    def release(self, storage: int) -> None:
+        """One holds it less."""
+        self._held[storage] -= 1
+        if not self._held[storage] and storage in self._over:
+            self._over.discard(storage)
+            self.dies(storage)
+
+    def flash(self, size_bytes: int, operator: str, category: int = TEMPORARY) -> None:
+        """A storage begins and ends at once."""
+        self.dies(self.born(size_bytes, operator, category))
+
+    def relabel(self, storage: int, category: int) -> None:
+        """What it is for has changed."""
+        if storage >= 0:
+            self._categories[storage] = category
+
+    def timeline(self) -> Timeline:
+        """Everything so far."""
+        return Timeline(
+            fixed=tuple(self._fixed),
+            per_sample=tuple(self._per_sample),
+            categories=tuple(self._categories),
+            operators=tuple(self._operators),
+            modules=tuple(self._modules),
+            names=tuple(self._names),
+            events=tuple(self._events),
+            phases=tuple(self._phases),
+        )
+
+    def add(self, stream: Timeline) -> int:
+        """Make room for the storages of `stream`, whose names this stream was made with; the number of the first."""
+        first = len(self._fixed)
+        self._fixed += stream.fixed
+        self._per_sample += stream.per_sample
+        self._categories += stream.categories
+        self._operators += stream.operators
+        self._modules += stream.modules
+        return first
+
+    def extend(self, events: list[int]) -> None:
+        """What happens next."""
+        self._events += events
+
+
+class MicroStep:
+    """One micro-step of a trace, played phase by phase into a stream."""
+
+    def __init__(self, stream: Stream, trace: ModelTrace) -> None:
+        self._stream = stream
+        self._first = stream.add(trace.stream)
+        self._events = [event + self._first for event in trace.stream.events]
+        self._stops = trace.stops
+        bounds = [first for _, first in trace.stream.phases] + [len(self._events)]
+        self._bounds = {name: bounds[i : i + 2] for i, (name, _) in enumerate(trace.stream.phases)}
+
+    def play(self, phase: str, optimizer: "Optimizer | None" = None) -> None:
+        """All events of one of the trace's phases; `optimizer` is told of gradients."""
+        position, end = self._bounds[phase]
+        stream, events = self._stream, self._events
+        for event, kind, parameter, storage in self._stops:
+            if not position <= event < end + (kind == GRADIENT):
+                continue
+            stream.extend(events[position:event])
+            position = event
+            if kind == GRADIENT:
+                assert optimizer is not None, "gradients come in backward"
+                optimizer.gradient(parameter, storage if storage < 0 else storage + self._first)
+            else:
+                stream.dies(storage + self._first)
+                position += 1
+        stream.extend(events[position:end])
