@@ -24,6 +24,7 @@ class Rehearse(msgspec.Struct, frozen=True, tag="rehearse", kw_only=True):
     world_size: int
     rank: int
     kind: DeviceKind
+    first_micro_steps: int | None = None
 
 
 Question = Describe | Rehearse

@@ -24,6 +24,7 @@ from deepspeed.utils import groups
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from frugal.dryrun import gathering
 from frugal.dryrun.stand_ins import without_kernels
 
 ENDLESS_BYTES = 1 << 50  # so that DeepSpeed never takes a path for devices that are nearly full
@@ -90,6 +91,8 @@ def pretend(*, rank: int, world_size: int) -> Iterator[None]:
         stack.enter_context(_agreement())
         stack.enter_context(_autocast())
         stack.enter_context(_fused_optimizers())
+        stack.enter_context(gathering.at_once())
+        stack.enter_context(patch("deepspeed.utils.nvtx.enable_nvtx", False))  # asks torch.compile at every call
         stack.enter_context(without_kernels())
         stack.enter_context(patch.object(F, "linear", F.linear))  # ZeRO-3 replaces it and leaves it so
         yield

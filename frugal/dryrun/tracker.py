@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from frugal.dryrun import memo
 from frugal.dryrun.attention import cuda_workspace
@@ -42,7 +43,6 @@ class Tracker(StorageWatch):
         self.phase = INITIALISATION
         self.host_live_bytes = self.host_peak_bytes = 0
         self.flops = dict.fromkeys(("forward", "backward", "recompute"), 0)
-        self.num_operators = 0
         self._sizes: list[int] = []
         self._categories: list[int] = []
         self._operators: list[int] = []
@@ -101,11 +101,12 @@ class Tracker(StorageWatch):
         """Give what lives now the category of its owner."""
         assert self._model is not None, "watch a model first"
         seen: set[int] = set()
-        for tensor, category in owned(self._model, optimizer):
-            index = self._storage.get(tensor.untyped_storage()._cdata)
-            if index is not None and index not in seen:
-                seen.add(index)
-                self._categories[index] = category
+        with _disable_current_modes():  # looking is no operator
+            for tensor, category in owned(self._model, optimizer):
+                index = self._storage.get(tensor.untyped_storage()._cdata)
+                if index is not None and index not in seen:
+                    seen.add(index)
+                    self._categories[index] = category
 
     @property
     def _recomputing(self) -> bool:
@@ -164,7 +165,6 @@ class Tracker(StorageWatch):
 
     def execute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the operator returns, without touching host memory."""
-        self.num_operators += 1
         if func is aten._local_scalar_dense.default and (args[0].is_meta or _untouched(args[0])):
             return self._scalar(args[0])
         if func in _FUSED_OPTIMIZERS:

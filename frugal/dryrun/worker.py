@@ -109,6 +109,7 @@ def _run(question: Rehearse) -> Any:
         world_size=question.world_size,
         rank=question.rank,
         kind=question.kind,
+        first_micro_steps=question.first_micro_steps,
     )
 
 

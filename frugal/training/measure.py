@@ -108,12 +108,19 @@ class CudaGauge(_Intervals):
     def __init__(self, device: torch.device) -> None:
         super().__init__()
         self._device = device
-        self._reset_peak()
+        self._reserved = 0
+        torch.cuda.reset_peak_memory_stats(device)
+
+    @property
+    def reserved_bytes(self) -> int:
+        """The most bytes that segments took, as `max_memory_reserved`."""
+        return max(self._reserved, torch.cuda.max_memory_reserved(self._device))
 
     def _read(self) -> tuple[int, int]:
         return torch.cuda.max_memory_allocated(self._device), torch.cuda.memory_allocated(self._device)
 
     def _reset_peak(self) -> None:
+        self._reserved = self.reserved_bytes  # the reset below is one of all peaks
         torch.cuda.reset_peak_memory_stats(self._device)
 
 
@@ -127,6 +134,7 @@ class StorageWatch(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
+        self.num_operators = 0
         self._known: dict[int, int] = {}  # address of a live storage -> its bytes
 
     @classmethod
@@ -150,11 +158,17 @@ class StorageWatch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         """Run one operator and look at what it returns."""
+        self.num_operators += 1
+        if func in _VIEWS or (func not in _OTHERS and _is_view(func)):
+            return func(*args, **(kwargs or {}))
         if func is aten.add.Tensor and _added_in_place(args, sys._getframe(1)):
             return aten.add_.Tensor(args[0], args[1])
         out = self.execute(func, args, kwargs or {})
-        for tensor in tensors_in(out):
-            self._see(tensor, func, args)
+        if isinstance(out, Tensor):
+            self._see(out, func, args)
+        else:
+            for tensor in tensors_in(out):
+                self._see(tensor, func, args)
         return out
 
     def _see(self, tensor: Tensor, operator: Any, inputs: tuple[Any, ...]) -> None:
@@ -251,6 +265,19 @@ class _MarkedObjective:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._objective, name)
+
+
+_VIEWS: set[Any] = set()
+_OTHERS: set[Any] = set()
+
+
+def _is_view(operator: Any) -> bool:
+    """Whether it only ever returns its input's storage, unchanged; remembered. `reshape` and its like may copy."""
+    returns = operator._schema.returns
+    views = bool(returns) and all(value.alias_info and not value.alias_info.is_write for value in returns)
+    views = views and not operator.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
+    (_VIEWS if views else _OTHERS).add(operator)
+    return views
 
 
 def tensors_in(values: Any) -> Iterator[Tensor]:

@@ -1,0 +1,54 @@
+"""What is left out of a rehearsal to save time changes nothing in it."""
+
+from contextlib import nullcontext
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from frugal.dryrun.rehearsal import Rehearsal
+from frugal.dryrun.rehearse import rehearse
+from frugal.planning.request import Request
+from frugal.planning.strategy import Strategy
+from frugal.training.engine import DTYPES
+from frugal.training.loss import CausalLM
+from tests.training.models import tiny_gpt2
+
+
+def rehearsed(stage: int, world_size: int = 4, rank: int = 1, precision: Any = "bf16", **more: Any) -> Rehearsal:
+    def build() -> Any:
+        with torch.device("meta"):
+            return tiny_gpt2().to(DTYPES[precision])
+
+    strategy = Strategy(
+        zero_stage=stage,
+        activation_checkpointing="full",
+        reduce_bucket_elements=30_000,
+        prefetch_bucket_elements=50_000,
+        max_live_elements=60_000,
+        persistence_threshold_elements=100,
+    )
+    request = Request(precision=precision, seq_len=32)
+    return rehearse(
+        build, CausalLM(), request, strategy,
+        micro_batch=2, accumulation_steps=2, world_size=world_size, rank=rank, kind="cuda", **more,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("world_size", "rank"), [(2, 0), (3, 2), (64, 63)])
+def test_collectives_at_once_make_the_same_storages_as_deepspeeds_loops_over_ranks(world_size: int, rank: int) -> None:
+    ours = rehearsed(3, world_size, rank).recording
+    with patch("frugal.dryrun.gathering.at_once", nullcontext):
+        theirs = rehearsed(3, world_size, rank).recording
+    assert sorted(ours.sizes) == sorted(theirs.sizes)
+    assert ours.events == theirs.events and ours.phases == theirs.phases
+
+
+@pytest.mark.parametrize(("stage", "precision"), [(0, "fp32"), (1, "fp32"), (2, "bf16"), (3, "bf16")])
+def test_one_micro_step_sets_the_stage_for_the_second_optimizer_step(stage: int, precision: str) -> None:
+    short = rehearsed(stage, precision=precision, first_micro_steps=1)
+    whole = rehearsed(stage, precision=precision)
+    assert len(short.recording.events) < len(whole.recording.events)
+    assert short.phases == whole.phases
+    assert short.peak == whole.peak
