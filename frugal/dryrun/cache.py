@@ -21,9 +21,10 @@ T = TypeVar("T")
 _ROOT = Path(frugal.__file__).parent
 _PACKAGES = ("torch", "deepspeed", "transformers")
 _REHEARSED = (
-    "training/activation_checkpointing.py", "training/engine.py", "training/loss.py", "training/measure.py",
-    "training/models.py", "training/optimizers.py", "training/padding_masks.py", "training/tiled_loss.py",
-    "planning/allocator.py", "planning/ds_config.py", "planning/profile.py", "planning/timeline.py",
+    "training/activation_checkpointing.py", "training/engine.py", "training/factories.py", "training/kept_results.py",
+    "training/loss.py", "training/measure.py", "training/models.py", "training/optimizers.py",
+    "training/padding_masks.py", "training/tiled_loss.py", "planning/allocator.py", "planning/ds_config.py",
+    "planning/profile.py", "planning/timeline.py",
 )  # fmt: skip
 
 

@@ -23,7 +23,8 @@ def reasons(request: Request, cluster: Cluster, choice: Choice) -> tuple[str, ..
 def _activation_checkpointing(request: Request, choice: Choice) -> str:
     taken = choice.option
     if request.activation_checkpointing != "auto":
-        return f"activation checkpointing is {'on' if request.activation_checkpointing == 'full' else 'off'}, as asked"
+        word = "on" if request.activation_checkpointing == "full" else request.activation_checkpointing
+        return f"activation checkpointing is {word}, as asked"
     others = _alternatives(choice, lambda option: option.strategy.activation_checkpointing)
     if taken.strategy.activation_checkpointing == "off":
         if not others or others[0].time is None or taken.time is None:

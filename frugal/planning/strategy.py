@@ -5,6 +5,11 @@ from typing import Literal
 
 from frugal.planning.request import Request
 
+ActivationCheckpointing = Literal["off", "selective", "full", "offloaded"]
+
+AUTO_TRIES_SELECTIVE_AND_OFFLOADED = False
+"""Whether `auto` tries these modes too. While each costs two rehearsals a strategy, they are for those who ask."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Strategy:
@@ -12,7 +17,8 @@ class Strategy:
 
     Attributes:
         zero_stage: 0 replicates; 1 splits optimizer states, 2 also gradients, 3 also parameters.
-        activation_checkpointing: `off` keeps every activation, `full` keeps each layer's input and recomputes.
+        activation_checkpointing: `off` keeps every activation; `selective` each layer's inputs and the results of
+            its expensive operators; `full` each layer's inputs; `offloaded` those too, but in host memory.
         loss: `plain` holds the whole logits, `tiled` a slice of them at a time.
         offload_optimizer: where optimizer states live.
         offload_parameters: where parameters live between uses (ZeRO-3 only).
@@ -22,10 +28,11 @@ class Strategy:
         max_live_elements: ZeRO-3, gathered parameter elements kept at most.
         persistence_threshold_elements: ZeRO-3, parameters up to this size stay gathered.
         sub_group_elements: ZeRO-3, elements updated together in the optimizer step.
+        overlap_comm: gradients travel while backward goes on, from a second bucket and a stream of their own.
     """
 
     zero_stage: int
-    activation_checkpointing: Literal["off", "full"] = "off"
+    activation_checkpointing: ActivationCheckpointing = "off"
     loss: Literal["plain", "tiled"] = "plain"
     offload_optimizer: Literal["none", "cpu"] = "none"
     offload_parameters: Literal["none", "cpu"] = "none"
@@ -35,21 +42,27 @@ class Strategy:
     max_live_elements: int = 50_000_000
     persistence_threshold_elements: int = 100_000
     sub_group_elements: int = 100_000_000
+    overlap_comm: bool = False
 
     def __post_init__(self) -> None:
         assert 0 <= self.zero_stage <= 3
+        assert not self.overlap_comm or self.zero_stage >= 1
         assert self.offload_optimizer == "none" or self.zero_stage >= 1
         assert self.offload_parameters == "none" or (self.zero_stage == 3 and self.offload_optimizer == "cpu")
 
     @property
     def num_mechanisms(self) -> int:
-        """How much there is to go wrong: each kind of state that is split or moved, and recomputation, counts one."""
+        """How much there is to go wrong: each kind of state that is split or moved, and recomputation, counts one.
+
+        Moving inputs to the host, or choosing what to recompute, counts one more.
+        """
         return (
             self.zero_stage
-            + (self.activation_checkpointing == "full")
+            + {"off": 0, "selective": 2, "full": 1, "offloaded": 2}[self.activation_checkpointing]
             + (self.loss == "tiled")
             + (self.offload_optimizer != "none")
             + (self.offload_parameters != "none")
+            + self.overlap_comm
         )
 
     def __str__(self) -> str:
@@ -60,6 +73,8 @@ class Strategy:
             words.append("optimizer and parameters in host memory")
         elif self.offload_optimizer != "none":
             words.append("optimizer in host memory")
+        if self.overlap_comm:
+            words.append("communication overlapped")
         return ", ".join(words)
 
 
@@ -76,7 +91,18 @@ def offload_levels(request: Request, *, on_gpus: bool = True) -> tuple[Offload, 
     """
     if request.offload != "auto":
         return (request.offload,)
+    if request.optimizer == "adafactor":  # only whole parameters, see `frugal.planning.optimizers`
+        return ("none",)
     return ("none", "optimizer", "all") if on_gpus else ("none",)
+
+
+def _modes(can_recompute: bool, on_gpus: bool) -> tuple[ActivationCheckpointing, ...]:
+    """The modes of activation checkpointing that `auto` tries. On a CPU rank `offloaded` is `full`."""
+    if not can_recompute:
+        return ("off",)
+    if not AUTO_TRIES_SELECTIVE_AND_OFFLOADED:
+        return ("off", "full")
+    return ("off", "selective", "full", "offloaded") if on_gpus else ("off", "selective", "full")
 
 
 def candidates(
@@ -85,10 +111,9 @@ def candidates(
     world_size: int,
     offload: Offload,
     trainable_parameters: int,
-    if request.optimizer == "adafactor":  # only whole parameters, see `frugal.planning.optimizers`
-        return ("none",)
     can_recompute: bool = True,
     can_tile: bool = False,
+    on_gpus: bool = True,
 ) -> tuple[Strategy, ...]:
     """The strategies a request and its model allow at one level of offloading, simplest first.
 
@@ -98,12 +123,14 @@ def candidates(
     lowest = 2 if request.precision != "fp32" else {"none": 0, "optimizer": 1, "all": 3}[offload]
     lowest = max(lowest, 3 if offload == "all" else 0)
     stages: tuple[int, ...] = tuple(range(lowest, 4)) if world_size > 1 else (lowest,)
+    if request.optimizer == "adafactor":
+        stages = (0,)
     if request.zero_stage is not None:
         stages = (
             (request.zero_stage,) if request.zero_stage >= (offload == "optimizer") + 3 * (offload == "all") else ()
         )
-    modes: tuple[Literal["off", "full"], ...] = (
-        (("off", "full") if can_recompute else ("off",))
+    modes = (
+        _modes(can_recompute, on_gpus)
         if request.activation_checkpointing == "auto"
         else (request.activation_checkpointing,)
     )
@@ -117,11 +144,10 @@ def candidates(
             activation_checkpointing=mode,
             loss=loss,
             offload_optimizer="none" if offload == "none" else "cpu",
-    if request.optimizer == "adafactor":
-        stages = (0,)
             offload_parameters="cpu" if offload == "all" else "none",
             reduce_bucket_elements=bucket,
             prefetch_bucket_elements=min(BUCKET_ELEMENTS, max(1, trainable_parameters)),
+            overlap_comm=bool(request.overlap_comm) and stage >= 1,
         )
         for stage in stages
         for mode in modes

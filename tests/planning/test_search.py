@@ -39,7 +39,7 @@ def test_activation_checkpointing_is_switched_on_when_it_pays() -> None:
     assert made.why[0].startswith("activation checkpointing is on: without it micro-batch ")
 
 
-@pytest.mark.parametrize("choice", ["off", "full"])
+@pytest.mark.parametrize("choice", ["off", "selective", "full", "offloaded"])
 def test_pinned_activation_checkpointing_is_kept(choice: str) -> None:
     made = plan(gpus=4, mem="24G", activation_checkpointing=choice)
     assert made.strategy.activation_checkpointing == choice

@@ -1,4 +1,4 @@
-"""Any module with repeated layers can recompute them, and learns the same."""
+"""Any module with repeated layers can recompute them, in every mode, and learns the same."""
 
 import pytest
 import torch
@@ -6,11 +6,12 @@ from torch import nn
 
 from frugal.errors import RequestError
 from frugal.training import activation_checkpointing
-from frugal.training.engine import initialize
+from frugal.training.engine import DTYPES, initialize
 from frugal.training.measure import gauge
+from tests.dryrun.test_truth import FAMILIES
 from tests.plans import plan_by_hand
 from tests.ranks import Ranks
-from tests.training.models import SkipNet, points, skip_net, tiny_gpt2
+from tests.training.models import SkipNet, points, ragged_samples, skip_net, tiny_gpt2
 
 
 def losses_and_peak(zero_stage: int, mode: str) -> tuple[list[float], int]:
@@ -32,8 +33,39 @@ def losses_and_peak(zero_stage: int, mode: str) -> tuple[list[float], int]:
 def test_a_plain_module_learns_the_same_with_less_memory(zero_stage: int, two_ranks: Ranks) -> None:
     kept, kept_peak = two_ranks.run(losses_and_peak, zero_stage, "off")[0]
     recomputed, recomputed_peak = two_ranks.run(losses_and_peak, zero_stage, "full")[0]
-    assert recomputed == kept
+    selective, selective_peak = two_ranks.run(losses_and_peak, zero_stage, "selective")[0]
+    assert recomputed == selective == kept
     assert recomputed_peak < 0.7 * kept_peak
+    assert recomputed_peak < selective_peak < 0.9 * kept_peak
+
+
+def losses_of(family: str, zero_stage: int, precision: str, mode: str) -> list[float]:
+    """Three steps of a transformers model with dropout where it has one. Runs on ranks."""
+    build, objective = FAMILIES[family]
+    torch.manual_seed(0)
+    model = build().to(DTYPES[precision])
+    plan = plan_by_hand(
+        world_size=2, global_batch=8, micro_batch=2, zero_stage=zero_stage,
+        request={"precision": precision, "learning_rate": 1e-2},
+        strategy={"activation_checkpointing": mode, "reduce_bucket_elements": 100_000},
+    )  # fmt: skip
+    torch.manual_seed(torch.distributed.get_rank())
+    engine = initialize(model, plan, objective())
+    losses = [engine.train_step(ragged_samples(8, seed=step, longest=24)).loss for step in range(3)]
+    engine.destroy()
+    return losses
+
+
+@pytest.mark.parametrize(
+    ("family", "zero_stage", "precision"),
+    [("llama", 3, "bf16"), ("bert", 3, "fp32"), ("t5", 2, "bf16"), ("t5", 3, "fp32")],
+)
+def test_every_mode_trains_transformers_models_alike(
+    family: str, zero_stage: int, precision: str, two_ranks: Ranks
+) -> None:
+    kept = two_ranks.run(losses_of, family, zero_stage, precision, "off")
+    for mode in ("selective", "offloaded"):
+        assert two_ranks.run(losses_of, family, zero_stage, precision, mode) == kept
 
 
 def test_layers_are_the_repeated_composed_modules_of_a_list() -> None:

@@ -150,8 +150,8 @@ def losses(zero_stage: int, activation_checkpointing: str, dropout: float) -> li
 @pytest.mark.parametrize("zero_stage", [0, 2, 3])
 def test_activation_checkpointing_does_not_change_the_losses(zero_stage: int, dropout: float, two_ranks: Ranks) -> None:
     kept = two_ranks.run(losses, zero_stage, "off", dropout)[0]
-    recomputed = two_ranks.run(losses, zero_stage, "full", dropout)[0]
-    assert recomputed == kept
+    assert two_ranks.run(losses, zero_stage, "full", dropout)[0] == kept
+    assert two_ranks.run(losses, zero_stage, "selective", dropout)[0] == kept
     assert kept[-1] < kept[0]
 
 

@@ -1,0 +1,110 @@
+"""A rehearsal sees what every mode of activation checkpointing keeps, moves and computes again."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from frugal.dryrun.rehearsal import Rehearsal
+from frugal.dryrun.rehearse import rehearse
+from frugal.dryrun.tracker import Tracker
+from frugal.planning.strategy import Strategy
+from frugal.training import activation_checkpointing
+from frugal.training.engine import DTYPES
+from tests.dryrun.test_truth import FAMILIES, SMALL_BUCKETS, TOLERANCE, measured, plan_for, rehearsed, tiny
+from tests.ranks import Ranks
+
+
+@pytest.mark.parametrize(
+    ("family", "zero_stage", "precision", "steps"),
+    [("gpt2", 0, "fp32", 3), ("llama", 2, "bf16", 1), ("bert", 3, "fp32", 1), ("t5", 3, "bf16", 3)],
+)
+def test_selective_is_as_rehearsed(family: str, zero_stage: int, precision: str, steps: int, two_ranks: Ranks) -> None:
+    plan = plan_for(2, 4, steps, zero_stage, precision, "selective")
+    for rank, truth in enumerate(two_ranks.run(partial(measured, plan, family))):
+        ours = [(i.phase, i.peak_bytes, i.live_bytes) for i in rehearsed(plan, rank, family).intervals(4)]
+        for (phase, peak, live), (_, true_peak, true_live) in zip(ours, truth, strict=True):
+            assert (phase, peak) == (phase, pytest.approx(true_peak, rel=TOLERANCE))
+            assert (phase, live) == (phase, pytest.approx(true_live, rel=TOLERANCE))
+
+
+def on_gpu(mode: Any, build: Callable[[], Any], *, zero_stage: int = 2, kind: Any = "cuda") -> Rehearsal:
+    """The rehearsal of one GPU in bf16."""
+
+    def on_meta() -> Any:
+        with torch.device("meta"):
+            return build().to(DTYPES["bf16"])
+
+    plan = plan_for(1, 4, 1, zero_stage, "bf16", mode)
+    strategy = Strategy(zero_stage=zero_stage, activation_checkpointing=mode, **SMALL_BUCKETS)
+    return rehearse(
+        on_meta, FAMILIES["llama"][1](), plan.request, strategy,
+        micro_batch=4, accumulation_steps=1, world_size=1, rank=0, kind=kind,
+    )  # fmt: skip
+
+
+LLAMA = FAMILIES["llama"][0]
+
+
+def test_selective_computes_no_product_with_weights_and_no_attention_again() -> None:
+    full, selective = on_gpu("full", LLAMA), on_gpu("selective", LLAMA)
+    assert selective.recompute_flops == 0 < full.recompute_flops < full.forward_flops == selective.forward_flops
+
+
+def test_attention_with_dropout_is_computed_again() -> None:
+    def with_dropout() -> Any:
+        return tiny(
+            "AutoModelForCausalLM", "llama", hidden_size=64, intermediate_size=160, num_hidden_layers=2,
+            num_attention_heads=4, num_key_value_heads=2, use_cache=False, attention_dropout=0.1,
+        )()  # fmt: skip
+
+    assert on_gpu("selective", with_dropout).recompute_flops == 2 * 4 * 4 * (2 * 2 * 64 * 64 * 16)
+
+
+def test_the_modes_keep_less_and_less_on_a_gpu() -> None:
+    live = {
+        mode: max(i.live_bytes for i in on_gpu(mode, LLAMA).timeline.intervals(4) if i.phase == "forward")
+        for mode in ("off", "selective", "full", "offloaded")
+    }
+    assert live["off"] > live["selective"] > live["full"]
+    assert live["full"] - live["offloaded"] == 2 * 4 * 64 * 64 * 2  # layers, samples, tokens, width, bf16
+
+
+def test_on_a_cpu_rank_offloaded_is_full() -> None:
+    full, offloaded = (on_gpu(mode, LLAMA, kind="cpu") for mode in ("full", "offloaded"))
+    assert offloaded.phases == full.phases
+
+
+def test_offloaded_moves_each_layer_s_own_input_to_the_host_and_nothing_else() -> None:
+    class Adds(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor, shared: Tensor) -> Tensor:
+            return self.inner(x) + shared
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(Adds() for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            shared = x * 2
+            for layer in self.layers:
+                x = layer(x, shared)
+            return x
+
+    model = Model().to("meta")
+    activation_checkpointing.apply(model, "offloaded")
+    tracker = Tracker("cuda")
+    tracker.watch(model)
+    with tracker:
+        out = model(torch.empty(4, 8, device="meta"))
+        assert tracker.host_live_bytes == 3 * 4 * 8 * 4
+        out.sum().backward()
+        del out
+    assert tracker.host_live_bytes == 0
