@@ -54,7 +54,7 @@ def _key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         pure = _is_pure[func] = not shared and not schema.is_mutable
     if not pure:
         return None
-    parts: list[Any] = [func]
+    parts: list[Any] = [func, torch.get_default_dtype()]  # factories may leave the type out
     for value in (*args, *kwargs.items()):
         part = _part(value)
         if part is None:
