@@ -77,6 +77,11 @@ _OPTIONS = (
 
 def planning_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Give `command` the planning flags; pass what it receives to `collect`."""
+    click.option(
+        "--overlap-comm/--no-overlap-comm",
+        default=None,
+        help="Let gradients travel while backward goes on, for a second bucket.  [default: no]",
+    ),
     for option in reversed(_OPTIONS):
         command = option(command)
     return command

@@ -7,8 +7,9 @@ what ranks would agree on by communication is patched to this rank's own value. 
 
 import copy
 import os
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -27,14 +28,17 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from frugal.dryrun import gathering
 from frugal.dryrun.stand_ins import without_kernels
 
+SideStream = Callable[[str], AbstractContextManager[Any]]
+
 ENDLESS_BYTES = 1 << 50  # so that DeepSpeed never takes a path for devices that are nearly full
 
 
 class MetaAccelerator(CPU_Accelerator):
     """Meta tensors as DeepSpeed's accelerator: synchronous, half precision of both kinds, memory without end."""
 
-    def __init__(self) -> None:
+    def __init__(self, side_stream: SideStream | None = None) -> None:
         super().__init__()
+        self._side_stream = side_stream
         self._name = "meta"
         self._communication_backend_name = "fake"
 
@@ -74,18 +78,31 @@ class MetaAccelerator(CPU_Accelerator):
         """Whatever is asked for counts as pinned."""
         return True
 
+    def stream(self, stream: Any) -> AbstractContextManager[Any]:
+        """DeepSpeed asks for none but its side streams: ZeRO-3 gathers on one, and all stages reduce on another.
+
+        The object does not tell them apart: to an accelerator without streams both are None.
+        """
+        if self._side_stream is None:
+            return nullcontext()
+        gathers = sys._getframe(1).f_code.co_filename.endswith("partitioned_param_coordinator.py")
+        return self._side_stream("gather" if gathers else "reduce")
+
     def on_accelerator(self, tensor: Tensor) -> bool:
         """Whether it is on the pretended device."""
         return tensor.device.type == "meta"
 
 
 @contextmanager
-def pretend(*, rank: int, world_size: int) -> Iterator[None]:
-    """Be `rank` of `world_size`, on a meta device, inside the `with` block."""
+def pretend(*, rank: int, world_size: int, side_stream: SideStream | None = None) -> Iterator[None]:
+    """Be `rank` of `world_size`, on a meta device, inside the `with` block.
+
+    `side_stream`: entered where the engine works on a stream beside the computing one; None: it has only one.
+    """
     with ExitStack() as stack:
         environment = {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(world_size), "LOCAL_SIZE": "1"}
         stack.enter_context(patch.dict(os.environ, environment))
-        stack.enter_context(_accelerator(MetaAccelerator()))
+        stack.enter_context(_accelerator(MetaAccelerator(side_stream)))
         stack.enter_context(patch("deepspeed.comm.torch.build_shm_op", lambda: None))  # would call a compiler
         stack.enter_context(_process_group(rank, world_size))
         stack.enter_context(_agreement())

@@ -55,8 +55,9 @@ def rehearse(
     if kind == "cpu" and strategy.activation_checkpointing == "offloaded":
         strategy = replace(strategy, activation_checkpointing="full")  # as it is where the host is the device
     plan = cast(Plan, _Rehearsed(request=request, strategy=strategy, batch=batch))
-    with pretend(rank=rank, world_size=world_size), kernels_of(kind), _no_collection():
-        tracker = Tracker(kind)
+    tracker = Tracker(kind)
+    side_stream = tracker.side_stream if kind == "cuda" and strategy.overlap_comm else None
+    with pretend(rank=rank, world_size=world_size, side_stream=side_stream), kernels_of(kind), _no_collection():
         with tracker:
             model = build()
             tracker.watch(model)

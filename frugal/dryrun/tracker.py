@@ -6,7 +6,8 @@ so their pages cost nothing; operators on them only make the outputs that they w
 
 import math
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
@@ -20,6 +21,9 @@ from frugal.planning.timeline import PARAMETERS, TEMPORARY, Recording
 from frugal.training.measure import BACKWARD, FORWARD, INITIALISATION, StorageWatch
 
 aten = torch.ops.aten
+SIDE_WORKS_IN_FLIGHT = 2
+"""How many pieces of work on a side stream may be unfinished when the host frees what they used; see `side_stream`."""
+
 UNTOUCHED_ELEMENTS = 1 << 14  # host tensors above this size are never read or written
 
 _FACTORIES = {aten.zeros.default, aten.full.default, aten.ones.default}
@@ -52,6 +56,11 @@ class Tracker(StorageWatch):
         self._phases: list[tuple[str, int]] = [(INITIALISATION, 0)]
         self._storage: dict[int, int] = {}  # address of a live device storage -> its index
         self._host: set[int] = set()  # addresses of live host storages
+        self._side_stream = ""  # the one that works now
+        self._side_idle = True  # nothing was made yet in the block that works now
+        self._side_works: dict[str, int] = {}  # side stream -> pieces of work begun
+        self._of_side: dict[int, str] = {}  # address of a live storage made on a side stream -> that stream
+        self._unfinished: dict[str, list[tuple[int, int]]] = {}  # stream -> (work when it was freed, storage's index)
         self._shapes: Shapes | None = None
         self._model: nn.Module | None = None
         self._running: list[str] = [""]  # names of the modules that run now, innermost last
@@ -76,6 +85,9 @@ class Tracker(StorageWatch):
 
     def mark(self, phase: str) -> None:
         """From now on it is `phase`."""
+        if phase != BACKWARD:  # the end of a backward waits for all streams (stage_1_and_2.py:1027, stage3.py:1414)
+            for stream, works in self._side_works.items():
+                self._finish(stream, works)
         self.phase = phase
         self._phases.append((phase, len(self._events)))
 
@@ -87,6 +99,39 @@ class Tracker(StorageWatch):
         for name, module in model.named_modules():
             module.register_forward_pre_hook(lambda _module, _args, name=name: self._running.append(name))
             module.register_forward_hook(lambda *_: self._leave(), always_call=True)
+
+    @contextmanager
+    def side_stream(self, name: str) -> Iterator[None]:
+        """Inside the `with` block DeepSpeed works on a CUDA stream beside the one that computes.
+
+        What is made there, or freed there, is freed before that work is done, and the allocator keeps it until then
+        (`record_stream` in stage_1_and_2.py:1531 and 2430, stage3.py:1639, partition_parameters.py:327). The computing
+        stream waits for the work before (stage_1_and_2.py:1608), so one piece of it is under way, and the host, which
+        runs ahead, may not have seen the end of one more: what was freed lives until the second next begins. ZeRO-3
+        lets it run no further ahead (`max_param_reduce_events`, stage3.py:1666). A piece of work makes something: a
+        reduced bucket, a gathered parameter. Copies into a bucket belong to the next one.
+        """
+        before = self._side_stream, self._side_idle
+        self._side_stream, self._side_idle = name, True
+        self._side_works.setdefault(name, 0)
+        self._unfinished.setdefault(name, [])
+        try:
+            yield
+        finally:
+            self._side_stream, self._side_idle = before
+
+    def _begin_side_work(self) -> None:
+        """A first storage is made inside a `side_stream` block."""
+        stream = self._side_stream
+        self._side_idle = False
+        self._side_works[stream] += 1
+        self._finish(stream, self._side_works[stream] - SIDE_WORKS_IN_FLIGHT)
+
+    def _finish(self, stream: str, work: int) -> None:
+        """All of a side stream's work up to number `work` is done, so what it held is free."""
+        held = self._unfinished[stream]
+        self._events += [index for number, index in held if number <= work]
+        self._unfinished[stream] = [(number, index) for number, index in held if number > work]
 
     def arrive(self, *tensors: Tensor) -> None:
         """The model's `tensors` move from the host to the device, where they are not there already."""
@@ -135,13 +180,20 @@ class Tracker(StorageWatch):
         else:
             who = asker(sys._getframe(3))
             category = self._shapes.category(tuple(tensor.shape), self.phase, who, recomputing=self._recomputing)
+        if self._side_stream and self._side_idle:
+            self._begin_side_work()
         self._storage[address] = len(self._sizes)
         self._record(size_bytes, category, operator)
+        if self._side_stream:
+            self._of_side[address] = self._side_stream
 
     def died(self, address: int, size_bytes: int) -> None:
         """Record its end."""
         index = self._storage.pop(address, None)
-        if index is not None:
+        stream = self._of_side.pop(address, self._side_stream)
+        if index is not None and stream:
+            self._unfinished[stream].append((self._side_works[stream], index))
+        elif index is not None:
             self._events.append(index)
         elif address in self._host:
             self._host.discard(address)

@@ -83,7 +83,7 @@ def _zero(strategy: Strategy) -> dict[str, Any]:
     if strategy.zero_stage == 0:
         return zero
     zero |= {
-        "overlap_comm": False,
+        "overlap_comm": strategy.overlap_comm,
         "contiguous_gradients": True,
         "reduce_bucket_size": strategy.reduce_bucket_elements,
         "allgather_bucket_size": strategy.reduce_bucket_elements,

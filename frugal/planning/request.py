@@ -47,6 +47,7 @@ class Request:
         learning_rate: peak learning rate.
         weight_decay: decoupled for AdamW.
         gradient_clipping: largest norm of the global gradient; 0 switches clipping off.
+        overlap_comm: let gradients travel while backward goes on; None: no.
         reduce_bucket_elements: pinned size of DeepSpeed's gradient bucket, elements.
     """
 
@@ -70,6 +71,7 @@ class Request:
     learning_rate: float = 3e-4
     weight_decay: float = 0.01
     gradient_clipping: float = 1.0
+    overlap_comm: bool | None = None
     reduce_bucket_elements: int | None = None
 
     def __post_init__(self) -> None:

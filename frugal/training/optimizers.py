@@ -42,7 +42,7 @@ def adamw_8bit() -> Callable[..., torch.optim.Optimizer]:
         RequestError: the library is not installed.
     """
     try:
-        from bitsandbytes.optim import AdamW8bit
+        from bitsandbytes.optim import AdamW8bit  # optional: adamw-8bit alone needs it
     except ImportError as error:
         raise RequestError(
             "--optimizer adamw-8bit needs bitsandbytes",
