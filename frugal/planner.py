@@ -1,5 +1,6 @@
 """From a request to a plan: rehearsals below, arithmetic above, and the proof where nothing fits."""
 
+import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, closing
 from dataclasses import replace
@@ -9,6 +10,7 @@ from typing import Any
 
 from frugal import relief
 from frugal.errors import RequestError
+from frugal.planning import calibration
 from frugal.planning.choice import Choice, Nothing
 from frugal.planning.cluster import Cluster
 from frugal.planning.plan import Plan
@@ -16,6 +18,9 @@ from frugal.planning.reasons import reasons
 from frugal.planning.request import Request
 from frugal.planning.search import Search, Source
 from frugal.planning.settings import understand
+from frugal.training import calibrations
+
+logger = logging.getLogger("frugal")
 
 Rehearse = Callable[[Request, Cluster], AbstractContextManager[Source]]
 
@@ -28,7 +33,10 @@ def plan(**settings: Any) -> Plan:
         RequestError: a setting is unknown or wrong, or settings contradict each other.
         NothingFitsError: no strategy fits.
     """
-    return make_plan(*understand(settings))
+    found, notes = calibrations.chosen(settings)
+    for note in notes:
+        logger.warning(note)
+    return make_plan(*understand(settings, found))
 
 
 def make_plan(
@@ -86,7 +94,7 @@ def _decided(request: Request, cluster: Cluster, defaults: tuple[str, ...], choi
         memory=choice.memory,
         time=option.time,
         why=tuple(filter(None, reasons(request, cluster, choice))),
-        warnings=(*notes, *_notes(request, option.micro_batch), *choice.warnings),
+        warnings=(*notes, *calibration.notes(cluster), *_notes(request, option.micro_batch), *choice.warnings),
         rejected=choice.rejected,
     ).sealed()
 

@@ -9,6 +9,7 @@ import pytest
 from tests.ranks import Ranks
 
 os.environ.update(DS_ACCELERATOR="cpu", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", OMP_NUM_THREADS="1")
+os.environ["XDG_CONFIG_HOME"] = os.devnull  # plans are to be the same on a machine that was calibrated
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore Ctrl-C, and so would ours
 

@@ -18,6 +18,7 @@ import click
 import psutil  # type: ignore[import-untyped]  # has no types
 
 from frugal.errors import PlanMismatchError, RequestError
+from frugal.planning.cards import DeviceKind
 from frugal.planning.plan import Plan
 from frugal.training.group import STARTER, free_port
 from frugal.training.manifest import newest
@@ -72,12 +73,26 @@ def launch(plan: Plan, plan_path: Path, asked: Settings, master_port: int | None
 def start(
     plan: Plan, module: str, arguments: Sequence[str], master_port: int | None = None, *, stdout: int | None = None
 ) -> int:
-    """Run `module` on the plan's ranks under DeepSpeed's launcher; the exit code of the first that failed, or 0.
+    """Run `module` on the plan's ranks; see `start_ranks`."""
+    return start_ranks(
+        plan.cluster.devices[0].kind, plan.batch.world_size, module, arguments, master_port, stdout=stdout
+    )
+
+
+def start_ranks(
+    kind: DeviceKind,
+    num_ranks: int,
+    module: str,
+    arguments: Sequence[str],
+    master_port: int | None = None,
+    *,
+    stdout: int | None = None,
+) -> int:
+    """Run `module` on ranks of this node under DeepSpeed's launcher; the exit code of the first that failed, or 0.
 
     `stdout` is a file descriptor for what they print; None: this process's standard output.
     """
-    on_cpu = plan.cluster.devices[0].kind == "cpu"
-    num_ranks = plan.batch.world_size
+    on_cpu = kind == "cpu"
     chosen = ["--num_gpus", str(num_ranks)]
     environment = {**os.environ, STARTER: str(os.getpid())}
     visible = environment.pop("CUDA_VISIBLE_DEVICES", None)  # the launcher would ignore it beside --num_gpus

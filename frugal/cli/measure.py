@@ -3,102 +3,171 @@
 import platform
 import shlex
 import sys
-from dataclasses import dataclass
+from dataclasses import replace
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any, get_args
 
 import click
 import msgspec
 
-from frugal.cli import launcher
+from frugal.cli import calibrate, launcher
 from frugal.cli.plan import waiting
-from frugal.dryrun.client import Rehearsals
-from frugal.dryrun.figures import Figures, figures
-from frugal.errors import RequestError
+from frugal.dryrun.client import Rehearsals, workers
+from frugal.dryrun.figures import Figures
+from frugal.dryrun.measurement import Measurement, host_bytes_per_node, predicted
+from frugal.dryrun.pool import Pool
+from frugal.errors import OutOfMemoryError, RequestError
+from frugal.planning.calibration import Calibration
+from frugal.planning.cards import DeviceKind
+from frugal.planning.measurement import Capped, Measured, Trial
 from frugal.planning.plan import Plan
-from frugal.planning.strategy import Strategy
 from frugal.units import format_bytes
 
 STDERR = 2
-
-
-@dataclass(frozen=True, kw_only=True)
-class Measurement:
-    """Two optimizer steps for real, beside their rehearsal. Sizes are the fullest rank's, in bytes."""
-
-    plan_digest: str
-    model: str
-    seq_len: int
-    precision: str
-    strategy: Strategy
-    world_size: int
-    micro_batch: int
-    accumulation_steps: int
-    measured_bytes: int
-    measured_phases: dict[str, int]
-    planned_bytes: int
-    planned_phases: dict[str, int]
-    device: str
-    versions: dict[str, str]
-    date: str
-    command: str
-
-    @property
-    def error(self) -> float:
-        """How much more was planned than measured, as a share of what was measured."""
-        return self.planned_bytes / self.measured_bytes - 1
+RECORDS = Path("tests/measured")
 
 
 @click.command("measure")
-@click.argument("path", metavar="PLAN", type=click.Path(path_type=Path))
+@click.argument("path", metavar="[PLAN]", required=False, type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print what was measured for programs.")
-@click.option("--record", type=click.Path(path_type=Path), help="Write the measurement into this folder, too.")
-def command(path: Path, as_json: bool, record: Path | None) -> int:
+@click.option(
+    "--record",
+    type=click.Path(path_type=Path),
+    is_flag=False,
+    flag_value=RECORDS,
+    help=f"Keep the measurement in this folder, too; predictions are tested against it.  [--record alone: {RECORDS}]",
+)
+@click.option("--capped", is_flag=True, help="Run again on GPUs that have no more memory than was predicted.")
+@click.option("--calibrate", "calibrating", is_flag=True, help="Keep what this machine can do, for the next plans.")
+@click.option("--device", type=click.Choice(get_args(DeviceKind)), help="What to calibrate without a plan.")
+@click.option("--gpus", type=int, help="How many GPUs (or CPU ranks) to calibrate without a plan.  [default: all]")
+def command(
+    path: Path | None,
+    as_json: bool,
+    record: Path | None,
+    capped: bool,
+    calibrating: bool,
+    device: DeviceKind | None,
+    gpus: int | None,
+) -> int:
     """Run a plan for two optimizer steps on synthetic samples, and hold its memory against the rehearsal.
 
-    Live tensor bytes on CPU ranks, the caching allocator's count on GPUs. More than two micro-steps count as two.
+    Live tensor bytes on CPU ranks; on GPUs what the caching allocator and the driver count. More than two micro-steps
+    count as two. With --calibrate the machine is measured, too, or alone.
     """
-    plan = Plan.read(path)
-    launcher.check(plan, None)
+    _check(path, record=record, capped=capped, calibrating=calibrating, device=device, gpus=gpus)
+    found: Measurement | None = None
+    written: Path | None = None
+    calibration: Calibration | None = None
+    if path is not None:
+        measured = _measured(Plan.read(path), path, record, capped)
+        if isinstance(measured, int):
+            return measured
+        found, written = measured
+    if calibrating:
+        if found is not None:
+            kind, num_ranks = found.cluster.devices[0].kind, found.batch.world_size
+        else:
+            kind, num_ranks = calibrate.what_is_here(device, gpus)
+        calibration = calibrate.calibrate(kind, num_ranks, found)
+        calibrate.keep(calibration)
+    if as_json:
+        content = {} if found is None else _summary(found)
+        content |= {} if calibration is None else {"calibration": msgspec.to_builtins(calibration)}
+        click.echo(msgspec.json.format(msgspec.json.encode(content), indent=2).decode())
+    else:
+        blocks = [] if found is None else [_report(found)]
+        blocks += [] if calibration is None else [calibrate.report(calibration)]
+        blocks += [] if written is None else [[f"wrote {written}"]]
+        click.echo("\n\n".join("\n".join(block) for block in blocks))
+    enough = found is None or found.capped is None or found.capped.survived
+    return 0 if enough else OutOfMemoryError.exit_code
+
+
+def _check(path: Path | None, *, calibrating: bool, **others: Any) -> None:
+    """Refuse what does not go together."""
+    if path is None and not calibrating:
+        raise RequestError("there is no plan to measure", hint="make one with `frugal plan -o DIR`, or add --calibrate")
+    excluded = ("record", "capped") if path is None else ("device", "gpus")
+    for name in excluded:
+        if others[name]:
+            raise RequestError(
+                f"--{name} was given {'without' if path is None else 'together with'} a plan",
+                hint="measure one: frugal measure PLAN" if path is None else f"leave --{name} out: the plan says it",
+            )
+
+
+def _measured(plan: Plan, path: Path, record: Path | None, capped: bool) -> tuple[Measurement, Path | None] | int:
+    """The measurement and where it is recorded; or the exit code that the ranks ended with."""
     kind = plan.cluster.devices[0].kind
-    with waiting(f"rehearsing {plan.request.model}"), Rehearsals(plan.request, plan.cluster) as source:
+    if capped and kind == "cpu":
+        raise RequestError(
+            "--capped was given, but the plan is for CPU ranks",
+            because="only the caching allocator of a GPU can be given less memory than there is",
+            hint="leave --capped out",
+        )
+    launcher.check(plan, None)
+    pool = workers()
+    try:
+        with waiting(f"rehearsing {plan.request.model}"):
+            expected = _expected(plan, pool)
+        trial = _run(plan, path, None)
+        if isinstance(trial, int):
+            return trial
+        found = _measurement(plan, expected, trial)
+        if capped:
+            found = replace(found, capped=_capped(plan, path, found))
+        written = _record(found, record, pool) if record is not None else None
+    finally:
+        pool.close()
+    return found, written
+
+
+def _expected(plan: Plan, pool: Pool) -> Figures:
+    with Rehearsals(plan.request, plan.cluster, pool=pool) as source:
         rehearsals = source.rehearsals(plan.strategy, plan.batch.largest_cell, plan.batch.accumulation_steps)
-    planned = figures(rehearsals, kind, len(plan.cluster.devices))
+    return predicted(rehearsals, plan.cluster)
+
+
+def _run(plan: Plan, path: Path, cap_bytes: int | None) -> Trial | int:
+    """What the plan's ranks measured, or the exit code they ended with."""
     with TemporaryDirectory(prefix="frugal-") as folder, waiting(f"measuring {plan.request.model}"):
         out = Path(folder) / "measured.json"
-        code = launcher.start(plan, "frugal.training.trial", ["--plan", str(path), "--out", str(out)], stdout=STDERR)
-        if code:
-            return code
-        ranks = msgspec.json.decode(out.read_bytes(), type=list[dict[str, int]])
-    found = _measurement(plan, planned, ranks)
-    written = _write(found, record) if record is not None else None
-    if as_json:
-        click.echo(msgspec.json.format(msgspec.json.encode(_summary(found, kind)), indent=2).decode())
-    else:
-        click.echo(_report(found))
-        if written is not None:
-            click.echo(f"\nwrote {written}")
-    return 0
+        arguments = ["--plan", str(path), "--out", str(out)]
+        if cap_bytes is not None:
+            arguments += ["--cap", str(cap_bytes)]
+        code = launcher.start(plan, "frugal.training.trial", arguments, stdout=STDERR)
+        return code or msgspec.json.decode(out.read_bytes(), type=Trial)
 
 
-def _measurement(plan: Plan, planned: Figures, ranks: list[dict[str, int]]) -> Measurement:
-    measured = {name: max(phases[name] for phases in ranks) for name in ranks[0]}
+def _capped(plan: Plan, path: Path, found: Measurement) -> Capped:
+    """Fresh processes on GPUs with as much memory as was predicted: context and allocator, and no more."""
+    device = min(plan.cluster.devices, key=lambda device: device.usable_bytes)
+    total = found.predicted.smallest_capacity_bytes + device.context_bytes
+    limit = max(1, total - (found.measured.context_bytes or 0))
+    again = _run(plan, path, limit)
+    if isinstance(again, int) and again != OutOfMemoryError.exit_code:
+        raise RequestError(f"the capped run ended with exit code {again}", because="its own message is above")
+    return Capped(limit_bytes=limit, survived=not isinstance(again, int))
+
+
+def _measurement(plan: Plan, expected: Figures, trial: Trial) -> Measurement:
+    kind = plan.cluster.devices[0].kind
+    model = plan.request.model
     return Measurement(
         plan_digest=plan.digest,
-        model=plan.request.model,
-        seq_len=plan.request.seq_len,
-        precision=plan.request.precision,
+        request=replace(plan.request, model=Path(model).name if Path(model).exists() else model),
+        definition=trial.model,
+        cluster=plan.cluster,
         strategy=plan.strategy,
-        world_size=plan.batch.world_size,
-        micro_batch=plan.batch.largest_cell,
-        accumulation_steps=min(plan.batch.accumulation_steps, 2),
-        measured_bytes=max(measured.values()),
-        measured_phases=measured,
-        planned_bytes=planned.peak_allocated_bytes,
-        planned_phases=planned.phases,
-        device=_device(plan),
+        batch=plan.batch,
+        predicted=expected,
+        measured=Measured.of(trial.ranks, kind),
+        device=trial.device,
+        driver=trial.driver,
         versions={
             "python": platform.python_version(),
             **{name: version(name) for name in ("frugal-trainer", "torch", "deepspeed", "transformers")},
@@ -108,45 +177,50 @@ def _measurement(plan: Plan, planned: Figures, ranks: list[dict[str, int]]) -> M
     )
 
 
-def _device(plan: Plan) -> str:
-    if plan.cluster.devices[0].kind == "cpu":
-        return f"CPU, {platform.machine()}"
-    import torch
+def _record(found: Measurement, folder: Path, pool: Pool) -> Path:
+    """Write it, if it can be predicted from what it holds."""
+    again = found.predict(pool).peak_allocated_bytes
+    if again != found.predicted.peak_allocated_bytes:
+        raise RequestError(
+            "the measurement cannot be recorded",
+            because=f"from the record alone its peak is {again:,} bytes, "
+            f"from the plan {found.predicted.peak_allocated_bytes:,}",
+            hint="a factory must be whole in one file, and give the same model every time",
+        )
+    return found.write(folder)
 
-    return torch.cuda.get_device_name(0)
 
-
-def _summary(found: Measurement, kind: str) -> dict[str, object]:
-    """The names of `frugal rehearse`. A CPU caches nothing; on CUDA only what is allocated is measured."""
-    all_there_is = found.measured_bytes if kind == "cpu" else None
+def _summary(found: Measurement) -> dict[str, Any]:
+    """The measured figures under the names of `frugal rehearse`, and the rehearsed ones beside them."""
     return {
-        "peak_allocated_bytes": found.measured_bytes,
-        "peak_reserved_bytes": all_there_is,
-        "smallest_capacity_bytes": all_there_is,
-        "phases": found.measured_phases,
-        "phase": max(found.measured_phases, key=found.measured_phases.__getitem__),
-        "planned": {"peak_allocated_bytes": found.planned_bytes, "phases": found.planned_phases},
+        **msgspec.to_builtins(found.measured),
+        "predicted": msgspec.to_builtins(found.predicted),
         "error": found.error,
+        "capped": msgspec.to_builtins(found.capped),
+        **{name: getattr(found, name) for name in ("plan_digest", "device", "driver", "versions", "date", "command")},
     }
 
 
-def _report(found: Measurement) -> str:
-    rows = [("", "planned", "measured", "")]
-    for name, measured in found.measured_phases.items():
-        rows.append(_row(name, found.planned_phases[name], measured))
-    rows.append(_row("peak", found.planned_bytes, found.measured_bytes))
-    return "\n".join(f"{name:<16} {planned:>12} {real:>12} {error:>9}".rstrip() for name, planned, real, error in rows)
+def _report(found: Measurement) -> list[str]:
+    expected, measured = found.predicted, found.measured
+    device = min(found.cluster.devices, key=lambda device: device.usable_bytes)
+    rows = [("", "predicted", "measured", "")]
+    rows += [_row(name, expected.phases[name], size) for name, size in measured.phases.items()]
+    rows.append(_row("allocated", expected.peak_allocated_bytes, measured.tensor_bytes))
+    if measured.context_bytes is not None and measured.device_bytes is not None:
+        rows.append(_row("reserved", expected.peak_reserved_bytes, measured.peak_reserved_bytes))
+        context = measured.context_bytes + measured.workspace_bytes
+        rows.append(_row("context", device.context_bytes, context))
+        rows.append(_row("driver", expected.peak_reserved_bytes + device.context_bytes, measured.device_bytes))
+    rows.append(_row("host", host_bytes_per_node(expected, found.cluster), measured.host_bytes_per_node))
+    lines = [f"{name:<16} {planned:>12} {real:>12} {off:>9}".rstrip() for name, planned, real, off in rows]
+    lines += ["", f"host: what the processes grew by, from {format_bytes(measured.host_before_bytes_per_node)} on"]
+    if found.capped is not None:
+        verdict = "enough" if found.capped.survived else "not enough: the prediction is too low"
+        lines.append(f"capped at the prediction, {format_bytes(found.capped.limit_bytes)} for tensors: {verdict}")
+    return lines
 
 
-def _row(name: str, planned: int, measured: int) -> tuple[str, str, str, str]:
-    return name, format_bytes(planned), format_bytes(measured), f"{planned / measured - 1:+.3%}"
-
-
-def _write(found: Measurement, folder: Path) -> Path:
-    path = folder / f"{found.plan_digest[:12]}.json"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=2) + b"\n")
-    except OSError as error:
-        raise RequestError(f"cannot write to {folder}", because=str(error.strerror)) from None
-    return path
+def _row(name: str, expected: int, measured: int) -> tuple[str, str, str, str]:
+    off = f"{expected / measured - 1:+.3%}" if measured else "none"
+    return name, format_bytes(expected), format_bytes(measured), off

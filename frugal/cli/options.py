@@ -13,6 +13,7 @@ from frugal.planning.cards import CARDS, DeviceKind, recognise
 from frugal.planning.cluster import Cluster
 from frugal.planning.request import Request
 from frugal.planning.settings import NAMES, understand
+from frugal.training import calibrations
 
 
 def _choice(literal: Any) -> click.Choice:
@@ -28,6 +29,11 @@ _OPTIONS = (
     click.option("--gpu", metavar="CARD", help=f"A known card instead of --mem: {', '.join(CARDS)}."),
     click.option("--host-mem", metavar="SIZE", help="Memory of a node's host, to check offloading against."),
     click.option("--device", type=_choice(DeviceKind), help="What to run on.  [default: cuda]"),
+    click.option(
+        "--calibration/--no-calibration",
+        default=None,
+        help="Whether to plan with what `frugal measure --calibrate` found here.  [default: yes, if there is any]",
+    ),
     click.option(
         "--model",
         help=f"Preset, config.json, model folder, package.module:factory or hub name.  [default: {Request.model}]",
@@ -91,7 +97,8 @@ def collect(values: Mapping[str, Any], file: config.Config | None = None) -> tup
     """Request, cluster, and the request's fields left to their defaults, from a command's `values`.
 
     Flags win over `file` (read from `values["config"]` if not given), the file over defaults. Where neither GPUs nor
-    memory are named, this machine's GPUs are taken. Values of other commands' flags are ignored.
+    memory are named, this machine's GPUs are taken. A calibration of these devices is used; one that cannot be read
+    is told on standard error. Values of other commands' flags are ignored.
 
     Raises:
         RequestError: the request is wrong.
@@ -101,18 +108,26 @@ def collect(values: Mapping[str, Any], file: config.Config | None = None) -> tup
     flags = {name: value for name, value in values.items() if name in NAMES and value is not None}
     settings = file.plan | flags
     described = "gpu" in settings or {"gpus", "mem"} <= settings.keys() or "," in str(settings.get("mem", ""))
+    gpu_name = None
     if settings.get("device", "cuda") == "cuda" and not described:
-        settings = found_here(settings.get("gpus")) | settings
-    return understand(settings)
+        here, gpu_name = found_here(settings.get("gpus"))
+        settings = here | settings
+    calibration, notes = calibrations.chosen(settings, gpu_name)
+    for note in notes:
+        click.echo(f"note: {note}", err=True)
+    return understand(settings, calibration)
 
 
-def found_here(num_gpus: int | None) -> dict[str, Any]:
-    """The settings that describe `num_gpus` of this machine's GPUs (None: all); nothing where torch sees none."""
+def found_here(num_gpus: int | None) -> tuple[dict[str, Any], str | None]:
+    """The settings that describe `num_gpus` of this machine's GPUs (None: all), and what the driver calls them.
+
+    Nothing where torch sees none; no name where they differ.
+    """
     import torch  # takes a second: only where flags leave the question open
 
     found = torch.cuda.device_count()
     if not found:
-        return {}
+        return {}, None
     import psutil  # type: ignore[import-untyped]  # its stubs are a package of their own
 
     cards = [torch.cuda.get_device_properties(i) for i in range(found)][:num_gpus]
@@ -121,4 +136,5 @@ def found_here(num_gpus: int | None) -> dict[str, Any]:
     settings: dict[str, Any] = {"gpus": len(cards), "mem": [card.total_memory for card in cards]}
     if card := recognise(cards[0].name, cards[0].total_memory):
         settings["gpu"] = card
-    return settings | {"host_mem": psutil.virtual_memory().total}
+    name = cards[0].name if len({card.name for card in cards}) == 1 else None
+    return settings | {"host_mem": psutil.virtual_memory().total}, name

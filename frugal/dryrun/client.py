@@ -91,7 +91,8 @@ class Rehearsals:
         Raises as `profile`.
         """
         device = min(self.cluster.devices, key=lambda device: device.usable_bytes)
-        world = (self.cluster.world_size, self._ranks_per_node, device)
+        sizes = (device.memory_bytes, device.context_bytes, device.margin_bytes)  # its speed changes no memory
+        world = (self.cluster.world_size, self._ranks_per_node, device.kind, *sizes)
         key = digest(
             "rehearsed", model_key(self.request), self._key(), strategy, micro_batch, min(accumulation_steps, 2), world
         )

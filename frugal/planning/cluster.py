@@ -6,6 +6,9 @@ from typing import Literal
 from frugal.errors import RequestError
 from frugal.units import format_bytes
 
+OPERATOR_SECONDS = 10e-6
+"""Assumed host seconds of one operator in eager PyTorch: dispatch, autograd, launch. Today's CPUs take 5 to 20e-6."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
@@ -19,6 +22,8 @@ class Device:
         margin_bytes: left free on purpose.
         matrix_flops: dense matrix FLOP/s that training reaches in the planned precision.
         memory_bandwidth: bytes/s.
+        operator_seconds: host time of one operator, however small.
+        measured_on: the date of the calibration that the last four and the context are from; None: they are assumed.
     """
 
     name: str
@@ -28,6 +33,8 @@ class Device:
     margin_bytes: int
     matrix_flops: float
     memory_bandwidth: float
+    operator_seconds: float = OPERATOR_SECONDS
+    measured_on: str | None = None
 
     def __post_init__(self) -> None:
         if self.usable_bytes <= 0:
@@ -52,11 +59,15 @@ class Node:
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """All machines. `intra_bandwidth` is bytes/s between two devices of a node, `inter_bandwidth` between nodes."""
+    """All machines. `intra_bandwidth` is bytes/s between two devices of a node, `inter_bandwidth` between nodes.
+
+    `links_measured`: whether the former is from a calibration.
+    """
 
     nodes: tuple[Node, ...]
     intra_bandwidth: float
     inter_bandwidth: float
+    links_measured: bool = False
 
     @property
     def devices(self) -> tuple[Device, ...]:

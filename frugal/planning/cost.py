@@ -14,9 +14,6 @@ from frugal.planning.plan import Batch, StepTime
 from frugal.planning.request import Request
 from frugal.planning.strategy import Strategy
 
-OPERATOR_SECONDS = 10e-6
-"""Host time of one operator in eager PyTorch: dispatch, autograd, launch. 5 to 20 microseconds on current CPUs."""
-
 ZERO_3_OPERATOR_FACTOR = 2.0
 """ZeRO-3's Python hooks on every submodule: measured 2.7x on a step of tiny tensors, 1.1x on a real one."""
 
@@ -73,7 +70,8 @@ def _compute_seconds(work: Work, strategy: Strategy, batch: Batch, cluster: Clus
     cell x FLOPs / FLOP/s and operators x launch time. Left out: that small matrices reach less of the peak; work that
     is bound by memory rather than by FLOPs is contained in the efficiency of `Device.matrix_flops`.
     """
-    launch = work.num_operators * OPERATOR_SECONDS * (ZERO_3_OPERATOR_FACTOR if strategy.zero_stage == 3 else 1.0)
+    operator_seconds = max(device.operator_seconds for device in cluster.devices)
+    launch = work.num_operators * operator_seconds * (ZERO_3_OPERATOR_FACTOR if strategy.zero_stage == 3 else 1.0)
     ranks_of_speed: dict[float, list[int]] = {}
     for rank, device in enumerate(cluster.devices):
         ranks_of_speed.setdefault(device.matrix_flops, []).append(rank)

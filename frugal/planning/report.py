@@ -171,6 +171,8 @@ def _default(plan: Plan, name: str) -> str:
 def _assumptions(plan: Plan) -> list[str]:
     """What no rehearsal can know."""
     device = plan.cluster.devices[0]
+    if device.measured_on is not None:
+        return [f"margin {format_bytes(device.margin_bytes)} (fragmentation)"] if device.kind == "cuda" else []
     lines = []
     if device.kind == "cuda":
         lines.append(

@@ -7,6 +7,7 @@ from typing import Any, get_args
 
 from frugal.errors import RequestError
 from frugal.planning import cards
+from frugal.planning.calibration import Calibration
 from frugal.planning.cluster import Cluster, Device, Node
 from frugal.planning.optimizers import OptimizerImplementation, OptimizerName
 from frugal.planning.request import (
@@ -20,7 +21,7 @@ from frugal.planning.request import (
 from frugal.units import parse_bytes
 
 REQUEST_NAMES = tuple(field.name for field in fields(Request))
-CLUSTER_NAMES = ("gpus", "nodes", "mem", "gpu", "host_mem", "device")
+CLUSTER_NAMES = ("gpus", "nodes", "mem", "gpu", "host_mem", "device", "calibration")
 NAMES = REQUEST_NAMES + CLUSTER_NAMES
 
 _CHOICES = {
@@ -36,17 +37,21 @@ _CHOICES = {
 _TEXT = {"model", "gpu"}
 _FLOATS = {"learning_rate", "weight_decay", "gradient_clipping", "momentum"}
 _MEMORY = {"mem", "host_mem"}
+_SWITCHES = {"calibration"}
 _SWITCHES = {"overlap_comm"}
 
 MOST_RANKS = 65_536
 """Over all nodes; beyond it a plan would be all names of GPUs."""
 
 
-def understand(settings: Mapping[str, Any]) -> tuple[Request, Cluster, tuple[str, ...]]:
+def understand(
+    settings: Mapping[str, Any], calibration: Calibration | None = None
+) -> tuple[Request, Cluster, tuple[str, ...]]:
     """The request, the cluster, and the names of the request's fields that were left to their defaults.
 
     `settings` maps names in `NAMES` to values; None is the same as not given. `mem` and `host_mem` are bytes, or text
-    such as `12G`; `mem` may be one value a GPU of the node, `12G,24G` or a list.
+    such as `12G`; `mem` may be one value a GPU of the node, `12G,24G` or a list. `calibration` is that of the devices,
+    if they have one and it is wanted.
 
     Raises:
         RequestError: an unknown name, a value of the wrong kind, or no GPUs or memory given.
@@ -61,7 +66,7 @@ def understand(settings: Mapping[str, Any]) -> tuple[Request, Cluster, tuple[str
         if field.name not in given
         and (field.default is not None or (field.name == "global_batch" and "global_tokens" not in given))
     )
-    return request, _cluster(given, request.precision), defaults
+    return request, _cluster(given, request.precision, calibration), defaults
 
 
 def check(name: str, value: Any, *, source: str = "") -> None:
@@ -88,6 +93,10 @@ def check(name: str, value: Any, *, source: str = "") -> None:
         if value not in choices:
             raise RequestError(f"`{name}`{place} is {value!r}", because=f"it must be one of {', '.join(choices)}")
         return
+    if name in _SWITCHES:
+        if not isinstance(value, bool):
+            raise RequestError(f"`{name}`{place} is {value!r}", because="it must be true or false")
+        return
     if name in _MEMORY:
         kind, right = (
             "an amount such as 12G",
@@ -103,7 +112,7 @@ def check(name: str, value: Any, *, source: str = "") -> None:
         raise RequestError(f"`{name}`{place} is {value!r}", because=f"it must be {kind}")
 
 
-def _cluster(given: Mapping[str, Any], precision: Precision) -> Cluster:
+def _cluster(given: Mapping[str, Any], precision: Precision, calibration: Calibration | None) -> Cluster:
     for name in ("gpus", "nodes"):
         if given.get(name, 1) < 1:
             raise RequestError(f"--{name} is {given[name]}", because="it must be at least 1")
@@ -166,8 +175,19 @@ def _cluster(given: Mapping[str, Any], precision: Precision) -> Cluster:
             for amount in amounts or (None,) * num_gpus
         )
         intra = known.link_bandwidth
+    link = None
+    if calibration is not None:
+        link = calibration.probe.link_bandwidth
+        devices = tuple(
+            calibration.apply(device, precision, num_ranks=world_size, ranks_per_node=num_gpus) for device in devices
+        )
     node = Node(devices=devices, host_memory_bytes=host_memory)
-    return Cluster(nodes=(node,) * num_nodes, intra_bandwidth=intra, inter_bandwidth=cards.INTER_NODE_BANDWIDTH)
+    return Cluster(
+        nodes=(node,) * num_nodes,
+        intra_bandwidth=intra if link is None else link,
+        inter_bandwidth=cards.INTER_NODE_BANDWIDTH,
+        links_measured=link is not None,
+    )
 
 
 def _memory(value: str | int | list[str | int] | tuple[str | int, ...]) -> tuple[int, ...]:

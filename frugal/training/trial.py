@@ -6,13 +6,15 @@ matter of luck. Here each collective is followed by a millisecond in which they 
 """
 
 import gc
+import inspect
+import json
 import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from unittest.mock import patch
 
 import click
@@ -23,12 +25,15 @@ import torch.distributed as dist
 from torch import nn
 
 from frugal.errors import OutOfMemoryError
+from frugal.planning.measurement import ModelDefinition, RankMeasurement, Trial
 from frugal.planning.plan import Plan
-from frugal.training import failure, group, run
-from frugal.training.engine import DTYPES, initialize
+from frugal.planning.request import Task
+from frugal.training import circumstances, failure, group, run
+from frugal.training.engine import initialize
 from frugal.training.loss import Objective
-from frugal.training.measure import Interval, gauge, mark_phases
-from frugal.training.models import resolve
+from frugal.training.measure import CudaGauge, Interval, gauge, mark_phases
+from frugal.training.models import ModelSpec, resolve
+from frugal.training.precision import DTYPES
 
 NUM_STEPS = 2  # as many as are rehearsed: optimizer states come to be in the first
 
@@ -49,7 +54,18 @@ def trial(
 
     A rehearsal does no more than two micro-steps, since a third takes no more memory; `most_micro_steps` says so here.
     """
-    device = torch.device(device)
+    intervals, _ = _watched(build, objective, plan, torch.device(device), most_micro_steps)
+    return intervals
+
+
+def _watched(
+    build: Callable[[], nn.Module],
+    objective: Objective,
+    plan: Plan,
+    device: torch.device,
+    most_micro_steps: int | None,
+) -> tuple[list[Interval], dict[str, int]]:
+    """The phases, and what only a GPU tells: fields of `RankMeasurement`."""
     example = objective.example(plan.batch.largest_cell, plan.request.seq_len)
     micro_steps = min(plan.batch.accumulation_steps, most_micro_steps or plan.batch.accumulation_steps)
     gc.freeze()  # going through all of transformers takes longer than a phase
@@ -68,11 +84,27 @@ def trial(
             engine.deepspeed.step()
         gc.collect()
         intervals = found.intervals
+        of_gpu = _gpu_bytes(found, device) if isinstance(found, CudaGauge) else {}
     engine.destroy()
     del engine
     gc.collect()
     gc.unfreeze()
-    return intervals
+    return intervals, of_gpu
+
+
+def _gpu_bytes(gauge: CudaGauge, device: torch.device) -> dict[str, int]:
+    """What the allocator and the driver count at the end of a run, before anything is given back."""
+    torch.cuda.synchronize(device)
+    free, total = torch.cuda.mem_get_info(device)
+    outside = total - free - torch.cuda.memory_reserved(device)
+    before = torch.cuda.memory_allocated(device)
+    torch._C._cuda_clearCublasWorkspaces()  # they live in the allocator's blocks from the first product on
+    return {
+        "reserved_bytes": gauge.reserved_bytes,
+        "workspace_bytes": before - torch.cuda.memory_allocated(device),
+        "outside_bytes": outside,
+        "device_bytes": total,
+    }
 
 
 @contextmanager
@@ -105,31 +137,60 @@ def phase_peaks(intervals: Sequence[Interval]) -> dict[str, int]:
     return peaks
 
 
-def measure(plan: Plan) -> list[dict[str, int]]:
-    """The peak of each phase, of every rank. Collective over the ranks that a launcher has started.
+def measure(plan: Plan, cap_bytes: int | None = None) -> Trial:
+    """What every rank took. Collective over the ranks that a launcher has started.
+
+    `cap_bytes`: what the caching allocator may take at most, GPUs only.
 
     Raises:
-        OutOfMemoryError: the device is too small.
+        OutOfMemoryError: the device is too small, or the cap.
     """
     device = run.join(plan)
     spec = resolve(plan.request.model, plan.request.task)
     dtype = DTYPES[plan.request.precision]
+    spec.build(dtype=dtype, device="meta")  # what it imports is no memory of the model
+    if cap_bytes is not None:
+        torch.cuda.set_per_process_memory_fraction(cap_bytes / torch.cuda.mem_get_info(device)[1], device)
+    gc.collect()
+    before = circumstances.forget_peak_rss()
     try:
-        intervals = trial(lambda: spec.build(dtype=dtype), spec.objective(), plan, device, most_micro_steps=2)
+        intervals, of_gpu = _watched(lambda: spec.build(dtype=dtype), spec.objective(), plan, device, 2)
     except torch.OutOfMemoryError as error:
         raise OutOfMemoryError("out of memory while measuring", because=str(error).splitlines()[0]) from None
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, phase_peaks(intervals))
-    return found
+    found = RankMeasurement(
+        phases=phase_peaks(intervals), rss_before_bytes=before, rss_peak_bytes=circumstances.peak_rss(), **of_gpu
+    )
+    ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, found)
+    return Trial(
+        ranks=tuple(ranks),
+        model=definition(spec),
+        device=torch.cuda.get_device_name(device) if device.type == "cuda" else circumstances.cpu_name(),
+        driver=circumstances.cuda_driver() if device.type == "cuda" else "",
+    )
+
+
+def definition(spec: ModelSpec) -> ModelDefinition:
+    """What makes the same model again, without the files it came from."""
+    task = cast(Task, spec.task) if spec.own_objective is None else None
+    if spec.factory is None:
+        return ModelDefinition(task=task, config=json.loads(spec.config.to_json_string(use_diff=False)))
+    source = inspect.getsourcefile(spec.factory)
+    return ModelDefinition(
+        task=task,
+        source=None if source is None else Path(source).read_text(encoding="utf-8"),
+        factory=spec.reference.rpartition(":")[2],
+    )
 
 
 @click.command("trial")
 @click.option("--plan", "plan_path", type=click.Path(path_type=Path), required=True, help="plan.json.")
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="Where rank 0 writes what was measured.")
+@click.option("--cap", type=int, help="Bytes that the caching allocator may take.")
 @click.option("--local_rank", "--local-rank", "_local_rank", type=int, hidden=True)  # DeepSpeed's launcher adds it
-def command(plan_path: Path, out: Path, _local_rank: int | None) -> None:
+def command(plan_path: Path, out: Path, cap: int | None, _local_rank: int | None) -> None:
     """Measure two optimizer steps, on one rank of a launcher."""
-    found = measure(Plan.read(plan_path))
+    found = measure(Plan.read(plan_path), cap)
     if dist.get_rank() == 0:
         out.write_bytes(msgspec.json.encode(found))
     dist.barrier()

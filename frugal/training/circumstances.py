@@ -1,0 +1,46 @@
+"""Where something runs: the processor, the driver, and what this process has of the host's memory. No torch here."""
+
+import platform
+import re
+import resource
+from contextlib import suppress
+from pathlib import Path
+
+import psutil  # type: ignore[import-untyped]  # has no types
+
+_CPU_INFO, _DRIVER = Path("/proc/cpuinfo"), Path("/proc/driver/nvidia/version")
+_STATUS, _CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+
+
+def cpu_name() -> str:
+    """The processor as the kernel calls it; its architecture where it has no name."""
+    with suppress(OSError):
+        found = re.search(r"^model name\s*:\s*(.+)$", _CPU_INFO.read_text(), re.MULTILINE)
+        if found is not None:
+            return found[1].strip()
+    return f"CPU, {platform.machine()}"
+
+
+def cuda_driver() -> str:
+    """The version of NVIDIA's driver, such as `580.95.05`; empty where there is none, or it does not say."""
+    with suppress(OSError):
+        found = re.search(r"\b(\d{3,}\.\d+(?:\.\d+)?)\b", _DRIVER.read_text())
+        if found is not None:
+            return found[1]
+    return ""
+
+
+def peak_rss() -> int:
+    """The highest resident set of this process since `forget_peak_rss`, bytes."""
+    with suppress(OSError):
+        found = re.search(r"VmHWM:\s*(\d+) kB", _STATUS.read_text())
+        if found is not None:
+            return int(found[1]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def forget_peak_rss() -> int:
+    """Begin a new peak, where the kernel lets us; the resident set now, bytes."""
+    with suppress(OSError):
+        _CLEAR_REFS.write_text("5")  # man 5 proc: resets VmHWM
+    return int(psutil.Process().memory_info().rss)

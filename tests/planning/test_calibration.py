@@ -1,0 +1,96 @@
+"""A calibration replaces what is assumed of a device, and only of that device."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from frugal.planning import cards
+from frugal.planning.calibration import Calibration, Probe, find, notes, read_all
+from frugal.planning.settings import understand
+from frugal.units import GIB, MIB
+
+GPU = Calibration(
+    kind="cuda", device="NVIDIA A100-SXM4-80GB", card="a100-80g", driver="580.95.05", torch="2.13.0", num_ranks=1,
+    date="2026-11-20", command="frugal measure --calibrate",
+    probe=Probe(
+        matrix_flops={"bf16": 200e12, "fp16": 190e12, "fp32": 15e12}, memory_bandwidth=1.7e12, link_bandwidth=None,
+        operator_seconds=6e-6, context_bytes=523 * MIB,
+    ),
+)  # fmt: skip
+CPU = replace(
+    GPU, kind="cpu", device="some CPU", card=None, driver="", num_ranks=2,
+    probe=replace(GPU.probe, matrix_flops={"bf16": 5e9, "fp32": 15e9}, memory_bandwidth=2e9, link_bandwidth=7e8,
+                  context_bytes=None),
+)  # fmt: skip
+
+
+def test_measured_numbers_take_the_place_of_assumed_ones() -> None:
+    (gpu,) = understand({"gpus": 1, "gpu": "a100-80g"}, GPU)[1].devices
+    (assumed,) = understand({"gpus": 1, "gpu": "a100-80g"})[1].devices
+    assert (gpu.context_bytes, gpu.matrix_flops, gpu.memory_bandwidth) == (523 * MIB, 200e12, 1.7e12)
+    assert (gpu.operator_seconds, gpu.measured_on) == (6e-6, "2026-11-20")
+    assert gpu.usable_bytes - assumed.usable_bytes == assumed.context_bytes - gpu.context_bytes
+
+
+def test_each_precision_has_its_own_speed() -> None:
+    (gpu,) = understand({"gpus": 1, "gpu": "a100-80g", "precision": "fp32"}, GPU)[1].devices
+    assert gpu.matrix_flops == 15e12
+
+
+def test_nccl_is_still_assumed_where_one_gpu_was_measured() -> None:
+    gpu = understand({"gpus": 4, "gpu": "a100-80g"}, GPU)[1].devices[0]
+    assert gpu.context_bytes == 523 * MIB + cards.NCCL_BYTES
+    gpu = understand({"gpus": 4, "gpu": "a100-80g"}, replace(GPU, num_ranks=4))[1].devices[0]
+    assert gpu.context_bytes == 523 * MIB
+
+
+def test_what_plans_took_too_much_is_left_free() -> None:
+    (before,) = understand({"gpus": 1, "gpu": "a100-80g"}, GPU.of_plan(500 * MIB, 3 * GIB))[1].devices
+    (after,) = understand({"gpus": 1, "gpu": "a100-80g"}, GPU.of_plan(540 * MIB, 5 * GIB))[1].devices
+    assert before.margin_bytes == int(before.memory_bytes * cards.MARGIN) > 3 * GIB
+    assert (after.margin_bytes, after.context_bytes) == (5 * GIB, 540 * MIB)
+    assert before.context_bytes == 523 * MIB  # the probe had seen more
+
+
+def test_cpu_ranks_divide_their_machine_anew() -> None:
+    _, cluster, _ = understand({"gpus": 4, "mem": "2G", "device": "cpu", "precision": "fp32"}, CPU)
+    assert (cluster.devices[0].matrix_flops, cluster.devices[0].memory_bandwidth) == (15e9 / 2, 1e9)
+    assert (cluster.intra_bandwidth, cluster.links_measured) == (7e8, True)
+    assert cluster.devices[0].context_bytes == 0
+
+
+def test_a_plan_says_what_was_measured_and_when() -> None:
+    _, cluster, _ = understand({"gpus": 1, "gpu": "a100-80g"}, GPU)
+    assert notes(cluster) == [
+        "context 523.0 MiB, 200 TFLOP/s, 1.7e+03 GB/s of memory, 6.0 microseconds an operator: as measured on this "
+        "machine on 2026-11-20"
+    ]
+    assert notes(understand({"gpus": 1, "gpu": "a100-80g"})[1]) == []
+
+
+def test_another_driver_torch_or_device_is_another_key() -> None:
+    others = [replace(GPU, driver="570.1"), replace(GPU, torch="2.14.0"), replace(GPU, device="NVIDIA L4", card=None)]
+    assert len({each.file_name for each in [GPU, *others]}) == 4
+
+    def found(known: list[Calibration]) -> Calibration | None:
+        return find(known, kind="cuda", torch="2.13.0", device="NVIDIA A100-SXM4-80GB", driver="580.95.05")
+
+    assert found([*others, GPU]) == GPU
+    assert found(others) is None
+
+
+def test_a_named_card_takes_its_newest_calibration() -> None:
+    newer = replace(GPU, driver="590.1", date="2026-11-21")
+    assert find([newer, GPU], kind="cuda", torch="2.13.0", card="a100-80g") == newer
+    assert find([GPU], kind="cuda", torch="2.13.0", card="h100-80g") is None
+    assert find([replace(GPU, card=None)], kind="cuda", torch="2.13.0", card=None) is None
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[1]", b'{"kind": "cuda"}', b"\xff\xfe"])
+def test_a_damaged_file_is_a_note_and_the_others_are_read(content: bytes, tmp_path: Path) -> None:
+    GPU.write(tmp_path)
+    (tmp_path / "cuda-0.json").write_bytes(content)
+    found, (note,) = read_all(tmp_path)
+    assert found == [GPU]
+    assert note.startswith(f"the calibration {tmp_path}/cuda-0.json cannot be read and is ignored: ")
