@@ -37,8 +37,7 @@ _CHOICES = {
 _TEXT = {"model", "gpu"}
 _FLOATS = {"learning_rate", "weight_decay", "gradient_clipping", "momentum"}
 _MEMORY = {"mem", "host_mem"}
-_SWITCHES = {"calibration"}
-_SWITCHES = {"overlap_comm"}
+_SWITCHES = {"calibration", "overlap_comm"}
 
 MOST_RANKS = 65_536
 """Over all nodes; beyond it a plan would be all names of GPUs."""
@@ -83,10 +82,6 @@ def check(name: str, value: Any, *, source: str = "") -> None:
             hint=f"did you mean `{close[0]}`?" if close else "see `frugal plan --help`",
         )
     if value is None:
-        return
-    if name in _SWITCHES:
-        if not isinstance(value, bool):
-            raise RequestError(f"`{name}`{place} is {value!r}", because="it must be true or false")
         return
     choices = _CHOICES.get(name)
     if choices is not None:
