@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from frugal.dryrun import gathering
-from frugal.dryrun.stand_ins import without_kernels
+from frugal.dryrun.optimizers import without_kernels
 
 SideStream = Callable[[str], AbstractContextManager[Any]]
 
