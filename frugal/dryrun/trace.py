@@ -6,16 +6,17 @@ What DeepSpeed does with the gradients is added by arithmetic (`frugal.planning.
 
 import copy
 import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
+from frugal.dryrun import zero3
 from frugal.dryrun.attention import kernels_of
 from frugal.dryrun.tracker import Tracker
-from frugal.planning.zero.trace import ARRIVAL, END, ModelTrace, RawTrace, fitted
+from frugal.planning.zero.trace import ARRIVAL, END, GRADIENT, Mark, ModelTrace, RawTrace, fitted
 from frugal.training import activation_checkpointing, padding_masks, tiled_loss
 from frugal.training.loss import Objective
 from frugal.training.measure import BACKWARD, FORWARD
@@ -32,8 +33,12 @@ class Recorder(Tracker):
         self.phase = ARRIVAL
         self._phases = [(ARRIVAL, 0)]
         self._building = False
-        self.gradients: list[tuple[int, int, int]] = []
-        self.modules: list[tuple[int, int, int]] = []
+        self.marks: list[list[Mark]] = [[]]
+
+    def mark(self, phase: str) -> None:
+        """From now on it is `phase`."""
+        super().mark(phase)
+        self.marks.append([])
 
     def take_gradients(self, model: nn.Module) -> None:
         """Mark and drop the gradient of every parameter of `model` when it is whole."""
@@ -46,8 +51,19 @@ class Recorder(Tracker):
     def _finished(self, parameter: Tensor, index: int) -> None:
         assert parameter.grad is not None
         storage = self._storage.get(parameter.grad.untyped_storage()._cdata, -1)
-        self.gradients.append((len(self._events), index, storage))
+        self.marks[-1].append((len(self._events), GRADIENT, index, storage))
         parameter.grad = None
+
+    def module(self, what: int, number: int, hold: int) -> None:
+        """Mark what `frugal.dryrun.zero3` tells."""
+        self.marks[-1].append((len(self._events), what, number, hold))
+
+
+def built(build: Callable[[], nn.Module]) -> tuple[nn.Module, int]:
+    """A model on meta, and the peak of its storages while it was built, bytes."""
+    with Tracker("cuda") as tracker:
+        model = build()
+    return model, tracker.host_peak_bytes
 
 
 def trace(
@@ -59,8 +75,11 @@ def trace(
     activation_checkpointing_mode: Literal["off", "full"],
     loss: Literal["plain", "tiled"],
     zero_stage: int,
+    building_bytes: int | None = None,
 ) -> ModelTrace:
     """One micro-step of `model`, which is on meta and is not changed.
+
+    `building_bytes`: the peak while it was built, see `built`; None: no more than it has in the end.
 
     Raises:
         NotAffineError: its memory is no affine function of the micro-batch.
@@ -68,40 +87,59 @@ def trace(
     """
     padding_masks.always_use()
     raw = []
-    with kernels_of(kind), _linear(zero_stage), _no_collection():
+    is_zero3 = zero_stage == 3
+    with kernels_of(kind), zero3.linear_of_zero3() if is_zero3 else nullcontext(), _no_collection():
         for micro_batch in MICRO_BATCHES:
             own = copy.deepcopy(model)
             activation_checkpointing.apply(own, activation_checkpointing_mode)
             if loss == "tiled":
                 tiled_loss.apply(own)
-            raw.append(_record(own, objective, micro_batch, seq_len, kind))
+            raw.append(_record(own, objective, micro_batch, seq_len, kind, is_zero3))
             del own
             gc.collect()
     parameters = list(model.parameters())
+    buffers = list(model.buffers())
     return fitted(
         *raw,
-        own_parameters=(),
+        own_parameters=_own_parameters(model),
         elements=tuple(parameter.numel() for parameter in parameters),
         trainable=tuple(parameter.requires_grad for parameter in parameters),
         element_bytes=parameters[0].element_size(),
-        buffer_bytes=tuple(buffer.untyped_storage().nbytes() for buffer in model.buffers()),
+        buffer_bytes=tuple(buffer.untyped_storage().nbytes() for buffer in buffers),
+        building_bytes=building_bytes or sum(tensor.untyped_storage().nbytes() for tensor in (*parameters, *buffers)),
+    )
+
+
+def _own_parameters(model: nn.Module) -> tuple[tuple[int, ...], ...]:
+    """Of each module the numbers of the parameters it owns itself, in order."""
+    numbers = {id(parameter): number for number, parameter in enumerate(model.parameters())}
+    return tuple(
+        tuple(sorted({numbers[id(parameter)] for parameter in module.parameters(recurse=False)}))
+        for module in model.modules()
     )
 
 
 def _record(
-    model: nn.Module, objective: Objective, micro_batch: int, seq_len: int, kind: Literal["cuda", "cpu"]
+    model: nn.Module,
+    objective: Objective,
+    micro_batch: int,
+    seq_len: int,
+    kind: Literal["cuda", "cpu"],
+    is_zero3: bool,
 ) -> RawTrace:
     recorder = Recorder(kind)
     example = objective.example(micro_batch, seq_len)
     recorder.watch(model)
+    recorder.expect(example)
     recorder.take_gradients(model)
+    if is_zero3:
+        zero3.install(model, recorder.module)
     with recorder:
         _micro_step(recorder, model, objective, example)
     gc.collect()
     return RawTrace(
         recording=recorder.recording(micro_batch),
-        gradients=tuple(recorder.gradients),
-        modules=tuple(recorder.modules),
+        marks=tuple(map(tuple, recorder.marks)),
         num_operators=recorder.num_operators,
         **{f"{name}_flops": flops for name, flops in recorder.flops.items()},
     )
@@ -119,11 +157,6 @@ def _micro_step(recorder: Recorder, model: nn.Module, objective: Objective, exam
     scaled = loss * 1.0
     scaled.backward()
     recorder.mark(END)
-
-
-@contextmanager
-def _linear(zero_stage: int) -> Iterator[None]:
-    yield
 
 
 @contextmanager

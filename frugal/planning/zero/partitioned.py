@@ -80,6 +80,9 @@ class Partitioned:
             self._stream.relabel(storage, GRADIENTS)
             self._accumulated[parameter] = storage
 
+    def module(self, what: int, number: int, hold: int) -> None:
+        """Modules have their parameters at hand."""
+
     def end(self) -> None:
         """Backward is over (z12:1017)."""
         if self._setting.zero_stage == 1:
@@ -120,9 +123,8 @@ class Partitioned:
             if gradient >= 0:
                 self._drop_copies()
         if not self._states:
-            num_states = {"adamw": 2, "sgd": 0}[setting.optimizer]
             self._states = [
-                stream.born(self._part * 4, "aten.zeros_like.default", OPTIMIZER) for _ in range(num_states)
+                stream.born(self._part * 4, "aten.zeros_like.default", OPTIMIZER) for _ in range(setting.num_states)
             ]
         self._drop_copies()
         stream.dies(gradient)

@@ -18,9 +18,6 @@ class Replicated:
         self._gradients: dict[int, int] = {}  # parameter -> storage
         self._has_states = False
 
-    def initialise(self, parameters: list[int]) -> None:
-        """Nothing is made before the first step."""
-
     def begin(self, *, is_boundary: bool) -> None:
         """A backward begins; `is_boundary`: the optimizer step comes after it."""
         self._is_boundary = is_boundary
@@ -31,6 +28,9 @@ class Replicated:
             self._stream.hold(storage)
             self._stream.relabel(storage, GRADIENTS)
             self._gradients[parameter] = storage
+
+    def module(self, what: int, number: int, hold: int) -> None:
+        """Modules have their parameters at hand."""
 
     def end(self) -> None:
         """Backward is over: gradients are all-reduced, several in one (engine.py:3828)."""
@@ -51,9 +51,8 @@ class Replicated:
     def step(self) -> None:
         """The optimizer step: states are made at the first."""
         if not self._has_states:
-            num_states = {"adamw": 2, "sgd": 0}[self._setting.optimizer]
             for parameter in self._gradients:
-                for _ in range(num_states):
+                for _ in range(self._setting.num_states):
                     size_bytes = self._setting.elements[parameter] * self._setting.element_bytes
                     self._stream.born(size_bytes, "aten.zeros_like.default", OPTIMIZER)
             self._has_states = True

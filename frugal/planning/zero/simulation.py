@@ -1,16 +1,44 @@
 """Two optimizer steps under DeepSpeed, by arithmetic: what a rehearsal records, from the trace of one micro-step."""
 
+from frugal.planning.optimizers import implementation
 from frugal.planning.profile import DeviceKind, RankMemory
 from frugal.planning.request import Request
 from frugal.planning.strategy import Strategy
 from frugal.planning.timeline import PARAMETERS
 from frugal.planning.zero.partitioned import Partitioned
 from frugal.planning.zero.replicated import Replicated
-from frugal.planning.zero.setting import Setting
+from frugal.planning.zero.setting import NUM_STATES, Setting
+from frugal.planning.zero.split import Split
 from frugal.planning.zero.stream import MicroStep, Stream
 from frugal.planning.zero.trace import ARRIVAL, END, ModelTrace
 
 NUM_STEPS = 2
+
+Engine = Replicated | Partitioned | Split
+
+
+def covers(request: Request, strategy: Strategy, trace: ModelTrace | None = None) -> bool:
+    """Whether `simulate` knows what DeepSpeed does there; with a `trace`, also to this model.
+
+    It does not know: other optimizers than torch's fused ones, offloading, overlapping communication, gradients not
+    summed in fp32, half precision without gradient partitioning, and parameters of several types, without a
+    gradient, or frozen under ZeRO-3.
+    """
+    if request.optimizer not in NUM_STATES or implementation(request.optimizer, request.optimizer_implementation) != (
+        "fused"
+    ):
+        return False
+    if request.momentum or strategy.overlap_comm or strategy.offload_optimizer != "none":
+        return False
+    if strategy.gradient_accumulation_dtype != "fp32" or (request.precision != "fp32" and strategy.zero_stage < 2):
+        return False
+    if strategy.activation_checkpointing == "offloaded":
+        return False
+    if trace is None:
+        return True
+    is_whole = all(trace.trainable) or strategy.zero_stage < 3
+    is_one_type = trace.element_bytes == (4 if request.precision == "fp32" else 2)
+    return is_whole and is_one_type and trace.has_all_gradients and len(trace.trainable_index) > 1
 
 
 def simulate(
@@ -23,46 +51,68 @@ def simulate(
     accumulates: bool,
     kind: DeviceKind,
 ) -> RankMemory:
-    """The memory of `rank` under `strategy`, as `frugal.dryrun.rehearse` would record it."""
+    """The memory of `rank` under `strategy`, as `frugal.dryrun.rehearse` would record it.
+
+    Left out: operators on scalars, and what lives for the time of one operator on them.
+    """
     stream = Stream(trace.stream.names)
     setting = Setting(
         zero_stage=strategy.zero_stage,
         elements=trace.trainable_elements,
+        all_elements=trace.elements,
         element_bytes=trace.element_bytes,
         bucket_elements=strategy.reduce_bucket_elements,
-        optimizer=request.optimizer,
+        prefetch_elements=strategy.prefetch_bucket_elements,
+        max_live_elements=strategy.max_live_elements,
+        persistence_elements=strategy.persistence_threshold_elements,
+        sub_group_elements=strategy.sub_group_elements,
+        num_states=NUM_STATES[request.optimizer],
         world_size=world_size,
         rank=rank,
     )
-    optimizer = Replicated(stream, setting) if strategy.zero_stage == 0 else Partitioned(stream, setting)
     stream.phase("initialisation")
-    arrived = [stream.born(n * trace.element_bytes, "to device", PARAMETERS) for n in trace.elements]
-    for size_bytes in trace.buffer_bytes:
-        stream.born(size_bytes, "to device", PARAMETERS)
-    optimizer.initialise([storage for storage, trained in zip(arrived, trace.trainable, strict=True) if trained])
+    optimizer = _initialised(stream, setting, trace, kind)
     for _ in range(NUM_STEPS):
         _accumulate(stream, trace, optimizer, 2 if accumulates else 1, kind)
         stream.phase("optimizer step")
         optimizer.step()
-    return RankMemory(rank=rank, timeline=stream.timeline(), host_bytes=0)
+    return RankMemory(rank=rank, timeline=stream.timeline(), host_bytes=0 if kind == "cpu" else trace.building_bytes)
 
 
-def _accumulate(
-    stream: Stream, trace: ModelTrace, optimizer: Partitioned | Replicated, num_steps: int, kind: DeviceKind
-) -> None:
+def _initialised(stream: Stream, setting: Setting, trace: ModelTrace, kind: DeviceKind) -> Engine:
+    """The model comes to the device, and the optimizer makes of it what it needs."""
+    if kind == "cpu":  # there the model is built on the device
+        stream.flash(trace.building_bytes, "building", PARAMETERS)
+    if setting.zero_stage == 3:
+        split = Split(stream, setting, trace.own_parameters)
+        split.initialise(one_by_one=kind == "cuda")
+        for size_bytes in trace.buffer_bytes:
+            stream.born(size_bytes, "to device", PARAMETERS)
+        return split
+    arrived = [stream.born(n * trace.element_bytes, "to device", PARAMETERS) for n in trace.elements]
+    for size_bytes in trace.buffer_bytes:
+        stream.born(size_bytes, "to device", PARAMETERS)
+    if setting.zero_stage == 0:
+        return Replicated(stream, setting)
+    optimizer = Partitioned(stream, setting)
+    optimizer.initialise([storage for storage, trained in zip(arrived, trace.trainable, strict=True) if trained])
+    return optimizer
+
+
+def _accumulate(stream: Stream, trace: ModelTrace, optimizer: Engine, num_steps: int, kind: DeviceKind) -> None:
     """Forward and backward of the micro-steps; on a CPU all batches are there from the beginning."""
     steps = [MicroStep(stream, trace) for _ in range(num_steps)]
     for step in steps if kind == "cpu" else steps[:1]:
-        step.play(ARRIVAL)
+        step.play(ARRIVAL, optimizer)
     for i, step in enumerate(steps):
         if i and kind != "cpu":
-            step.play(ARRIVAL)
-            steps[i - 1].play(END)
+            step.play(ARRIVAL, optimizer)
+            steps[i - 1].play(END, optimizer)
         stream.phase("forward")
-        step.play("forward")
+        step.play("forward", optimizer)
         stream.phase("backward")
         optimizer.begin(is_boundary=i == num_steps - 1)
         step.play("backward", optimizer)
         optimizer.end()
     for step in steps if kind == "cpu" else steps[-1:]:
-        step.play(END)
+        step.play(END, optimizer)

@@ -3,7 +3,7 @@
 from typing import Protocol
 
 from frugal.planning.timeline import TEMPORARY, Timeline
-from frugal.planning.zero.trace import GRADIENT, ModelTrace
+from frugal.planning.zero.trace import DEATH, GRADIENT, ModelTrace
 
 
 class Optimizer(Protocol):
@@ -11,6 +11,10 @@ class Optimizer(Protocol):
 
     def gradient(self, parameter: int, storage: int) -> None:
         """Autograd has finished the gradient of a trainable parameter. Whoever wants to keep it holds `storage`."""
+        ...
+
+    def module(self, what: int, number: int, hold: int) -> None:
+        """One of the marks of ZeRO-3, see `frugal.planning.zero.trace`."""
         ...
 
 
@@ -112,19 +116,18 @@ class MicroStep:
         bounds = [first for _, first in trace.stream.phases] + [len(self._events)]
         self._bounds = {name: bounds[i : i + 2] for i, (name, _) in enumerate(trace.stream.phases)}
 
-    def play(self, phase: str, optimizer: "Optimizer | None" = None) -> None:
-        """All events of one of the trace's phases; `optimizer` is told of gradients."""
+    def play(self, phase: str, optimizer: Optimizer) -> None:
+        """All events of one of the trace's phases; `optimizer` is told of the marks."""
         position, end = self._bounds[phase]
         stream, events = self._stream, self._events
-        for event, kind, parameter, storage in self._stops:
-            if not position <= event < end + (kind == GRADIENT):
-                continue
+        for event, what, number, storage in self._stops[phase]:
             stream.extend(events[position:event])
             position = event
-            if kind == GRADIENT:
-                assert optimizer is not None, "gradients come in backward"
-                optimizer.gradient(parameter, storage if storage < 0 else storage + self._first)
-            else:
+            if what == DEATH:
                 stream.dies(storage + self._first)
                 position += 1
+            elif what == GRADIENT:
+                optimizer.gradient(number, storage if storage < 0 else storage + self._first)
+            else:
+                optimizer.module(what, number, storage)
         stream.extend(events[position:end])

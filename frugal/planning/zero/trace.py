@@ -9,8 +9,14 @@ from frugal.planning.timeline import NotAffineError, Recording, Timeline
 ARRIVAL, END = "arrival", "end"
 """Phases of a trace besides forward and backward: its batch comes to the device; what is left of it goes."""
 
-GRADIENT, DEATH = range(2)
-"""Kinds of stops: a gradient is whole; a storage that was a gradient dies."""
+GRADIENT, DEATH, FORWARD_BEGINS, FETCH, RELEASE, FETCH_IN_BACKWARD, RELEASE_IN_BACKWARD, HOLD, LET_GO = range(9)
+"""What a mark says: a gradient is whole; a storage that was a gradient dies. Under ZeRO-3 also: the model's forward
+begins; a module is about to run and has run, in forward (also where backward repeats it) and in backward; somebody
+keeps a parameter's memory beyond its module's run, and does so no more."""
+
+Mark = tuple[int, int, int, int]
+"""`(event, what, number, storage)`: it happens before that event. The number is a parameter's or a module's; in place
+of the storage, holds of parameters have a number of their own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,8 +24,7 @@ class RawTrace:
     """A trace at one micro-batch, as recorded. Fields as in `ModelTrace`."""
 
     recording: Recording
-    gradients: tuple[tuple[int, int, int], ...]
-    modules: tuple[tuple[int, int, int], ...]
+    marks: tuple[tuple[Mark, ...], ...]
     forward_flops: int
     backward_flops: int
     recompute_flops: int
@@ -33,27 +38,27 @@ class ModelTrace:
     Attributes:
         stream: births and deaths, in the phases `ARRIVAL`, forward and backward. The model's parameters and buffers
             are not part of it.
-        gradients: `(event, parameter, storage)`: before that event autograd has finished the gradient of a parameter,
-            which is in that storage, or in one that is not of this stream (-1).
-        modules: `(event, what, module)` for modules with parameters of their own, see `MODULE_MARKS`.
-        own_parameters: of each such module, the parameters it owns.
+        marks: what a ZeRO optimizer acts on, of each phase, in order. A gradient's storage is -1 where it is not of
+            this stream.
+        own_parameters: of each module, the parameters it owns without its submodules'.
         elements: of every parameter, in the model's order.
         trainable: for every parameter.
         element_bytes: of a parameter's element; all have the same type.
         buffer_bytes: of every buffer.
+        building_bytes: the peak while the model is built.
         flops_per_sample: FLOPs of forward and backward, without recomputation.
         recompute_flops_per_sample: FLOPs of the forward that activation checkpointing repeats.
         num_operators: operators of the micro-step.
     """
 
     stream: Timeline
-    gradients: tuple[tuple[int, int, int], ...]
-    modules: tuple[tuple[int, int, int], ...]
+    marks: tuple[tuple[Mark, ...], ...]
     own_parameters: tuple[tuple[int, ...], ...]
     elements: tuple[int, ...]
     trainable: tuple[bool, ...]
     element_bytes: int
     buffer_bytes: tuple[int, ...]
+    building_bytes: int
     flops_per_sample: float
     recompute_flops_per_sample: float
     num_operators: int
@@ -65,19 +70,40 @@ class ModelTrace:
         return {parameter: number for number, parameter in enumerate(trained)}
 
     @cached_property
-    def stops(self) -> tuple[tuple[int, int, int, int], ...]:
-        """`(event, kind, trainable parameter, storage)`: where a ZeRO optimizer may act, in order."""
-        stops = [
-            (event, GRADIENT, self.trainable_index[parameter], storage) for event, parameter, storage in self.gradients
-        ]
-        gradients = {storage for _, _, storage in self.gradients}
+    def stops(self) -> dict[str, list[Mark]]:
+        """Of each phase the marks, and the deaths of what is marked as a gradient, in order.
+
+        Parameters are counted among the trainable ones.
+        """
+        deaths = self._deaths
+        ends = [first for _, first in self.stream.phases[1:]] + [len(self.stream.events)]
+        found = {}
+        for (phase, first), end, marks in zip(self.stream.phases, ends, self.marks, strict=True):
+            stops = [
+                (event, what, self.trainable_index[number] if what == GRADIENT else number, storage)
+                for event, what, number, storage in marks
+            ]
+            stops += [(event, DEATH, -1, storage) for event, storage in deaths if first <= event < end]
+            found[phase] = sorted(stops, key=lambda stop: stop[0])  # stable: a mark is before what happens
+        return found
+
+    @property
+    def _deaths(self) -> list[tuple[int, int]]:
+        gradients = {storage for marks in self.marks for _, what, _, storage in marks if what == GRADIENT}
         alive: set[int] = set()
+        deaths = []
         for event, storage in enumerate(self.stream.events):
             if storage in gradients:
                 if storage in alive:
-                    stops.append((event, DEATH, -1, storage))
+                    deaths.append((event, storage))
                 alive.add(storage)
-        return tuple(sorted(stops))
+        return deaths
+
+    @property
+    def has_all_gradients(self) -> bool:
+        """Whether backward reaches every trainable parameter, once."""
+        reached = [number for marks in self.marks for _, what, number, _ in marks if what == GRADIENT]
+        return sorted(reached) == sorted(self.trainable_index)
 
     @property
     def trainable_elements(self) -> tuple[int, ...]:
@@ -92,14 +118,13 @@ def fitted(first: RawTrace, second: RawTrace, **model: Sequence[object] | int) -
         NotAffineError: they are not the same stream.
     """
     stream = Timeline.fit(first.recording, second.recording)
-    if (first.gradients, first.modules) != (second.gradients, second.modules):
+    if first.marks != second.marks:
         raise NotAffineError("gradients are finished in another order at another micro-batch")
     samples = second.recording.micro_batch - first.recording.micro_batch
     flops = second.forward_flops + second.backward_flops - first.forward_flops - first.backward_flops
     return ModelTrace(
         stream=stream,
-        gradients=first.gradients,
-        modules=first.modules,
+        marks=first.marks,
         flops_per_sample=flops / samples,
         recompute_flops_per_sample=(second.recompute_flops - first.recompute_flops) / samples,
         num_operators=first.num_operators,

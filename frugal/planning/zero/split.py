@@ -1,0 +1,157 @@
+"""ZeRO-3 (deepspeed/runtime/zero/stage3.py, z3 here): every parameter is cut into equal parts by itself."""
+
+from frugal.planning.timeline import COMMUNICATION, GRADIENTS, OPTIMIZER, PARAMETERS
+from frugal.planning.zero.gathering import Gathering
+from frugal.planning.zero.setting import Setting
+from frugal.planning.zero.stream import Stream
+from frugal.planning.zero.trace import (
+    FETCH,
+    FETCH_IN_BACKWARD,
+    FORWARD_BEGINS,
+    HOLD,
+    RELEASE,
+    RELEASE_IN_BACKWARD,
+)
+
+
+class Split:
+    """The ZeRO-3 optimizer of one rank."""
+
+    def __init__(self, stream: Stream, setting: Setting, own_parameters: tuple[tuple[int, ...], ...]) -> None:
+        self._stream = stream
+        self._setting = setting
+        self._gathering = Gathering(stream, setting, own_parameters)
+        self._parts = [-(-n // setting.world_size) for n in setting.elements]
+        self._groups = list(_sub_groups(self._parts, setting.sub_group_elements))
+        self._bucket_parameters: list[int] = []
+        self._bucket_elements = 0
+        self._oversized: dict[int, int] = {}  # parameter larger than the bucket -> storage of its gradient
+        self._held: dict[int, int] = {}  # number of a hold -> storage of the gathered parameter
+        self._has_states = False
+
+    def initialise(self, *, one_by_one: bool) -> None:
+        """Parameters are split, as they arrive `one_by_one` or all at once; the parts move together (z3:761, 913)."""
+        stream, setting = self._stream, self._setting
+        size = setting.element_bytes
+        parts = []
+        there = [] if one_by_one else [stream.born(n * size, "building", PARAMETERS) for n in setting.elements]
+        for i, n in enumerate(setting.elements):
+            whole = stream.born(n * size, "to device", PARAMETERS) if one_by_one else there[i]
+            parts.append(stream.born(-(-n // setting.world_size) * size, "aten.empty.memory_format"))
+            stream.dies(whole)
+        for part in parts:
+            stream.dies(part)
+        stream.born(sum(self._parts) * size, "aten._to_copy.default", PARAMETERS)
+        for group in self._groups:
+            converted = stream.born(group * 4, "aten._to_copy.default") if size < 4 else -1
+            stream.born(group * 4, "aten.clone.default", OPTIMIZER)
+            stream.dies(converted)
+        stream.flash(max(self._groups) * 4, "aten.zeros.default")
+        stream.born(setting.bucket_elements * size, "aten.empty.memory_format", COMMUNICATION)
+        stream.born(sum(self._parts) * 4, "aten.zeros.default", GRADIENTS)
+        largest = max(range(len(self._parts)), key=self._parts.__getitem__)
+        stream.flash(self._parts[largest] * setting.world_size * size, "aten.empty.memory_format")
+
+    def begin(self, *, is_boundary: bool) -> None:
+        """A backward begins."""
+
+    def module(self, what: int, number: int, hold: int) -> None:
+        """See `Optimizer`."""
+        if what == FORWARD_BEGINS:
+            self._gathering.forward_begins()
+        elif what in (FETCH, FETCH_IN_BACKWARD):
+            self._gathering.fetch(number, in_backward=what == FETCH_IN_BACKWARD)
+        elif what in (RELEASE, RELEASE_IN_BACKWARD):
+            self._gathering.release(number, in_backward=what == RELEASE_IN_BACKWARD)
+        elif what == HOLD:
+            self._held[hold] = self._gathering.storage(number)
+            self._stream.hold(self._held[hold])
+        else:
+            self._stream.release(self._held.pop(hold))
+
+    def gradient(self, parameter: int, storage: int) -> None:
+        """See `Optimizer` (z3:1569, 1621)."""
+        n = self._setting.elements[parameter]
+        if self._bucket_elements and self._bucket_elements + n > self._setting.bucket_elements:
+            self._flush()
+        if n > self._setting.bucket_elements:
+            self._stream.hold(storage)
+            self._oversized[parameter] = storage
+        self._bucket_elements += n
+        self._bucket_parameters.append(parameter)
+
+    def end(self) -> None:
+        """Backward is over (z3:1407)."""
+        self._flush()
+        self._gathering.backward_ends()
+
+    def step(self) -> None:
+        """The optimizer step, one group of parts after the other (z3:2873)."""
+        stream = self._stream
+        self._gathering.split_all()
+        scalars = []
+        for part in self._parts:
+            copy = stream.born(part * 8, "aten._to_copy.default")
+            scalars.append(stream.born(8, "aten.linalg_vector_norm.default"))
+            stream.dies(copy)
+        for scalar in scalars:
+            stream.dies(scalar)
+        for group, num_parameters in zip(self._groups, self._group_lengths(), strict=True):
+            gradient = stream.born(group * 4, "aten.cat.default") if num_parameters > 1 else -1
+            if not self._has_states:
+                for _ in range(self._setting.num_states):
+                    stream.born(group * 4, "aten.zeros_like.default", OPTIMIZER)
+            stream.dies(gradient)
+        self._has_states = True
+        self._gathering.gather_persistent()
+
+    def _group_lengths(self) -> list[int]:
+        lengths, elements = [0], 0
+        for part in self._parts:
+            if elements == self._groups[len(lengths) - 1]:
+                lengths.append(0)
+                elements = 0
+            lengths[-1] += 1
+            elements += part
+        return lengths
+
+    def _flush(self) -> None:
+        """Reduce-scatter what is in the bucket; own parts are copied or added to the gradient buffer (z3:1648)."""
+        if not self._bucket_parameters:
+            return
+        stream, setting = self._stream, self._setting
+        size = setting.element_bytes
+        elements = [setting.elements[parameter] for parameter in sorted(self._bucket_parameters)]
+        together = -1
+        if len(elements) > 1 or elements[0] % setting.world_size:
+            padded = sum(-(-n // setting.world_size) * setting.world_size for n in elements)
+            together = stream.born(padded * size, "aten.new_empty.default", COMMUNICATION)
+        copies = []
+        if size < 4:
+            for n in elements:
+                part = -(-n // setting.world_size)
+                own = max(0, min(part, n - part * setting.rank))
+                copies.append(stream.born(own * 4, "aten._to_copy.default", COMMUNICATION))
+            stream.dies(together)
+        for parameter in self._bucket_parameters:
+            if parameter in self._oversized:
+                stream.release(self._oversized.pop(parameter))
+        for copy in copies:
+            stream.dies(copy)
+        if size == 4:
+            stream.dies(together)
+        self._bucket_parameters.clear()
+        self._bucket_elements = 0
+
+
+def _sub_groups(parts: list[int], most: int) -> list[int]:
+    """Elements of each group of parts that is updated together (z3:1210)."""
+    if most >= sum(parts):
+        return [sum(parts)]
+    groups, elements = [], 0
+    for number, part in enumerate(parts):
+        elements += part
+        if elements >= most or number == len(parts) - 1:
+            groups.append(elements)
+            elements = 0
+    return groups
