@@ -24,18 +24,30 @@ _asker_of_code: dict[Any, str | None] = {_engine_run_backward.__code__: AUTOGRAD
 def asker(frame: FrameType | None) -> str:
     """Who runs the operator: `autograd` itself, `DeepSpeed`, or the `model`, which also stands for the rest."""
     while frame is not None:
-        code = frame.f_code
-        if code not in _asker_of_code:
-            name = code.co_filename
-            if any(part in name for part in _TRANSPARENT):
-                _asker_of_code[code] = None
-            else:
-                _asker_of_code[code] = DEEPSPEED if "/deepspeed/" in name else MODEL
-        found = _asker_of_code[code]
+        found = _asker_of(frame)
         if found is not None:
             return found
         frame = frame.f_back
     return MODEL
+
+
+def _asker_of(frame: FrameType) -> str | None:
+    """Who runs what a frame runs; None: whoever called it."""
+    code = frame.f_code
+    if code not in _asker_of_code:
+        name = code.co_filename
+        if any(part in name for part in _TRANSPARENT):
+            _asker_of_code[code] = None
+        else:
+            _asker_of_code[code] = DEEPSPEED if "/deepspeed/" in name else MODEL
+    return _asker_of_code[code]
+
+
+def asked_by_transformers(frame: FrameType | None) -> bool:
+    """Whether the operator is run by code of the transformers library, which asks whether masks are full."""
+    while frame is not None and _asker_of(frame) is None:
+        frame = frame.f_back
+    return frame is not None and "/transformers/" in frame.f_code.co_filename
 
 
 class Shapes:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
+from frugal.dryrun.data_dependent import exact
 from frugal.training.measure import tensors_in
 
 _Layout = tuple[torch.Size, tuple[int, ...], torch.dtype]
@@ -24,13 +25,14 @@ _is_pure: dict[Any, bool] = {}
 def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, int]:
     """What the operator returns, and its FLOPs."""
     key = _key(func, args, kwargs)
+    call = exact(func)
     if key is None:
-        out = func(*args, **kwargs)
+        out = call(*args, **kwargs)
         return out, _flops(func, args, kwargs, out)
     found = _known.get(key)
     if found is not None:
         return _made(found[0]), found[1]
-    out = func(*args, **kwargs)
+    out = call(*args, **kwargs)
     flops = _flops(func, args, kwargs, out)
     outputs = _outputs(out)
     if _share_storage(args, out):  # as `_unsafe_view`, whose schema does not say so

@@ -28,6 +28,7 @@ class Rehearsal:
     """What one rank does in two optimizer steps of equal micro-steps.
 
     FLOPs and operators are those of one micro-step. `host_bytes` is the peak of the rank's tensors on its host.
+    `notes`: what was assumed where memory depends on data, see `frugal.dryrun.data_dependent`.
     """
 
     recording: Recording
@@ -36,6 +37,7 @@ class Rehearsal:
     backward_flops: int
     recompute_flops: int
     num_operators: int
+    notes: tuple[str, ...] = ()
 
     @property
     def timeline(self) -> Timeline:

@@ -50,14 +50,41 @@ def rehearse(
 
     `first_micro_steps`: micro-steps of the first optimizer step, if not as many as in the second. It only sets the
     stage for the second, so one of them is enough where time counts: a test holds that the peaks are the same.
+
+    A model that reads an integer from its data is told the longest dimension of a batch, and 1 if it rejects that.
     """
     batch = Batch.of(world_size * micro_batch * accumulation_steps, (micro_batch,) * world_size)
     if kind == "cpu" and strategy.activation_checkpointing == "offloaded":
         strategy = replace(strategy, activation_checkpointing="full")  # as it is where the host is the device
     plan = cast(Plan, _Rehearsed(request=request, strategy=strategy, batch=batch))
-    tracker = Tracker(kind)
+    micro_steps = (first_micro_steps or accumulation_steps, accumulation_steps)
+    for integer in (None, 1):
+        tracker = Tracker(kind, integer)
+        try:
+            return _rehearse(tracker, build, objective, plan, micro_batch, micro_steps, rank)
+        except (IndexError, RuntimeError):
+            if integer is not None or not tracker.was_asked_for_integers:
+                raise
+    raise AssertionError("the loop returns or raises")
+
+
+def _rehearse(
+    tracker: Tracker,
+    build: Callable[[], nn.Module],
+    objective: Objective,
+    plan: Plan,
+    micro_batch: int,
+    micro_steps: tuple[int, int],
+    rank: int,
+) -> Rehearsal:
+    """One attempt."""
+    kind, strategy, world_size = tracker.kind, plan.strategy, plan.batch.world_size
     side_stream = tracker.side_stream if kind == "cuda" and strategy.overlap_comm else None
-    with pretend(rank=rank, world_size=world_size, side_stream=side_stream), kernels_of(kind), _no_collection():
+    with (
+        pretend(rank=rank, world_size=world_size, side_stream=side_stream),
+        kernels_of(kind),
+        _no_collection(),
+    ):
         with tracker:
             model = build()
             tracker.watch(model)
@@ -68,9 +95,13 @@ def rehearse(
             tracker.arrive(*model.parameters(), *model.buffers())
             gc.collect()
             tracker.relabel(engine.deepspeed.optimizer)
-            micro_steps = (first_micro_steps or accumulation_steps, accumulation_steps)
-            costs = _train(tracker, engine, objective, micro_batch, micro_steps, request.seq_len)
-        rehearsal = Rehearsal(recording=tracker.recording(micro_batch), host_bytes=tracker.host_peak_bytes, **costs)
+            costs = _train(tracker, engine, objective, micro_batch, micro_steps, plan.request.seq_len)
+        rehearsal = Rehearsal(
+            recording=tracker.recording(micro_batch),
+            host_bytes=tracker.host_peak_bytes,
+            notes=tracker.notes,
+            **costs,
+        )
         engine.destroy()
         del engine, model
         gc.collect()
@@ -95,6 +126,7 @@ def _train(
     mark_phases(engine, mark)
     with _disable_current_modes():  # made on the host, whatever their values cost
         example = objective.example(micro_batch, seq_len)
+    tracker.expect(example)
     for num_micro_steps in micro_steps:
         batches = [example] * num_micro_steps
         if tracker.kind == "cpu":  # there the host is the device, and holds all of them

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from frugal.dryrun import memo
+from frugal.dryrun import data_dependent, memo
 from frugal.dryrun.attention import cuda_workspace
-from frugal.dryrun.categories import Shapes, asker, owned
+from frugal.dryrun.categories import MODEL, Shapes, asked_by_transformers, asker, owned
 from frugal.planning.timeline import PARAMETERS, TEMPORARY, Recording
 from frugal.training.measure import BACKWARD, FORWARD, INITIALISATION, StorageWatch
 
@@ -41,7 +41,8 @@ class Tracker(StorageWatch):
     On kind `cpu` the host is the device, so everything is recorded and `host_peak_bytes` stays 0.
     """
 
-    def __init__(self, kind: Literal["cuda", "cpu"]) -> None:
+    def __init__(self, kind: Literal["cuda", "cpu"], integer: int | None = None) -> None:
+        """`integer`: what a model that reads one from its data is told; None: the longest dimension of a batch."""
         super().__init__()
         self.kind = kind
         self.phase = INITIALISATION
@@ -65,6 +66,9 @@ class Tracker(StorageWatch):
         self._model: nn.Module | None = None
         self._running: list[str] = [""]  # names of the modules that run now, innermost last
         self._own_metadata = False
+        self._assumptions: dict[str, str] = {}  # what is assumed -> the first module that makes it necessary
+        self._integer = integer
+        self.was_asked_for_integers = False
         self._building = kind == "cuda"  # a model is built on the host
         self._waiting: dict[int, int] = {}  # address -> bytes of the model's storages still on the host
 
@@ -132,6 +136,11 @@ class Tracker(StorageWatch):
         held = self._unfinished[stream]
         self._events += [index for number, index in held if number <= work]
         self._unfinished[stream] = [(number, index) for number, index in held if number > work]
+
+    def expect(self, batch: dict[str, Tensor]) -> None:
+        """Batches like this one will come."""
+        if self._integer is None:
+            self._integer = max((size for tensor in batch.values() for size in tensor.shape[1:]), default=1)
 
     def arrive(self, *tensors: Tensor) -> None:
         """The model's `tensors` move from the host to the device, where they are not there already."""
@@ -221,6 +230,9 @@ class Tracker(StorageWatch):
             return self._scalar(args[0])
         if func in _FUSED_OPTIMIZERS:
             return None  # updates in place, and takes no memory
+        if (assumed := data_dependent.stand_in(func, args, kwargs)) is not None:
+            self._assume(assumed[1])
+            return assumed[0]
         # DeepSpeed keeps shapes as meta tensors of its own (stage_1_and_2.py), which are nothing on a real device.
         self._own_metadata = func is aten.zeros_like.default and "device" in kwargs and self.phase == INITIALISATION
         out = _on_host(func, args, kwargs) if func in _CROSSING or _reads_host(args) else NotImplemented
@@ -235,13 +247,34 @@ class Tracker(StorageWatch):
     def _scalar(self, tensor: Tensor) -> bool | int | float:
         """The answer to `.item()`, which decides what the program does next.
 
-        In forward: every mask is full and nothing is packed, so that the kernels without a mask are taken. After it:
-        nothing overflowed, and norms are 1.
+        In forward: every mask is full and nothing is packed, so that the kernels without a mask are taken; what else
+        a model asks for is assumed, see `frugal.dryrun.data_dependent`. After it: nothing overflowed, and norms are 1.
         """
         if tensor.dtype.is_floating_point:
             return 1.0
-        answer = self.phase in (INITIALISATION, FORWARD)
-        return answer if tensor.dtype == torch.bool else int(answer)
+        if self.phase == INITIALISATION:
+            return True if tensor.dtype == torch.bool else 1
+        frame = sys._getframe(2)
+        if self.phase != FORWARD and not (self.phase == BACKWARD and asker(frame) == MODEL):
+            return False if tensor.dtype == torch.bool else 0
+        if tensor.dtype == torch.bool:
+            if not asked_by_transformers(frame):
+                self._assume("an `if` depends on data: counted as if its condition were true")
+            return True
+        self.was_asked_for_integers = True
+        integer = self._integer or 1
+        self._assume(f"an integer is read from data: counted as if it were {integer}")
+        return integer
+
+    def _assume(self, what: str) -> None:
+        """Note what the rehearsal assumes, once, with the first module that makes it."""
+        if self.phase in (INITIALISATION, FORWARD):
+            self._assumptions.setdefault(what, self._running[-1])
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the rehearsal assumes because no rehearsal can know it."""
+        return tuple(f"{module}: {what}" if module else what for what, module in self._assumptions.items())
 
 
 def _reads_host(args: tuple[Any, ...]) -> bool:

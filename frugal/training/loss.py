@@ -233,12 +233,14 @@ class SequenceClassification:
     """One class for each text. A sample has `input_ids` and `label`, an int from 0.
 
     A model that is not `bidirectional` gets no attention mask, as in `CausalLM`; it finds the last token, which
-    decides, by its configured `pad_token_id`.
+    decides, by its configured `pad_token_id`. Encoder-decoders find it by an end token, `end_id`, which every sample
+    must have; so have the samples made here.
     """
 
-    def __init__(self, pad_id: int = 0, *, bidirectional: bool = True) -> None:
+    def __init__(self, pad_id: int = 0, *, bidirectional: bool = True, end_id: int | None = None) -> None:
         self.pad_id = pad_id
         self.bidirectional = bidirectional
+        self.end_id = pad_id if end_id is None else end_id
 
     def collate(self, samples: Sequence[Sample]) -> Batch:
         """`input_ids` (and `attention_mask`) of shape `(samples, longest)`, `labels` of shape `(samples,)`."""
@@ -252,11 +254,11 @@ class SequenceClassification:
 
     def dummy(self) -> Sample:
         """Two tokens without a class."""
-        return {"input_ids": [self.pad_id] * 2, "label": IGNORED}
+        return {"input_ids": [self.pad_id, self.end_id], "label": IGNORED}
 
     def example(self, num_samples: int, seq_len: int) -> Batch:
         """`num_samples` rows of `seq_len` tokens, all of class 0."""
-        return self.collate([{"input_ids": [self.pad_id] * seq_len, "label": 0}] * num_samples)
+        return self.collate([{"input_ids": [self.pad_id] * (seq_len - 1) + [self.end_id], "label": 0}] * num_samples)
 
     def count(self, batch: Batch) -> int:
         """Samples with a class."""

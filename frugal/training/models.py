@@ -149,7 +149,9 @@ class ModelSpec:
             case "seq2seq":
                 return Seq2Seq(pad_id, start_id=special("decoder_start_token_id", special("bos_token_id", pad_id)))
             case "sequence-classification":
-                return SequenceClassification(pad_id, bidirectional=self._is_bidirectional())
+                ends = self.config is not None and self.config.is_encoder_decoder
+                end_id = special("eos_token_id", pad_id) if ends else None
+                return SequenceClassification(pad_id, bidirectional=self._is_bidirectional(), end_id=end_id)
         raise AssertionError(self.task)
 
     def _is_bidirectional(self) -> bool:

@@ -1,0 +1,201 @@
+"""Models whose memory depends on their data are rehearsed under assumptions that the rehearsal tells."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from frugal.dryrun import data_dependent
+from frugal.dryrun.rehearsal import Rehearsal
+from frugal.dryrun.rehearse import rehearse
+from frugal.training.engine import DTYPES
+from frugal.training.loss import CausalLM, SequenceClassification, SummedLoss
+from frugal.training.trial import phase_peaks, trial
+from tests.dryrun.test_truth import SEQ_LEN, TOLERANCE, plan_for
+from tests.ranks import Ranks
+from tests.training.models import TINY, Block
+
+
+class Custom(nn.Module):
+    """Two layers and something between them: rows `(samples, 64, 64)` to the same or fewer."""
+
+    def __init__(self, between: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(Block(64) for _ in range(2))
+        self.between = between
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers[1](self.between(self.layers[0](x)))
+
+
+def chosen_by_a_mask(x: Tensor) -> Tensor:
+    return x[x[..., 0] > -100]
+
+
+def chosen_by_positions(x: Tensor) -> Tensor:
+    return x.flatten(0, 1)[(x[..., 0] > -100).flatten().nonzero()[:, 0]]
+
+
+def selected(x: Tensor) -> Tensor:
+    return x.masked_select(x > -1e9).view(-1, 64)
+
+
+def unique(x: Tensor) -> Tensor:
+    return x.flatten(0, 1)[torch.unique(x[..., 0].argsort(0).flatten(), return_inverse=True)[1]]
+
+
+def under_a_condition(x: Tensor) -> Tensor:
+    if (x.abs() + 1).sum() > 0:
+        x = F.gelu(x) * F.gelu(x)
+    return x
+
+
+def as_long_as_data_says(x: Tensor) -> Tensor:
+    return x[:, : 64 + int(x.isnan().sum().item())]
+
+
+def counted(x: Tensor) -> Tensor:
+    counts = torch.bincount(x[..., 0].long().clamp(0, 63).flatten(), minlength=64)
+    return x * (counts > 0)
+
+
+def an_expert_chosen_by_data(x: Tensor) -> Tensor:
+    return x * (torch.ones(2, 64, device=x.device, dtype=x.dtype)[x.isnan().sum()] + x)
+
+
+CASES = {
+    chosen_by_a_mask: data_dependent.EVERYTHING,
+    chosen_by_positions: data_dependent.EVERYTHING,
+    selected: data_dependent.EVERYTHING,
+    unique: data_dependent.ALL_DIFFERENT,
+    under_a_condition: "an `if` depends on data: counted as if its condition were true",
+    as_long_as_data_says: "an integer is read from data: counted as if it were 64",
+    counted: data_dependent.AS_MANY_BINS,
+    an_expert_chosen_by_data: "an integer is read from data: counted as if it were 1",
+}
+
+
+def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return model(batch["x"].to(next(model.parameters()).dtype)).square().sum()
+
+
+def objective() -> SummedLoss:
+    generator = torch.Generator().manual_seed(0)
+    return SummedLoss(loss, example={"x": torch.randn(64, 64, generator=generator, device="cpu")})
+
+
+def measured(case: Callable[[Tensor], Tensor]) -> dict[str, int]:
+    """The peak of each phase of a real run, bytes. Runs on ranks."""
+    plan = plan_for(1, 4, 1, 2, "bf16", "off")
+    return phase_peaks(trial(lambda: Custom(case).to(torch.bfloat16), objective(), plan))
+
+
+def rehearsed(build: Callable[[], nn.Module], objective: Any, precision: str, mode: str = "off") -> Rehearsal:
+    plan = plan_for(1, 4, 1, 2 if precision == "bf16" else 0, precision, mode)
+
+    def on_meta() -> nn.Module:
+        with torch.device("meta"):
+            return build().to(DTYPES[precision])
+
+    return rehearse(
+        on_meta, objective, plan.request, plan.strategy,
+        micro_batch=4, accumulation_steps=1, world_size=1, rank=0, kind="cpu",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+def test_where_the_assumption_holds_the_rehearsal_is_right_and_says_what_it_assumed(
+    case: Callable[[Tensor], Tensor], one_rank: Ranks
+) -> None:
+    found = rehearsed(partial(Custom, case), objective(), "bf16")
+    assert found.notes == (CASES[case],)
+    assert found.phases == pytest.approx(one_rank.run(measured, case)[0], rel=TOLERANCE)
+
+
+def test_recomputation_takes_the_same_branch() -> None:
+    class Branching(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            return under_a_condition(super().forward(x))
+
+    def build() -> nn.Module:
+        model = Custom(nn.Identity())
+        model.layers = nn.ModuleList(Branching(64) for _ in range(2))
+        return model
+
+    full, off = rehearsed(build, objective(), "bf16", "full"), rehearsed(build, objective(), "bf16")
+    assert full.phases["forward"] < off.phases["forward"]
+    assert full.recompute_flops > 0
+
+
+def classifier(family: str) -> nn.Module:
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.CONFIG_MAPPING[family].from_dict({**TINY[family], "num_labels": 3})
+    return transformers.AutoModelForSequenceClassification.from_config(config).train()
+
+
+def measured_classifier(family: str) -> dict[str, int]:
+    """The peak of each phase of a real run, bytes. Runs on ranks."""
+    plan = plan_for(1, 4, 1, 0, "fp32", "off")
+    return phase_peaks(trial(partial(classifier, family), SequenceClassification(0, end_id=2), plan))
+
+
+@pytest.mark.parametrize("family", ["t5", "bart"])
+def test_classifiers_that_look_for_their_end_token_are_rehearsed_as_an_upper_bound(
+    family: str, one_rank: Ranks
+) -> None:
+    found = rehearsed(partial(classifier, family), SequenceClassification(0, end_id=2), "fp32")
+    assert found.notes == (data_dependent.ALL_EQUAL, data_dependent.EVERYTHING)
+    truth = one_rank.run(measured_classifier, family)[0]
+    every_state = 4 * SEQ_LEN * 32 * 4  # samples, tokens, width, fp32: selected instead of one a sample
+    for phase, peak in found.phases.items():
+        assert truth[phase] <= peak <= truth[phase] + 2 * every_state
+
+
+def mixture() -> nn.Module:
+    import transformers
+
+    config = transformers.AutoConfig.for_model(
+        "qwen3_moe", vocab_size=256, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32,
+        use_cache=False,
+    )  # fmt: skip
+    return transformers.AutoModelForCausalLM.from_config(config).train()
+
+
+def measured_mixture(precision: str) -> dict[str, int]:
+    """The peak of each phase of a real run, bytes. Runs on ranks."""
+    plan = plan_for(1, 4, 1, 2 if precision == "bf16" else 0, precision, "full")
+    return phase_peaks(trial(lambda: mixture().to(DTYPES[precision]), CausalLM(), plan))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_experts_in_groups_need_no_assumption(precision: str, one_rank: Ranks) -> None:
+    found = rehearsed(mixture, CausalLM(), precision, "full")
+    assert found.notes == ()
+    assert found.phases == pytest.approx(one_rank.run(measured_mixture, precision)[0], rel=TOLERANCE)
+
+
+def test_the_products_of_experts_count_as_work() -> None:
+    tokens, width, inner, experts_each = 4 * SEQ_LEN, 64, 32, 2
+    found = rehearsed(mixture, CausalLM(), "bf16")
+    dense = rehearsed(without_experts, CausalLM(), "bf16")
+    assert found.forward_flops - dense.forward_flops == 2 * tokens * experts_each * (3 * width * inner) * 2
+
+
+def without_experts() -> nn.Module:
+    model = mixture()
+    for layer in model.model.layers:
+        layer.mlp.experts = _Nothing()
+    return model
+
+
+class _Nothing(nn.Module):
+    def forward(self, hidden: Tensor, *_: Tensor) -> Tensor:
+        return hidden * 1
