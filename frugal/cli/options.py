@@ -60,8 +60,9 @@ _OPTIONS = (
     click.option(
         "--offload",
         type=_choice(asked.OffloadChoice),
-        help=f"What may live in host memory.  [default: {Request.offload}]",
+        help=f"What may live in host memory, or on disk.  [default: {Request.offload}]",
     ),
+    click.option("--nvme-path", metavar="DIR", help="Folder on a local disk of each node, to use where memory ends."),
     click.option("--precision", type=_choice(asked.Precision), help=f"[default: {Request.precision}]"),
     click.option("--optimizer", type=_choice(optimizers.OptimizerName), help=f"[default: {Request.optimizer}]"),
     click.option(
@@ -77,17 +78,17 @@ _OPTIONS = (
         type=float,
         help=f"Largest gradient norm; 0: no clipping.  [default: {Request.gradient_clipping}]",
     ),
+    click.option(
+        "--overlap-comm/--no-overlap-comm",
+        default=None,
+        help="Let gradients travel while backward goes on, for a second bucket.  [default: no]",
+    ),
     click.option("--reduce-bucket-elements", type=int, help="Pin DeepSpeed's gradient bucket, elements."),
 )
 
 
 def planning_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Give `command` the planning flags; pass what it receives to `collect`."""
-    click.option(
-        "--overlap-comm/--no-overlap-comm",
-        default=None,
-        help="Let gradients travel while backward goes on, for a second bucket.  [default: no]",
-    ),
     for option in reversed(_OPTIONS):
         command = option(command)
     return command

@@ -23,6 +23,9 @@ HOP_SECONDS = 20e-6
 PCIE_BANDWIDTH = 12e9
 """Bytes/s between a GPU and pinned host memory: half of what PCIe 4.0 x16 promises."""
 
+NVME_BANDWIDTH = 2e9
+"""Bytes/s of one node's disk, reading or writing: a PCIe 4.0 drive sustains 2 to 5 GB/s."""
+
 HOST_BANDWIDTH = 50e9
 """Bytes/s that one node's CPUs reach in an optimizer, all its ranks together: half of an 8-channel DDR4 server."""
 
@@ -47,12 +50,12 @@ class Work(Protocol):
 
 
 def step_time(work: Work, strategy: Strategy, batch: Batch, cluster: Cluster, request: Request) -> StepTime:
-    communication = _communication_seconds(work, strategy, batch, cluster, element_bytes)
-    if strategy.overlap_comm:  # it hides behind backward, two thirds of the compute; what is longer stays
-        communication = max(0.0, communication - 2 / 3 * compute)
     """Predicted seconds of one optimizer step."""
     element_bytes = 4 if request.precision == "fp32" else 2
     compute, recompute = _compute_seconds(work, strategy, batch, cluster)
+    communication = _communication_seconds(work, strategy, batch, cluster, element_bytes)
+    if strategy.overlap_comm:  # it hides behind backward, two thirds of the compute; what is longer stays
+        communication = max(0.0, communication - 2 / 3 * compute)
     parts = {
         "compute_seconds": compute,
         "recompute_seconds": recompute,
@@ -128,7 +131,8 @@ def _offload_seconds(
     Each rank moves its share of the gradients down in every micro-step and of the updated parameters up once. With
     parameters offloaded, its share of them also comes up twice in every micro-step. The host then reads and writes
     master weights and states and reads gradients, 32 bytes an element for Adam, for all ranks of the node at once.
-    Left out: that DeepSpeed overlaps some of the copies; slow hosts.
+    What lives on NVMe is read and written by all ranks of the node at once. Left out: that DeepSpeed overlaps some of
+    the copies; slow hosts.
     """
     if strategy.offload_optimizer == "none":
         return 0.0
@@ -139,8 +143,14 @@ def _offload_seconds(
         moved += 2 * num_steps * work.parameters * element_bytes / world_size
     ranks_per_node = max(len(node.devices) for node in cluster.nodes)
     states = state_bytes_per_element(request.optimizer, request.momentum)
+    moved_on_disk = 0.0
+    if strategy.offload_optimizer == "nvme":  # master weight, states and gradient: written and read
+        moved_on_disk += 2 * (4 + states + 4) * work.trainable_parameters / world_size
+    if strategy.offload_parameters == "nvme":
+        moved_on_disk += (2 * num_steps + 1) * work.parameters * element_bytes / world_size
     touched = work.trainable_parameters / world_size * ranks_per_node * (8 + 2 * (4 + states))
-    return moved / PCIE_BANDWIDTH + touched / HOST_BANDWIDTH
+    disk = moved_on_disk * ranks_per_node / NVME_BANDWIDTH
+    return moved / PCIE_BANDWIDTH + touched / HOST_BANDWIDTH + disk
 
 
 def _optimizer_seconds(work: Work, strategy: Strategy, cluster: Cluster, request: Request, element_bytes: int) -> float:

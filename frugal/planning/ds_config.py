@@ -14,6 +14,17 @@ from frugal.planning.strategy import Strategy
 ADAM_BETAS, ADAM_EPSILON = (0.9, 0.95), 1e-8
 """Of every AdamW; the second moment forgets sooner than by default, as is usual for language models."""
 
+NVME_OPTIMIZER_BUFFERS = 4
+"""Each holds the largest sub-group in fp32: master weight, gradient and both moments are on the host at once."""
+
+NVME_PARAMETER_BUFFERS = 5
+"""DeepSpeed's own number: the parameters of a module, and those of the next ones."""
+
+_AIO = {
+    "block_size": 1 << 20, "queue_depth": 8, "intra_op_parallelism": 1, "single_submit": False, "overlap_events": True,
+}  # fmt: skip
+"""DeepSpeed's own numbers."""
+
 
 def deepspeed_config(plan: Plan) -> dict[str, Any]:
     """The DeepSpeed JSON of a plan.
@@ -39,6 +50,7 @@ def strategy_config(request: Request, strategy: Strategy) -> dict[str, Any]:
         "zero_optimization": _zero(strategy),
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
+        **({"aio": _AIO} if "nvme" in (strategy.offload_optimizer, strategy.offload_parameters) else {}),
         "steps_per_print": 1_000_000_000,  # frugal writes the log
         "wall_clock_breakdown": False,
     }
@@ -99,6 +111,22 @@ def _zero(strategy: Strategy) -> dict[str, Any]:
         }
     if strategy.offload_optimizer == "cpu":
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
+    elif strategy.offload_optimizer == "nvme":
+        zero["offload_optimizer"] = {
+            "device": "nvme",
+            "nvme_path": strategy.nvme_path,
+            "pin_memory": True,
+            "buffer_count": NVME_OPTIMIZER_BUFFERS,
+        }
     if strategy.offload_parameters == "cpu":
         zero["offload_param"] = {"device": "cpu", "pin_memory": True}
+    elif strategy.offload_parameters == "nvme":
+        zero["offload_param"] = {
+            "device": "nvme",
+            "nvme_path": strategy.nvme_path,
+            "pin_memory": True,
+            "buffer_count": NVME_PARAMETER_BUFFERS,
+            "buffer_size": strategy.nvme_buffer_elements,
+            "max_in_cpu": 0,
+        }
     return zero

@@ -80,6 +80,12 @@ def check(
         )
     if optimizer == "adafactor":
         _check_whole_parameters(precision, zero_stage, offload)
+    if optimizer == "adamw-8bit" and offload == "nvme":
+        raise RequestError(
+            "--optimizer adamw-8bit cannot be used with --offload nvme",
+            because="DeepSpeed moves only states in fp32 to disk",
+            hint="use --optimizer adamw, or --offload all",
+        )
 
 
 def _check_whole_parameters(precision: str, zero_stage: int | None, offload: str) -> None:

@@ -89,11 +89,12 @@ def _offload(request: Request, choice: Choice) -> list[str]:
     if strategy.offload_optimizer == "none":
         return []
     what = "optimizer and parameters live" if strategy.offload_parameters != "none" else "the optimizer lives"
+    where = "on disk, or in host memory" if strategy.offload_optimizer == "nvme" else "in host memory"
     if request.offload != "auto":
-        return [f"{what} in host memory, as asked"]
+        return [f"{what} {where}, as asked"]
     others = [option for option in choice.options if option.strategy.offload_optimizer == "none"]
     others = [option for option in others if option.headroom_bytes is not None]
-    return [f"{what} in host memory: {_does_not_fit(others)} on the GPUs alone" if others else f"{what} in host memory"]
+    return [f"{what} {where}: {_does_not_fit(others)} on the GPUs alone" if others else f"{what} {where}"]
 
 
 def _micro_batch(request: Request, cluster: Cluster, choice: Choice) -> str:

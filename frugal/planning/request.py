@@ -12,7 +12,7 @@ Task = Literal["causal-lm", "masked-lm", "seq2seq", "sequence-classification"]
 Precision = Literal["bf16", "fp16", "fp32"]
 ActivationCheckpointingChoice = Literal["auto", "off", "selective", "full", "offloaded"]
 LossChoice = Literal["auto", "plain", "tiled"]
-OffloadChoice = Literal["auto", "none", "optimizer", "all"]
+OffloadChoice = Literal["auto", "none", "optimizer", "all", "nvme"]
 
 DEFAULT_GLOBAL_BATCH = 512
 
@@ -39,7 +39,9 @@ class Request:
         zero_stage: pinned ZeRO stage, 0-3.
         activation_checkpointing: `auto` switches it on when it is needed or pays; see `Strategy` for the modes.
         loss: `plain` holds the logits whole, `tiled` a slice at a time; `auto` takes what makes the step faster.
-        offload: what may live in host memory; `auto`: nothing, unless nothing fits without.
+        offload: what may live in host memory; `auto`: nothing, unless nothing fits without. `nvme`: the optimizer's
+            states live on an NVMe disk, the parameters there or in host memory.
+        nvme_path: a folder on a disk of each node, for `nvme`; without it disks are not used.
         precision: of weights, activations and gradients in forward and backward.
         optimizer: what updates the parameters.
         optimizer_implementation: whose kernels; None: torch's fused ones where there are any.
@@ -64,6 +66,7 @@ class Request:
     activation_checkpointing: ActivationCheckpointingChoice = "auto"
     loss: LossChoice = "auto"
     offload: OffloadChoice = "auto"
+    nvme_path: str | None = None
     precision: Precision = "bf16"
     optimizer: OptimizerName = "adamw"
     optimizer_implementation: OptimizerImplementation | None = None
@@ -116,7 +119,13 @@ class Request:
             zero_stage=self.zero_stage,
             offload=self.offload,
         )
-        needed_stage = {"optimizer": (1, 2, 3), "all": (3,)}.get(self.offload, (0, 1, 2, 3))
+        if self.offload == "nvme" and not self.nvme_path:
+            raise RequestError(
+                "--offload nvme was given without --nvme-path",
+                because="no node's disk is used unasked",
+                hint="name a folder on a fast local disk: --nvme-path /local/scratch",
+            )
+        needed_stage = {"optimizer": (1, 2, 3), "all": (3,), "nvme": (3,)}.get(self.offload, (0, 1, 2, 3))
         if self.zero_stage is not None and self.zero_stage not in needed_stage:
             raise RequestError(
                 f"--offload {self.offload} is impossible with --zero-stage {self.zero_stage}",

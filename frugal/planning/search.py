@@ -126,6 +126,7 @@ class Search:
             trainable_parameters=self.facts.trainable_parameters,
             can_recompute=self.facts.can_recompute,
             can_tile=self.can_tile,
+            largest_parameter=self.facts.largest_parameter,
         )
 
     def options(self, level: Offload) -> list[Option]:

@@ -34,7 +34,7 @@ _CHOICES = {
     "offload": get_args(OffloadChoice),
     "device": get_args(cards.DeviceKind),
 }
-_TEXT = {"model", "gpu"}
+_TEXT = {"model", "gpu", "nvme_path"}
 _FLOATS = {"learning_rate", "weight_decay", "gradient_clipping", "momentum"}
 _MEMORY = {"mem", "host_mem"}
 _SWITCHES = {"calibration", "overlap_comm"}

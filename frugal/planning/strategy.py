@@ -5,6 +5,7 @@ from typing import Literal
 
 from frugal.planning.request import Request
 
+Place = Literal["none", "cpu", "nvme"]
 ActivationCheckpointing = Literal["off", "selective", "full", "offloaded"]
 
 AUTO_TRIES_SELECTIVE_AND_OFFLOADED = False
@@ -20,8 +21,10 @@ class Strategy:
         activation_checkpointing: `off` keeps every activation; `selective` each layer's inputs and the results of
             its expensive operators; `full` each layer's inputs; `offloaded` those too, but in host memory.
         loss: `plain` holds the whole logits, `tiled` a slice of them at a time.
-        offload_optimizer: where optimizer states live.
+        offload_optimizer: where optimizer states live; the optimizer runs on the host unless it is `none`.
         offload_parameters: where parameters live between uses (ZeRO-3 only).
+        nvme_path: the folder of what lives on NVMe.
+        nvme_buffer_elements: of one of the host's buffers for parameters on NVMe; it holds a rank's part of any.
         gradient_accumulation_dtype: of the gradient summed over micro-steps.
         reduce_bucket_elements: gradient elements that travel together; a buffer of this size is allocated.
         prefetch_bucket_elements: ZeRO-3, parameter elements gathered ahead of their use.
@@ -34,8 +37,10 @@ class Strategy:
     zero_stage: int
     activation_checkpointing: ActivationCheckpointing = "off"
     loss: Literal["plain", "tiled"] = "plain"
-    offload_optimizer: Literal["none", "cpu"] = "none"
-    offload_parameters: Literal["none", "cpu"] = "none"
+    offload_optimizer: Place = "none"
+    offload_parameters: Place = "none"
+    nvme_path: str | None = None
+    nvme_buffer_elements: int = 0
     gradient_accumulation_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
     reduce_bucket_elements: int = 20_000_000
     prefetch_bucket_elements: int = 20_000_000
@@ -48,7 +53,10 @@ class Strategy:
         assert 0 <= self.zero_stage <= 3
         assert not self.overlap_comm or self.zero_stage >= 1
         assert self.offload_optimizer == "none" or self.zero_stage >= 1
-        assert self.offload_parameters == "none" or (self.zero_stage == 3 and self.offload_optimizer == "cpu")
+        assert self.offload_parameters == "none" or (self.zero_stage == 3 and self.offload_optimizer != "none")
+        on_disk = "nvme" in (self.offload_optimizer, self.offload_parameters)
+        assert not on_disk or (self.zero_stage == 3 and self.nvme_path)
+        assert self.offload_parameters != "nvme" or self.nvme_buffer_elements
 
     @property
     def num_mechanisms(self) -> int:
@@ -62,6 +70,8 @@ class Strategy:
             + (self.loss == "tiled")
             + (self.offload_optimizer != "none")
             + (self.offload_parameters != "none")
+            + (self.offload_optimizer == "nvme")
+            + (self.offload_parameters == "nvme")
             + self.overlap_comm
         )
 
@@ -69,7 +79,11 @@ class Strategy:
         words = [f"ZeRO-{self.zero_stage}", f"activation checkpointing {self.activation_checkpointing}"]
         if self.loss == "tiled":
             words.append("tiled loss")
-        if self.offload_parameters != "none":
+        if self.offload_parameters == "nvme":
+            words.append("optimizer and parameters on NVMe")
+        elif self.offload_optimizer == "nvme":
+            words.append("optimizer on NVMe" + ", parameters in host memory" * (self.offload_parameters == "cpu"))
+        elif self.offload_parameters != "none":
             words.append("optimizer and parameters in host memory")
         elif self.offload_optimizer != "none":
             words.append("optimizer in host memory")
@@ -78,7 +92,7 @@ class Strategy:
         return ", ".join(words)
 
 
-Offload = Literal["none", "optimizer", "all"]
+Offload = Literal["none", "optimizer", "all", "nvme"]
 
 BUCKET_ELEMENTS = 20_000_000
 """Gradient elements that travel together: far beyond what saturates a link (a few MB), and 80 MB at most in fp32."""
@@ -93,7 +107,19 @@ def offload_levels(request: Request, *, on_gpus: bool = True) -> tuple[Offload, 
         return (request.offload,)
     if request.optimizer == "adafactor":  # only whole parameters, see `frugal.planning.optimizers`
         return ("none",)
-    return ("none", "optimizer", "all") if on_gpus else ("none",)
+    if not on_gpus:
+        return ("none",)
+    return ("none", "optimizer", "all", "nvme") if request.nvme_path else ("none", "optimizer", "all")
+
+
+def _places(offload: Offload) -> tuple[tuple[Place, Place], ...]:
+    """Where optimizer and parameters may live at a level of offloading."""
+    return {
+        "none": (("none", "none"),),
+        "optimizer": (("cpu", "none"),),
+        "all": (("cpu", "cpu"),),
+        "nvme": (("nvme", "cpu"), ("nvme", "nvme")),
+    }[offload]  # type: ignore[return-value]  # literals, seen as text
 
 
 def _modes(can_recompute: bool, on_gpus: bool) -> tuple[ActivationCheckpointing, ...]:
@@ -114,21 +140,20 @@ def candidates(
     can_recompute: bool = True,
     can_tile: bool = False,
     on_gpus: bool = True,
+    largest_parameter: int = 0,
 ) -> tuple[Strategy, ...]:
     """The strategies a request and its model allow at one level of offloading, simplest first.
 
     Which ZeRO stages: bf16 and fp16 only stages 2 and 3, because stage 0 starts Adam at its second step and stage 1
     loses gradients under fp32 accumulation. On one GPU the stages split nothing, so the lowest is enough.
     """
-    lowest = 2 if request.precision != "fp32" else {"none": 0, "optimizer": 1, "all": 3}[offload]
-    lowest = max(lowest, 3 if offload == "all" else 0)
+    needed = {"none": 0, "optimizer": 1, "all": 3, "nvme": 3}[offload]
+    lowest = max(needed, 2 if request.precision != "fp32" else 0)
     stages: tuple[int, ...] = tuple(range(lowest, 4)) if world_size > 1 else (lowest,)
     if request.optimizer == "adafactor":
         stages = (0,)
     if request.zero_stage is not None:
-        stages = (
-            (request.zero_stage,) if request.zero_stage >= (offload == "optimizer") + 3 * (offload == "all") else ()
-        )
+        stages = (request.zero_stage,) if request.zero_stage >= needed else ()
     modes = (
         _modes(can_recompute, on_gpus)
         if request.activation_checkpointing == "auto"
@@ -143,8 +168,10 @@ def candidates(
             zero_stage=stage,
             activation_checkpointing=mode,
             loss=loss,
-            offload_optimizer="none" if offload == "none" else "cpu",
-            offload_parameters="cpu" if offload == "all" else "none",
+            offload_optimizer=optimizer,
+            offload_parameters=parameters,
+            nvme_path=request.nvme_path if offload == "nvme" else None,
+            nvme_buffer_elements=-(-largest_parameter // world_size) if parameters == "nvme" else 0,
             reduce_bucket_elements=bucket,
             prefetch_bucket_elements=min(BUCKET_ELEMENTS, max(1, trainable_parameters)),
             overlap_comm=bool(request.overlap_comm) and stage >= 1,
@@ -152,5 +179,6 @@ def candidates(
         for stage in stages
         for mode in modes
         for loss in losses
+        for optimizer, parameters in _places(offload)
     )
     return tuple(sorted(made, key=lambda strategy: strategy.num_mechanisms))
