@@ -1,28 +1,21 @@
-"""From a request to a plan: rehearsals below, arithmetic above, and the proof where nothing fits."""
+"""From settings to a plan: one that was made before, or a new one."""
 
 import logging
-from collections.abc import Callable
-from contextlib import AbstractContextManager, closing
-from dataclasses import replace
+from contextlib import closing
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from frugal import relief
-from frugal.errors import RequestError
-from frugal.planning import calibration
-from frugal.planning.choice import Choice, Nothing
+from frugal.dryrun.cache import Cache, digest, model_key
 from frugal.planning.cluster import Cluster
 from frugal.planning.plan import Plan
-from frugal.planning.reasons import reasons
 from frugal.planning.request import Request
-from frugal.planning.search import Search, Source
 from frugal.planning.settings import understand
 from frugal.training import calibrations
 
-logger = logging.getLogger("frugal")
+if TYPE_CHECKING:
+    from frugal.planning.search import Rehearse
 
-Rehearse = Callable[[Request, Cluster], AbstractContextManager[Source]]
+logger = logging.getLogger("frugal")
 
 
 def plan(**settings: Any) -> Plan:
@@ -40,82 +33,30 @@ def plan(**settings: Any) -> Plan:
 
 
 def make_plan(
-    request: Request, cluster: Cluster, defaults: tuple[str, ...] = (), *, rehearse: Rehearse | None = None
+    request: Request, cluster: Cluster, defaults: tuple[str, ...] = (), *, rehearse: "Rehearse | None" = None
 ) -> Plan:
     """The plan for a request; `defaults` names its fields that nobody set, `rehearse` where profiles come from.
 
+    Plans are kept in the user's cache, except where `rehearse` is given.
+
     Raises: as `plan`.
     """
-    if rehearse is None:
-        from frugal.dryrun.client import Rehearsals, workers
+    if rehearse is not None:
+        from frugal.decision import decide
 
-        with closing(workers()) as pool:
-            return make_plan(request, cluster, defaults, rehearse=partial(Rehearsals, pool=pool))
-    request, notes = _readable(request, cluster, defaults, rehearse)
-    with rehearse(request, cluster) as source:
-        search = Search(request, cluster, source)
-        found = search.run()
-        if isinstance(found, Nothing):
-            ways = relief.ways_out(request, cluster, search, found.nearest, rehearse)
-            raise relief.nothing_fits(request, cluster, found, ways)
-    return _decided(request, cluster, defaults, found, notes)
+        return decide(request, cluster, defaults, rehearse)
+    cache = Cache.of_user()
+    key = digest("plan", model_key(request), request, cluster, defaults)
+    found = cache.read(key, Plan)
+    if found is None or found.digest != found.compute_digest():
+        found = _decided(request, cluster, defaults)
+        cache.write(key, found)
+    return found
 
 
-def _readable(
-    request: Request, cluster: Cluster, defaults: tuple[str, ...], rehearse: Rehearse
-) -> tuple[Request, list[str]]:
-    """The request with samples that the model can read: a default length gives way, with a note; a wish is refused."""
-    with rehearse(request, cluster) as source:
-        longest = source.facts().max_positions
-    if longest is None or request.seq_len <= longest:
-        return request, []
-    if "seq_len" not in defaults:
-        raise RequestError(
-            f"--seq-len {request.seq_len} is longer than {request.model} can read",
-            because=f"it has {longest} positions",
-            hint=f"use --seq-len {longest}",
-        )
-    note = f"samples have {longest} tokens instead of {request.seq_len}: {request.model} has no more positions"
-    return replace(request, seq_len=longest), [note]
+def _decided(request: Request, cluster: Cluster, defaults: tuple[str, ...]) -> Plan:
+    from frugal.decision import decide  # a tenth of a second that a kept plan does not need
+    from frugal.dryrun.client import Rehearsals, workers
 
-
-def _decided(request: Request, cluster: Cluster, defaults: tuple[str, ...], choice: Choice, notes: list[str]) -> Plan:
-    option = choice.option
-    assert option.batch is not None and option.time is not None
-    return Plan(
-        frugal_version=_version("frugal-trainer"),
-        versions={name: _version(name) for name in ("torch", "deepspeed", "transformers")},
-        request=request,
-        defaults=defaults,
-        model=choice.model,
-        cluster=cluster,
-        strategy=option.strategy,
-        batch=option.batch,
-        memory=choice.memory,
-        time=option.time,
-        why=tuple(filter(None, reasons(request, cluster, choice))),
-        warnings=(*notes, *calibration.notes(cluster), *_notes(request, option.micro_batch), *choice.warnings),
-        rejected=choice.rejected,
-    ).sealed()
-
-
-def _notes(request: Request, largest_cell: int) -> list[str]:
-    """What was asked for and comes out otherwise than one might expect."""
-    notes = []
-    if request.global_tokens is not None and request.global_batch is not None:
-        notes.append(
-            f"--global-tokens and --global-batch were both given: tokens win, {request.global_tokens} tokens are "
-            f"{request.batch_samples} samples of {request.seq_len}"
-        )
-    if request.micro_batch is not None and largest_cell < request.micro_batch:
-        notes.append(
-            f"--micro-batch {request.micro_batch} is never full: no GPU gets more than {largest_cell} samples at once"
-        )
-    return notes
-
-
-def _version(distribution: str) -> str:
-    try:
-        return version(distribution)
-    except PackageNotFoundError:
-        return "not installed"
+    with closing(workers()) as pool:
+        return decide(request, cluster, defaults, partial(Rehearsals, pool=pool))

@@ -1,7 +1,6 @@
 """What to tell who asked for too much: why nothing fits, and what would. Every way out is computed first."""
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
 from dataclasses import replace
 from math import ceil
 
@@ -10,11 +9,9 @@ from frugal.planning.choice import Nothing, Option
 from frugal.planning.cluster import Cluster, Device, Node
 from frugal.planning.memory import MemoryBreakdown
 from frugal.planning.request import Request
-from frugal.planning.search import Search, Source
+from frugal.planning.search import Rehearse, Search, Source
 from frugal.planning.strategy import Strategy
 from frugal.units import GIB, MIB, format_bytes
-
-Rehearse = Callable[[Request, Cluster], AbstractContextManager[Source]]
 
 SHORTEST_SEQUENCE = 64
 FACTORS = (2, 4, 8)

@@ -10,7 +10,7 @@ import pytest
 import frugal
 
 ROOT = Path(frugal.__file__).parent
-FLOORS = ["errors", "units", "planning", "training", "dryrun", "relief", "planner", "cli"]
+FLOORS = ["errors", "units", "planning", "training", "dryrun", "relief", "decision", "planner", "cli"]
 """From the ground up: a module imports from its own floor and from those below."""
 
 HEAVY = {"torch", "deepspeed", "transformers", "datasets", "accelerate"}
@@ -71,7 +71,7 @@ def test_planning_knows_neither_torch_nor_clock_nor_chance(path: Path) -> None:
 
 @pytest.mark.parametrize(
     "path",
-    [path for path in modules() if floor_of(path) in ("errors", "units", "planner", "relief")]
+    [path for path in modules() if floor_of(path) in ("errors", "units", "planner", "decision", "relief")]
     + [
         ROOT / "dryrun" / "client.py",
         ROOT / "cli" / "__init__.py",

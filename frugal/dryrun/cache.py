@@ -20,12 +20,6 @@ T = TypeVar("T")
 
 _ROOT = Path(frugal.__file__).parent
 _PACKAGES = ("torch", "deepspeed", "transformers")
-_REHEARSED = (
-    "training/activation_checkpointing.py", "training/engine.py", "training/factories.py", "training/kept_results.py",
-    "training/loss.py", "training/measure.py", "training/models.py", "training/optimizers.py",
-    "training/padding_masks.py", "training/tiled_loss.py", "planning/allocator.py", "planning/ds_config.py",
-    "planning/profile.py", "planning/timeline.py",
-)  # fmt: skip
 
 
 class Cache:
@@ -78,8 +72,9 @@ def model_key(request: Request) -> Any:
 def _versions() -> tuple[str, ...]:
     """Of everything that runs in a rehearsal; for frugal its sources, which change more often than its version."""
     sources = hashlib.sha256()
-    for path in (*(_ROOT / name for name in _REHEARSED), *sorted((_ROOT / "dryrun").glob("*.py"))):
-        sources.update(path.read_bytes())
+    for room in ("planning", "training", "dryrun"):
+        for path in sorted((_ROOT / room).rglob("*.py")):
+            sources.update(path.read_bytes())
     return (*(f"{name} {importlib.metadata.version(name)}" for name in _PACKAGES), sources.hexdigest())
 
 

@@ -5,9 +5,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from frugal.dryrun.cache import Cache, digest, model_key
-from frugal.dryrun.messages import Answer, Describe, Rehearse
+from frugal.dryrun.drafts import Drafts
+from frugal.dryrun.messages import Answer, Describe, Rehearse, WarmUp
 from frugal.dryrun.pool import Pool
 from frugal.dryrun.ranks import likely_fullest
 from frugal.dryrun.rehearsal import ModelFacts, Rehearsal
@@ -17,6 +19,7 @@ from frugal.planning.profile import MemoryProfile, RankMemory, breakdown
 from frugal.planning.request import Request
 from frugal.planning.strategy import Strategy
 from frugal.planning.timeline import NotAffineError, Timeline
+from frugal.planning.zero.simulation import simulate
 
 MICRO_BATCHES = (2, 3)
 """Samples; the two that are rehearsed for a timeline. One sample has a slightly different stream."""
@@ -53,6 +56,8 @@ class Rehearsals:
         self._cache = Cache(cache) if isinstance(cache, Path) else Cache.of_user() if cache else Cache(None)
         self._own_pool = pool is None
         self._pool = workers() if pool is None else pool
+        self._drafts = Drafts(request, self.kind, self._cache, self._pool)
+        self._distrusted: set[Strategy] = set()
         self._profiles: dict[tuple[Strategy, bool], MemoryProfile] = {}
 
     def __enter__(self) -> "Rehearsals":
@@ -68,6 +73,11 @@ class Rehearsals:
         if self._own_pool:
             self._pool.close()
 
+    def prepare(self, strategies: Sequence[Strategy]) -> None:
+        """Find out at once what profiles of all these strategies need. Raises as `profile`."""
+        self._drafts.prepare([strategy for strategy in strategies if strategy not in self._distrusted])
+        self._pool.tell(WarmUp())  # the winner will be rehearsed
+
     def profile(self, strategy: Strategy, accumulates: bool) -> MemoryProfile:
         """The costs of `strategy` for every micro-batch; `accumulates`: with more than one micro-step.
 
@@ -76,14 +86,32 @@ class Rehearsals:
             WorkerError: the rehearsal crashed.
         """
         if (strategy, accumulates) not in self._profiles:
-            world_size = self.cluster.world_size
-            key = digest("profile", model_key(self.request), self._key(), strategy, world_size, accumulates, self.kind)
-            found = self._cache.read(key, MemoryProfile)
+            found = None if strategy in self._distrusted else self._simulated(strategy, accumulates)
             if found is None:
-                found = self._make_profile(strategy, accumulates)
-                self._cache.write(key, found)
+                world_size = self.cluster.world_size
+                model = model_key(self.request)
+                key = digest("profile", model, self._key(), strategy, world_size, accumulates, self.kind)
+                found = self._cache.read(key, MemoryProfile)
+                if found is None:
+                    found = self._rehearsed(strategy, accumulates)
+                    self._cache.write(key, found)
             self._profiles[strategy, accumulates] = replace(found, ranks_per_node=self._ranks_per_node)
         return self._profiles[strategy, accumulates]
+
+    def draft(self, strategy: Strategy, accumulates: bool) -> MemoryProfile | None:
+        """The same without the allocator's part, where arithmetic is enough. Raises as `profile`."""
+        if strategy in self._distrusted or self._drafts.trace(strategy) is None:
+            return None
+        return self.profile(strategy, accumulates).draft
+
+    def distrust(self, strategy: Strategy) -> bool:
+        """From now on profile `strategy` by rehearsals; false if that is so already."""
+        if strategy in self._distrusted or self._drafts.trace(strategy) is None:
+            return False
+        self._distrusted.add(strategy)
+        for accumulates in (False, True):
+            self._profiles.pop((strategy, accumulates), None)
+        return True
 
     def rehearse(self, strategy: Strategy, micro_batch: int, accumulation_steps: int) -> MemoryBreakdown:
         """The memory of exactly this on the smallest device, fullest rank. More than two micro-steps count as two.
@@ -116,15 +144,42 @@ class Rehearsals:
         key = digest("model", model_key(self.request))
         found = self._cache.read(key, ModelFacts)
         if found is None:
+            self._pool.start()
             (answer,) = self._pool.ask([Describe(self.request)])
             assert answer.describe is not None
             found = answer.describe
             self._cache.write(key, found)
         return found
 
-    def _make_profile(self, strategy: Strategy, accumulates: bool) -> MemoryProfile:
+    def _simulated(self, strategy: Strategy, accumulates: bool) -> MemoryProfile | None:
+        """A profile by arithmetic; None where that is not enough."""
+        trace = self._drafts.trace(strategy)
+        if trace is None:
+            return None
+        ranks = tuple(
+            simulate(
+                trace,
+                self.request,
+                strategy,
+                world_size=self.cluster.world_size,
+                rank=rank,
+                accumulates=accumulates,
+                kind=self.kind,
+            )
+            for rank in self._ranks(strategy, MAX_RANKS_SEARCHED)
+        )
+        return self._profile(
+            strategy,
+            accumulates,
+            flops_per_sample=trace.flops_per_sample,
+            recompute_flops_per_sample=trace.recompute_flops_per_sample,
+            num_operators=trace.num_operators,
+            ranks=ranks,
+        )
+
+    def _rehearsed(self, strategy: Strategy, accumulates: bool) -> MemoryProfile:
+        """A profile by rehearsals at a few micro-batches."""
         steps = 2 if accumulates else 1
-        facts = self.facts()
         numbers = self._ranks(strategy, MAX_RANKS_SEARCHED)
         num_ranks = len(numbers)
         rehearsals = self._rehearse(strategy, MICRO_BATCHES, steps, numbers)
@@ -142,6 +197,20 @@ class Rehearsals:
         except NotAffineError:
             sampled = SAMPLED_MICRO_BATCHES
             ranks = _rank_memories(self._rehearse(strategy, sampled, steps, numbers), numbers)
+        return self._profile(
+            strategy,
+            accumulates,
+            flops_per_sample=float(
+                large.forward_flops + large.backward_flops - small.forward_flops - small.backward_flops
+            ),
+            recompute_flops_per_sample=float(large.recompute_flops - small.recompute_flops),
+            num_operators=small.num_operators,
+            ranks=ranks,
+            sampled=sampled,
+        )
+
+    def _profile(self, strategy: Strategy, accumulates: bool, **found: Any) -> MemoryProfile:
+        facts = self.facts()
         return MemoryProfile(
             strategy=strategy,
             world_size=self.cluster.world_size,
@@ -153,13 +222,7 @@ class Rehearsals:
             parameters=facts.parameters,
             trainable_parameters=facts.trainable_parameters,
             largest_parameter=facts.largest_parameter,
-            flops_per_sample=float(
-                large.forward_flops + large.backward_flops - small.forward_flops - small.backward_flops
-            ),
-            recompute_flops_per_sample=float(large.recompute_flops - small.recompute_flops),
-            num_operators=small.num_operators,
-            ranks=ranks,
-            sampled=sampled,
+            **found,
         )
 
     def _rehearse(
@@ -175,6 +238,7 @@ class Rehearsals:
                 world_size=self.cluster.world_size,
                 rank=rank,
                 kind=self.kind,
+                first_micro_steps=1,
             )
             for micro_batch in micro_batches
             for rank in ranks

@@ -32,7 +32,7 @@ def at_once() -> Iterator[None]:
 
 def _narrow(tensor: Tensor, dim: int, start: int, length: int) -> Tensor:
     """A view, made without asking the tracker: one a rank is made for every gathered bucket."""
-    with torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]  # missing in torch's stubs
+    with torch._C._DisableTorchDispatch():
         return torch.narrow(tensor, dim, start, length)
 
 

@@ -1,11 +1,14 @@
 """What client and worker say to each other: one of these as JSON a line."""
 
+from typing import Literal
+
 import msgspec
 
 from frugal.dryrun.rehearsal import ModelFacts, Rehearsal
 from frugal.planning.profile import DeviceKind
 from frugal.planning.request import Request
-from frugal.planning.strategy import Strategy
+from frugal.planning.strategy import ActivationCheckpointing, Strategy
+from frugal.planning.zero.trace import ModelTrace
 
 
 class Describe(msgspec.Struct, frozen=True, tag="describe"):
@@ -27,7 +30,27 @@ class Rehearse(msgspec.Struct, frozen=True, tag="rehearse", kw_only=True):
     first_micro_steps: int | None = None
 
 
-Question = Describe | Rehearse
+class Trace(msgspec.Struct, frozen=True, tag="trace", kw_only=True):
+    """What does one step of the model alone do, for any micro-batch? `zero_stage`: 3, or 2 for all others."""
+
+    request: Request
+    activation_checkpointing: ActivationCheckpointing
+    loss: Literal["plain", "tiled"]
+    zero_stage: Literal[2, 3]
+    kind: DeviceKind
+
+
+class WarmUp(msgspec.Struct, frozen=True, tag="warm-up"):
+    """A rehearsal will be asked for: make ready for it."""
+
+
+Question = Describe | Rehearse | Trace | WarmUp
+
+
+class Traced(msgspec.Struct, frozen=True):
+    """The trace; None: the model's memory is no affine function of the micro-batch."""
+
+    trace: ModelTrace | None
 
 
 class Mistake(msgspec.Struct, frozen=True):
@@ -44,5 +67,6 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
 
     describe: ModelFacts | None = None
     rehearse: Rehearsal | None = None
+    traced: Traced | None = None
     mistake: Mistake | None = None
     crash: str | None = None

@@ -39,6 +39,20 @@ class Pool:
         self._threads = ThreadPoolExecutor(max_workers, thread_name_prefix="rehearsal")
         self._end = weakref.finalize(self, _end_all, self._workers)  # also at exit
 
+    def start(self) -> None:
+        """Start the processes that are not running yet, so that they are ready sooner."""
+        places = [self._idle.get_nowait() for _ in range(self._idle.qsize())]
+        for worker in places:
+            if worker is None:
+                worker = _Worker()
+                self._workers.append(worker)
+            self._idle.put(worker)
+
+    def tell(self, question: Question) -> None:
+        """Ask every process that is idle, and do not wait for answers."""
+        for _ in range(self._idle.qsize()):
+            self._threads.submit(self._ask, question)
+
     def ask(self, questions: Sequence[Question]) -> list[Answer]:
         """The answers in order, worked on in parallel.
 

@@ -12,12 +12,14 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from frugal.dryrun.messages import Answer, Describe, Mistake, Question, Rehearse
+from frugal.dryrun.messages import Answer, Describe, Mistake, Question, Rehearse, Trace, Traced, WarmUp
 
 
 def main() -> None:
     """Answer every question on standard input."""
     answers = _protect_stdout()
+    import frugal.dryrun.trace  # noqa: F401 - torch takes seconds, in which the first question is still on its way
+
     for line in sys.stdin.buffer:
         answers.write(msgspec.json.encode(_answer(line)) + b"\n")
         answers.flush()
@@ -36,10 +38,18 @@ def _answer(line: bytes) -> Answer:
     from frugal.errors import FrugalError, RequestError
 
     try:
-        question = msgspec.json.decode(line, type=Question)
-        return (
-            Answer(describe=_describe(question)) if isinstance(question, Describe) else Answer(rehearse=_run(question))
-        )
+        question: Question = msgspec.json.decode(line, type=Question)
+        match question:
+            case Describe():
+                return Answer(describe=_describe(question))
+            case Trace():
+                return Answer(traced=_trace(question))
+            case Rehearse():
+                return Answer(rehearse=_run(question))
+            case WarmUp():
+                import frugal.dryrun.rehearse  # noqa: F401 - DeepSpeed takes seconds
+
+                return Answer()
     except FrugalError as error:
         return Answer(mistake=_mistake(error))
     except NotImplementedError as error:
@@ -64,7 +74,7 @@ def _spec(model: str, task: str | None) -> Any:
     return resolve(model, task)
 
 
-def _resolved(question: Describe | Rehearse) -> Any:
+def _resolved(question: Describe | Rehearse | Trace) -> Any:
     from frugal.training.models import check_sequence_length
 
     spec = _spec(question.request.model, question.request.task)
@@ -93,9 +103,30 @@ def _describe(question: Describe) -> Any:
     )
 
 
+def _trace(question: Trace) -> Traced:
+    from frugal.dryrun.trace import trace
+    from frugal.planning.timeline import NotAffineError
+    from frugal.training.precision import DTYPES
+
+    spec = _resolved(question)
+    try:
+        found = trace(
+            spec.build(dtype=DTYPES[question.request.precision], device="meta"),
+            spec.objective(),
+            seq_len=question.request.seq_len,
+            kind=question.kind,
+            activation_checkpointing_mode=question.activation_checkpointing,
+            loss=question.loss,
+            zero_stage=question.zero_stage,
+        )
+    except NotAffineError:
+        found = None
+    return Traced(trace=found)
+
+
 def _run(question: Rehearse) -> Any:
     from frugal.dryrun.rehearse import rehearse
-    from frugal.training.engine import DTYPES
+    from frugal.training.precision import DTYPES
 
     spec = _resolved(question)
     dtype = DTYPES[question.request.precision]

@@ -267,15 +267,27 @@ def replay(
 
 
 def smallest_capacity(
-    sizes: Sequence[int], events: Sequence[int], *, expandable_segments: bool = False, tolerance: float = 0.002
+    sizes: Sequence[int],
+    events: Sequence[int],
+    *,
+    wanted_bytes: int = ENDLESS,
+    expandable_segments: bool = False,
+    tolerance: float = 0.002,
 ) -> int:
     """The fewest bytes for segments with which the whole stream survives, at most `tolerance` too many.
 
     Less than the bytes reserved without a limit, because a full device gives back what it does not use. Bisection:
-    between what is allocated at the peak and what is reserved without a limit.
+    between what is allocated at the peak and what is reserved without a limit. Where `wanted_bytes` are enough, the
+    result is never above them.
     """
-    unlimited = replay(sizes, events, expandable_segments=expandable_segments)
-    low, high = unlimited.peak_allocated_bytes, unlimited.peak_reserved_bytes
+    first = replay(sizes, events, limit_bytes=wanted_bytes, expandable_segments=expandable_segments)
+    low = wanted_bytes
+    if first.survived:
+        low = first.peak_allocated_bytes
+    else:
+        first = replay(sizes, events, expandable_segments=expandable_segments)
+        low = max(low, first.peak_allocated_bytes)
+    high = first.peak_reserved_bytes
     while high - low > max(SEGMENT_ROUNDING, tolerance * low):
         middle = (low + high) // 2
         attempt = replay(sizes, events, limit_bytes=middle, expandable_segments=expandable_segments)

@@ -19,7 +19,8 @@ class Option:
 
     `memory` is that of the fullest device: with `batch` where it fits, otherwise with the smallest micro-batch the
     request allows. `largest_micro_batch` is the most that fits; one more would lack `shortfall_of_next_bytes`, or is
-    not wanted where that is None.
+    not wanted where that is None. `is_draft`: `memory` and `time` leave out what the allocator wastes, so that they
+    are bounds from below.
     """
 
     strategy: Strategy
@@ -31,6 +32,7 @@ class Option:
     least_shortfall_bytes: int | None = None
     largest_micro_batch: int = 0
     shortfall_of_next_bytes: int | None = None
+    is_draft: bool = False
 
     @property
     def fits(self) -> bool:

@@ -1,7 +1,7 @@
 """What one strategy costs in memory and arithmetic, for every micro-batch. Made by rehearsals, read by planning."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
@@ -23,15 +23,20 @@ class RankMemory:
     host_bytes: int
 
     @cached_property
-    def _capacities(self) -> dict[tuple[int, bool], int]:
+    def _capacities(self) -> dict[tuple[int, int, bool], int]:
         return {}
 
-    def capacity(self, micro_batch: int, *, expandable_segments: bool = False) -> int:
-        """The fewest bytes with which CUDA's caching allocator gets through the step."""
-        key = (micro_batch, expandable_segments)
+    def capacity(self, micro_batch: int, usable_bytes: int, *, expandable_segments: bool = False) -> int:
+        """The fewest bytes with which CUDA's caching allocator gets through the step; never above `usable_bytes`
+        where these are enough."""
+        key = (micro_batch, usable_bytes, expandable_segments)
         if key not in self._capacities:
-            sizes, events = self.timeline.sizes(micro_batch), self.timeline.events
-            self._capacities[key] = smallest_capacity(sizes, events, expandable_segments=expandable_segments)
+            self._capacities[key] = smallest_capacity(
+                self.timeline.sizes(micro_batch),
+                self.timeline.events,
+                wanted_bytes=usable_bytes,
+                expandable_segments=expandable_segments,
+            )
         return self._capacities[key]
 
 
@@ -56,6 +61,7 @@ class MemoryProfile:
         ranks: the rehearsed ranks; one of them is the fullest.
         sampled: where the memory is no timeline for all micro-batches, the micro-batches that were rehearsed;
             `ranks` then has one entry a rank and micro-batch, micro-batches outermost.
+        counts_slack: whether what the allocator wastes is part of the memory.
     """
 
     strategy: Strategy
@@ -73,24 +79,30 @@ class MemoryProfile:
     num_operators: int
     ranks: tuple[RankMemory, ...]
     sampled: tuple[int, ...] = ()
+    counts_slack: bool = True
 
     def memory(self, micro_batch: int, device: Device, *, expandable_segments: bool = False) -> MemoryBreakdown:
         """The peak of the fullest rank on `device`, and the host memory of a full node."""
         ranks, sampled = self._ranks_at(micro_batch)
         host_bytes = max(rank.host_bytes for rank in ranks) * self.ranks_per_node
-        found = (breakdown(rank, sampled, device, host_bytes, expandable_segments) for rank in ranks)
+        if not self.counts_slack:
+            ranks = (max(ranks, key=lambda rank: rank.timeline.peak_bytes(sampled)),)
+        found = (breakdown(rank, sampled, device, host_bytes, expandable_segments, self.counts_slack) for rank in ranks)
         return max(found, key=lambda memory: memory.total_bytes)
+
+    @property
+    def draft(self) -> "MemoryProfile":
+        """The same if the allocator wasted nothing: memory from below, found a hundred times sooner."""
+        return replace(self, counts_slack=False)
 
     def fits(self, micro_batch: int, device: Device, *, expandable_segments: bool = False) -> bool:
         """Whether `memory` would say so, found sooner."""
         ranks, sampled = self._ranks_at(micro_batch)
         if max(rank.timeline.peak_bytes(sampled) for rank in ranks) > device.usable_bytes:
             return False
-        if device.kind == "cpu":
+        if device.kind == "cpu" or not self.counts_slack:
             return True
-        if not all(survives(rank, sampled, device, expandable_segments) for rank in ranks):
-            return False
-        return self.memory(micro_batch, device, expandable_segments=expandable_segments).fits
+        return all(survives(rank, sampled, device, expandable_segments) for rank in ranks)
 
     def largest_micro_batch(self, device: Device, cap: int, *, expandable_segments: bool = False) -> int:
         """The most samples, up to `cap`, whose step fits on `device`; 0: not even one."""
@@ -121,13 +133,19 @@ class MemoryProfile:
 
 
 def breakdown(
-    rank: RankMemory, micro_batch: int, device: Device, host_bytes_per_node: int, expandable_segments: bool = False
+    rank: RankMemory,
+    micro_batch: int,
+    device: Device,
+    host_bytes_per_node: int,
+    expandable_segments: bool = False,
+    counts_slack: bool = True,
 ) -> MemoryBreakdown:
     """A rank's peak on `device`: live storages by category, what the allocator adds, and the context."""
     peak = rank.timeline.peak(micro_batch)
     slack = 0
-    if device.kind == "cuda":
-        slack = rank.capacity(micro_batch, expandable_segments=expandable_segments) - peak.total_bytes
+    if device.kind == "cuda" and counts_slack:
+        capacity = rank.capacity(micro_batch, device.usable_bytes, expandable_segments=expandable_segments)
+        slack = capacity - peak.total_bytes
     return MemoryBreakdown(
         **peak.categories,
         slack=slack,

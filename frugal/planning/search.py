@@ -1,10 +1,14 @@
 """The fastest plan that fits, or the proof that none does. Arithmetic over profiles; the winner is rehearsed.
 
 For every strategy the request allows: the largest micro-batch that fits each device, the cells it cuts the global
-batch into, and the seconds a step would take. The fastest wins; within 2 % of it, the simplest. Then the winner is
-rehearsed as a whole. Where that shows that it does not fit, its micro-batch shrinks and the choice is made again.
+batch into, and the seconds a step would take. The fastest wins; within 2 % of it, the simplest. Where a profile can
+be drafted at once, all strategies are ranked by drafts, which leave the allocator out, and only those are looked at
+closely that could still win. Then the winner is rehearsed as a whole. Where that shows that it does not fit, its
+micro-batch shrinks, and where a drafted profile was wrong, a rehearsed one takes its place; the choice is made again.
 """
 
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -53,11 +57,23 @@ class Profile(cost.Work, Protocol):
 
 
 class Source(Protocol):
-    """Where profiles come from. `accumulates`: whether there is more than one micro-step."""
+    """Where profiles come from. `accumulates`: whether there is more than one micro-step.
+
+    `prepare` is told what will be asked for. `draft` is a profile without the allocator's part, found by arithmetic;
+    None where only a rehearsal could tell. `distrust` has a strategy profiled by rehearsals from now on; false if it
+    already is.
+    """
 
     def facts(self) -> Facts: ...
+    def prepare(self, strategies: Sequence[Strategy]) -> None: ...
+    def draft(self, strategy: Strategy, accumulates: bool) -> Profile | None: ...
+    def distrust(self, strategy: Strategy) -> bool: ...
     def profile(self, strategy: Strategy, accumulates: bool) -> Profile: ...
     def rehearse(self, strategy: Strategy, micro_batch: int, accumulation_steps: int) -> MemoryBreakdown: ...
+
+
+Rehearse = Callable[[Request, Cluster], AbstractContextManager[Source]]
+"""A source for one request on one cluster, open while the context lasts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +116,13 @@ class Search:
                 best = min(option.seconds for option in fitting)
                 winner = min((o for o in fitting if o.seconds <= best * TIE), key=lambda o: o.simplicity)
                 memory, doubt = self.rehearsed(winner)
-                warnings += doubt
+                if doubt and self.source.distrust(winner.strategy):
+                    warnings.append(f"{doubt}; it was profiled by rehearsals instead")
+                    options = self.options(level)
+                    continue
+                if doubt:
+                    verdict = "it still fits" if memory.fits else "it does not fit, and was not chosen"
+                    warnings.append(f"{doubt}; {verdict}")
                 if memory.fits:
                     return Choice(
                         option=winner,
@@ -131,8 +153,13 @@ class Search:
 
     def options(self, level: Offload) -> list[Option]:
         """All strategies of a level; those that could not win even with unlimited memory are left unprofiled."""
-        options: list[Option] = []
-        for strategy in self.strategies(level):
+        strategies = self.strategies(level)
+        self.source.prepare(strategies)
+        drafts = {strategy: draft for strategy in strategies for draft in self._draft(strategy)}
+        options = self._confirmed(list(drafts.values()))
+        for strategy in strategies:
+            if strategy in drafts:
+                continue
             fastest = min((option.seconds for option in options if option.fits), default=float("inf"))
             bound = self._best_case(strategy) if self.work else None
             if bound and bound.seconds * TIE >= fastest:
@@ -141,15 +168,41 @@ class Search:
                 options.append(hopeless)
             elif strategy.loss == "plain" or self.request.loss == "tiled":
                 options.append(self.option(strategy))
-            elif self.can_tile:
-                options += self._tiled(strategy)
+            else:
+                options += self._tiled(strategy, self.option)
         refused = self.request.loss == "auto" and not self.can_tile
         return [option for option in options if not (refused and option.strategy.loss == "tiled")]
 
-    def _tiled(self, strategy: Strategy) -> list[Option]:
-        """The option of a tiled loss nobody asked for; none if a rehearsal shows that the model cannot take it."""
+    def _draft(self, strategy: Strategy) -> list[Option]:
+        """What a draft says of a strategy; nothing if there is none, or if the model cannot take the tiled loss."""
+
+        def draft(strategy: Strategy) -> Option:
+            return replace(self.option(strategy, drafted=True), is_draft=True)
+
+        if strategy.loss == "plain" or self.request.loss == "tiled":
+            return [draft(strategy)] if self.source.draft(strategy, True) else []
+        return self._tiled(strategy, draft) if self.source.draft(strategy, True) else []
+
+    def _confirmed(self, drafts: list[Option]) -> list[Option]:
+        """The drafts with a closer look at those that could win: a draft's time is never too long."""
+        options: list[Option] = []
+        fastest = float("inf")
+        for draft in sorted(drafts, key=lambda option: option.seconds):
+            if not draft.fits:
+                options.append(draft)
+            elif draft.seconds > fastest * TIE:
+                options.append(replace(draft, batch=None, memory=None))
+            else:
+                options.append(self.option(draft.strategy))
+                fastest = min(fastest, options[-1].seconds if options[-1].fits else fastest)
+        return options
+
+    def _tiled(self, strategy: Strategy, look: Callable[[Strategy], Option]) -> list[Option]:
+        """The option of a tiled loss nobody asked for; none if it shows that the model cannot take it."""
+        if not self.can_tile:
+            return []
         try:
-            return [self.option(strategy)]
+            return [look(strategy)]
         except RequestError:
             self.can_tile = False
             return []
@@ -172,28 +225,30 @@ class Search:
         )
 
     def _nearest_first(self, seen: list[Option]) -> tuple[Option, ...]:
-        """All options that were looked at, by shortfall; hopeless ones are profiled while they could be the nearest."""
-        known = [option for option in seen if option.memory is not None]
-        hopeless = [option for option in seen if option.least_shortfall_bytes is not None]
-        for option in sorted(hopeless, key=lambda option: option.least_shortfall_bytes or 0):
-            nearest = max(known, key=lambda option: option.headroom_bytes or 0)
-            if -(option.least_shortfall_bytes or 0) > (nearest.headroom_bytes or 0):
+        """All options that were looked at, by shortfall; drafted and hopeless ones are looked at closely while they
+        could be the nearest."""
+        known = [option for option in seen if option.memory is not None and not option.is_draft]
+        vague = [option for option in seen if option.is_draft or option.least_shortfall_bytes is not None]
+        for option in sorted(vague, key=lambda option: -(option.headroom_bytes or 0)):
+            nearest = max((option.headroom_bytes or 0 for option in known), default=-float("inf"))
+            if (option.headroom_bytes or 0) > nearest:
                 known.append(self.option(option.strategy))
         return tuple(sorted(known, key=lambda option: -(option.headroom_bytes or 0)))
 
-    def option(self, strategy: Strategy) -> Option:
-        """The best batch a strategy allows, or by how much it does not fit."""
-        option = self._option(strategy, accumulates=True)
+    def option(self, strategy: Strategy, *, drafted: bool = False) -> Option:
+        """The best batch a strategy allows, or by how much it does not fit. `drafted`: the allocator is left out."""
+        option = self._option(strategy, accumulates=True, drafted=drafted)
         whole = -(-self.batch_samples // self.cluster.world_size)
         if option.fits and option.batch and option.batch.accumulation_steps == 1:
-            return self._option(strategy, accumulates=False)
+            return self._option(strategy, accumulates=False, drafted=drafted)
         if self.cap < whole or self.request.accumulation_steps not in (None, 1) or option.micro_batch * 2 < whole:
             return option
-        at_once = self._option(strategy, accumulates=False)
+        at_once = self._option(strategy, accumulates=False, drafted=drafted)
         return at_once if at_once.batch and at_once.batch.accumulation_steps == 1 else option
 
-    def _option(self, strategy: Strategy, *, accumulates: bool) -> Option:
-        profile = self.source.profile(strategy, accumulates)
+    def _option(self, strategy: Strategy, *, accumulates: bool, drafted: bool) -> Option:
+        profile = (self.source.draft if drafted else self.source.profile)(strategy, accumulates)
+        assert profile is not None, "drafted for one number of micro-steps, but not for another"
         self.work.setdefault(strategy.activation_checkpointing, profile)
         fit = {device: self._largest_micro_batch(strategy, profile, device) for device in self.devices}
         batches = self._batches(fit) if min(fit.values()) >= 1 else []
@@ -272,7 +327,7 @@ class Search:
         time = cost.step_time(work, strategy, batch, self.cluster, self.request)
         return Option(strategy=strategy, micro_batch=batch.largest_cell, batch=None, memory=None, time=time)
 
-    def rehearsed(self, option: Option) -> tuple[MemoryBreakdown, list[str]]:
+    def rehearsed(self, option: Option) -> tuple[MemoryBreakdown, str]:
         """The memory of an option by rehearsing it, on its fullest device, and what contradicts the profile."""
         assert option.batch is not None and option.memory is not None
         fullest: MemoryBreakdown | None = None
@@ -289,12 +344,9 @@ class Search:
         assert fullest is not None
         error = option.memory.total_bytes / fullest.total_bytes - 1
         if fullest.fits and abs(error) <= TRUST:
-            return fullest, []
-        verdict = "it still fits" if fullest.fits else "it does not fit, and was not chosen"
-        return fullest, [
-            f"{option.strategy}, micro-batch {option.micro_batch}: the profile was {100 * error:+.1f} % off the "
-            f"rehearsal; {verdict}"
-        ]
+            return fullest, ""
+        what = f"{option.strategy}, micro-batch {option.micro_batch}"
+        return fullest, f"{what}: the profile was {100 * error:+.1f} % off the rehearsal"
 
     def _model(self, option: Option) -> ModelSummary:
         return ModelSummary(

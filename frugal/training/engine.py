@@ -25,6 +25,7 @@ from frugal.training import (
     checkpoint,
     generators,
     group,
+    nvme,
     optimizers,
     padding_masks,
     tiled_loss,
@@ -32,12 +33,11 @@ from frugal.training import (
 from frugal.training.checkpoint import Progress
 from frugal.training.evaluate import Evaluation, evaluate
 from frugal.training.loss import Batch, Objective, Sample
+from frugal.training.precision import DTYPES
 from frugal.training.recovery import Guard, abandon
 from frugal.units import format_bytes
 
 logger = logging.getLogger("frugal")
-
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 @dataclass(frozen=True)
@@ -169,6 +169,8 @@ class Engine:
     def destroy(self) -> None:
         """Free the engine's hooks and buffers, so that another can follow in this process."""
         self.deepspeed.destroy()
+        if nvme.is_used(self.plan):
+            nvme.remove_folder(self.plan)
 
 
 def initialize(
@@ -185,7 +187,7 @@ def initialize(
 
     Raises:
         PlanMismatchError: the plan is for another number of ranks, or ranks hold different plans.
-        RequestError: its optimizer's library or compiler is missing.
+        RequestError: its optimizer's library, a compiler or the disk is missing.
     """
     group.form()
     if dist.get_world_size() != plan.batch.world_size:
@@ -213,6 +215,8 @@ def initialize(
         def scheduler(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
             return torch.optim.lr_scheduler.LambdaLR(optimizer, learning_rate_schedule)
 
+    if nvme.is_used(plan):
+        plan = nvme.with_own_folder(plan, votes)
     config = deepspeed_config(plan)
     optimizer = optimizers.ready_made(plan)
     if plan.strategy.zero_stage == 3:

@@ -57,9 +57,10 @@ def run(plan: Plan, asked: Settings) -> None:
 def _train(plan: Plan, asked: Settings, device: "torch.device") -> None:
     from frugal.training import generators, loop, measure, samples
     from frugal.training.batches import GlobalBatches
-    from frugal.training.engine import DTYPES, initialize
+    from frugal.training.engine import initialize
     from frugal.training.final_model import save_model
     from frugal.training.log import Log
+    from frugal.training.precision import DTYPES
     from frugal.training.schedule import factor
 
     rank = int(os.environ["RANK"])

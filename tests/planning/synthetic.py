@@ -1,6 +1,6 @@
 """A model whose memory and work are simple formulas, in place of rehearsals."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -94,6 +94,15 @@ class SyntheticSource:
 
     def facts(self) -> SyntheticProfile:
         return self._profile(Strategy(zero_stage=0))
+
+    def prepare(self, strategies: Sequence[Strategy]) -> None:
+        """Formulas need no preparation."""
+
+    def draft(self, strategy: Strategy, accumulates: bool) -> None:
+        """There is no allocator to leave out."""
+
+    def distrust(self, strategy: Strategy) -> bool:
+        return False
 
     def profile(self, strategy: Strategy, accumulates: bool) -> SyntheticProfile:
         self.profiled.append(strategy)

@@ -1,0 +1,91 @@
+"""From a request to a plan: rehearsals below, arithmetic above, and the proof where nothing fits."""
+
+from dataclasses import replace
+from importlib.metadata import PackageNotFoundError, version
+
+from frugal import relief
+from frugal.errors import RequestError
+from frugal.planning import calibration
+from frugal.planning.choice import Choice, Nothing
+from frugal.planning.cluster import Cluster
+from frugal.planning.plan import Plan
+from frugal.planning.reasons import reasons
+from frugal.planning.request import Request
+from frugal.planning.search import Rehearse, Search
+
+
+def decide(request: Request, cluster: Cluster, defaults: tuple[str, ...], rehearse: Rehearse) -> Plan:
+    """The fastest plan that fits; `defaults` names the request's fields that nobody set.
+
+    Raises:
+        RequestError: the request contradicts itself or its model.
+        NothingFitsError: no strategy fits.
+    """
+    request, notes = _readable(request, cluster, defaults, rehearse)
+    with rehearse(request, cluster) as source:
+        search = Search(request, cluster, source)
+        choice = search.run()
+        if isinstance(choice, Nothing):
+            ways = relief.ways_out(request, cluster, search, choice.nearest, rehearse)
+            raise relief.nothing_fits(request, cluster, choice, ways)
+    return _decided(request, cluster, defaults, choice, notes)
+
+
+def _readable(
+    request: Request, cluster: Cluster, defaults: tuple[str, ...], rehearse: Rehearse
+) -> tuple[Request, list[str]]:
+    """The request with samples that the model can read: a default length gives way, with a note; a wish is refused."""
+    with rehearse(request, cluster) as source:
+        longest = source.facts().max_positions
+    if longest is None or request.seq_len <= longest:
+        return request, []
+    if "seq_len" not in defaults:
+        raise RequestError(
+            f"--seq-len {request.seq_len} is longer than {request.model} can read",
+            because=f"it has {longest} positions",
+            hint=f"use --seq-len {longest}",
+        )
+    note = f"samples have {longest} tokens instead of {request.seq_len}: {request.model} has no more positions"
+    return replace(request, seq_len=longest), [note]
+
+
+def _decided(request: Request, cluster: Cluster, defaults: tuple[str, ...], choice: Choice, notes: list[str]) -> Plan:
+    option = choice.option
+    assert option.batch is not None and option.time is not None
+    return Plan(
+        frugal_version=_version("frugal-trainer"),
+        versions={name: _version(name) for name in ("torch", "deepspeed", "transformers")},
+        request=request,
+        defaults=defaults,
+        model=choice.model,
+        cluster=cluster,
+        strategy=option.strategy,
+        batch=option.batch,
+        memory=choice.memory,
+        time=option.time,
+        why=tuple(filter(None, reasons(request, cluster, choice))),
+        warnings=(*notes, *calibration.notes(cluster), *_notes(request, option.micro_batch), *choice.warnings),
+        rejected=choice.rejected,
+    ).sealed()
+
+
+def _notes(request: Request, largest_cell: int) -> list[str]:
+    """What was asked for and comes out otherwise than one might expect."""
+    notes = []
+    if request.global_tokens is not None and request.global_batch is not None:
+        notes.append(
+            f"--global-tokens and --global-batch were both given: tokens win, {request.global_tokens} tokens are "
+            f"{request.batch_samples} samples of {request.seq_len}"
+        )
+    if request.micro_batch is not None and largest_cell < request.micro_batch:
+        notes.append(
+            f"--micro-batch {request.micro_batch} is never full: no GPU gets more than {largest_cell} samples at once"
+        )
+    return notes
+
+
+def _version(distribution: str) -> str:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return "not installed"

@@ -1,0 +1,5 @@
+"""torch's types of the precisions a request can name."""
+
+import torch
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
