@@ -59,11 +59,14 @@ def command(what: str, as_json: bool, explain: str | None, **values: Any) -> Non
     kind = subject.cluster.devices[0].kind
     found = figures(rehearsals, kind, max(len(node.devices) for node in subject.cluster.nodes))
     held = fullest(rehearsals, kind).explain(explain) if explain is not None else None
+    notes = list(dict.fromkeys(note for each in rehearsals for note in each.notes))
     if as_json:
-        content = msgspec.to_builtins(found) | ({} if held is None else {"explained": dict(held)})
+        content = msgspec.to_builtins(found) | {"notes": notes} | ({} if held is None else {"explained": dict(held)})
         click.echo(msgspec.json.format(msgspec.json.encode(content), indent=2).decode())
         return
     blocks = [_title(subject), *_report(found, subject)]
+    if notes:
+        blocks.append(["assumed, because it depends on data", *(f"  {note}" for note in notes)])
     if held is not None:
         blocks.append(_holders(held, str(explain)))
     click.echo("\n\n".join("\n".join(block) for block in blocks))

@@ -52,15 +52,11 @@ def _answer(line: bytes) -> Answer:
                 return Answer()
     except FrugalError as error:
         return Answer(mistake=_mistake(error))
-    except NotImplementedError as error:
-        because = str(error).strip().splitlines()[0]
-        return Answer(
-            mistake=_mistake(
-                RequestError(f"{question.request.model} cannot be rehearsed on meta tensors", because=because)
-            )
-        )
-    except Exception:
-        return Answer(crash=traceback.format_exc())
+    except Exception as error:
+        from frugal.dryrun.forward_failure import failure_in_forward
+
+        mistake = None if isinstance(question, WarmUp) else failure_in_forward(question.request.model, error)
+        return Answer(crash=traceback.format_exc()) if mistake is None else Answer(mistake=_mistake(mistake))
 
 
 def _mistake(error: Any) -> Mistake:
