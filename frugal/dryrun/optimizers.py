@@ -1,14 +1,20 @@
-"""Optimizers whose kernels a rehearsal has no use for: they keep what the real ones keep, and compute nothing."""
+"""Kernels that a rehearsal has no use for: they keep what the real ones keep, and compute and move nothing."""
 
+import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 from unittest.mock import patch
 
 import torch
+from torch import Tensor
 
 from frugal.planning.optimizers import EIGHT_BIT_BLOCK
+from frugal.planning.plan import Plan
+from frugal.training import nvme
 from frugal.training import optimizers as real
 
 SMALLEST_EIGHT_BIT = 4096
@@ -64,6 +70,51 @@ class _Compiled:
         )
 
 
+class _Disk:
+    """In place of DeepSpeed's asynchronous I/O: buffers on the host are real, reading and writing takes no memory.
+
+    A buffer is a page-locked block outside of torch's allocator (csrc/aio/py_lib/deepspeed_pin_tensor.h), here a
+    tensor that the tracker sees.
+    """
+
+    _pinned: ClassVar[set[int]] = set()  # addresses of live storages
+
+    def __init__(self, **_options: Any) -> None:
+        self._pending = 0
+
+    def load(self, verbose: bool = True) -> SimpleNamespace:
+        """The one class that DeepSpeed takes from the library."""
+        return SimpleNamespace(aio_handle=_Disk)
+
+    def new_cpu_locked_tensor(self, elements: int, example: Tensor) -> Tensor:
+        """A pinned buffer on the host."""
+        buffer = torch.empty(int(elements), dtype=example.dtype)
+        storage = buffer.untyped_storage()
+        self._pinned.add(storage._cdata)
+        weakref.finalize(storage, self._pinned.discard, storage._cdata).atexit = False
+        return buffer
+
+    def free_cpu_locked_tensor(self, buffer: Tensor) -> bool:
+        """It ends with its last view."""
+        return True
+
+    def is_pinned(self, tensor: Tensor) -> bool:
+        """Whether it is part of such a buffer."""
+        return tensor.untyped_storage()._cdata in self._pinned
+
+    def async_pread(self, buffer: Tensor, path: str, offset: int) -> int:
+        """Begin to read."""
+        self._pending += 1
+        return 0
+
+    async_pwrite = async_pread
+
+    def wait(self) -> int:
+        """How many reads and writes are done."""
+        done, self._pending = self._pending, 0
+        return done
+
+
 @contextmanager
 def without_kernels() -> Iterator[None]:
     """Neither a library nor a compiler is needed inside the `with` block."""
@@ -72,5 +123,13 @@ def without_kernels() -> Iterator[None]:
         stack.enter_context(patch.object(real, "compile_kernels", lambda **_: None))
         stack.enter_context(patch("deepspeed.ops.adam.fused_adam.FusedAdamBuilder", _Compiled))
         stack.enter_context(patch("deepspeed.ops.adam.cpu_adam.CPUAdamBuilder", _Compiled))
+        for module in ("partitioned_optimizer_swapper", "partitioned_param_swapper"):
+            stack.enter_context(patch(f"deepspeed.runtime.swap_tensor.{module}.AsyncIOBuilder", _Disk))
+        folder = stack.enter_context(TemporaryDirectory(prefix="frugal-"))  # DeepSpeed makes and removes folders
+
+        def elsewhere(plan: Plan, _votes: Any) -> Plan:
+            return replace(plan, strategy=replace(plan.strategy, nvme_path=folder))
+
+        stack.enter_context(patch.object(nvme, "with_own_folder", elsewhere))
         stack.enter_context(patch("cpuinfo.get_cpu_info", dict))  # asks the system for a second
         yield

@@ -173,7 +173,9 @@ def candidates(
             nvme_path=request.nvme_path if offload == "nvme" else None,
             nvme_buffer_elements=-(-largest_parameter // world_size) if parameters == "nvme" else 0,
             reduce_bucket_elements=bucket,
-            prefetch_bucket_elements=min(BUCKET_ELEMENTS, max(1, trainable_parameters)),
+            # A gathered parameter keeps its buffer for the way from disk, and DeepSpeed fails when it runs out of them.
+            prefetch_bucket_elements=0 if parameters == "nvme" else min(BUCKET_ELEMENTS, max(1, trainable_parameters)),
+            max_live_elements=0 if parameters == "nvme" else Strategy.max_live_elements,
             overlap_comm=bool(request.overlap_comm) and stage >= 1,
         )
         for stage in stages
