@@ -45,6 +45,7 @@ def test_a_plan_takes_what_it_promised(device: str, capsys: pytest.CaptureFixtur
     assert found["smallest_capacity_bytes"] == plan.memory.total_bytes - plan.memory.context
     assert found["peak_allocated_bytes"] <= found["smallest_capacity_bytes"] <= found["peak_reserved_bytes"]
     assert (found["phase"], found["operator"]) == (plan.memory.phase, plan.memory.operator)
+    assert found["notes"] == []
 
 
 def test_a_model_is_rehearsed_as_pinned_and_explained(capsys: pytest.CaptureFixture[str]) -> None:
@@ -64,6 +65,36 @@ def test_what_does_not_fit_is_rehearsed_all_the_same(capsys: pytest.CaptureFixtu
     code, out, _ = frugal(capsys, "rehearse", "config.json", *asked)
     assert code == 0
     assert "\n\nit does not fit: " in out
+
+
+MASKS = """
+import torch
+from torch import nn
+from frugal.training.loss import SummedLoss
+
+class Masks(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.router, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        x = self.router(x)
+        return self.last(x[x[:, 0] > 0])
+
+def masks():
+    loss = lambda model, batch: model(batch["x"].to(model.last.weight.dtype)).square().sum()
+    return Masks(), SummedLoss(loss, example={"x": torch.zeros(8, device="cpu")})
+"""
+
+
+def test_what_is_assumed_is_said(capsys: pytest.CaptureFixture[str], here: Path) -> None:
+    (here / "masked.py").write_text(MASKS)
+    code, out, _ = frugal(capsys, "rehearse", "masked.py:masks", *ASKED, "--device", "cpu")
+    assert code == 0
+    assert out.endswith(
+        "\n\nassumed, because it depends on data\n"
+        "  what a mask selects depends on data: counted as if it selected everything\n"
+    )
 
 
 WRONG = {

@@ -31,6 +31,11 @@ def tiny():
 def broken():
     raise ValueError("no such layer")
 
+def picky():
+    model = tiny_gpt2()
+    model.forward = lambda pictures: pictures
+    return model
+
 def dies():
     import os
     print("last words", flush=True)
@@ -205,7 +210,11 @@ def test_the_model_file_is_part_of_the_key(tmp_path: Path, request_: Request) ->
 
 
 def test_a_mistake_in_the_request_comes_back_as_it_was_raised(rehearsals: Rehearsals, folder: Path) -> None:
-    for model, words in (("gpt3", "gpt3"), (f"{folder}/factories.py:broken", "no such layer")):
+    for model, words in (
+        ("gpt3", "gpt3"),
+        (f"{folder}/factories.py:broken", "no such layer"),
+        (f"{folder}/factories.py:picky", "unexpected keyword argument 'input_ids'"),
+    ):
         made = Rehearsals(Request(model=model, seq_len=64), cluster(), cache=False)
         made._pool = rehearsals._pool
         with pytest.raises(RequestError) as error:
