@@ -8,21 +8,29 @@ import copy
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Literal
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from frugal.dryrun import zero3
 from frugal.dryrun.attention import kernels_of
+from frugal.dryrun.layers import layout, repetition, shortened
 from frugal.dryrun.tracker import Tracker
-from frugal.planning.zero.trace import ARRIVAL, END, GRADIENT, Mark, ModelTrace, RawTrace, fitted
+from frugal.planning.strategy import ActivationCheckpointing
+from frugal.planning.timeline import NotAffineError, Timeline
+from frugal.planning.zero.splicing import Marks, NotPeriodicError, splice
+from frugal.planning.zero.trace import ARRIVAL, END, GRADIENT, LAYER, Mark, ModelTrace, RawTrace, fitted
 from frugal.training import activation_checkpointing, padding_masks, tiled_loss
 from frugal.training.loss import Objective
 from frugal.training.measure import BACKWARD, FORWARD
 
 MICRO_BATCHES = (2, 3)
 """Samples; one sample has a slightly different stream."""
+
+FEW_PERIODS = (5, 6)
+"""Periods of layers that stand for many, at the first and at the second micro-batch."""
 
 
 class Recorder(Tracker):
@@ -48,6 +56,15 @@ class Recorder(Tracker):
                     lambda parameter, index=index: self._finished(parameter, index)
                 )
 
+    def mark_layers(self, layers: nn.Module) -> None:
+        """Mark when each of them begins in forward."""
+        for number, layer in enumerate(layers.children()):
+            layer.register_forward_pre_hook(lambda *_, number=number: self._begins(number))
+
+    def _begins(self, number: int) -> None:
+        if self.phase == FORWARD:
+            self.marks[-1].append((len(self._events), LAYER, number, -1))
+
     def _finished(self, parameter: Tensor, index: int) -> None:
         assert parameter.grad is not None
         storage = self._storage.get(parameter.grad.untyped_storage()._cdata, -1)
@@ -72,7 +89,7 @@ def trace(
     *,
     seq_len: int,
     kind: Literal["cuda", "cpu"],
-    activation_checkpointing_mode: Literal["off", "full"],
+    activation_checkpointing_mode: ActivationCheckpointing,
     loss: Literal["plain", "tiled"],
     zero_stage: int,
     building_bytes: int | None = None,
@@ -86,28 +103,84 @@ def trace(
         RequestError: the model cannot be trained like that.
     """
     padding_masks.always_use()
-    raw = []
-    is_zero3 = zero_stage == 3
-    with kernels_of(kind), zero3.linear_of_zero3() if is_zero3 else nullcontext(), _no_collection():
-        for micro_batch in MICRO_BATCHES:
-            own = copy.deepcopy(model)
-            activation_checkpointing.apply(own, activation_checkpointing_mode)
-            if loss == "tiled":
-                tiled_loss.apply(own)
-            raw.append(_record(own, objective, micro_batch, seq_len, kind, is_zero3))
-            del own
-            gc.collect()
+    mode = _Mode(objective, seq_len, kind, activation_checkpointing_mode, loss, zero_stage == 3)
+    with kernels_of(kind), zero3.linear_of_zero3() if mode.is_zero3 else nullcontext(), _no_collection():
+        found = _spliced(model, mode) or _whole(model, mode)
     parameters = list(model.parameters())
     buffers = list(model.buffers())
-    return fitted(
-        *raw,
-        own_parameters=_own_parameters(model),
+    return ModelTrace(
+        **found,
+        own_parameters=_own_parameters(model) if mode.is_zero3 else (),
         elements=tuple(parameter.numel() for parameter in parameters),
         trainable=tuple(parameter.requires_grad for parameter in parameters),
         element_bytes=parameters[0].element_size(),
         buffer_bytes=tuple(buffer.untyped_storage().nbytes() for buffer in buffers),
         building_bytes=building_bytes or sum(tensor.untyped_storage().nbytes() for tensor in (*parameters, *buffers)),
     )
+
+
+@dataclass(frozen=True)
+class _Mode:
+    """What is traced, apart from the model and the micro-batch."""
+
+    objective: Objective
+    seq_len: int
+    kind: Literal["cuda", "cpu"]
+    activation_checkpointing: ActivationCheckpointing
+    loss: Literal["plain", "tiled"]
+    is_zero3: bool
+
+
+def _whole(model: nn.Module, mode: _Mode) -> dict[str, Any]:
+    """What a `ModelTrace` says of one micro-step, from traces of the whole model."""
+    first, second = (_record(copy.deepcopy(model), "", mode, micro_batch) for micro_batch in MICRO_BATCHES)
+    stream, marks = fitted(first, second)
+    per_sample = {
+        name: (second.flops[name] - first.flops[name]) / (MICRO_BATCHES[1] - MICRO_BATCHES[0]) for name in first.flops
+    }
+    return _result(stream, marks, per_sample, first.num_operators)
+
+
+def _spliced(model: nn.Module, mode: _Mode) -> dict[str, Any] | None:
+    """The same from traces of few layers; None where they do not tell of many.
+
+    The second trace has a period more than the first, so that a storage whose size depends on the number of layers
+    is noticed: it would be no affine function of the micro-batch, or one with less than nothing at no sample.
+    """
+    repeated = repetition(model)
+    few, more = FEW_PERIODS
+    if repeated is None or repeated.num_periods <= more:
+        return None
+    raw = []
+    for num_periods, micro_batch in zip(FEW_PERIODS, MICRO_BATCHES, strict=True):
+        raw.append(_record(shortened(model, repeated, num_periods), repeated.path, mode, micro_batch))
+    first, second = raw
+    try:
+        longer = splice(Timeline.constant(first.recording), first.marks, layout(model, repeated, few), more)
+        stream, marks = fitted(first.with_stream(*longer), second)
+        if min(stream.fixed) < 0:
+            return None
+        stream, marks = splice(stream, marks, layout(model, repeated, more), repeated.num_periods)
+    except (NotPeriodicError, NotAffineError):
+        return None
+    marks = tuple(tuple(mark for mark in phase if mark[1] != LAYER) for phase in marks)
+    small, large = MICRO_BATCHES
+    per_sample = {}
+    for name, flops in first.flops.items():
+        per_period = second.flops[name] / large - flops / small
+        per_sample[name] = flops / small + per_period * (repeated.num_periods - few)
+    operators = second.num_operators - first.num_operators
+    return _result(stream, marks, per_sample, first.num_operators + operators * (repeated.num_periods - few))
+
+
+def _result(stream: Timeline, marks: Marks, flops: dict[str, float], num_operators: int) -> dict[str, Any]:
+    return {
+        "stream": stream,
+        "marks": marks,
+        "flops_per_sample": flops["forward"] + flops["backward"],
+        "recompute_flops_per_sample": flops["recompute"],
+        "num_operators": num_operators,
+    }
 
 
 def _own_parameters(model: nn.Module) -> tuple[tuple[int, ...], ...]:
@@ -119,29 +192,27 @@ def _own_parameters(model: nn.Module) -> tuple[tuple[int, ...], ...]:
     )
 
 
-def _record(
-    model: nn.Module,
-    objective: Objective,
-    micro_batch: int,
-    seq_len: int,
-    kind: Literal["cuda", "cpu"],
-    is_zero3: bool,
-) -> RawTrace:
-    recorder = Recorder(kind)
-    example = objective.example(micro_batch, seq_len)
+def _record(model: nn.Module, layers: str, mode: _Mode, micro_batch: int) -> RawTrace:
+    """One micro-step of `model`, which is used up. `layers`: the name of a list whose modules are marked."""
+    activation_checkpointing.apply(model, mode.activation_checkpointing)
+    if mode.loss == "tiled":
+        tiled_loss.apply(model)
+    recorder = Recorder(mode.kind)
+    example = mode.objective.example(micro_batch, mode.seq_len)
     recorder.watch(model)
-    recorder.expect(example)
     recorder.take_gradients(model)
-    if is_zero3:
+    if layers:
+        recorder.mark_layers(model.get_submodule(layers))
+    if mode.is_zero3:
         zero3.install(model, recorder.module)
     with recorder:
-        _micro_step(recorder, model, objective, example)
+        _micro_step(recorder, model, mode.objective, example)
     gc.collect()
     return RawTrace(
         recording=recorder.recording(micro_batch),
         marks=tuple(map(tuple, recorder.marks)),
         num_operators=recorder.num_operators,
-        **{f"{name}_flops": flops for name, flops in recorder.flops.items()},
+        flops=dict(recorder.flops),
     )
 
 

@@ -93,6 +93,7 @@ class _Parameters:
         self._users: dict[int, int] = {}  # parameter -> modules that use it
         self._uses: dict[int, Any] = {}  # parameter -> what tells whether its present memory is gone
         self._num_uses = 0
+        self._holds: dict[int, int] = {}  # number of a use -> that of its hold
 
     def fetch(self, module: nn.Module) -> None:
         for parameter in module.parameters(recurse=False):
@@ -100,8 +101,8 @@ class _Parameters:
             if number not in self._uses:
                 with _disable_current_modes():
                     data = torch.empty_like(self._at_rest[number])
-                    key, self._num_uses = self._num_uses, self._num_uses + 1
-                    self._uses[number] = weakref.finalize(data.untyped_storage(), self._gone, number, key)
+                    self._uses[number] = weakref.finalize(data.untyped_storage(), self._gone, number, self._num_uses)
+                    self._num_uses += 1
                     parameter.data = data
                     del data
             self._users[number] = self._users.get(number, 0) + 1
@@ -113,13 +114,14 @@ class _Parameters:
             if self._users[number] == 0:
                 with _disable_current_modes():
                     parameter.data = self._at_rest[number]
-                use = self._uses.pop(number)
-                if use.alive:
-                    self._mark(HOLD, number, use.peek()[2][1])
+                use = self._uses.pop(number).peek()
+                if use is not None:  # somebody has it still
+                    self._holds[use[2][1]] = len(self._holds)
+                    self._mark(HOLD, number, len(self._holds) - 1)
 
-    def _gone(self, number: int, key: int) -> None:
-        if number not in self._uses or self._uses[number].alive:
-            self._mark(LET_GO, number, key)
+    def _gone(self, number: int, use: int) -> None:
+        if use in self._holds:
+            self._mark(LET_GO, number, self._holds[use])
 
 
 class _Module:

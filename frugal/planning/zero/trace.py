@@ -1,7 +1,6 @@
 """One micro-step of a model alone, without DeepSpeed: what the ZeRO simulations start from."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from frugal.planning.timeline import NotAffineError, Recording, Timeline
@@ -9,10 +8,10 @@ from frugal.planning.timeline import NotAffineError, Recording, Timeline
 ARRIVAL, END = "arrival", "end"
 """Phases of a trace besides forward and backward: its batch comes to the device; what is left of it goes."""
 
-GRADIENT, DEATH, FORWARD_BEGINS, FETCH, RELEASE, FETCH_IN_BACKWARD, RELEASE_IN_BACKWARD, HOLD, LET_GO = range(9)
+GRADIENT, DEATH, FORWARD_BEGINS, FETCH, RELEASE, FETCH_IN_BACKWARD, RELEASE_IN_BACKWARD, HOLD, LET_GO, LAYER = range(10)
 """What a mark says: a gradient is whole; a storage that was a gradient dies. Under ZeRO-3 also: the model's forward
 begins; a module is about to run and has run, in forward (also where backward repeats it) and in backward; somebody
-keeps a parameter's memory beyond its module's run, and does so no more."""
+keeps a parameter's memory beyond its module's run, and does so no more. For splicing: a repeated layer begins."""
 
 Mark = tuple[int, int, int, int]
 """`(event, what, number, storage)`: it happens before that event. The number is a parameter's or a module's; in place
@@ -21,14 +20,26 @@ of the storage, holds of parameters have a number of their own."""
 
 @dataclass(frozen=True, kw_only=True)
 class RawTrace:
-    """A trace at one micro-batch, as recorded. Fields as in `ModelTrace`."""
+    """A trace at one micro-batch, as recorded. Marks as in `ModelTrace`; FLOPs of forward, backward and recompute."""
 
     recording: Recording
     marks: tuple[tuple[Mark, ...], ...]
-    forward_flops: int
-    backward_flops: int
-    recompute_flops: int
+    flops: dict[str, int]
     num_operators: int
+
+    def with_stream(self, stream: Timeline, marks: tuple[tuple[Mark, ...], ...]) -> "RawTrace":
+        """The same with another stream, of the same micro-batch."""
+        recording = Recording(
+            micro_batch=self.recording.micro_batch,
+            sizes=stream.fixed,
+            categories=stream.categories,
+            operators=stream.operators,
+            modules=stream.modules,
+            names=stream.names,
+            events=stream.events,
+            phases=stream.phases,
+        )
+        return replace(self, recording=recording, marks=marks)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,8 +122,8 @@ class ModelTrace:
         return tuple(n for n, trainable in zip(self.elements, self.trainable, strict=True) if trainable)
 
 
-def fitted(first: RawTrace, second: RawTrace, **model: Sequence[object] | int) -> ModelTrace:
-    """The trace through two of different micro-batches.
+def fitted(first: RawTrace, second: RawTrace) -> tuple[Timeline, tuple[tuple[Mark, ...], ...]]:
+    """Stream and marks through two traces of different micro-batches.
 
     Raises:
         NotAffineError: they are not the same stream.
@@ -120,13 +131,4 @@ def fitted(first: RawTrace, second: RawTrace, **model: Sequence[object] | int) -
     stream = Timeline.fit(first.recording, second.recording)
     if first.marks != second.marks:
         raise NotAffineError("gradients are finished in another order at another micro-batch")
-    samples = second.recording.micro_batch - first.recording.micro_batch
-    flops = second.forward_flops + second.backward_flops - first.forward_flops - first.backward_flops
-    return ModelTrace(
-        stream=stream,
-        marks=first.marks,
-        flops_per_sample=flops / samples,
-        recompute_flops_per_sample=(second.recompute_flops - first.recompute_flops) / samples,
-        num_operators=first.num_operators,
-        **model,  # type: ignore[arg-type]  # what does not depend on the micro-batch
-    )
+    return stream, first.marks
