@@ -54,11 +54,11 @@ def trial(
 
     A rehearsal does no more than two micro-steps, since a third takes no more memory; `most_micro_steps` says so here.
     """
-    intervals, _ = _watched(build, objective, plan, torch.device(device), most_micro_steps)
+    intervals, _ = watched(build, objective, plan, torch.device(device), most_micro_steps)
     return intervals
 
 
-def _watched(
+def watched(
     build: Callable[[], nn.Module],
     objective: Objective,
     plan: Plan,
@@ -154,7 +154,7 @@ def measure(plan: Plan, cap_bytes: int | None = None) -> Trial:
     gc.collect()
     before = circumstances.forget_peak_rss()
     try:
-        intervals, of_gpu = _watched(lambda: spec.build(dtype=dtype), spec.objective(), plan, device, 2)
+        intervals, of_gpu = watched(lambda: spec.build(dtype=dtype), spec.objective(), plan, device, 2)
     except torch.OutOfMemoryError as error:
         raise OutOfMemoryError("out of memory while measuring", because=str(error).splitlines()[0]) from None
     found = RankMeasurement(

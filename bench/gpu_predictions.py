@@ -1,0 +1,87 @@
+"""What `bench/gpu_truth.py` expects of each configuration, by a rehearsal on meta tensors."""
+
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from bench.gpu_configurations import Configuration, cluster, device
+from frugal.dryrun.client import Rehearsals, workers
+from frugal.dryrun.figures import Figures
+from frugal.dryrun.measurement import predicted
+from frugal.errors import FrugalError
+from frugal.planning.allocator import replay, smallest_capacity
+from frugal.planning.cards import DeviceKind
+from frugal.planning.timeline import NotAffineError, Timeline
+
+LARGEST_SHARE = 0.9  # of the device's memory, for the largest micro-batch
+MOST_SAMPLES = 256  # of the largest micro-batch, so that its two steps stay short
+
+
+class Prediction(msgspec.Struct, frozen=True, kw_only=True):
+    """What is expected of one configuration; bytes, and elements of parameters."""
+
+    configuration: Configuration
+    figures: Figures | None = None
+    expandable_reserved_bytes: int = 0
+    parameters: int = 0
+    trainable_parameters: int = 0
+    largest_parameter: int = 0
+    seconds: float = 0.0
+    failure: str | None = None
+
+
+def predict(chosen: list[Configuration], kind: DeviceKind, memory_bytes: int, folder: Path) -> Iterator[Prediction]:
+    """Rehearse every configuration; a micro-batch of 0 becomes the largest that fits."""
+    here = device(kind, memory_bytes, 0)
+    pool = workers()
+    try:
+        for each in chosen:
+            start = time.perf_counter()
+            try:
+                found = _predict(each, here, folder, pool)
+                yield msgspec.structs.replace(found, seconds=time.perf_counter() - start)
+            except (FrugalError, RuntimeError) as error:  # a failure is a result
+                yield Prediction(configuration=each, failure=str(error).strip().splitlines()[-1])
+    finally:
+        pool.close()
+
+
+def _predict(asked: Configuration, here: Any, folder: Path, pool: Any) -> Prediction:
+    with Rehearsals(asked.request(folder), cluster(here), pool=pool) as source:
+        facts = source.facts()
+        strategy = asked.strategy(facts.trainable_parameters)
+        steps = asked.accumulation_steps
+        if asked.micro_batch == 0:
+            pair = [source.rehearsals(strategy, size, steps)[0] for size in (2, 3)]
+            asked = replace(asked, micro_batch=_largest([each.recording for each in pair], here.memory_bytes))
+        rehearsals = source.rehearsals(strategy, asked.micro_batch, steps)
+    timeline = rehearsals[0].timeline
+    sizes, events = timeline.sizes(asked.micro_batch), timeline.events
+    return Prediction(
+        configuration=asked,
+        figures=predicted(rehearsals, cluster(here)),
+        expandable_reserved_bytes=replay(sizes, events, expandable_segments=True).peak_reserved_bytes,
+        parameters=facts.parameters,
+        trainable_parameters=facts.trainable_parameters,
+        largest_parameter=facts.largest_parameter,
+    )
+
+
+def _largest(recordings: list[Any], memory_bytes: int) -> int:
+    """Samples of the largest micro-batch whose step fits into most of the memory."""
+    try:
+        timeline = Timeline.fit(*recordings)
+    except NotAffineError:
+        return 3
+    low, high = 1, MOST_SAMPLES
+    while low < high:
+        middle = (low + high + 1) // 2
+        if smallest_capacity(timeline.sizes(middle), timeline.events) <= LARGEST_SHARE * memory_bytes:
+            low = middle
+        else:
+            high = middle - 1
+    return low
