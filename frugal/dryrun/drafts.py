@@ -12,6 +12,7 @@ from frugal.dryrun.pool import Pool
 from frugal.planning.profile import DeviceKind
 from frugal.planning.request import Request
 from frugal.planning.strategy import Strategy
+from frugal.planning.zero.simulation import covers
 from frugal.planning.zero.trace import ModelTrace
 
 
@@ -50,7 +51,8 @@ class Drafts:
         if not covers(self._request, strategy):
             return None
         self.prepare([strategy])
-        return self._traces[self._question(strategy)]
+        trace = self._traces[self._question(strategy)]
+        return trace if trace is not None and covers(self._request, strategy, trace) else None
 
     def _question(self, strategy: Strategy) -> Trace:
         return Trace(
@@ -64,9 +66,3 @@ class Drafts:
     def _key(self, question: Trace) -> str:
         mode = (question.activation_checkpointing, question.loss, question.zero_stage, question.kind)
         return digest("trace", model_key(self._request), self._request.precision, mode)
-
-
-def covers(request: Request, strategy: Strategy) -> bool:
-    """Whether the simulation knows what DeepSpeed does there."""
-    plain = request.optimizer == "adamw" and request.optimizer_implementation is None
-    return plain and strategy.offload_optimizer == "none" and not strategy.overlap_comm

@@ -35,7 +35,7 @@ def _protect_stdout() -> BinaryIO:
 
 
 def _answer(line: bytes) -> Answer:
-    from frugal.errors import FrugalError, RequestError
+    from frugal.errors import FrugalError
 
     try:
         question: Question = msgspec.json.decode(line, type=Question)
@@ -99,21 +99,31 @@ def _describe(question: Describe) -> Any:
     )
 
 
+@functools.lru_cache(maxsize=1)
+def _built(model: str, task: str | None, precision: str) -> Any:
+    """The model on meta: building a large one takes longer than its trace."""
+    from frugal.dryrun.trace import built
+    from frugal.training.precision import DTYPES
+
+    return built(lambda: _spec(model, task).build(dtype=DTYPES[precision], device="meta"))
+
+
 def _trace(question: Trace) -> Traced:
     from frugal.dryrun.trace import trace
     from frugal.planning.timeline import NotAffineError
-    from frugal.training.precision import DTYPES
 
     spec = _resolved(question)
+    model, building_bytes = _built(question.request.model, question.request.task, question.request.precision)
     try:
         found = trace(
-            spec.build(dtype=DTYPES[question.request.precision], device="meta"),
+            model,
             spec.objective(),
             seq_len=question.request.seq_len,
             kind=question.kind,
             activation_checkpointing_mode=question.activation_checkpointing,
             loss=question.loss,
             zero_stage=question.zero_stage,
+            building_bytes=building_bytes,
         )
     except NotAffineError:
         found = None
