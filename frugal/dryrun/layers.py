@@ -1,6 +1,7 @@
 """The repeated layers of a model: where they are, whether they are alike, and the same model with fewer of them."""
 
 import copy
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -34,8 +35,17 @@ class Repetition:
         return (len(self.layers) - self.first) // self.period
 
 
+_known: "weakref.WeakKeyDictionary[nn.Module, Repetition | None]" = weakref.WeakKeyDictionary()
+
+
 def repetition(model: nn.Module) -> Repetition | None:
     """The repeated layers of `model`; None where there is no list of them, or more than one, or nothing is repeated."""
+    if model not in _known:
+        _known[model] = _find(model)
+    return _known[model]
+
+
+def _find(model: nn.Module) -> Repetition | None:
     lists = [(path, each) for path, each in _outermost_lists(model) if len(each) >= 3 and _is_composed(each[0])]
     if len(lists) != 1:
         return None
@@ -60,7 +70,8 @@ def shortened(model: nn.Module, repeated: Repetition, num_periods: int) -> nn.Mo
     keep = repeated.first + num_periods * repeated.period
     setattr(parent, name, nn.ModuleList(list(repeated.layers)[:keep]))
     try:
-        return copy.deepcopy(model)
+        config = getattr(model, "config", None)
+        return copy.deepcopy(model, {} if config is None else {id(config): config})
     finally:
         setattr(parent, name, repeated.layers)
 

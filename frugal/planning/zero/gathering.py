@@ -77,21 +77,24 @@ class Gathering:
         if in_backward:
             self._in_backward[module] = None
         own = self._own[module]
-        self._gather([parameter for parameter in own if self._status[parameter] == SPLIT])
-        for parameter in own:
-            self._active[parameter].add(module)
-            if parameter in self._in_flight:
-                self._land(parameter)
-        if self._is_known:
+        if own:
+            self._gather([parameter for parameter in own if self._status[parameter] == SPLIT])
+            for parameter in own:
+                self._active[parameter].add(module)
+                if parameter in self._in_flight:
+                    self._land(parameter)
+        if self._queue:
             self._prefetch(own)
         self._step += 1
 
     def release(self, module: int, *, in_backward: bool) -> None:
         """A module has run (ppc:480)."""
-        own = self._own[module]
-        going = self._to_release(module) if self._is_known else frozenset(own)
         if in_backward:
             self._in_backward.pop(module, None)
+        own = self._own[module]
+        if not own:
+            return
+        going = self._to_release(module) if self._is_known else frozenset(own)
         for parameter in own:
             self._active[parameter].discard(module)
             if parameter in going:
@@ -170,12 +173,13 @@ class Gathering:
     def _prefetch(self, own: tuple[int, ...]) -> None:
         """Gather what comes next (ppc:422)."""
         fetched_for, queue = self._fetched_for, self._queue
-        expected = sum(fetched_for.get(parameter, NEVER) < self._step for parameter in own)
-        passed: set[int] = set()
-        while queue and len(passed) < expected:
-            parameter, step = queue.popleft()
-            fetched_for[parameter] = step
-            passed.add(parameter)
+        if own:
+            expected = sum([fetched_for.get(parameter, NEVER) < self._step for parameter in own])
+            passed: set[int] = set()
+            while queue and len(passed) < expected:
+                parameter, step = queue.popleft()
+                fetched_for[parameter] = step
+                passed.add(parameter)
         most = min(self._setting.max_live_elements - self._available, self._setting.prefetch_elements)
         wanted: dict[int, None] = {}
         elements = 0
@@ -185,7 +189,8 @@ class Gathering:
             if self._status[parameter] == SPLIT and parameter not in wanted:
                 wanted[parameter] = None
                 elements += self._setting.all_elements[parameter]
-        self._gather(list(wanted))
+        if wanted:
+            self._gather(list(wanted))
 
     def _to_release(self, module: int) -> frozenset[int]:
         """What a module's parameters are not used for again soon; DeepSpeed decides once for each step (ppc:610)."""
