@@ -14,6 +14,8 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
+from deepspeed.runtime.zero.partition_parameters import InsertPostInitMethodToModuleSubClasses
 from torch import Tensor, nn
 
 from frugal.errors import OutOfMemoryError, PlanMismatchError, RequestError
@@ -25,6 +27,7 @@ from frugal.training import (
     checkpoint,
     generators,
     group,
+    host,
     nvme,
     optimizers,
     padding_masks,
@@ -169,6 +172,8 @@ class Engine:
     def destroy(self) -> None:
         """Free the engine's hooks and buffers, so that another can follow in this process."""
         self.deepspeed.destroy()
+        if self.plan.strategy.zero_stage == 3:  # DeepSpeed leaves its own, which keeps inputs of frozen layers too
+            F.linear = InsertPostInitMethodToModuleSubClasses.linear_bk
         if nvme.is_used(self.plan):
             nvme.remove_folder(self.plan)
 
@@ -215,6 +220,8 @@ def initialize(
         def scheduler(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
             return torch.optim.lr_scheduler.LambdaLR(optimizer, learning_rate_schedule)
 
+    if plan.strategy.offload_optimizer != "none":
+        host.give_back_large_blocks()
     if nvme.is_used(plan):
         plan = nvme.with_own_folder(plan, votes)
     config = deepspeed_config(plan)

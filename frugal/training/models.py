@@ -435,6 +435,8 @@ def _of_factory(reference: str, task: str | None) -> ModelSpec:
 
 
 def _infer_task_of_class(module: nn.Module) -> str | None:
+    if hasattr(module, "get_base_model"):  # peft's wrapper
+        module = module.get_base_model()  # type: ignore[operator]  # a method
     for task in ("seq2seq", "masked-lm", "causal-lm", "sequence-classification"):
         names = _heads(task).get(getattr(getattr(module, "config", None), "model_type", ""), ())
         if type(module).__name__ in ((names,) if isinstance(names, str) else names):

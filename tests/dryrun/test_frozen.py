@@ -1,0 +1,147 @@
+"""Models of which a part is trained: rehearsed as they are measured, and only that part has gradients and states."""
+
+import importlib.util
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from frugal.dryrun.rehearse import rehearse
+from frugal.training.engine import DTYPES, initialize
+from frugal.training.loss import CausalLM
+from frugal.training.models import resolve
+from frugal.training.trial import trial
+from tests.dryrun.test_truth import FAMILIES, TOLERANCE, plan_for
+from tests.ranks import Ranks
+from tests.training.models import ragged_samples
+
+
+class Adapted(nn.Module):
+    """A frozen linear layer and a product of two narrow ones beside it (https://arxiv.org/abs/2106.09685)."""
+
+    def __init__(self, linear: nn.Linear, rank: int = 4) -> None:
+        super().__init__()
+        self.linear = linear
+        self.down = nn.Linear(linear.in_features, rank, bias=False)
+        self.up = nn.Linear(rank, linear.out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) + self.up(self.down(x))
+
+
+def adapted() -> Any:
+    """A Llama with adapters made by hand."""
+    model = FAMILIES["llama"][0]().requires_grad_(False)
+    for layer in model.model.layers:
+        layer.self_attn.q_proj = Adapted(layer.self_attn.q_proj)
+        layer.self_attn.v_proj = Adapted(layer.self_attn.v_proj)
+    return model
+
+
+def lora() -> Any:
+    """The same with peft's adapters."""
+    from peft import LoraConfig, get_peft_model
+
+    return get_peft_model(FAMILIES["llama"][0](), LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+
+
+def head_only() -> Any:
+    """A Llama whose layers are frozen, so that nothing below the head has a gradient."""
+    model = FAMILIES["llama"][0]().requires_grad_(False)
+    model.lm_head.requires_grad_(True)
+    return model
+
+
+MODELS = {"adapted": adapted, "lora": lora, "head only": head_only}
+WITH_PEFT = pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="peft is not installed")
+
+
+def measured(name: str, zero_stage: int, precision: str, mode: str) -> list[tuple[str, int, int]]:
+    """(phase, peak bytes, live bytes) of every stretch of two real steps. Runs on ranks."""
+    plan = plan_for(torch.distributed.get_world_size(), 4, 2, zero_stage, precision, mode)
+    intervals = trial(lambda: MODELS[name]().to(DTYPES[precision]), CausalLM(), plan)
+    return [(interval.phase, interval.peak_bytes, interval.live_bytes) for interval in intervals]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize(
+    ("name", "zero_stage", "precision", "mode"),
+    [
+        ("adapted", 0, "fp32", "off"),
+        ("adapted", 1, "fp32", "full"),
+        ("adapted", 2, "bf16", "selective"),
+        ("adapted", 3, "bf16", "off"),
+        ("head only", 2, "fp32", "off"),
+        pytest.param("lora", 0, "fp32", "selective", marks=WITH_PEFT),
+        pytest.param("lora", 2, "bf16", "off", marks=WITH_PEFT),
+        pytest.param("lora", 3, "bf16", "full", marks=WITH_PEFT),
+    ],
+)
+def test_frozen_parameters_are_as_rehearsed(
+    world_size: int, name: str, zero_stage: int, precision: str, mode: str, request: pytest.FixtureRequest
+) -> None:
+    ranks: Ranks = request.getfixturevalue({1: "one_rank", 2: "two_ranks"}[world_size])
+    plan = plan_for(world_size, 4, 2, zero_stage, precision, mode)
+
+    def on_meta() -> Any:
+        with torch.device("meta"):
+            return MODELS[name]().to(DTYPES[precision])
+
+    for rank, truth in enumerate(ranks.run(measured, name, zero_stage, precision, mode)):
+        found = rehearse(
+            on_meta, CausalLM(), plan.request, plan.strategy,
+            micro_batch=4, accumulation_steps=2, world_size=world_size, rank=rank, kind="cpu",
+        )  # fmt: skip
+        for interval, (phase, peak, live) in zip(found.timeline.intervals(4), truth, strict=True):
+            assert (interval.phase, interval.peak_bytes) == (phase, pytest.approx(peak, rel=TOLERANCE))
+            assert interval.live_bytes == pytest.approx(live, rel=TOLERANCE)
+
+
+def trained(name: str, zero_stage: int) -> tuple[list[float], set[str], int]:
+    """Losses, the names of what changed, and the elements with optimizer states on this rank. Runs on ranks."""
+    import deepspeed
+
+    torch.manual_seed(0)
+    model = MODELS[name]()
+    before = {key: value.detach().clone() for key, value in model.named_parameters()}
+    plan = plan_for(torch.distributed.get_world_size(), 2, 2, zero_stage, "fp32", "selective")
+    engine = initialize(model, plan, CausalLM())
+    losses = [engine.train_step(ragged_samples(8, seed=0)).loss for _ in range(4)]
+    with deepspeed.zero.GatheredParameters(list(engine.module.parameters()), enabled=zero_stage == 3):
+        changed = {key for key, value in engine.module.named_parameters() if not torch.equal(value, before[key])}
+    states = [state["exp_avg"] for state in engine.deepspeed.optimizer.optimizer.state.values()]
+    engine.destroy()
+    return losses, changed, sum(state.numel() for state in states)
+
+
+@pytest.mark.parametrize("name", ["adapted", pytest.param("lora", marks=WITH_PEFT)])
+@pytest.mark.parametrize("zero_stage", [2, 3])
+def test_only_what_is_trainable_is_trained_and_has_states(name: str, zero_stage: int, two_ranks: Ranks) -> None:
+    trainable = {key: value for key, value in MODELS[name]().named_parameters() if value.requires_grad}
+    for losses, changed, elements in two_ranks.run(trained, name, zero_stage):
+        assert losses == sorted(losses, reverse=True)
+        assert changed == trainable.keys()
+        assert elements == sum(parameter.numel() for parameter in trainable.values()) / 2
+
+
+def linear_after(zero_stage: int) -> bool:
+    """Whether `F.linear` is torch's own once an engine is gone. Runs on ranks."""
+    trained("adapted", zero_stage)
+    return F.linear is torch._C._nn.linear
+
+
+def test_zero_3_leaves_nothing_behind_that_keeps_the_inputs_of_frozen_layers(two_ranks: Ranks) -> None:
+    assert two_ranks.run(linear_after, 3) == [True, True]
+
+
+@WITH_PEFT
+def test_the_task_of_an_adapted_model_is_that_of_the_model_inside() -> None:
+    assert resolve("tests.dryrun.test_frozen:lora").task == "causal-lm"
+
+
+def test_a_factory_s_frozen_parameters_are_not_counted_as_trainable() -> None:
+    model = resolve("tests.dryrun.test_frozen:adapted").build(dtype=torch.bfloat16, device="meta")
+    sizes = [parameter.numel() for parameter in model.parameters() if parameter.requires_grad]
+    assert sizes == [4 * 64, 64 * 4, 4 * 64, 32 * 4] * 2
