@@ -21,7 +21,17 @@ from frugal.dryrun.tracker import Tracker
 from frugal.planning.strategy import ActivationCheckpointing
 from frugal.planning.timeline import NotAffineError, Timeline
 from frugal.planning.zero.splicing import Marks, NotPeriodicError, splice
-from frugal.planning.zero.trace import ARRIVAL, END, GRADIENT, LAYER, Mark, ModelTrace, RawTrace, fitted
+from frugal.planning.zero.trace import (
+    ARRIVAL,
+    BATCH_ENDS,
+    GRADIENT,
+    LAYER,
+    LOSS_ENDS,
+    Mark,
+    ModelTrace,
+    RawTrace,
+    fitted,
+)
 from frugal.training import activation_checkpointing, padding_masks, tiled_loss
 from frugal.training.loss import Objective
 from frugal.training.measure import BACKWARD, FORWARD
@@ -207,7 +217,6 @@ def _record(model: nn.Module, layers: str, mode: _Mode, micro_batch: int) -> Raw
         zero3.install(model, recorder.module)
     with recorder:
         _micro_step(recorder, model, mode.objective, example)
-    gc.collect()
     return RawTrace(
         recording=recorder.recording(micro_batch),
         marks=tuple(map(tuple, recorder.marks)),
@@ -217,17 +226,23 @@ def _record(model: nn.Module, layers: str, mode: _Mode, micro_batch: int) -> Raw
 
 
 def _micro_step(recorder: Recorder, model: nn.Module, objective: Objective, example: dict[str, Tensor]) -> None:
-    """As `Engine.accumulate` and DeepSpeed's `backward` do it, down to the scalars."""
+    """As `Engine.accumulate` and DeepSpeed's `backward` do it, down to the scalars and to when cycles are collected."""
     total = torch.zeros((), dtype=torch.float64, device="meta")
     batch = {name: tensor.to("meta") for name, tensor in example.items()}
     recorder.mark(FORWARD)
     loss = objective.loss_sum(model, batch)
     total += loss.detach()
-    loss = loss * 1.0
+    gc.collect()
     recorder.mark(BACKWARD)
     scaled = loss * 1.0
     scaled.backward()
-    recorder.mark(END)
+    del scaled
+    recorder.mark(BATCH_ENDS)
+    del batch, total
+    gc.collect()
+    recorder.mark(LOSS_ENDS)
+    del loss
+    gc.collect()
 
 
 @contextmanager

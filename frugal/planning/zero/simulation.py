@@ -10,7 +10,7 @@ from frugal.planning.zero.replicated import Replicated
 from frugal.planning.zero.setting import NUM_STATES, Setting
 from frugal.planning.zero.split import Split
 from frugal.planning.zero.stream import MicroStep, Stream
-from frugal.planning.zero.trace import ARRIVAL, END, ModelTrace
+from frugal.planning.zero.trace import ARRIVAL, BATCH_ENDS, LOSS_ENDS, ModelTrace
 
 NUM_STEPS = 2
 
@@ -107,12 +107,15 @@ def _accumulate(stream: Stream, trace: ModelTrace, optimizer: Engine, num_steps:
     for i, step in enumerate(steps):
         if i and kind != "cpu":
             step.play(ARRIVAL, optimizer)
-            steps[i - 1].play(END, optimizer)
+            steps[i - 1].play(BATCH_ENDS, optimizer)
         stream.phase("forward")
         step.play("forward", optimizer)
+        if i:
+            steps[i - 1].play(LOSS_ENDS, optimizer)
         stream.phase("backward")
         optimizer.begin(is_boundary=i == num_steps - 1)
         step.play("backward", optimizer)
         optimizer.end()
     for step in steps if kind == "cpu" else steps[-1:]:
-        step.play(END, optimizer)
+        step.play(BATCH_ENDS, optimizer)
+    steps[-1].play(LOSS_ENDS, optimizer)

@@ -5,8 +5,9 @@ from functools import cached_property
 
 from frugal.planning.timeline import NotAffineError, Recording, Timeline
 
-ARRIVAL, END = "arrival", "end"
-"""Phases of a trace besides forward and backward: its batch comes to the device; what is left of it goes."""
+ARRIVAL, BATCH_ENDS, LOSS_ENDS = "arrival", "batch ends", "loss ends"
+"""Phases of a trace besides forward and backward: its batch comes to the device; it goes; the loss goes, with what the
+graph behind it still holds."""
 
 GRADIENT, DEATH, FORWARD_BEGINS, FETCH, RELEASE, FETCH_IN_BACKWARD, RELEASE_IN_BACKWARD, HOLD, LET_GO, LAYER = range(10)
 """What a mark says: a gradient is whole; a storage that was a gradient dies. Under ZeRO-3 also: the model's forward
@@ -47,7 +48,7 @@ class ModelTrace:
     """One micro-step for every micro-batch at once; gradients are dropped as soon as autograd has summed them.
 
     Attributes:
-        stream: births and deaths, in the phases `ARRIVAL`, forward and backward. The model's parameters and buffers
+        stream: births and deaths, in the phases `ARRIVAL`, forward, backward, `BATCH_ENDS`, `LOSS_ENDS`. The model's parameters and buffers
             are not part of it.
         marks: what a ZeRO optimizer acts on, of each phase, in order. A gradient's storage is -1 where it is not of
             this stream.

@@ -1,0 +1,200 @@
+"""DeepSpeed by arithmetic takes the memory that a rehearsal of DeepSpeed takes, in every phase."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from frugal.dryrun.rehearse import rehearse
+from frugal.dryrun.trace import built, trace
+from frugal.planning.request import Request
+from frugal.planning.strategy import Strategy
+from frugal.planning.zero.simulation import covers, simulate
+from frugal.planning.zero.trace import ModelTrace
+from frugal.training.engine import DTYPES
+from frugal.training.loss import CausalLM, MaskedLM, Seq2Seq
+
+TOLERANCE = 0.001  # of a phase's bytes; operators on scalars are left out, which is seen on models this small
+SEQ_LEN, MICRO_BATCH = 40, 4  # traced are 2 and 3 samples
+VOCABULARY = 1000  # the embedding is most of a model
+
+FAMILIES: dict[str, tuple[str, Callable[[], Any], dict[str, Any]]] = {
+    "llama": (
+        "AutoModelForCausalLM",
+        CausalLM,
+        {"hidden_size": 96, "intermediate_size": 160, "num_hidden_layers": 2, "num_attention_heads": 4,
+         "num_key_value_heads": 2},
+    ),
+    "gpt2": ("AutoModelForCausalLM", CausalLM, {"n_embd": 96, "n_layer": 2, "n_head": 2, "n_positions": 64}),
+    "bert": (
+        "AutoModelForMaskedLM",
+        lambda: MaskedLM(pad_id=0, mask_id=999, vocab_size=VOCABULARY),
+        {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2, "num_attention_heads": 4},
+    ),
+    "t5": (
+        "AutoModelForSeq2SeqLM",
+        lambda: Seq2Seq(0, start_id=0),
+        {"d_model": 64, "d_kv": 16, "d_ff": 160, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0},
+    ),
+}  # fmt: skip
+
+SMALL_BUCKETS = {
+    "reduce_bucket_elements": 20_000,  # less than the largest parameters
+    "prefetch_bucket_elements": 10_000,
+    "max_live_elements": 30_000,
+    "persistence_threshold_elements": 100,
+    "sub_group_elements": 50_000,
+}
+
+
+def builder(family: str, precision: str) -> Callable[[], Any]:
+    def build() -> Any:
+        import transformers
+
+        auto, _, config = FAMILIES[family]
+        made = transformers.AutoConfig.for_model(
+            family, vocab_size=VOCABULARY, bos_token_id=0, eos_token_id=0, use_cache=False, **config
+        )
+        with torch.device("meta"):
+            return getattr(transformers, auto).from_config(made, dtype=DTYPES[precision]).train()
+
+    return build
+
+
+def traced(family: str, request: Request, strategy: Strategy, kind: str) -> ModelTrace:
+    model, building_bytes = built(builder(family, request.precision))
+    return trace(
+        model,
+        FAMILIES[family][1](),
+        seq_len=SEQ_LEN,
+        kind=kind,
+        activation_checkpointing_mode=strategy.activation_checkpointing,
+        loss=strategy.loss,
+        zero_stage=strategy.zero_stage,
+        building_bytes=building_bytes,
+    )
+
+
+def compare(
+    family: str,
+    zero_stage: int,
+    *,
+    precision: str = "bf16",
+    world_size: int = 2,
+    rank: int = 0,
+    steps: int = 1,
+    kind: str = "cuda",
+    request: dict[str, Any] | None = None,
+    **strategy: Any,
+) -> None:
+    """Peak and live bytes of every phase, host bytes, and the categories at the peak."""
+    asked = Request(precision=precision, seq_len=SEQ_LEN, **(request or {}))
+    way = Strategy(zero_stage=zero_stage, **strategy)
+    rehearsed = rehearse(
+        builder(family, precision),
+        FAMILIES[family][1](),
+        asked,
+        way,
+        micro_batch=MICRO_BATCH,
+        accumulation_steps=steps,
+        world_size=world_size,
+        rank=rank,
+        kind=kind,
+    )
+    alone = traced(family, asked, way, kind)
+    assert covers(asked, way, alone)
+    simulated = simulate(alone, asked, way, world_size=world_size, rank=rank, accumulates=steps > 1, kind=kind)
+    expected = rehearsed.timeline.intervals(MICRO_BATCH)
+    found = simulated.timeline.intervals(MICRO_BATCH)
+    assert [interval.phase for interval in found] == [interval.phase for interval in expected]
+    for one, other in zip(found, expected, strict=True):
+        assert one.peak_bytes == pytest.approx(other.peak_bytes, rel=TOLERANCE), other.phase
+        assert one.live_bytes == pytest.approx(other.live_bytes, rel=TOLERANCE), other.phase
+    assert simulated.host_bytes == pytest.approx(rehearsed.host_bytes, rel=TOLERANCE)
+    peak = rehearsed.timeline.peak(MICRO_BATCH)
+    for name, size_bytes in simulated.timeline.peak(MICRO_BATCH).categories.items():
+        assert size_bytes == pytest.approx(peak.categories[name], abs=TOLERANCE * peak.total_bytes), name
+
+
+LAYOUTS = [(1, 0, 1), (2, 1, 2), (8, 3, 2), (64, 63, 1)]
+"""World size, rank, micro-steps: alone, the last, one in between, and more ranks than a part needs."""
+
+
+@pytest.mark.parametrize(("world_size", "rank", "steps"), LAYOUTS)
+@pytest.mark.parametrize(("zero_stage", "precision"), [(0, "fp32"), (1, "fp32"), (2, "bf16"), (2, "fp32"), (3, "bf16")])
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_every_phase_is_as_rehearsed(
+    family: str, zero_stage: int, precision: str, world_size: int, rank: int, steps: int
+) -> None:
+    small = world_size in (2, 64)
+    compare(
+        family,
+        zero_stage,
+        precision=precision,
+        world_size=world_size,
+        rank=rank,
+        steps=steps,
+        activation_checkpointing="full" if rank else "off",
+        loss="tiled" if world_size == 8 else "plain",
+        **(SMALL_BUCKETS if small else {}),
+    )
+
+
+@pytest.mark.parametrize("zero_stage", [2, 3])
+@pytest.mark.parametrize("family", ["bert", "t5"])
+def test_bidirectional_models_and_shared_embeddings_too(family: str, zero_stage: int) -> None:
+    compare(family, zero_stage, world_size=4, rank=3, steps=2, activation_checkpointing="full", **SMALL_BUCKETS)
+
+
+@pytest.mark.parametrize(("zero_stage", "precision"), [(0, "fp32"), (2, "fp16"), (3, "fp32")])
+def test_on_a_cpu_the_model_is_built_where_it_is_trained(zero_stage: int, precision: str) -> None:
+    compare("gpt2", zero_stage, precision=precision, world_size=3, rank=1, steps=2, kind="cpu")
+
+
+@pytest.mark.parametrize("zero_stage", [1, 3])
+def test_without_states_and_without_clipping(zero_stage: int) -> None:
+    compare(
+        "llama", zero_stage, precision="fp32", request={"optimizer": "sgd", "gradient_clipping": 0.0}, **SMALL_BUCKETS
+    )
+
+
+@pytest.mark.parametrize(
+    ("request_", "strategy"),
+    [
+        ({"optimizer_implementation": "for-loop"}, {}),
+        ({"optimizer": "adamw-8bit"}, {}),
+        ({"optimizer": "sgd", "momentum": 0.9}, {}),
+        ({}, {"overlap_comm": True}),
+        ({}, {"gradient_accumulation_dtype": "bf16"}),
+    ],
+)
+def test_what_is_not_simulated_is_said(request_: dict[str, Any], strategy: dict[str, Any]) -> None:
+    assert covers(Request(), Strategy(zero_stage=2))
+    assert not covers(Request(**request_), Strategy(zero_stage=2, **strategy))
+
+
+def test_frozen_parameters_are_simulated_below_zero_3_only() -> None:
+    def build() -> Any:
+        model = builder("llama", "bf16")()
+        model.model.embed_tokens.weight.requires_grad = False
+        return model
+
+    alone = trace(
+        build(),
+        CausalLM(),
+        seq_len=SEQ_LEN,
+        kind="cuda",
+        activation_checkpointing_mode="off",
+        loss="plain",
+        zero_stage=2,
+    )
+    request, strategy = Request(seq_len=SEQ_LEN), Strategy(zero_stage=2, **SMALL_BUCKETS)
+    assert covers(request, strategy, alone)
+    assert not covers(request, Strategy(zero_stage=3), alone)
+    rehearsed = rehearse(
+        build, CausalLM(), request, strategy,
+        micro_batch=MICRO_BATCH, accumulation_steps=1, world_size=2, rank=0, kind="cuda",
+    )  # fmt: skip
+    simulated = simulate(alone, request, strategy, world_size=2, rank=0, accumulates=False, kind="cuda")
+    assert simulated.timeline.peak_bytes(MICRO_BATCH) == pytest.approx(rehearsed.peak.total_bytes, rel=TOLERANCE)

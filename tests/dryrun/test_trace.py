@@ -1,0 +1,154 @@
+"""A trace of a few layers, spliced, is the trace of all layers."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from frugal.dryrun import trace as tracing
+from frugal.dryrun.layers import repetition
+from frugal.dryrun.trace import trace
+from frugal.planning.zero.trace import ModelTrace
+from frugal.training.loss import CausalLM, MaskedLM, Objective, Seq2Seq, SummedLoss
+
+SEQ_LEN = 40
+
+SMALL = {"vocab_size": 500, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "use_cache": False}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {**SMALL, "num_hidden_layers": 8, "num_key_value_heads": 2},
+    "gpt2": {"vocab_size": 500, "n_embd": 64, "n_layer": 8, "n_head": 2, "n_positions": 64, "use_cache": False},
+    "bert": {**SMALL, "num_hidden_layers": 8},
+    "qwen3_moe": {
+        **SMALL, "num_hidden_layers": 8, "num_key_value_heads": 2, "head_dim": 32, "moe_intermediate_size": 32,
+        "num_experts": 8, "num_experts_per_tok": 2,
+    },
+    "gpt_oss": {
+        **SMALL, "num_hidden_layers": 14, "num_key_value_heads": 2, "head_dim": 32, "sliding_window": 16,
+        "num_local_experts": 8, "num_experts_per_tok": 2,
+    },
+    "t5": {
+        "vocab_size": 500, "d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 7, "num_heads": 4, "use_cache": False,
+        "decoder_start_token_id": 0,
+    },
+}  # fmt: skip
+
+
+def build(family: str, **changes: Any) -> nn.Module:
+    import transformers
+
+    auto = {"bert": "AutoModelForMaskedLM", "t5": "AutoModelForSeq2SeqLM"}.get(family, "AutoModelForCausalLM")
+    config = transformers.AutoConfig.for_model(
+        family, **{"bos_token_id": 0, "eos_token_id": 0, **FAMILIES[family], **changes}
+    )
+    with torch.device("meta"):
+        return getattr(transformers, auto).from_config(config, dtype=torch.bfloat16).train()
+
+
+def objective(family: str) -> Objective:
+    if family == "bert":
+        return MaskedLM(pad_id=0, mask_id=499, vocab_size=500)
+    return Seq2Seq(0, start_id=0) if family == "t5" else CausalLM()
+
+
+def refuse(*_: Any) -> Any:
+    raise LookupError
+
+
+def both(
+    model: nn.Module,
+    goal: Objective,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    mode: str = "off",
+    loss: str = "plain",
+    stage: int = 2,
+) -> tuple[ModelTrace | None, ModelTrace]:
+    """The spliced trace, if there is one, and that of the whole model."""
+    traces = []
+    for dropped in (
+        lambda patch: patch.setattr(tracing, "_whole", refuse),
+        lambda patch: patch.setattr(tracing, "_spliced", lambda *_: None),
+    ):
+        with monkeypatch.context() as patch:
+            dropped(patch)
+            try:
+                made = trace(
+                    model, goal, seq_len=SEQ_LEN, kind="cuda", activation_checkpointing_mode=mode, loss=loss,
+                    zero_stage=stage,
+                )  # fmt: skip
+            except LookupError:
+                made = None
+            traces.append(made)
+    assert traces[1] is not None
+    return traces[0], traces[1]
+
+
+CASES = [
+    ("llama", {}, "off", "plain", 2),
+    ("llama", {}, "full", "tiled", 3),
+    ("llama", {"tie_word_embeddings": True}, "full", "plain", 2),
+    ("gpt2", {}, "off", "tiled", 3),
+    ("gpt2", {}, "full", "plain", 3),
+    ("bert", {}, "full", "plain", 2),
+    ("qwen3_moe", {}, "full", "plain", 2),
+    ("gpt_oss", {}, "off", "plain", 2),
+]
+
+
+@pytest.mark.parametrize(("family", "changes", "mode", "loss", "stage"), CASES)
+def test_spliced_and_whole_traces_are_the_same(
+    family: str, changes: dict[str, Any], mode: str, loss: str, stage: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spliced, whole = both(build(family, **changes), objective(family), monkeypatch, mode=mode, loss=loss, stage=stage)
+    assert spliced == whole
+
+
+def test_two_stacks_of_layers_are_traced_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    spliced, whole = both(build("t5"), objective("t5"), monkeypatch)
+    assert spliced is None
+    assert whole.has_all_gradients
+
+
+def test_alternating_layers_are_one_period() -> None:
+    found = repetition(build("gpt_oss"))
+    assert found is not None
+    assert (found.first, found.period, found.num_periods) == (0, 2, 7)
+
+
+def test_a_first_layer_of_another_kind_is_no_part_of_a_period() -> None:
+    found = repetition(build("qwen3_moe", mlp_only_layers=[0]))
+    assert found is not None
+    assert (found.first, found.period, found.num_periods) == (1, 1, 7)
+
+
+def test_layers_that_differ_in_a_setting_are_not_spliced() -> None:
+    model = build("llama")
+    for number, layer in enumerate(model.model.layers):
+        layer.self_attn.attention_dropout = number / 100
+    assert repetition(model) is None
+
+
+class Collecting(nn.Module):
+    """Keeps what every layer says, so that a tensor outside the layers grows with their number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`(samples, 16)` to the same."""
+        seen = []
+        for layer in self.layers:
+            x = layer(x)
+            seen.append(x)
+        return torch.stack(seen).sum(0)
+
+
+def test_a_model_that_collects_its_layers_is_traced_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    with torch.device("meta"):
+        model = Collecting()
+    goal = SummedLoss(lambda model, batch: model(batch["x"]).sum(), example={"x": torch.zeros(16)})
+    spliced, whole = both(model, goal, monkeypatch)
+    assert spliced is None
+    assert whole.has_all_gradients
