@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from frugal.dryrun.rehearsal import Rehearsal
+from frugal.planning import host
 from frugal.planning.allocator import CachingAllocator, replay, smallest_capacity
 from frugal.planning.profile import DeviceKind
 
@@ -19,7 +20,7 @@ class Figures:
         smallest_capacity_bytes: the least memory in which the step runs: a full device gives back cached segments.
         categories: what holds the peak; the sum is `peak_allocated_bytes`.
         phases: the peak of each phase; the largest is `peak_allocated_bytes`.
-        host_bytes_per_node: tensors on the host of a node with all its ranks.
+        host_bytes_per_node: of a node with all its ranks: their tensors on the host, and their processes.
         operator: what allocates at the peak.
         phase: when the peak is.
     """
@@ -60,7 +61,7 @@ def figures(rehearsals: Sequence[Rehearsal], kind: DeviceKind, ranks_per_node: i
         smallest_capacity_bytes=capacity,
         categories=categories,
         phases={name: max(each[name] for each in phases) for name in phases[0]},
-        host_bytes_per_node=max(each.host_bytes for each in rehearsals) * ranks_per_node,
+        host_bytes_per_node=host.node_bytes(max(each.host_bytes for each in rehearsals), kind, ranks_per_node),
         operator=peak.operator,
         phase=peak.phase,
     )

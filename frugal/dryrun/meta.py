@@ -29,6 +29,7 @@ from frugal.dryrun import gathering
 from frugal.dryrun.optimizers import without_kernels
 
 SideStream = Callable[[str], AbstractContextManager[Any]]
+Pinning = Callable[[], AbstractContextManager[Any]]
 
 ENDLESS_BYTES = 1 << 50  # so that DeepSpeed never takes a path for devices that are nearly full
 
@@ -36,9 +37,10 @@ ENDLESS_BYTES = 1 << 50  # so that DeepSpeed never takes a path for devices that
 class MetaAccelerator(CPU_Accelerator):
     """Meta tensors as DeepSpeed's accelerator: synchronous, half precision of both kinds, memory without end."""
 
-    def __init__(self, side_stream: SideStream | None = None) -> None:
+    def __init__(self, side_stream: SideStream | None = None, pinning: Pinning | None = None) -> None:
         super().__init__()
         self._side_stream = side_stream
+        self._pinning = pinning
         self._name = "meta"
         self._communication_backend_name = "fake"
 
@@ -70,9 +72,18 @@ class MetaAccelerator(CPU_Accelerator):
         """As on every GPU frugal plans for."""
         return True
 
-    def pin_memory(self, tensor: Tensor, align_bytes: int = 1) -> Tensor:
-        """Pinning copies on a real host; the pages are the same size."""
-        return tensor
+    def pin_memory(self, tensor: Tensor, make_copy: bool = True, match_shape: bool = True) -> Tensor:
+        """A copy, as on a host with a GPU, in a block whose size is the next power of two.
+
+        torch/include/ATen/core/CachingHostAllocator.h:305. A host without a GPU pins nothing.
+        """
+        if self._pinning is None or tensor.is_meta or not tensor.nbytes:
+            return tensor
+        block_bytes = 1 << (tensor.nbytes - 1).bit_length()
+        with self._pinning():
+            block = torch.empty(block_bytes // tensor.element_size(), dtype=tensor.dtype)
+        pinned = block[: tensor.numel()]
+        return pinned.view(tensor.shape) if match_shape else pinned
 
     def is_pinned(self, tensor: Tensor) -> bool:
         """Whatever is asked for counts as pinned."""
@@ -94,15 +105,18 @@ class MetaAccelerator(CPU_Accelerator):
 
 
 @contextmanager
-def pretend(*, rank: int, world_size: int, side_stream: SideStream | None = None) -> Iterator[None]:
+def pretend(
+    *, rank: int, world_size: int, side_stream: SideStream | None = None, pinning: Pinning | None = None
+) -> Iterator[None]:
     """Be `rank` of `world_size`, on a meta device, inside the `with` block.
 
     `side_stream`: entered where the engine works on a stream beside the computing one; None: it has only one.
+    `pinning`: entered where pinned host memory is made; None: the host pins nothing.
     """
     with ExitStack() as stack:
         environment = {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(world_size), "LOCAL_SIZE": "1"}
         stack.enter_context(patch.dict(os.environ, environment))
-        stack.enter_context(_accelerator(MetaAccelerator(side_stream)))
+        stack.enter_context(_accelerator(MetaAccelerator(side_stream, pinning)))
         stack.enter_context(patch("deepspeed.comm.torch.build_shm_op", lambda: None))  # would call a compiler
         stack.enter_context(_process_group(rank, world_size))
         stack.enter_context(_agreement())

@@ -80,8 +80,9 @@ def _rehearse(
     """One attempt."""
     kind, strategy, world_size = tracker.kind, plan.strategy, plan.batch.world_size
     side_stream = tracker.side_stream if kind == "cuda" and strategy.overlap_comm else None
+    pinning = tracker.pinning if kind == "cuda" else None
     with (
-        pretend(rank=rank, world_size=world_size, side_stream=side_stream),
+        pretend(rank=rank, world_size=world_size, side_stream=side_stream, pinning=pinning),
         kernels_of(kind),
         _no_collection(),
     ):

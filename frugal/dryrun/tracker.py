@@ -6,6 +6,7 @@ so their pages cost nothing; operators on them only make the outputs that they w
 
 import math
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -57,6 +58,9 @@ class Tracker(StorageWatch):
         self._phases: list[tuple[str, int]] = [(INITIALISATION, 0)]
         self._storage: dict[int, int] = {}  # address of a live device storage -> its index
         self._host: set[int] = set()  # addresses of live host storages
+        self._is_pinning = False
+        self._pinned: set[int] = set()  # addresses of live pinned storages
+        self._free_pinned: Counter[int] = Counter()  # bytes of a pinned block -> how many are kept for reuse
         self._side_stream = ""  # the one that works now
         self._side_idle = True  # nothing was made yet in the block that works now
         self._side_works: dict[str, int] = {}  # side stream -> pieces of work begun
@@ -131,6 +135,18 @@ class Tracker(StorageWatch):
         self._side_works[stream] += 1
         self._finish(stream, self._side_works[stream] - SIDE_WORKS_IN_FLIGHT)
 
+    @contextmanager
+    def pinning(self) -> Iterator[None]:
+        """What is made on the host inside the `with` block is pinned.
+
+        torch keeps a pinned block that is freed, for the next one of its size (CachingHostAllocator.h:358).
+        """
+        self._is_pinning = True
+        try:
+            yield
+        finally:
+            self._is_pinning = False
+
     def _finish(self, stream: str, work: int) -> None:
         """All of a side stream's work up to number `work` is done, so what it held is free."""
         held = self._unfinished[stream]
@@ -181,6 +197,11 @@ class Tracker(StorageWatch):
                 self._waiting[address] = size_bytes
             else:
                 self._host.add(address)
+            if self._is_pinning:
+                self._pinned.add(address)
+                if self._free_pinned[size_bytes]:
+                    self._free_pinned[size_bytes] -= 1
+                    return
             self.host_live_bytes += size_bytes
             self.host_peak_bytes = max(self.host_peak_bytes, self.host_live_bytes)
             return
@@ -206,7 +227,11 @@ class Tracker(StorageWatch):
             self._events.append(index)
         elif address in self._host:
             self._host.discard(address)
-            self.host_live_bytes -= size_bytes
+            if address in self._pinned:
+                self._pinned.discard(address)
+                self._free_pinned[size_bytes] += 1
+            else:
+                self.host_live_bytes -= size_bytes
         elif self._waiting.pop(address, None) is not None:
             self.host_live_bytes -= size_bytes
 

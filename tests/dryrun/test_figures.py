@@ -2,6 +2,7 @@
 
 from frugal.dryrun.figures import figures, fullest
 from frugal.dryrun.rehearsal import Rehearsal
+from frugal.planning import host
 from frugal.planning.timeline import ACTIVATIONS, PARAMETERS, Recording
 from frugal.units import MIB
 
@@ -18,18 +19,19 @@ def rehearsal(held: int, step: int, host: int = 0) -> Rehearsal:
 
 
 def test_each_phase_is_that_of_the_rank_fullest_then() -> None:
-    ranks = [rehearsal(100, 10, host=5), rehearsal(80, 60, host=7)]
+    ranks = [rehearsal(100, 10), rehearsal(80, 60)]
     found = figures(ranks, "cpu", 2)
     assert found.phases == {"forward": 100, "optimizer step": 140}
     assert found.peak_allocated_bytes == found.peak_reserved_bytes == found.smallest_capacity_bytes == 140
     assert (found.categories["parameters"], found.categories["activations"]) == (80, 60)
-    assert (found.phase, found.operator, found.host_bytes_per_node) == ("optimizer step", "use", 14)
+    assert (found.phase, found.operator, found.host_bytes_per_node) == ("optimizer step", "use", 0)
     assert fullest(ranks, "cpu") is ranks[1]
     assert fullest(ranks, "cpu").explain("activations") == [("layer", 60)]
 
 
 def test_on_cuda_blocks_and_segments_count() -> None:
-    found = figures([rehearsal(700, 3 * MIB)], "cuda", 1)
+    found = figures([rehearsal(700, 3 * MIB, host=5), rehearsal(700, 3 * MIB, host=MIB)], "cuda", 2)
     assert found.phases == {"forward": 1024, "optimizer step": 3 * MIB + 1024}
     assert found.categories["rounding"] == 1024 - 700
     assert found.peak_reserved_bytes == 2 * MIB + 20 * MIB  # a small segment and a large one
+    assert found.host_bytes_per_node == 2 * host.rank_bytes(MIB, "cuda")

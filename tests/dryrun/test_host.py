@@ -1,0 +1,72 @@
+"""What a rehearsal says of the host: pinned blocks, states on it, and what a process takes without any tensor."""
+
+from typing import Any
+
+import torch
+
+from frugal.dryrun.rehearse import rehearse
+from frugal.planning import host
+from frugal.planning.plan import Plan
+from frugal.training.loss import CausalLM
+from frugal.units import GIB, MIB
+from tests.dryrun.test_truth import SMALL_BUCKETS
+from tests.plans import plan_by_hand
+from tests.training.models import tiny_gpt2
+
+
+def host_bytes(zero_stage: int, world_size: int = 1, **strategy: Any) -> int:
+    """The peak of a rank's tensors on the host of a GPU."""
+    plan: Plan = plan_by_hand(
+        world_size=world_size,
+        global_batch=world_size,
+        micro_batch=1,
+        zero_stage=zero_stage,
+        request={"precision": "bf16"},
+        strategy={**SMALL_BUCKETS, **strategy},
+    )
+
+    def build() -> torch.nn.Module:
+        with torch.device("meta"):
+            return model().to(torch.bfloat16)
+
+    return rehearse(
+        build, CausalLM(), plan.request, plan.strategy,
+        micro_batch=1, accumulation_steps=1, world_size=world_size, rank=0, kind="cuda",
+    ).host_bytes  # fmt: skip
+
+
+def model() -> torch.nn.Module:
+    return tiny_gpt2(n_embd=128, n_layer=4, vocab_size=2048)
+
+
+ELEMENTS = sum(parameter.numel() for parameter in model().parameters())
+
+
+def power_of_two(size_bytes: int) -> int:
+    return 1 << (size_bytes - 1).bit_length()
+
+
+def test_offloaded_states_are_pinned_in_powers_of_two_and_moments_are_not() -> None:
+    """Master weights, gradients and the updated parameters are pinned, 4 + 4 + 2 bytes; the moments take 8."""
+    states = 2 * power_of_two(4 * ELEMENTS) + power_of_two(2 * ELEMENTS) + 8 * ELEMENTS
+    largest = 2 * 4 * 2048 * 128  # two gradients of the largest parameter on their way
+    assert states <= host_bytes(2, offload_optimizer="cpu") <= states + 2 * power_of_two(largest)
+
+
+def test_each_rank_holds_its_share() -> None:
+    alone, one_of_four = (host_bytes(3, world, offload_optimizer="cpu") for world in (1, 4))
+    assert one_of_four < alone / 2
+
+
+def test_what_is_on_disk_is_not_in_host_memory_but_its_buffers_are() -> None:
+    on_disk = {"offload_optimizer": "nvme", "nvme_path": "/nowhere", "sub_group_elements": 100_000}
+    buffers = 4 * 4 * 2048 * 128  # four of the largest sub-group, which is the largest parameter
+    in_memory = host_bytes(3, offload_optimizer="cpu", sub_group_elements=100_000)
+    assert buffers <= host_bytes(3, **on_disk)
+    assert host_bytes(3, **on_disk) < in_memory + buffers - 8 * 2048 * 128
+
+
+def test_a_nodes_ranks_are_processes_too() -> None:
+    assert host.node_bytes(10 * GIB, "cuda", 8) == 8 * (2 * GIB + int(10 * GIB * 1.03))
+    assert host.node_bytes(10 * GIB, "cpu", 8) == 0
+    assert host.rank_bytes(0, "cpu") == 372 * MIB
