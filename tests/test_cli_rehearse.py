@@ -1,12 +1,16 @@
 """`frugal rehearse`: what a step holds, for a plan or a model, against what the plan promised."""
 
+import csv
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 from frugal.cli import run
+from frugal.dryrun import curve
 from frugal.planning.plan import Plan
+from frugal.planning.timeline import CATEGORIES
 
 CONFIG = {
     "model_type": "gpt2", "n_layer": 2, "n_embd": 64, "n_head": 2, "vocab_size": 256, "n_positions": 128,
@@ -57,7 +61,50 @@ def test_a_model_is_rehearsed_as_pinned_and_explained(capsys: pytest.CaptureFixt
         "ZeRO-3, activation checkpointing full\n"
         "2 GPUs, micro-batch 4, 2 accumulation steps\n\nat its peak, in "
     )
-    assert "\n\nit fits\n\nparameters at the peak, by the module that made them\n" in out
+    explained = out.partition("\n\nit fits\n\n")[2].splitlines()
+    assert explained[0] == "parameters at the peak, by the module that made them"
+    assert re.fullmatch(r" +[\d.]+ MiB         total", explained[-1])
+
+
+def test_what_holds_activations_adds_up_and_the_timeline_passes_through_the_peak(
+    capsys: pytest.CaptureFixture[str], here: Path
+) -> None:
+    own_vocabulary = {**CONFIG, "vocab_size": 300}  # 256 are the MLP's width, whose activations would pass for logits
+    (here / "config.json").write_text(json.dumps(own_vocabulary))
+    pins = ["--micro-batch", "4", "--zero-stage", "2", "--activation-checkpointing", "off", "--loss", "plain"]
+    asked = ["rehearse", "config.json", *ASKED, *pins, "--global-batch", "16", "--explain", "activations"]
+    code, out, _ = frugal(capsys, *asked, "--timeline", "curve.csv", "--json")
+    found = json.loads(out)
+    held, categories = found["explained"], found["categories"]
+    assert code == 0
+    assert sum(held.values()) == categories["activations"] > 0
+    for name in ("attn", "mlp.act", "ln_1"):
+        assert held[f"transformer.h.0.{name}"] == held[f"transformer.h.1.{name}"] > 0
+    # a gelu keeps its input and what it makes of it: samples x tokens x 4 widths, in bf16
+    assert held["transformer.h.0.mlp.act"] >= 2 * (4 * 64 * 4 * 64)
+    with (here / "curve.csv").open() as file:
+        events = list(csv.DictReader(file))
+    assert tuple(events[0]) == curve.COLUMNS
+    peak = max(events, key=lambda event: int(event["total"]))
+    live = {name: size for name, size in categories.items() if name != "rounding"}
+    assert int(peak["total"]) == sum(live.values()) == found["peak_allocated_bytes"] - categories["rounding"]
+    assert {name: int(peak[name]) for name in live} == live
+    assert (peak["phase"], peak["operator"]) == (found["phase"], found["operator"])
+    assert [event["phase"] for event in events[:1]] == ["initialisation"]
+    assert {event["phase"] for event in events} == set(found["phases"])
+
+
+def test_layers_that_differ_in_their_number_are_one_line(capsys: pytest.CaptureFixture[str], here: Path) -> None:
+    code, out, _ = frugal(capsys, "rehearse", "config.json", *ASKED, "--explain", "activations", "--timeline", "c.json")
+    assert code == 0
+    (line,) = (line for line in out.splitlines() if "ln_1" in line)
+    assert re.fullmatch(r" +[\d.]+ MiB +[\d.]+%  transformer\.h\.\*\.ln_1 +2 x [\d.]+ MiB", line)
+    assert out.endswith("\n\nwrote c.json\n")
+    columns = json.loads((here / "c.json").read_text())
+    assert tuple(columns) == curve.COLUMNS
+    assert len({len(column) for column in columns.values()}) == 1
+    assert columns["total"] == [sum(sizes) for sizes in zip(*(columns[name] for name in CATEGORIES), strict=True)]
+    assert min(columns["total"]) >= 0
 
 
 def test_what_does_not_fit_is_rehearsed_all_the_same(capsys: pytest.CaptureFixture[str]) -> None:
@@ -116,6 +163,15 @@ WRONG = {
     "two models": (
         ["gpt2", "--model", "t5-small"], 2,
         "error: gpt2 was given together with --model\n\nhint: leave one of them out\n",
+    ),
+    "a timeline of another kind": (
+        ["config.json", "--timeline", "curve.png"], 2,
+        "error: a timeline cannot be written to curve.png\n  because its name ends neither in .csv nor in .json\n\n"
+        "hint: call it curve.csv\n",
+    ),
+    "a timeline in no folder": (
+        ["config.json", "--timeline", "none/curve.csv"], 2,
+        "error: a timeline cannot be written to none/curve.csv\n  because there is no folder none\n",
     ),
     "nothing": ([], 2, "error: missing argument 'PLAN|MODEL'\n\nhint: see `frugal rehearse --help`\n"),
 }  # fmt: skip

@@ -1,5 +1,6 @@
 """`frugal rehearse`."""
 
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import msgspec
 
 from frugal.cli.options import collect, planning_options
 from frugal.cli.plan import waiting
+from frugal.dryrun import curve
 from frugal.dryrun.client import Rehearsals
 from frugal.dryrun.figures import Figures, figures, fullest
 from frugal.errors import RequestError
@@ -22,6 +24,7 @@ from frugal.planning.timeline import CATEGORIES
 from frugal.units import format_bytes
 
 SHOWN_MODULES = 20
+_NUMBER = re.compile(r"\.\d+(?=\.|$)")  # of a layer in a dotted name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,12 +43,19 @@ class _Subject:
 @planning_options
 @click.option("--json", "as_json", is_flag=True, help="Print the figures for programs.")
 @click.option("--explain", type=click.Choice(CATEGORIES), help="Name the modules that hold it at the peak.")
-def command(what: str, as_json: bool, explain: str | None, **values: Any) -> None:
+@click.option(
+    "--timeline",
+    type=click.Path(path_type=Path),
+    help="Write the live bytes of each category after every event into this .csv or .json file, for plotting.",
+)
+def command(what: str, as_json: bool, explain: str | None, timeline: Path | None, **values: Any) -> None:
     """Run a step on tensors without storage, and say what fills the memory.
 
     A plan.json is rehearsed exactly. A model is rehearsed with the planning flags given: what they leave open is as
     simple as possible (the lowest ZeRO stage, nothing recomputed or moved to the host, one sample a micro-step).
     """
+    if timeline is not None:
+        curve.check(timeline)
     with waiting(f"rehearsing {what}"):
         subject = _plan(Path(what), values) if _is_plan(what) else None
         if subject is not None:
@@ -59,6 +69,8 @@ def command(what: str, as_json: bool, explain: str | None, **values: Any) -> Non
     kind = subject.cluster.devices[0].kind
     found = figures(rehearsals, kind, max(len(node.devices) for node in subject.cluster.nodes))
     held = fullest(rehearsals, kind).explain(explain) if explain is not None else None
+    if timeline is not None:
+        curve.write(fullest(rehearsals, kind).recording, timeline)
     notes = list(dict.fromkeys(note for each in rehearsals for note in each.notes))
     if as_json:
         content = msgspec.to_builtins(found) | {"notes": notes} | ({} if held is None else {"explained": dict(held)})
@@ -69,6 +81,8 @@ def command(what: str, as_json: bool, explain: str | None, **values: Any) -> Non
         blocks.append(["assumed, because it depends on data", *(f"  {note}" for note in notes)])
     if held is not None:
         blocks.append(_holders(held, str(explain)))
+    if timeline is not None:
+        blocks.append([f"wrote {timeline}"])
     click.echo("\n\n".join("\n".join(block) for block in blocks))
 
 
@@ -176,12 +190,20 @@ def _table(rows: dict[str, int], total: int | None = None) -> list[str]:
 
 
 def _holders(held: list[tuple[str, int]], category: str) -> list[str]:
-    """The modules by name; what DeepSpeed or the engine makes outside of them has none."""
+    """The modules, layers that differ in their number only in one line; then what is made outside of the model."""
+    groups: dict[str, list[int]] = {}
+    for name, size in held:
+        groups.setdefault(_NUMBER.sub(".*", name), []).append(size)
+    rows = sorted(((sum(sizes), len(sizes), name) for name, sizes in groups.items()), reverse=True)
+    total = sum(size for _, size in held)
     lines = [f"{category} at the peak, by the module that made them"]
-    lines += [f"  {format_bytes(size):>12}  {name or '(outside of the model)'}" for name, size in held[:SHOWN_MODULES]]
-    if not held:
-        lines.append("  none")
-    rest = held[SHOWN_MODULES:]
+    for size, count, name in rows[:SHOWN_MODULES]:
+        operator = name.removeprefix("(aten.").removesuffix(")").removesuffix(".default")
+        where = f"outside of the model ({operator.strip('(')})" if name.startswith("(") else name
+        times = f"{count} x {format_bytes(size // count)}" if count > 1 else ""
+        lines.append(f"  {format_bytes(size):>12} {size / total:>6.1%}  {where:<44} {times}".rstrip())
+    rest = rows[SHOWN_MODULES:]
     if rest:
-        lines.append(f"  {format_bytes(sum(size for _, size in rest)):>12}  {len(rest)} more, in --json")
+        lines.append(f"  {format_bytes(sum(size for size, *_ in rest)):>12}         {len(rest)} more, in --json")
+    lines.append(f"  {format_bytes(total):>12}         total" if held else "  none")
     return lines

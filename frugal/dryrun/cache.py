@@ -39,7 +39,7 @@ class Cache:
             return None
         try:
             return msgspec.json.decode((self.folder / f"{key}.json").read_bytes(), type=kind)
-        except (OSError, msgspec.DecodeError, UnicodeDecodeError):
+        except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError, AssertionError):
             return None
 
     def write(self, key: str, value: Any) -> None:

@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import isfinite
 from pathlib import Path
 
 import msgspec
@@ -11,7 +12,10 @@ from frugal.errors import RequestError
 from frugal.planning.cards import NCCL_BYTES, DeviceKind
 from frugal.planning.cluster import Cluster, Device
 from frugal.planning.request import Precision
-from frugal.units import format_bytes
+from frugal.units import GIB, format_bytes
+
+MOST_CONTEXT_BYTES = 8 * GIB
+"""More than any driver takes: a measurement of a device that others used, too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +35,14 @@ class Probe:
     link_bandwidth: float | None
     operator_seconds: float
     context_bytes: int | None
+
+    def __post_init__(self) -> None:
+        speeds = [*self.matrix_flops.values(), self.memory_bandwidth, self.operator_seconds]
+        speeds += [] if self.link_bandwidth is None else [self.link_bandwidth]
+        if not self.matrix_flops or not all(isfinite(speed) and speed > 0 for speed in speeds):
+            raise ValueError("a speed is not positive")
+        if not 0 <= (self.context_bytes or 0) <= MOST_CONTEXT_BYTES:
+            raise ValueError(f"a context of {self.context_bytes} bytes is none")
 
     @classmethod
     def slowest(cls, ranks: Sequence["Probe"]) -> "Probe":

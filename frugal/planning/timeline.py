@@ -175,13 +175,16 @@ class Timeline:
         return peaks
 
     def holders(self, micro_batch: int, category: str) -> list[tuple[str, int]]:
-        """The modules that hold bytes of `category` at the peak, largest first."""
+        """The modules that hold bytes of `category` at the peak, largest first.
+
+        What is made outside of them goes by the operator that made it, in brackets.
+        """
         wanted = CATEGORIES.index(category)
         sizes = self.sizes(micro_batch)
         held: dict[str, int] = {}
         for storage in self._alive_at(self._fullest(micro_batch)[0]):
             if self.categories[storage] == wanted:
-                name = self.names[self.modules[storage]]
+                name = self.names[self.modules[storage]] or f"({self.names[self.operators[storage]]})"
                 held[name] = held.get(name, 0) + sizes[storage]
         return sorted(held.items(), key=lambda item: -item[1])
 

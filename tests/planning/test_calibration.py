@@ -1,8 +1,10 @@
 """A calibration replaces what is assumed of a device, and only of that device."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from frugal.planning import cards
@@ -87,7 +89,16 @@ def test_a_named_card_takes_its_newest_calibration() -> None:
     assert find([replace(GPU, card=None)], kind="cuda", torch="2.13.0", card=None) is None
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[1]", b'{"kind": "cuda"}', b"\xff\xfe"])
+def broken(name: str, value: bytes) -> bytes:
+    """A calibration's file with another value of its probe."""
+    return re.sub(f'"{name}":[^,}}]+'.encode(), f'"{name}":'.encode() + value, msgspec.json.encode(GPU))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"{", b"[1]", b'{"kind": "cuda"}', b"\xff\xfe", broken("bf16", b"0"), broken("memory_bandwidth", b"-1.0"),
+     broken("operator_seconds", b"1e999"), broken("context_bytes", b"1000000000000")],
+)  # fmt: skip
 def test_a_damaged_file_is_a_note_and_the_others_are_read(content: bytes, tmp_path: Path) -> None:
     GPU.write(tmp_path)
     (tmp_path / "cuda-0.json").write_bytes(content)
