@@ -15,7 +15,7 @@ from frugal.dryrun.ranks import likely_fullest
 from frugal.dryrun.rehearsal import ModelFacts, Rehearsal
 from frugal.planning.cluster import Cluster
 from frugal.planning.memory import MemoryBreakdown
-from frugal.planning.profile import MemoryProfile, RankMemory, breakdown
+from frugal.planning.profile import MemoryProfile, RankMemory, fullest
 from frugal.planning.request import Request
 from frugal.planning.strategy import Strategy
 from frugal.planning.timeline import NotAffineError, Timeline
@@ -76,7 +76,7 @@ class Rehearsals:
     def prepare(self, strategies: Sequence[Strategy]) -> None:
         """Find out at once what profiles of all these strategies need. Raises as `profile`."""
         self._drafts.prepare([strategy for strategy in strategies if strategy not in self._distrusted])
-        self._pool.tell(WarmUp())  # the winner will be rehearsed
+        self._pool.tell_all(WarmUp())  # the winner will be rehearsed
 
     def profile(self, strategy: Strategy, accumulates: bool) -> MemoryProfile:
         """The costs of `strategy` for every micro-batch; `accumulates`: with more than one micro-step.
@@ -128,9 +128,7 @@ class Rehearsals:
         if found is None:
             rehearsals = self.rehearsals(strategy, micro_batch, accumulation_steps)
             ranks = _rank_memories(rehearsals, self._ranks(strategy, MAX_RANKS_REHEARSED))
-            host_bytes = max(rank.host_bytes for rank in ranks) * self._ranks_per_node
-            each = (breakdown(rank, micro_batch, device, host_bytes) for rank in ranks)
-            found = max(each, key=lambda memory: memory.total_bytes)
+            found = fullest(ranks, micro_batch, device, self._ranks_per_node)
             self._cache.write(key, found)
         return found
 
@@ -144,8 +142,7 @@ class Rehearsals:
         key = digest("model", model_key(self.request))
         found = self._cache.read(key, ModelFacts)
         if found is None:
-            self._pool.start()
-            (answer,) = self._pool.ask([Describe(self.request)])
+            answer, *_ = self._pool.ask_all(Describe(self.request))  # all, so that all have their imports done
             assert answer.describe is not None
             found = answer.describe
             self._cache.write(key, found)

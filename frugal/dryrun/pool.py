@@ -32,6 +32,7 @@ class Pool:
     """At most `max_workers` processes; `ask` gives each question to one that is free."""
 
     def __init__(self, max_workers: int) -> None:
+        self._max_workers = max_workers
         self._idle: queue.LifoQueue[_Worker | None] = queue.LifoQueue()
         for _ in range(max_workers):
             self._idle.put(None)  # a place for a worker not yet started
@@ -39,17 +40,12 @@ class Pool:
         self._threads = ThreadPoolExecutor(max_workers, thread_name_prefix="rehearsal")
         self._end = weakref.finalize(self, _end_all, self._workers)  # also at exit
 
-    def start(self) -> None:
-        """Start the processes that are not running yet, so that they are ready sooner."""
-        places = [self._idle.get_nowait() for _ in range(self._idle.qsize())]
-        for worker in places:
-            if worker is None:
-                worker = _Worker()
-                self._workers.append(worker)
-            self._idle.put(worker)
+    def ask_all(self, question: Question) -> list[Answer]:
+        """Start all processes and ask each the same. Raises as `ask`."""
+        return self.ask([question] * self._max_workers)
 
-    def tell(self, question: Question) -> None:
-        """Ask every process that is idle, and do not wait for answers."""
+    def tell_all(self, question: Question) -> None:
+        """The same for those that are idle; nobody waits for their answers."""
         for _ in range(self._idle.qsize()):
             self._threads.submit(self._ask, question)
 

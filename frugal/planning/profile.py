@@ -1,10 +1,11 @@
 """What one strategy costs in memory and arithmetic, for every micro-batch. Made by rehearsals, read by planning."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Literal
 
+from frugal.planning import host
 from frugal.planning.allocator import replay, smallest_capacity
 from frugal.planning.cluster import Device
 from frugal.planning.memory import MemoryBreakdown
@@ -84,11 +85,7 @@ class MemoryProfile:
     def memory(self, micro_batch: int, device: Device, *, expandable_segments: bool = False) -> MemoryBreakdown:
         """The peak of the fullest rank on `device`, and the host memory of a full node."""
         ranks, sampled = self._ranks_at(micro_batch)
-        host_bytes = max(rank.host_bytes for rank in ranks) * self.ranks_per_node
-        if not self.counts_slack:
-            ranks = (max(ranks, key=lambda rank: rank.timeline.peak_bytes(sampled)),)
-        found = (breakdown(rank, sampled, device, host_bytes, expandable_segments, self.counts_slack) for rank in ranks)
-        return max(found, key=lambda memory: memory.total_bytes)
+        return fullest(ranks, sampled, device, self.ranks_per_node, expandable_segments, self.counts_slack)
 
     @property
     def draft(self) -> "MemoryProfile":
@@ -102,22 +99,18 @@ class MemoryProfile:
             return False
         if device.kind == "cpu" or not self.counts_slack:
             return True
-        return all(survives(rank, sampled, device, expandable_segments) for rank in ranks)
+        return all(survives(rank, sampled, device.usable_bytes, expandable_segments) for rank in ranks)
 
     def largest_micro_batch(self, device: Device, cap: int, *, expandable_segments: bool = False) -> int:
         """The most samples, up to `cap`, whose step fits on `device`; 0: not even one."""
         if self.sampled:
             cap = min(cap, self.sampled[-1])
         most = _bisect(0, cap, lambda micro_batch: self._live_bytes(micro_batch) <= device.usable_bytes)
-        if most == 0 or self.fits(most, device, expandable_segments=expandable_segments):
-            return most
-        likely = most * 3 // 4  # fragmentation rarely takes more than a quarter
-        least = likely if likely and self.fits(likely, device, expandable_segments=expandable_segments) else 0
-        return _bisect(
-            least,
-            (most if least or not likely else likely) - 1,
-            lambda micro_batch: self.fits(micro_batch, device, expandable_segments=expandable_segments),
-        )
+        fits = partial(self.fits, device=device, expandable_segments=expandable_segments)
+        too_many, step = most + 1, 1
+        while most and not fits(most):  # the allocator seldom takes more than a few samples' worth
+            too_many, most, step = most, max(0, most - step), 2 * step
+        return _bisect(most, too_many - 1, fits)
 
     def _live_bytes(self, micro_batch: int) -> int:
         ranks, sampled = self._ranks_at(micro_batch)
@@ -130,6 +123,27 @@ class MemoryProfile:
         index = next((i for i, known in enumerate(self.sampled) if known >= micro_batch), len(self.sampled) - 1)
         num_ranks = len(self.ranks) // len(self.sampled)
         return self.ranks[index * num_ranks : (index + 1) * num_ranks], self.sampled[index]
+
+
+def fullest(
+    ranks: Sequence[RankMemory],
+    micro_batch: int,
+    device: Device,
+    ranks_per_node: int,
+    expandable_segments: bool = False,
+    counts_slack: bool = True,
+) -> MemoryBreakdown:
+    """The breakdown of the rank that needs most. The others are only looked at closely if they might need more."""
+    host_bytes = host.node_bytes(max(rank.host_bytes for rank in ranks), device.kind, ranks_per_node)
+    first, *others = sorted(ranks, key=lambda rank: -rank.timeline.peak_bytes(micro_batch))
+    found = breakdown(first, micro_batch, device, host_bytes, expandable_segments, counts_slack)
+    if device.kind == "cpu" or not counts_slack:
+        return found
+    for rank in others:
+        if not survives(rank, micro_batch, found.total_bytes - found.context, expandable_segments):
+            other = breakdown(rank, micro_batch, device, host_bytes, expandable_segments)
+            found = max(found, other, key=lambda memory: memory.total_bytes)
+    return found
 
 
 def breakdown(
@@ -158,12 +172,12 @@ def breakdown(
     )
 
 
-def survives(rank: RankMemory, micro_batch: int, device: Device, expandable_segments: bool = False) -> bool:
-    """Whether the allocator gets through the step in the device's usable memory."""
+def survives(rank: RankMemory, micro_batch: int, limit_bytes: int, expandable_segments: bool = False) -> bool:
+    """Whether the allocator gets through the step with so much memory."""
     return replay(
         rank.timeline.sizes(micro_batch),
         rank.timeline.events,
-        limit_bytes=device.usable_bytes,
+        limit_bytes=limit_bytes,
         expandable_segments=expandable_segments,
     ).survived
 

@@ -112,7 +112,7 @@ def _micro_batch(request: Request, cluster: Cluster, choice: Choice) -> str:
         name = "--max-samples-per-gpu" if request.max_samples_per_gpu == cap else "--max-tokens-per-gpu"
         return f"{name} binds: it allows {samples} samples at once"
     sentence = (
-        f"memory binds: micro-batch {option.largest_micro_batch + 1} would be "
+        f"memory binds: micro-batch {option.largest_micro_batch + 1} would be about "
         f"{format_bytes(option.shortfall_of_next_bytes)} short"
     )
     if micro < option.largest_micro_batch:

@@ -50,8 +50,10 @@ class Facts(Protocol):
 
 
 class Profile(cost.Work, Protocol):
-    """What one model costs under one strategy, for any micro-batch."""
+    """What one model costs under one strategy, for any micro-batch. `draft`: without the allocator's part."""
 
+    @property
+    def draft(self) -> "Profile": ...
     def memory(self, micro_batch: int, device: Device) -> MemoryBreakdown: ...
     def largest_micro_batch(self, device: Device, cap: int) -> int: ...
 
@@ -272,7 +274,7 @@ class Search:
             memory=memory,
             time=time,
             largest_micro_batch=max(fit.values()),
-            shortfall_of_next_bytes=self._shortfall_of_next(profile, fit),
+            shortfall_of_next_bytes=self._shortfall_of_next(profile, fit, memory),
         )
         host = [node.host_memory_bytes for node in self.cluster.nodes if node.host_memory_bytes is not None]
         if host and memory.host_bytes_per_node > min(host):
@@ -290,12 +292,16 @@ class Search:
             micro -= 1
         return micro
 
-    def _shortfall_of_next(self, profile: Profile, fit: dict[Device, int]) -> int | None:
-        """What one sample more would lack on the device that takes most; None where a cap or the batch binds."""
+    def _shortfall_of_next(self, profile: Profile, fit: dict[Device, int], memory: MemoryBreakdown) -> int | None:
+        """About what one sample more would lack on the device that takes most; None where a cap or the batch binds.
+
+        `memory` is that of what fits; what the allocator wastes is taken to be the same.
+        """
         device = max(fit, key=lambda device: fit[device])
         if fit[device] >= self.cap:
             return None
-        return max(0, -profile.memory(fit[device] + 1, device).headroom_bytes)
+        next_one = profile.draft.memory(fit[device] + 1, device)
+        return max(0, -next_one.headroom_bytes + memory.slack)
 
     def _batches(self, fit: dict[Device, int]) -> list[Batch]:
         """The batch under the largest micro-batches that fit, and the largest that cuts it into equal cells."""

@@ -91,16 +91,37 @@ def entries(rehearsals: Rehearsals) -> list[Path]:
     return sorted(rehearsals._cache.folder.glob("*.json"))
 
 
-@pytest.mark.parametrize("micro_batch", [1, 4, 7])
-def test_the_envelope_of_two_rehearsals_is_a_direct_rehearsal(
+SCALARS = 1e-4  # arithmetic leaves out norms and counters of a few bytes
+
+
+@pytest.mark.parametrize("micro_batch", [1, 7])
+def test_a_profile_by_arithmetic_is_a_direct_rehearsal(
     rehearsals: Rehearsals, profile: MemoryProfile, micro_batch: int
 ) -> None:
     direct = rehearsals.rehearse(STRATEGY, micro_batch, accumulation_steps=8)
     fitted = profile.memory(micro_batch, device())
-    assert fitted.live_bytes == direct.live_bytes
+    assert fitted.live_bytes == pytest.approx(direct.live_bytes, rel=SCALARS)
     assert fitted.phase == direct.phase
     assert fitted.total_bytes == pytest.approx(direct.total_bytes, rel=0.005)  # the allocator's capacity is bisected
-    assert fitted.host_bytes_per_node == direct.host_bytes_per_node
+    assert fitted.host_bytes_per_node == pytest.approx(direct.host_bytes_per_node, rel=SCALARS)
+
+
+def test_what_is_distrusted_is_profiled_by_rehearsals_to_the_byte(rehearsals: Rehearsals, request_: Request) -> None:
+    made = Rehearsals(request_, rehearsals.cluster, rehearsals._cache.folder, pool=rehearsals._pool)  # type: ignore[arg-type]  # it has one
+    assert made.draft(STRATEGY, True) is not None
+    assert made.distrust(STRATEGY)
+    direct = made.rehearse(STRATEGY, 4, accumulation_steps=8)
+    assert made.profile(STRATEGY, True).memory(4, device()).live_bytes == direct.live_bytes
+    assert made.draft(STRATEGY, True) is None
+    assert not made.distrust(STRATEGY)
+
+
+def test_a_draft_leaves_out_what_the_allocator_wastes(profile: MemoryProfile) -> None:
+    whole, draft = profile.memory(7, device()), profile.draft.memory(7, device())
+    assert draft.slack == 0 < whole.slack
+    assert draft.live_bytes == whole.live_bytes
+    small = device(memory_bytes=100 * MIB)
+    assert profile.draft.largest_micro_batch(small, 10_000) >= profile.largest_micro_batch(small, 10_000)
 
 
 @pytest.mark.parametrize(
@@ -115,7 +136,8 @@ def test_the_envelope_of_two_rehearsals_is_a_direct_rehearsal(
 )
 def test_so_it_is_under_other_strategies(rehearsals: Rehearsals, strategy: Strategy) -> None:
     direct = rehearsals.rehearse(strategy, 5, accumulation_steps=1)
-    assert rehearsals.profile(strategy, False).memory(5, device()).live_bytes == direct.live_bytes
+    profile = rehearsals.profile(strategy, False)
+    assert profile.memory(5, device()).live_bytes == pytest.approx(direct.live_bytes, rel=SCALARS)
 
 
 def test_offloaded_optimizer_states_are_on_the_host(rehearsals: Rehearsals, profile: MemoryProfile) -> None:
@@ -161,8 +183,7 @@ def test_the_largest_micro_batch_fits_and_the_next_does_not(profile: MemoryProfi
 
 
 def test_a_cpu_has_no_allocator_slack(rehearsals: Rehearsals, request_: Request) -> None:
-    made = Rehearsals(request_, cluster(2, 2, kind="cpu"), cache=False)
-    made._pool = rehearsals._pool
+    made = Rehearsals(request_, cluster(2, 2, kind="cpu"), cache=False, pool=rehearsals._pool)
     memory = made.profile(STRATEGY, False).memory(3, device("cpu"))
     assert memory.slack == memory.host_bytes_per_node == 0
     assert memory.total_bytes == memory.live_bytes

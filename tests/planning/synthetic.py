@@ -44,6 +44,10 @@ class SyntheticProfile:
     def recompute_flops_per_sample(self) -> float:
         return self.flops_per_sample / 3 if self.strategy.activation_checkpointing == "full" else 0.0
 
+    @property
+    def draft(self) -> "SyntheticProfile":
+        return self
+
     def memory(self, micro_batch: int, device: Device) -> MemoryBreakdown:
         stage, split = self.strategy.zero_stage, self.world_size
         on_host = self.strategy.offload_optimizer == "cpu"
