@@ -6,14 +6,15 @@ All trainable parameters lie end to end in one flat tensor, padded to `2 * ranks
 
 from frugal.planning.timeline import COMMUNICATION, GRADIENTS, OPTIMIZER, PARAMETERS
 from frugal.planning.zero.setting import Setting
-from frugal.planning.zero.stream import Stream
+from frugal.planning.zero.stream import Host, Stream
 
 
 class Partitioned:
     """The ZeRO-1 or ZeRO-2 optimizer of one rank."""
 
-    def __init__(self, stream: Stream, setting: Setting) -> None:
+    def __init__(self, stream: Stream, host: Host, setting: Setting) -> None:
         self._stream = stream
+        self._host = host
         self._setting = setting
         self._is_boundary = True
         elements = setting.elements
@@ -43,6 +44,7 @@ class Partitioned:
         self._accumulated: dict[int, int] = {}  # ZeRO-1: parameter -> storage of its gradient
         self._padding_zeros = -1
         self._states: list[int] = []
+        self._norms: list[int] = []  # of own gradients that went to the host
 
     def initialise(self, parameters: list[int]) -> None:
         """From the model's trainable parameters on the device to the flat ones (z12:505-560, 935)."""
@@ -53,13 +55,33 @@ class Partitioned:
         for parameter in parameters:
             stream.dies(parameter)
         stream.dies(padding)
-        if size == 4:
+        if setting.offloads_optimizer:
+            self._initialise_on_host()
+        elif size == 4:
             stream.born(self._part * 4, "aten.clone.default", OPTIMIZER)
         else:
             clone = stream.born(self._part * size, "aten.clone.default")
             stream.born(self._part * 4, "aten._to_copy.default", OPTIMIZER)
             stream.dies(clone)
-        stream.flash(self._part * 4, "aten.zeros.default")
+        if not setting.offloads_optimizer:
+            stream.flash(self._part * 4, "aten.zeros.default")
+
+    def _initialise_on_host(self) -> None:
+        """Master weights, their copy in the model's type and their gradient; buffers for the largest gradient on both
+        sides (z12:557-572, 650-661, 937)."""
+        stream, host, size = self._stream, self._host, self._setting.element_bytes
+        clone = stream.born(self._part * size, "aten.clone.default")
+        master = host.born(self._part * 4, "aten._to_copy.default", OPTIMIZER)
+        stream.dies(clone)
+        host.pinned(master)
+        copy = host.born(self._part * size, "aten.full.default", PARAMETERS)
+        pinned_copy = host.pinned(copy, keep=True)
+        largest = max(self._setting.elements) * size
+        host.pinned(host.born(largest, "aten.zeros.default", GRADIENTS))
+        stream.born(largest, "aten.zeros.default", GRADIENTS)
+        host.pinned(host.born(self._part * 4, "aten.zeros.default", GRADIENTS))
+        if pinned_copy != copy:
+            host.dies(copy)  # a local variable to the end
 
     def begin(self, *, is_boundary: bool) -> None:
         """A backward begins; `is_boundary`: the optimizer step comes after it."""
@@ -93,7 +115,7 @@ class Partitioned:
             self._accumulated.clear()
         self._flush()
         if self._compact:
-            if self._is_boundary:
+            if self._is_boundary and not self._setting.offloads_optimizer:
                 self._compact_buffer()
         elif self._is_boundary:
             missing = self._part - sum(self._own.values())
@@ -113,9 +135,11 @@ class Partitioned:
     def step(self) -> None:
         """The optimizer step (z12:3013)."""
         stream, setting = self._stream, self._setting
-        scalars = [stream.born(8, "aten.linalg_vector_norm.default") for _ in self._norms()]
-        for scalar in scalars:
-            stream.dies(scalar)
+        if setting.offloads_optimizer:
+            self._step_on_host()
+            return
+        for norm in [stream.norm(n) for n in self._own.values()]:
+            stream.dies(norm)
         gradient = self._averaged
         if not self._compact:
             pieces = len(self._own) + (self._padding_zeros >= 0)
@@ -130,11 +154,17 @@ class Partitioned:
         stream.dies(gradient)
         self._averaged = -1
 
-    def _norms(self) -> list[int]:
-        """The norm of every own piece, in fp64 (z12:2684); the pieces' elements."""
-        for n in self._own.values():
-            self._stream.flash(n * 8, "aten._to_copy.default")
-        return list(self._own.values())
+    def _step_on_host(self) -> None:
+        if not self._states:
+            self._states = [
+                self._host.born(self._part * 4, "aten.zeros_like.default", OPTIMIZER)
+                for _ in range(self._setting.num_states)
+            ]
+        for norm in self._norms:
+            self._stream.dies(norm)
+        self._norms.clear()
+        self._stream.dies(self._averaged)
+        self._averaged = -1
 
     def _drop_copies(self) -> None:
         for copy in self._copies:
@@ -149,11 +179,19 @@ class Partitioned:
         if self._bucket_elements + n > self._setting.bucket_elements:
             self._flush()
         if n > self._setting.bucket_elements:
-            self._oversized[parameter] = storage
+            self._oversized[parameter] = self._cloned(storage, n) if self._setting.offloads_optimizer else storage
         else:
             self._stream.release(storage)
         self._bucket_elements += n
         self._bucket_parameters.append(parameter)
+
+    def _cloned(self, storage: int, elements: int) -> int:
+        """A copy of a gradient that is held in its place (z12:1450)."""
+        clone = self._stream.born(elements * self._setting.element_bytes, "aten.clone.default", COMMUNICATION)
+        self._stream.hold(clone)
+        self._stream.dies(clone)  # when it is released
+        self._stream.release(storage)
+        return clone
 
     def _flush(self) -> None:
         """Reduce what is in the bucket and keep the own parts (z12:2205)."""
@@ -170,9 +208,11 @@ class Partitioned:
             self._reduce(group)
         for parameter in self._bucket_parameters:
             if parameter in self._own:
-                if self._compact:
+                if self._compact and self._setting.offloads_optimizer and self._is_boundary:
+                    self._norms.append(self._stream.norm(self._own[parameter], COMMUNICATION))
+                elif self._compact:
                     continue  # an oversized gradient lives on to the end of backward
-                if self._copied < 0:
+                elif self._copied < 0:
                     kept = sum(self._setting.elements[own] for own in self._own)
                     self._copied = self._stream.born(kept * 4, "aten.empty.memory_format", COMMUNICATION)
                     self._copies.append(self._copied)

@@ -21,6 +21,7 @@ class Setting:
         persistence_elements: ZeRO-3, parameters up to this size stay gathered.
         sub_group_elements: ZeRO-3, elements updated together.
         num_states: that the optimizer keeps of each element, fp32.
+        offloads_optimizer: whether optimizer states live on the host.
         world_size: ranks.
         rank: this one.
     """
@@ -35,6 +36,7 @@ class Setting:
     persistence_elements: int
     sub_group_elements: int
     num_states: int
+    offloads_optimizer: bool
     world_size: int
     rank: int
 

@@ -9,7 +9,7 @@ from frugal.planning.zero.partitioned import Partitioned
 from frugal.planning.zero.replicated import Replicated
 from frugal.planning.zero.setting import NUM_STATES, Setting
 from frugal.planning.zero.split import Split
-from frugal.planning.zero.stream import MicroStep, Stream
+from frugal.planning.zero.stream import Host, MicroStep, Stream
 from frugal.planning.zero.trace import ARRIVAL, BATCH_ENDS, LOSS_ENDS, ModelTrace
 
 NUM_STEPS = 2
@@ -20,7 +20,8 @@ Engine = Replicated | Partitioned | Split
 def covers(request: Request, strategy: Strategy, trace: ModelTrace | None = None) -> bool:
     """Whether `simulate` knows what DeepSpeed does there; with a `trace`, also to this model.
 
-    It does not know: other optimizers than torch's fused ones, offloading, overlapping communication, gradients not
+    It does not know: other optimizers than torch's fused ones, offloaded parameters, offloading to
+    disks or in fp32, overlapping communication, gradients not
     summed in fp32, half precision without gradient partitioning, and parameters of several types, without a
     gradient, or frozen under ZeRO-3.
     """
@@ -28,7 +29,11 @@ def covers(request: Request, strategy: Strategy, trace: ModelTrace | None = None
         "fused"
     ):
         return False
-    if request.momentum or strategy.overlap_comm or strategy.offload_optimizer != "none":
+    if request.momentum or strategy.overlap_comm or strategy.offload_parameters != "none":
+        return False
+    if strategy.offload_optimizer not in ("none", "cpu") or (
+        strategy.offload_optimizer == "cpu" and request.precision == "fp32"
+    ):
         return False
     if strategy.gradient_accumulation_dtype != "fp32" or (request.precision != "fp32" and strategy.zero_stage < 2):
         return False
@@ -67,34 +72,39 @@ def simulate(
         persistence_elements=strategy.persistence_threshold_elements,
         sub_group_elements=strategy.sub_group_elements,
         num_states=NUM_STATES[request.optimizer],
+        offloads_optimizer=strategy.offload_optimizer == "cpu",
         world_size=world_size,
         rank=rank,
     )
     stream.phase("initialisation")
-    optimizer = _initialised(stream, setting, trace, kind)
+    host = Host(stream, kind)
+    optimizer = _initialised(stream, host, setting, trace, kind)
     for _ in range(NUM_STEPS):
         _accumulate(stream, trace, optimizer, 2 if accumulates else 1, kind)
         stream.phase("optimizer step")
         optimizer.step()
-    return RankMemory(rank=rank, timeline=stream.timeline(), host_bytes=0 if kind == "cpu" else trace.building_bytes)
+    return RankMemory(rank=rank, timeline=stream.timeline(), host_bytes=host.peak_bytes)
 
 
-def _initialised(stream: Stream, setting: Setting, trace: ModelTrace, kind: DeviceKind) -> Engine:
-    """The model comes to the device, and the optimizer makes of it what it needs."""
-    if kind == "cpu":  # there the model is built on the device
+def _initialised(stream: Stream, host: Host, setting: Setting, trace: ModelTrace, kind: DeviceKind) -> Engine:
+    """The model is built on the host and comes to the device; the optimizer makes of it what it needs."""
+    size = trace.element_bytes
+    if kind == "cpu":
         stream.flash(trace.building_bytes, "building", PARAMETERS)
+    else:
+        host.dies(host.born(trace.building_bytes, "building"))
     if setting.zero_stage == 3:
-        split = Split(stream, setting, trace.own_parameters)
+        split = Split(stream, host, setting, trace.own_parameters)
         split.initialise(one_by_one=kind == "cuda")
         for size_bytes in trace.buffer_bytes:
             stream.born(size_bytes, "to device", PARAMETERS)
         return split
-    arrived = [stream.born(n * trace.element_bytes, "to device", PARAMETERS) for n in trace.elements]
+    arrived = [stream.born(n * size, "to device", PARAMETERS) for n in trace.elements]
     for size_bytes in trace.buffer_bytes:
         stream.born(size_bytes, "to device", PARAMETERS)
     if setting.zero_stage == 0:
         return Replicated(stream, setting)
-    optimizer = Partitioned(stream, setting)
+    optimizer = Partitioned(stream, host, setting)
     optimizer.initialise([storage for storage, trained in zip(arrived, trace.trainable, strict=True) if trained])
     return optimizer
 

@@ -3,7 +3,7 @@
 from frugal.planning.timeline import COMMUNICATION, GRADIENTS, OPTIMIZER, PARAMETERS
 from frugal.planning.zero.gathering import Gathering
 from frugal.planning.zero.setting import Setting
-from frugal.planning.zero.stream import Stream
+from frugal.planning.zero.stream import Host, Stream
 from frugal.planning.zero.trace import (
     FETCH,
     FETCH_IN_BACKWARD,
@@ -17,8 +17,13 @@ from frugal.planning.zero.trace import (
 class Split:
     """The ZeRO-3 optimizer of one rank."""
 
-    def __init__(self, stream: Stream, setting: Setting, own_parameters: tuple[tuple[int, ...], ...]) -> None:
+    def __init__(
+        self, stream: Stream, host: Host, setting: Setting, own_parameters: tuple[tuple[int, ...], ...]
+    ) -> None:
         self._stream = stream
+        self._host = host
+        self._micro_step = 0
+        self._is_boundary = True
         self._setting = setting
         self._gathering = Gathering(stream, setting, own_parameters)
         self._parts = [-(-n // setting.world_size) for n in setting.elements]
@@ -27,6 +32,7 @@ class Split:
         self._bucket_elements = 0
         self._oversized: dict[int, int] = {}  # parameter larger than the bucket -> storage of its gradient
         self._held: dict[int, int] = {}  # number of a hold -> storage of the gathered parameter
+        self._norms: list[int] = []  # of own gradients that went to the host
         self._has_states = False
 
     def initialise(self, *, one_by_one: bool) -> None:
@@ -42,18 +48,41 @@ class Split:
         for part in parts:
             stream.dies(part)
         stream.born(sum(self._parts) * size, "aten._to_copy.default", PARAMETERS)
-        for group in self._groups:
-            converted = stream.born(group * 4, "aten._to_copy.default") if size < 4 else -1
-            stream.born(group * 4, "aten.clone.default", OPTIMIZER)
-            stream.dies(converted)
-        stream.flash(max(self._groups) * 4, "aten.zeros.default")
+        if setting.offloads_optimizer:
+            self._initialise_on_host()
+        else:
+            for group in self._groups:
+                converted = stream.born(group * 4, "aten._to_copy.default") if size < 4 else -1
+                stream.born(group * 4, "aten.clone.default", OPTIMIZER)
+                stream.dies(converted)
+            stream.flash(max(self._groups) * 4, "aten.zeros.default")
         stream.born(setting.bucket_elements * size, "aten.empty.memory_format", COMMUNICATION)
-        stream.born(sum(self._parts) * 4, "aten.zeros.default", GRADIENTS)
+        if setting.offloads_optimizer:
+            self._host.pinned(self._host.born(sum(self._parts) * 4, "aten.zeros.default", GRADIENTS))
+        else:
+            stream.born(sum(self._parts) * 4, "aten.zeros.default", GRADIENTS)
         largest = max(range(len(self._parts)), key=self._parts.__getitem__)
         stream.flash(self._parts[largest] * setting.world_size * size, "aten.empty.memory_format")
 
+    def _initialise_on_host(self) -> None:
+        """Master weights and their gradients (z3:1170, 1301)."""
+        host = self._host
+        converted = -1
+        for group in self._groups:
+            following = host.born(group * 4, "aten._to_copy.default")
+            if converted >= 0:
+                host.dies(converted)
+            converted = following
+            host.born(group * 4, "aten.clone.default", OPTIMIZER)
+        host.dies(converted)
+        shared = host.born(max(self._groups) * 4, "aten.zeros.default")
+        for group in self._groups:
+            host.pinned(host.born(group * 4, "aten.zeros.default", GRADIENTS))
+        host.dies(shared)
+
     def begin(self, *, is_boundary: bool) -> None:
-        """A backward begins."""
+        """A backward begins; `is_boundary`: the optimizer step comes after it."""
+        self._is_boundary = is_boundary
 
     def module(self, what: int, number: int, hold: int) -> None:
         """See `Optimizer`."""
@@ -84,18 +113,19 @@ class Split:
         """Backward is over (z3:1407)."""
         self._flush()
         self._gathering.backward_ends()
+        self._micro_step += 1
 
     def step(self) -> None:
         """The optimizer step, one group of parts after the other (z3:2873)."""
         stream = self._stream
         self._gathering.split_all()
-        scalars = []
-        for part in self._parts:
-            copy = stream.born(part * 8, "aten._to_copy.default")
-            scalars.append(stream.born(8, "aten.linalg_vector_norm.default"))
-            stream.dies(copy)
-        for scalar in scalars:
-            stream.dies(scalar)
+        self._micro_step = 0
+        if self._setting.offloads_optimizer:
+            self._step_on_host()
+            self._gathering.gather_persistent()
+            return
+        for norm in [stream.norm(part) for part in self._parts]:
+            stream.dies(norm)
         for group, num_parameters in zip(self._groups, self._group_lengths(), strict=True):
             gradient = stream.born(group * 4, "aten.cat.default") if num_parameters > 1 else -1
             if not self._has_states:
@@ -104,6 +134,16 @@ class Split:
             stream.dies(gradient)
         self._has_states = True
         self._gathering.gather_persistent()
+
+    def _step_on_host(self) -> None:
+        if not self._has_states:
+            for group in self._groups:
+                for _ in range(self._setting.num_states):
+                    self._host.born(group * 4, "aten.zeros_like.default", OPTIMIZER)
+        self._has_states = True
+        for norm in self._norms:
+            self._stream.dies(norm)
+        self._norms.clear()
 
     def _group_lengths(self) -> list[int]:
         lengths, elements = [0], 0
@@ -126,13 +166,13 @@ class Split:
         if len(elements) > 1 or elements[0] % setting.world_size:
             padded = sum(-(-n // setting.world_size) * setting.world_size for n in elements)
             together = stream.born(padded * size, "aten.new_empty.default", COMMUNICATION)
+        parts = [self._own_part(n) for n in elements]
         copies = []
         if size < 4:
-            for n in elements:
-                part = -(-n // setting.world_size)
-                own = max(0, min(part, n - part * setting.rank))
-                copies.append(stream.born(own * 4, "aten._to_copy.default", COMMUNICATION))
+            copies = [stream.born(own * 4, "aten._to_copy.default", COMMUNICATION) for own in parts]
             stream.dies(together)
+        if setting.offloads_optimizer:
+            self._to_host([own for own in parts if own])
         for parameter in self._bucket_parameters:
             if parameter in self._oversized:
                 stream.release(self._oversized.pop(parameter))
@@ -142,6 +182,26 @@ class Split:
             stream.dies(together)
         self._bucket_parameters.clear()
         self._bucket_elements = 0
+
+    def _own_part(self, elements: int) -> int:
+        """Elements of a parameter that are really this rank's; the last ranks may have less than a part."""
+        part = -(-elements // self._setting.world_size)
+        return max(0, min(part, elements - part * self._setting.rank))
+
+    def _to_host(self, parts: list[int]) -> None:
+        """Gradients are added up on the device and kept on the host (z3:2006). The first micro-step only copies."""
+        stream = self._stream
+        previous = -1
+        for own in parts:
+            if self._micro_step == 0:
+                stream.dies(previous)
+            copy = stream.born(own * 4, "aten._to_copy.default", COMMUNICATION)
+            if self._micro_step > 0:
+                stream.dies(previous)
+            previous = copy
+            if self._is_boundary:
+                self._norms.append(stream.norm(own, COMMUNICATION))
+        stream.dies(previous)
 
 
 def _sub_groups(parts: list[int], most: int) -> list[int]:

@@ -2,6 +2,7 @@
 
 from typing import Protocol
 
+from frugal.planning.profile import DeviceKind
 from frugal.planning.timeline import TEMPORARY, Timeline
 from frugal.planning.zero.trace import DEATH, GRADIENT, ModelTrace
 
@@ -72,6 +73,13 @@ class Stream:
         """A storage begins and ends at once."""
         self.dies(self.born(size_bytes, operator, category))
 
+    def norm(self, elements: int, category: int = TEMPORARY) -> int:
+        """The norm of so many elements, taken of a copy in fp64 (zero/utils.py:59)."""
+        copy = self.born(elements * 8, "aten._to_copy.default", category)
+        norm = self.born(8, "aten.linalg_vector_norm.default", TEMPORARY)
+        self.dies(copy)
+        return norm
+
     def relabel(self, storage: int, category: int) -> None:
         """What it is for has changed."""
         if storage >= 0:
@@ -103,6 +111,46 @@ class Stream:
     def extend(self, events: list[int]) -> None:
         """What happens next."""
         self._events += events
+
+
+class Host:
+    """The host's memory while it is used, bytes. On a CPU the host is the device, and all of it belongs to the stream.
+
+    Without NVIDIA's driver nothing is pinned; with it pinned memory comes in blocks of a power of two bytes
+    (torch/include/ATen/core/CachingHostAllocator.h:305).
+    """
+
+    def __init__(self, stream: Stream, kind: DeviceKind) -> None:
+        self._stream = stream
+        self._is_device = kind == "cpu"
+        self._sizes: list[int] = []
+        self._live_bytes = 0
+        self.peak_bytes = 0
+
+    def born(self, size_bytes: int, operator: str, category: int = TEMPORARY) -> int:
+        """A storage begins; its number."""
+        if self._is_device:
+            return self._stream.born(size_bytes, operator, category)
+        self._sizes.append(size_bytes)
+        self._live_bytes += size_bytes
+        self.peak_bytes = max(self.peak_bytes, self._live_bytes)
+        return len(self._sizes) - 1
+
+    def dies(self, storage: int) -> None:
+        """It is gone."""
+        if self._is_device:
+            self._stream.dies(storage)
+        else:
+            self._live_bytes -= self._sizes[storage]
+
+    def pinned(self, storage: int, *, keep: bool = False) -> int:
+        """A copy of a storage in pinned memory, in place of it unless it is kept; on a CPU itself."""
+        if self._is_device:
+            return storage
+        copy = self.born(1 << (self._sizes[storage] - 1).bit_length(), "pin memory")
+        if not keep:
+            self.dies(storage)
+        return copy
 
 
 class MicroStep:

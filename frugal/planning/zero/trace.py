@@ -48,7 +48,8 @@ class ModelTrace:
     """One micro-step for every micro-batch at once; gradients are dropped as soon as autograd has summed them.
 
     Attributes:
-        stream: births and deaths, in the phases `ARRIVAL`, forward, backward, `BATCH_ENDS`, `LOSS_ENDS`. The model's parameters and buffers
+        stream: births and deaths, in the phases `ARRIVAL`, forward, backward, `BATCH_ENDS`
+            and `LOSS_ENDS`. The model's parameters and buffers
             are not part of it.
         marks: what a ZeRO optimizer acts on, of each phase, in order. A gradient's storage is -1 where it is not of
             this stream.
