@@ -9,7 +9,9 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, Protocol, Self
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -136,6 +138,24 @@ class StorageWatch(TorchDispatchMode):
         super().__init__()
         self.num_operators = 0
         self._known: dict[int, int] = {}  # address of a live storage -> its bytes
+        self._random_states = patch.object(torch, "get_rng_state", partial(self._random_state, torch.get_rng_state))
+
+    def __enter__(self) -> Self:
+        """Watch from here on."""
+        self._random_states.start()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        """The end."""
+        super().__exit__(*exception)
+        self._random_states.stop()
+
+    def _random_state(self, get: Callable[[], Tensor]) -> Tensor:
+        """The state of the random generator, which no operator returns: activation checkpointing keeps one a layer."""
+        state = get()
+        self._see(state, "get_rng_state", ())
+        return state
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:

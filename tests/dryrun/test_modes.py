@@ -13,7 +13,8 @@ from frugal.dryrun.rehearse import rehearse
 from frugal.dryrun.tracker import Tracker
 from frugal.planning.strategy import Strategy
 from frugal.training import activation_checkpointing
-from frugal.training.engine import DTYPES
+from frugal.training.measure import gauge
+from frugal.training.precision import DTYPES
 from tests.dryrun.test_truth import FAMILIES, SMALL_BUCKETS, TOLERANCE, measured, plan_for, rehearsed, tiny
 from tests.ranks import Ranks
 
@@ -73,6 +74,19 @@ def test_the_modes_keep_less_and_less_on_a_gpu() -> None:
     assert live["full"] - live["offloaded"] == 2 * 4 * 64 * 64 * 2  # layers, samples, tokens, width, bf16
 
 
+def test_the_random_state_that_a_layer_keeps_is_counted() -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Dropout()) for _ in range(3)))
+    activation_checkpointing.apply(model, "full")
+    with gauge("cpu", holding=list(model.parameters())) as found:
+        before = found.live_bytes
+        out = model(torch.ones(1, 8))
+        inputs_and_output = 4 * (8 * 4)  # layers and one, width, fp32
+        states = 3 * torch.get_rng_state().nbytes
+        assert found.live_bytes == before + inputs_and_output + states
+        del out
+        assert found.live_bytes == before
+
+
 def test_on_a_cpu_rank_offloaded_is_full() -> None:
     full, offloaded = (on_gpu(mode, LLAMA, kind="cpu") for mode in ("full", "offloaded"))
     assert offloaded.phases == full.phases
@@ -104,7 +118,7 @@ def test_offloaded_moves_each_layer_s_own_input_to_the_host_and_nothing_else() -
     tracker.watch(model)
     with tracker:
         out = model(torch.empty(4, 8, device="meta"))
-        assert tracker.host_live_bytes == 3 * 4 * 8 * 4
+        assert tracker.host_live_bytes == 3 * (4 * 8 * 4 + torch.get_rng_state().nbytes)
         out.sum().backward()
         del out
     assert tracker.host_live_bytes == 0
