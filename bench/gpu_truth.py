@@ -2,7 +2,8 @@
 
 On a machine with a CPU:      python -m bench.gpu_truth --predict predictions.json --memory 139.8G
 On the machine with the GPU:  python -m bench.gpu_truth --predictions predictions.json --minutes 9
-Without predictions they are made first, on the same machine, which takes some minutes of its cores.
+Without predictions they are made first, on the same machine, which takes some minutes of its cores. With --record
+tests/measured the small models become records, against which predictions are tested for ever without a GPU.
 
 Needs on both: torch, deepspeed, transformers, accelerate, msgspec, click, rich, psutil, platformdirs, numpy.
 
@@ -39,6 +40,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 from bench.gpu_configurations import configurations
 from bench.gpu_predictions import Prediction, predict
 from bench.gpu_process import Process
+from bench.gpu_records import records
 from bench.gpu_report import Finished, Row, summary, table
 from bench.gpu_worker import Answer, Constants, Run
 from frugal.planning.allocator import LARGE_SEGMENT
@@ -210,6 +212,9 @@ def main() -> int:
             for each in found:
                 bench.add(each)
             bench.work(asked.processes or (3 if kind == "cuda" else 1))
+            if asked.record is not None:
+                for record in records(bench.rows, kind, memory, bench.head, folder):
+                    print(f"recorded {record.write(asked.record)}")
     print("\n" + "\n".join(table(bench.rows)))
     if constants:
         print(f"\nconstants: {msgspec.json.encode(constants).decode()}")
@@ -226,6 +231,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--memory", type=parse_bytes, default=80 * GIB, help="of the GPU, for --predict")
     parser.add_argument("--processes", type=int, help="that share the GPU  [default: 3, on a CPU 1]")
     parser.add_argument("--first", type=int, metavar="N", help="only the first N configurations")
+    parser.add_argument("--record", type=Path, metavar="FOLDER", help="keep small models as records: tests/measured")
     parser.add_argument("--out", type=Path, help="[default: bench/results/gpu-truth-DEVICE.json]")
     return parser.parse_args()
 

@@ -17,6 +17,7 @@ from unittest.mock import patch
 import msgspec
 
 from bench.gpu_configurations import Configuration, device
+from frugal.planning.measurement import ModelDefinition
 
 WEIGHT = 0.01
 LEFT_BYTES = 65_536  # that a run may leave behind, so that one small segment is the most it takes from the next
@@ -53,6 +54,8 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         constants: of the device, where they were asked for.
+        model: what was run, for a record.
+        rss_before_bytes: resident set of the process before the run; `rss_peak_bytes`: its highest during it.
         phases: the peak of each phase; empty where the run failed.
         of_gpu: reserved, workspace, outside and device bytes, as in `RankMeasurement`.
         attention: the kernels chosen.
@@ -65,6 +68,9 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     constants: dict[str, Any] | None = None
+    model: ModelDefinition | None = None
+    rss_before_bytes: int = 0
+    rss_peak_bytes: int = 0
     phases: dict[str, int] = {}
     of_gpu: dict[str, int] = {}
     attention: tuple[Attention, ...] = ()
@@ -104,11 +110,11 @@ def _protect_stdout() -> BinaryIO:
 def _run(question: Run, kind: str) -> Answer:
     import torch
 
-    from frugal.training import group
+    from frugal.training import circumstances, group
     from frugal.training.log import quiet
     from frugal.training.models import resolve
     from frugal.training.precision import DTYPES
-    from frugal.training.trial import phase_peaks, watched
+    from frugal.training.trial import definition, phase_peaks, watched
 
     quiet()
     group.form()
@@ -120,6 +126,7 @@ def _run(question: Run, kind: str) -> Answer:
         torch.cuda.set_device(here)
         total = torch.cuda.mem_get_info(here)[1]
         torch.cuda.set_per_process_memory_fraction((question.cap_bytes or total) / total, here)
+    before = circumstances.forget_peak_rss()
     start = time.perf_counter()
     chosen: set[Attention] = set()
     try:
@@ -129,6 +136,9 @@ def _run(question: Run, kind: str) -> Answer:
     except torch.OutOfMemoryError:
         return Answer(survived=False, clean=False, seconds=time.perf_counter() - start)
     return Answer(
+        model=definition(spec),
+        rss_before_bytes=before,
+        rss_peak_bytes=circumstances.peak_rss(),
         phases=phase_peaks(intervals),
         of_gpu=of_gpu,
         attention=tuple(sorted(chosen)),

@@ -20,12 +20,13 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from frugal.planning.calibration import Probe
+from frugal.errors import RequestError
+from frugal.planning.calibration import MOST_CONTEXT_BYTES, Probe
 from frugal.planning.cards import DeviceKind
 from frugal.planning.request import Precision
 from frugal.training import failure, group
 from frugal.training.precision import DTYPES
-from frugal.units import MIB
+from frugal.units import MIB, format_bytes
 
 NUM_TRIES = 4
 NUM_OPERATORS = 200
@@ -128,7 +129,14 @@ def _context_bytes(device: torch.device) -> int:
     outside = total - free - torch.cuda.memory_reserved(device)
     before = torch.cuda.memory_allocated(device)
     torch._C._cuda_clearCublasWorkspaces()
-    return outside + before - torch.cuda.memory_allocated(device)
+    context = outside + before - torch.cuda.memory_allocated(device)
+    if context > MOST_CONTEXT_BYTES:
+        raise RequestError(
+            f"{torch.cuda.get_device_name(device)} is in use by others",
+            because=f"{format_bytes(context)} are taken besides our own tensors, more than any context",
+            hint="calibrate when nothing else runs on it; `nvidia-smi` names what does",
+        )
+    return context
 
 
 def best_seconds(step: Callable[[], object], device: torch.device) -> float:

@@ -15,6 +15,7 @@ from bench.gpu_report import summary
 from bench.gpu_truth import Bench
 from bench.gpu_worker import Answer, Attention, Constants, Run
 from frugal.dryrun.figures import Figures
+from frugal.dryrun.measurement import Measurement, is_true
 from frugal.units import GIB, MIB
 
 ROOT = Path(__file__).parents[2]
@@ -23,6 +24,7 @@ ROOT = Path(__file__).parents[2]
 def test_two_configurations_are_predicted_run_and_compared_on_a_cpu(tmp_path: Path) -> None:
     out = tmp_path / "truth.json"
     command = [sys.executable, "-m", "bench.gpu_truth", "--device", "cpu", "--first", "2", "--out", str(out)]
+    command += ["--record", str(tmp_path / "records")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(out.read_text())
@@ -37,6 +39,10 @@ def test_two_configurations_are_predicted_run_and_compared_on_a_cpu(tmp_path: Pa
         phases = row["runs"]["free"]["answer"]["phases"]
         assert row["measured_bytes"] == max(phases.values()) > 0
         assert row["error"] == row["prediction"]["figures"]["peak_allocated_bytes"] / row["measured_bytes"] - 1
+    records = [Measurement.read(path) for path in sorted((tmp_path / "records").iterdir())]
+    assert [each.measured.peak_allocated_bytes for each in records] == [row["measured_bytes"] for row in found["rows"]]
+    assert all(is_true(each, each.predicted) for each in records)
+    assert [(each.definition.config or {})["model_type"] for each in records] == ["gpt2", "llama"]
 
 
 def test_a_gpu_is_asked_for_thirty_configurations_of_all_kinds() -> None:
