@@ -11,7 +11,8 @@ from frugal.planning.cluster import Cluster
 from frugal.planning.plan import Plan
 from frugal.planning.reasons import reasons
 from frugal.planning.request import Request
-from frugal.planning.search import Rehearse, Search
+from frugal.planning.search import Search
+from frugal.planning.source import Rehearse
 
 
 def decide(request: Request, cluster: Cluster, defaults: tuple[str, ...], rehearse: Rehearse) -> Plan:

@@ -13,7 +13,7 @@ from frugal.planning.settings import understand
 from frugal.training import calibrations
 
 if TYPE_CHECKING:
-    from frugal.planning.search import Rehearse
+    from frugal.planning.source import Rehearse
 
 logger = logging.getLogger("frugal")
 

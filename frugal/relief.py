@@ -9,7 +9,8 @@ from frugal.planning.choice import Nothing, Option
 from frugal.planning.cluster import Cluster, Device, Node
 from frugal.planning.memory import MemoryBreakdown
 from frugal.planning.request import Request
-from frugal.planning.search import Rehearse, Search, Source
+from frugal.planning.search import Search
+from frugal.planning.source import Rehearse, Source
 from frugal.planning.strategy import Strategy
 from frugal.units import GIB, MIB, format_bytes
 

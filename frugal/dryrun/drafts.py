@@ -41,6 +41,8 @@ class Drafts:
                     missing.append(question)
                 else:
                     self._traces[question] = found.trace
+        if not missing:
+            return
         for question, answer in zip(missing, self._pool.ask(missing), strict=True):
             assert answer.traced is not None
             self._cache.write(self._key(question), answer.traced)

@@ -215,10 +215,9 @@ print(profile.ranks[0].timeline.peak_bytes(3))
 def test_a_damaged_cache_entry_is_made_again(rehearsals: Rehearsals, profile: MemoryProfile, request_: Request) -> None:
     for path in entries(rehearsals):
         path.write_bytes(path.read_bytes()[:100])
-    again = Rehearsals(request_, cluster(), cache=rehearsals._cache.folder)  # type: ignore[arg-type]  # a folder
-    again._pool = rehearsals._pool
+    again = Rehearsals(request_, cluster(), rehearsals._cache.folder, pool=rehearsals._pool)  # type: ignore[arg-type]  # a folder
     assert again.profile(STRATEGY, True) == profile
-    assert len([path for path in entries(again) if path.stat().st_size > 100]) == 2  # the profile and the model's facts
+    assert len([path for path in entries(again) if path.stat().st_size > 100]) == 2  # the trace and the model's facts
 
 
 def test_the_model_file_is_part_of_the_key(tmp_path: Path, request_: Request) -> None:
@@ -236,14 +235,20 @@ def test_a_mistake_in_the_request_comes_back_as_it_was_raised(rehearsals: Rehear
         (f"{folder}/factories.py:broken", "no such layer"),
         (f"{folder}/factories.py:picky", "unexpected keyword argument 'input_ids'"),
     ):
-        made = Rehearsals(Request(model=model, seq_len=64), cluster(), cache=False)
-        made._pool = rehearsals._pool
+        made = Rehearsals(Request(model=model, seq_len=64), cluster(), cache=False, pool=rehearsals._pool)
         with pytest.raises(RequestError) as error:
             made.profile(STRATEGY, True)
         assert error.value.exit_code == 2
         assert words in str(error.value)
 
 
+@pytest.fixture
+def one_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each takes seconds to start."""
+    monkeypatch.setattr(client, "MAX_WORKERS", 1)
+
+
+@pytest.mark.usefixtures("one_worker")
 def test_a_worker_that_dies_tells_its_last_words_and_is_replaced(folder: Path) -> None:
     with Rehearsals(Request(model=f"{folder}/factories.py:dies", seq_len=64), cluster(), cache=False) as made:
         for _ in range(2):
@@ -251,13 +256,16 @@ def test_a_worker_that_dies_tells_its_last_words_and_is_replaced(folder: Path) -
                 made.profile(STRATEGY, True)
 
 
+@pytest.mark.usefixtures("one_worker")
 def test_closing_ends_the_processes(request_: Request) -> None:
     made = Rehearsals(request_, cluster(), cache=False)
     made.facts()
-    (pid,) = (worker._process.pid for worker in made._pool._workers)
+    pids = [worker._process.pid for worker in made._pool._workers]
     made.close()
-    with pytest.raises(ProcessLookupError):
-        os.kill(pid, 0)
+    assert pids
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
 
 
 def test_a_cached_rehearsal_needs_no_worker(rehearsals: Rehearsals, request_: Request) -> None:
@@ -267,6 +275,7 @@ def test_a_cached_rehearsal_needs_no_worker(rehearsals: Rehearsals, request_: Re
     assert again._pool._workers == []
 
 
+@pytest.mark.usefixtures("one_worker")
 def test_a_model_file_that_plans_when_imported_is_refused_instead_of_rehearsed_for_ever(tmp_path: Path) -> None:
     file = tmp_path / "plans.py"
     file.write_text(
