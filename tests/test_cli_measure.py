@@ -3,12 +3,20 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from frugal.cli import run
+from frugal.cli import launcher, measure, run
+from frugal.dryrun.figures import Figures
 from frugal.dryrun.measurement import Measurement
+from frugal.errors import OutOfMemoryError
+from frugal.planning.cluster import Node
+from frugal.planning.measurement import ModelDefinition, RankMeasurement, Trial
+from frugal.planning.plan import Plan
+from frugal.units import GIB, MIB
 from tests.plans import plan_by_hand
 
 CONFIG = {
@@ -37,6 +45,75 @@ def test_two_ranks_take_what_was_planned_and_it_is_recorded(tmp_path: Path) -> N
     assert (kept.plan_digest, kept.measured.peak_allocated_bytes) == (plan.digest, found["peak_allocated_bytes"])
     assert (kept.strategy, kept.batch, kept.cluster) == (plan.strategy, plan.batch, plan.cluster)
     assert kept.command.endswith(" plan.json --json --record measured")
+
+
+GPU_BYTES, CONTEXT, WORKSPACE = 16 * GIB, 600 * MIB, 32 * MIB
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, int]:
+    """Stands for a GPU whose runs take `needed` bytes of segments; in the folder a plan for it that expects 4 GiB."""
+    taken = {"needed": 4 * GIB + WORKSPACE}
+
+    def start(plan: Plan, module: str, arguments: list[str], *, stdout: int) -> int:
+        options = dict(zip(arguments[::2], arguments[1::2], strict=True))
+        if int(options.get("--cap", GPU_BYTES)) < taken["needed"]:
+            return OutOfMemoryError.exit_code
+        rank = RankMeasurement(
+            phases={"forward": 3 * GIB + WORKSPACE}, reserved_bytes=taken["needed"], workspace_bytes=WORKSPACE,
+            outside_bytes=CONTEXT, device_bytes=GPU_BYTES, rss_before_bytes=GIB, rss_peak_bytes=2 * GIB,
+        )  # fmt: skip
+        definition = ModelDefinition(task="causal-lm", config={"model_type": "gpt2"})
+        trial = Trial(ranks=(rank,), model=definition, device="a GPU", driver="580.1")
+        Path(options["--out"]).write_bytes(msgspec.json.encode(trial))
+        return 0
+
+    figures = Figures(
+        peak_allocated_bytes=3 * GIB, peak_reserved_bytes=4 * GIB, smallest_capacity_bytes=4 * GIB,
+        categories={"parameters": 3 * GIB}, phases={"forward": 3 * GIB}, host_bytes_per_node=GIB, operator="mm",
+        phase="forward",
+    )  # fmt: skip
+    monkeypatch.setattr(launcher, "check", lambda plan, port: None)
+    monkeypatch.setattr(launcher, "start", start)
+    monkeypatch.setattr(measure, "_expected", lambda plan, pool: figures)
+    blank = plan_by_hand(world_size=1, global_batch=4, micro_batch=4, zero_stage=0)
+    device = replace(
+        blank.cluster.devices[0], kind="cuda", memory_bytes=GPU_BYTES, context_bytes=CONTEXT + WORKSPACE,
+        margin_bytes=0,
+    )  # fmt: skip
+    cluster = replace(blank.cluster, nodes=(Node(devices=(device,)),))
+    (tmp_path / "plan.json").write_bytes(replace(blank, cluster=cluster).sealed().to_json())
+    monkeypatch.chdir(tmp_path)
+    return taken
+
+
+def test_a_gpu_is_told_in_the_allocators_and_the_drivers_words(
+    gpu: dict[str, int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["measure", "plan.json", "--capped"]) == 0
+    assert capsys.readouterr().out == (
+        "                    predicted     measured\n"
+        "forward              3.00 GiB     3.00 GiB   +0.000%\n"
+        "allocated            3.00 GiB     3.00 GiB   +0.000%\n"
+        "reserved             4.00 GiB     4.00 GiB   +0.000%\n"
+        "context             632.0 MiB    632.0 MiB   +0.000%\n"
+        "driver               4.62 GiB     4.62 GiB   +0.000%\n"
+        "host                 1.00 GiB     1.00 GiB   +0.000%\n"
+        "\nhost: what the processes grew by, from 1.00 GiB on\n"
+        "capped at the prediction, 4.03 GiB for tensors: enough\n"
+    )
+
+
+def test_a_prediction_in_which_the_run_does_not_fit_is_told_and_ends_with_5(
+    gpu: dict[str, int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    gpu["needed"] += MIB
+    assert run(["measure", "plan.json", "--capped", "--json"]) == OutOfMemoryError.exit_code
+    found = json.loads(capsys.readouterr().out)
+    assert found["capped"] == {"limit_bytes": 4 * GIB + WORKSPACE, "survived": False}
+    assert (found["peak_reserved_bytes"], found["context_bytes"]) == (4 * GIB + WORKSPACE + MIB, CONTEXT)
+    assert found["device_bytes"] == 4 * GIB + WORKSPACE + MIB + CONTEXT
+    assert (found["device"], found["driver"], found["error"]) == ("a GPU", "580.1", 0.0)
 
 
 def test_cpu_ranks_cannot_be_capped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
