@@ -270,6 +270,13 @@ class SequenceClassification:
         return summed_cross_entropy(model(**inputs).logits, batch["labels"])
 
 
+def _on_cpu(value: Any) -> Any:
+    """Factories run with meta as default device, and samples need values."""
+    if isinstance(value, Tensor) and value.is_meta:
+        return torch.zeros(value.shape, dtype=value.dtype, device="cpu")
+    return value
+
+
 class _Dummy(dict[str, Any]):
     """A sample that counts nothing."""
 
@@ -279,8 +286,8 @@ class SummedLoss:
 
     `loss(model, batch)` returns the loss *summed* over the targets of the batch, shape `()`. `example` is one
     sample of the largest size, or a function from `seq_len` to one; it also serves as the dummy, its loss times
-    zero, so it must be finite. `collate` makes a dict of tensors from samples (default: torch's). `count` counts a
-    batch's targets (default: its samples).
+    zero, so it must be finite. Where a factory makes it on meta, it is zeros. `collate` makes a dict of tensors from
+    samples (default: torch's). `count` counts a batch's targets (default: its samples).
     """
 
     def __init__(
@@ -322,7 +329,8 @@ class SummedLoss:
         return self._loss(model, self._without_mark(batch)).float() * batch["real"]
 
     def _sample(self, seq_len: int) -> Sample:
-        return self._example(seq_len) if callable(self._example) else self._example
+        sample = self._example(seq_len) if callable(self._example) else self._example
+        return {name: _on_cpu(value) for name, value in sample.items()}
 
     @staticmethod
     def _without_mark(batch: Batch) -> Batch:

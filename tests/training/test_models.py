@@ -125,10 +125,23 @@ def test_a_factory_brings_its_module_and_its_objective(where: str) -> None:
 
 
 @pytest.mark.usefixtures("factories")
+def test_an_example_that_a_factory_makes_on_meta_has_values() -> None:
+    objective = resolve("my_models.py:mine").objective()
+    for batch in (objective.collate([objective.dummy()]), objective.example(2, 8)):
+        assert torch.equal(batch["x"], torch.zeros(len(batch["x"]), 4))
+
+
+@pytest.mark.usefixtures("factories")
 def test_a_factory_of_a_transformers_model_needs_no_objective() -> None:
     spec = resolve("my_models.py:language_model")
     assert (spec.task, spec.vocab_size, spec.max_positions) == ("causal-lm", 256, 128)
     assert isinstance(spec.objective(), CausalLM)
+
+
+def test_samples_made_for_an_encoder_decoder_s_classifier_end_in_its_end_token() -> None:
+    objective = resolve("t5", "sequence-classification").objective()
+    assert objective.example(2, 4)["input_ids"].tolist() == [[0, 0, 0, 1]] * 2
+    assert objective.collate([objective.dummy()])["input_ids"].tolist() == [[0, 1]]
 
 
 # What is built.
