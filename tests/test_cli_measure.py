@@ -116,6 +116,34 @@ def test_a_prediction_in_which_the_run_does_not_fit_is_told_and_ends_with_5(
     assert (found["device"], found["driver"], found["error"]) == ("a GPU", "580.1", 0.0)
 
 
+def test_a_record_goes_where_the_tests_look_unless_told_otherwise(
+    gpu: dict[str, int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(Measurement, "predict", lambda found, pool: found.predicted)
+    assert run(["measure", "plan.json", "--record"]) == 0
+    (record,) = (tmp_path / "tests" / "measured").iterdir()
+    assert record.name.startswith("gpt2-cuda-zero0-on-1-")
+    assert Measurement.read(record).name == record.stem
+
+
+def test_what_cannot_be_predicted_from_the_record_alone_is_not_recorded(
+    gpu: dict[str, int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def other(found: Measurement, pool: object) -> Figures:
+        return replace(
+            found.predicted, peak_allocated_bytes=GIB, categories={"parameters": GIB}, phases={"forward": GIB}
+        )
+
+    monkeypatch.setattr(Measurement, "predict", other)
+    assert run(["measure", "plan.json", "--record", "kept"]) == 2
+    assert capsys.readouterr().err == (
+        "error: the measurement cannot be recorded\n"
+        "  because from the record alone its peak is 1,073,741,824 bytes, from the plan 3,221,225,472\n\n"
+        "hint: a factory must be whole in one file, and give the same model every time\n"
+    )
+    assert not (tmp_path / "kept").exists()
+
+
 def test_cpu_ranks_cannot_be_capped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plan = plan_by_hand(world_size=1, global_batch=4, micro_batch=4, zero_stage=0)
     (tmp_path / "plan.json").write_bytes(plan.to_json())
