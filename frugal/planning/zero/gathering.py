@@ -119,28 +119,51 @@ class Gathering:
 
     def gather_persistent(self) -> None:
         """After the optimizer step, each into a buffer of its own (stage3.py:2840)."""
-        for parameter, is_persistent in enumerate(self._is_persistent):
-            if is_persistent:
+        persistent = [parameter for parameter, stays in enumerate(self._is_persistent) if stays]
+        if self._setting.world_size == 1:
+            self._take_whole(persistent)
+        else:
+            copies = self._copies(persistent)
+            for parameter in persistent:
                 self._storage[parameter] = self._buffer([parameter])
-                self._status[parameter] = GATHERED
+            for copy in copies:
+                self._stream.dies(copy)
+        for parameter in persistent:
+            self._status[parameter] = GATHERED
 
     def _buffer(self, parameters: list[int]) -> int:
-        """On one rank nothing is gathered: the part is the whole."""
-        if self._setting.world_size == 1:
-            return -1
-        elements = sum(self._setting.whole_elements(parameter) for parameter in parameters)
+        elements = sum([self._setting.whole_elements(parameter) for parameter in parameters])
         return self._stream.born(elements * self._setting.element_bytes, "aten.empty.memory_format", COMMUNICATION)
+
+    def _copies(self, parameters: list[int]) -> list[int]:
+        """Own parts from the host, which they come from to be gathered."""
+        if not self._setting.offloads_parameters:
+            return []
+        size = self._setting.element_bytes
+        parts = [self._setting.part_elements(parameter) for parameter in parameters]
+        return [self._stream.born(part * size, "aten._to_copy.default", COMMUNICATION) for part in parts]
+
+    def _take_whole(self, parameters: list[int]) -> None:
+        """On one rank nothing is gathered: the part is the whole, or its copy from the host."""
+        for parameter, copy in zip(parameters, self._copies(parameters), strict=False):
+            self._storage[parameter] = copy
 
     def _gather(self, parameters: list[int]) -> None:
         if not parameters:
             return
         self._available += sum(self._setting.all_elements[parameter] for parameter in parameters)
-        buffer = self._buffer(parameters)
+        buffer = -1
+        if self._setting.world_size == 1:
+            self._take_whole(parameters)
+        else:
+            buffer = self._buffer(parameters)
+            for copy in self._copies(parameters):  # all are there before the first goes
+                self._stream.dies(copy)
         gather = _Gather(sorted(parameters), buffer)
         for parameter in parameters:
             self._status[parameter] = IN_FLIGHT
             self._in_flight[parameter] = gather
-        if len(parameters) == 1:
+        if len(parameters) == 1 and buffer >= 0:
             self._storage[parameters[0]] = buffer  # used as it is
 
     def _land(self, parameter: int) -> None:

@@ -22,6 +22,7 @@ class Setting:
         sub_group_elements: ZeRO-3, elements updated together.
         num_states: that the optimizer keeps of each element, fp32.
         offloads_optimizer: whether optimizer states live on the host.
+        offloads_parameters: whether parameters live on the host, too, between uses.
         world_size: ranks.
         rank: this one.
     """
@@ -37,9 +38,14 @@ class Setting:
     sub_group_elements: int
     num_states: int
     offloads_optimizer: bool
+    offloads_parameters: bool
     world_size: int
     rank: int
 
+    def part_elements(self, parameter: int) -> int:
+        """Of one of a parameter's equal parts."""
+        return -(-self.all_elements[parameter] // self.world_size)
+
     def whole_elements(self, parameter: int) -> int:
         """Of one parameter put together from equal parts."""
-        return -(-self.all_elements[parameter] // self.world_size) * self.world_size
+        return self.part_elements(parameter) * self.world_size

@@ -20,20 +20,18 @@ Engine = Replicated | Partitioned | Split
 def covers(request: Request, strategy: Strategy, trace: ModelTrace | None = None) -> bool:
     """Whether `simulate` knows what DeepSpeed does there; with a `trace`, also to this model.
 
-    It does not know: other optimizers than torch's fused ones, offloaded parameters, offloading to
-    disks or in fp32, overlapping communication, gradients not
-    summed in fp32, half precision without gradient partitioning, and parameters of several types, without a
-    gradient, or frozen under ZeRO-3.
+    It does not know: other optimizers than torch's fused ones, offloading to disks or in fp32, overlapping
+    communication, gradients not summed in fp32, half precision without gradient partitioning, activations in host
+    memory; and parameters of several types, without a gradient, or frozen under ZeRO-3.
     """
     if request.optimizer not in NUM_STATES or implementation(request.optimizer, request.optimizer_implementation) != (
         "fused"
     ):
         return False
-    if request.momentum or strategy.overlap_comm or strategy.offload_parameters != "none":
+    if request.momentum or strategy.overlap_comm:
         return False
-    if strategy.offload_optimizer not in ("none", "cpu") or (
-        strategy.offload_optimizer == "cpu" and request.precision == "fp32"
-    ):
+    levels = {strategy.offload_optimizer, strategy.offload_parameters}
+    if not levels <= {"none", "cpu"} or ("cpu" in levels and request.precision == "fp32"):
         return False
     if strategy.gradient_accumulation_dtype != "fp32" or (request.precision != "fp32" and strategy.zero_stage < 2):
         return False
@@ -73,6 +71,7 @@ def simulate(
         sub_group_elements=strategy.sub_group_elements,
         num_states=NUM_STATES[request.optimizer],
         offloads_optimizer=strategy.offload_optimizer == "cpu",
+        offloads_parameters=strategy.offload_parameters == "cpu",
         world_size=world_size,
         rank=rank,
     )

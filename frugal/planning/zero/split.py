@@ -43,11 +43,18 @@ class Split:
         there = [] if one_by_one else [stream.born(n * size, "building", PARAMETERS) for n in setting.elements]
         for i, n in enumerate(setting.elements):
             whole = stream.born(n * size, "to device", PARAMETERS) if one_by_one else there[i]
-            parts.append(stream.born(-(-n // setting.world_size) * size, "aten.empty.memory_format"))
+            part_bytes = -(-n // setting.world_size) * size
+            if setting.offloads_parameters:
+                parts.append(self._host.pinned(self._host.born(part_bytes, "aten.empty.memory_format", PARAMETERS)))
+            else:
+                parts.append(stream.born(part_bytes, "aten.empty.memory_format"))
             stream.dies(whole)
+        if setting.offloads_parameters:
+            self._host.pinned(self._host.born(sum(self._parts) * size, "aten.empty.memory_format", PARAMETERS))
         for part in parts:
-            stream.dies(part)
-        stream.born(sum(self._parts) * size, "aten._to_copy.default", PARAMETERS)
+            (self._host if setting.offloads_parameters else stream).dies(part)
+        if not setting.offloads_parameters:
+            stream.born(sum(self._parts) * size, "aten._to_copy.default", PARAMETERS)
         if setting.offloads_optimizer:
             self._initialise_on_host()
         else:
@@ -62,7 +69,10 @@ class Split:
         else:
             stream.born(sum(self._parts) * 4, "aten.zeros.default", GRADIENTS)
         largest = max(range(len(self._parts)), key=self._parts.__getitem__)
-        stream.flash(self._parts[largest] * setting.world_size * size, "aten.empty.memory_format")
+        whole = stream.born(self._parts[largest] * setting.world_size * size, "aten.empty.memory_format")
+        if setting.offloads_parameters:
+            stream.flash(self._parts[largest] * size, "aten._to_copy.default")
+        stream.dies(whole)
 
     def _initialise_on_host(self) -> None:
         """Master weights and their gradients (z3:1170, 1301)."""

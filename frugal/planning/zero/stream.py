@@ -1,5 +1,6 @@
 """A stream of births and deaths in the making, with micro-steps of a trace played into it."""
 
+from collections import Counter
 from typing import Protocol
 
 from frugal.planning.profile import DeviceKind
@@ -116,14 +117,16 @@ class Stream:
 class Host:
     """The host's memory while it is used, bytes. On a CPU the host is the device, and all of it belongs to the stream.
 
-    Without NVIDIA's driver nothing is pinned; with it pinned memory comes in blocks of a power of two bytes
-    (torch/include/ATen/core/CachingHostAllocator.h:305).
+    Pinned memory comes in blocks of a power of two bytes, and a block that is freed is kept for the next one of its
+    size (torch/include/ATen/core/CachingHostAllocator.h:305, 358).
     """
 
     def __init__(self, stream: Stream, kind: DeviceKind) -> None:
         self._stream = stream
         self._is_device = kind == "cpu"
         self._sizes: list[int] = []
+        self._pinned: set[int] = set()
+        self._free_pinned: Counter[int] = Counter()  # bytes of a block -> how many are kept
         self._live_bytes = 0
         self.peak_bytes = 0
 
@@ -140,6 +143,8 @@ class Host:
         """It is gone."""
         if self._is_device:
             self._stream.dies(storage)
+        elif storage in self._pinned:
+            self._free_pinned[self._sizes[storage]] += 1
         else:
             self._live_bytes -= self._sizes[storage]
 
@@ -147,7 +152,12 @@ class Host:
         """A copy of a storage in pinned memory, in place of it unless it is kept; on a CPU itself."""
         if self._is_device:
             return storage
-        copy = self.born(1 << (self._sizes[storage] - 1).bit_length(), "pin memory")
+        size_bytes = 1 << (self._sizes[storage] - 1).bit_length()
+        if self._free_pinned[size_bytes]:
+            self._free_pinned[size_bytes] -= 1
+            self._live_bytes -= size_bytes  # it is counted already
+        copy = self.born(size_bytes, "pin memory")
+        self._pinned.add(copy)
         if not keep:
             self.dies(storage)
         return copy
