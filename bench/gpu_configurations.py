@@ -135,7 +135,7 @@ _GPU: tuple[tuple[Any, ...], ...] = (
     ("t5-large", "fp32", 0, "full", "plain", 4, 1, 512),
     ("gpt2", "bf16", 3, "off", "plain", 4, 2, 1024),
     ("llama-3b", "bf16", 2, "full", "plain", 1, 1, 2048),
-    ("tinyllama-1.1b", "bf16", 2, "full", "tiled", 0, 1, 2048),
+    ("tinyllama-1.1b", "bf16", 2, "off", "tiled", 0, 1, 2048),
     ("gpt2", "bf16", 2, "selective", "plain", 8, 1, 1024),
     ("tinyllama-1.1b", "fp32", 0, "full", "plain", 1, 1, 2048),
     ("bert-large", "bf16", 2, "off", "plain", 16, 2, 512),
