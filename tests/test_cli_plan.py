@@ -19,8 +19,9 @@ CARDS = ["--gpus", "4", "--mem", "12G"]
 
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty folder to run in, and formulas in place of rehearsals."""
+    """An empty folder to run in, formulas in place of rehearsals, and a cache that knows no other plans."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr("frugal.dryrun.client.Rehearsals", rehearsing(**SMALL))
     return tmp_path
 
@@ -62,7 +63,7 @@ memory of each GPU at its peak, in backward (mm)
 why
   activation checkpointing is off: it is not needed, and a step would take 433 ms longer
   ZeRO-2: the lowest stage that sums bf16 gradients in fp32
-  memory binds: micro-batch 11 would be 584.3 MiB short; 10 would fit, and 8 cuts 512 samples into equal cells \
+  memory binds: micro-batch 11 would be about 584.3 MiB short; 10 would fit, and 8 cuts 512 samples into equal cells \
 at the same speed
 
 not taken
@@ -340,3 +341,8 @@ def test_the_command_really_rehearses(here: Path) -> None:
     assert (plan.strategy.activation_checkpointing, plan.strategy.loss) == ("off", "tiled")
     assert plan.memory.fits
     assert not plan.warnings, "the profile and the rehearsal agree"
+    again = subprocess.run(
+        [sys.executable, "-X", "importtime", *command[1:]], capture_output=True, text=True, cwd=here, env=environment
+    )
+    assert again.stdout == done.stdout, "a plan that was made before is the same"
+    assert "frugal.planner" in again.stderr and "torch" not in again.stderr and "numpy" not in again.stderr
