@@ -83,7 +83,7 @@ def _relaxed(request: Request) -> Iterator[tuple[str, Request]]:
     """The request without one of its pins."""
     if request.offload in ("none", "optimizer"):
         yield "--offload auto", replace(request, offload="auto")
-    if request.activation_checkpointing == "off":
+    if request.activation_checkpointing in ("off", "selective"):
         yield "--activation-checkpointing auto", replace(request, activation_checkpointing="auto")
     if request.zero_stage is not None:
         yield "no --zero-stage", replace(request, zero_stage=None)

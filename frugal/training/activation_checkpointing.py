@@ -90,8 +90,9 @@ class _OwnInputOnHost(saved_tensors_hooks):
         self._is_first = False
         if not moves:
             return tensor.device, tensor
-        on_host = torch.empty(tensor.size(), dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda)
-        return tensor.device, on_host.copy_(tensor.detach(), non_blocking=True)
+        tensor = tensor.detach()
+        on_host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+        return tensor.device, on_host.copy_(tensor, non_blocking=True)
 
     @staticmethod
     def _unpack(packed: tuple[torch.device, Tensor]) -> Tensor:

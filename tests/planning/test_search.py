@@ -255,6 +255,8 @@ def test_nothing_fits_is_told_as_a_proof() -> None:
         ({"gpus": 1, "mem": "12G", "offload": "none"}, "--gpus 2", {"gpus": 2}),
         ({"gpus": 4, "mem": "24G", "seq_len": 32768, "activation_checkpointing": "off"},
          "--activation-checkpointing auto", {"activation_checkpointing": "auto"}),
+        ({"gpus": 4, "mem": "24G", "seq_len": 32768, "activation_checkpointing": "selective"},
+         "--activation-checkpointing auto", {"activation_checkpointing": "auto"}),
         ({"gpus": 4, "mem": "24G", "seq_len": 32768, "activation_checkpointing": "off"},
          "--seq-len 16384", {"seq_len": 16384}),
         ({"gpus": 4, "mem": "12G", "micro_batch": 128, "offload": "none"}, "no --micro-batch", {"micro_batch": None}),
