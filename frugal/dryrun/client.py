@@ -7,6 +7,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from frugal.dryrun import shipped
 from frugal.dryrun.cache import Cache, digest, model_key
 from frugal.dryrun.drafts import Drafts
 from frugal.dryrun.messages import Answer, Describe, Rehearse, WarmUp
@@ -140,7 +141,7 @@ class Rehearsals:
     def facts(self) -> ModelFacts:
         """What the model is. Raises as `profile`."""
         key = digest("model", model_key(self.request))
-        found = self._cache.read(key, ModelFacts)
+        found = self._cache.read(key, ModelFacts) or shipped.facts(self.request)
         if found is None:
             answer, *_ = self._pool.ask_all(Describe(self.request))  # all, so that all have their imports done
             assert answer.describe is not None

@@ -6,6 +6,7 @@ that give no trace, have no draft; they are rehearsed.
 
 from collections.abc import Sequence
 
+from frugal.dryrun import shipped
 from frugal.dryrun.cache import Cache, digest, model_key
 from frugal.dryrun.messages import Trace, Traced
 from frugal.dryrun.pool import Pool
@@ -36,7 +37,7 @@ class Drafts:
         missing = []
         for question in wanted:
             if question not in self._traces:
-                found = self._cache.read(self._key(question), Traced)
+                found = self._cache.read(self._key(question), Traced) or shipped.trace(question)
                 if found is None:
                     missing.append(question)
                 else:

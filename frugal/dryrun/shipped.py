@@ -1,0 +1,120 @@
+"""Traces that come with frugal: of the presets, at their usual length, in bf16 on GPUs.
+
+With them a preset is planned without building it first. They hold for the versions they were made with; with others
+the model is traced here, as any model is. `python -m frugal.dryrun.shipped [PRESET ...]` makes them again.
+"""
+
+import functools
+import importlib.metadata
+import lzma
+import sys
+import tomllib
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+
+import frugal
+from frugal.dryrun.messages import Describe, Trace, Traced
+from frugal.dryrun.pool import Pool
+from frugal.dryrun.rehearsal import ModelFacts
+from frugal.planning.request import Request
+from frugal.planning.strategy import ActivationCheckpointing
+
+FOLDER = Path(__file__).parent / "shipped_traces"
+PRESETS = Path(frugal.__file__).parent / "training" / "presets.toml"
+MODES: tuple[ActivationCheckpointing, ...] = ("off", "selective", "full")
+
+
+class Shipment(msgspec.Struct, frozen=True):
+    """What is shipped of one preset. `definition` is its entry among the presets."""
+
+    versions: tuple[str, ...]
+    definition: str
+    facts: ModelFacts
+    traces: dict[str, msgspec.Raw]
+
+
+def facts(request: Request) -> ModelFacts | None:
+    """What the request's model is, if that is shipped."""
+    shipment = _shipment(request.model) if request.task is None else None
+    return None if shipment is None else shipment.facts
+
+
+def trace(question: Trace) -> Traced | None:
+    """The answer to `question`, if it is shipped."""
+    if question.request.task is not None or question.request.precision != "bf16":
+        return None
+    shipment = _shipment(question.request.model)
+    raw = None if shipment is None else shipment.traces.get(_name(question))
+    return None if raw is None else msgspec.json.decode(raw, type=Traced)
+
+
+@functools.lru_cache(maxsize=1)
+def _shipment(model: str) -> Shipment | None:
+    path = FOLDER / f"{model}.json.xz"
+    if model not in presets() or not path.is_file():
+        return None
+    found = msgspec.json.decode(lzma.decompress(path.read_bytes()), type=Shipment)
+    return found if (found.versions, found.definition) == (_versions(), _definition(model)) else None
+
+
+@functools.cache
+def presets() -> dict[str, object]:
+    """All presets by name."""
+    return tomllib.loads(PRESETS.read_text())
+
+
+def _definition(model: str) -> str:
+    return msgspec.json.encode(presets()[model]).decode()
+
+
+@functools.cache
+def _versions() -> tuple[str, ...]:
+    """Without what says for which device torch was built: it changes no trace."""
+    return tuple(importlib.metadata.version(name).partition("+")[0] for name in ("torch", "transformers"))
+
+
+def _name(question: Trace) -> str:
+    mode = (question.activation_checkpointing, question.loss, f"ZeRO-{question.zero_stage}", question.kind)
+    return " ".join([str(question.request.seq_len), *mode])
+
+
+def make(model: str, pool: Pool) -> Shipment:
+    """The shipment of a preset, traced anew."""
+    request = Request(model=model)
+    (described,) = pool.ask([Describe(request)])
+    assert described.describe is not None
+    longest = described.describe.max_positions or request.seq_len
+    request = replace(request, seq_len=longest) if longest < request.seq_len else request
+    questions = list(_questions(request, described.describe))
+    answers = pool.ask(questions)
+    traces = {
+        _name(question): msgspec.Raw(msgspec.json.encode(answer.traced))
+        for question, answer in zip(questions, answers, strict=True)
+    }
+    return Shipment(_versions(), _definition(model), described.describe, traces)
+
+
+def _questions(request: Request, found: ModelFacts) -> Iterator[Trace]:
+    for mode in MODES if found.can_recompute else MODES[:1]:
+        for stage in (2, 3):
+            for loss in ("plain", "tiled") if found.can_tile else ("plain",):
+                yield Trace(request=request, activation_checkpointing=mode, loss=loss, zero_stage=stage, kind="cuda")
+
+
+def main() -> None:
+    """Make the shipments of the presets named on the command line, or of all."""
+    FOLDER.mkdir(exist_ok=True)
+    for model in sys.argv[1:] or presets():
+        with closing(Pool(2)) as pool:
+            made = make(model, pool)
+        path = FOLDER / f"{model}.json.xz"
+        path.write_bytes(lzma.compress(msgspec.json.encode(made), preset=9))
+        sys.stderr.write(f"{path.name}: {len(made.traces)} traces, {path.stat().st_size >> 10} KiB\n")
+
+
+if __name__ == "__main__":
+    main()
