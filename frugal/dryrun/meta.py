@@ -83,7 +83,8 @@ class MetaAccelerator(CPU_Accelerator):
         with self._pinning():
             block = torch.empty(block_bytes // tensor.element_size(), dtype=tensor.dtype)
         pinned = block[: tensor.numel()]
-        return pinned.view(tensor.shape) if match_shape else pinned
+        # No view: as one it would keep the block when DeepSpeed gives the tensor other memory.
+        return (pinned.view(tensor.shape) if match_shape else pinned).data
 
     def is_pinned(self, tensor: Tensor) -> bool:
         """Whatever is asked for counts as pinned."""
