@@ -6,8 +6,9 @@ from torch import nn
 
 from frugal.errors import RequestError
 from frugal.training import activation_checkpointing
-from frugal.training.engine import DTYPES, initialize
+from frugal.training.engine import initialize
 from frugal.training.measure import gauge
+from frugal.training.precision import DTYPES
 from tests.dryrun.test_truth import FAMILIES
 from tests.plans import plan_by_hand
 from tests.ranks import Ranks
@@ -99,3 +100,17 @@ def test_a_module_without_layers_is_refused() -> None:
         "hint: plan with --activation-checkpointing off, or put its layers into an nn.ModuleList"
     )
     assert not activation_checkpointing.is_supported(torch.nn.Linear(2, 2))
+
+
+def test_a_model_with_a_switch_of_its_own_takes_full_only() -> None:
+    class Own(nn.Module):
+        recomputes = False
+
+        def gradient_checkpointing_enable(self, *_: object) -> None:
+            self.recomputes = True
+
+    model = Own()
+    activation_checkpointing.apply(model, "full")
+    assert model.recomputes
+    with pytest.raises(RequestError, match="Own does not support activation checkpointing selective"):
+        activation_checkpointing.apply(model, "selective")
