@@ -28,8 +28,9 @@ MICRO_BATCHES = (2, 3)
 SAMPLED_MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
 """Samples; rehearsed one by one for a model whose storages are no affine functions of the micro-batch."""
 
-MAX_RANKS_SEARCHED, MAX_RANKS_REHEARSED = 2, 4
-"""Ranks that a profile is made of, and those of one exact rehearsal; see `frugal.dryrun.ranks`."""
+MAX_RANKS_SEARCHED, MAX_RANKS_REHEARSED, MAX_RANKS_DRAFTED = 2, 4, 2
+"""Ranks that a profile is made of, those of one exact rehearsal (see `frugal.dryrun.ranks`), and how many of these are
+left where arithmetic tells which are the fullest."""
 
 MAX_WORKERS = 8
 """Half a GiB each."""
@@ -87,7 +88,9 @@ class Rehearsals:
             WorkerError: the rehearsal crashed.
         """
         if (strategy, accumulates) not in self._profiles:
-            found = None if strategy in self._distrusted else self._simulated(strategy, accumulates)
+            found = None
+            if strategy not in self._distrusted:
+                found = self._simulated(strategy, accumulates, self._ranks(strategy, MAX_RANKS_SEARCHED))
             if found is None:
                 world_size = self.cluster.world_size
                 model = model_key(self.request)
@@ -128,15 +131,20 @@ class Rehearsals:
         found = self._cache.read(key, MemoryBreakdown)
         if found is None:
             rehearsals = self.rehearsals(strategy, micro_batch, accumulation_steps)
-            ranks = _rank_memories(rehearsals, self._ranks(strategy, MAX_RANKS_REHEARSED))
+            ranks = _rank_memories(rehearsals, range(len(rehearsals)))
             found = fullest(ranks, micro_batch, device, self._ranks_per_node)
             self._cache.write(key, found)
         return found
 
     def rehearsals(self, strategy: Strategy, micro_batch: int, accumulation_steps: int) -> list[Rehearsal]:
         """The same, whole: one rehearsal for each rank that may be the fullest. Raises as `profile`."""
+        steps = min(accumulation_steps, 2)
         ranks = self._ranks(strategy, MAX_RANKS_REHEARSED)
-        return self._rehearse(strategy, (micro_batch,), min(accumulation_steps, 2), ranks)
+        drafted = self._simulated(strategy, steps > 1, ranks) if len(ranks) > MAX_RANKS_DRAFTED else None
+        if drafted is not None and strategy not in self._distrusted:
+            by_peak = sorted(drafted.ranks, key=lambda rank: -rank.timeline.peak_bytes(micro_batch))
+            ranks = tuple(sorted(rank.rank for rank in by_peak[:MAX_RANKS_DRAFTED]))
+        return self._rehearse(strategy, (micro_batch,), steps, ranks)
 
     def facts(self) -> ModelFacts:
         """What the model is. Raises as `profile`."""
@@ -149,12 +157,12 @@ class Rehearsals:
             self._cache.write(key, found)
         return found
 
-    def _simulated(self, strategy: Strategy, accumulates: bool) -> MemoryProfile | None:
+    def _simulated(self, strategy: Strategy, accumulates: bool, ranks: Sequence[int]) -> MemoryProfile | None:
         """A profile by arithmetic; None where that is not enough."""
         trace = self._drafts.trace(strategy)
         if trace is None:
             return None
-        ranks = tuple(
+        simulated = tuple(
             simulate(
                 trace,
                 self.request,
@@ -164,7 +172,7 @@ class Rehearsals:
                 accumulates=accumulates,
                 kind=self.kind,
             )
-            for rank in self._ranks(strategy, MAX_RANKS_SEARCHED)
+            for rank in ranks
         )
         return self._profile(
             strategy,
@@ -172,7 +180,7 @@ class Rehearsals:
             flops_per_sample=trace.flops_per_sample,
             recompute_flops_per_sample=trace.recompute_flops_per_sample,
             num_operators=trace.num_operators,
-            ranks=ranks,
+            ranks=simulated,
         )
 
     def _rehearsed(self, strategy: Strategy, accumulates: bool) -> MemoryProfile:
@@ -269,7 +277,7 @@ def _rehearsal(answer: Answer) -> Rehearsal:
 
 
 def _rank_memories(rehearsals: Sequence[Rehearsal], ranks: Sequence[int]) -> tuple[RankMemory, ...]:
-    """Of rehearsals in the order of `ranks`, once or several times."""
+    """Of rehearsals in the order of `ranks`, which may be gone through several times."""
     return tuple(
         RankMemory(rank=ranks[i % len(ranks)], timeline=rehearsal.timeline, host_bytes=rehearsal.host_bytes)
         for i, rehearsal in enumerate(rehearsals)
