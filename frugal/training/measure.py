@@ -138,18 +138,23 @@ class StorageWatch(TorchDispatchMode):
         super().__init__()
         self.num_operators = 0
         self._known: dict[int, int] = {}  # address of a live storage -> its bytes
-        self._random_states = patch.object(torch, "get_rng_state", partial(self._random_state, torch.get_rng_state))
+        self._random_states = (
+            patch.object(torch, "get_rng_state", partial(self._random_state, torch.get_rng_state)),
+            patch.object(torch.random, "fork_rng", partial(_forked, torch.random.fork_rng)),
+        )
 
     def __enter__(self) -> Self:
         """Watch from here on."""
-        self._random_states.start()
+        for each in self._random_states:
+            each.start()
         super().__enter__()
         return self
 
     def __exit__(self, *exception: Any) -> None:
         """The end."""
         super().__exit__(*exception)
-        self._random_states.stop()
+        for each in self._random_states:
+            each.stop()
 
     def _random_state(self, get: Callable[[], Tensor]) -> Tensor:
         """The state of the random generator, which no operator returns: activation checkpointing keeps one a layer."""
@@ -307,6 +312,11 @@ def tensors_in(values: Any) -> Iterator[Tensor]:
     elif isinstance(values, (tuple, list)):
         for value in values:
             yield from tensors_in(value)
+
+
+def _forked(fork: Callable[..., Any], *args: Any, device_type: str | None = None, **kwargs: Any) -> Any:
+    """`torch.random.fork_rng`; on meta, where it does nothing, it sets the host's state aside as on any device."""
+    return fork(*args, device_type="cpu" if device_type == "meta" else device_type, **kwargs)
 
 
 def _added_in_place(args: tuple[Any, ...], caller: Any) -> bool:
