@@ -122,8 +122,18 @@ LAYOUTS = [(1, 0, 1), (2, 1, 2), (8, 3, 2), (64, 63, 1)]
 
 
 @pytest.mark.parametrize(("world_size", "rank", "steps"), LAYOUTS)
-@pytest.mark.parametrize(("zero_stage", "precision"), [(0, "fp32"), (1, "fp32"), (2, "bf16"), (2, "fp32"), (3, "bf16")])
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize(
+    ("family", "zero_stage", "precision"),
+    [
+        ("llama", 0, "fp32"),
+        ("llama", 1, "fp32"),
+        ("llama", 2, "bf16"),
+        ("llama", 2, "fp32"),
+        ("llama", 3, "bf16"),
+        ("gpt2", 2, "bf16"),
+        ("gpt2", 3, "bf16"),
+    ],
+)
 def test_every_phase_is_as_rehearsed(
     family: str, zero_stage: int, precision: str, world_size: int, rank: int, steps: int
 ) -> None:
@@ -159,6 +169,32 @@ def test_without_states_and_without_clipping(zero_stage: int) -> None:
     )
 
 
+OPTIMIZER_ON_HOST = {"offload_optimizer": "cpu"}
+ALL_ON_HOST = {**OPTIMIZER_ON_HOST, "offload_parameters": "cpu"}
+
+
+@pytest.mark.parametrize(
+    ("zero_stage", "world_size", "rank", "steps", "kind", "offload"),
+    [
+        (2, 2, 1, 2, "cuda", OPTIMIZER_ON_HOST),
+        (2, 1, 0, 1, "cpu", OPTIMIZER_ON_HOST),
+        (3, 8, 7, 2, "cuda", OPTIMIZER_ON_HOST),
+        (3, 2, 0, 2, "cuda", ALL_ON_HOST),
+        (3, 1, 0, 1, "cuda", ALL_ON_HOST),
+        (3, 2, 1, 1, "cpu", ALL_ON_HOST),
+    ],
+)
+def test_what_is_offloaded_is_on_the_host_and_passes_through_the_device(
+    zero_stage: int, world_size: int, rank: int, steps: int, kind: str, offload: dict[str, Any]
+) -> None:
+    compare("llama", zero_stage, world_size=world_size, rank=rank, steps=steps, kind=kind, **offload, **SMALL_BUCKETS)
+
+
+@pytest.mark.parametrize("zero_stage", [2, 3])
+def test_selective_activation_checkpointing_too(zero_stage: int) -> None:
+    compare("llama", zero_stage, world_size=4, rank=3, activation_checkpointing="selective", **SMALL_BUCKETS)
+
+
 @pytest.mark.parametrize(
     ("request_", "strategy"),
     [
@@ -166,6 +202,8 @@ def test_without_states_and_without_clipping(zero_stage: int) -> None:
         ({"optimizer": "adamw-8bit"}, {}),
         ({"optimizer": "sgd", "momentum": 0.9}, {}),
         ({}, {"overlap_comm": True}),
+        ({}, {"activation_checkpointing": "offloaded"}),
+        ({"precision": "fp32"}, {"offload_optimizer": "cpu"}),
         ({}, {"gradient_accumulation_dtype": "bf16"}),
     ],
 )

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import nn
@@ -102,6 +103,14 @@ def test_spliced_and_whole_traces_are_the_same(
 ) -> None:
     spliced, whole = both(build(family, **changes), objective(family), monkeypatch, mode=mode, loss=loss, stage=stage)
     assert spliced == whole
+
+
+def test_a_trace_survives_json() -> None:
+    made = trace(
+        build("llama"), CausalLM(), seq_len=SEQ_LEN, kind="cuda", activation_checkpointing_mode="off", loss="plain",
+        zero_stage=3,
+    )  # fmt: skip
+    assert msgspec.json.decode(msgspec.json.encode(made), type=ModelTrace) == made
 
 
 def test_two_stacks_of_layers_are_traced_whole(monkeypatch: pytest.MonkeyPatch) -> None:
