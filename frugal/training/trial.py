@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 from unittest.mock import patch
@@ -26,15 +27,16 @@ from torch import nn
 
 from frugal.errors import OutOfMemoryError
 from frugal.planning.measurement import ModelDefinition, RankMeasurement, Trial
-from frugal.planning.plan import Plan
+from frugal.planning.plan import Batch, Plan
 from frugal.planning.request import Task
 from frugal.training import circumstances, failure, group, run
 from frugal.training.engine import initialize
-from frugal.training.loss import Objective
+from frugal.training.loss import Objective, SummedLoss
 from frugal.training.measure import CudaGauge, Interval, gauge, mark_phases
 from frugal.training.models import ModelSpec, resolve
 from frugal.training.precision import DTYPES
 
+WARM_UP_ELEMENTS = 1_000
 NUM_STEPS = 2  # as many as are rehearsed: optimizer states come to be in the first
 
 _BACKEND = ("all_gather_function", "reduce_scatter_function")
@@ -151,6 +153,8 @@ def measure(plan: Plan, cap_bytes: int | None = None) -> Trial:
     spec.build(dtype=dtype, device="meta")  # what it imports is no memory of the model
     if cap_bytes is not None:
         torch.cuda.set_per_process_memory_fraction(cap_bytes / torch.cuda.mem_get_info(device)[1], device)
+    if device.type == "cpu":
+        _load_libraries(plan, device)
     gc.collect()
     before = circumstances.forget_peak_rss()
     try:
@@ -168,6 +172,29 @@ def measure(plan: Plan, cap_bytes: int | None = None) -> Trial:
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else circumstances.cpu_name(),
         driver=circumstances.cuda_driver() if device.type == "cuda" else "",
     )
+
+
+def _load_libraries(plan: Plan, device: torch.device) -> None:
+    """Two steps of one small layer: what torch and DeepSpeed load then, some 70 MiB a rank, is not the model's.
+
+    On CPU ranks only: a GPU's first steps are to be those of the plan.
+    """
+    small = replace(
+        plan.strategy,
+        activation_checkpointing="off",
+        loss="plain",
+        offload_optimizer="none",
+        offload_parameters="none",
+        reduce_bucket_elements=WARM_UP_ELEMENTS,
+        prefetch_bucket_elements=WARM_UP_ELEMENTS,
+    )
+    world_size, dtype = plan.batch.world_size, DTYPES[plan.request.precision]
+    batch = Batch.of(world_size, (1,) * world_size)
+    objective = SummedLoss(
+        lambda model, batch: model(batch["x"]).square().sum(), example={"x": torch.ones(8, dtype=dtype)}
+    )
+    layer = nn.Linear(8, 8, dtype=dtype)
+    watched(lambda: layer, objective, replace(plan, strategy=small, batch=batch), device, 1)
 
 
 def definition(spec: ModelSpec) -> ModelDefinition:
