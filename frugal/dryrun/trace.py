@@ -18,9 +18,10 @@ from frugal.dryrun import zero3
 from frugal.dryrun.attention import kernels_of
 from frugal.dryrun.layers import layout, repetition, shortened
 from frugal.dryrun.tracker import Tracker
+from frugal.errors import FrugalError
 from frugal.planning.strategy import ActivationCheckpointing
 from frugal.planning.timeline import NotAffineError, Timeline
-from frugal.planning.zero.splicing import Marks, NotPeriodicError, splice
+from frugal.planning.zero.splicing import Marks, splice
 from frugal.planning.zero.trace import (
     ARRIVAL,
     BATCH_ENDS,
@@ -109,21 +110,27 @@ def trace(
     `building_bytes`: the peak while it was built, see `built`; None: no more than it has in the end.
 
     Raises:
-        NotAffineError: its memory is no affine function of the micro-batch.
+        NotAffineError: its memory is no affine function of the micro-batch, or it does not run by itself.
         RequestError: the model cannot be trained like that.
     """
     padding_masks.always_use()
     mode = _Mode(objective, seq_len, kind, activation_checkpointing_mode, loss, zero_stage == 3)
     with kernels_of(kind), zero3.linear_of_zero3() if mode.is_zero3 else nullcontext(), _no_collection():
-        found = _spliced(model, mode) or _whole(model, mode)
+        try:
+            found = _spliced(model, mode) or _whole(model, mode)
+        except (FrugalError, NotAffineError, NotImplementedError):
+            raise
+        except Exception as error:  # whatever a model trips over: a rehearsal knows more ways, or says what is wrong
+            raise NotAffineError(f"the model's step alone cannot be traced: {error}") from error
     parameters = list(model.parameters())
     buffers = list(model.buffers())
+    sizes = {parameter.element_size() for parameter in parameters}
     return ModelTrace(
         **found,
         own_parameters=_own_parameters(model) if mode.is_zero3 else (),
         elements=tuple(parameter.numel() for parameter in parameters),
         trainable=tuple(parameter.requires_grad for parameter in parameters),
-        element_bytes=parameters[0].element_size(),
+        element_bytes=sizes.pop() if len(sizes) == 1 else 0,
         buffer_bytes=tuple(buffer.untyped_storage().nbytes() for buffer in buffers),
         building_bytes=building_bytes or sum(tensor.untyped_storage().nbytes() for tensor in (*parameters, *buffers)),
     )
@@ -148,7 +155,7 @@ def _whole(model: nn.Module, mode: _Mode) -> dict[str, Any]:
     per_sample = {
         name: (second.flops[name] - first.flops[name]) / (MICRO_BATCHES[1] - MICRO_BATCHES[0]) for name in first.flops
     }
-    return _result(stream, marks, per_sample, first.num_operators)
+    return _result(stream, marks, per_sample, first.num_operators, first.notes)
 
 
 def _spliced(model: nn.Module, mode: _Mode) -> dict[str, Any] | None:
@@ -162,16 +169,16 @@ def _spliced(model: nn.Module, mode: _Mode) -> dict[str, Any] | None:
     if repeated is None or repeated.num_periods <= more:
         return None
     raw = []
-    for num_periods, micro_batch in zip(FEW_PERIODS, MICRO_BATCHES, strict=True):
-        raw.append(_record(shortened(model, repeated, num_periods), repeated.path, mode, micro_batch))
-    first, second = raw
     try:
+        for num_periods, micro_batch in zip(FEW_PERIODS, MICRO_BATCHES, strict=True):
+            raw.append(_record(shortened(model, repeated, num_periods), repeated.path, mode, micro_batch))
+        first, second = raw
         longer = splice(Timeline.constant(first.recording), first.marks, layout(model, repeated, few), more)
         stream, marks = fitted(first.with_stream(*longer), second)
         if min(stream.fixed) < 0:
             return None
         stream, marks = splice(stream, marks, layout(model, repeated, more), repeated.num_periods)
-    except (NotPeriodicError, NotAffineError):
+    except Exception:  # a model may count its layers by itself; what is wrong with the whole one will be said
         return None
     marks = tuple(tuple(mark for mark in phase if mark[1] != LAYER) for phase in marks)
     small, large = MICRO_BATCHES
@@ -180,16 +187,20 @@ def _spliced(model: nn.Module, mode: _Mode) -> dict[str, Any] | None:
         per_period = second.flops[name] / large - flops / small
         per_sample[name] = flops / small + per_period * (repeated.num_periods - few)
     operators = second.num_operators - first.num_operators
-    return _result(stream, marks, per_sample, first.num_operators + operators * (repeated.num_periods - few))
+    num_operators = first.num_operators + operators * (repeated.num_periods - few)
+    return _result(stream, marks, per_sample, num_operators, first.notes)
 
 
-def _result(stream: Timeline, marks: Marks, flops: dict[str, float], num_operators: int) -> dict[str, Any]:
+def _result(
+    stream: Timeline, marks: Marks, flops: dict[str, float], num_operators: int, notes: tuple[str, ...]
+) -> dict[str, Any]:
     return {
         "stream": stream,
         "marks": marks,
         "flops_per_sample": flops["forward"] + flops["backward"],
         "recompute_flops_per_sample": flops["recompute"],
         "num_operators": num_operators,
+        "notes": notes,
     }
 
 
@@ -209,6 +220,7 @@ def _record(model: nn.Module, layers: str, mode: _Mode, micro_batch: int) -> Raw
         tiled_loss.apply(model)
     recorder = Recorder(mode.kind)
     example = mode.objective.example(micro_batch, mode.seq_len)
+    recorder.expect(example)
     recorder.watch(model)
     recorder.take_gradients(model)
     if layers:
@@ -221,6 +233,7 @@ def _record(model: nn.Module, layers: str, mode: _Mode, micro_batch: int) -> Raw
         recording=recorder.recording(micro_batch),
         marks=tuple(map(tuple, recorder.marks)),
         num_operators=recorder.num_operators,
+        notes=recorder.notes,
         flops=dict(recorder.flops),
     )
 

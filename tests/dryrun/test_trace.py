@@ -10,6 +10,7 @@ from torch import nn
 from frugal.dryrun import trace as tracing
 from frugal.dryrun.layers import repetition
 from frugal.dryrun.trace import trace
+from frugal.planning.timeline import NotAffineError
 from frugal.planning.zero.trace import ModelTrace
 from frugal.training.loss import CausalLM, MaskedLM, Objective, Seq2Seq, SummedLoss
 
@@ -53,7 +54,7 @@ def objective(family: str) -> Objective:
 
 
 def refuse(*_: Any) -> Any:
-    raise LookupError
+    raise NotAffineError("refused")
 
 
 def both(
@@ -78,7 +79,7 @@ def both(
                     model, goal, seq_len=SEQ_LEN, kind="cuda", activation_checkpointing_mode=mode, loss=loss,
                     zero_stage=stage,
                 )  # fmt: skip
-            except LookupError:
+            except NotAffineError:
                 made = None
             traces.append(made)
     assert traces[1] is not None
@@ -161,3 +162,35 @@ def test_a_model_that_collects_its_layers_is_traced_whole(monkeypatch: pytest.Mo
     spliced, whole = both(model, goal, monkeypatch)
     assert spliced is None
     assert whole.has_all_gradients
+
+
+class Short(nn.Module):
+    """Counts its layers by itself, so that it fails where some are missing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`(samples, 16)` to the same."""
+        for number in range(8):
+            x = self.layers[number](x)
+        return x
+
+
+def test_a_model_that_fails_with_fewer_layers_is_traced_whole() -> None:
+    with torch.device("meta"):
+        model = Short()
+    goal = SummedLoss(lambda model, batch: model(batch["x"]).sum(), example={"x": torch.zeros(16)})
+    made = trace(
+        model, goal, seq_len=SEQ_LEN, kind="cuda", activation_checkpointing_mode="off", loss="plain", zero_stage=2
+    )
+    assert made.has_all_gradients
+
+
+def test_a_model_that_fails_by_itself_has_no_trace() -> None:
+    goal = SummedLoss(lambda model, batch: model(batch["y"]).sum(), example={"x": torch.zeros(16)})
+    with pytest.raises(NotAffineError, match="cannot be traced"):
+        trace(
+            Short(), goal, seq_len=SEQ_LEN, kind="cuda", activation_checkpointing_mode="off", loss="plain", zero_stage=2
+        )

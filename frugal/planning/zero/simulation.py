@@ -22,7 +22,8 @@ def covers(request: Request, strategy: Strategy, trace: ModelTrace | None = None
 
     It does not know: other optimizers than torch's fused ones, offloading to disks or in fp32, overlapping
     communication, gradients not summed in fp32, half precision without gradient partitioning, activations in host
-    memory; and parameters of several types, without a gradient, or frozen under ZeRO-3.
+    memory; and models whose memory depends on data, with parameters of several types, without a gradient, or frozen
+    under ZeRO-3.
     """
     if request.optimizer not in NUM_STATES or implementation(request.optimizer, request.optimizer_implementation) != (
         "fused"
@@ -41,7 +42,8 @@ def covers(request: Request, strategy: Strategy, trace: ModelTrace | None = None
         return True
     is_whole = all(trace.trainable) or strategy.zero_stage < 3
     is_one_type = trace.element_bytes == (4 if request.precision == "fp32" else 2)
-    return is_whole and is_one_type and trace.has_all_gradients and len(trace.trainable_index) > 1
+    is_sure = trace.has_all_gradients and not trace.notes
+    return is_whole and is_one_type and is_sure and len(trace.trainable_index) > 1
 
 
 def simulate(

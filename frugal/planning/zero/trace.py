@@ -27,6 +27,7 @@ class RawTrace:
     marks: tuple[tuple[Mark, ...], ...]
     flops: dict[str, int]
     num_operators: int
+    notes: tuple[str, ...] = ()
 
     def with_stream(self, stream: Timeline, marks: tuple[tuple[Mark, ...], ...]) -> "RawTrace":
         """The same with another stream, of the same micro-batch."""
@@ -56,12 +57,13 @@ class ModelTrace:
         own_parameters: of each module, the parameters it owns without its submodules'.
         elements: of every parameter, in the model's order.
         trainable: for every parameter.
-        element_bytes: of a parameter's element; all have the same type.
+        element_bytes: of a parameter's element; 0: they differ.
         buffer_bytes: of every buffer.
         building_bytes: the peak while the model is built.
         flops_per_sample: FLOPs of forward and backward, without recomputation.
         recompute_flops_per_sample: FLOPs of the forward that activation checkpointing repeats.
         num_operators: operators of the micro-step.
+        notes: what was assumed where memory depends on data, see `frugal.dryrun.data_dependent`.
     """
 
     stream: Timeline
@@ -75,6 +77,7 @@ class ModelTrace:
     flops_per_sample: float
     recompute_flops_per_sample: float
     num_operators: int
+    notes: tuple[str, ...] = ()
 
     @cached_property
     def trainable_index(self) -> dict[int, int]:
