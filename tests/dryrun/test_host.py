@@ -66,6 +66,16 @@ def test_what_is_on_disk_is_not_in_host_memory_but_its_buffers_are() -> None:
     assert host_bytes(3, **on_disk) < in_memory + buffers - 8 * 2048 * 128
 
 
+def test_parameters_on_disk_pass_through_buffers_that_hold_any_of_them() -> None:
+    largest = 2048 * 128
+    on_disk = {
+        "offload_optimizer": "nvme", "offload_parameters": "nvme", "nvme_path": "/nowhere",
+        "nvme_buffer_elements": largest, "sub_group_elements": 100_000, "max_live_elements": 0,
+        "prefetch_bucket_elements": 0,
+    }  # fmt: skip
+    assert host_bytes(3, **on_disk) >= 5 * 2 * largest + 4 * 4 * largest
+
+
 def test_a_nodes_ranks_are_processes_too() -> None:
     assert host.node_bytes(10 * GIB, "cuda", 8) == 8 * (2 * GIB + int(10 * GIB * 1.03))
     assert host.node_bytes(10 * GIB, "cpu", 8) == 0
