@@ -35,13 +35,15 @@ from frugal.planning.zero.trace import (
 )
 from frugal.training import activation_checkpointing, padding_masks, tiled_loss
 from frugal.training.loss import Objective
-from frugal.training.measure import BACKWARD, FORWARD
+from frugal.training.measure import BACKWARD, FORWARD, tensors_in
 
 MICRO_BATCHES = (2, 3)
 """Samples; one sample has a slightly different stream."""
 
 FEW_PERIODS = (5, 6)
 """Periods of layers that stand for many, at the first and at the second micro-batch."""
+
+USED_OUTSIDE = "a parameter is used while its module does not run"
 
 
 class Recorder(Tracker):
@@ -53,11 +55,20 @@ class Recorder(Tracker):
         self._phases = [(ARRIVAL, 0)]
         self._building = False
         self.marks: list[list[Mark]] = [[]]
+        self.addresses_at_rest: set[int] = set()  # ZeRO-3: storages of parameters that nobody has fetched
+        self.uses_at_rest = False
 
     def mark(self, phase: str) -> None:
         """From now on it is `phase`."""
         super().mark(phase)
         self.marks.append([])
+
+    def execute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the operator returns."""
+        if self.addresses_at_rest and not self.uses_at_rest:
+            read = {tensor.untyped_storage()._cdata for tensor in tensors_in(args)}
+            self.uses_at_rest = not read.isdisjoint(self.addresses_at_rest)
+        return super().execute(func, args, kwargs)
 
     def take_gradients(self, model: nn.Module) -> None:
         """Mark and drop the gradient of every parameter of `model` when it is whole."""
@@ -226,14 +237,14 @@ def _record(model: nn.Module, layers: str, mode: _Mode, micro_batch: int) -> Raw
     if layers:
         recorder.mark_layers(model.get_submodule(layers))
     if mode.is_zero3:
-        zero3.install(model, recorder.module)
+        recorder.addresses_at_rest = zero3.install(model, recorder.module)
     with recorder:
         _micro_step(recorder, model, mode.objective, example)
     return RawTrace(
         recording=recorder.recording(micro_batch),
         marks=tuple(map(tuple, recorder.marks)),
         num_operators=recorder.num_operators,
-        notes=recorder.notes,
+        notes=(*recorder.notes, *((USED_OUTSIDE,) if recorder.uses_at_rest else ())),
         flops=dict(recorder.flops),
     )
 

@@ -90,6 +90,7 @@ class _Parameters:
         self._mark = mark
         self._numbers = {id(parameter): number for number, parameter in enumerate(model.parameters())}
         self._at_rest = [parameter.data for parameter in model.parameters()]
+        self.addresses_at_rest = {data.untyped_storage()._cdata for data in self._at_rest}
         self._users: dict[int, int] = {}  # parameter -> modules that use it
         self._uses: dict[int, Any] = {}  # parameter -> what tells whether its present memory is gone
         self._num_uses = 0
@@ -202,11 +203,16 @@ def _map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
     return function(value) if isinstance(value, Tensor) else value
 
 
-def install(model: nn.Module, mark: Mark) -> None:
-    """Have every module of `model` say when it fetches and releases its parameters."""
+def install(model: nn.Module, mark: Mark) -> set[int]:
+    """Have every module of `model` say when it fetches and releases its parameters.
+
+    The result: addresses of the parameters' storages while no module has fetched them. An operator that reads one uses
+    a parameter outside its module; DeepSpeed gathers that in a way of its own.
+    """
     model.register_forward_pre_hook(lambda *_: mark(FORWARD_BEGINS, 0, -1))
     parameters = _Parameters(model, mark)
     for number, module in enumerate(model.modules()):
         state = _Module(module, number, parameters, mark)
         module.register_forward_pre_hook(state.before_forward)
         module.register_forward_hook(state.after_forward)
+    return parameters.addresses_at_rest

@@ -13,7 +13,7 @@ from frugal.planning.strategy import Strategy
 from frugal.planning.zero.simulation import covers, simulate
 from frugal.planning.zero.trace import ModelTrace
 from frugal.training.engine import DTYPES
-from frugal.training.loss import CausalLM, MaskedLM, Seq2Seq
+from frugal.training.loss import CausalLM, MaskedLM, Seq2Seq, SummedLoss
 
 TOLERANCE = 0.001  # of a phase's bytes; operators on scalars are left out, which is seen on models this small
 SEQ_LEN, MICRO_BATCH = 40, 4  # traced are 2 and 3 samples
@@ -236,3 +236,30 @@ def test_frozen_parameters_are_simulated_below_zero_3_only() -> None:
     )  # fmt: skip
     simulated = simulate(alone, request, strategy, world_size=2, rank=0, accumulates=False, kind="cuda")
     assert simulated.timeline.peak_bytes(MICRO_BATCH) == pytest.approx(rehearsed.peak.total_bytes, rel=TOLERANCE)
+
+
+def test_a_parameter_used_outside_its_module_is_not_simulated_under_zero_3() -> None:
+    class Reaching(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = torch.nn.Linear(16, 16), torch.nn.Linear(16, 16)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.last(x @ self.first.weight + self.first(x))
+
+    with torch.device("meta"):
+        model = Reaching().to(torch.bfloat16)
+    goal = SummedLoss(
+        lambda model, batch: model(batch["x"]).sum(), example={"x": torch.zeros(16, dtype=torch.bfloat16)}
+    )
+    for zero_stage, is_covered in ((2, True), (3, False)):
+        alone = trace(
+            model,
+            goal,
+            seq_len=SEQ_LEN,
+            kind="cuda",
+            activation_checkpointing_mode="off",
+            loss="plain",
+            zero_stage=zero_stage,
+        )
+        assert covers(Request(), Strategy(zero_stage=zero_stage), alone) is is_covered

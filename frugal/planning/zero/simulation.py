@@ -22,8 +22,8 @@ def covers(request: Request, strategy: Strategy, trace: ModelTrace | None = None
 
     It does not know: other optimizers than torch's fused ones, offloading to disks or in fp32, overlapping
     communication, gradients not summed in fp32, half precision without gradient partitioning, activations in host
-    memory; and models whose memory depends on data, with parameters of several types, without a gradient, or frozen
-    under ZeRO-3.
+    memory; and models whose memory depends on data, with parameters of several types, without a gradient, or under
+    ZeRO-3 frozen or used outside their modules.
     """
     if request.optimizer not in NUM_STATES or implementation(request.optimizer, request.optimizer_implementation) != (
         "fused"

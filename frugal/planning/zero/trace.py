@@ -63,7 +63,8 @@ class ModelTrace:
         flops_per_sample: FLOPs of forward and backward, without recomputation.
         recompute_flops_per_sample: FLOPs of the forward that activation checkpointing repeats.
         num_operators: operators of the micro-step.
-        notes: what was assumed where memory depends on data, see `frugal.dryrun.data_dependent`.
+        notes: what makes the simulation unsure: assumptions where memory depends on data, and under ZeRO-3 parameters
+            that are used outside their modules.
     """
 
     stream: Timeline
