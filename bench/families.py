@@ -66,6 +66,28 @@ def mixtral() -> nn.Module:
     return _transformers("AutoModelForCausalLM", "mixtral", **DECODER, num_local_experts=4, num_experts_per_tok=2)
 
 
+class _Adapted(nn.Module):
+    """A frozen linear layer, and a product of two narrow ones beside it (https://arxiv.org/abs/2106.09685)."""
+
+    def __init__(self, linear: nn.Linear, rank: int = 8) -> None:
+        super().__init__()
+        self.linear = linear
+        self.down = nn.Linear(linear.in_features, rank, bias=False)
+        self.up = nn.Linear(rank, linear.out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) + self.up(self.down(x))
+
+
+def adapters() -> nn.Module:
+    """A frozen decoder with trainable adapters beside its query and value projections."""
+    model: Any = llama().requires_grad_(False)
+    for layer in model.model.layers:
+        layer.self_attn.q_proj = _Adapted(layer.self_attn.q_proj)
+        layer.self_attn.v_proj = _Adapted(layer.self_attn.v_proj)
+    return model
+
+
 class Patches(nn.Module):
     """A vision transformer: images `(samples, 3, 32, 32)` -> scores `(samples, 10)`."""
 
