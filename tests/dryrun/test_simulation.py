@@ -101,6 +101,7 @@ def compare(
         world_size=world_size,
         rank=rank,
         kind=kind,
+        first_micro_steps=1,
     )
     alone = traced(family, asked, way, kind)
     assert covers(asked, way, alone)

@@ -12,8 +12,6 @@ from frugal.planning.zero.split import Split
 from frugal.planning.zero.stream import Host, MicroStep, Stream
 from frugal.planning.zero.trace import ARRIVAL, BATCH_ENDS, LOSS_ENDS, ModelTrace
 
-NUM_STEPS = 2
-
 Engine = Replicated | Partitioned | Split
 
 
@@ -80,8 +78,8 @@ def simulate(
     stream.phase("initialisation")
     host = Host(stream, kind)
     optimizer = _initialised(stream, host, setting, trace, kind)
-    for _ in range(NUM_STEPS):
-        _accumulate(stream, trace, optimizer, 2 if accumulates else 1, kind)
+    for num_micro_steps in (1, 2 if accumulates else 1):  # the first step only sets the stage for the second
+        _accumulate(stream, trace, optimizer, num_micro_steps, kind)
         stream.phase("optimizer step")
         optimizer.step()
     return RankMemory(rank=rank, timeline=stream.timeline(), host_bytes=host.peak_bytes)
