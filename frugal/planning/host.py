@@ -16,7 +16,7 @@ every rank that maps them, as the kernel does in a resident set.
 from frugal.units import GIB, MIB
 
 PROCESS_BYTES = {"cpu": 372 * MIB, "cuda": 2 * GIB}
-"""A rank without tensors. On the CPU measured, with torch 2.13 (bench/results/host-memory-cpu.json). With CUDA assumed:
+"""A rank without tensors. On the CPU measured, with torch 2.13 (bench/host_memory.py). With CUDA assumed:
 its libraries and context take 1 to 2 GiB of the host, depending on the driver; not measured yet."""
 
 ALLOCATOR_SHARE = 0.03
