@@ -95,6 +95,7 @@ def _describe(question: Describe) -> Any:
         trainable_sizes=tuple(parameter.numel() for parameter in parameters if parameter.requires_grad),
         largest_parameter=max((parameter.numel() for parameter in parameters), default=0),
         can_recompute=activation_checkpointing.is_supported(model),
+        can_select=activation_checkpointing.is_supported(model, "selective"),
         can_tile=spec.task in ("causal-lm", "masked-lm", "seq2seq") and tiled_loss.is_supported(model),
     )
 

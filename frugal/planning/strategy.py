@@ -8,9 +8,6 @@ from frugal.planning.request import Request
 Place = Literal["none", "cpu", "nvme"]
 ActivationCheckpointing = Literal["off", "selective", "full", "offloaded"]
 
-AUTO_TRIES_SELECTIVE_AND_OFFLOADED = False
-"""Whether `auto` tries these modes too. While each costs two rehearsals a strategy, they are for those who ask."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Strategy:
@@ -122,13 +119,14 @@ def _places(offload: Offload) -> tuple[tuple[Place, Place], ...]:
     }[offload]  # type: ignore[return-value]  # literals, seen as text
 
 
-def _modes(can_recompute: bool, on_gpus: bool) -> tuple[ActivationCheckpointing, ...]:
-    """The modes of activation checkpointing that `auto` tries. On a CPU rank `offloaded` is `full`."""
+def _modes(can_recompute: bool, can_select: bool) -> tuple[ActivationCheckpointing, ...]:
+    """The modes of activation checkpointing that `auto` tries.
+
+    Not `offloaded`: what it takes of the links to the host is not in the cost model.
+    """
     if not can_recompute:
         return ("off",)
-    if not AUTO_TRIES_SELECTIVE_AND_OFFLOADED:
-        return ("off", "full")
-    return ("off", "selective", "full", "offloaded") if on_gpus else ("off", "selective", "full")
+    return ("off", "selective", "full") if can_select else ("off", "full")
 
 
 def candidates(
@@ -138,6 +136,7 @@ def candidates(
     offload: Offload,
     trainable_parameters: int,
     can_recompute: bool = True,
+    can_select: bool = False,
     can_tile: bool = False,
     on_gpus: bool = True,
     largest_parameter: int = 0,
@@ -155,7 +154,7 @@ def candidates(
     if request.zero_stage is not None:
         stages = (request.zero_stage,) if request.zero_stage >= needed else ()
     modes = (
-        _modes(can_recompute, on_gpus)
+        _modes(can_recompute, can_select)
         if request.activation_checkpointing == "auto"
         else (request.activation_checkpointing,)
     )
