@@ -10,8 +10,8 @@ class ModelFacts:
     """What is known of a model before it runs. Parameters are counted in elements.
 
     `trainable_sizes`: those of each trainable parameter, in the model's order.
-    `can_recompute`: whether it takes activation checkpointing,
-    `can_select`: also the selective one; `can_tile`: whether it takes the tiled loss.
+    `can_recompute`: whether it takes activation checkpointing, `can_select`: also the selective one; `can_tile`:
+    whether it takes the tiled loss.
     """
 
     task: str

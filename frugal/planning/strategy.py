@@ -138,7 +138,6 @@ def candidates(
     can_recompute: bool = True,
     can_select: bool = False,
     can_tile: bool = False,
-    on_gpus: bool = True,
     largest_parameter: int = 0,
 ) -> tuple[Strategy, ...]:
     """The strategies a request and its model allow at one level of offloading, simplest first.
