@@ -22,7 +22,8 @@ from frugal.planning.source import Profile, Source
 from frugal.planning.strategy import Offload, Strategy, candidates, offload_levels
 
 TRUST = 0.01
-"""A profile that is further than this from the rehearsal is wrong, and the plan says so."""
+"""A profile that is further than this from the rehearsal is wrong, and the plan says so. In live bytes: what the
+allocator wastes may change by as much with the order of a few small blocks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,14 +65,19 @@ class Search:
             while fitting := [option for option in options if option.fits]:
                 best = min(option.seconds for option in fitting)
                 winner = min((o for o in fitting if o.seconds <= best * TIE), key=lambda o: o.simplicity)
-                memory, doubt = self.rehearsed(winner)
-                if doubt and self.source.distrust(winner.strategy):
-                    warnings.append(f"{doubt}; it was profiled by rehearsals instead")
+                memory = self.rehearsed(winner)
+                assert winner.memory is not None
+                what = f"{winner.strategy}, micro-batch {winner.micro_batch}: the profile was"
+                live_error = winner.memory.live_bytes / memory.live_bytes - 1
+                if abs(live_error) > TRUST and self.source.distrust(winner.strategy):
+                    off = f"{100 * live_error:+.1f} % off the rehearsal"
+                    warnings.append(f"{what} {off}; it was profiled by rehearsals instead")
                     options = self.options(level)
                     continue
-                if doubt:
+                error = winner.memory.total_bytes / memory.total_bytes - 1
+                if abs(error) > TRUST or not memory.fits:
                     verdict = "it still fits" if memory.fits else "it does not fit, and was not chosen"
-                    warnings.append(f"{doubt}; {verdict}")
+                    warnings.append(f"{what} {100 * error:+.1f} % off the rehearsal; {verdict}")
                 if memory.fits:
                     return Choice(
                         option=winner,
@@ -80,7 +86,6 @@ class Search:
                         options=(*seen, *options),
                         warnings=tuple(warnings),
                     )
-                assert winner.memory is not None
                 self.refuted[winner.strategy] = Refuted(
                     micro_batch=winner.micro_batch, memory=memory, factor=memory.total_bytes / winner.memory.total_bytes
                 )
@@ -281,9 +286,9 @@ class Search:
         time = cost.step_time(work, strategy, batch, self.cluster, self.request)
         return Option(strategy=strategy, micro_batch=batch.largest_cell, batch=None, memory=None, time=time)
 
-    def rehearsed(self, option: Option) -> tuple[MemoryBreakdown, str]:
-        """The memory of an option by rehearsing it, on its fullest device, and what contradicts the profile."""
-        assert option.batch is not None and option.memory is not None
+    def rehearsed(self, option: Option) -> MemoryBreakdown:
+        """The memory of an option by rehearsing it, on its fullest device."""
+        assert option.batch is not None
         fullest: MemoryBreakdown | None = None
         for device, micro in sorted(set(zip(self.cluster.devices, option.batch.micro_batch, strict=True)), key=str):
             found = self.source.rehearse(option.strategy, micro, option.batch.accumulation_steps)
@@ -296,11 +301,7 @@ class Search:
             if fullest is None or found.headroom_bytes < fullest.headroom_bytes:
                 fullest = found
         assert fullest is not None
-        error = option.memory.total_bytes / fullest.total_bytes - 1
-        if fullest.fits and abs(error) <= TRUST:
-            return fullest, ""
-        what = f"{option.strategy}, micro-batch {option.micro_batch}"
-        return fullest, f"{what}: the profile was {100 * error:+.1f} % off the rehearsal"
+        return fullest
 
     def _model(self, option: Option) -> ModelSummary:
         return ModelSummary(
