@@ -10,8 +10,7 @@ class ModelFacts:
     """What is known of a model before it runs. Parameters are counted in elements.
 
     `trainable_sizes`: those of each trainable parameter, in the model's order.
-    `can_recompute`: whether it takes activation checkpointing, `can_select`: also the selective one; `can_tile`:
-    whether it takes the tiled loss.
+    `can_recompute`: whether it takes activation checkpointing; `can_tile`: whether it takes the tiled loss.
     """
 
     task: str
@@ -21,7 +20,6 @@ class ModelFacts:
     trainable_sizes: tuple[int, ...]
     largest_parameter: int
     can_recompute: bool
-    can_select: bool
     can_tile: bool
 
 

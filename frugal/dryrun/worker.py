@@ -70,7 +70,7 @@ def _spec(model: str, task: str | None) -> Any:
     return resolve(model, task)
 
 
-def _resolved(question: Describe | Rehearse | Trace) -> Any:
+def _resolved(question: Rehearse | Trace) -> Any:
     from frugal.training.models import check_sequence_length
 
     spec = _spec(question.request.model, question.request.task)
@@ -84,7 +84,7 @@ def _describe(question: Describe) -> Any:
     from frugal.dryrun.rehearsal import ModelFacts
     from frugal.training import activation_checkpointing, tiled_loss
 
-    spec = _resolved(question)
+    spec = _spec(question.request.model, question.request.task)  # whatever the length asked for
     model = spec.build(dtype=torch.bfloat16, device="meta")
     parameters = list(model.parameters())
     return ModelFacts(
@@ -95,7 +95,6 @@ def _describe(question: Describe) -> Any:
         trainable_sizes=tuple(parameter.numel() for parameter in parameters if parameter.requires_grad),
         largest_parameter=max((parameter.numel() for parameter in parameters), default=0),
         can_recompute=activation_checkpointing.is_supported(model),
-        can_select=activation_checkpointing.is_supported(model, "selective"),
         can_tile=spec.task in ("causal-lm", "masked-lm", "seq2seq") and tiled_loss.is_supported(model),
     )
 

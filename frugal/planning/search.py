@@ -101,7 +101,6 @@ class Search:
             offload=level,
             trainable_parameters=self.facts.trainable_parameters,
             can_recompute=self.facts.can_recompute,
-            can_select=self.facts.can_select,
             can_tile=self.can_tile,
             largest_parameter=self.facts.largest_parameter,
         )

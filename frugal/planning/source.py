@@ -15,7 +15,7 @@ class Facts(Protocol):
     """What is known of a model before it runs, in elements.
 
     `max_positions`: tokens it can read, None: any number. `can_recompute`: whether it takes activation checkpointing,
-    `can_select`: also the selective one; `can_tile`: whether it takes the tiled loss.
+    `can_tile`: whether it takes the tiled loss.
     """
 
     @property
@@ -30,8 +30,6 @@ class Facts(Protocol):
     def max_positions(self) -> int | None: ...
     @property
     def can_recompute(self) -> bool: ...
-    @property
-    def can_select(self) -> bool: ...
     @property
     def can_tile(self) -> bool: ...
 

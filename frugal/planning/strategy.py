@@ -119,16 +119,6 @@ def _places(offload: Offload) -> tuple[tuple[Place, Place], ...]:
     }[offload]  # type: ignore[return-value]  # literals, seen as text
 
 
-def _modes(can_recompute: bool, can_select: bool) -> tuple[ActivationCheckpointing, ...]:
-    """The modes of activation checkpointing that `auto` tries.
-
-    Not `offloaded`: what it takes of the links to the host is not in the cost model.
-    """
-    if not can_recompute:
-        return ("off",)
-    return ("off", "selective", "full") if can_select else ("off", "full")
-
-
 def candidates(
     request: Request,
     *,
@@ -136,11 +126,13 @@ def candidates(
     offload: Offload,
     trainable_parameters: int,
     can_recompute: bool = True,
-    can_select: bool = False,
     can_tile: bool = False,
     largest_parameter: int = 0,
 ) -> tuple[Strategy, ...]:
     """The strategies a request and its model allow at one level of offloading, simplest first.
+
+    `auto` tries activation checkpointing off and full: what `selective` costs in memory traffic, and `offloaded` in
+    traffic to the host, is not in the cost model, so that both would look too good. They are for those who ask.
 
     Which ZeRO stages: bf16 and fp16 only stages 2 and 3, because stage 0 starts Adam at its second step and stage 1
     loses gradients under fp32 accumulation. On one GPU the stages split nothing, so the lowest is enough.
@@ -152,8 +144,8 @@ def candidates(
         stages = (0,)
     if request.zero_stage is not None:
         stages = (request.zero_stage,) if request.zero_stage >= needed else ()
-    modes = (
-        _modes(can_recompute, can_select)
+    modes: tuple[ActivationCheckpointing, ...] = (
+        (("off", "full") if can_recompute else ("off",))
         if request.activation_checkpointing == "auto"
         else (request.activation_checkpointing,)
     )

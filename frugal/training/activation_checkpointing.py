@@ -106,11 +106,9 @@ class _OwnInputOnHost(saved_tensors_hooks):
         return tensor.to(device, non_blocking=True)
 
 
-def is_supported(model: nn.Module, mode: ActivationCheckpointing = "full") -> bool:
-    """Whether `apply(model, mode)` would work."""
-    if mode in ("off", "full") or not _has_switch(model):
-        return mode == "off" or _has_switch(model) or bool(repeated_layers(model))
-    return any(hasattr(module, "gradient_checkpointing") for module in model.modules())  # what its switch looks for
+def is_supported(model: nn.Module) -> bool:
+    """Whether `apply(model, "full")` would work."""
+    return _has_switch(model) or bool(repeated_layers(model))
 
 
 def repeated_layers(model: nn.Module) -> list[nn.Module]:

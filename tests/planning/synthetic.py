@@ -28,7 +28,6 @@ class SyntheticProfile:
     task: str = "causal-lm"
     max_positions: int | None = None
     can_recompute: bool = True
-    can_select: bool = False
     can_tile: bool = False
     logits_bytes_per_token: int = 0
     changes_logits: bool = False
