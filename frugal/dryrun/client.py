@@ -7,6 +7,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import msgspec
+
 from frugal.dryrun import shipped
 from frugal.dryrun.cache import Cache, digest, model_key
 from frugal.dryrun.drafts import Drafts
@@ -41,8 +43,18 @@ def workers() -> Pool:
     return Pool(min(os.cpu_count() or 1, MAX_WORKERS))
 
 
+class Rehearsed(msgspec.Struct, frozen=True):
+    """A rehearsal as it is kept: what the fullest rank takes, and what was assumed where that depends on data."""
+
+    memory: MemoryBreakdown
+    notes: tuple[str, ...]
+
+
 class Rehearsals:
-    """Rehearsals of one request's model on one cluster. Close it, or use it as a context manager."""
+    """Rehearsals of one request's model on one cluster. Close it, or use it as a context manager.
+
+    `notes`: what the last rehearsal assumed.
+    """
 
     def __init__(
         self, request: Request, cluster: Cluster, cache: bool | Path = True, *, pool: Pool | None = None
@@ -60,6 +72,7 @@ class Rehearsals:
         self._pool = workers() if pool is None else pool
         self._drafts = Drafts(request, self.kind, self._cache, self._pool)
         self._distrusted: set[Strategy] = set()
+        self.notes: tuple[str, ...] = ()
         self._profiles: dict[tuple[Strategy, bool], MemoryProfile] = {}
 
     def __enter__(self) -> "Rehearsals":
@@ -128,13 +141,15 @@ class Rehearsals:
         key = digest(
             "rehearsed", model_key(self.request), self._key(), strategy, micro_batch, min(accumulation_steps, 2), world
         )
-        found = self._cache.read(key, MemoryBreakdown)
+        found = self._cache.read(key, Rehearsed)
         if found is None:
             rehearsals = self.rehearsals(strategy, micro_batch, accumulation_steps)
             ranks = _rank_memories(rehearsals, range(len(rehearsals)))
-            found = fullest(ranks, micro_batch, device, self._ranks_per_node)
+            memory = fullest(ranks, micro_batch, device, self._ranks_per_node)
+            found = Rehearsed(memory, tuple(dict.fromkeys(note for each in rehearsals for note in each.notes)))
             self._cache.write(key, found)
-        return found
+        self.notes = found.notes
+        return found.memory
 
     def rehearsals(self, strategy: Strategy, micro_batch: int, accumulation_steps: int) -> list[Rehearsal]:
         """The same, whole: one rehearsal for each rank that may be the fullest. Raises as `profile`."""

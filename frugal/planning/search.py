@@ -84,7 +84,10 @@ class Search:
                         memory=memory,
                         model=self._model(winner),
                         options=(*seen, *options),
-                        warnings=tuple(warnings),
+                        warnings=(
+                            *warnings,
+                            *(f"assumed, because it depends on data: {note}" for note in self.source.notes),
+                        ),
                     )
                 self.refuted[winner.strategy] = Refuted(
                     micro_batch=winner.micro_batch, memory=memory, factor=memory.total_bytes / winner.memory.total_bytes

@@ -95,6 +95,7 @@ class SyntheticSource:
     model: dict[str, int | float] = field(default_factory=dict)
     error: float = 1.0
     profiled: list[Strategy] = field(default_factory=list)
+    notes: tuple[str, ...] = ()
 
     def facts(self) -> SyntheticProfile:
         return self._profile(Strategy(zero_stage=0))

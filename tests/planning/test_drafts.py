@@ -80,3 +80,9 @@ def test_where_nothing_fits_the_nearest_is_known_exactly(memory: str) -> None:
     assert isinstance(found, Nothing)
     assert not found.nearest.is_draft
     assert found.nearest.strategy in source.profiled
+
+
+def test_what_a_rehearsal_assumed_is_told() -> None:
+    _, found = search(notes=("every token is selected",))
+    assert isinstance(found, Choice)
+    assert found.warnings == ("assumed, because it depends on data: every token is selected",)
