@@ -10,6 +10,7 @@ from frugal.dryrun import shipped
 from frugal.dryrun.cache import Cache, digest, model_key
 from frugal.dryrun.messages import Trace, Traced
 from frugal.dryrun.pool import Pool
+from frugal.errors import FrugalError
 from frugal.planning.profile import DeviceKind
 from frugal.planning.request import Request
 from frugal.planning.strategy import Strategy
@@ -25,7 +26,7 @@ class Drafts:
         self._kind = kind
         self._cache = cache
         self._pool = pool
-        self._traces: dict[Trace, ModelTrace | None] = {}
+        self._traces: dict[Trace, ModelTrace | FrugalError | None] = {}
 
     def prepare(self, strategies: Sequence[Strategy]) -> None:
         """Trace the model for all these strategies, in parallel.
@@ -44,17 +45,26 @@ class Drafts:
                     self._traces[question] = found.trace
         if not missing:
             return
-        for question, answer in zip(missing, self._pool.ask(missing), strict=True):
+        for question, answer in zip(missing, self._pool.attempt(missing), strict=True):
+            if isinstance(answer, FrugalError):
+                self._traces[question] = answer
+                continue
             assert answer.traced is not None
             self._cache.write(self._key(question), answer.traced)
             self._traces[question] = answer.traced.trace
 
     def trace(self, strategy: Strategy) -> ModelTrace | None:
-        """The model's step under `strategy`; None where it has no trace, or the simulation does not cover it."""
+        """The model's step under `strategy`; None where it has no trace, or the simulation does not cover it.
+
+        Raises:
+            FrugalError: the model cannot be built, or not be trained like that.
+        """
         if not covers(self._request, strategy):
             return None
         self.prepare([strategy])
         trace = self._traces[self._question(strategy)]
+        if isinstance(trace, FrugalError):
+            raise trace
         return trace if trace is not None and covers(self._request, strategy, trace) else None
 
     def _question(self, strategy: Strategy) -> Trace:

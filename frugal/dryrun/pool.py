@@ -15,7 +15,7 @@ import msgspec
 
 import frugal.errors
 from frugal.dryrun.messages import Answer, Question
-from frugal.errors import RequestError
+from frugal.errors import FrugalError, RequestError
 
 MARK = "FRUGAL_REHEARSAL"
 """Set in the environment of a worker: a rehearsal inside a rehearsal would never end."""
@@ -57,6 +57,17 @@ class Pool:
             WorkerError: it crashed.
         """
         return list(self._threads.map(self._ask, questions))
+
+    def attempt(self, questions: Sequence[Question]) -> list[Answer | FrugalError]:
+        """As `ask`, but what a worker finds wrong with a question stands in place of its answer."""
+
+        def attempt(question: Question) -> Answer | FrugalError:
+            try:
+                return self._ask(question)
+            except FrugalError as error:
+                return error
+
+        return list(self._threads.map(attempt, questions))
 
     def close(self) -> None:
         """End the processes. A later question would start new ones."""

@@ -20,6 +20,7 @@ import frugal
 from frugal.dryrun.messages import Describe, Trace, Traced
 from frugal.dryrun.pool import Pool
 from frugal.dryrun.rehearsal import ModelFacts
+from frugal.errors import FrugalError
 from frugal.planning.request import Request
 from frugal.planning.strategy import ActivationCheckpointing
 
@@ -90,10 +91,10 @@ def make(model: str, pool: Pool) -> Shipment:
     longest = described.describe.max_positions or request.seq_len
     request = replace(request, seq_len=longest) if longest < request.seq_len else request
     questions = list(_questions(request, described.describe))
-    answers = pool.ask(questions)
     traces = {
         _name(question): msgspec.Raw(msgspec.json.encode(answer.traced))
-        for question, answer in zip(questions, answers, strict=True)
+        for question, answer in zip(questions, pool.attempt(questions), strict=True)
+        if not isinstance(answer, FrugalError)  # such as a tiled loss that the model cannot take
     }
     return Shipment(_versions(), _definition(model), described.describe, traces)
 

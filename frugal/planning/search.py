@@ -133,12 +133,15 @@ class Search:
     def _draft(self, strategy: Strategy) -> list[Option]:
         """What a draft says of a strategy; nothing if there is none, or if the model cannot take the tiled loss."""
 
-        def draft(strategy: Strategy) -> Option:
+        def draft(strategy: Strategy) -> Option | None:
+            if self.source.draft(strategy, True) is None:
+                return None
             return replace(self.option(strategy, drafted=True), is_draft=True)
 
-        if strategy.loss == "plain" or self.request.loss == "tiled":
-            return [draft(strategy)] if self.source.draft(strategy, True) else []
-        return self._tiled(strategy, draft) if self.source.draft(strategy, True) else []
+        if strategy.loss == "tiled" and self.request.loss == "auto":
+            return self._tiled(strategy, draft)
+        found = draft(strategy)
+        return [] if found is None else [found]
 
     def _confirmed(self, drafts: list[Option]) -> list[Option]:
         """The drafts with a closer look at those that could win: a draft's time is never too long."""
@@ -154,15 +157,16 @@ class Search:
                 fastest = min(fastest, options[-1].seconds if options[-1].fits else fastest)
         return options
 
-    def _tiled(self, strategy: Strategy, look: Callable[[Strategy], Option]) -> list[Option]:
+    def _tiled(self, strategy: Strategy, look: Callable[[Strategy], Option | None]) -> list[Option]:
         """The option of a tiled loss nobody asked for; none if it shows that the model cannot take it."""
         if not self.can_tile:
             return []
         try:
-            return [look(strategy)]
+            found = look(strategy)
         except RequestError:
             self.can_tile = False
             return []
+        return [] if found is None else [found]
 
     def _hopeless(self, strategy: Strategy, options: list[Option]) -> Option | None:
         """`strategy`, if activation checkpointing cannot help it: at the peak without, the states alone are too much.
