@@ -77,7 +77,7 @@ class Choice:
                 strategy=option.strategy,
                 micro_batch=option.micro_batch,
                 reason=self._reason(option),
-                headroom_bytes=option.headroom_bytes,
+                headroom_bytes=None if option.is_draft and option.fits else option.headroom_bytes,
                 step_seconds=option.time.total_seconds if option.time else None,
             )
             for option in others
@@ -86,7 +86,7 @@ class Choice:
     def _reason(self, option: Option) -> str:
         if option.least_shortfall_bytes is not None:
             return "cannot fit: what does not depend on it is too much already"
-        if option.memory is None:
+        if option.memory is None or (option.is_draft and option.fits):
             return "cannot be faster"
         if not option.fits:
             return "does not fit into host memory" if option.host_shortfall_bytes else "does not fit"

@@ -37,11 +37,7 @@ def _activation_checkpointing(request: Request, choice: Choice) -> str:
         )
     fitting = [option for option in others if option.fits]
     if fitting:
-        return (
-            f"activation checkpointing is on: without it micro-batch {fitting[0].micro_batch} fits instead of "
-            f"{taken.micro_batch}, and a step takes {format_seconds(fitting[0].seconds)} instead of "
-            f"{format_seconds(taken.seconds)}"
-        )
+        return f"activation checkpointing is on: without it {_batch_and_seconds(fitting[0], taken)}"
     return f"activation checkpointing is on: {_does_not_fit(others)} without it" if others else ""
 
 
@@ -54,11 +50,7 @@ def _loss(request: Request, choice: Choice) -> str:
     others = _alternatives(choice, lambda option: option.strategy.loss)
     fitting = [option for option in others if option.fits]
     if fitting:
-        return (
-            f"the loss is tiled: with whole logits micro-batch {fitting[0].micro_batch} fits instead of "
-            f"{taken.micro_batch}, and a step takes {format_seconds(fitting[0].seconds)} instead of "
-            f"{format_seconds(taken.seconds)}"
-        )
+        return f"the loss is tiled: with whole logits {_batch_and_seconds(fitting[0], taken)}"
     return f"the loss is tiled: {_does_not_fit(others)} with whole logits" if others else ""
 
 
@@ -136,9 +128,18 @@ def _alternatives(choice: Choice, trait: Callable[[Option], object]) -> list[Opt
     return sorted(others, key=lambda option: (not option.fits, option.seconds, -(option.headroom_bytes or 0)))
 
 
+def _batch_and_seconds(other: Option, taken: Option) -> str:
+    """What another option would come to. A draft may promise too much."""
+    at_most, at_least = ("at most ", "at least ") if other.is_draft else ("", "")
+    return (
+        f"{at_most}micro-batch {other.micro_batch} fits instead of {taken.micro_batch}, and a step takes "
+        f"{at_least}{format_seconds(other.seconds)} instead of {format_seconds(taken.seconds)}"
+    )
+
+
 def _does_not_fit(options: list[Option]) -> str:
     """That the nearest of `options` does not fit, and by how much."""
     nearest = max(options, key=lambda option: option.headroom_bytes or 0)
     what = "one sample does" if nearest.micro_batch == 1 else f"micro-batch {nearest.micro_batch} does"
-    at_least = "at least " if nearest.memory is None else ""
+    at_least = "at least " if nearest.memory is None or nearest.is_draft else ""
     return f"{what} not fit ({at_least}{format_bytes(-(nearest.headroom_bytes or 0))} short)"

@@ -62,7 +62,7 @@ class Search:
         warnings: list[str] = []
         for level in self.levels:
             options = self.options(level)
-            while fitting := [option for option in options if option.fits]:
+            while fitting := [option for option in options if option.fits and not option.is_draft]:
                 best = min(option.seconds for option in fitting)
                 winner = min((o for o in fitting if o.seconds <= best * TIE), key=lambda o: o.simplicity)
                 memory = self.rehearsed(winner)
@@ -148,10 +148,8 @@ class Search:
         options: list[Option] = []
         fastest = float("inf")
         for draft in sorted(drafts, key=lambda option: option.seconds):
-            if not draft.fits:
+            if not draft.fits or draft.seconds > fastest * TIE:
                 options.append(draft)
-            elif draft.seconds > fastest * TIE:
-                options.append(replace(draft, batch=None, memory=None))
             else:
                 options.append(self.option(draft.strategy))
                 fastest = min(fastest, options[-1].seconds if options[-1].fits else fastest)
@@ -259,8 +257,8 @@ class Search:
         device = max(fit, key=lambda device: fit[device])
         if fit[device] >= self.cap:
             return None
-        next_one = profile.draft.memory(fit[device] + 1, device)
-        return max(0, -next_one.headroom_bytes + memory.slack)
+        about = memory.slack - profile.draft.memory(fit[device] + 1, device).headroom_bytes
+        return about if about > 0 else max(0, -profile.memory(fit[device] + 1, device).headroom_bytes)
 
     def _batches(self, fit: dict[Device, int]) -> list[Batch]:
         """The batch under the largest micro-batches that fit, and the largest that cuts it into equal cells."""

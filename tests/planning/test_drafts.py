@@ -53,7 +53,7 @@ def test_drafts_lead_to_the_same_choice() -> None:
 def test_only_what_could_win_is_looked_at_closely() -> None:
     source, found = search()
     assert isinstance(found, Choice)
-    looked_at = {option.strategy for option in found.options if option.memory is not None}
+    looked_at = {option.strategy for option in found.options if not option.is_draft}
     assert found.option.strategy in looked_at
     assert set(source.profiled) == looked_at < {option.strategy for option in found.options}
     for option in found.options:

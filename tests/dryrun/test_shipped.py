@@ -1,0 +1,64 @@
+"""What is shipped is what would be found here, and is used only where it holds."""
+
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from frugal.dryrun import shipped
+from frugal.dryrun.client import Rehearsals
+from frugal.dryrun.messages import Trace
+from frugal.dryrun.pool import Pool
+from frugal.planning.request import Request
+from frugal.planning.settings import understand
+from frugal.planning.strategy import Strategy
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    with closing(Pool(2)) as made:
+        yield made
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> None:
+    shipped._shipment.cache_clear()
+
+
+@pytest.mark.parametrize("model", shipped.presets())
+def test_every_preset_is_shipped_for_the_tested_versions(model: str) -> None:
+    found = shipped.facts(Request(model=model))
+    assert found is not None, "make it with `python -m frugal.dryrun.shipped`"
+    assert found.parameters == shipped.presets()[model]["parameters"]  # type: ignore[index]  # a table
+
+
+@pytest.mark.parametrize("model", ["distilgpt2", "t5-small"])
+def test_a_trace_made_here_is_the_shipped_one(model: str, pool: Pool) -> None:
+    assert shipped.make(model, pool) == shipped._shipment(model), "make it with `python -m frugal.dryrun.shipped`"
+
+
+def question(**changes: object) -> Trace:
+    request = Request(**({"model": "gpt2"} | changes))  # type: ignore[arg-type]  # fields of a request
+    return Trace(request=request, activation_checkpointing="off", loss="plain", zero_stage=2, kind="cuda")
+
+
+@pytest.mark.parametrize(
+    "changes", [{"seq_len": 1000}, {"precision": "fp32"}, {"task": "causal-lm"}, {"model": "gpt3"}]
+)
+def test_anything_else_is_not_shipped(changes: dict[str, object]) -> None:
+    assert shipped.trace(question()) is not None
+    assert shipped.trace(question(**changes)) is None
+
+
+def test_for_other_versions_nothing_is_shipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shipped, "_versions", lambda: ("2.14.0", "5.23.0"))
+    assert shipped.facts(Request(model="gpt2")) is None
+
+
+def test_a_preset_is_drafted_without_a_worker(tmp_path: Path) -> None:
+    request, cluster, _ = understand({"gpus": 4, "mem": "12G"})
+    with Rehearsals(request, cluster, tmp_path) as made:
+        drafted = made.draft(Strategy(zero_stage=2), True)
+        assert drafted is not None and drafted.parameters == 124_439_808
+        assert made._pool._workers == []
