@@ -1,0 +1,39 @@
+"""What a CPU rank holds beside a rehearsal's tensors."""
+
+import torch
+
+from bench.cpu_rank import rehearsed_as_process
+from frugal.dryrun.rehearsal import Rehearsal
+from frugal.dryrun.rehearse import rehearse
+from frugal.training.loss import CausalLM
+from tests.plans import plan_by_hand
+from tests.training.models import tiny_gpt2
+
+
+def rehearsed(zero_stage: int, offload: str) -> Rehearsal:
+    plan = plan_by_hand(
+        world_size=1, global_batch=1, micro_batch=1, zero_stage=zero_stage, request={"precision": "bf16"},
+        strategy={"offload_optimizer": "cpu", "offload_parameters": offload, "reduce_bucket_elements": 300_000},
+    )  # fmt: skip
+
+    def build() -> torch.nn.Module:
+        with torch.device("meta"):
+            return tiny_gpt2(n_embd=128, n_layer=2, vocab_size=2048).to(torch.bfloat16)
+
+    return rehearse(
+        build, CausalLM(), plan.request, plan.strategy,
+        micro_batch=1, accumulation_steps=1, world_size=1, rank=0, kind="cpu",
+    )  # fmt: skip
+
+
+def test_gathered_parameters_that_are_on_the_host_already_take_nothing() -> None:
+    apart = rehearsed(3, "cpu").phases["forward"]
+    with rehearsed_as_process():
+        as_process = rehearsed(3, "cpu").phases["forward"]
+    assert apart - as_process >= 2 * 2048 * 128  # the embedding in bf16
+
+
+def test_the_optimizer_steps_all_the_same() -> None:
+    apart = rehearsed(2, "none").peak.categories["optimizer"]
+    with rehearsed_as_process():
+        assert rehearsed(2, "none").peak.categories["optimizer"] == apart
