@@ -91,7 +91,7 @@ class Rehearsals:
     def prepare(self, strategies: Sequence[Strategy]) -> None:
         """Find out at once what profiles of all these strategies need. Raises as `profile`."""
         self._drafts.prepare([strategy for strategy in strategies if strategy not in self._distrusted])
-        self._pool.tell_all(WarmUp())  # the winner will be rehearsed
+        self._pool.tell(WarmUp(), min(self.cluster.world_size, MAX_RANKS_DRAFTED))  # the winner will be rehearsed
 
     def profile(self, strategy: Strategy, accumulates: bool) -> MemoryProfile:
         """The costs of `strategy` for every micro-batch; `accumulates`: with more than one micro-step.

@@ -44,9 +44,9 @@ class Pool:
         """Start all processes and ask each the same. Raises as `ask`."""
         return self.ask([question] * self._max_workers)
 
-    def tell_all(self, question: Question) -> None:
-        """The same for those that are idle; nobody waits for their answers."""
-        for _ in range(self._idle.qsize()):
+    def tell(self, question: Question, most: int) -> None:
+        """Ask up to `most` processes that are idle, and do not wait for their answers."""
+        for _ in range(min(most, self._idle.qsize())):
             self._threads.submit(self._ask, question)
 
     def ask(self, questions: Sequence[Question]) -> list[Answer]:
