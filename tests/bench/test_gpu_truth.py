@@ -21,6 +21,7 @@ from frugal.units import GIB, MIB
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.exhaustive  # a minute
 def test_two_configurations_are_predicted_run_and_compared_on_a_cpu(tmp_path: Path) -> None:
     out = tmp_path / "truth.json"
     command = [sys.executable, "-m", "bench.gpu_truth", "--device", "cpu", "--first", "2", "--out", str(out)]

@@ -33,7 +33,7 @@ def test_every_preset_is_shipped_for_the_tested_versions(model: str) -> None:
     assert found.parameters == shipped.presets()[model]["parameters"]  # type: ignore[index]  # a table
 
 
-@pytest.mark.parametrize("model", ["distilgpt2", "t5-small"])
+@pytest.mark.parametrize("model", ["distilgpt2", pytest.param("t5-small", marks=pytest.mark.exhaustive)])
 def test_a_trace_made_here_is_the_shipped_one(model: str, pool: Pool) -> None:
     assert shipped.make(model, pool) == shipped._shipment(model), "make it with `python -m frugal.dryrun.shipped`"
 
