@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from frugal.dryrun import data_dependent, memo
 from frugal.dryrun.attention import cuda_workspace
 from frugal.dryrun.categories import MODEL, Shapes, asked_by_transformers, asker, owned
+from frugal.dryrun.host_pages import untouched
 from frugal.planning.timeline import PARAMETERS, TEMPORARY, Recording
 from frugal.training.measure import BACKWARD, FORWARD, INITIALISATION, StorageWatch
 
@@ -27,7 +28,7 @@ SIDE_WORKS_IN_FLIGHT = 2
 
 UNTOUCHED_ELEMENTS = 1 << 14  # host tensors above this size are never read or written
 
-_FACTORIES = {aten.zeros.default, aten.full.default, aten.ones.default}
+_FACTORIES = {aten.zeros.default, aten.full.default, aten.ones.default, aten.empty.memory_format}
 _CROSSING = {aten.copy_.default, aten._to_copy.default, *_FACTORIES}  # may lead from device to host
 _FUSED_OPTIMIZERS = {
     overload
@@ -327,9 +328,9 @@ def _on_host(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return args[0]
     if func is aten._to_copy.default and to_host and args[0].is_meta:
         dtype = kwargs.get("dtype") or args[0].dtype
-        return torch.empty_strided(args[0].size(), args[0].stride(), dtype=dtype, device="cpu")
+        return untouched(args[0].size(), args[0].stride(), dtype)
     if func in _FACTORIES and to_host and math.prod(args[0]) > UNTOUCHED_ELEMENTS:
-        return torch.empty(args[0], dtype=kwargs.get("dtype"), device="cpu")
+        return untouched(args[0], None, kwargs.get("dtype") or torch.get_default_dtype())
     if not any(_untouched(value) for value in _flat(args)):
         return NotImplemented
     arguments = func._schema.arguments
@@ -346,6 +347,8 @@ def _uninitialised(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tar
     if not isinstance(on_meta, Tensor):
         return NotImplemented
     device = "cpu" if target is None else torch.device(target).type
+    if device == "cpu":
+        return untouched(on_meta.size(), on_meta.stride(), on_meta.dtype)
     return torch.empty_strided(on_meta.size(), on_meta.stride(), dtype=on_meta.dtype, device=device)
 
 
