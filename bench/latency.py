@@ -207,7 +207,7 @@ def _show(results: list[dict[str, Any]]) -> None:
 def _circumstances() -> dict[str, Any]:
     packages = ("torch", "deepspeed", "transformers", "accelerate")
     return {
-        "command": "python -m bench.latency",
+        "command": " ".join(["python -m bench.latency", *sys.argv[1:]]),
         "date": datetime.now(UTC).date().isoformat(),
         "machine": f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}",
         "versions": {name: version(name) for name in packages},
