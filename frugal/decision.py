@@ -82,6 +82,9 @@ def _notes(request: Request, largest_cell: int) -> list[str]:
         notes.append(
             f"--micro-batch {request.micro_batch} is never full: no GPU gets more than {largest_cell} samples at once"
         )
+    scaling = request.learning_rate_scaling
+    if scaling is not None and (note := scaling.note(request.optimizer)) is not None:
+        notes.append(note)
     return notes
 
 

@@ -42,7 +42,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def plan(folder: Path, world_size: int) -> Plan:
     made = plan_by_hand(
         world_size=world_size, global_batch=8, micro_batch=2, zero_stage=2,
-        request={"model": str(folder / "config.json"), "learning_rate": 1e-2},
+        request={
+            "model": str(folder / "config.json"), "learning_rate": 2.5e-3, "reference_batch": 2, "lr_rule": "linear",
+        },
     )  # fmt: skip
     return msgspec.convert(msgspec.to_builtins(made), Plan).sealed()  # numbers as a file has them
 
@@ -110,6 +112,8 @@ def test_a_run_leaves_plan_record_metrics_checkpoints_and_model(
     ]  # fmt: skip
     assert Plan.read(run / "plan.json") == Plan.read(folder / "plan2.json")
     assert (run / "checkpoints" / "latest").read_text() == "step-000006\n"
+    steps = [record for record in records(run) if record["event"] == "step"]
+    assert steps[0]["learning_rate"] == 0.01, "2.5e-3 for a batch of 2, by the linear rule for one of 8"
     evaluations = [record for record in records(run) if record["event"] == "evaluation"]
     assert [record["step"] for record in evaluations] == [3, 6]
     assert evaluations[1]["loss"] < evaluations[0]["loss"]
@@ -268,7 +272,7 @@ def test_a_missing_a_broken_and_a_changed_plan(
     assert message(capsys, "--plan", path) == (
         f"2: error: {path} is not a plan\n  because Input data was truncated{anew}"
     )
-    path.write_text((folder / "plan2.json").read_text().replace('"learning_rate": 0.01', '"learning_rate": 0.1'))
+    path.write_text((folder / "plan2.json").read_text().replace('"learning_rate": 0.0025', '"learning_rate": 0.1'))
     assert message(capsys, "--plan", path) == (
         f"4: error: {path} was changed after it was made\n  because its digest does not match its content{anew}"
     )

@@ -7,7 +7,7 @@ from typing import Any, get_args
 import click
 
 from frugal.cli import config
-from frugal.planning import optimizers
+from frugal.planning import learning_rate, optimizers
 from frugal.planning import request as asked
 from frugal.planning.cards import CARDS, DeviceKind, recognise
 from frugal.planning.cluster import Cluster
@@ -62,6 +62,12 @@ _OPTIONS = (
         type=_choice(asked.OffloadChoice),
         help=f"What may live in host memory, or on disk.  [default: {Request.offload}]",
     ),
+    click.option(
+        "--prefer",
+        type=_choice(asked.Preference),
+        help="The fastest strategy that fits, or the simplest that takes at most 25 % longer.  "
+        f"[default: {Request.prefer}]",
+    ),
     click.option("--nvme-path", metavar="DIR", help="Folder on a local disk of each node, to use where memory ends."),
     click.option("--precision", type=_choice(asked.Precision), help=f"[default: {Request.precision}]"),
     click.option("--optimizer", type=_choice(optimizers.OptimizerName), help=f"[default: {Request.optimizer}]"),
@@ -72,6 +78,16 @@ _OPTIONS = (
     ),
     click.option("--momentum", type=float, help="Of --optimizer sgd.  [default: none]"),
     click.option("--learning-rate", "--lr", type=float, help=f"[default: {Request.learning_rate}]"),
+    click.option(
+        "--reference-batch",
+        type=int,
+        help="The global batch that --learning-rate was found for: samples, or tokens with --global-tokens.",
+    ),
+    click.option(
+        "--lr-rule",
+        type=_choice(learning_rate.Rule),
+        help="How the rate follows the batch from --reference-batch: linear (for SGD) or sqrt (for Adam).",
+    ),
     click.option("--weight-decay", type=float, help=f"[default: {Request.weight_decay}]"),
     click.option(
         "--gradient-clipping",

@@ -69,13 +69,13 @@ def _optimizer(request: Request) -> dict[str, Any] | None:
     """
     kernels = optimizers.implementation(request.optimizer, request.optimizer_implementation)
     how = {"fused": {"fused": True}, "foreach": {"foreach": True}, "for-loop": {"foreach": False}}.get(str(kernels), {})
-    common = {"lr": request.learning_rate, "weight_decay": request.weight_decay}
+    common = {"lr": request.scaled_learning_rate, "weight_decay": request.weight_decay}
     if request.optimizer == "adamw":
         torchs = {} if kernels == "deepspeed" else {"torch_adam": True, **how}
         return {
             "type": "AdamW",
             "params": {
-                "lr": request.learning_rate,
+                "lr": request.scaled_learning_rate,
                 "betas": list(ADAM_BETAS),
                 "eps": ADAM_EPSILON,
                 "weight_decay": request.weight_decay,

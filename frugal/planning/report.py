@@ -77,6 +77,7 @@ def _facts(plan: Plan) -> list[str]:
     if model.trainable_parameters != model.parameters:
         parameters += f" ({format_count(model.trainable_parameters)} trainable)"
     clipping = f", gradient norm at most {request.gradient_clipping:g}" if request.gradient_clipping else ""
+    rate = request.learning_rate_scaling or f"{request.learning_rate:g}"
     time = plan.time
     parts = [
         (time.compute_seconds, "compute"),
@@ -91,7 +92,7 @@ def _facts(plan: Plan) -> list[str]:
         ("cluster", _cluster(plan)),
         ("strategy", f"{plan.strategy}"),
         ("numbers", f"{request.precision}, gradients summed in {plan.strategy.gradient_accumulation_dtype}"),
-        ("optimizer", f"{_optimizer(request)}, learning rate {request.learning_rate:g}{clipping}"),
+        ("optimizer", f"{_optimizer(request)}, learning rate {rate}{clipping}"),
         ("step", f"{format_seconds(time.total_seconds)} estimated: {shares}"),
     ]
     return [f"{name:<10} {text}" for name, text in rows]

@@ -6,12 +6,14 @@ from typing import Literal
 
 from frugal.errors import RequestError
 from frugal.planning import optimizers
+from frugal.planning.learning_rate import Rule, Scaling, check_rule
 from frugal.planning.optimizers import OptimizerImplementation, OptimizerName
 
 Task = Literal["causal-lm", "masked-lm", "seq2seq", "sequence-classification"]
 Precision = Literal["bf16", "fp16", "fp32"]
 ActivationCheckpointingChoice = Literal["auto", "off", "selective", "full", "offloaded"]
 LossChoice = Literal["auto", "plain", "tiled"]
+Preference = Literal["fast", "simple"]
 OffloadChoice = Literal["auto", "none", "optimizer", "all", "nvme"]
 
 DEFAULT_GLOBAL_BATCH = 512
@@ -46,7 +48,12 @@ class Request:
         optimizer: what updates the parameters.
         optimizer_implementation: whose kernels; None: torch's fused ones where there are any.
         momentum: of SGD; None: none.
-        learning_rate: peak learning rate.
+        prefer: `fast` takes the fastest strategy that fits, `simple` the simplest that is nearly as fast; see
+            `frugal.planning.choice`.
+        learning_rate: peak learning rate; of `reference_batch`, where there is one.
+        reference_batch: the global batch that `learning_rate` was found for, in the unit of the target: tokens with
+            `global_tokens`, samples otherwise. None: the rate is for the global batch that is asked for.
+        lr_rule: how the rate grows with the batch; see `frugal.planning.learning_rate`.
         weight_decay: decoupled for AdamW.
         gradient_clipping: largest norm of the global gradient; 0 switches clipping off.
         overlap_comm: let gradients travel while backward goes on; None: no.
@@ -66,12 +73,15 @@ class Request:
     activation_checkpointing: ActivationCheckpointingChoice = "auto"
     loss: LossChoice = "auto"
     offload: OffloadChoice = "auto"
+    prefer: Preference = "fast"
     nvme_path: str | None = None
     precision: Precision = "bf16"
     optimizer: OptimizerName = "adamw"
     optimizer_implementation: OptimizerImplementation | None = None
     momentum: float | None = None
     learning_rate: float = 3e-4
+    reference_batch: int | None = None
+    lr_rule: Rule | None = None
     weight_decay: float = 0.01
     gradient_clipping: float = 1.0
     overlap_comm: bool | None = None
@@ -85,7 +95,7 @@ class Request:
             )
         for name in (
             "global_batch", "global_tokens", "seq_len", "max_samples_per_gpu", "max_tokens_per_gpu",
-            "micro_batch", "accumulation_steps", "reduce_bucket_elements",
+            "micro_batch", "accumulation_steps", "reduce_bucket_elements", "reference_batch",
         ):  # fmt: skip
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -144,6 +154,13 @@ class Request:
                 because=f"a sample has up to {self.seq_len} tokens",
                 hint=f"ask for at least {self.seq_len} tokens, or shorten --seq-len",
             )
+        check_rule(self.reference_batch, self.lr_rule, self.optimizer)
+        if self.reference_batch is not None and self.global_tokens is not None and self.reference_batch < self.seq_len:
+            raise RequestError(
+                f"--reference-batch {self.reference_batch} is less than one sample",
+                because=f"with --global-tokens it counts tokens, and a sample has up to {self.seq_len}",
+                hint=f"{self.reference_batch} samples are --reference-batch {self.reference_batch * self.seq_len}",
+            )
         if self.batch_samples > MOST_SAMPLES:
             raise RequestError(
                 f"a global batch of {self.batch_samples:,} samples is too large for a plan",
@@ -157,6 +174,25 @@ class Request:
         if self.global_tokens is not None:
             return self.global_tokens // self.seq_len
         return self.global_batch if self.global_batch is not None else DEFAULT_GLOBAL_BATCH
+
+    @property
+    def learning_rate_scaling(self) -> Scaling | None:
+        """From the reference batch to the one that is asked for; None where there is no reference."""
+        if self.reference_batch is None or self.lr_rule is None:
+            return None
+        return Scaling(
+            rate=self.learning_rate,
+            rule=self.lr_rule,
+            batch=self.batch_samples if self.global_tokens is None else self.global_tokens,
+            reference_batch=self.reference_batch,
+            unit="samples" if self.global_tokens is None else "tokens",
+        )
+
+    @property
+    def scaled_learning_rate(self) -> float:
+        """The peak learning rate that training uses. The number of GPUs never changes it."""
+        scaling = self.learning_rate_scaling
+        return self.learning_rate if scaling is None else scaling.scaled
 
     @property
     def micro_batch_cap(self) -> int | None:

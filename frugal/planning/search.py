@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from frugal.errors import RequestError
 from frugal.planning import cost
-from frugal.planning.choice import TIE, Choice, Nothing, Option
+from frugal.planning.choice import TIE, Choice, Nothing, Option, tolerance
 from frugal.planning.cluster import Cluster, Device
 from frugal.planning.memory import MemoryBreakdown
 from frugal.planning.pins import check_pins
@@ -48,6 +48,7 @@ class Search:
         self.cluster = cluster
         self.source = source
         self.batch_samples = request.batch_samples
+        self.tolerance = tolerance(request)
         self.devices = tuple(dict.fromkeys(cluster.devices))
         self.refuted: dict[Strategy, Refuted] = {}
         self.levels = offload_levels(request, on_gpus=cluster.devices[0].kind == "cuda")
@@ -64,7 +65,7 @@ class Search:
             options = self.options(level)
             while fitting := [option for option in options if option.fits and not option.is_draft]:
                 best = min(option.seconds for option in fitting)
-                winner = min((o for o in fitting if o.seconds <= best * TIE), key=lambda o: o.simplicity)
+                winner = min((o for o in fitting if o.seconds <= best * self.tolerance), key=lambda o: o.simplicity)
                 memory = self.rehearsed(winner)
                 assert winner.memory is not None
                 what = f"{winner.strategy}, micro-batch {winner.micro_batch}: the profile was"
@@ -84,6 +85,7 @@ class Search:
                         memory=memory,
                         model=self._model(winner),
                         options=(*seen, *options),
+                        tolerance=self.tolerance,
                         warnings=(
                             *warnings,
                             *(f"assumed, because it depends on data: {note}" for note in self.source.notes),
@@ -119,7 +121,7 @@ class Search:
                 continue
             fastest = min((option.seconds for option in options if option.fits), default=float("inf"))
             bound = self._best_case(strategy) if self.work else None
-            if bound and bound.seconds * TIE >= fastest:
+            if bound and bound.seconds * TIE >= fastest and not self._is_simpler(bound, options):
                 options.append(bound)
             elif hopeless := self._hopeless(strategy, options):
                 options.append(hopeless)
@@ -129,6 +131,13 @@ class Search:
                 options += self._tiled(strategy, self.option)
         refused = self.request.loss == "auto" and not self.can_tile
         return [option for option in options if not (refused and option.strategy.loss == "tiled")]
+
+    def _is_simpler(self, bound: Option, options: list[Option]) -> bool:
+        """Whether a slower strategy could be preferred for being simpler than all that are fast enough."""
+        fitting = [option for option in options if option.fits]
+        near = min(option.seconds for option in fitting) * self.tolerance
+        enough = min(option.strategy.num_mechanisms for option in fitting if option.seconds <= near)
+        return self.tolerance > TIE and bound.seconds <= near and bound.strategy.num_mechanisms < enough
 
     def _draft(self, strategy: Strategy) -> list[Option]:
         """What a draft says of a strategy; nothing if there is none, or if the model cannot take the tiled loss."""
@@ -148,7 +157,7 @@ class Search:
         options: list[Option] = []
         fastest = float("inf")
         for draft in sorted(drafts, key=lambda option: option.seconds):
-            if not draft.fits or draft.seconds > fastest * TIE:
+            if not draft.fits or draft.seconds > fastest * self.tolerance:
                 options.append(draft)
             else:
                 options.append(self.option(draft.strategy))

@@ -9,12 +9,14 @@ from frugal.errors import RequestError
 from frugal.planning import cards
 from frugal.planning.calibration import Calibration
 from frugal.planning.cluster import Cluster, Device, Node
+from frugal.planning.learning_rate import Rule
 from frugal.planning.optimizers import OptimizerImplementation, OptimizerName
 from frugal.planning.request import (
     ActivationCheckpointingChoice,
     LossChoice,
     OffloadChoice,
     Precision,
+    Preference,
     Request,
     Task,
 )
@@ -31,6 +33,8 @@ _CHOICES = {
     "optimizer_implementation": get_args(OptimizerImplementation),
     "activation_checkpointing": get_args(ActivationCheckpointingChoice),
     "loss": get_args(LossChoice),
+    "prefer": get_args(Preference),
+    "lr_rule": get_args(Rule),
     "offload": get_args(OffloadChoice),
     "device": get_args(cards.DeviceKind),
 }

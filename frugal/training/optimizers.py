@@ -25,7 +25,7 @@ def ready_made(plan: Plan) -> MakeOptimizer | None:
         kind = adamw_8bit()
         return lambda parameters: kind(
             parameters,
-            lr=request.learning_rate,
+            lr=request.scaled_learning_rate,
             betas=ADAM_BETAS,
             eps=ADAM_EPSILON,
             weight_decay=request.weight_decay,

@@ -220,7 +220,7 @@ def _start(engine: "Engine", asked: Settings, data_fingerprint: str) -> "Progres
 def _set_learning_rate(engine: "Engine", factor: float) -> None:
     """A resumed run may have more steps than was planned when it was saved, so the saved rate may be another."""
     for group in engine.deepspeed.optimizer.param_groups:
-        group["lr"] = engine.plan.request.learning_rate * factor
+        group["lr"] = engine.plan.request.scaled_learning_rate * factor
 
 
 def _number(number: int, thing: str) -> str:

@@ -1,0 +1,108 @@
+"""The learning rate follows the global batch where a reference is named, and nothing else."""
+
+from typing import Any
+
+import pytest
+
+from frugal.errors import RequestError
+from frugal.planner import make_plan
+from frugal.planning.ds_config import deepspeed_config
+from frugal.planning.plan import Plan
+from frugal.planning.report import report
+from frugal.planning.request import Request
+from frugal.planning.settings import understand
+from tests.planning.synthetic import rehearsing
+
+
+def plan(**settings: Any) -> Plan:
+    return make_plan(*understand({"gpus": 4, "mem": "24G"} | settings), rehearse=rehearsing())
+
+
+@pytest.mark.parametrize(
+    ("rule", "batch", "rate"),
+    [
+        ("linear", 1024, 1.2e-3),
+        ("linear", 128, 1.5e-4),
+        ("sqrt", 1024, 6e-4),
+        ("sqrt", 64, 1.5e-4),
+        ("sqrt", 256, 3e-4),
+    ],
+)
+def test_the_rules(rule: Any, batch: int, rate: float) -> None:
+    request = Request(learning_rate=3e-4, global_batch=batch, reference_batch=256, lr_rule=rule)
+    assert request.scaled_learning_rate == pytest.approx(rate, rel=1e-12)
+
+
+def test_without_a_reference_the_rate_is_the_one_given() -> None:
+    assert Request(global_batch=8192).scaled_learning_rate == Request().learning_rate
+
+
+def test_the_number_of_gpus_changes_no_rate() -> None:
+    settings: dict[str, Any] = {"global_batch": 512, "reference_batch": 256, "lr_rule": "sqrt"}
+    rates = {
+        deepspeed_config(plan(gpus=gpus, **more, **settings))["optimizer"]["params"]["lr"]
+        for gpus in (1, 2, 3, 8)
+        for more in ({}, {"max_samples_per_gpu": 1})
+    }
+    assert rates == {3e-4 * 2**0.5}
+
+
+@pytest.mark.parametrize(
+    ("settings", "line"),
+    [
+        ({"lr_rule": "sqrt"},
+         "adamw, learning rate 0.000424264 = 0.0003 x sqrt(512/256) (sqrt rule, from 256 samples)"),
+        ({"lr_rule": "linear", "optimizer": "sgd"},
+         "sgd, learning rate 0.0006 = 0.0003 x 512/256 (linear rule, from 256 samples)"),
+        ({"lr_rule": "sqrt", "global_tokens": 2**20, "reference_batch": 2**18},
+         "adamw, learning rate 0.0006 = 0.0003 x sqrt(1048576/262144) (sqrt rule, from 262144 tokens)"),
+    ],
+)  # fmt: skip
+def test_the_plan_states_the_arithmetic(settings: dict[str, Any], line: str) -> None:
+    made = plan(**({"reference_batch": 256} | settings))
+    assert line in report(made)
+    assert made.warnings == (), "the rule is the one for this optimizer"
+    config = deepspeed_config(made)
+    assert config["optimizer"]["params"]["lr"] == made.request.scaled_learning_rate
+
+
+def test_a_rule_that_does_not_fit_the_optimizer_is_noted() -> None:
+    assert plan(reference_batch=128, lr_rule="linear").warnings == (
+        "the linear rule is not made for adamw: with --lr-rule sqrt (Malladi et al. 2022) the learning rate would be "
+        "0.0006",
+    )
+    assert plan(reference_batch=128, lr_rule="sqrt", optimizer="sgd").warnings == (
+        "the sqrt rule is not made for sgd: with --lr-rule linear (Goyal et al. 2017) the learning rate would be "
+        "0.0012",
+    )
+    assert plan(reference_batch=512, lr_rule="linear").warnings == (), "nothing is scaled"
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"reference_batch": 256},
+         "--reference-batch 256 was given without --lr-rule\n"
+         "  because how the learning rate is to follow the batch is not known\n\n"
+         "hint: add --lr-rule sqrt, which fits adamw"),
+        ({"reference_batch": 256, "optimizer": "sgd"},
+         "--reference-batch 256 was given without --lr-rule\n"
+         "  because how the learning rate is to follow the batch is not known\n\n"
+         "hint: add --lr-rule linear, which fits sgd"),
+        ({"lr_rule": "linear"},
+         "--lr-rule linear was given without --reference-batch\n"
+         "  because the batch that the learning rate was found for is not known\n\n"
+         "hint: add --reference-batch N, or leave --lr-rule out to train with the rate as it is"),
+        ({"reference_batch": 256, "lr_rule": "sqrt", "global_tokens": 2**20},
+         "--reference-batch 256 is less than one sample\n"
+         "  because with --global-tokens it counts tokens, and a sample has up to 1024\n\n"
+         "hint: 256 samples are --reference-batch 262144"),
+        ({"reference_batch": 0, "lr_rule": "sqrt"},
+         "--reference-batch is 0\n  because it must be at least 1\n\n"
+         "hint: leave --reference-batch out to let frugal decide"),
+    ],
+)  # fmt: skip
+def test_half_of_a_rule_is_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        plan(**settings)
+    assert str(caught.value) == message
