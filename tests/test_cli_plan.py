@@ -72,7 +72,7 @@ not taken
   ZeRO-2, activation checkpointing full, micro-batch 64: slower, 3.6 s
 
 defaults
-  model gpt2, global batch 512, seq len 1024, activation checkpointing auto, loss auto, offload auto, \
+  model gpt2, global batch 512, seq len 1024, activation checkpointing auto, loss auto, offload auto, prefer fast, \
 precision bf16, optimizer adamw, learning rate 0.0003, weight decay 0.01, gradient clipping 1
 
 assumed
