@@ -18,12 +18,15 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 demo: setup
 	PATH="$(CURDIR)/$(BIN):$$PATH" launch/demo.sh
 
+# Files of tests run beside each other: most of the time goes into waiting for processes of one core to start.
+PYTEST := PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
+
 test: setup lint
-	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest
+	$(PYTEST)
 
 # Also what `make test` leaves out to stay within a quarter of an hour.
 test-all: setup lint
-	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest -m ""
+	$(PYTEST) -m ""
 
 lint: setup
 	$(BIN)/ruff check .
