@@ -1,6 +1,7 @@
 """What there is to run on."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 from frugal.errors import RequestError
@@ -8,6 +9,9 @@ from frugal.units import format_bytes
 
 OPERATOR_SECONDS = 10e-6
 """Assumed host seconds of one operator in eager PyTorch: dispatch, autograd, launch. Today's CPUs take 5 to 20e-6."""
+
+MOST_RANKS = 65_536
+"""Over all nodes; beyond it a plan would be all names of GPUs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +73,7 @@ class Cluster:
     inter_bandwidth: float
     links_measured: bool = False
 
-    @property
+    @cached_property
     def devices(self) -> tuple[Device, ...]:
         """Every device, in rank order."""
         return tuple(device for node in self.nodes for device in node.devices)

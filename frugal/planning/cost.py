@@ -75,16 +75,14 @@ def _compute_seconds(work: Work, strategy: Strategy, batch: Batch, cluster: Clus
     """
     operator_seconds = max(device.operator_seconds for device in cluster.devices)
     launch = work.num_operators * operator_seconds * (ZERO_3_OPERATOR_FACTOR if strategy.zero_stage == 3 else 1.0)
-    ranks_of_speed: dict[float, list[int]] = {}
-    for rank, device in enumerate(cluster.devices):
-        ranks_of_speed.setdefault(device.matrix_flops, []).append(rank)
+    ranks = set(zip((device.matrix_flops for device in cluster.devices), batch.micro_batch, strict=True))
+    groups = {cap: group for group, cap in enumerate(batch.cut.groups)}
     plain = total = 0.0
-    for step in range(batch.accumulation_steps):
-        seconds_per_flop_cell = max(
-            max(batch.cells[rank][step] for rank in ranks) / speed for speed, ranks in ranks_of_speed.items()
-        )
-        plain += max(seconds_per_flop_cell * work.flops_per_sample, launch)
-        total += max(seconds_per_flop_cell * (work.flops_per_sample + work.recompute_flops_per_sample), launch)
+    for steps in batch.micro_steps:
+        cell = batch.cut.largest_in(steps)
+        seconds_per_flop = max(cell[groups[cap]] / speed for speed, cap in ranks)
+        plain += steps.count * max(seconds_per_flop * work.flops_per_sample, launch)
+        total += steps.count * max(seconds_per_flop * (work.flops_per_sample + work.recompute_flops_per_sample), launch)
     return plain, total - plain
 
 

@@ -1,22 +1,25 @@
 """The decision: the door between planning and training.
 
-`plan.json` is this module's `Plan`, encoded. Everything needed to run it is in it; DeepSpeed's JSON is a print-out.
+`plan.json` is this module's `Plan`, encoded, with what repeats told once (`frugal.planning.packing`). Everything needed
+to run it is in it; DeepSpeed's JSON is a print-out.
 """
 
 import hashlib
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 import msgspec
 
 from frugal.errors import PlanMismatchError, RequestError
-from frugal.planning.batch import Cells, cells
+from frugal.planning.batch import Cells, MicroSteps, cells
 from frugal.planning.cluster import Cluster
 from frugal.planning.memory import MemoryBreakdown
+from frugal.planning.packing import MOST_CELLS, packed, unpacked
 from frugal.planning.request import Request
 from frugal.planning.strategy import Strategy
 
-SCHEMA = 1
+SCHEMA = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,21 +35,24 @@ class ModelSummary:
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """The global batch and its cells. For a token target these are the cells of full-length samples."""
+    """The global batch and its cells. For a token target these are the cells of full-length samples.
+
+    `micro_batch` has the most each rank takes at once. `micro_steps` are the cells, told in a few numbers however many
+    ranks and micro-steps there are: see `frugal.planning.batch`.
+    """
 
     global_batch: int
     global_tokens: int | None
     world_size: int
     micro_batch: tuple[int, ...]
     accumulation_steps: int
-    cells: tuple[tuple[int, ...], ...]
+    micro_steps: tuple[MicroSteps, ...]
 
     def __post_init__(self) -> None:
-        made = Cells(self.cells)
+        made = self.cut
         assert made.global_batch == self.global_batch, "the cells do not add up to the global batch"
-        assert made.world_size == self.world_size == len(self.micro_batch)
-        assert made.accumulation_steps == self.accumulation_steps
-        assert all(max(sizes) <= cap for sizes, cap in zip(self.cells, self.micro_batch, strict=True))
+        assert made.world_size == self.world_size
+        assert made.accumulation_steps == self.accumulation_steps, "the micro-steps are not as many as it says"
 
     @classmethod
     def of(
@@ -65,8 +71,18 @@ class Batch:
             world_size=made.world_size,
             micro_batch=micro_batch,
             accumulation_steps=made.accumulation_steps,
-            cells=made.sizes,
+            micro_steps=made.micro_steps,
         )
+
+    @cached_property
+    def cut(self) -> Cells:
+        """The cells."""
+        return Cells(self.micro_batch, self.micro_steps)
+
+    @property
+    def cells(self) -> tuple[tuple[int, ...], ...]:
+        """The cells one by one: samples of each rank in each micro-step."""
+        return self.cut.sizes
 
     @property
     def capacity(self) -> int:
@@ -76,20 +92,39 @@ class Batch:
     @property
     def largest_cell(self) -> int:
         """Samples of the largest cell."""
-        return max(map(max, self.cells))
+        return max(self.cut.largest)
 
     @property
     def is_uniform(self) -> bool:
         """Whether all cells are equal: `micro-batch x accumulation x world` is the global batch."""
-        return self.global_batch == self.capacity
+        return self.cut.is_uniform
 
     def tightened(self) -> "Batch":
-        """The same cells under caps that they fill: each rank's largest cell, and at least 1."""
-        return replace(self, micro_batch=tuple(max(1, *sizes) for sizes in self.cells))
+        """As many samples in each micro-step under caps that they fill: each group's largest cell, and at least 1.
+
+        Groups whose largest cells are the same become one.
+        """
+        cut = self.cut
+        tight = [max(1, largest) for largest in cut.largest]
+        new_caps = dict(zip(cut.groups, tight, strict=True))
+        return replace(
+            self,
+            micro_batch=tuple(new_caps[cap] for cap in self.micro_batch),
+            micro_steps=tuple(
+                replace(
+                    steps,
+                    samples=tuple(
+                        sum(size for size, other in zip(steps.samples, tight, strict=True) if other == cap)
+                        for cap in sorted(set(tight))
+                    ),
+                )
+                for steps in self.micro_steps
+            ),
+        )
 
     def cells_for(self, num_samples: int) -> Cells:
         """The cells of a global batch that happens to have another size: the last of an epoch, or one of tokens."""
-        return Cells(self.cells) if num_samples == self.global_batch else cells(num_samples, self.micro_batch)
+        return self.cut if num_samples == self.global_batch else cells(num_samples, self.micro_batch)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,7 +200,11 @@ class Plan:
 
     def to_json(self) -> bytes:
         """The text of `plan.json`."""
-        return msgspec.json.format(msgspec.json.encode(self), indent=2) + b"\n"
+        return msgspec.json.format(self._packed(), indent=2) + b"\n"
+
+    def _packed(self) -> bytes:
+        few = self.batch.world_size * self.batch.accumulation_steps <= MOST_CELLS
+        return msgspec.json.encode(packed(msgspec.to_builtins(self), self.batch.cells if few else None))
 
     @classmethod
     def read(cls, path: Path) -> "Plan":
@@ -193,7 +232,7 @@ class Plan:
                 raise PlanMismatchError(
                     f"{source} has schema {raw['schema']}, this frugal reads schema {SCHEMA}", hint=hint
                 )
-            plan = msgspec.convert(raw, cls, strict=True)
+            plan = msgspec.convert(unpacked(raw), cls, strict=True)
         except RequestError as error:
             raise RequestError(f"{source} is not a plan", because=(error.what, *error.because), hint=hint) from None
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -202,7 +241,7 @@ class Plan:
             raise RequestError(
                 f"{source} contradicts itself", because=str(error) or "its numbers do not agree", hint=hint
             ) from None
-        has_more = msgspec.json.decode(msgspec.json.encode(plan)) != raw  # keys that we do not know
+        has_more = msgspec.json.decode(plan._packed()) != raw  # keys that we do not know
         if has_more or plan.compute_digest() != plan.digest:
             raise PlanMismatchError(
                 f"{source} was changed after it was made", because="its digest does not match its content", hint=hint

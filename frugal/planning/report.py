@@ -40,18 +40,16 @@ def arithmetic(plan: Plan) -> str:
 
 def _sizes(plan: Plan) -> str:
     """What a cell holds: `7 or 8 samples`, or per group of ranks where their micro-batches differ."""
-    batch = plan.batch
-    if len(set(batch.micro_batch)) == 1:
-        sizes = sorted({size for cells in batch.cells for size in cells})
-        return _range(sizes)
-    groups: dict[int, list[int]] = {}
-    for rank, cap in enumerate(batch.micro_batch):
-        groups.setdefault(cap, []).append(rank)
-    return ", ".join(
-        f"{_range(sorted({size for rank in ranks for size in batch.cells[rank]}))} "
-        f"on {len(ranks)} {'ranks' if len(ranks) > 1 else 'rank'}"
-        for cap, ranks in sorted(groups.items())
-    )
+    cut = plan.batch.cut
+    texts = []
+    for group, num_ranks in enumerate(cut.groups.values()):
+        sizes = {
+            size
+            for steps in cut.micro_steps
+            for size in (steps.samples[group] // num_ranks, -(-steps.samples[group] // num_ranks))
+        }
+        texts.append((_range(sorted(sizes)), f"on {num_ranks} rank{_s(num_ranks)}"))
+    return texts[0][0] if len(texts) == 1 else ", ".join(map(" ".join, texts))
 
 
 def _range(sizes: list[int]) -> str:

@@ -8,7 +8,7 @@ from typing import Any, get_args
 from frugal.errors import RequestError
 from frugal.planning import cards
 from frugal.planning.calibration import Calibration
-from frugal.planning.cluster import Cluster, Device, Node
+from frugal.planning.cluster import MOST_RANKS, Cluster, Device, Node
 from frugal.planning.learning_rate import Rule
 from frugal.planning.optimizers import OptimizerImplementation, OptimizerName
 from frugal.planning.request import (
@@ -42,9 +42,6 @@ _TEXT = {"model", "gpu", "nvme_path"}
 _FLOATS = {"learning_rate", "weight_decay", "gradient_clipping", "momentum"}
 _MEMORY = {"mem", "host_mem"}
 _SWITCHES = {"calibration", "overlap_comm"}
-
-MOST_RANKS = 65_536
-"""Over all nodes; beyond it a plan would be all names of GPUs."""
 
 
 def understand(

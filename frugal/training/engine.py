@@ -19,7 +19,7 @@ from deepspeed.runtime.zero.partition_parameters import InsertPostInitMethodToMo
 from torch import Tensor, nn
 
 from frugal.errors import OutOfMemoryError, PlanMismatchError, RequestError
-from frugal.planning.batch import cells
+from frugal.planning.batch import Cells, cells
 from frugal.planning.ds_config import deepspeed_config
 from frugal.planning.plan import Plan
 from frugal.training import (
@@ -77,9 +77,9 @@ class Engine:
 
     def micro_batches(self, samples: Sequence[Sample]) -> list[Batch]:
         """This rank's cells of a global batch, collated; an empty cell becomes a dummy without targets."""
-        cut = cells(len(samples), self.max_samples)
+        cut = self._cells(len(samples))
         batches = []
-        for start, size in zip(cut.starts(self.rank), cut.sizes[self.rank], strict=True):
+        for start, size in zip(cut.starts(self.rank), cut.of(self.rank), strict=True):
             cell = [samples[start + i] for i in range(size)] or [self.objective.dummy()]
             batches.append(self.objective.collate(cell))
         return batches
@@ -135,9 +135,15 @@ class Engine:
             self.deepspeed.backward(loss * (self.world_size / targets), scale_wrt_gas=False)
         return total
 
+    def _cells(self, num_samples: int) -> Cells:
+        """The plan's cells, until memory has run out under them."""
+        if self.max_samples == self.plan.batch.micro_batch:
+            return self.plan.batch.cells_for(num_samples)
+        return cells(num_samples, self.max_samples)
+
     def _shrink(self, num_samples: int) -> None:
         """Halve the largest cell of a global batch of `num_samples`, and every rank's cap with it."""
-        largest = max(map(max, cells(num_samples, self.max_samples).sizes))
+        largest = max(self._cells(num_samples).largest)
         if largest == 1:
             planned, samples = format_bytes(self.plan.memory.total_bytes), max(self.plan.batch.micro_batch)
             raise OutOfMemoryError(

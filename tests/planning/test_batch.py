@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from frugal.errors import RequestError
-from frugal.planning.batch import cells
+from frugal.planning.batch import MicroSteps, balanced, cells
 from frugal.planning.plan import Batch
 
 CAPS = [1, 2, 3, 4, 6, 8, 12, 16, 24, 32]
@@ -65,18 +65,55 @@ def test_cells_lie_in_the_batch_without_gap_or_overlap(global_batch: int, caps: 
         for position in range(start, start + size)
     )
     assert covered == list(range(global_batch))
+    assert [made.of(rank) for rank in range(len(caps))] == list(made.sizes)
 
 
 @given(st.integers(1, 500), st.lists(st.integers(1, 16), min_size=1, max_size=9), st.integers(1, 500))
-def test_tightened_caps_still_hold_the_same_cells_and_any_other_batch(
+def test_tightened_caps_are_filled_and_hold_the_same_steps_and_any_other_batch(
     global_batch: int, caps: list[int], other: int
 ) -> None:
     batch = Batch.of(global_batch, tuple(caps))
     tight = batch.tightened()
-    assert tight.cells == batch.cells
-    assert tight.cells_for(global_batch).sizes == batch.cells
+    assert [sum(step) for step in zip(*tight.cells, strict=True)] == [
+        sum(step) for step in zip(*batch.cells, strict=True)
+    ]
+    for cap in set(tight.micro_batch):
+        rows = [row for row, other_cap in zip(tight.cells, tight.micro_batch, strict=True) if other_cap == cap]
+        assert max(1, *map(max, rows)) == cap
+    assert all(now <= before for now, before in zip(tight.micro_batch, caps, strict=True))
+    assert tight.cells_for(global_batch).sizes == tight.cells
     assert tight.cells_for(other).global_batch == other
     assert max(tight.micro_batch) == max(1, batch.largest_cell)
+
+
+def test_a_thousand_ranks_and_micro_steps_are_a_few_numbers() -> None:
+    batch = Batch.of(10_000_000, (5, 11) * 512)
+    assert batch.accumulation_steps == 1221
+    assert batch.micro_steps == (
+        MicroSteps(count=10, samples=(2560, 5631)),
+        MicroSteps(count=1211, samples=(2559, 5631)),
+    )
+    assert sum(batch.cut.of(0)) + sum(batch.cut.of(1)) in range(2 * 10_000_000 // 1024 - 2, 2 * 10_000_000 // 1024 + 3)
+
+
+@given(st.data(), st.integers(1, 9))
+def test_balanced_caps_hold_the_step_and_no_other_caps_end_it_sooner(data: st.DataObject, world_size: int) -> None:
+    caps = data.draw(st.lists(st.integers(1, 5), min_size=world_size, max_size=world_size))
+    speeds = data.draw(st.lists(st.sampled_from([1.0, 1.5, 2.0, 3.1e14]), min_size=world_size, max_size=world_size))
+    samples = data.draw(st.integers(1, sum(caps)))
+    found = balanced(samples, caps, speeds)
+    assert sum(found) >= samples
+    assert all(1 <= now <= cap for now, cap in zip(found, caps, strict=True))
+    seconds = max((size / speed for size, speed in zip(found, speeds, strict=True) if size > 1), default=0)
+    for sooner in (size / speed for cap, speed in zip(caps, speeds, strict=True) for size in range(cap + 1)):
+        if sooner < seconds * (1 - 1e-9):
+            taken = [min(cap, int(sooner * speed * (1 + 1e-12))) for cap, speed in zip(caps, speeds, strict=True)]
+            assert sum(taken) < samples
+
+
+def test_ranks_of_twice_the_speed_take_twice_the_samples_where_memory_allows() -> None:
+    assert balanced(24, (100,) * 4, (1.0, 1.0, 2.0, 2.0)) == (4, 4, 8, 8)
+    assert balanced(24, (100, 100, 6, 100), (1.0, 1.0, 2.0, 2.0)) == (5, 5, 6, 10)
 
 
 def test_a_batch_smaller_than_the_world_leaves_cells_empty() -> None:

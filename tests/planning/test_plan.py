@@ -83,14 +83,18 @@ def test_deepspeeds_configuration_is_no_plan() -> None:
 
 
 def test_a_plan_of_another_schema_is_refused() -> None:
-    with pytest.raises(PlanMismatchError, match="has schema 99, this frugal reads schema 1"):
+    with pytest.raises(PlanMismatchError, match="has schema 99, this frugal reads schema 2"):
         Plan.from_json(changed(made(), "schema", value=99))
 
 
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
-        (("batch", "cells", 0, 0), 9, "contradicts itself\n  because the cells do not add up to the global batch"),
+        (
+            ("batch", "micro_steps", 0, "count"),
+            9,
+            "contradicts itself\n  because the cells do not add up to the global batch",
+        ),
         (("memory", "total_bytes"), 1, "contradicts itself\n  because the parts are not the whole"),
         (
             ("batch", "world_size"),
@@ -108,6 +112,28 @@ def test_a_plan_whose_numbers_disagree_cannot_exist(path: tuple[str | int, ...],
     with pytest.raises(RequestError) as caught:
         Plan.from_json(changed(made(), *path, value=value))
     assert str(caught.value).startswith(f"plan.json {message}")
+
+
+def test_cells_that_are_not_those_of_the_micro_steps_are_a_change() -> None:
+    with pytest.raises(PlanMismatchError, match="was changed after it was made"):
+        Plan.from_json(changed(made(), "batch", "cells", 0, 0, value=9))
+
+
+def test_a_plan_for_a_thousand_gpus_is_short_and_says_all() -> None:
+    plan = made(gpus=8, nodes=128, global_batch=1_000_000)
+    text = plan.to_json()
+    assert len(text) < 100_000
+    assert Plan.from_json(text) == plan
+    written = json.loads(text)
+    assert [node["count"] for node in written["cluster"]["nodes"]] == [128]
+    assert written["batch"]["cells"] is None
+    assert sum(steps["count"] * sum(steps["samples"]) for steps in written["batch"]["micro_steps"]) == 1_000_000
+
+
+@pytest.mark.parametrize("count", [0, -1, 1 << 40, "two", None])
+def test_nodes_that_are_no_number_are_refused_in_words(count: Any) -> None:
+    with pytest.raises((RequestError, PlanMismatchError), match=r"plan\.json (was changed|contradicts itself)"):
+        Plan.from_json(changed(made(), "cluster", "nodes", 0, "count", value=count))
 
 
 @pytest.mark.parametrize("text", [b"", b"{", b"[]", b"null", b"\xff\xfe", b'"plan"', b"[" * 100_000])
