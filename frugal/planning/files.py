@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 from frugal.errors import RequestError
@@ -15,11 +16,21 @@ def write_plan(plan: Plan, folder: Path) -> tuple[Path, Path]:
     Raises:
         RequestError: they cannot be written: no space left, no permission.
     """
-    written = (folder / "plan.json", folder / "ds_config.json")
-    texts = (plan.to_json(), json.dumps(deepspeed_config(plan), indent=2).encode() + b"\n")
+    config = json.dumps(deepspeed_config(plan), indent=2).encode() + b"\n"
+    plan_path, config_path = write_files(folder, {"plan.json": plan.to_json(), "ds_config.json": config})
+    return plan_path, config_path
+
+
+def write_files(folder: Path, texts: Mapping[str, bytes]) -> tuple[Path, ...]:
+    """Write files by name, each whole or not at all; their paths. Makes the folder.
+
+    Raises:
+        RequestError: as `write_plan`.
+    """
+    written = tuple(folder / name for name in texts)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for path, text in zip(written, texts, strict=True):
+        for path, text in zip(written, texts.values(), strict=True):
             _write(path, text)
     except OSError as error:
         raise RequestError(

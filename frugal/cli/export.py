@@ -1,0 +1,90 @@
+"""`frugal export`."""
+
+import tomllib
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, get_args
+
+import click
+
+from frugal.errors import RequestError
+from frugal.planning.export import export
+from frugal.planning.export_texts import AUTO_CLASSES, Target
+from frugal.planning.files import write_files
+from frugal.planning.plan import Plan
+
+_DTYPES = {"bf16": "torch.bfloat16", "fp16": "torch.float16", "fp32": "torch.float32"}
+
+
+@click.command("export")
+@click.argument("plan_path", metavar="PLAN", type=click.Path(path_type=Path))
+@click.option("--to", "target", type=click.Choice(get_args(Target)), required=True, help="Which trainer.")
+@click.option("-o", "--output", type=click.Path(path_type=Path), help="Write its file and ds_config.json there.")
+def command(plan_path: Path, target: Target, output: Path | None) -> None:
+    """Hand a plan to transformers' Trainer (hf), to Accelerate, or to a plain DeepSpeed script.
+
+    What they cannot do as planned is an error that names what they can. Without -o the file is printed.
+    """
+    plan = Plan.read(plan_path)
+    make_model = _make_model(plan) if target == "script" else ""
+    made = export(plan, target, folder="" if output is None else str(output), make_model=make_model)
+    if output is None:
+        click.echo(next(iter(made.files.values())), nl=False)
+        click.echo(f"it reads {list(made.files)[1]} beside it: -o DIR writes both", err=True)
+        return
+    _refuse_to_replace(output, made.files)
+    written = write_files(output, {name: text.encode() for name, text in made.files.items()})
+    click.echo(f"wrote {' and '.join(map(str, written))}\n\nstart it with\n  {made.start}")
+
+
+def _refuse_to_replace(folder: Path, texts: dict[str, str]) -> None:
+    """An exported file is there to be edited, and what was written into it is not to be lost."""
+    for name, text in texts.items():
+        path = folder / name
+        if path.is_file() and path.read_bytes() != text.encode():
+            raise RequestError(
+                f"{path} is there already, and differs",
+                because="it may have been edited, or be another plan's",
+                hint="move it away, or choose another folder with -o",
+            )
+
+
+def _make_model(plan: Plan) -> str:
+    """Python that makes the plan's model as frugal does, in a script that has imported what it names.
+
+    Raises:
+        RequestError: it is made by Python of the user's.
+    """
+    reference = plan.request.model
+    auto = AUTO_CLASSES.get(plan.model.task)
+    path = Path(reference).expanduser()
+    dtype = f"dtype={_DTYPES[plan.request.precision]}"
+    if auto is None or (":" in reference and not path.exists()):
+        raise RequestError(
+            f"a plain DeepSpeed script cannot make {reference}",
+            because="it comes from a factory",
+            hint="train it with `frugal train`, or use --to hf or --to accelerate with a script of your own",
+        )
+    presets = tomllib.loads(files("frugal.training").joinpath("presets.toml").read_text())
+    if reference in presets:
+        preset: dict[str, Any] = presets[reference]
+        values = ", ".join(f"{name}={value!r}" for name, value in preset["config"].items())
+        config = f'AutoConfig.for_model("{preset["type"]}", {values}, use_cache=False)'
+    elif path.is_file() or (path.is_dir() and not _has_weights(path)):
+        config = f'AutoConfig.from_pretrained("{path}", use_cache=False)'
+    elif not path.exists() and _is_model_type(reference):
+        config = f'AutoConfig.for_model("{reference}", use_cache=False)'
+    else:
+        name = path if path.exists() else reference
+        return f'model = {auto}.from_pretrained("{name}", {dtype}, use_cache=False).train()'
+    return f"config = {config}\nmodel = {auto}.from_config(config, {dtype}).train()"
+
+
+def _has_weights(folder: Path) -> bool:
+    return any(any(folder.glob(pattern)) for pattern in ("*.safetensors*", "pytorch_model*.bin*"))
+
+
+def _is_model_type(reference: str) -> bool:
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES  # takes a second
+
+    return reference in CONFIG_MAPPING_NAMES

@@ -1,0 +1,153 @@
+"""What is exported, and what is refused with which words."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from frugal.errors import RequestError
+from frugal.planning.batch import cells
+from frugal.planning.cluster import Node
+from frugal.planning.ds_config import deepspeed_config
+from frugal.planning.export import export, nearest
+from frugal.planning.export_texts import Target
+from frugal.planning.plan import Plan
+from tests.plans import plan_by_hand
+
+
+def plan(*, world_size: int = 3, global_batch: int = 252, micro_batch: Any = 12, **changes: Any) -> Plan:
+    return plan_by_hand(
+        world_size=world_size, global_batch=global_batch, micro_batch=micro_batch, zero_stage=2, **changes
+    )
+
+
+def refusal(made: Plan, target: Target) -> str:
+    with pytest.raises(RequestError) as caught:
+        export(made, target)
+    return str(caught.value)
+
+
+def test_cells_that_differ_are_refused_with_the_nearest_batches_that_do_not() -> None:
+    assert refusal(plan(global_batch=250), "hf") == (
+        "transformers' Trainer cannot cut 250 samples as planned for 3 ranks\n"
+        "  because it trains ranks x micro-batch x accumulation steps, all cells alike\n"
+        "  because the plan's cells have 11 and 12 samples\n\n"
+        "hint: plan with --global-batch 252 --micro-batch 12 (3 x 12 x 7), or --global-batch 243 --micro-batch 9"
+        " (3 x 9 x 9); or use --to script, which can"
+    )
+
+
+def test_a_batch_that_another_micro_batch_divides_is_kept() -> None:
+    assert refusal(plan(global_batch=300, micro_batch=16), "accelerate").endswith(
+        "hint: plan with --micro-batch 10 (3 x 10 x 10); or use --to script, which can"
+    )
+
+
+def test_ranks_of_different_size_are_refused() -> None:
+    assert refusal(plan(world_size=2, global_batch=24, micro_batch=(8, 4)), "script") == (
+        "a plain DeepSpeed script cannot cut 24 samples as planned for 2 ranks\n"
+        "  because it cuts each micro-step evenly, and leaves no rank without samples\n"
+        "  because the plan's cells have 4 and 8 samples\n\n"
+        "hint: plan with --micro-batch 4 (2 x 4 x 3)"
+    )
+
+
+@given(world_size=st.integers(1, 8), global_batch=st.integers(1, 600), cap=st.integers(1, 40))
+def test_the_batches_named_can_be_cut(world_size: int, global_batch: int, cap: int) -> None:
+    found = nearest(global_batch, world_size, cap)
+    assert found
+    for batch, micro in found:
+        assert micro <= cap and cells(batch, (micro,) * world_size).is_uniform
+
+
+def test_what_only_frugal_can_do_is_refused() -> None:
+    tiled = plan(strategy={"loss": "tiled"})
+    why = "the loss is tiled: with whole logits at most micro-batch 8 fits instead of 12"
+    assert refusal(dataclasses.replace(tiled, why=("x", why)), "hf") == (
+        f"transformers' Trainer does not know frugal's tiled loss\n  because {why}\n\nhint: plan with --loss plain"
+    )
+    assert refusal(plan(strategy={"activation_checkpointing": "selective"}), "accelerate") == (
+        "Accelerate does not know activation checkpointing selective\n"
+        "  because it recomputes whole layers, or nothing\n\n"
+        "hint: plan with --activation-checkpointing full, or off"
+    )
+    assert refusal(plan(request={"optimizer": "adamw-8bit"}), "script") == (
+        "a plain DeepSpeed script cannot make the optimizer adamw-8bit\n"
+        "  because DeepSpeed does not know it by name, and frugal hands it over ready made\n\n"
+        "hint: plan with --optimizer adamw"
+    )
+
+
+def test_a_batch_of_tokens_is_refused() -> None:
+    made = plan()
+    made = dataclasses.replace(made, batch=dataclasses.replace(made.batch, global_tokens=16_128))
+    assert refusal(made, "hf") == (
+        "transformers' Trainer cannot fill a global batch of 16128 tokens\n"
+        "  because it counts samples, and short ones would leave the batch too small\n\n"
+        "hint: plan with --global-batch 252 instead of --global-tokens"
+    )
+
+
+def test_a_loss_of_the_users_own_is_refused_where_it_would_be_lost() -> None:
+    made = plan(request={"model": "my.module:model"})
+    made = dataclasses.replace(made, model=dataclasses.replace(made.model, task="own"))
+    assert refusal(made, "hf") == (
+        "transformers' Trainer cannot train my.module:model\n"
+        "  because its loss is Python of its own\n\n"
+        "hint: --to accelerate exports all but the loss; `frugal train` and `frugal.initialize` train it"
+    )
+    assert export(made, "accelerate").files
+
+
+def test_nodes_of_different_size_are_refused_by_accelerate() -> None:
+    made = plan()
+    one, *_ = made.cluster.devices
+    nodes = (Node(devices=(one,)), Node(devices=(one, one)))
+    made = dataclasses.replace(made, cluster=dataclasses.replace(made.cluster, nodes=nodes))
+    assert refusal(made, "accelerate") == (
+        "Accelerate starts equally many ranks on each node\n"
+        "  because the nodes have 1, 2 GPUs\n\n"
+        "hint: use --to script, which starts with `deepspeed --hostfile`"
+    )
+    assert export(made, "script").start == "DS_ACCELERATOR=cpu deepspeed --hostfile HOSTS train.py samples.jsonl"
+
+
+def test_accelerate_is_told_of_several_nodes() -> None:
+    made = plan(world_size=4, global_batch=96)
+    device, *_ = made.cluster.devices
+    nodes = (Node(devices=(device, device)),) * 2
+    made = dataclasses.replace(made, cluster=dataclasses.replace(made.cluster, nodes=nodes))
+    text = export(made, "accelerate", folder="out/").files["accelerate.yaml"]
+    assert text.endswith(
+        "deepspeed_config:\n"
+        '  deepspeed_config_file: "out/ds_config.json"\n'
+        "  zero3_init_flag: false\n"
+        "  deepspeed_multinode_launcher: pdsh\n"
+        "  deepspeed_hostfile: hostfile  # a line `NAME slots=GPUS` for each node\n"
+        "num_machines: 2\n"
+        "num_processes: 4\n"
+        "machine_rank: 0\n"
+        "main_training_function: main\n"
+        "use_cpu: true\n"
+    )
+
+
+@pytest.mark.parametrize("target", ["hf", "accelerate", "script"])
+def test_deepspeeds_json_is_the_plans(target: Target) -> None:
+    import json
+
+    made = plan()
+    assert json.loads(export(made, target).files["ds_config.json"]) == deepspeed_config(made)
+
+
+@pytest.mark.parametrize("task", ["causal-lm", "masked-lm", "seq2seq", "sequence-classification"])
+@pytest.mark.parametrize("target", ["hf", "script"])
+def test_the_python_of_every_task_and_stage_is_python(target: Target, task: str) -> None:
+    for stage in (2, 3):
+        made = plan_by_hand(world_size=2, global_batch=8, micro_batch=2, zero_stage=stage)
+        made = dataclasses.replace(made, model=dataclasses.replace(made.model, task=task))
+        name, text = next(iter(export(made, target, make_model="model = None").files.items()))
+        compile(text, name, "exec")
+        assert all(len(line) <= 120 for line in text.splitlines() if not line.startswith("    DS_ACC"))

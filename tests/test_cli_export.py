@@ -1,0 +1,272 @@
+"""`frugal export`: each foreign trainer is really started on two ranks, and trains as frugal does."""
+
+import dataclasses
+import json
+import os
+import random
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from frugal import cli
+from frugal.planning.ds_config import deepspeed_config
+from frugal.planning.plan import Plan
+from tests.plans import plan_by_hand
+from tests.ranks import Ranks, free_port
+
+TINY = {
+    "model_type": "gpt2", "n_layer": 2, "n_embd": 32, "n_head": 2, "vocab_size": 260, "n_positions": 64,
+    "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 0, "eos_token_id": 0,
+}  # fmt: skip
+
+# DeepSpeed on CPU ranks would compile a kernel of its own when it starts: half a minute that shows nothing here.
+START = """
+import json, os, runpy, sys
+import deepspeed
+setattr(sys.modules["deepspeed.comm.torch"], "build_shm_op", lambda: None)
+sys.argv = sorted(sys.argv[1:], key=lambda word: word.startswith("--local_rank"))  # DeepSpeed puts it first
+sys.path.insert(0, "hf")
+end = runpy.run_path(sys.argv[0], run_name="__main__")
+engine = end["engine"]
+if engine.global_rank == 0:
+    shape = engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps(), engine.world_size
+    values = {"shape": shape, "losses": end.get("losses"), "config": engine._config._param_dict}
+    json.dump(values, open(os.environ["RECORD"], "w"))
+"""
+
+COLLATE = """
+import json
+import torch
+samples = [json.loads(line) for line in open("samples.jsonl")]
+
+def collate(rows):
+    pad = torch.nn.utils.rnn.pad_sequence
+    tokens = [torch.tensor(row["input_ids"]) for row in rows]
+    return {"input_ids": pad(tokens, batch_first=True), "labels": pad(tokens, batch_first=True, padding_value=-100)}
+"""
+
+TRAINER = (
+    COLLATE
+    + """
+from planned_trainer import arguments, trainer
+from transformers import AutoModelForCausalLM
+
+args = arguments(
+    "hf/run", max_steps=2, save_strategy="no", logging_steps=1, report_to=[], disable_tqdm=True,
+    remove_unused_columns=False,
+)
+model = AutoModelForCausalLM.from_pretrained("model")
+made = trainer(model, args, train_dataset=samples, data_collator=collate)
+made.train()
+engine, losses = made.model_wrapped, [record["loss"] for record in made.state.log_history if "loss" in record]
+torch.distributed.destroy_process_group()
+"""
+)
+
+ACCELERATE = (
+    COLLATE
+    + """
+import deepspeed
+from accelerate import Accelerator, PartialState
+from accelerate.utils import DummyOptim
+from torch.nn.functional import cross_entropy
+from transformers import AutoModelForCausalLM
+
+deepspeed.init_distributed()
+PartialState(cpu=True)
+accelerator = Accelerator()
+model = AutoModelForCausalLM.from_pretrained("model").train()
+model.activation_checkpointing_enable({"use_reentrant": False})
+loader = torch.utils.data.DataLoader(samples, batch_size=2, collate_fn=collate)
+engine, optimizer, loader = accelerator.prepare(model, DummyOptim(model.parameters()), loader)
+targets, losses = sum(len(sample["input_ids"]) - 1 for sample in samples), []
+for epoch in range(2):
+    total = torch.zeros(())
+    for batch in loader:
+        with accelerator.accumulate(engine):
+            logits, labels = engine(batch["input_ids"]).logits[:, :-1], batch["labels"][:, 1:]
+            loss_sum = cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+            accelerator.backward(loss_sum * 2 / targets, scale_wrt_gas=False)
+            total += loss_sum.detach()
+    losses.append(accelerator.reduce(total).item() / targets)
+torch.distributed.destroy_process_group()
+"""
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model with weights, eight samples, and programs of somebody who uses other trainers."""
+    import torch
+
+    from frugal.training import models
+
+    folder = tmp_path_factory.mktemp("export")
+    (folder / "config.json").write_text(json.dumps(TINY))
+    models.resolve(str(folder / "config.json")).build(dtype=torch.float32).save_pretrained(folder / "model")
+    rows = [{"input_ids": random.Random(i).choices(range(260), k=6 * i + 5)} for i in range(8)]
+    for name, some in (("samples", rows), ("seven", rows[:7])):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in some))
+    for name, text in (("start", START), ("trainer", TRAINER), ("accelerated", ACCELERATE)):
+        (folder / f"{name}.py").write_text(text)
+    return folder
+
+
+def plan(global_batch: int, zero_stage: int, checkpointing: str) -> Plan:
+    made = plan_by_hand(
+        world_size=2, global_batch=global_batch, micro_batch=2, zero_stage=zero_stage,
+        request={"model": "model", "learning_rate": 1e-2}, strategy={"activation_checkpointing": checkpointing},
+    )  # fmt: skip
+    return msgspec.convert(msgspec.to_builtins(made), Plan).sealed()
+
+
+def two_losses(folder: str, made: Plan) -> list[float]:
+    """The first two losses of frugal's own engine, on a rank."""
+    import torch
+
+    import frugal
+    from frugal.training import models
+
+    spec = models.resolve(f"{folder}/model")
+    engine = frugal.initialize(spec.build(dtype=torch.float32), made, spec.objective())
+    lines = Path(folder, "samples.jsonl").read_text().splitlines()[: made.batch.global_batch]
+    losses = [engine.train_step([json.loads(line) for line in lines]).loss for _ in range(2)]
+    engine.destroy()
+    return losses
+
+
+def started(
+    folder: Path, capsys: pytest.CaptureFixture[str], target: str, made: Plan, changes: dict[str, str]
+) -> dict[str, Any]:
+    """Export, start what is said to start it, and give back what rank 0 recorded."""
+    path = folder / f"{target}.json"
+    path.write_bytes(made.to_json())
+    assert cli.run(["export", str(path), "--to", target, "-o", str(folder / target)]) == 0
+    command = capsys.readouterr().out.split("start it with\n  ")[1].strip()
+    for old, new in changes.items():
+        assert old in command
+        command = command.replace(old, new)
+    record = folder / f"{target}-record.json"
+    done = subprocess.run(
+        ["env", *shlex.split(command)], cwd=folder, capture_output=True, text=True, timeout=280,
+        env={
+            **os.environ, "RECORD": str(record), "LOCAL_SIZE": "2",
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        },
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    recorded: dict[str, Any] = json.loads(record.read_text())
+    if recorded["losses"] is None:
+        recorded["losses"] = [float(line.split()[-1]) for line in done.stdout.splitlines() if line.startswith("step ")]
+    return recorded
+
+
+DEEPSPEED = "deepspeed --hostfile /dev/null --num_gpus 2 --master_port PORT start.py"
+CASES = {
+    "hf": (8, 3, "off", {"YOUR_SCRIPT.py": "start.py trainer.py"}),
+    "accelerate": (
+        8,
+        2,
+        "full",
+        {"YOUR_SCRIPT.py": "start.py accelerated.py", "launch": "launch --main_process_port PORT"},
+    ),
+    "script": (
+        7,
+        3,
+        "full",
+        {"torchrun --standalone --nproc-per-node 2": DEEPSPEED, "samples.jsonl": "seven.jsonl --steps 2"},
+    ),
+}
+"""Samples, ZeRO stage, activation checkpointing, and what somebody changes in the command that is shown."""
+
+
+@pytest.mark.parametrize("target", CASES)
+def test_it_trains_as_frugal_does(
+    folder: Path, two_ranks: Ranks, capsys: pytest.CaptureFixture[str], target: str
+) -> None:
+    """Micro-batch, accumulation and world; DeepSpeed's configuration; the loss before and after the first step."""
+    global_batch, zero_stage, checkpointing, changes = CASES[target]
+    made = plan(global_batch, zero_stage, checkpointing)
+    changes = {old: new.replace("PORT", str(free_port())) for old, new in changes.items()}
+    theirs = started(folder, capsys, target, made, changes)
+    (ours, _) = two_ranks.run(two_losses, str(folder), made)
+    assert theirs["shape"] == [made.batch.largest_cell, made.batch.accumulation_steps, 2]
+    assert theirs["losses"] == pytest.approx(ours, rel=2e-6)
+    changed = {name for name, value in deepspeed_config(made).items() if theirs["config"].get(name) != value}
+    assert changed <= {"steps_per_print"}  # Accelerate writes it down as infinite
+
+
+# What it says.
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
+    code = cli.run(["export", *map(str, arguments)])
+    printed = capsys.readouterr()
+    return code, printed.out, printed.err
+
+
+def test_without_a_folder_the_file_is_printed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = folder / "printed.json"
+    path.write_bytes(plan(8, 2, "off").to_json())
+    code, text, told = run(capsys, path, "--to", "accelerate")
+    assert (code, told) == (0, "it reads ds_config.json beside it: -o DIR writes both\n")
+    assert text.startswith("# 8 samples = 2 ranks x micro-batch 2 x 2 accumulation steps, for Accelerate.\n")
+
+
+def test_a_file_that_was_edited_is_kept(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = folder / "edited.json"
+    path.write_bytes(plan(8, 2, "off").to_json())
+    for _ in range(2):  # the same again is no loss
+        assert run(capsys, path, "--to", "hf", "-o", tmp_path) == (
+            0,
+            f"wrote {tmp_path}/planned_trainer.py and {tmp_path}/ds_config.json\n\nstart it with\n"
+            "  DS_ACCELERATOR=cpu torchrun --standalone --nproc-per-node 2 YOUR_SCRIPT.py\n",
+            "",
+        )
+    (tmp_path / "planned_trainer.py").write_text("mine")
+    assert run(capsys, path, "--to", "hf", "-o", tmp_path) == (
+        2,
+        "",
+        f"error: {tmp_path}/planned_trainer.py is there already, and differs\n"
+        "  because it may have been edited, or be another plan's\n\n"
+        "hint: move it away, or choose another folder with -o\n",
+    )
+    assert (tmp_path / "planned_trainer.py").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("model", "made"),
+    [
+        ("distilgpt2", 'config = AutoConfig.for_model("gpt2", n_layer=6, n_embd=768, n_head=12, n_positions=1024,'),
+        ("llama", 'config = AutoConfig.for_model("llama", use_cache=False)'),
+        ("someone/model", 'model = AutoModelForCausalLM.from_pretrained("someone/model", dtype=torch.float32'),
+        ("CONFIG", 'config = AutoConfig.from_pretrained("CONFIG", use_cache=False)'),
+    ],
+)
+def test_a_script_makes_the_plans_model(
+    folder: Path, capsys: pytest.CaptureFixture[str], model: str, made: str
+) -> None:
+    model, made = (text.replace("CONFIG", str(folder / "config.json")) for text in (model, made))
+    path = folder / "named.json"
+    planned = plan(8, 2, "off")
+    planned = dataclasses.replace(planned, request=dataclasses.replace(planned.request, model=model))
+    path.write_bytes(planned.sealed().to_json())
+    assert f"\n{made}" in run(capsys, path, "--to", "script")[1]
+
+
+def test_a_factorys_model_is_not_for_a_script(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = folder / "factory.json"
+    planned = plan(8, 2, "off")
+    planned = dataclasses.replace(planned, request=dataclasses.replace(planned.request, model="mine.py:model"))
+    path.write_bytes(planned.sealed().to_json())
+    assert run(capsys, path, "--to", "script") == (
+        2,
+        "",
+        "error: a plain DeepSpeed script cannot make mine.py:model\n  because it comes from a factory\n\n"
+        "hint: train it with `frugal train`, or use --to hf or --to accelerate with a script of your own\n",
+    )
