@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 SHELL  := /bin/bash
 
-.PHONY: setup demo test test-all lint clean
+.PHONY: setup demo test test-all renew lint clean
 
 setup: $(VENV)/.ready
 
@@ -27,6 +27,11 @@ test: setup lint
 # Also what `make test` leaves out to stay within a quarter of an hour.
 test-all: setup lint
 	$(PYTEST) -m ""
+
+# After a change to planning: the decisions in ds_configs/ and what README.md shows.
+renew: setup
+	$(BIN)/python ds_configs/generate.py
+	$(BIN)/python -m tests.readme
 
 lint: setup
 	$(BIN)/ruff check .

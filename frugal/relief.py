@@ -32,8 +32,8 @@ def nothing_fits(request: Request, cluster: Cluster, found: Nothing, ways: list[
         else f"{where_to[device.kind]} of {format_bytes(device.memory_bytes)}"
     )
     because = [
-        f"the nearest of {found.num_strategies} strategies lacks {format_bytes(-(nearest.headroom_bytes or 0))}: "
-        f"{nearest.strategy}, with {samples}",
+        *_levels(cluster, found),
+        f"the nearest of {found.num_strategies} strategies is {nearest.strategy}, with {samples}",
         f"it takes {format_bytes(memory.total_bytes)}: {floor(memory)}",
     ]
     if nearest.host_shortfall_bytes:
@@ -45,6 +45,26 @@ def nothing_fits(request: Request, cluster: Cluster, found: Nothing, ways: list[
         because=because,
         hint=f"this would fit: {', or '.join(ways)}" if ways else "use a smaller model",
     )
+
+
+def _levels(cluster: Cluster, found: Nothing) -> Iterator[str]:
+    """For every level of offloading, what each ZeRO stage lacks at least."""
+    kind = "GPU" if cluster.devices[0].kind == "cuda" else "rank"
+    for (optimizer, parameters), stages in found.by_level.items():
+        what = "optimizer and parameters" if parameters != "none" else "the optimizer"
+        where = {"cpu": "in host memory", "nvme": "on NVMe"}.get(optimizer, "")
+        level = f"with {what} {where}" if where else f"on the {kind}{'s' * (cluster.world_size > 1)} alone"
+        yield f"{level} {_lacks(stages)}"
+
+
+def _lacks(stages: dict[int, Option]) -> str:
+    parts: list[str] = []
+    for stage, option in stages.items():
+        at_least = "at least " if option.is_draft or option.memory is None else ""
+        on_host = " on the host" * (option.host_shortfall_bytes > 0)
+        lacks = "" if parts else "lacks "
+        parts.append(f"ZeRO-{stage} {lacks}{at_least}{format_bytes(-(option.headroom_bytes or 0))}{on_host}")
+    return ", ".join(parts)
 
 
 def floor(memory: MemoryBreakdown) -> str:
@@ -109,8 +129,12 @@ def _more_memory(cluster: Cluster, search: Search, nearest: Option) -> list[str]
     for _ in range(4):  # slack depends on the capacity, so the first size may be short
         size += grain
         larger = replace(device, memory_bytes=size, margin_bytes=int(size * share))
-        if profile.memory(nearest.micro_batch, larger).fits:
-            return [f"--mem {size / GIB:g}G" if size % (GIB // 2) == 0 else f"--mem {size // MIB}M"]
+        memory = profile.memory(nearest.micro_batch, larger)
+        if memory.fits:
+            flag = f"--mem {size / GIB:g}G" if size % (GIB // 2) == 0 else f"--mem {size // MIB}M"
+            host = min((node.host_memory_bytes for node in cluster.nodes if node.host_memory_bytes), default=None)
+            needs_more = host is not None and memory.host_bytes_per_node > host
+            return [f"{flag} with --host-mem {ceil(memory.host_bytes_per_node / GIB)}G" if needs_more else flag]
     return []
 
 

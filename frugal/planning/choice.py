@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from frugal.planning.memory import MemoryBreakdown
 from frugal.planning.plan import Batch, ModelSummary, Rejected, StepTime
 from frugal.planning.request import Request
-from frugal.planning.strategy import Strategy
+from frugal.planning.strategy import Place, Strategy
 
 TIE = 1.02
 """Times within 2 % are equal: the cost model is no better than that."""
@@ -94,6 +94,10 @@ class Choice:
                 reason=self._reason(option),
                 headroom_bytes=None if option.is_draft and option.fits else option.headroom_bytes,
                 step_seconds=option.time.total_seconds if option.time else None,
+                accumulation_steps=option.batch.accumulation_steps if option.batch else None,
+                peak_bytes=option.memory.total_bytes if option.memory else None,
+                time=option.time,
+                is_bound=option.is_draft or option.memory is None,
             )
             for option in others
         )
@@ -112,12 +116,26 @@ class Choice:
 
 @dataclass(frozen=True, kw_only=True)
 class Nothing:
-    """None of `num_strategies` fits: those that were looked at, the nearest first."""
+    """None of `num_strategies` fits: `options` are those that were looked at, the nearest first, `seen` are all."""
 
     options: tuple[Option, ...]
     num_strategies: int
+    seen: tuple[Option, ...] = ()
 
     @property
     def nearest(self) -> Option:
         """The option that misses by least."""
         return self.options[0]
+
+    @property
+    def by_level(self) -> dict[tuple[Place, Place], dict[int, Option]]:
+        """What misses by least, for every ZeRO stage under every place of optimizer and parameters."""
+        exact = {option.strategy: option for option in self.options}
+        nearest: dict[tuple[Place, Place], dict[int, Option]] = {}
+        for option in (exact.get(option.strategy, option) for option in self.seen):
+            strategy = option.strategy
+            level = nearest.setdefault((strategy.offload_optimizer, strategy.offload_parameters), {})
+            before = level.get(strategy.zero_stage)
+            if before is None or (option.headroom_bytes or 0) > (before.headroom_bytes or 0):
+                level[strategy.zero_stage] = option
+        return {places: dict(sorted(level.items())) for places, level in nearest.items()}

@@ -151,7 +151,8 @@ class Rejected:
     """A strategy that was not taken.
 
     `headroom_bytes` is negative where it does not fit: the shortfall. None where it was not looked at, because it could
-    not have been faster.
+    not have been faster. `is_bound`: its bytes and seconds are the least it would take, its headroom is the most there
+    could be. `accumulation_steps` and `time` are None where no batch fits, `peak_bytes` where none is known.
     """
 
     strategy: Strategy
@@ -159,6 +160,10 @@ class Rejected:
     reason: str
     headroom_bytes: int | None
     step_seconds: float | None
+    accumulation_steps: int | None = None
+    peak_bytes: int | None = None
+    time: StepTime | None = None
+    is_bound: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

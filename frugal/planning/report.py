@@ -2,12 +2,13 @@
 
 from collections import Counter
 
+from frugal.planning.ladder import ladder
 from frugal.planning.memory import MemoryBreakdown
-from frugal.planning.plan import Plan, Rejected
+from frugal.planning.plan import Plan
 from frugal.planning.request import Request
 from frugal.units import format_bytes, format_count, format_seconds
 
-SHOWN_REJECTED = 6
+SHOWN_REJECTED = 7
 SHOWN_BYTES = 1 << 16
 
 
@@ -19,7 +20,7 @@ def report(plan: Plan) -> str:
         _memory(plan),
         _list("why", plan.why),
         _list("note", plan.warnings),
-        _rejected(plan),
+        ladder(plan, shown=SHOWN_REJECTED) if plan.rejected else [],
         _list("defaults", [", ".join(_default(plan, name) for name in plan.defaults)] if plan.defaults else []),
         _list("assumed", _assumptions(plan)),
     ]
@@ -138,28 +139,6 @@ def _memory(plan: Plan) -> list[str]:
 def _peak(memory: MemoryBreakdown) -> str:
     operator = memory.operator.removeprefix("aten.").removesuffix(".default")
     return f"{memory.phase} ({operator})" if operator else memory.phase
-
-
-def _rejected(plan: Plan) -> list[str]:
-    if not plan.rejected:
-        return []
-    shown = plan.rejected[:SHOWN_REJECTED]
-    lines = ["not taken", *(f"  {_alternative(rejected)}" for rejected in shown)]
-    if len(plan.rejected) > len(shown):
-        lines.append(f"  and {len(plan.rejected) - len(shown)} more, in plan.json")
-    return lines
-
-
-def _alternative(rejected: Rejected) -> str:
-    headroom, seconds = rejected.headroom_bytes, rejected.step_seconds
-    if headroom is None:
-        return f"{rejected.strategy}: {rejected.reason}, at best {format_seconds(seconds or 0)}"
-    head = f"{rejected.strategy}, micro-batch {rejected.micro_batch}: {rejected.reason}"
-    if rejected.reason.startswith("cannot fit"):
-        return f"{rejected.strategy}: {rejected.reason}"
-    if seconds is None or headroom < 0:
-        return f"{head}, {format_bytes(-headroom)} short"
-    return f"{head}, {format_seconds(seconds)}"
 
 
 def _default(plan: Plan, name: str) -> str:

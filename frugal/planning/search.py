@@ -63,9 +63,7 @@ class Search:
         warnings: list[str] = []
         for level in self.levels:
             options = self.options(level)
-            while fitting := [option for option in options if option.fits and not option.is_draft]:
-                best = min(option.seconds for option in fitting)
-                winner = min((o for o in fitting if o.seconds <= best * self.tolerance), key=lambda o: o.simplicity)
+            while winner := self._winner(options):
                 memory = self.rehearsed(winner)
                 assert winner.memory is not None
                 what = f"{winner.strategy}, micro-batch {winner.micro_batch}: the profile was"
@@ -96,7 +94,28 @@ class Search:
                 )
                 options = self.options(level)
             seen += options
-        return Nothing(options=self._nearest_first(seen), num_strategies=len(seen))
+        return Nothing(options=self._nearest_first(seen), num_strategies=len(seen), seen=tuple(seen))
+
+    def predicted(self) -> Option | None:
+        """What `run` would rehearse, or what misses by least; None where only a rehearsal could tell.
+
+        Strategies without a draft are left out.
+        """
+        seen: list[Option] = []
+        for level in self.levels:
+            strategies = self.strategies(level)
+            self.source.prepare(strategies)
+            seen += self._confirmed([draft for strategy in strategies for draft in self._draft(strategy)])
+            if winner := self._winner(seen):
+                return winner
+        return max(seen, key=lambda option: option.headroom_bytes or 0, default=None)
+
+    def _winner(self, options: list[Option]) -> Option | None:
+        """The simplest of those that are fast enough; None if none fits."""
+        fitting = [option for option in options if option.fits and not option.is_draft]
+        enough = min((option.seconds for option in fitting), default=0.0) * self.tolerance
+        near = [option for option in fitting if option.seconds <= enough]
+        return min(near, key=lambda option: option.simplicity, default=None)
 
     def strategies(self, level: Offload) -> tuple[Strategy, ...]:
         """The candidates of one level of offloading, simplest first."""

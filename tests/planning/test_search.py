@@ -107,8 +107,9 @@ def test_offload_beyond_the_host_is_refused() -> None:
         plan(gpus=4, mem="4G", offload="optimizer", host_mem="8G")
     assert str(caught.value) == (
         "gpt2 does not fit into a node's host memory\n"
-        "  because the nearest of 4 strategies lacks 6.90 GiB: ZeRO-2, activation checkpointing off, "
-        "optimizer in host memory, with 1 sample of 1024 tokens\n"
+        "  because with the optimizer in host memory ZeRO-2 lacks 6.90 GiB on the host, ZeRO-3 6.90 GiB on the host\n"
+        "  because the nearest of 4 strategies is ZeRO-2, activation checkpointing off, optimizer in host memory, "
+        "with 1 sample of 1024 tokens\n"
         "  because it takes 3.60 GiB: parameters 1.86 GiB, activations 976.6 MiB, context 768.0 MiB, "
         "communication 38.1 MiB\n"
         "  because each node's host needs 14.90 GiB beside it\n"
@@ -260,8 +261,8 @@ def test_nothing_fits_is_told_as_a_proof() -> None:
         plan(gpus=1, mem="12G", offload="none", precision="fp32")
     assert str(caught.value) == (
         "gpt2 does not fit into a GPU of 12.00 GiB\n"
-        "  because the nearest of 2 strategies lacks 6.00 GiB: ZeRO-0, activation checkpointing full, "
-        "with 1 sample of 1024 tokens\n"
+        "  because on the GPU alone ZeRO-0 lacks 6.00 GiB\n"
+        "  because the nearest of 2 strategies is ZeRO-0, activation checkpointing full, with 1 sample of 1024 tokens\n"
         "  because it takes 17.40 GiB: optimizer 11.18 GiB, gradients 3.73 GiB, parameters 1.86 GiB, "
         "context 512.0 MiB\n"
         "  because 614.4 MiB stay free as margin\n"

@@ -1,0 +1,87 @@
+"""The strategies that were weighed are told as a table, and why none fits as a proof."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from frugal.errors import NothingFitsError
+from frugal.planner import make_plan
+from frugal.planning.ladder import ladder
+from frugal.planning.plan import Plan, Rejected, StepTime
+from frugal.planning.settings import understand
+from frugal.planning.strategy import Strategy
+from tests.planning.synthetic import rehearsing
+from tests.plans import plan_by_hand
+
+
+def plan(model: dict[str, Any], **settings: Any) -> Plan:
+    return make_plan(*understand(settings), rehearse=rehearsing(**model))
+
+
+GIB = 1 << 30
+TIMES = dict.fromkeys(
+    ("compute_seconds", "recompute_seconds", "communication_seconds", "offload_seconds", "optimizer_seconds"), 0.0
+)
+
+
+def seconds(total: float, **parts: float) -> StepTime:
+    """A step that only computes, but for `parts`."""
+    return StepTime(**(TIMES | {"compute_seconds": total - sum(parts.values())} | parts), total_seconds=total)
+
+
+def by_hand() -> Plan:
+    """A plan of 2 x 4 steps of 2 seconds; one strategy is slower, one was only drafted, one does not fit."""
+    made = plan_by_hand(world_size=2, global_batch=16, micro_batch=2, zero_stage=2)
+    slower = Rejected(
+        strategy=Strategy(zero_stage=3), micro_batch=1, reason="slower", headroom_bytes=3 * GIB, step_seconds=3.0,
+        accumulation_steps=8, peak_bytes=5 * GIB, time=seconds(3.0, communication_seconds=1.5),
+    )  # fmt: skip
+    drafted = Rejected(
+        strategy=Strategy(zero_stage=2, activation_checkpointing="full"), micro_batch=8, reason="cannot be faster",
+        headroom_bytes=None, step_seconds=2.5, accumulation_steps=1, peak_bytes=GIB,
+        time=seconds(2.5, recompute_seconds=0.5), is_bound=True,
+    )  # fmt: skip
+    too_much = Rejected(
+        strategy=Strategy(zero_stage=0, loss="tiled"), micro_batch=1, reason="does not fit", headroom_bytes=-GIB,
+        step_seconds=None, peak_bytes=9 * GIB, is_bound=True,
+    )  # fmt: skip
+    return replace(made, time=seconds(2.0), rejected=(drafted, slower, too_much))
+
+
+def test_every_strategy_has_a_row_with_time_batch_and_room() -> None:
+    assert ladder(by_hand()) == [
+        "strategies",
+        "    step         batch       peak    headroom",
+        "   2.0 s  1.00x  2 x 4    0.0 MiB    8.00 GiB  ZeRO-2: chosen",
+        "  >2.5 s  1.25x  8 x 1  >1.00 GiB              ZeRO-2, activation checkpointing full: cannot be faster, "
+        "recompute +500 ms",
+        "   3.0 s  1.50x  1 x 8   5.00 GiB    3.00 GiB  ZeRO-3: slower, communication +1.5 s",
+        "       -             1  >9.00 GiB  <-1.00 GiB  ZeRO-0, tiled loss: does not fit",
+        "  > at least, < at most: known without a closer look",
+    ]
+
+
+def test_a_report_shows_the_first_ones_and_counts_the_rest() -> None:
+    assert ladder(by_hand(), shown=1)[-1] == (
+        "  > at least, < at most: known without a closer look; 2 more: `frugal explain`"
+    )
+
+
+def test_the_proof_names_every_level_with_its_number() -> None:
+    with pytest.raises(NothingFitsError) as caught:
+        plan({"parameters": 20_000_000_000}, gpus=4, mem="12G", host_mem="64G")
+    lines = str(caught.value).splitlines()
+    assert lines[0] == "gpt2 does not fit into a GPU of 12.00 GiB"
+    assert lines[1:4] == [
+        "  because on the GPUs alone ZeRO-2 lacks at least 101.15 GiB, ZeRO-3 at least 73.21 GiB",
+        "  because with the optimizer in host memory ZeRO-2 lacks 26.74 GiB, ZeRO-3 234.02 GiB on the host",
+        "  because with optimizer and parameters in host memory ZeRO-3 lacks 234.02 GiB on the host",
+    ]
+
+
+def test_memory_that_would_do_comes_with_the_host_memory_that_goes_with_it() -> None:
+    with pytest.raises(NothingFitsError) as caught:
+        plan({"parameters": 8_000_000_000}, gpus=4, mem="12G", host_mem="64G", offload="optimizer", zero_stage=2)
+    assert caught.value.hint is not None
+    assert "--mem 17G with --host-mem 120G" in caught.value.hint
