@@ -5,6 +5,7 @@ import fcntl
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -154,6 +155,26 @@ def test_a_wrong_resume_is_said_once_through_the_launcher(folder: Path, on_two_r
         "  because its data has the same fingerprint\n\n"
         "hint: resume with the same --data and --seed, or start anew with another --out\n"
     )
+
+
+def test_a_run_goes_on_with_what_there_is(folder: Path, on_two_ranks: tuple[int, str, str]) -> None:
+    shutil.copytree(folder / "two", folder / "elsewhere")
+    code, output, errors = frugal_train(
+        folder, "--resume", "--out", "elsewhere", "--ranks", 1, "--mem", "1G", "--zero-stage", 3, "--steps", 7
+    )
+    assert (code, errors) == (0, "")
+    assert (
+        "resumed at step 6 of elsewhere: 2 ranks -> 1 rank, ZeRO-2 -> ZeRO-3; "
+        "global batch, order and learning rate are unchanged"
+    ) in output.splitlines()
+    ours = Plan.read(folder / "elsewhere" / "plan.json")
+    assert (ours.batch.global_batch, ours.request.seq_len, ours.request.precision) == (8, 64, "fp32")
+    assert [record["step"] for record in records(folder / "elsewhere") if record["event"] == "step"] == [
+        1, 2, 3, 4, 5, 6, 7,
+    ]  # fmt: skip
+    assert sorted(path.name for path in (folder / "elsewhere" / "checkpoints").glob("step-*")) == [
+        "step-000006", "step-000007",
+    ]  # fmt: skip
 
 
 def test_ctrl_c_ends_all_ranks_with_130(folder: Path, on_two_ranks: tuple[int, str, str]) -> None:

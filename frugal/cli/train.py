@@ -38,10 +38,10 @@ def command(plan_path: Path | None, ranks: int | None, master_port: int | None, 
         asked = settings.collect(values, settings.earlier(asked.out) | file.train)
     elif (newest := manifest.newest(asked.checkpoints)) is not None:
         raise in_use(asked, newest)
-    path = _given_plan(plan_path, values, asked)
-    if path is not None:
-        plan = Plan.read(path)
-    else:
+    plan = _given_plan(plan_path, values, asked, ranks)
+    if plan is None:
+        if asked.resume:
+            file = replace(file, plan=_as_before(asked) | file.plan)
         plan = _make_plan(ranks, values, file)
         click.echo(report(plan) + "\n")
     _check_ranks(plan, ranks)
@@ -54,8 +54,8 @@ def command(plan_path: Path | None, ranks: int | None, master_port: int | None, 
     return 0
 
 
-def _given_plan(path: Path | None, values: dict[str, Any], asked: Settings) -> Path | None:
-    """Where a plan is that was made before: in the file given, or in the folder of a run to resume."""
+def _given_plan(path: Path | None, values: dict[str, Any], asked: Settings, ranks: int | None) -> Plan | None:
+    """A plan that was made before: the one given, or that of a run to resume, unless flags ask for another."""
     flags = [name for name in NAMES if values.get(name) is not None]
     if path is not None and flags:
         raise RequestError(
@@ -63,14 +63,41 @@ def _given_plan(path: Path | None, values: dict[str, Any], asked: Settings) -> P
             because="a plan is a decision already made",
             hint="leave one of them out",
         )
-    if path is None and asked.resume and not flags and (asked.out / PLAN).exists():
-        return asked.out / PLAN
-    return path
+    if path is not None:
+        return Plan.read(path)
+    if not asked.resume or flags or not (asked.out / PLAN).exists():
+        return None
+    plan = Plan.read(asked.out / PLAN)
+    return None if ranks is not None and not _is_for(plan, ranks) else plan
+
+
+def _as_before(asked: Settings) -> dict[str, Any]:
+    """What a run to resume was asked to train, which a new plan for it keeps; how it does so is decided anew."""
+    path = asked.out / PLAN
+    if not path.exists():
+        return {}
+    plan = Plan.read(path)
+    return {
+        name: value
+        for name in _TRAINED
+        if name not in plan.defaults and (value := getattr(plan.request, name)) is not None
+    }
+
+
+_TRAINED = (
+    "model", "task", "global_batch", "global_tokens", "seq_len", "precision", "optimizer", "momentum", "learning_rate",
+    "reference_batch", "lr_rule", "weight_decay", "gradient_clipping",
+)  # fmt: skip
+
+
+def _is_for(plan: Plan, ranks: int) -> bool:
+    """Whether a plan is for so many CPU ranks."""
+    return plan.batch.world_size == ranks and plan.cluster.devices[0].kind == "cpu"
 
 
 def _check_ranks(plan: Plan, ranks: int | None) -> None:
     kind = plan.cluster.devices[0].kind
-    if ranks is not None and (ranks != plan.batch.world_size or kind != "cpu"):
+    if ranks is not None and not _is_for(plan, ranks):
         raise PlanMismatchError(
             f"the plan is for {plan.batch.world_size} {'CPU ranks' if kind == 'cpu' else 'GPUs'},"
             f" this run has {ranks} CPU ranks",

@@ -6,10 +6,12 @@
         manifest.json             every file's length and SHA-256, and what the checkpoint is of
         training.json             `Progress`: step, position in the data, validation loss
         rng_rank_0.pt ...         random number generators of each rank, which DeepSpeed does not save
+        layout_rank_0.json ...    which elements of which parameters are where in its files, see `layout`
         *_model_states.pt, *_optim_states.pt      DeepSpeed's own files
 
 Ranks never act on their own: each step of saving and loading ends in a vote, so a full disk on one rank is an error
-on all of them and a hang on none. Left out: another world size (the plan is refused).
+on all of them and a hang on none. On the layout that wrote it a checkpoint is read by DeepSpeed and continued bit for
+bit; on another one `resharding` reads it.
 """
 
 import contextlib
@@ -26,8 +28,8 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from frugal.errors import CheckpointError, PlanMismatchError
-from frugal.training import generators, optimizers
+from frugal.errors import CheckpointError
+from frugal.training import continuation, generators, layout, optimizers, resharding
 from frugal.training import manifest as files
 from frugal.training.batches import Position
 from frugal.training.manifest import File, Manifest
@@ -62,11 +64,12 @@ class Progress:
 
 @dataclass(frozen=True, kw_only=True)
 class Loaded:
-    """What was loaded from where; `refused` says why newer checkpoints were not used."""
+    """What was loaded from where; why newer checkpoints were `refused`, and what `changes` in the run that goes on."""
 
     progress: Progress
     folder: Path
     refused: tuple[str, ...]
+    changes: tuple[str, ...]
 
 
 def save(engine: "Engine", folder: Path, progress: Progress, *, keep: int = 2) -> Path:
@@ -102,7 +105,7 @@ def load(engine: "Engine", folder: Path) -> Loaded:
 
     Raises:
         CheckpointError: there is none, or none that is whole.
-        PlanMismatchError: it is of another model, world size or strategy.
+        PlanMismatchError: it is of another model, or trains it otherwise, or its states cannot be read on this layout.
     """
     folder = folder.absolute()
     names: list[Any] = [[path.name for path in files.candidates(folder)]]
@@ -115,8 +118,12 @@ def load(engine: "Engine", folder: Path) -> Loaded:
             if engine.rank == 0:
                 logger.warning("refused a checkpoint: %s", damage[0])
             continue
-        _refuse_other_run(path, files.read(path), _origin(engine, 0, {}))
-        return Loaded(progress=_restore(engine, path), folder=path, refused=tuple(refused))
+        made_by, this = files.read(path), _origin(engine, 0, {})
+        continuation.check(path, made_by, this)
+        progress = _restore(engine, path, made_by, this)
+        return Loaded(
+            progress=progress, folder=path, refused=tuple(refused), changes=continuation.changes(made_by, this)
+        )
     if refused:
         raise CheckpointError(
             f"no checkpoint in {folder} is whole", because=refused, hint="start again with another --out"
@@ -167,7 +174,9 @@ def _write_share(engine: "Engine", aside: Path, progress: Progress) -> dict[str,
     writer.save(generators.state(engine.device), aside / f"rng_rank_{engine.rank}.pt")
     if writer.failure is not None:
         raise writer.failure
-    written = list(writer.written)
+    kept = aside / resharding.file_name(engine.rank)
+    kept.write_bytes(msgspec.json.encode(layout.of(engine)))
+    written = [*writer.written, kept]
     if engine.rank == 0:
         (aside / TRAINING).write_bytes(msgspec.json.encode(progress))
         written.append(aside / TRAINING)
@@ -206,35 +215,16 @@ def _origin(engine: "Engine", step: int, listed: dict[str, File]) -> Manifest:
         step=step,
         world_size=engine.world_size,
         zero_stage=plan.strategy.zero_stage,
-        precision=plan.request.precision,
+        offload=(plan.strategy.offload_optimizer, plan.strategy.offload_parameters),
+        strategy=str(plan.strategy),
         optimizer=optimizers.describe(plan.request),
         model=plan.request.model,
         shapes=hashlib.sha256(repr(shapes).encode()).hexdigest(),
+        recipe=continuation.recipe(plan),
         plan_digest=plan.digest,
         versions={name: version(name) for name in ("torch", "deepspeed", "transformers")},
         files=listed,
     )
-
-
-def _refuse_other_run(path: Path, made_by: Manifest, this: Manifest) -> None:
-    if made_by.shapes != this.shapes:
-        raise PlanMismatchError(
-            f"{path} is of another model",
-            because=f"it was made with {made_by.model}, this run trains {this.model}; its parameters differ",
-            hint="resume with the plan the run was started with, or start anew with another --out",
-        )
-    for name, word in (
-        ("world_size", "world size"),
-        ("zero_stage", "ZeRO stage"),
-        ("precision", "precision"),
-        ("optimizer", "optimizer"),
-    ):
-        before, now = getattr(made_by, name), getattr(this, name)
-        if before != now:
-            raise PlanMismatchError(
-                f"{path} was made with {word} {before}, this run has {now}",
-                hint=f"resume with {word} {before}, or start anew with another --out",
-            )
 
 
 def _damage(engine: "Engine", path: Path) -> str | None:
@@ -246,7 +236,39 @@ def _damage(engine: "Engine", path: Path) -> str | None:
     return files.first_damage(path, made_by, engine.rank, engine.world_size)
 
 
-def _restore(engine: "Engine", path: Path) -> Progress:
-    engine.deepspeed.load_checkpoint(str(path.parent), tag=path.name)
-    generators.restore(torch.load(path / f"rng_rank_{engine.rank}.pt", weights_only=True), engine.device)
-    return msgspec.json.decode((path / TRAINING).read_bytes(), type=Progress)
+def _restore(engine: "Engine", path: Path, made_by: Manifest, this: Manifest) -> Progress:
+    if all(gather(engine, _fits(engine, path, made_by, this))):
+        engine.deepspeed.load_checkpoint(str(path.parent), tag=path.name)
+    elif (refusal := continuation.refuse_other_layout(path, made_by, this)) is not None:
+        raise refusal
+    else:
+        resharding.restore(engine, path, made_by)
+    _follow_plan(engine)
+    progress = msgspec.json.decode((path / TRAINING).read_bytes(), type=Progress)
+    if made_by.world_size == this.world_size:
+        generators.restore(torch.load(path / f"rng_rank_{engine.rank}.pt", weights_only=True), engine.device)
+    else:  # nobody's generators are this rank's, so it gets some that no rank had
+        generators.seed_all((progress.seed * 1_000_003 + progress.step) * 65_537 + engine.rank)
+    return progress
+
+
+def _fits(engine: "Engine", path: Path, made_by: Manifest, this: Manifest) -> bool:
+    """Whether this rank finds its states in one of the files, as it keeps them."""
+    if this.zero_stage > 0 and made_by.world_size != this.world_size:
+        return False
+    kinds = [(each.zero_stage, each.offload, each.optimizer) for each in (made_by, this)]
+    return kinds[0] == kinds[1] and resharding.read_layout(path, engine.rank % made_by.world_size) == layout.of(engine)
+
+
+def _follow_plan(engine: "Engine") -> None:
+    """Have the optimizer go on with the plan's settings, which DeepSpeed overwrites with those it saved."""
+    request, scheduler = engine.plan.request, engine.deepspeed.lr_scheduler
+    peak, factor = request.scaled_learning_rate, 1.0
+    if scheduler is not None:
+        scheduler.base_lrs = [peak] * len(scheduler.base_lrs)
+        factor = scheduler.lr_lambdas[0](scheduler.last_epoch)
+    for group in engine.deepspeed.optimizer.param_groups:
+        group["lr"] = peak * factor
+        group["weight_decay"] = request.weight_decay
+        if "momentum" in group:
+            group["momentum"] = request.momentum or 0.0

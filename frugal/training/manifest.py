@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-SCHEMA = 1
+SCHEMA = 2
 MANIFEST = "manifest.json"
 POINTER = "latest"
 
@@ -31,17 +31,27 @@ class File:
 class Manifest:
     """What a checkpoint consists of and what it was made by.
 
-    `shapes` is the SHA-256 of the names and shapes of the model's parameters.
+    Attributes:
+        world_size: ranks that wrote it.
+        zero_stage: 0 to 3.
+        offload: where the optimizer's states and the parameters lived: none, cpu or nvme.
+        strategy: all of the plan's strategy, in words.
+        optimizer: in words; with its implementation, where that keeps its states in another way.
+        model: as it was asked for.
+        shapes: the SHA-256 of the names and shapes of the model's parameters.
+        recipe: what decides which weights come out, by name: the same in a run that continues.
     """
 
     schema: int = SCHEMA
     step: int
     world_size: int
     zero_stage: int
-    precision: str
+    offload: tuple[str, str]
+    strategy: str
     optimizer: str
     model: str
     shapes: str
+    recipe: dict[str, int | float | str | None]
     plan_digest: str
     versions: dict[str, str]
     files: dict[str, File]

@@ -21,7 +21,7 @@ import click
 from frugal.errors import PlanMismatchError, RequestError
 from frugal.planning.files import write_plan
 from frugal.planning.plan import Plan
-from frugal.training import failure, manifest, settings
+from frugal.training import continuation, failure, manifest, settings
 from frugal.training.group import end_with_starter
 from frugal.training.settings import Settings
 from frugal.units import format_count
@@ -89,13 +89,14 @@ def _train(plan: Plan, asked: Settings, device: "torch.device") -> None:
         objective = data.spec.objective(data.tokenizer, seed=asked.seed)
         engine = initialize(model, plan, objective, learning_rate_schedule=learning_rate)
         generators.seed_all(asked.seed * 1_000_003 + rank)
-        start = _start(engine, asked, data.fingerprint)
-        _set_learning_rate(engine, learning_rate(start.step))
+        start, changes = _start(engine, asked, data.fingerprint)
         if rank == 0:
             _record(plan, asked)
         planned = plan.memory.live_bytes
         with Log(asked.out, rank=rank, planned_bytes=planned, total_steps=total_steps, first_step=start.step) as log:
             log.say(_describe(plan, data, total_steps, start.step))
+            if changes:
+                log.say(continuation.describe(changes, start.step, asked.out))
             for name, planned_with in plan.versions.items():
                 if planned_with != version(name):
                     log.say(f"the plan was made with {name} {planned_with}, this is {version(name)}: memory may differ")
@@ -195,14 +196,15 @@ def _refuse_other_model(plan: Plan, model: "torch.nn.Module") -> None:
         )
 
 
-def _start(engine: "Engine", asked: Settings, data_fingerprint: str) -> "Progress":
-    """Where to begin."""
+def _start(engine: "Engine", asked: Settings, data_fingerprint: str) -> "tuple[Progress, tuple[str, ...]]":
+    """Where to begin, and what is not as it was when the run stopped."""
     from frugal.training import checkpoint
 
     fresh = checkpoint.Progress(step=0, seed=asked.seed, data_fingerprint=data_fingerprint)
     if not asked.resume:
-        return fresh
-    start = checkpoint.load(engine, asked.checkpoints).progress
+        return fresh, ()
+    loaded = checkpoint.load(engine, asked.checkpoints)
+    start = loaded.progress
     if start.data_fingerprint != data_fingerprint or start.seed != asked.seed:
         raise RequestError(
             f"the run in {asked.out} was started with other data or another seed",
@@ -214,13 +216,7 @@ def _start(engine: "Engine", asked: Settings, data_fingerprint: str) -> "Progres
             ],
             hint="resume with the same --data and --seed, or start anew with another --out",
         )
-    return start
-
-
-def _set_learning_rate(engine: "Engine", factor: float) -> None:
-    """A resumed run may have more steps than was planned when it was saved, so the saved rate may be another."""
-    for group in engine.deepspeed.optimizer.param_groups:
-        group["lr"] = engine.plan.request.scaled_learning_rate * factor
+    return start, loaded.changes
 
 
 def _number(number: int, thing: str) -> str:
