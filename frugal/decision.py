@@ -5,7 +5,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from frugal import relief
 from frugal.errors import RequestError
-from frugal.planning import calibration
+from frugal.planning import calibration, disk
 from frugal.planning.choice import Choice, Nothing
 from frugal.planning.cluster import Cluster
 from frugal.planning.plan import Plan
@@ -13,6 +13,10 @@ from frugal.planning.reasons import reasons
 from frugal.planning.request import Request
 from frugal.planning.search import Search
 from frugal.planning.source import Rehearse
+from frugal.units import format_bytes
+
+MOST_HELD = 8
+"""GPUs of which a plan says one by one what others hold."""
 
 
 def decide(request: Request, cluster: Cluster, defaults: tuple[str, ...], rehearse: Rehearse) -> Plan:
@@ -65,9 +69,41 @@ def _decided(request: Request, cluster: Cluster, defaults: tuple[str, ...], choi
         memory=choice.memory,
         time=option.time,
         why=tuple(filter(None, reasons(request, cluster, choice))),
-        warnings=(*notes, *calibration.notes(cluster), *_notes(request, option.micro_batch), *choice.warnings),
+        warnings=(
+            *notes,
+            *calibration.notes(cluster),
+            *_of_machines(request, cluster, choice),
+            *_notes(request, option.micro_batch),
+            *choice.warnings,
+        ),
         rejected=choice.rejected,
     ).sealed()
+
+
+def _of_machines(request: Request, cluster: Cluster, choice: Choice) -> list[str]:
+    """What others hold, and what could not be checked because it is not known."""
+    held = [
+        f"GPU {number}{f' of node {name}' if len(cluster.nodes) > 1 else ''}: "
+        f"{format_bytes(device.held_bytes)} are held by other processes"
+        for name, node in enumerate(cluster.nodes)
+        for number, device in enumerate(node.devices)
+        if device.held_bytes
+    ]
+    if len(held) > MOST_HELD:
+        held = [*held[:MOST_HELD], f"and so are parts of {len(held) - MOST_HELD} other GPUs"]
+    strategy, memory = choice.option.strategy, choice.memory
+    unknown = []
+    if strategy.offload_optimizer != "none" and any(node.host_memory_bytes is None for node in cluster.nodes):
+        unknown.append(
+            f"each host must have {format_bytes(memory.host_bytes_per_node)} of memory free; give --host-mem to have "
+            "that checked"
+        )
+    disk_bytes = max(disk.nvme_bytes(request, strategy, choice.model, node, cluster) for node in set(cluster.nodes))
+    if disk_bytes and any(node.host_disk_bytes is None for node in cluster.nodes):
+        unknown.append(
+            f"each node must have {format_bytes(disk_bytes)} of disk free; give --host-disk to have that checked"
+        )
+    return held + unknown
 
 
 def _notes(request: Request, largest_cell: int) -> list[str]:

@@ -5,6 +5,7 @@ from dataclasses import replace
 from math import ceil
 
 from frugal.errors import NothingFitsError, RequestError
+from frugal.planning import host
 from frugal.planning.choice import Nothing, Option
 from frugal.planning.cluster import Cluster, Device, Node
 from frugal.planning.memory import MemoryBreakdown
@@ -29,6 +30,8 @@ def nothing_fits(request: Request, cluster: Cluster, found: Nothing, ways: list[
     where = (
         "a node's host memory"
         if nearest.host_shortfall_bytes
+        else "the disk of a node"
+        if nearest.disk_shortfall_bytes
         else f"{where_to[device.kind]} of {format_bytes(device.memory_bytes)}"
     )
     because = [
@@ -37,7 +40,9 @@ def nothing_fits(request: Request, cluster: Cluster, found: Nothing, ways: list[
         f"it takes {format_bytes(memory.total_bytes)}: {floor(memory)}",
     ]
     if nearest.host_shortfall_bytes:
-        because.append(f"each node's host needs {format_bytes(memory.host_bytes_per_node)} beside it")
+        because.append(_of_host(cluster, memory))
+    elif nearest.disk_shortfall_bytes:
+        because.append("what lives on NVMe is split over all ranks, and a node's disk holds the share of its own")
     elif device.margin_bytes:
         because.append(f"{format_bytes(device.margin_bytes)} stay free as margin")
     return NothingFitsError(
@@ -61,10 +66,28 @@ def _lacks(stages: dict[int, Option]) -> str:
     parts: list[str] = []
     for stage, option in stages.items():
         at_least = "at least " if option.is_draft or option.memory is None else ""
-        on_host = " on the host" * (option.host_shortfall_bytes > 0)
+        on_host = " on the host" if option.host_shortfall_bytes else " on disk" if option.disk_shortfall_bytes else ""
         lacks = "" if parts else "lacks "
         parts.append(f"ZeRO-{stage} {lacks}{at_least}{format_bytes(-(option.headroom_bytes or 0))}{on_host}")
     return ", ".join(parts)
+
+
+def _of_host(cluster: Cluster, memory: MemoryBreakdown) -> str:
+    """What the node that lacks most needs of its host's memory."""
+    node = _tightest(cluster, memory)
+    needed = format_bytes(host.needed_bytes(memory, node, cluster))
+    if node.devices[0].kind == "cpu":
+        return f"{len(node.devices)} such ranks and their processes take {needed} of their host together"
+    if len(set(cluster.nodes)) == 1:
+        return f"each node's host needs {needed} beside it"
+    has = format_bytes(node.host_memory_bytes or 0)
+    return f"the host of {len(node.devices)} GPUs that has {has} needs {needed} beside it"
+
+
+def _tightest(cluster: Cluster, memory: MemoryBreakdown) -> Node:
+    """The node whose host memory lacks most."""
+    known = (node for node in dict.fromkeys(cluster.nodes) if node.host_memory_bytes is not None)
+    return max(known, key=lambda node: host.needed_bytes(memory, node, cluster) - (node.host_memory_bytes or 0))
 
 
 def floor(memory: MemoryBreakdown) -> str:
@@ -116,10 +139,11 @@ def _relaxed(request: Request) -> Iterator[tuple[str, Request]]:
 
 def _more_memory(cluster: Cluster, search: Search, nearest: Option) -> list[str]:
     """The memory that the nearest option needs, rounded up: the host's, where that is what lacks."""
-    if nearest.memory is None or len(set(cluster.devices)) > 1:
+    if nearest.memory is None or len(set(cluster.devices)) > 1 or nearest.disk_shortfall_bytes:
         return []
     if nearest.host_shortfall_bytes:
-        return [f"--host-mem {ceil(nearest.memory.host_bytes_per_node / GIB)}G"]
+        node = _tightest(cluster, nearest.memory)
+        return [f"--host-mem {ceil(host.needed_bytes(nearest.memory, node, cluster) / GIB)}G"]
     device = cluster.devices[0]
     profile = search.source.profile(nearest.strategy, True)
     share = device.margin_bytes / device.memory_bytes
@@ -132,9 +156,10 @@ def _more_memory(cluster: Cluster, search: Search, nearest: Option) -> list[str]
         memory = profile.memory(nearest.micro_batch, larger)
         if memory.fits:
             flag = f"--mem {size / GIB:g}G" if size % (GIB // 2) == 0 else f"--mem {size // MIB}M"
-            host = min((node.host_memory_bytes for node in cluster.nodes if node.host_memory_bytes), default=None)
-            needs_more = host is not None and memory.host_bytes_per_node > host
-            return [f"{flag} with --host-mem {ceil(memory.host_bytes_per_node / GIB)}G" if needs_more else flag]
+            if search.fitting.host_shortfall_bytes(memory) <= 0:
+                return [flag]
+            needed = host.needed_bytes(memory, _tightest(cluster, memory), cluster)
+            return [f"{flag} with --host-mem {ceil(needed / GIB)}G"]
     return []
 
 
@@ -143,12 +168,13 @@ def _larger(request: Request, cluster: Cluster, nearest: Option) -> Iterator[tup
     memory = nearest.memory
     assert memory is not None
     shortfall = -(nearest.headroom_bytes or 0)
-    if nearest.host_shortfall_bytes:
+    of_node = nearest.host_shortfall_bytes or nearest.disk_shortfall_bytes
+    if of_node and len(set(cluster.nodes)) == 1:
         num_nodes = 2 * len(cluster.nodes)
         yield f"--nodes {num_nodes}", request, replace(cluster, nodes=cluster.nodes * 2)
     states = memory.parameters + memory.gradients + memory.optimizer
     factors = [factor for factor in FACTORS if states - states // factor > shortfall]
-    if len(set(cluster.devices)) == 1 and request.zero_stage != 0 and not nearest.host_shortfall_bytes:
+    if len(set(cluster.nodes)) == len(set(cluster.devices)) == 1 and request.zero_stage != 0 and not of_node:
         for num_gpus in (factor * len(cluster.nodes[0].devices) for factor in factors):
             yield f"--gpus {num_gpus}", request, _with_gpus(cluster, cluster.devices[0], num_gpus)
     per_sample = memory.activations + memory.logits + memory.temporary + memory.slack
@@ -159,5 +185,5 @@ def _larger(request: Request, cluster: Cluster, nearest: Option) -> Iterator[tup
 
 
 def _with_gpus(cluster: Cluster, device: Device, num_gpus: int) -> Cluster:
-    node = Node(devices=(device,) * num_gpus, host_memory_bytes=cluster.nodes[0].host_memory_bytes)
+    node = replace(cluster.nodes[0], devices=(device,) * num_gpus)
     return replace(cluster, nodes=(node,) * len(cluster.nodes))

@@ -1,6 +1,6 @@
 """The flags that describe what to plan for, shared by every command that plans."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -14,6 +14,7 @@ from frugal.planning.cluster import Cluster
 from frugal.planning.request import Request
 from frugal.planning.settings import NAMES, understand
 from frugal.training import calibrations
+from frugal.training.circumstances import held_on_gpus
 
 
 def _choice(literal: Any) -> click.Choice:
@@ -26,8 +27,19 @@ _OPTIONS = (
     click.option("--gpus", type=int, help="GPUs of one node (with --device cpu: ranks).  [default: those found here]"),
     click.option("--nodes", type=int, help="Nodes, all alike.  [default: 1]"),
     click.option("--mem", metavar="SIZE[,SIZE...]", help="Memory of each GPU, such as 12G; or one size for each."),
-    click.option("--gpu", metavar="CARD", help=f"A known card instead of --mem: {', '.join(CARDS)}."),
-    click.option("--host-mem", metavar="SIZE", help="Memory of a node's host, to check offloading against."),
+    click.option(
+        "--hostfile",
+        metavar="FILE",
+        help="Nodes that differ: `NAME slots=GPUS # mem=12G gpu=CARD host-mem=64G disk=1T`.",
+    ),
+    click.option(
+        "--gpu", metavar="CARD[,CARD...]", help=f"A known card instead of --mem, or one for each: {', '.join(CARDS)}."
+    ),
+    click.option(
+        "--held", metavar="SIZE[,SIZE...]", help="What other processes keep of each GPU.  [default: what they do here]"
+    ),
+    click.option("--host-mem", metavar="SIZE", help="Memory of a node's host, to check plans against."),
+    click.option("--host-disk", metavar="SIZE", help="Free disk of a node, to check --offload nvme against."),
     click.option("--device", type=_choice(DeviceKind), help="What to run on.  [default: cuda]"),
     click.option(
         "--calibration/--no-calibration",
@@ -124,10 +136,13 @@ def collect(values: Mapping[str, Any], file: config.Config | None = None) -> tup
         file = config.read(values.get("config"))
     flags = {name: value for name, value in values.items() if name in NAMES and value is not None}
     settings = file.plan | flags
-    described = "gpu" in settings or {"gpus", "mem"} <= settings.keys() or "," in str(settings.get("mem", ""))
+    is_described = bool({"gpu", "hostfile"} & settings.keys()) or {"gpus", "mem"} <= settings.keys()
+    is_described = is_described or "," in str(settings.get("mem", ""))
     gpu_name = None
-    if settings.get("device", "cuda") == "cuda" and not described:
+    if settings.get("device", "cuda") == "cuda" and not is_described:
         here, gpu_name = found_here(settings.get("gpus"))
+        if "mem" in settings:  # then it says what there is to take
+            here.pop("held", None)
         settings = here | settings
     calibration, notes = calibrations.chosen(settings, gpu_name)
     for note in notes:
@@ -147,11 +162,25 @@ def found_here(num_gpus: int | None) -> tuple[dict[str, Any], str | None]:
         return {}, None
     import psutil  # type: ignore[import-untyped]  # its stubs are a package of their own
 
-    cards = [torch.cuda.get_device_properties(i) for i in range(found)][:num_gpus]
-    if num_gpus is not None and num_gpus > found:
-        cards = [min(cards, key=lambda card: card.total_memory)] * num_gpus  # a plan for a larger machine of this kind
-    settings: dict[str, Any] = {"gpus": len(cards), "mem": [card.total_memory for card in cards]}
-    if card := recognise(cards[0].name, cards[0].total_memory):
-        settings["gpu"] = card
-    name = cards[0].name if len({card.name for card in cards}) == 1 else None
+    held = held_on_gpus()
+    cards = [torch.cuda.get_device_properties(i) for i in range(found)]
+    settings, name = described(cards, held, num_gpus)
     return settings | {"host_mem": psutil.virtual_memory().total}, name
+
+
+def described(cards: Sequence[Any], held: Mapping[str, int], num_gpus: int | None) -> tuple[dict[str, Any], str | None]:
+    """The settings for `num_gpus` of these cards (None: all), and the name they share, if they do.
+
+    `cards` are what torch tells of them; `held` has the bytes that processes hold of each, by UUID.
+    """
+    cards = cards[:num_gpus]
+    if num_gpus is not None and num_gpus > len(cards):
+        cards = [min(cards, key=lambda card: card.total_memory)] * num_gpus  # a plan for a larger machine of this kind
+        held = {}
+    settings: dict[str, Any] = {"gpus": len(cards), "mem": [card.total_memory for card in cards]}
+    known = [recognise(card.name, card.total_memory) for card in cards]
+    if all(known):
+        settings["gpu"] = known[0] if len(set(known)) == 1 else ",".join(map(str, known))
+    if held:
+        settings["held"] = [held.get(str(card.uuid), 0) for card in cards]
+    return settings, cards[0].name if len({card.name for card in cards}) == 1 else None

@@ -16,7 +16,7 @@ from frugal.dryrun.messages import Answer, Describe, Rehearse, WarmUp
 from frugal.dryrun.pool import Pool
 from frugal.dryrun.ranks import likely_fullest
 from frugal.dryrun.rehearsal import ModelFacts, Rehearsal
-from frugal.planning.cluster import Cluster
+from frugal.planning.cluster import Cluster, Device
 from frugal.planning.memory import MemoryBreakdown
 from frugal.planning.profile import MemoryProfile, RankMemory, fullest
 from frugal.planning.request import Request
@@ -130,13 +130,16 @@ class Rehearsals:
             self._profiles.pop((strategy, accumulates), None)
         return True
 
-    def rehearse(self, strategy: Strategy, micro_batch: int, accumulation_steps: int) -> MemoryBreakdown:
-        """The memory of exactly this on the smallest device, fullest rank. More than two micro-steps count as two.
+    def rehearse(
+        self, strategy: Strategy, micro_batch: int, accumulation_steps: int, device: Device | None = None
+    ) -> MemoryBreakdown:
+        """The memory of exactly this on `device`, fullest rank; None: the smallest. More than two micro-steps count as
+        two.
 
         Raises as `profile`.
         """
-        device = min(self.cluster.devices, key=lambda device: device.usable_bytes)
-        sizes = (device.memory_bytes, device.context_bytes, device.margin_bytes)  # its speed changes no memory
+        device = device or min(self.cluster.devices, key=lambda device: device.usable_bytes)
+        sizes = (device.usable_bytes, device.context_bytes)  # its speed changes no memory
         world = (self.cluster.world_size, self._ranks_per_node, device.kind, *sizes)
         key = digest(
             "rehearsed", model_key(self.request), self._key(), strategy, micro_batch, min(accumulation_steps, 2), world

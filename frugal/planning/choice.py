@@ -40,6 +40,7 @@ class Option:
     memory: MemoryBreakdown | None
     time: StepTime | None
     host_shortfall_bytes: int = 0
+    disk_shortfall_bytes: int = 0
     least_shortfall_bytes: int | None = None
     largest_micro_batch: int = 0
     shortfall_of_next_bytes: int | None = None
@@ -52,10 +53,10 @@ class Option:
 
     @property
     def headroom_bytes(self) -> int | None:
-        """What is left of the scarcer memory; negative: the shortfall."""
+        """What is left of the scarcer memory, or disk; negative: the shortfall."""
         if self.memory is None:
             return None if self.least_shortfall_bytes is None else -self.least_shortfall_bytes
-        return -self.host_shortfall_bytes if self.host_shortfall_bytes else self.memory.headroom_bytes
+        return -(self.host_shortfall_bytes or self.disk_shortfall_bytes) or self.memory.headroom_bytes
 
     @property
     def seconds(self) -> float:
@@ -108,6 +109,8 @@ class Choice:
         if option.memory is None or (option.is_draft and option.fits):
             return "cannot be faster"
         if not option.fits:
+            if option.disk_shortfall_bytes:
+                return "does not fit on a node's disk"
             return "does not fit into host memory" if option.host_shortfall_bytes else "does not fit"
         if option.seconds > self.option.seconds * TIE:
             return "slower"

@@ -27,6 +27,7 @@ class Device:
         matrix_flops: dense matrix FLOP/s that training reaches in the planned precision.
         memory_bandwidth: bytes/s.
         operator_seconds: host time of one operator, however small.
+        held_bytes: what other processes keep of its memory.
         measured_on: the date of the calibration that the last four and the context are from; None: they are assumed.
     """
 
@@ -39,26 +40,29 @@ class Device:
     memory_bandwidth: float
     operator_seconds: float = OPERATOR_SECONDS
     measured_on: str | None = None
+    held_bytes: int = 0
 
     def __post_init__(self) -> None:
         if self.usable_bytes <= 0:
             raise RequestError(
                 f"{format_bytes(self.memory_bytes)} is less than a {self.kind} device needs before the first tensor",
-                because=f"context takes {format_bytes(self.context_bytes)}, margin {format_bytes(self.margin_bytes)}",
+                because=f"context takes {format_bytes(self.context_bytes)}, margin {format_bytes(self.margin_bytes)}"
+                + (f", and other processes hold {format_bytes(self.held_bytes)}" if self.held_bytes else ""),
             )
 
     @property
     def usable_bytes(self) -> int:
-        """What tensors may take: memory minus context and margin."""
-        return self.memory_bytes - self.context_bytes - self.margin_bytes
+        """What tensors may take: memory minus context, margin and what others hold."""
+        return self.memory_bytes - self.context_bytes - self.margin_bytes - self.held_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
 class Node:
-    """One machine: its devices and its host memory in bytes (None: not known, not checked)."""
+    """One machine: its devices, its host memory and free disk in bytes (None: not known, not checked)."""
 
     devices: tuple[Device, ...]
     host_memory_bytes: int | None = None
+    host_disk_bytes: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

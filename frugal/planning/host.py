@@ -13,6 +13,8 @@ Left out: the data, of which a rank holds a few samples at a time; worker proces
 every rank that maps them, as the kernel does in a resident set.
 """
 
+from frugal.planning.cluster import Cluster, Node
+from frugal.planning.memory import MemoryBreakdown
 from frugal.units import GIB, MIB
 
 PROCESS_BYTES = {"cpu": 372 * MIB, "cuda": 2 * GIB}
@@ -34,3 +36,14 @@ def node_bytes(tensor_bytes: int, kind: str, ranks_per_node: int) -> int:
     A CPU rank's tensors are planned as those of its device, so nothing is counted twice: 0.
     """
     return 0 if kind == "cpu" else ranks_per_node * rank_bytes(tensor_bytes, kind)
+
+
+def needed_bytes(memory: MemoryBreakdown, node: Node, cluster: Cluster) -> int:
+    """What the ranks of `node` take of its host memory, each as much as the fullest.
+
+    On CPU ranks the device is the host: their tensors are those of `memory`.
+    """
+    if node.devices[0].kind == "cpu":
+        return len(node.devices) * rank_bytes(memory.live_bytes, "cpu")
+    most_ranks = max(len(other.devices) for other in cluster.nodes)
+    return memory.host_bytes_per_node // most_ranks * len(node.devices)

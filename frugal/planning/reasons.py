@@ -125,7 +125,10 @@ def _micro_batch(request: Request, cluster: Cluster, choice: Choice) -> str:
         f"memory binds: micro-batch {option.largest_micro_batch + 1} would be about "
         f"{format_bytes(option.shortfall_of_next_bytes)} short"
     )
-    if micro < option.largest_micro_batch:
+    if len(set(cluster.devices)) > 1 and request.micro_batch_cap is None:
+        if len(set(batch.micro_batch)) > 1:
+            sentence += "; each kind of GPU takes what lets all of them be done together"
+    elif micro < option.largest_micro_batch:
         steps = ceil(batch.global_batch / (option.largest_micro_batch * cluster.world_size))
         why = "in as many steps" if steps == batch.accumulation_steps else "into equal cells at the same speed"
         sentence += f"; {option.largest_micro_batch} would fit, and {micro} cuts {batch.global_batch} samples {why}"

@@ -2,6 +2,7 @@
 
 from collections import Counter
 
+from frugal.planning.cluster import Node
 from frugal.planning.ladder import ladder
 from frugal.planning.memory import MemoryBreakdown
 from frugal.planning.plan import Plan
@@ -104,10 +105,15 @@ def _optimizer(request: Request) -> str:
 
 
 def _cluster(plan: Plan) -> str:
-    nodes = plan.cluster.nodes
-    devices = Counter((device.name, device.memory_bytes) for device in nodes[0].devices)
-    node = " + ".join(f"{count} x {name} with {format_bytes(memory)}" for (name, memory), count in devices.items())
-    return node if len(nodes) == 1 else f"{len(nodes)} nodes of {node}"
+    kinds = Counter(map(_node, plan.cluster.nodes))
+    if len(plan.cluster.nodes) == 1:
+        return next(iter(kinds))
+    return " + ".join(f"{count} node{_s(count)} of {node}" for node, count in kinds.items())
+
+
+def _node(node: Node) -> str:
+    devices = Counter((device.name, device.memory_bytes) for device in node.devices)
+    return " and ".join(f"{count} x {name} with {format_bytes(memory)}" for (name, memory), count in devices.items())
 
 
 def _memory(plan: Plan) -> list[str]:
@@ -130,6 +136,8 @@ def _memory(plan: Plan) -> list[str]:
     lines.append(f"  {'headroom':<{width}} {format_bytes(memory.headroom_bytes):>12}")
     if device.margin_bytes:
         lines.append(f"  {'margin':<{width}} {format_bytes(device.margin_bytes):>12}")
+    if device.held_bytes:
+        lines.append(f"  {'others':<{width}} {format_bytes(device.held_bytes):>12}")
     lines.append(f"  {'device':<{width}} {format_bytes(device.memory_bytes):>12}")
     if plan.strategy.offload_optimizer != "none":
         lines.append(f"  {'host, a node':<{width}} {format_bytes(memory.host_bytes_per_node):>12}")

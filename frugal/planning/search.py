@@ -8,15 +8,16 @@ micro-batch shrinks, and where a drafted profile was wrong, a rehearsed one take
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from frugal.errors import RequestError
 from frugal.planning import cost
 from frugal.planning.choice import TIE, Choice, Nothing, Option, tolerance
 from frugal.planning.cluster import Cluster, Device
+from frugal.planning.fitting import Fitting, Refuted
 from frugal.planning.memory import MemoryBreakdown
 from frugal.planning.pins import check_pins
-from frugal.planning.plan import Batch, ModelSummary
+from frugal.planning.plan import ModelSummary
 from frugal.planning.request import Request
 from frugal.planning.source import Profile, Source
 from frugal.planning.strategy import Offload, Strategy, candidates, offload_levels
@@ -24,15 +25,6 @@ from frugal.planning.strategy import Offload, Strategy, candidates, offload_leve
 TRUST = 0.01
 """A profile that is further than this from the rehearsal is wrong, and the plan says so. In live bytes: what the
 allocator wastes may change by as much with the order of a few small blocks."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Refuted:
-    """A micro-batch that a rehearsal found too large: what it takes, and how many times the profile's prediction."""
-
-    micro_batch: int
-    memory: MemoryBreakdown
-    factor: float
 
 
 class Search:
@@ -49,13 +41,12 @@ class Search:
         self.source = source
         self.batch_samples = request.batch_samples
         self.tolerance = tolerance(request)
-        self.devices = tuple(dict.fromkeys(cluster.devices))
+        self.fitting = Fitting(request, cluster)
         self.refuted: dict[Strategy, Refuted] = {}
         self.levels = offload_levels(request, on_gpus=cluster.devices[0].kind == "cuda")
         self.facts = source.facts()
         self.can_tile = self.facts.can_tile
         self.work: dict[str, Profile] = {}  # by mode of activation checkpointing, once one is known
-        self.cap = self._cap()
 
     def run(self) -> Choice | Nothing:
         """Choose, rehearse, and choose again until the two agree."""
@@ -206,7 +197,7 @@ class Search:
         shortfall = -without.headroom_bytes - without.activations - without.logits - without.temporary - without.slack
         if shortfall <= 0:
             return None
-        micro = self._smallest_micro_batch()
+        micro = self.fitting.smallest_micro_batch
         return Option(
             strategy=strategy, micro_batch=micro, batch=None, memory=None, time=None, least_shortfall_bytes=shortfall
         )
@@ -228,7 +219,11 @@ class Search:
         whole = -(-self.batch_samples // self.cluster.world_size)
         if option.fits and option.batch and option.batch.accumulation_steps == 1:
             return self._option(strategy, accumulates=False, drafted=drafted)
-        if self.cap < whole or self.request.accumulation_steps not in (None, 1) or option.micro_batch * 2 < whole:
+        if (
+            self.fitting.cap < whole
+            or self.request.accumulation_steps not in (None, 1)
+            or option.micro_batch * 2 < whole
+        ):
             return option
         at_once = self._option(strategy, accumulates=False, drafted=drafted)
         return at_once if at_once.batch and at_once.batch.accumulation_steps == 1 else option
@@ -237,20 +232,21 @@ class Search:
         profile = (self.source.draft if drafted else self.source.profile)(strategy, accumulates)
         assert profile is not None, "drafted for one number of micro-steps, but not for another"
         self.work.setdefault(strategy.activation_checkpointing, profile)
-        fit = {device: self._largest_micro_batch(strategy, profile, device) for device in self.devices}
-        batches = self._batches(fit) if min(fit.values()) >= 1 else []
+        devices, refuted = self.fitting.devices, self.refuted.get(strategy)
+        fit = {device: self.fitting.largest_micro_batch(profile, device, refuted) for device in devices}
+        batches = self.fitting.batches(fit) if min(fit.values()) >= 1 else []
         if not batches:
-            wanted = self._smallest_micro_batch()
-            short = min((profile.memory(wanted, device) for device in self.devices), key=lambda m: m.headroom_bytes)
-            if strategy in self.refuted and short.fits:
-                wanted, short = self.refuted[strategy].micro_batch, self.refuted[strategy].memory
+            wanted = self.fitting.smallest_micro_batch
+            short = min((profile.memory(wanted, device) for device in devices), key=lambda m: m.headroom_bytes)
+            if refuted is not None and short.fits:
+                wanted, short = refuted.micro_batch, refuted.memory
             return Option(strategy=strategy, micro_batch=wanted, batch=None, memory=short, time=None)
         timed = [(cost.step_time(profile, strategy, batch, self.cluster, self.request), batch) for batch in batches]
         fastest = min(time.total_seconds for time, _ in timed)
         time, batch = min(
             (pair for pair in timed if pair[0].total_seconds <= fastest * TIE), key=lambda pair: not pair[1].is_uniform
         )
-        loads = set(zip(self.cluster.devices, batch.micro_batch, strict=True))
+        loads = self.fitting.loads(batch)
         memory = min((profile.memory(micro, device) for device, micro in loads), key=lambda m: m.headroom_bytes)
         option = Option(
             strategy=strategy,
@@ -261,21 +257,11 @@ class Search:
             largest_micro_batch=max(fit.values()),
             shortfall_of_next_bytes=self._shortfall_of_next(profile, fit, memory),
         )
-        host = [node.host_memory_bytes for node in self.cluster.nodes if node.host_memory_bytes is not None]
-        if host and memory.host_bytes_per_node > min(host):
-            return replace(option, batch=None, host_shortfall_bytes=memory.host_bytes_per_node - min(host))
+        if (short_of := self.fitting.host_shortfall_bytes(memory)) > 0:
+            return replace(option, batch=None, host_shortfall_bytes=short_of)
+        if (short_of := self.fitting.disk_shortfall_bytes(strategy, self.facts)) > 0:
+            return replace(option, batch=None, disk_shortfall_bytes=short_of)
         return option
-
-    def _largest_micro_batch(self, strategy: Strategy, profile: Profile, device: Device) -> int:
-        """What fits `device` by the profile, corrected by what rehearsals have shown; 0 if nothing does."""
-        refuted = self.refuted.get(strategy)
-        if refuted is None:
-            return profile.largest_micro_batch(device, self.cap)
-        micro = profile.largest_micro_batch(device, refuted.micro_batch - 1) if refuted.micro_batch > 1 else 0
-        room = device.usable_bytes + device.context_bytes
-        while micro and profile.memory(micro, device).total_bytes * refuted.factor > room:
-            micro -= 1
-        return micro
 
     def _shortfall_of_next(self, profile: Profile, fit: dict[Device, int], memory: MemoryBreakdown) -> int | None:
         """About what one sample more would lack on the device that takes most; None where a cap or the batch binds.
@@ -283,37 +269,14 @@ class Search:
         `memory` is that of what fits; what the allocator wastes is taken to be the same.
         """
         device = max(fit, key=lambda device: fit[device])
-        if fit[device] >= self.cap:
+        if fit[device] >= self.fitting.cap:
             return None
         about = memory.slack - profile.draft.memory(fit[device] + 1, device).headroom_bytes
         return about if about > 0 else max(0, -profile.memory(fit[device] + 1, device).headroom_bytes)
 
-    def _batches(self, fit: dict[Device, int]) -> list[Batch]:
-        """The batch under the largest micro-batches that fit, and the largest that cuts it into equal cells."""
-        caps = tuple(fit[device] for device in self.cluster.devices)
-        num_steps = self.request.accumulation_steps
-        if num_steps is not None and num_steps * sum(caps) < self.batch_samples:
-            return []
-        if self.request.micro_batch is not None and min(caps) < self._smallest_micro_batch():
-            return []
-        choices = [caps]
-        if len(set(caps)) == 1 and num_steps is None and self.request.micro_batch is None:
-            per_rank, rest = divmod(self.batch_samples, len(caps))
-            even = max((m for m in range(1, caps[0] + 1) if per_rank % m == 0), default=0) if rest == 0 else 0
-            choices += [(even,) * len(caps)] if 0 < even < caps[0] else []
-        return [
-            Batch.of(self.batch_samples, caps, self.request.global_tokens, accumulation_steps=num_steps).tightened()
-            for caps in choices
-        ]
-
     def _best_case(self, strategy: Strategy) -> Option:
         """What a strategy could reach if memory were unlimited; recomputation counts as free while it is unknown."""
-        batch = Batch.of(
-            self.batch_samples,
-            (self.cap,) * self.cluster.world_size,
-            self.request.global_tokens,
-            accumulation_steps=self.request.accumulation_steps,
-        )
+        batch = self.fitting.unlimited()
         work = self.work.get(strategy.activation_checkpointing) or next(iter(self.work.values()))
         time = cost.step_time(work, strategy, batch, self.cluster, self.request)
         return Option(strategy=strategy, micro_batch=batch.largest_cell, batch=None, memory=None, time=time)
@@ -321,19 +284,12 @@ class Search:
     def rehearsed(self, option: Option) -> MemoryBreakdown:
         """The memory of an option by rehearsing it, on its fullest device."""
         assert option.batch is not None
-        fullest: MemoryBreakdown | None = None
-        for device, micro in sorted(set(zip(self.cluster.devices, option.batch.micro_batch, strict=True)), key=str):
-            found = self.source.rehearse(option.strategy, micro, option.batch.accumulation_steps)
-            found = replace(
-                found,
-                context=device.context_bytes,
-                total_bytes=found.total_bytes - found.context + device.context_bytes,
-                usable_bytes=device.usable_bytes,
-            )
-            if fullest is None or found.headroom_bytes < fullest.headroom_bytes:
-                fullest = found
-        assert fullest is not None
-        return fullest
+        steps = option.batch.accumulation_steps
+        found = (
+            self.source.rehearse(option.strategy, micro, steps, device)
+            for device, micro in self.fitting.loads(option.batch)
+        )
+        return min(found, key=lambda memory: memory.headroom_bytes)
 
     def _model(self, option: Option) -> ModelSummary:
         return ModelSummary(
@@ -343,18 +299,3 @@ class Search:
             largest_parameter=self.facts.largest_parameter,
             flops_per_sample=self.work[option.strategy.activation_checkpointing].flops_per_sample,
         )
-
-    def _smallest_micro_batch(self) -> int:
-        """The least a rank must hold at once: one sample, or what a pin demands."""
-        whole = -(-self.batch_samples // self.cluster.world_size)
-        if self.request.accumulation_steps is not None:
-            step_samples = -(-self.batch_samples // self.request.accumulation_steps)
-            return -(-step_samples // self.cluster.world_size)
-        return min(self.request.micro_batch, whole) if self.request.micro_batch is not None else 1
-
-    def _cap(self) -> int:
-        """The largest micro-batch worth trying, samples."""
-        world_size, samples = self.cluster.world_size, self.batch_samples
-        whole = samples if len(self.devices) > 1 else -(-samples // world_size)
-        cap = self.request.micro_batch_cap
-        return whole if cap is None else min(cap, whole)

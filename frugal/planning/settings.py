@@ -8,8 +8,9 @@ from typing import Any, get_args
 from frugal.errors import RequestError
 from frugal.planning import cards
 from frugal.planning.calibration import Calibration
-from frugal.planning.cluster import MOST_RANKS, Cluster, Device, Node
+from frugal.planning.cluster import Cluster
 from frugal.planning.learning_rate import Rule
+from frugal.planning.machines import machines
 from frugal.planning.optimizers import OptimizerImplementation, OptimizerName
 from frugal.planning.request import (
     ActivationCheckpointingChoice,
@@ -20,10 +21,11 @@ from frugal.planning.request import (
     Request,
     Task,
 )
-from frugal.units import parse_bytes
 
 REQUEST_NAMES = tuple(field.name for field in fields(Request))
-CLUSTER_NAMES = ("gpus", "nodes", "mem", "gpu", "host_mem", "device", "calibration")
+CLUSTER_NAMES = (
+    "gpus", "nodes", "hostfile", "mem", "gpu", "held", "host_mem", "host_disk", "device", "calibration",
+)  # fmt: skip
 NAMES = REQUEST_NAMES + CLUSTER_NAMES
 
 _CHOICES = {
@@ -38,9 +40,9 @@ _CHOICES = {
     "offload": get_args(OffloadChoice),
     "device": get_args(cards.DeviceKind),
 }
-_TEXT = {"model", "gpu", "nvme_path"}
+_TEXT = {"model", "gpu", "hostfile", "nvme_path"}
 _FLOATS = {"learning_rate", "weight_decay", "gradient_clipping", "momentum"}
-_MEMORY = {"mem", "host_mem"}
+_MEMORY = {"mem", "held", "host_mem", "host_disk"}
 _SWITCHES = {"calibration", "overlap_comm"}
 
 
@@ -49,9 +51,10 @@ def understand(
 ) -> tuple[Request, Cluster, tuple[str, ...]]:
     """The request, the cluster, and the names of the request's fields that were left to their defaults.
 
-    `settings` maps names in `NAMES` to values; None is the same as not given. `mem` and `host_mem` are bytes, or text
-    such as `12G`; `mem` may be one value a GPU of the node, `12G,24G` or a list. `calibration` is that of the devices,
-    if they have one and it is wanted.
+    `settings` maps names in `NAMES` to values; None is the same as not given. Memory and disk are bytes, or text such
+    as `12G`; `mem` may be one value a GPU of the node, `12G,24G` or a list, and so may `held`, what others keep of it;
+    `gpu` is a card, or one a GPU: `a100-40g,a100-80g`. `hostfile` is a path, see `frugal.planning.hostfile`.
+    `calibration` is that of the devices, if they have one and it is wanted.
 
     Raises:
         RequestError: an unknown name, a value of the wrong kind, or no GPUs or memory given.
@@ -66,7 +69,7 @@ def understand(
         if field.name not in given
         and (field.default is not None or (field.name == "global_batch" and "global_tokens" not in given))
     )
-    return request, _cluster(given, request.precision, calibration), defaults
+    return request, machines(given, request.precision, calibration), defaults
 
 
 def check(name: str, value: Any, *, source: str = "") -> None:
@@ -96,7 +99,7 @@ def check(name: str, value: Any, *, source: str = "") -> None:
     if name in _MEMORY:
         kind, right = (
             "an amount such as 12G",
-            isinstance(value, str | int) or (name == "mem" and isinstance(value, list | tuple)),
+            isinstance(value, str | int) or (name in ("mem", "held") and isinstance(value, list | tuple)),
         )
     elif name in _TEXT:
         kind, right = "text", isinstance(value, str)
@@ -106,90 +109,3 @@ def check(name: str, value: Any, *, source: str = "") -> None:
         kind, right = "a whole number", isinstance(value, int)
     if not right or isinstance(value, bool):
         raise RequestError(f"`{name}`{place} is {value!r}", because=f"it must be {kind}")
-
-
-def _cluster(given: Mapping[str, Any], precision: Precision, calibration: Calibration | None) -> Cluster:
-    for name in ("gpus", "nodes"):
-        if given.get(name, 1) < 1:
-            raise RequestError(f"--{name} is {given[name]}", because="it must be at least 1")
-    num_ranks = given.get("gpus", 1) * given.get("nodes", 1)
-    if num_ranks > MOST_RANKS:
-        raise RequestError(
-            f"{given.get('nodes', 1)} node{'s' * (given.get('nodes', 1) > 1)} with {given.get('gpus', 1)} GPUs is more "
-            "than frugal plans for",
-            because=f"a plan names every GPU, and can do so for {MOST_RANKS:,}",
-        )
-    card = cards.find(given["gpu"]) if "gpu" in given else None
-    if "mem" not in given and given.get("device") == "cpu":
-        raise RequestError(
-            "the memory of a CPU rank is not known",
-            because="--mem was not given",
-            hint=f"frugal plan --device cpu --gpus {given.get('gpus', 2)} --mem 2G",
-        )
-    if "mem" not in given and card is None:
-        raise RequestError(
-            "the memory of a GPU is not known",
-            because="--mem was not given, and no GPU was found here",
-            hint="frugal plan --gpus 4 --mem 12G",
-        )
-    memory = _memory(given["mem"]) if "mem" in given else None
-    if memory is not None and len(memory) > 1 and given.get("gpus", len(memory)) != len(memory):
-        raise RequestError(
-            f"--gpus {given['gpus']} does not go with {len(memory)} amounts of memory",
-            because="--mem names one amount for all GPUs of a node, or one for each",
-        )
-    num_gpus = given.get("gpus", len(memory) if memory is not None and len(memory) > 1 else None)
-    if num_gpus is None:
-        raise RequestError(
-            "the number of GPUs is not known",
-            because="--gpus was not given, and no GPU was found here",
-            hint="frugal plan --gpus 4 --mem 12G",
-        )
-    num_nodes = given.get("nodes", 1)
-    world_size = num_gpus * num_nodes
-    amounts = memory * num_gpus if memory is not None and len(memory) == 1 else memory
-    host_memories = _memory(given["host_mem"]) if "host_mem" in given else (None,)
-    if len(host_memories) > 1:
-        raise RequestError(
-            f"--host-mem names {len(host_memories)} amounts",
-            because="all nodes are alike",
-            hint="give one, such as --host-mem 64G",
-        )
-    (host_memory,) = host_memories
-    devices: tuple[Device, ...]
-    if given.get("device", "cuda") == "cpu":
-        if amounts is None:
-            raise RequestError(
-                "--gpu names a card, but --device is cpu", hint="give the budget of a CPU rank: --mem 2G"
-            )
-        devices = tuple(cards.cpu_rank(amount) for amount in amounts)
-        intra = cards.CPU_LINK_BANDWIDTH
-    else:
-        known = card or cards.GENERIC
-        devices = tuple(
-            known.device(precision, num_gpus=world_size, memory_bytes=amount)
-            for amount in amounts or (None,) * num_gpus
-        )
-        intra = known.link_bandwidth
-    link = None
-    if calibration is not None:
-        link = calibration.probe.link_bandwidth
-        devices = tuple(
-            calibration.apply(device, precision, num_ranks=world_size, ranks_per_node=num_gpus) for device in devices
-        )
-    node = Node(devices=devices, host_memory_bytes=host_memory)
-    return Cluster(
-        nodes=(node,) * num_nodes,
-        intra_bandwidth=intra if link is None else link,
-        inter_bandwidth=cards.INTER_NODE_BANDWIDTH,
-        links_measured=link is not None,
-    )
-
-
-def _memory(value: str | int | list[str | int] | tuple[str | int, ...]) -> tuple[int, ...]:
-    """Bytes of each amount in `value`."""
-    if isinstance(value, str):
-        return tuple(parse_bytes(part) for part in value.split(","))
-    if isinstance(value, int):
-        return (value,)
-    return tuple(part if isinstance(part, int) else parse_bytes(part) for part in value)

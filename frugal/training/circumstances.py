@@ -3,10 +3,16 @@
 import platform
 import re
 import resource
+import subprocess
 from contextlib import suppress
 from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]  # has no types
+
+from frugal.units import MIB
+
+HELD_BYTES = 64 * MIB
+"""Less than this is the driver's own, not a process's: the smallest CUDA context takes a few hundred MiB."""
 
 _CPU_INFO, _DRIVER = Path("/proc/cpuinfo"), Path("/proc/driver/nvidia/version")
 _STATUS, _CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
@@ -28,6 +34,23 @@ def cuda_driver() -> str:
         if found is not None:
             return found[1]
     return ""
+
+
+def held_on_gpus() -> dict[str, int]:
+    """What processes hold of each GPU now, bytes, by the GPU's UUID; nothing where the driver's tool does not say.
+
+    Asked of the tool, because asking CUDA makes a context on each GPU, which then holds some itself.
+    """
+    question = ["nvidia-smi", "--query-gpu=uuid,memory.used", "--format=csv,noheader,nounits"]
+    with suppress(OSError, subprocess.SubprocessError):
+        return held(subprocess.run(question, capture_output=True, text=True, timeout=20, check=True).stdout)
+    return {}
+
+
+def held(answer: str) -> dict[str, int]:
+    """The same from the tool's answer: a line `GPU-UUID, MiB` for each GPU. What it cannot tell is left out."""
+    found = re.findall(r"^\s*(?:GPU-)?([0-9a-f-]{36}), (\d+)\s*$", answer, re.MULTILINE)
+    return {uuid: int(number) * MIB for uuid, number in found if int(number) * MIB >= HELD_BYTES}
 
 
 def peak_rss() -> int:

@@ -116,15 +116,17 @@ class SyntheticSource:
             raise RequestError("the model cannot take the tiled loss")
         return profile
 
-    def rehearse(self, strategy: Strategy, micro_batch: int, accumulation_steps: int) -> MemoryBreakdown:
-        device = min(self.cluster.devices, key=lambda device: device.usable_bytes)
+    def rehearse(
+        self, strategy: Strategy, micro_batch: int, accumulation_steps: int, device: Device | None = None
+    ) -> MemoryBreakdown:
+        device = device or min(self.cluster.devices, key=lambda device: device.usable_bytes)
         return self._profile(strategy, error=self.error).memory(micro_batch, device)
 
     def _profile(self, strategy: Strategy, **changes: float) -> SyntheticProfile:
         return SyntheticProfile(
             strategy=strategy,
             world_size=self.cluster.world_size,
-            devices_per_node=len(self.cluster.nodes[0].devices),
+            devices_per_node=max(len(node.devices) for node in self.cluster.nodes),
             seq_len=self.request.seq_len,
             **(self.model | changes),  # type: ignore[arg-type]  # numbers of either kind
         )

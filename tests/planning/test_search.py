@@ -1,5 +1,6 @@
 """The search takes the fastest strategy that fits, prefers the simple one, and proves it where none fits."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from frugal.planning.choice import Choice, Nothing
 from frugal.planning.plan import Plan
 from frugal.planning.search import Search
 from frugal.planning.settings import understand
+from frugal.units import GIB
 from tests.planning.synthetic import SyntheticSource, rehearsing
 
 SMALL = {"parameters": 124_000_000, "flops_per_token": 8e8, "num_operators": 2500}
@@ -157,11 +159,86 @@ def test_a_batch_that_does_not_divide_is_still_exact() -> None:
     assert made.batch.capacity > 500
 
 
-def test_mixed_cards_take_as_much_as_each_holds() -> None:
+def test_cards_that_differ_only_in_memory_take_as_much_as_the_smallest_where_that_is_fastest() -> None:
     made = plan(mem="12G,24G,24G", global_batch=100, model=SMALL)
-    small, *large = made.batch.micro_batch
-    assert small < min(large)
+    assert (made.batch.micro_batch, made.batch.accumulation_steps) == ((9, 9, 9), 4)
     assert sum(map(sum, made.batch.cells)) == 100
+
+
+def test_cards_of_another_speed_take_samples_in_proportion_and_are_done_together() -> None:
+    made = plan(
+        gpu="rtx3060-12g,rtx4090-24g", mem="23G,24G", global_batch=100, model=SMALL | {"bytes_per_token": 10_000}
+    )
+    slow, fast = (sum(cells) for cells in made.batch.cells)
+    assert slow + fast == 100
+    assert fast / slow == pytest.approx(165 / 25.5, rel=0.05)
+    seconds = [max(c) / d.matrix_flops for c, d in zip(made.batch.cells, made.cluster.devices, strict=True)]
+    assert min(seconds) > 0.9 * max(seconds)
+
+
+def test_a_fast_card_takes_no_more_than_it_holds() -> None:
+    made = plan(gpu="rtx3060-12g,rtx4090-24g", mem="24G,12G", global_batch=100, model=SMALL)
+    alone = plan(
+        gpu="rtx4090-24g", mem="12G", gpus=2, global_batch=100, micro_batch=made.batch.micro_batch[1], model=SMALL
+    )
+    assert alone.memory.fits
+    assert made.batch.micro_batch[0] < made.batch.micro_batch[1]
+    assert sum(map(sum, made.batch.cells)) == 100
+
+
+HOSTS = """
+big slots=4    # mem=24G host-mem=64G
+small slots=2  # mem=24G host-mem={}
+"""
+
+
+def test_each_node_is_held_against_its_own_ranks_and_host(tmp_path: Path) -> None:
+    hosts = tmp_path / "hosts"
+    wanted: dict[str, Any] = {
+        "hostfile": str(hosts),
+        "mem": "4G",
+        "offload": "optimizer",
+        "model": {"parameters": 10**9},
+    }
+    hosts.write_text(HOSTS.format("8G"))
+    made = plan(**wanted)
+    assert made.memory.host_bytes_per_node > 8 * GIB, "that is of four ranks, the small node has two"
+    hosts.write_text(HOSTS.format("4G"))
+    with pytest.raises(NothingFitsError) as caught:
+        plan(**wanted)
+    assert "because the host of 2 GPUs that has 4.00 GiB needs 4.97 GiB beside it" in str(caught.value)
+
+
+def test_cpu_ranks_share_their_host() -> None:
+    budget: dict[str, Any] = {"gpus": 2, "device": "cpu", "mem": "20G", "model": SMALL}
+    assert plan(**budget, host_mem="64G").memory.fits
+    with pytest.raises(NothingFitsError) as caught:
+        plan(**budget, host_mem="3G")
+    assert "does not fit into a node's host memory" in str(caught.value)
+    assert "2 such ranks and their processes take" in str(caught.value)
+
+
+def test_what_lives_on_disk_must_fit_there() -> None:
+    wanted: dict[str, Any] = {"gpus": 2, "mem": "24G", "offload": "nvme", "nvme_path": "/scratch"}
+    made = plan(**wanted, host_disk="100G")
+    assert made.strategy.offload_optimizer == "nvme"
+    assert not any("--host-disk" in note for note in made.warnings)
+    with pytest.raises(NothingFitsError) as caught:
+        plan(**wanted, host_disk="10G")
+    assert str(caught.value).startswith("gpt2 does not fit into the disk of a node\n")
+
+
+def test_what_could_not_be_checked_is_said() -> None:
+    made = plan(gpus=2, mem="4G", offload="optimizer")
+    assert made.warnings == ("each host must have 14.90 GiB of memory free; give --host-mem to have that checked",)
+    made = plan(gpus=2, mem="24G", offload="nvme", nvme_path="/scratch")
+    assert made.warnings[1] == "each node must have 14.90 GiB of disk free; give --host-disk to have that checked"
+
+
+def test_what_others_hold_is_taken_off_and_said() -> None:
+    made = plan(gpus=2, mem="24G", held=[0, 3 * GIB], model=SMALL)
+    assert made.cluster.devices[0].usable_bytes - made.cluster.devices[1].usable_bytes == 3 * GIB
+    assert "GPU 1: 3.00 GiB are held by other processes" in made.warnings
 
 
 def test_caps_in_samples_and_tokens_bind() -> None:

@@ -19,6 +19,13 @@ def test_memory_may_differ_from_gpu_to_gpu() -> None:
     assert [device.memory_bytes for device in cluster.devices] == [12 * GIB, 24 * GIB]
 
 
+def test_cards_may_differ_from_gpu_to_gpu() -> None:
+    _, cluster, _ = understand({"gpu": "a100-40g,h100-80g", "nodes": 2})
+    assert [device.name for device in cluster.devices] == ["a100-40g", "h100-80g"] * 2
+    assert cluster.devices[0].matrix_flops < cluster.devices[1].matrix_flops
+    assert cluster.intra_bandwidth == cards.CARDS["a100-40g"].link_bandwidth
+
+
 def test_memory_may_be_bytes_or_text() -> None:
     assert understand({"gpus": 1, "mem": 12 * GIB})[1] == understand({"gpus": 1, "mem": "12G"})[1]
     assert understand({"mem": [12 * GIB, "24G"]})[1] == understand({"mem": "12G,24G"})[1]
@@ -91,6 +98,10 @@ BAD = {
         {"gpus": 3, "mem": "12G,24G"},
         "--gpus 3 does not go with 2 amounts of memory\n"
         "  because --mem names one amount for all GPUs of a node, or one for each",
+    ),
+    "cards of another number": (
+        {"gpus": 3, "gpu": "a100-40g,a100-80g"},
+        "--gpus 3 does not go with 2 cards\n  because --gpu names one card for all GPUs of a node, or one for each",
     ),
     "memory without unit": (
         {"gpus": 4, "mem": "12"},

@@ -1,0 +1,122 @@
+"""One hostfile serves DeepSpeed's launcher and frugal; what is wrong with a line is said with its number."""
+
+from pathlib import Path
+
+import pytest
+
+from frugal.errors import RequestError
+from frugal.planning import cards
+from frugal.planning.hostfile import Host, parse
+from frugal.planning.settings import understand
+from frugal.units import GIB
+
+TEXT = """\
+# the old rack
+node1 slots=4   # mem=12G gpu=rtx3060-12g host-mem=64G disk=500G
+node2 slots=4   # mem=12G gpu=rtx3060-12g host-mem=64G disk=500G in the corner
+
+fast  slots=2 gpu=a100-40g,a100-80g
+"""
+
+
+def test_lines_become_hosts_in_the_order_of_the_ranks() -> None:
+    node = {"slots": 4, "memory": (12 * GIB,), "cards": ("rtx3060-12g",)}
+    room = {"host_memory_bytes": 64 * GIB, "disk_bytes": 500 * GIB}
+    assert parse(TEXT) == (
+        Host(name="node1", **node, **room),
+        Host(name="node2", **node, **room),
+        Host(name="fast", slots=2, cards=("a100-40g", "a100-80g")),
+    )
+
+
+def test_deepspeed_reads_the_same_hosts_and_slots_from_the_same_file(tmp_path: Path) -> None:
+    from deepspeed.launcher.runner import fetch_hostfile
+
+    path = tmp_path / "hosts"
+    path.write_text(TEXT)
+    assert dict(fetch_hostfile(str(path))) == {host.name: host.slots for host in parse(TEXT)}
+
+
+def test_nodes_may_differ_and_equal_ones_are_equal(tmp_path: Path) -> None:
+    path = tmp_path / "hosts"
+    path.write_text(TEXT)
+    _, cluster, _ = understand({"hostfile": str(path), "host_mem": "32G"})
+    one, two, fast = cluster.nodes
+    assert one == two != fast
+    assert [len(node.devices) for node in cluster.nodes] == [4, 4, 2]
+    assert (one.host_memory_bytes, fast.host_memory_bytes) == (64 * GIB, 32 * GIB), "a line wins over a flag"
+    assert (one.host_disk_bytes, fast.host_disk_bytes) == (500 * GIB, None)
+    assert [device.name for device in fast.devices] == ["a100-40g", "a100-80g"]
+    assert fast.devices[0].memory_bytes < fast.devices[1].memory_bytes
+    assert cluster.intra_bandwidth == cards.CARDS["rtx3060-12g"].link_bandwidth, "the slowest in any node"
+
+
+BAD = {
+    "no slots": (
+        "node1\n",
+        "hosts, line 1: `node1` is no host\n"
+        "  because DeepSpeed's launcher needs a name and `slots=` with the number of GPUs, in this order\n\n"
+        "hint: node1 slots=4  # mem=12G",
+    ),
+    "no number of slots": (
+        "\nnode1 slots=four",
+        "hosts, line 2: `node1 slots=four` is no host\n"
+        "  because DeepSpeed's launcher needs a name and `slots=` with the number of GPUs, in this order\n\n"
+        "hint: node1 slots=4  # mem=12G",
+    ),
+    "a host twice": (
+        "a slots=1\nb slots=1\na slots=2",
+        "hosts, line 3: a is there twice\n"
+        "  because line 1 names it too, and DeepSpeed's launcher refuses that\n\n"
+        "hint: give it one line with all its slots",
+    ),
+    "a misspelt key": (
+        "a slots=1 # men=12G",
+        "hosts, line 1: unknown key `men`\n  because a node can have mem, gpu, host-mem, disk\n\n"
+        "hint: did you mean `mem`?",
+    ),
+    "memory without a unit": (
+        "a slots=1 # mem=12",
+        "hosts, line 1: `12` has no unit\n  because 12 bytes is hardly what was meant\n\n"
+        "hint: 12G is 12 GiB (12 x 2^30 bytes), 12GB is 12 x 10^9 bytes",
+    ),
+    "too few amounts": (
+        "a slots=4 # mem=12G,24G",
+        "hosts, line 1: `mem` has 2 values for 4 slots\n  because it has one for all GPUs of the node, or one for each",
+    ),
+    "nobody": ("# nobody\n", "hosts names no host\n\nhint: write a line `NAME slots=GPUS` for each node"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_what_is_wrong_is_said_with_its_line(case: str) -> None:
+    text, message = BAD[case]
+    with pytest.raises(RequestError) as caught:
+        parse(text, source="hosts")
+    assert str(caught.value) == message
+
+
+def test_a_file_that_is_not_there_is_refused_in_words() -> None:
+    with pytest.raises(RequestError, match="cannot read the hostfile /nowhere/hosts\n  because No such file"):
+        understand({"hostfile": "/nowhere/hosts", "mem": "12G"})
+
+
+@pytest.mark.parametrize("flag", ["gpus", "nodes"])
+def test_flags_that_count_contradict_a_hostfile(flag: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        understand({"hostfile": "hosts", flag: 2, "mem": "12G"})
+    assert str(caught.value) == (
+        f"--{flag} was given together with --hostfile\n  because the hostfile says how many there are\n\n"
+        "hint: leave one of them out"
+    )
+
+
+def test_a_node_whose_memory_nobody_says_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "hosts"
+    path.write_text("a slots=2\n")
+    with pytest.raises(RequestError) as caught:
+        understand({"hostfile": str(path)})
+    assert str(caught.value) == (
+        "the memory of a GPU is not known\n  because neither a line of the hostfile nor --mem says it\n\n"
+        "hint: write it behind the slots: NAME slots=4  # mem=12G"
+    )
