@@ -7,12 +7,13 @@ from math import ceil
 from frugal.errors import NothingFitsError, RequestError
 from frugal.planning import host
 from frugal.planning.choice import Nothing, Option
-from frugal.planning.cluster import Cluster, Device, Node
+from frugal.planning.cluster import Cluster
 from frugal.planning.memory import MemoryBreakdown
 from frugal.planning.request import Request
 from frugal.planning.search import Search
 from frugal.planning.source import Rehearse, Source
 from frugal.planning.strategy import Strategy
+from frugal.planning.what_if import with_gpus
 from frugal.units import GIB, MIB, format_bytes
 
 SHORTEST_SEQUENCE = 64
@@ -176,14 +177,9 @@ def _larger(request: Request, cluster: Cluster, nearest: Option) -> Iterator[tup
     factors = [factor for factor in FACTORS if states - states // factor > shortfall]
     if len(set(cluster.nodes)) == len(set(cluster.devices)) == 1 and request.zero_stage != 0 and not of_node:
         for num_gpus in (factor * len(cluster.nodes[0].devices) for factor in factors):
-            yield f"--gpus {num_gpus}", request, _with_gpus(cluster, cluster.devices[0], num_gpus)
+            yield f"--gpus {num_gpus}", request, with_gpus(cluster, num_gpus)
     per_sample = memory.activations + memory.logits + memory.temporary + memory.slack
     for factor in FACTORS:
         seq_len = request.seq_len // factor
         if per_sample - per_sample // factor > shortfall and seq_len >= SHORTEST_SEQUENCE:
             yield f"--seq-len {seq_len}", replace(request, seq_len=seq_len), cluster
-
-
-def _with_gpus(cluster: Cluster, device: Device, num_gpus: int) -> Cluster:
-    node = replace(cluster.nodes[0], devices=(device,) * num_gpus)
-    return replace(cluster, nodes=(node,) * len(cluster.nodes))

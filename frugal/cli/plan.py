@@ -11,6 +11,12 @@ from frugal.cli.options import collect, planning_options
 from frugal.planner import make_plan
 from frugal.planning.files import write_plan
 from frugal.planning.report import report
+from frugal.planning.what_if import parse_axes
+
+WHAT_IF = (
+    "Also a table over GPUs x memory x sample length, predicted by arithmetic. Values may be named after it: "
+    "--what-if gpus=1,2,4 mem=12G,24G seq-len=512,1024.  [default: half, the same and twice as much of each]"
+)
 
 
 def waiting(what: str) -> AbstractContextManager[Any]:
@@ -23,11 +29,16 @@ def waiting(what: str) -> AbstractContextManager[Any]:
 
 
 @click.command("plan")
+@click.argument("axes", nargs=-1, metavar="[AXIS=...]")
 @planning_options
 @click.option("--json", "as_json", is_flag=True, help="Print plan.json instead of the report.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Write plan.json and ds_config.json there.")
-def command(as_json: bool, output: Path | None, **values: Any) -> None:
+@click.option("--what-if", "with_table", is_flag=True, help=WHAT_IF)
+def command(axes: tuple[str, ...], as_json: bool, output: Path | None, with_table: bool, **values: Any) -> None:
     """Choose the fastest plan that fits, and say why."""
+    if axes and not with_table:
+        raise click.UsageError(f"Got unexpected extra argument ({axes[0]})", click.get_current_context())
+    named = parse_axes(axes)
     request, cluster, defaults = collect(values)
     with waiting(f"rehearsing {request.model}"):
         plan = make_plan(request, cluster, defaults)
@@ -36,5 +47,11 @@ def command(as_json: bool, output: Path | None, **values: Any) -> None:
         click.echo(plan.to_json().decode(), nl=False)
         return
     click.echo(report(plan))
+    if with_table:
+        from frugal.cli.explain import table  # the search behind it takes a while to import
+
+        with waiting("predicting"):
+            lines = table(plan, named)
+        click.echo("\n" + "\n".join(lines))
     if written:
         click.echo(f"\nwrote {' and '.join(map(str, written))}")

@@ -57,11 +57,18 @@ class Rehearsals:
     """
 
     def __init__(
-        self, request: Request, cluster: Cluster, cache: bool | Path = True, *, pool: Pool | None = None
+        self,
+        request: Request,
+        cluster: Cluster,
+        cache: bool | Path = True,
+        *,
+        pool: Pool | None = None,
+        will_rehearse: bool = True,
     ) -> None:
         """`cache`: whether to keep profiles in the user's cache folder, or another folder to keep them in.
 
-        `pool`: workers to share with others; they are left running at the end.
+        `pool`: workers to share with others; they are left running at the end. `will_rehearse`: whether workers get
+        ready for a rehearsal while there is arithmetic to do.
         """
         self.request = request
         self.cluster = cluster
@@ -69,6 +76,7 @@ class Rehearsals:
         assert all(device.kind == self.kind for device in cluster.devices), "a cluster of CUDA and CPU ranks"
         self._cache = Cache(cache) if isinstance(cache, Path) else Cache.of_user() if cache else Cache(None)
         self._own_pool = pool is None
+        self._will_rehearse = will_rehearse
         self._pool = workers() if pool is None else pool
         self._drafts = Drafts(request, self.kind, self._cache, self._pool)
         self._distrusted: set[Strategy] = set()
@@ -91,7 +99,8 @@ class Rehearsals:
     def prepare(self, strategies: Sequence[Strategy]) -> None:
         """Find out at once what profiles of all these strategies need. Raises as `profile`."""
         self._drafts.prepare([strategy for strategy in strategies if strategy not in self._distrusted])
-        self._pool.tell(WarmUp(), min(self.cluster.world_size, MAX_RANKS_DRAFTED))  # the winner will be rehearsed
+        if self._will_rehearse:
+            self._pool.tell(WarmUp(), min(self.cluster.world_size, MAX_RANKS_DRAFTED))  # the winner will be rehearsed
 
     def profile(self, strategy: Strategy, accumulates: bool) -> MemoryProfile:
         """The costs of `strategy` for every micro-batch; `accumulates`: with more than one micro-step.
@@ -149,6 +158,8 @@ class Rehearsals:
             rehearsals = self.rehearsals(strategy, micro_batch, accumulation_steps)
             ranks = _rank_memories(rehearsals, range(len(rehearsals)))
             memory = fullest(ranks, micro_batch, device, self._ranks_per_node)
+            first = max(rehearsals, key=lambda rehearsal: rehearsal.peak.total_bytes)
+            memory = replace(memory, phase_peaks=first.timeline.phase_peaks(micro_batch))
             found = Rehearsed(memory, tuple(dict.fromkeys(note for each in rehearsals for note in each.notes)))
             self._cache.write(key, found)
         self.notes = found.notes

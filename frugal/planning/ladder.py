@@ -1,5 +1,7 @@
 """The strategies that were weighed, as a table: what each would take, and why it was not taken."""
 
+from collections.abc import Sequence
+
 from frugal.planning.plan import Plan, Rejected, StepTime
 from frugal.planning.strategy import Strategy
 from frugal.units import format_bytes, format_seconds
@@ -25,7 +27,7 @@ def short(strategy: Strategy) -> str:
     return str(strategy).replace(", activation checkpointing off", "")
 
 
-def table(rows: list[tuple[str, ...]]) -> list[str]:
+def table(rows: Sequence[tuple[str, ...]]) -> list[str]:
     """Rows as lines, indented; all columns but the last aligned to the right."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]
     return [

@@ -1,6 +1,6 @@
 """What fills a device at its fullest moment."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -9,7 +9,7 @@ class MemoryBreakdown:
 
     `slack` is what the caching allocator needs beyond the live tensors: rounding and blocks that do not fit the next
     request. `context` is what is gone before the first tensor. `phase` says when the peak occurs, `operator` what
-    allocates there.
+    allocates there. `phase_peaks` has the most live bytes of each phase; only a rehearsal fills it in.
     """
 
     parameters: int
@@ -26,6 +26,7 @@ class MemoryBreakdown:
     host_bytes_per_node: int
     phase: str
     operator: str
+    phase_peaks: dict[str, int] = field(default_factory=dict)
 
     CATEGORIES = (
         "parameters", "gradients", "optimizer", "activations", "logits",

@@ -169,6 +169,7 @@ def breakdown(
         host_bytes_per_node=host_bytes_per_node,
         phase=peak.phase,
         operator=peak.operator,
+        phase_peaks={},
     )
 
 

@@ -31,6 +31,7 @@ class SyntheticProfile:
     can_tile: bool = False
     logits_bytes_per_token: int = 0
     changes_logits: bool = False
+    drafts: bool = False
     error: float = 1.0
 
     def __post_init__(self) -> None:
@@ -103,8 +104,9 @@ class SyntheticSource:
     def prepare(self, strategies: Sequence[Strategy]) -> None:
         """Formulas need no preparation."""
 
-    def draft(self, strategy: Strategy, accumulates: bool) -> None:
-        """There is no allocator to leave out."""
+    def draft(self, strategy: Strategy, accumulates: bool) -> SyntheticProfile | None:
+        """There is no allocator to leave out; the model says whether it `drafts` all the same."""
+        return self._profile(strategy) if self.model.get("drafts") else None
 
     def distrust(self, strategy: Strategy) -> bool:
         return False
@@ -136,7 +138,9 @@ def rehearsing(error: float = 1.0, **model: int | float):
     """What `make_plan` takes as `rehearse`."""
 
     @contextmanager
-    def rehearse(request: Request, cluster: Cluster, pool: object = None) -> Iterator[SyntheticSource]:
+    def rehearse(
+        request: Request, cluster: Cluster, pool: object = None, will_rehearse: bool = True
+    ) -> Iterator[SyntheticSource]:
         yield SyntheticSource(request, cluster, model, error)
 
     return rehearse

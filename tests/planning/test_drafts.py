@@ -22,7 +22,7 @@ class DraftingSource(SyntheticSource):
     wrong: dict[Strategy, float] = field(default_factory=dict)
     distrusted: list[Strategy] = field(default_factory=list)
 
-    def draft(self, strategy: Strategy, accumulates: bool) -> SyntheticProfile | None:  # type: ignore[override]  # it has drafts
+    def draft(self, strategy: Strategy, accumulates: bool) -> SyntheticProfile | None:
         return None if strategy in self.distrusted else self._profile(strategy, error=self.drafted)
 
     def profile(self, strategy: Strategy, accumulates: bool) -> SyntheticProfile:

@@ -1,0 +1,189 @@
+"""What other clusters and requests would come to: predicted from drafts and the allocator's replay, not rehearsed.
+
+Cases that differ in memory and links only share one source, whose profiles depend on neither.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from frugal.errors import FrugalError, RequestError
+from frugal.planning.cards import NCCL_BYTES
+from frugal.planning.choice import Option
+from frugal.planning.cluster import Cluster, Device
+from frugal.planning.plan import Plan
+from frugal.planning.request import Request
+from frugal.planning.search import Search
+from frugal.planning.source import Rehearse
+from frugal.units import GIB, format_bytes, parse_bytes
+
+AXES = ("gpus", "mem", "seq-len")
+MOST_CASES = 200
+"""Of one table: a case takes about a second."""
+
+MORE_MEMORY = 4 * GIB
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """Another request or cluster, under the name that people see."""
+
+    name: str
+    request: Request
+    cluster: Cluster
+
+
+def predicted(cases: Sequence[Case], rehearse: Rehearse) -> list[Option | None]:
+    """What would be chosen in each case, or what misses by least; None where only a rehearsal could tell, or where the
+    request contradicts itself."""
+    groups: dict[tuple[Request, tuple[int, ...]], list[int]] = {}
+    for i, case in enumerate(cases):
+        layout = tuple(len(node.devices) for node in case.cluster.nodes)
+        groups.setdefault((case.request, layout), []).append(i)
+    found: list[Option | None] = [None] * len(cases)
+    for indices in groups.values():
+        first = cases[indices[0]]
+        with rehearse(first.request, first.cluster) as source:
+            for i in indices:
+                try:
+                    found[i] = Search(first.request, cases[i].cluster, source).predicted()
+                except FrugalError:  # the model cannot take it, or pins contradict each other
+                    found[i] = None
+    return found
+
+
+def with_gpus(cluster: Cluster, num_gpus: int) -> Cluster:
+    """Every node with so many devices of its first kind."""
+    ranks = num_gpus * len(cluster.nodes)
+    device = cluster.nodes[0].devices[0]
+    if device.kind == "cuda":
+        nccl = NCCL_BYTES * ((ranks > 1) - (cluster.world_size > 1))
+        device = replace(device, context_bytes=max(0, device.context_bytes + nccl))
+    return replace(cluster, nodes=tuple(replace(node, devices=(device,) * num_gpus) for node in cluster.nodes))
+
+
+def with_memory(cluster: Cluster, memory_bytes: int) -> Cluster:
+    """Every device with so much memory, of which the margin keeps its share.
+
+    Raises:
+        RequestError: it is less than the context.
+    """
+
+    def resized(node: int) -> Iterator[Device]:
+        for device in cluster.nodes[node].devices:
+            share = device.margin_bytes / device.memory_bytes
+            yield replace(device, memory_bytes=memory_bytes, margin_bytes=int(memory_bytes * share))
+
+    nodes = tuple(replace(node, devices=tuple(resized(i))) for i, node in enumerate(cluster.nodes))
+    return replace(cluster, nodes=nodes)
+
+
+def changes(plan: Plan) -> list[Case]:
+    """What could make the plan's step shorter: more GPUs, memory and bandwidth, shorter samples, and no pins."""
+    request, cluster = plan.request, plan.cluster
+    cases = [Case(name=name, request=replace(request, **free), cluster=cluster) for name, free in _pins(plan)]
+    num_gpus = len(cluster.nodes[0].devices)
+    kind = "GPUs" if cluster.devices[0].kind == "cuda" else "ranks"
+    each = " in each node" if len(cluster.nodes) > 1 else ""
+    if len(set(cluster.devices)) == 1:
+        cases += [
+            Case(name=f"{number} {kind}{each}", request=request, cluster=with_gpus(cluster, number))
+            for number in sorted({num_gpus + 1, 2 * num_gpus})
+        ]
+        memory = cluster.devices[0].memory_bytes
+        more = min(MORE_MEMORY, memory)
+        cases.append(
+            Case(name=f"+{format_bytes(more)} each", request=request, cluster=with_memory(cluster, memory + more))
+        )
+    if plan.time.communication_seconds:
+        twice = replace(
+            cluster, intra_bandwidth=2 * cluster.intra_bandwidth, inter_bandwidth=2 * cluster.inter_bandwidth
+        )
+        cases.append(Case(name="links twice as fast", request=request, cluster=twice))
+    return cases
+
+
+def shorter(plan: Plan) -> list[Case]:
+    """Samples half as long under the plan's own strategy; nothing where that is impossible."""
+    strategy, request = plan.strategy, plan.request
+    try:
+        half = replace(
+            request,
+            seq_len=request.seq_len // 2,
+            zero_stage=strategy.zero_stage,
+            activation_checkpointing=strategy.activation_checkpointing,
+            loss=strategy.loss,
+        )
+    except RequestError:
+        return []
+    return [Case(name=f"samples of {half.seq_len}", request=half, cluster=plan.cluster)]
+
+
+def _pins(plan: Plan) -> Iterator[tuple[str, dict[str, Any]]]:
+    """What the user has decided and frugal might decide otherwise, and the request's fields without it."""
+    request = plan.request
+    for field in ("max_samples_per_gpu", "max_tokens_per_gpu", "micro_batch", "accumulation_steps", "zero_stage"):
+        if getattr(request, field) is not None:
+            yield f"no --{field.replace('_', '-')}", {field: None}
+    for field in ("activation_checkpointing", "loss", "offload"):
+        if getattr(request, field) != "auto":
+            yield f"--{field.replace('_', '-')} auto", {field: "auto"}
+    if request.prefer != "fast":
+        yield "--prefer fast", {"prefer": "fast"}
+
+
+def parse_axes(words: Sequence[str]) -> dict[str, tuple[int, ...]]:
+    """`gpus=1,2,4 mem=12G,24G seq-len=512,1024` as numbers; memory in bytes.
+
+    Raises:
+        RequestError: an unknown axis, or no such number.
+    """
+    hint = "write --what-if gpus=1,2,4 mem=12G,24G seq-len=512,1024, or a part of it"
+    axes: dict[str, tuple[int, ...]] = {}
+    for word in words:
+        name, _, values = word.partition("=")
+        if name not in AXES or not values:
+            raise RequestError(f"`{word}` is no axis of a table", hint=hint)
+        parts = values.split(",")
+        if name != "mem" and not all(part.isdecimal() and int(part) for part in parts):
+            raise RequestError(f"`{word}` has a value that is no whole number above 0", hint=hint)
+        axes[name] = tuple(parse_bytes(part) if name == "mem" else int(part) for part in parts)
+    return axes
+
+
+def axes_around(plan: Plan, longest: int | None) -> dict[str, tuple[int, ...]]:
+    """Half of what there is, the same, and twice as much, of each axis; samples no longer than the model reads."""
+    num_gpus = len(plan.cluster.nodes[0].devices)
+    memory, seq_len = plan.cluster.devices[0].memory_bytes, plan.request.seq_len
+    lengths = (length for length in (seq_len // 2, seq_len, 2 * seq_len) if longest is None or length <= longest)
+    return {
+        "gpus": tuple(sorted({max(1, num_gpus // 2), num_gpus, 2 * num_gpus})),
+        "mem": (memory // 2, memory, 2 * memory),
+        "seq-len": tuple(lengths),
+    }
+
+
+def grid(plan: Plan, axes: Mapping[str, Sequence[int]]) -> dict[tuple[int, int, int], Case]:
+    """The cases of a table by GPUs, memory and length; those that cannot be asked for are left out.
+
+    Raises:
+        RequestError: the table is too large.
+    """
+    num_cases = len(axes["gpus"]) * len(axes["mem"]) * len(axes["seq-len"])
+    if num_cases > MOST_CASES:
+        raise RequestError(
+            f"a table of {num_cases} cases takes too long",
+            because=f"{MOST_CASES} are minutes",
+            hint="name fewer values",
+        )
+    cases = {}
+    for seq_len in axes["seq-len"]:
+        for num_gpus in axes["gpus"]:
+            for memory in axes["mem"]:
+                try:
+                    cluster = with_memory(with_gpus(plan.cluster, num_gpus), memory)
+                    request = replace(plan.request, seq_len=seq_len)
+                except RequestError:
+                    continue
+                cases[num_gpus, memory, seq_len] = Case(name="", request=request, cluster=cluster)
+    return cases

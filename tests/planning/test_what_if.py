@@ -1,0 +1,145 @@
+"""What other clusters would come to is computed as a plan is, and said to be a prediction."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from frugal.errors import RequestError
+from frugal.planner import make_plan
+from frugal.planning.explanation import binding, explanation, improvements, what_if
+from frugal.planning.plan import Plan
+from frugal.planning.settings import understand
+from frugal.planning.what_if import axes_around, changes, grid, parse_axes, predicted, shorter, with_gpus, with_memory
+from frugal.units import GIB
+from tests.planning.synthetic import rehearsing
+
+SMALL = {"parameters": 124_000_000, "flops_per_token": 8e8, "num_operators": 2500, "drafts": True}
+
+
+def plan(model: dict[str, Any] | None = None, **settings: Any) -> Plan:
+    return make_plan(*understand(settings), rehearse=rehearsing(**(SMALL | (model or {}))))
+
+
+@pytest.mark.parametrize("settings", [{"gpus": 8}, {"mem": "24G"}, {"seq_len": 512}, {"gpus": 1, "mem": "6G"}])
+def test_a_prediction_is_what_a_plan_would_come_to(settings: dict[str, Any]) -> None:
+    before, after = plan(gpus=4, mem="12G"), plan(**({"gpus": 4, "mem": "12G"} | settings))
+    key = (len(after.cluster.devices), after.cluster.devices[0].memory_bytes, after.request.seq_len)
+    case = grid(before, {"gpus": key[:1], "mem": key[1:2], "seq-len": key[2:]})[key]
+    assert (case.cluster, case.request) == (after.cluster, after.request)
+    (found,) = predicted([case], rehearsing(**SMALL))
+    assert found is not None and found.batch is not None
+    assert (found.strategy, found.batch, found.time) == (after.strategy, after.batch, after.time)
+
+
+def test_what_would_help_is_computed_and_told_with_its_gain() -> None:
+    made = plan(gpus=4, mem="6G", max_samples_per_gpu=2)
+    cases = [*changes(made), *shorter(made)]
+    assert [case.name for case in cases] == [
+        "no --max-samples-per-gpu", "5 GPUs", "8 GPUs", "+4.00 GiB each", "links twice as fast", "samples of 512",
+    ]  # fmt: skip
+    found = predicted(cases, rehearsing(**SMALL))
+    lines = improvements(made, cases, found)
+    assert lines[0] == "what would help (predicted, not rehearsed)"
+    for line, case, option in zip(lines[1:], cases, found, strict=True):
+        assert case.name in line and option is not None and option.batch is not None
+        assert f"{option.batch.largest_cell} x {option.batch.accumulation_steps}" in line
+        gain = option.seconds / case.request.seq_len / (made.time.total_seconds / made.request.seq_len)
+        assert (f"{100 * (gain - 1):+.0f} %" in line) == (abs(gain - 1) > 0.02)
+    assert lines[-1].split("  ")[-1] == "same strategy"
+
+
+def test_pins_that_bind_are_named_as_help() -> None:
+    pins: dict[str, Any] = {"zero_stage": 3, "activation_checkpointing": "full", "offload": "none", "prefer": "simple"}
+    names = [case.name for case in changes(plan(gpus=1, mem="80G", **pins))]
+    assert names[:4] == [
+        "no --zero-stage", "--activation-checkpointing auto", "--offload auto", "--prefer fast",
+    ]  # fmt: skip
+    assert "links twice as fast" not in names, "one GPU talks to nobody"
+
+
+def test_what_does_not_fit_and_what_only_a_rehearsal_could_tell() -> None:
+    made = plan(gpus=4, mem="12G")
+    cases = changes(made)[:1]
+    fits_not = replace(cases[0], cluster=with_memory(made.cluster, 2 * GIB))
+    (found,) = predicted([fits_not], rehearsing(**SMALL))
+    assert found is not None and not found.fits
+    assert improvements(made, [fits_not], [found])[1].endswith(" short")
+    (unknown,) = predicted(cases, rehearsing(**(SMALL | {"drafts": False})))
+    assert improvements(made, cases, [unknown])[1].endswith("only a rehearsal could tell")
+
+
+def test_the_table_has_a_cell_for_every_case() -> None:
+    made = plan(gpus=4, mem="12G", global_batch=64)
+    axes = {**axes_around(made, longest=1024), **parse_axes(["gpus=1,4", "mem=2G,12G"])}
+    assert axes == {"gpus": (1, 4), "mem": (2 * GIB, 12 * GIB), "seq-len": (512, 1024)}
+    cases = grid(made, axes)
+    found = dict(zip(cases, predicted(list(cases.values()), rehearsing(**SMALL)), strict=True))
+    lines = what_if(made, axes, cases, found)
+    assert lines[0] == "what if: a step of 64 samples (predicted, not rehearsed)"
+    assert [line for line in lines if line.startswith("samples of")] == [
+        "samples of 512 tokens",
+        "samples of 1024 tokens",
+    ]
+    assert lines[-6].split() == ["1", "GPU", "4", "GPUs"]
+    rows = [line for line in lines if line.split(" GiB")[0].strip() in ("2.00", "12.00")]
+    assert len(rows) == 4 and sum(row.count("/s Z2") for row in rows) == sum(
+        option.fits for option in found.values() if option
+    )
+    assert "o optimizer in host memory" in lines[-1], "2 GiB are too little without"
+
+
+def test_a_cluster_of_other_size_keeps_margin_and_context_in_proportion() -> None:
+    _, one, _ = understand({"gpus": 1, "mem": "12G"})
+    _, four, _ = understand({"gpus": 4, "mem": "24G", "nodes": 2, "host_mem": "64G"})
+    assert with_gpus(one, 4) == understand({"gpus": 4, "mem": "12G"})[1]
+    assert (
+        with_memory(with_gpus(four, 2), 6 * GIB)
+        == understand({"gpus": 2, "mem": "6G", "nodes": 2, "host_mem": "64G"})[1]
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["gpu=4"], "`gpu=4` is no axis of a table"),
+        (["gpus"], "`gpus` is no axis of a table"),
+        (["gpus=1,x"], "`gpus=1,x` has a value that is no whole number above 0"),
+        (["seq-len=0"], "`seq-len=0` has a value that is no whole number above 0"),
+        (["mem=12"], "`12` has no unit"),
+    ],
+)
+def test_a_wrong_axis_is_refused(words: list[str], message: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        parse_axes(words)
+    assert caught.value.what == message
+
+
+def test_a_table_of_thousands_is_refused() -> None:
+    made = plan(gpus=4, mem="12G")
+    with pytest.raises(RequestError, match="a table of 900 cases takes too long"):
+        grid(made, {"gpus": range(1, 31), "mem": range(GIB, 31 * GIB, GIB), "seq-len": (512,)})
+
+
+def test_what_binds_is_told_with_the_phase_that_comes_next() -> None:
+    made = plan(gpus=4, mem="12G")
+    memory = replace(made.memory, phase_peaks={"forward": 7 * GIB, "backward": made.memory.live_bytes, "step": GIB})
+    assert binding(replace(made, memory=memory)) == [
+        "what fills a GPU",
+        "  the peak is in backward (mm): 9.11 GiB of 11.40 GiB that may be used",
+        "  most of it: activations 7.63 GiB (84%), context 768.0 MiB (8%), optimizer 354.8 MiB (4%)",
+        "  next would be forward 1.36 GiB lower, step 7.36 GiB lower",
+    ]
+
+
+def test_the_host_is_told_where_something_lives_there() -> None:
+    assert binding(plan({"parameters": 1_000_000_000}, gpus=4, mem="4G", host_mem="64G"))[-1] == (
+        "  the host of a node holds 14.90 GiB of 64.00 GiB"
+    )
+
+
+def test_an_explanation_needs_nothing_but_the_plan() -> None:
+    made = plan(gpus=4, mem="12G")
+    text = explanation(made)
+    assert explanation(Plan.from_json(made.to_json())) == text
+    assert [block[0] for block in text[1:]] == ["what fills a GPU", "why", "strategies"]
