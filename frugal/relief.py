@@ -7,7 +7,7 @@ from math import ceil
 from frugal.errors import NothingFitsError, RequestError
 from frugal.planning import host
 from frugal.planning.choice import Nothing, Option
-from frugal.planning.cluster import Cluster
+from frugal.planning.cluster import Cluster, Node
 from frugal.planning.memory import MemoryBreakdown
 from frugal.planning.request import Request
 from frugal.planning.search import Search

@@ -107,7 +107,7 @@ def test_an_uneven_batch_says_how_its_cells_lie(capsys: pytest.CaptureFixture[st
         (["--global-tokens", "100000", "--max-samples-per-gpu", "5"],
          "97 samples (100000 tokens) = 4 GPUs x 5 micro-steps of 4 or 5 samples"),
         (["--mem", "8G,8G,12G,12G", "--global-batch", "100"],
-         "100 samples = 4 GPUs x 4 micro-steps of 4 or 5 samples on 2 ranks, 8 samples on 2 ranks"),
+         "100 samples = 4 GPUs x micro-batch 5 x 5 accumulation steps"),
         (["--nodes", "2", "--device", "cpu"], "512 samples = 8 ranks x micro-batch 8 x 8 accumulation steps"),
     ],
 )  # fmt: skip
@@ -255,7 +255,7 @@ WRONG: dict[str, tuple[list[str], int, str]] = {
         "  because it takes 2.71 GiB: optimizer 1.39 GiB, context 512.0 MiB, gradients 473.0 MiB, "
         "parameters 236.5 MiB, activations 97.7 MiB, communication 38.1 MiB\n"
         "  because 102.4 MiB stay free as margin\n\n"
-        "hint: this would fit: --offload auto, or --mem 3G, or --gpus 2\n",
+        "hint: this would fit: --offload auto, or --mem 3G, or --gpus 4\n",
     ),
 }  # fmt: skip
 

@@ -77,6 +77,7 @@ def test_planning_knows_neither_torch_nor_clock_nor_chance(path: Path) -> None:
         ROOT / "cli" / "__init__.py",
         ROOT / "cli" / "options.py",
         ROOT / "cli" / "plan.py",
+        ROOT / "cli" / "explain.py",
     ],
     ids=lambda path: path.name,
 )

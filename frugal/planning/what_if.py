@@ -167,8 +167,14 @@ def grid(plan: Plan, axes: Mapping[str, Sequence[int]]) -> dict[tuple[int, int, 
     """The cases of a table by GPUs, memory and length; those that cannot be asked for are left out.
 
     Raises:
-        RequestError: the table is too large.
+        RequestError: the table is too large, or the devices differ.
     """
+    if len(set(plan.cluster.devices)) > 1 or len({len(node.devices) for node in plan.cluster.nodes}) > 1:
+        raise RequestError(
+            "a table needs a cluster of equal devices",
+            because="it counts them, and gives them all the same memory",
+            hint="name one kind: --gpus 4 --mem 12G",
+        )
     num_cases = len(axes["gpus"]) * len(axes["mem"]) * len(axes["seq-len"])
     if num_cases > MOST_CASES:
         raise RequestError(

@@ -157,5 +157,5 @@ def test_every_setting_has_a_flag_and_no_flag_is_without_a_setting() -> None:
     from frugal.planning.settings import NAMES
 
     flags = {parameter.name for parameter in command.params}
-    assert flags - set(NAMES) == {"config", "as_json", "output"}
+    assert flags - set(NAMES) == {"config", "as_json", "output", "with_table", "axes"}
     assert set(NAMES) <= flags

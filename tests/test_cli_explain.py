@@ -1,0 +1,84 @@
+"""`frugal explain`, and `frugal plan --what-if`: what people see, from a plan or from flags."""
+
+from pathlib import Path
+
+import pytest
+
+from frugal.cli import run
+from tests.planning.synthetic import rehearsing
+
+SMALL = {"parameters": 124_000_000, "flops_per_token": 8e8, "num_operators": 2500, "drafts": True}
+CARDS = ["--gpus", "4", "--mem", "12G"]
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder to run in, formulas in place of rehearsals, and a cache that knows no other plans."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr("frugal.dryrun.client.Rehearsals", rehearsing(**SMALL))
+    return tmp_path
+
+
+def frugal(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    """Exit code, stdout, stderr."""
+    code = run(arguments)
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def titles(out: str) -> list[str]:
+    return [block.splitlines()[0] for block in out.split("\n\n")]
+
+
+def test_a_plan_its_folder_and_its_flags_are_explained_alike(capsys: pytest.CaptureFixture[str]) -> None:
+    frugal(capsys, "plan", *CARDS, "-o", "run")
+    code, out, err = frugal(capsys, "explain", *CARDS)
+    assert (code, err) == (0, "")
+    assert titles(out) == [
+        "512 samples = 4 GPUs x micro-batch 8 x 16 accumulation steps",
+        "what fills a GPU", "why", "strategies", "what would help (predicted, not rehearsed)",
+    ]  # fmt: skip
+    assert frugal(capsys, "explain", "run") == frugal(capsys, "explain", "run/plan.json") == (0, out, "")
+
+
+def test_what_if_adds_a_table_to_both_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    axes = ["--what-if", "gpus=2,4", "mem=6G,12G", "seq-len=1024"]
+    _, explained, _ = frugal(capsys, "explain", *CARDS, *axes)
+    code, planned, _ = frugal(capsys, "plan", *CARDS, *axes)
+    assert code == 0
+    table = explained[explained.index("what if: ") :]
+    assert planned.endswith("\n\n" + table)
+    assert table.splitlines()[:4] == [
+        "what if: a step of 512 samples (predicted, not rehearsed)", "", "samples of 1024 tokens",
+        "                       2 GPUs            4 GPUs",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["explain", "run", *CARDS], 2,
+         "error: run was given together with --gpus\n  because a plan is a decision already made\n\n"
+         "hint: leave one of them out\n"),
+        (["explain", "nowhere"], 2,
+         "error: cannot read the plan nowhere\n  because No such file or directory\n\n"
+         "hint: make one with `frugal plan -o DIR`\n"),
+        (["explain", "a", "b"], 2,
+         "error: got unexpected extra argument (b)\n\nhint: see `frugal explain --help`\n"),
+        (["plan", *CARDS, "gpus=4"], 2,
+         "error: got unexpected extra argument (gpus=4)\n\nhint: see `frugal plan --help`\n"),
+        (["plan", *CARDS, "--what-if", "gpu=4"], 2,
+         "error: `gpu=4` is no axis of a table\n\n"
+         "hint: write --what-if gpus=1,2,4 mem=12G,24G seq-len=512,1024, or a part of it\n"),
+        (["plan", "--mem", "12G,24G", "--what-if"], 2,
+         "error: a table needs a cluster of equal devices\n"
+         "  because it counts them, and gives them all the same memory\n\n"
+         "hint: name one kind: --gpus 4 --mem 12G\n"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_said(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], code: int, message: str
+) -> None:
+    found, _, err = frugal(capsys, *arguments)
+    assert (found, err) == (code, message)
