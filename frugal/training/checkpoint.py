@@ -33,6 +33,7 @@ from frugal.training import continuation, generators, layout, optimizers, reshar
 from frugal.training import manifest as files
 from frugal.training.batches import Position
 from frugal.training.manifest import File, Manifest
+from frugal.training.provenance import Provenance
 from frugal.training.writer import Writer
 
 if TYPE_CHECKING:
@@ -50,14 +51,14 @@ class Progress:
     Attributes:
         step: optimizer steps done.
         position: where the order of the data stands.
-        data_fingerprint: of the training data.
+        data: where the training data comes from.
         seed: of the order of the data.
         validation_loss: of exactly these weights, where it was measured.
     """
 
     step: int
     position: Position = field(default_factory=Position)
-    data_fingerprint: str = ""
+    data: Provenance = field(default_factory=Provenance)
     seed: int = 0
     validation_loss: float | None = None
 

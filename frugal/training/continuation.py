@@ -1,10 +1,18 @@
 """What a run that continues may change, what it may not, and how either is said."""
 
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from frugal.errors import PlanMismatchError
+from frugal.errors import PlanMismatchError, RequestError
 from frugal.planning.plan import Plan
+from frugal.training.batches import Position
 from frugal.training.manifest import Manifest
+from frugal.training.provenance import Provenance
+from frugal.training.settings import Settings
+
+if TYPE_CHECKING:
+    from frugal.training.checkpoint import Progress
 
 _FIXED = {
     "precision": "precision", "optimizer": "optimizer", "seq_len": "sequence length", "global_batch": "global batch",
@@ -85,11 +93,48 @@ def changes(made_by: Manifest, this: Manifest) -> tuple[str, ...]:
     return (*layout_changes(made_by, this), *values)
 
 
+def on_data(progress: "Progress", data: Provenance, asked: Settings) -> "tuple[Progress, tuple[str, ...]]":
+    """Where a run goes on in data of this provenance, and what is not as it was.
+
+    On other data the place in the order means nothing, so it begins an epoch: each sample comes once in it.
+
+    Raises:
+        RequestError: another seed.
+        PlanMismatchError: other data, and nobody said that this was all right.
+    """
+    if progress.seed != asked.seed:
+        raise RequestError(
+            f"the run in {asked.out} was started with another seed",
+            because=f"its seed is {progress.seed}, this one is {asked.seed}",
+            hint="resume with the same --seed, or start anew with another --out",
+        )
+    if progress.data.fingerprint == data.fingerprint:
+        return progress, ()
+    found = progress.data.changes(data)
+    if not asked.accept_changed_data:
+        raise PlanMismatchError(
+            f"the data of the run in {asked.out} has changed since step {progress.step}",
+            because=found,
+            hint="restore it, start anew with another --out, or go on with --accept-changed-data",
+        )
+    position = progress.position
+    if position.offset:
+        position = Position(position.epoch + 1, 0)
+    words = f"the data ({'; '.join(found)}), which begins with epoch {position.epoch + 1}"
+    return replace(progress, data=data, position=position), (words,)
+
+
 def describe(changed: tuple[str, ...], step: int, out: Path) -> str:
     """One line about a run that goes on otherwise than it was."""
-    same = ["global batch", "order"] + ["learning rate"] * (not any("learning rate" in each for each in changed))
-    unchanged = f"{', '.join(same[:-1])} and {same[-1]} are unchanged"
+    same = [
+        name for name in ("global batch", "order", "learning rate") if not any(_tells(each, name) for each in changed)
+    ]
+    unchanged = f"{', '.join(same[:-1])} and {same[-1]} are unchanged" if same[1:] else f"{same[0]} is unchanged"
     return f"resumed at step {step} of {out}: {', '.join(changed)}; {unchanged}"
+
+
+def _tells(change: str, name: str) -> bool:
+    return change.startswith({"order": "the data"}.get(name, name))
 
 
 def _ranks(number: int) -> str:

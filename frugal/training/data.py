@@ -17,17 +17,16 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 import platformdirs
-from numpy.typing import NDArray
 
 from frugal.errors import RequestError
 from frugal.training import tokenizing
+from frugal.training.arrow import Samples, Writer
 from frugal.training.cutting import Cutter, TooLong
-from frugal.training.loss import Sample
+from frugal.training.provenance import Provenance
 from frugal.training.sources import Bad, Columns, Row, Source, find
 
-_FORMAT = 1  # of the files in the cache; another number is another cache
+_FORMAT = 2  # of the files in the cache; another number is another cache
 _FLUSH_CHARACTERS = 1 << 20  # tokenised and written together
 
 
@@ -42,6 +41,7 @@ class Report:
         bad_rows: left out because they cannot be read; `first_bad` has `file:line: reason` of up to ten.
         empty_rows: left out because they have no text.
         too_long_rows: truncated or left out, as asked.
+        too_short_rows: left out because one token has none to learn from it.
         label_names: of classes given as text, in order of their number.
         num_labels: classes; 0 without labels.
     """
@@ -53,43 +53,34 @@ class Report:
     first_bad: tuple[str, ...] = ()
     empty_rows: int = 0
     too_long_rows: int = 0
+    too_short_rows: int = 0
     label_names: tuple[str, ...] = ()
     num_labels: int = 0
 
-
-class Samples(Sequence[Sample]):
-    """Tokenised samples on disk, read on access.
-
-    A sample has `input_ids`, for pairs also `labels` (arrays of shape `(tokens,)`), for classes `label`.
-    """
-
-    def __init__(self, path: Path, fingerprint: str) -> None:
-        import datasets
-
-        table = datasets.Dataset.from_file(str(path))
-        self.fingerprint = fingerprint
-        self.lengths: NDArray[np.int32] = table.data.column("length").to_numpy()
-        self._rows = table.remove_columns("length").with_format("numpy")
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        if not -len(self) <= index < len(self):
-            raise IndexError(index)
-        return self._rows[int(index)]
+    def left_out(self, too_long: TooLong) -> list[str]:
+        """What of the data is not trained on, in words."""
+        rows = (
+            (self.bad_rows, "that cannot be read left out"),
+            (self.empty_rows, "without text left out"),
+            (self.too_short_rows, "of one token left out"),
+            (self.too_long_rows, "longer than --seq-len " + ("truncated" if too_long == "truncate" else "left out")),
+        )
+        return [f"{number} row{'s' * (number != 1)} {what}" for number, what in rows if number]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Corpus:
-    """Samples to train on, samples kept back, what reading them met, and a hash of all that made them."""
+    """Samples to train on, samples kept back, what reading them met, and where they come from."""
 
     train: Samples
     validation: Samples | None
     report: Report
-    fingerprint: str
+    provenance: Provenance
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of all that made the samples."""
+        return self.provenance.fingerprint
 
 
 def load(
@@ -156,7 +147,9 @@ def load(
         train=Samples(folder / "train.arrow", key),
         validation=Samples(validation, key) if validation.exists() else None,
         report=report,
-        fingerprint=key,
+        provenance=Provenance.of(
+            found, key, options, documents=report.documents, samples=report.samples, tokens=report.tokens
+        ),
     )
 
 
@@ -194,8 +187,8 @@ def _write(
     num_documents = num_empty = num_bad = 0
     first_bad: list[str] = []
     with ExitStack() as stack:
-        train = stack.enter_context(_Writer(aside / "train.arrow", cutter.task))
-        kept_back = stack.enter_context(_Writer(aside / "validation.arrow", cutter.task)) if validation else None
+        train = stack.enter_context(Writer(aside / "train.arrow", cutter.task))
+        kept_back = stack.enter_context(Writer(aside / "validation.arrow", cutter.task)) if validation else None
 
         def flush() -> None:
             nonlocal num_documents, num_empty
@@ -240,6 +233,7 @@ def _write(
         first_bad=tuple(first_bad),
         empty_rows=num_empty,
         too_long_rows=cutter.num_too_long,
+        too_short_rows=num_good - num_documents - cutter.num_too_long * (cutter.too_long != "truncate"),
         label_names=label_names,
         num_labels=max(cutter.num_labels, len(label_names)),
     )
@@ -302,44 +296,3 @@ def _fraction(value: float) -> Fraction:
 def _is_kept_back(document: int, fraction: Fraction) -> bool:
     """Whether document number `document` is for validation: the first, then evenly spread, ceil(n * fraction) of n."""
     return -(-(document + 1) * fraction // 1) > -(-document * fraction // 1)
-
-
-class _Writer:
-    """Appends samples to an Arrow stream that `datasets` opens."""
-
-    def __init__(self, path: Path, task: str) -> None:
-        import pyarrow as pa  # type: ignore[import-untyped]  # it has no type hints
-
-        tokens = pa.list_(pa.int32())
-        own = {"seq2seq": {"labels": tokens}, "sequence-classification": {"label": pa.int64()}}.get(task, {})
-        self._schema = pa.schema({"input_ids": tokens, **own, "length": pa.int32()})
-        self._file = pa.OSFile(str(path), "wb")
-        self._stream = pa.ipc.new_stream(self._file, self._schema)
-        self._pending: list[dict[str, Any]] = []
-        self.num_samples = 0
-        self.num_tokens = 0
-
-    def write(self, samples: Sequence[dict[str, Any]]) -> None:
-        self._pending += samples
-        self.num_samples += len(samples)
-        self.num_tokens += sum(len(sample["input_ids"]) for sample in samples)
-        if len(self._pending) >= 1000:
-            self._flush()
-
-    def _flush(self) -> None:
-        import pyarrow as pa
-
-        columns = [
-            pa.array([sample[column.name] for sample in self._pending], type=column.type) for column in self._schema
-        ]
-        self._stream.write_batch(pa.record_batch(columns, schema=self._schema))
-        self._pending.clear()
-
-    def __enter__(self) -> "_Writer":
-        return self
-
-    def __exit__(self, kind: object, *_: object) -> None:
-        if kind is None and self._pending:
-            self._flush()
-        self._stream.close()
-        self._file.close()

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     from frugal.training.checkpoint import Progress
     from frugal.training.engine import Engine
+    from frugal.training.provenance import Provenance
     from frugal.training.samples import Samples
 
 
@@ -89,12 +90,12 @@ def _train(plan: Plan, asked: Settings, device: "torch.device") -> None:
         objective = data.spec.objective(data.tokenizer, seed=asked.seed)
         engine = initialize(model, plan, objective, learning_rate_schedule=learning_rate)
         generators.seed_all(asked.seed * 1_000_003 + rank)
-        start, changes = _start(engine, asked, data.fingerprint)
+        start, changes = _start(engine, asked, data.provenance)
         if rank == 0:
             _record(plan, asked)
         planned = plan.memory.live_bytes
         with Log(asked.out, rank=rank, planned_bytes=planned, total_steps=total_steps, first_step=start.step) as log:
-            log.say(_describe(plan, data, total_steps, start.step))
+            log.say(_describe(plan, asked, data, total_steps, start.step))
             if changes:
                 log.say(continuation.describe(changes, start.step, asked.out))
             for name, planned_with in plan.versions.items():
@@ -196,34 +197,22 @@ def _refuse_other_model(plan: Plan, model: "torch.nn.Module") -> None:
         )
 
 
-def _start(engine: "Engine", asked: Settings, data_fingerprint: str) -> "tuple[Progress, tuple[str, ...]]":
+def _start(engine: "Engine", asked: Settings, data: "Provenance") -> "tuple[Progress, tuple[str, ...]]":
     """Where to begin, and what is not as it was when the run stopped."""
     from frugal.training import checkpoint
 
-    fresh = checkpoint.Progress(step=0, seed=asked.seed, data_fingerprint=data_fingerprint)
     if not asked.resume:
-        return fresh, ()
+        return checkpoint.Progress(step=0, seed=asked.seed, data=data), ()
     loaded = checkpoint.load(engine, asked.checkpoints)
-    start = loaded.progress
-    if start.data_fingerprint != data_fingerprint or start.seed != asked.seed:
-        raise RequestError(
-            f"the run in {asked.out} was started with other data or another seed",
-            because=[
-                f"its seed is {start.seed}, this one is {asked.seed}",
-                "its data has "
-                + ("the same" if start.data_fingerprint == data_fingerprint else "another")
-                + " fingerprint",
-            ],
-            hint="resume with the same --data and --seed, or start anew with another --out",
-        )
-    return start, loaded.changes
+    start, data_changes = continuation.on_data(loaded.progress, data, asked)
+    return start, loaded.changes + data_changes
 
 
 def _number(number: int, thing: str) -> str:
     return f"{number} {thing}{'s' * (number != 1)}"
 
 
-def _describe(plan: Plan, data: "Samples", total_steps: int, steps_done: int) -> str:
+def _describe(plan: Plan, asked: Settings, data: "Samples", total_steps: int, steps_done: int) -> str:
     batch = plan.batch
     size = _number(batch.global_batch, "sample")
     if batch.global_tokens is not None:  # as many samples as fit, which shorter ones do more of
@@ -233,8 +222,7 @@ def _describe(plan: Plan, data: "Samples", total_steps: int, steps_done: int) ->
         f"{_number(total_steps, 'step')} of {size} on {_number(batch.world_size, 'rank')}",
         f"{len(data.training)} samples, {len(data.validation)} for validation",
     ]
-    if data.report.bad_rows:
-        parts.append(f"{_number(data.report.bad_rows, 'row')} that cannot be read left out")
+    parts += data.report.left_out(asked.too_long)
     if steps_done:
         parts.append(f"continuing after step {steps_done}")
     return "; ".join(parts)

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from frugal.planning.plan import Plan
 from frugal.training import data, models, sources, tokenizing
 from frugal.training.order import permutation
+from frugal.training.provenance import Provenance
 from frugal.training.settings import Settings
 
 
@@ -22,7 +23,7 @@ class Samples:
     training: Any
     validation: Sequence[Any]
     report: Any
-    fingerprint: str
+    provenance: Provenance
 
 
 def read(plan: Plan, asked: Settings) -> Samples:
@@ -63,7 +64,7 @@ def read(plan: Plan, asked: Settings) -> Samples:
         training=corpus.train,
         validation=_Drawn.from_all(validation, asked.validation_samples),
         report=corpus.report,
-        fingerprint=corpus.fingerprint,
+        provenance=corpus.provenance,
     )
 
 

@@ -42,6 +42,7 @@ class Settings:
         keep: newest checkpoints kept, beside the best.
         out: the run's folder.
         resume: continue from the newest checkpoint in `out`.
+        accept_changed_data: resume also on other data than the run was started with.
     """
 
     data: tuple[str, ...] = ("stdlib",)
@@ -66,6 +67,7 @@ class Settings:
     keep: int = 2
     out: Path = Path("run")
     resume: bool = False
+    accept_changed_data: bool = False
 
     def __post_init__(self) -> None:
         for name, least in _LEAST.items():
@@ -92,7 +94,7 @@ class Settings:
 
     def record(self) -> bytes:
         """The text of `train.json`: what a resumed run need not be told again."""
-        values = {name: getattr(self, name) for name in NAMES if name != "resume"} | {"out": str(self.out)}
+        values = {name: getattr(self, name) for name in NAMES if name not in _NOW} | {"out": str(self.out)}
         return msgspec.json.format(msgspec.json.encode(values), indent=2) + b"\n"
 
     def arguments(self) -> list[str]:
@@ -114,6 +116,7 @@ _LEAST = {
     "steps": 1, "epochs": 1, "seed": 0, "warmup_steps": 0, "eval_every": 0, "save_every": 0, "keep": 1,
     "validation_samples": 1, "limit": 1,
 }  # fmt: skip
+_NOW = ("resume", "accept_changed_data")  # of one start, not of the run
 NAMES = tuple(field.name for field in fields(Settings))
 
 
@@ -168,6 +171,7 @@ _OPTIONS = (
     click.option("--keep", type=int, help="Newest checkpoints kept, beside the best."),
     click.option("--out", type=click.Path(path_type=Path), help="The run's folder."),
     click.option("--resume", is_flag=True, default=None, help="Continue from the newest checkpoint in the folder."),
+    click.option("--accept-changed-data", is_flag=True, default=None, help="Resume on other data than it began with."),
 )
 
 
@@ -220,7 +224,7 @@ def _check(name: str, value: Any) -> None:
     elif name in _LISTS:
         words = value if isinstance(value, list) else [value]
         kind, right = "a path or a list of paths", bool(words) and all(isinstance(word, str) for word in words)
-    elif name in ("resume", "skip_bad_rows"):
+    elif name in ("resume", "skip_bad_rows", "accept_changed_data"):
         kind, right = "true or false", isinstance(value, bool)
     elif name == "validation_fraction":
         kind, right = "a number", isinstance(value, int | float) and not isinstance(value, bool)

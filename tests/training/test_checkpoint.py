@@ -25,6 +25,7 @@ from frugal.training.engine import Engine, initialize
 from frugal.training.evaluate import evaluate
 from frugal.training.final_model import save_model
 from frugal.training.loss import CausalLM
+from frugal.training.provenance import Provenance
 from tests.plans import plan_by_hand
 from tests.ranks import Ranks
 from tests.training.models import ragged_samples, tiny_gpt2
@@ -75,7 +76,7 @@ def _numbers(value: Any) -> Any:
 
 
 def save_at(engine: Engine, folder: Path, step: int, **changes: Any) -> Path:
-    progress = Progress(step=step, position=Position(1, step), data_fingerprint="corpus", **changes)
+    progress = Progress(step=step, position=Position(1, step), data=Provenance(fingerprint="corpus"), **changes)
     return checkpoint.save(engine, folder, progress)
 
 
@@ -89,7 +90,7 @@ def interrupted_and_not(folder: Path, zero_stage: int, precision: str, strategy:
     stop(engine)
     engine = start(plan, seed=1)  # other weights, other generators: all must come from the checkpoint
     progress = checkpoint.load(engine, folder).progress
-    assert progress == Progress(step=3, position=Position(1, 3), data_fingerprint="corpus")
+    assert progress == Progress(step=3, position=Position(1, 3), data=Provenance(fingerprint="corpus"))
     resumed = (first + steps(engine, 3, 6), weights(engine))
     stop(engine)
     return whole, resumed

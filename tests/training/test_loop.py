@@ -59,8 +59,8 @@ def test_steps_beyond_the_end_keep_the_last_value() -> None:
 SOME = Settings(
     data=("a.txt", "b.txt"), validation_data=("c.txt",), tokenizer="folder", limit=3, skip_bad_rows=True, steps=7,
     too_long="skip", schedule="linear", warmup_steps=2, eval_every=3, save_every=0, keep=5, seed=9, out=Path("there"),
-    validation_fraction=0.25, validation_samples=12, resume=True, text_column="t", label_column="l",
-    source_column="s", target_column="g",
+    validation_fraction=0.25, validation_samples=12, resume=True, accept_changed_data=True, text_column="t",
+    label_column="l", source_column="s", target_column="g",
 )  # fmt: skip
 
 
@@ -89,7 +89,7 @@ def test_every_setting_is_tried_above() -> None:
 
 def test_a_run_to_resume_need_not_be_told_again(tmp_path: Path) -> None:
     (tmp_path / "train.json").write_bytes(replace(SOME, out=tmp_path).record())
-    flags = {"resume": True, "epochs": 2, "data": ()}
+    flags = {"resume": True, "accept_changed_data": True, "epochs": 2, "data": ()}
     resumed = settings.collect(flags, settings.earlier(tmp_path))
     assert resumed == replace(SOME, out=tmp_path, steps=None, epochs=2)
 
