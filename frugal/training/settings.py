@@ -20,7 +20,7 @@ class Settings:
     """One run. `steps` counts optimizer steps from the beginning, also for a run that is resumed.
 
     Attributes:
-        data: files, globs, folders, saved datasets, a hub name, or `stdlib`.
+        data: files, globs, folders, saved datasets, a hub name, `file.py:name` that gives rows, or `stdlib`.
         text_column: of texts.
         label_column: of classes.
         source_column: of pairs, what is read.
@@ -145,7 +145,7 @@ def _flag(name: str) -> str:
 
 # No option has a default here: `None` (or nothing) means that neither file nor default has been overruled.
 _OPTIONS = (
-    click.option("--data", multiple=True, metavar="PATH", help="Files, folder, saved dataset or `stdlib`; repeatable."),
+    click.option("--data", multiple=True, metavar="PATH", help="Files, folder, saved dataset, file.py:name, `stdlib`."),
     click.option("--text-column", metavar="NAME", help="Where texts are."),
     click.option("--label-column", metavar="NAME", help="Where classes are."),
     click.option("--source-column", metavar="NAME", help="Where the first of a pair is."),

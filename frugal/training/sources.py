@@ -1,4 +1,4 @@
-"""Where documents come from: files, globs, folders, saved datasets, the hub, Python's own library.
+"""Where documents come from: files, globs, folders, saved datasets, the hub, Python's own library, a user's stream.
 
 Rows are read by our own loops rather than by `datasets`, because a message about a bad row has to name file and line.
 """
@@ -14,8 +14,8 @@ from typing import Any
 
 import msgspec
 
-from frugal.errors import RequestError
-from frugal.training import hub
+from frugal.errors import FrugalError, RequestError
+from frugal.training import factories, hub
 
 STDLIB = "stdlib"
 
@@ -94,6 +94,8 @@ def _find_one(source: str) -> list[Source]:
         if not files:
             raise RequestError(f"no file matches {source}", because=f"it was looked for from {Path.cwd()}")
         return [_file(p) for p in files]
+    if source.rpartition(":")[0].endswith(".py"):
+        return [_stream(source)]
     looks_like_path = source.startswith((".", "/", "~")) or source.count("/") > 1 or path.suffix in {*_KINDS, ".txt"}
     if looks_like_path:
         raise RequestError(f"there is no data at {source}", because="no such file or folder")
@@ -111,6 +113,28 @@ def _file(path: Path, kind: str | None = None) -> Source:
         return _parquet(path, digest)
     reader = {"jsonl": _read_jsonl, "json": _read_json, "csv": _read_csv, "tsv": _read_csv}.get(kind, _read_text)
     return Source(str(path), f"{kind}:{digest}", lambda columns: reader(path, kind, columns))
+
+
+def _stream(source: str) -> Source:
+    """Rows from `path/to/file.py:name`, a callable that gives an iterable of them, such as a streaming dataset.
+
+    It is read once, into the same cache as files are, so that its rows are drawn in the same order as any others. Its
+    code stands for its content: rows that change while the file stays are not noticed.
+    """
+    make = factories.find(source)
+    code = Path(source.rpartition(":")[0]).expanduser().read_bytes()
+
+    def rows(columns: Columns) -> Iterator[Row]:
+        number = 0
+        try:
+            for number, row in enumerate(make(), 1):
+                yield f"{source}:row {number}", row if isinstance(row, dict) else Bad(f"{kind_of(row)}, not an object")
+        except (FrugalError, GeneratorExit):
+            raise
+        except Exception as error:  # a user's code may raise anything
+            raise RequestError(f"{source} failed after {number} rows", because=hub.first_line(error)) from None
+
+    return Source(source, f"stream:{hashlib.blake2b(code + source.encode()).hexdigest()}", rows)
 
 
 def _stdlib() -> list[Source]:
