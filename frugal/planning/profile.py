@@ -27,6 +27,19 @@ class RankMemory:
     def _capacities(self) -> dict[tuple[int, int, bool], int]:
         return {}
 
+    @cached_property
+    def _replays(self) -> dict[tuple[int, int, bool], bool]:
+        return {}
+
+    def survives(self, micro_batch: int, limit_bytes: int, *, expandable_segments: bool = False) -> bool:
+        """Whether the allocator gets through the step with so much memory."""
+        key = (micro_batch, limit_bytes, expandable_segments)
+        if key not in self._replays:
+            sizes, events = self.timeline.sizes(micro_batch), self.timeline.events
+            found = replay(sizes, events, limit_bytes=limit_bytes, expandable_segments=expandable_segments)
+            self._replays[key] = found.survived
+        return self._replays[key]
+
     def capacity(self, micro_batch: int, usable_bytes: int, *, expandable_segments: bool = False) -> int:
         """The fewest bytes with which CUDA's caching allocator gets through the step; never above `usable_bytes`
         where these are enough."""
@@ -99,7 +112,9 @@ class MemoryProfile:
             return False
         if device.kind == "cpu" or not self.counts_slack:
             return True
-        return all(survives(rank, sampled, device.usable_bytes, expandable_segments) for rank in ranks)
+        return all(
+            rank.survives(sampled, device.usable_bytes, expandable_segments=expandable_segments) for rank in ranks
+        )
 
     def largest_micro_batch(self, device: Device, cap: int, *, expandable_segments: bool = False) -> int:
         """The most samples, up to `cap`, whose step fits on `device`; 0: not even one."""
@@ -140,7 +155,7 @@ def fullest(
     if device.kind == "cpu" or not counts_slack:
         return found
     for rank in others:
-        if not survives(rank, micro_batch, found.total_bytes - found.context, expandable_segments):
+        if not rank.survives(micro_batch, found.total_bytes - found.context, expandable_segments=expandable_segments):
             other = breakdown(rank, micro_batch, device, host_bytes, expandable_segments)
             found = max(found, other, key=lambda memory: memory.total_bytes)
     return found
@@ -171,16 +186,6 @@ def breakdown(
         operator=peak.operator,
         phase_peaks={},
     )
-
-
-def survives(rank: RankMemory, micro_batch: int, limit_bytes: int, expandable_segments: bool = False) -> bool:
-    """Whether the allocator gets through the step with so much memory."""
-    return replay(
-        rank.timeline.sizes(micro_batch),
-        rank.timeline.events,
-        limit_bytes=limit_bytes,
-        expandable_segments=expandable_segments,
-    ).survived
 
 
 def _bisect(low: int, high: int, holds: Callable[[int], bool]) -> int:

@@ -246,8 +246,10 @@ class Search:
         time, batch = min(
             (pair for pair in timed if pair[0].total_seconds <= fastest * TIE), key=lambda pair: not pair[1].is_uniform
         )
-        loads = self.fitting.loads(batch)
-        memory = min((profile.memory(micro, device) for device, micro in loads), key=lambda m: m.headroom_bytes)
+        device, micro = min(  # what the allocator adds decides between two only where they are alike
+            self.fitting.loads(batch), key=lambda load: profile.draft.memory(load[1], load[0]).headroom_bytes
+        )
+        memory = profile.memory(micro, device)
         option = Option(
             strategy=strategy,
             micro_batch=max(batch.micro_batch),
@@ -255,7 +257,7 @@ class Search:
             memory=memory,
             time=time,
             largest_micro_batch=max(fit.values()),
-            shortfall_of_next_bytes=self._shortfall_of_next(profile, fit, memory),
+            shortfall_of_next_bytes=None if drafted else self._shortfall_of_next(profile, fit, memory),
         )
         if (short_of := self.fitting.host_shortfall_bytes(memory)) > 0:
             return replace(option, batch=None, host_shortfall_bytes=short_of)

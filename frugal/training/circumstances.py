@@ -11,6 +11,12 @@ import psutil  # type: ignore[import-untyped]  # has no types
 
 from frugal.units import MIB
 
+_CGROUP = Path("/sys/fs/cgroup")
+_LIMITS = (  # limit, use, and what of the use can be dropped, of versions 2 and 1
+    ("memory.max", "memory.current", "inactive_file"),
+    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_inactive_file"),
+)
+
 HELD_BYTES = 64 * MIB
 """Less than this is the driver's own, not a process's: the smallest CUDA context takes a few hundred MiB."""
 
@@ -34,6 +40,21 @@ def cuda_driver() -> str:
         if found is not None:
             return found[1]
     return ""
+
+
+def available_bytes() -> int:
+    """Host memory that may still be taken without anybody being killed for it: of the machine, and of the container.
+
+    A container's limit is its control group's, of which page cache that can be dropped does not count.
+    """
+    found = int(psutil.virtual_memory().available)
+    for limit, used, dropped in _LIMITS:
+        with suppress(OSError, ValueError):  # no such file, or no limit: `max`
+            stat = (_CGROUP / Path(limit).parent / "memory.stat").read_text()
+            cache = re.search(rf"^{dropped} (\d+)$", stat, re.MULTILINE)
+            left = int((_CGROUP / limit).read_text()) - int((_CGROUP / used).read_text())
+            found = min(found, left + (int(cache[1]) if cache else 0))
+    return max(0, found)
 
 
 def held_on_gpus() -> dict[str, int]:

@@ -56,7 +56,7 @@ def run(plan: Plan, asked: Settings) -> None:
 
 
 def _train(plan: Plan, asked: Settings, device: "torch.device") -> None:
-    from frugal.training import generators, loop, measure, samples
+    from frugal.training import generators, loop, measure, room, samples
     from frugal.training.batches import GlobalBatches
     from frugal.training.engine import initialize
     from frugal.training.final_model import save_model
@@ -72,6 +72,7 @@ def _train(plan: Plan, asked: Settings, device: "torch.device") -> None:
         asked.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise _cannot_write(asked, error) from None
+    room.check(plan, asked)
     data = samples.read(plan, asked)
     if plan.batch.global_tokens is None:
         batches = GlobalBatches(data.training, global_batch=plan.batch.global_batch, seed=asked.seed)

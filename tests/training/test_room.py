@@ -1,0 +1,91 @@
+"""A run that a host has no room for is refused on every rank before it starts, with the host's name and the numbers."""
+
+import gc
+import re
+import socket
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from frugal.errors import NothingFitsError
+from frugal.planning import disk
+from frugal.planning.plan import Plan
+from frugal.training import room
+from frugal.training.circumstances import available_bytes
+from frugal.training.engine import initialize
+from frugal.training.loss import CausalLM
+from frugal.training.settings import Settings
+from frugal.units import GIB
+from tests.plans import plan_by_hand
+from tests.ranks import Ranks
+from tests.training.models import ragged_samples, tiny_gpt2
+
+HUGE = 1 << 50
+
+
+def plan_of(world_size: int, *, tensors: int = 0, parameters: int = 0, **strategy: Any) -> Plan:
+    """A plan that says its ranks hold so many bytes, and that its model has so many parameters."""
+    made = plan_by_hand(
+        world_size=world_size, global_batch=4, micro_batch=2, zero_stage=3 if strategy else 1, strategy=strategy
+    )
+    memory = replace(made.memory, parameters=tensors, total_bytes=tensors, usable_bytes=tensors)
+    model = replace(made.model, parameters=parameters, trainable_parameters=parameters)
+    return replace(made, memory=memory, model=model)
+
+
+def refusal(plan: Plan, asked: Settings) -> str:
+    """What the check says; runs on ranks."""
+    try:
+        room.check(plan, asked)
+    except NothingFitsError as error:
+        return str(error)
+    return ""
+
+
+def test_each_host_is_held_against_what_its_ranks_will_take(two_ranks: Ranks, tmp_path: Path) -> None:
+    asked = Settings(data=("x",), out=tmp_path / "run")
+    assert two_ranks.run(refusal, plan_of(2, tensors=1 << 20, parameters=1000), asked) == ["", ""]
+
+    (first, second) = two_ranks.run(refusal, plan_of(2, tensors=HUGE), asked)
+    assert first == second
+    name = re.escape(socket.gethostname())
+    what = "of memory left, and its 2 ranks will take"
+    assert re.search(rf"because {name} has [\d.]+ GiB {what} 21\d+\.\d+ GiB\n", first)
+
+    (first, _) = two_ranks.run(refusal, plan_of(2, parameters=HUGE), asked)
+    disk_of = re.escape(str(tmp_path))
+    what = "checkpoints and the trained model will take"
+    assert re.search(rf"because {name} has [\d.]+ GiB free on the disk of {disk_of}, and {what} [\d.]+ GiB\n", first)
+
+    on_disk = {"offload_optimizer": "nvme", "offload_parameters": "cpu", "nvme_path": str(tmp_path)}
+    (first, _) = two_ranks.run(refusal, plan_of(2, parameters=HUGE, **on_disk), asked)
+    assert "and offloaded states will take" in first
+
+
+def test_what_is_left_is_no_more_than_the_machine_has() -> None:
+    import psutil
+
+    assert GIB // 4 < available_bytes() <= psutil.virtual_memory().total
+
+
+def saved(plan: Plan, folder: Path) -> tuple[int, int]:
+    """Bytes of a checkpoint that was really saved, and parameters; runs on ranks."""
+    model = tiny_gpt2(n_embd=128, n_head=2, n_layer=2, vocab_size=2048, n_positions=64)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    engine = initialize(model, plan, CausalLM())
+    engine.train_step(ragged_samples(4, shortest=8, longest=16))
+    path = engine.save(folder)
+    engine.destroy()
+    del engine, model
+    gc.collect()
+    return sum(file.stat().st_size for file in path.iterdir()), parameters
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1, 3])
+def test_a_saved_checkpoint_is_as_large_as_was_said(zero_stage: int, one_rank: Ranks, tmp_path: Path) -> None:
+    plan = plan_by_hand(world_size=1, global_batch=4, micro_batch=2, zero_stage=zero_stage)
+    ((size, parameters),) = one_rank.run(saved, plan, tmp_path)
+    model = replace(plan.model, parameters=parameters, trainable_parameters=parameters)
+    assert size == pytest.approx(disk.checkpoint_bytes(plan.request, plan.strategy, model), rel=0.05)
