@@ -4,7 +4,7 @@ The model's traces are there (they come with frugal), and nothing is rehearsed. 
 in one process:
 
 - profiles: DeepSpeed simulated over the traces, for every strategy of every level of offloading, and for one and for
-  several micro-steps;
+  several micro-steps, with the fullest moment for every micro-batch;
 - ranking: every strategy of every level: the largest micro-batch each kind of GPU holds, cells balanced by memory and
   speed, seconds of a step. By drafts, which leave the allocator out;
 - closer look: those of the first level that fits that could be fastest, with CUDA's allocator replayed: what is left
@@ -79,7 +79,10 @@ def measured(model: str, global_batch: int, *cards: str) -> dict[str, Any]:
         with timed("profiles", seconds):
             for strategy in strategies:
                 for accumulates in (True, False):
-                    source.draft(strategy, accumulates)
+                    profile = source.draft(strategy, accumulates)
+                    assert profile is not None
+                    for rank in profile.ranks:
+                        rank.timeline.peak_bytes(1)
         with timed("ranking", seconds):
             drafts = [draft for strategy in strategies for draft in search._draft(strategy)]
         with timed("closer look", seconds):

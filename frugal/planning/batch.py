@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import mul
 
 from frugal.errors import RequestError
 
@@ -173,28 +174,30 @@ def _shared(samples: int, rooms: Sequence[int]) -> tuple[int, ...]:
     return tuple(shares)
 
 
-def balanced(samples: int, caps: Sequence[int], speeds: Sequence[float]) -> tuple[int, ...]:
+def balanced(
+    samples: int, caps: Sequence[int], speeds: Sequence[float], counts: Sequence[int] | None = None
+) -> tuple[int, ...]:
     """The caps that hold one micro-step of `samples` and let its slowest rank be done soonest.
 
-    `caps` and `speeds` (of whatever unit) have one number a rank. In T seconds a rank takes min(cap, T x speed)
-    samples, rounded down; T is the smallest with which all together take enough. At least 1 sample each, so that the
-    result can cut other batches too.
+    `caps` and `speeds` (of whatever unit) have one number a rank, or one a kind of rank of which there are `counts`. In
+    T seconds a rank takes min(cap, T x speed) samples, rounded down; T is the smallest with which all together take
+    enough. At least 1 sample each, so that the result can cut other batches too.
 
     Left out: what a micro-step takes however few samples it has.
     """
     kinds = tuple(zip(caps, speeds, strict=True))
-    counts = Counter(kinds)
-    assert samples <= sum(caps), "the caps cannot hold a micro-step"
+    counts = counts or (1,) * len(kinds)
+    assert samples <= sum(map(mul, caps, counts)), "the caps cannot hold a micro-step"
 
     def taken(kind: tuple[int, float], seconds: float) -> int:
         cap, speed = kind
         return min(cap, int(seconds * speed * (1 + 1e-12)))  # c samples in c / speed seconds, whatever floats say
 
     def suffices(seconds: float) -> bool:
-        return sum(count * taken(kind, seconds) for kind, count in counts.items()) >= samples
+        return sum(count * taken(kind, seconds) for kind, count in zip(kinds, counts, strict=True)) >= samples
 
     best = float("inf")
-    for cap, speed in counts:
+    for cap, speed in dict.fromkeys(kinds):
         low, high = 0, cap  # the fewest samples of this kind of rank after which there is time enough for all
         while low < high:
             middle = (low + high) // 2

@@ -1,8 +1,10 @@
 """What fits where: micro-batches on devices, batches made of them, and what a node's host and disk hold beside."""
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import mul
 
 from frugal.planning import disk, host
 from frugal.planning.batch import balanced
@@ -33,7 +35,8 @@ class Fitting:
         self.world_size = cluster.world_size
         kinds = {device: kind for kind, device in enumerate(self.devices)}
         self._kinds = tuple(kinds[device] for device in cluster.devices)
-        self._speeds = tuple(device.matrix_flops for device in cluster.devices)
+        self._speeds = tuple(device.matrix_flops for device in self.devices)
+        self._counts = tuple(map(self._kinds.count, range(len(self.devices))))
         self._nodes = Counter(cluster.nodes)
 
     @cached_property
@@ -71,7 +74,7 @@ class Fitting:
         allows, or more of them, each no longer than one kind of rank takes with all it can hold.
         """
         of_kind = [fit[device] for device in self.devices]
-        caps = tuple(of_kind[kind] for kind in self._kinds)
+        caps = self._each(of_kind)
         num_steps, samples = self.request.accumulation_steps, self.request.batch_samples
         if num_steps is not None and num_steps * sum(caps) < samples:
             return []
@@ -84,27 +87,33 @@ class Fitting:
             even = max((m for m in range(1, caps[0] + 1) if per_rank % m == 0), default=0) if rest == 0 else 0
             choices += [(even,) * len(caps)] if 0 < even < caps[0] else []
         if len(self.devices) > 1 and self.request.micro_batch is None:
-            limits = {cap / device.matrix_flops for device, cap in zip(self.devices, of_kind, strict=True)}
-            choices = [self._balanced(caps, seconds, num_steps) for seconds in (limits if is_free else {max(limits)})]
+            limits = {cap / speed for cap, speed in zip(of_kind, self._speeds, strict=True)}
+            choices = [
+                self._balanced(of_kind, seconds, num_steps) for seconds in (limits if is_free else {max(limits)})
+            ]
         made = (Batch.of(samples, each, self.request.global_tokens, accumulation_steps=num_steps) for each in choices)
         return list({batch.micro_batch: batch for batch in (batch.tightened() for batch in made)}.values())
 
-    def _balanced(self, caps: tuple[int, ...], most_seconds: float, num_steps: int | None) -> tuple[int, ...]:
+    def _balanced(self, of_kind: Sequence[int], most_seconds: float, num_steps: int | None) -> tuple[int, ...]:
         """The caps with which all ranks are done together, in micro-steps of `most_seconds` (of one FLOP a sample)."""
         short = tuple(
             max(1, min(cap, int(most_seconds * speed * (1 + 1e-12))))
-            for cap, speed in zip(caps, self._speeds, strict=True)
+            for cap, speed in zip(of_kind, self._speeds, strict=True)
         )
-        num_steps = num_steps or -(-self.request.batch_samples // sum(short))
-        return balanced(-(-self.request.batch_samples // num_steps), short, self._speeds)
+        num_steps = num_steps or -(-self.request.batch_samples // sum(map(mul, short, self._counts)))
+        samples = -(-self.request.batch_samples // num_steps)
+        return self._each(balanced(samples, short, self._speeds, self._counts))
+
+    def _each(self, of_kind: Sequence[int]) -> tuple[int, ...]:
+        """One number a kind of device as one a rank."""
+        return tuple(of_kind[kind] for kind in self._kinds)
 
     def unlimited(self) -> Batch:
         """The batch if memory were without end: nothing that fits is done sooner."""
-        caps = (self.cap,) * self.world_size
         num_steps = self.request.accumulation_steps
+        caps = (self.cap,) * self.world_size
         if len(self.devices) > 1:
-            steps = num_steps or -(-self.request.batch_samples // sum(caps))
-            caps = balanced(-(-self.request.batch_samples // steps), caps, self._speeds)
+            caps = self._balanced((self.cap,) * len(self.devices), float(self.cap), num_steps)
         return Batch.of(self.request.batch_samples, caps, self.request.global_tokens, accumulation_steps=num_steps)
 
     def loads(self, batch: Batch) -> list[tuple[Device, int]]:

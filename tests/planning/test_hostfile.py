@@ -5,10 +5,13 @@ from pathlib import Path
 import pytest
 
 from frugal.errors import RequestError
+from frugal.planner import make_plan
 from frugal.planning import cards
 from frugal.planning.hostfile import Host, parse
+from frugal.planning.report import report
 from frugal.planning.settings import understand
 from frugal.units import GIB
+from tests.planning.synthetic import rehearsing
 
 TEXT = """\
 # the old rack
@@ -120,3 +123,18 @@ def test_a_node_whose_memory_nobody_says_is_refused(tmp_path: Path) -> None:
         "the memory of a GPU is not known\n  because neither a line of the hostfile nor --mem says it\n\n"
         "hint: write it behind the slots: NAME slots=4  # mem=12G"
     )
+
+
+def test_the_report_counts_equal_nodes_and_says_what_each_kind_of_rank_takes(tmp_path: Path) -> None:
+    path = tmp_path / "hosts"
+    path.write_text(TEXT)
+    made = make_plan(
+        *understand({"hostfile": str(path), "global_batch": 100}),
+        rehearse=rehearsing(parameters=124_000_000, flops_per_token=8e8),
+    )
+    lines = report(made).splitlines()
+    assert (
+        "cluster    2 nodes of 4 x rtx3060-12g with 12.00 GiB + "
+        "1 node of 1 x a100-40g with 39.39 GiB and 1 x a100-80g with 79.15 GiB"
+    ) in lines
+    assert lines[0] == "100 samples = 10 GPUs x 1 micro-step of 3 samples on 8 ranks, 38 samples on 2 ranks"
