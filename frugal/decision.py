@@ -31,7 +31,7 @@ def decide(request: Request, cluster: Cluster, defaults: tuple[str, ...], rehear
         search = Search(request, cluster, source)
         choice = search.run()
         if isinstance(choice, Nothing):
-            ways = relief.ways_out(request, cluster, search, choice.nearest, rehearse)
+            ways = relief.ways_out(request, cluster, search, choice, rehearse)
             raise relief.nothing_fits(request, cluster, choice, ways)
     return _decided(request, cluster, defaults, choice, notes)
 

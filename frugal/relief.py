@@ -46,6 +46,8 @@ def nothing_fits(request: Request, cluster: Cluster, found: Nothing, ways: list[
         because.append("what lives on NVMe is split over all ranks, and a node's disk holds the share of its own")
     elif device.margin_bytes:
         because.append(f"{format_bytes(device.margin_bytes)} stay free as margin")
+        if nearest.strategy.offload_optimizer != "none" and _lacks_host(cluster, memory):
+            because.append(_of_host(cluster, memory))
     return NothingFitsError(
         f"{request.model} does not fit into {where}",
         because=because,
@@ -73,6 +75,13 @@ def _lacks(stages: dict[int, Option]) -> str:
     return ", ".join(parts)
 
 
+def _lacks_host(cluster: Cluster, memory: MemoryBreakdown) -> bool:
+    return any(
+        node.host_memory_bytes is not None and host.needed_bytes(memory, node, cluster) > node.host_memory_bytes
+        for node in dict.fromkeys(cluster.nodes)
+    )
+
+
 def _of_host(cluster: Cluster, memory: MemoryBreakdown) -> str:
     """What the node that lacks most needs of its host's memory."""
     node = _tightest(cluster, memory)
@@ -97,10 +106,13 @@ def floor(memory: MemoryBreakdown) -> str:
     return ", ".join(f"{name} {format_bytes(size)}" for size, name in parts if size * 100 > memory.total_bytes)
 
 
-def ways_out(request: Request, cluster: Cluster, search: Search, nearest: Option, rehearse: Rehearse) -> list[str]:
+def ways_out(request: Request, cluster: Cluster, search: Search, found: Nothing, rehearse: Rehearse) -> list[str]:
     """Changes of one flag that make the request fit, cheapest first; each has been checked by computing it."""
+    nearest = found.nearest
     ways = [flag for flag, relaxed in _relaxed(request) if _fits(relaxed, cluster, search.source, nearest.strategy)]
-    ways += _more_memory(cluster, search, nearest)
+    more_host = list(_more_host_memory(request, cluster, search, found))
+    ways += more_host
+    ways += [way for way in _more_memory(cluster, search, nearest) if not (more_host and "--host-mem" in way)]
     for flag, other_request, other_cluster in _larger(request, cluster, nearest):
         if flag.split()[0] in " ".join(ways):
             continue  # a smaller change of the same kind is enough
@@ -136,6 +148,22 @@ def _relaxed(request: Request) -> Iterator[tuple[str, Request]]:
     if request.micro_batch is not None:
         smaller = replace(request, micro_batch=None, accumulation_steps=None)
         yield "no --micro-batch", smaller
+
+
+def _more_host_memory(request: Request, cluster: Cluster, search: Search, found: Nothing) -> Iterator[str]:
+    """What the strategy that asks least of the host needs there, where the host is all that it lacks."""
+    short = [option for option in found.seen if option.host_shortfall_bytes and option.memory is not None]
+    if not short or found.nearest.host_shortfall_bytes:
+        return
+    least = min(short, key=lambda option: option.host_shortfall_bytes)
+    assert least.memory is not None
+    needed = ceil(host.needed_bytes(least.memory, _tightest(cluster, least.memory), cluster) / GIB)
+    nodes = tuple(
+        replace(node, host_memory_bytes=max(needed * GIB, node.host_memory_bytes)) if node.host_memory_bytes else node
+        for node in cluster.nodes
+    )
+    if Search(request, replace(cluster, nodes=nodes), search.source).option(least.strategy).fits:
+        yield f"--host-mem {needed}G"
 
 
 def _more_memory(cluster: Cluster, search: Search, nearest: Option) -> list[str]:

@@ -37,7 +37,7 @@ def test_a_plan_its_folder_and_its_flags_are_explained_alike(capsys: pytest.Capt
     assert (code, err) == (0, "")
     assert titles(out) == [
         "512 samples = 4 GPUs x micro-batch 8 x 16 accumulation steps",
-        "what fills a GPU", "why", "strategies", "what would help (predicted, not rehearsed)",
+        "what binds", "why", "strategies", "what would help (predicted, not rehearsed)",
     ]  # fmt: skip
     assert frugal(capsys, "explain", "run") == frugal(capsys, "explain", "run/plan.json") == (0, out, "")
 

@@ -11,7 +11,6 @@ from frugal.cli.options import collect, planning_options
 from frugal.planner import make_plan
 from frugal.planning.files import write_plan
 from frugal.planning.report import report
-from frugal.planning.what_if import parse_axes
 
 WHAT_IF = (
     "Also a table over GPUs x memory x sample length, predicted by arithmetic. Values may be named after it: "
@@ -38,7 +37,7 @@ def command(axes: tuple[str, ...], as_json: bool, output: Path | None, with_tabl
     """Choose the fastest plan that fits, and say why."""
     if axes and not with_table:
         raise click.UsageError(f"Got unexpected extra argument ({axes[0]})", click.get_current_context())
-    named = parse_axes(axes)
+    named = _axes(axes) if with_table else {}
     request, cluster, defaults = collect(values)
     with waiting(f"rehearsing {request.model}"):
         plan = make_plan(request, cluster, defaults)
@@ -55,3 +54,9 @@ def command(axes: tuple[str, ...], as_json: bool, output: Path | None, with_tabl
         click.echo("\n" + "\n".join(lines))
     if written:
         click.echo(f"\nwrote {' and '.join(map(str, written))}")
+
+
+def _axes(words: tuple[str, ...]) -> dict[str, tuple[int, ...]]:
+    from frugal.planning.what_if import parse_axes  # brings the search along, which a kept plan does not need
+
+    return parse_axes(words)

@@ -29,13 +29,13 @@ def explanation(plan: Plan) -> list[list[str]]:
     return [
         [arithmetic(plan), f"{plan.strategy}: {format_seconds(plan.time.total_seconds)} a step"],
         binding(plan),
-        ["why", *(f"  {sentence}" for sentence in plan.why)],
+        ["why", *(f"  {sentence}" for sentence in plan.why[:-1])],
         ladder(plan),
     ]
 
 
 def binding(plan: Plan) -> list[str]:
-    """The fullest moment and what fills it; then the phases in which the peak would be if this one were lower."""
+    """What keeps the micro-batch from being larger; the fullest moment, and the phases that come next."""
     memory = plan.memory
     device = "GPU" if plan.cluster.devices[0].kind == "cuda" else "rank"
     operator = memory.operator.removeprefix("aten.").removesuffix(".default")
@@ -43,9 +43,10 @@ def binding(plan: Plan) -> list[str]:
     largest = ", ".join(f"{name} {format_bytes(size)} ({size / memory.total_bytes:.0%})" for size, name in parts[:3])
     limit = memory.total_bytes + memory.headroom_bytes
     lines = [
-        f"what fills a {device}",
-        f"  the peak is in {memory.phase}{f' ({operator})' if operator else ''}: {format_bytes(memory.total_bytes)} of "
-        f"{format_bytes(limit)} that may be used",
+        "what binds",
+        *(f"  {sentence}" for sentence in plan.why[-1:]),
+        f"  the peak of a {device} is in {memory.phase}{f' ({operator})' if operator else ''}: "
+        f"{format_bytes(memory.total_bytes)} of {format_bytes(limit)} that may be used",
         f"  most of it: {largest}",
     ]
     phases = sorted(memory.phase_peaks.items(), key=lambda phase: -phase[1])
@@ -55,7 +56,7 @@ def binding(plan: Plan) -> list[str]:
         lines.append(f"  next would be {below}")
     host = min((node.host_memory_bytes for node in plan.cluster.nodes if node.host_memory_bytes), default=None)
     if plan.strategy.offload_optimizer != "none":
-        there = f" of {format_bytes(host)}" if host is not None else ", to be had on each node"
+        there = f" of {format_bytes(host)}" if host is not None else "; what it has is not known, see --host-mem"
         lines.append(f"  the host of a node holds {format_bytes(memory.host_bytes_per_node)}{there}")
     return lines
 

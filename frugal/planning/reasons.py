@@ -10,7 +10,7 @@ from frugal.units import format_bytes, format_seconds
 
 
 def reasons(request: Request, cluster: Cluster, choice: Choice) -> tuple[str, ...]:
-    """The sentences of `Plan.why`."""
+    """The sentences of `Plan.why`; the last is about what binds."""
     return (
         _activation_checkpointing(request, choice),
         _loss(request, choice),

@@ -85,3 +85,12 @@ def test_memory_that_would_do_comes_with_the_host_memory_that_goes_with_it() -> 
         plan({"parameters": 8_000_000_000}, gpus=4, mem="12G", host_mem="64G", offload="optimizer", zero_stage=2)
     assert caught.value.hint is not None
     assert "--mem 17G with --host-mem 120G" in caught.value.hint
+
+
+def test_more_host_memory_is_a_way_out_where_the_host_is_all_that_a_strategy_lacks() -> None:
+    settings: dict[str, Any] = {"gpus": 4, "mem": "12G", "offload": "optimizer"}
+    with pytest.raises(NothingFitsError) as caught:
+        plan({"parameters": 8_000_000_000}, host_mem="64G", **settings)
+    assert "  because each node's host needs 119.21 GiB beside it" in str(caught.value).splitlines()
+    assert caught.value.hint == "this would fit: --host-mem 120G"
+    assert plan({"parameters": 8_000_000_000}, host_mem="120G", **settings).memory.fits

@@ -125,8 +125,9 @@ def test_what_binds_is_told_with_the_phase_that_comes_next() -> None:
     made = plan(gpus=4, mem="12G")
     memory = replace(made.memory, phase_peaks={"forward": 7 * GIB, "backward": made.memory.live_bytes, "step": GIB})
     assert binding(replace(made, memory=memory)) == [
-        "what fills a GPU",
-        "  the peak is in backward (mm): 9.11 GiB of 11.40 GiB that may be used",
+        "what binds",
+        f"  {made.why[-1]}",
+        "  the peak of a GPU is in backward (mm): 9.11 GiB of 11.40 GiB that may be used",
         "  most of it: activations 7.63 GiB (84%), context 768.0 MiB (8%), optimizer 354.8 MiB (4%)",
         "  next would be forward 1.36 GiB lower, step 7.36 GiB lower",
     ]
@@ -142,4 +143,4 @@ def test_an_explanation_needs_nothing_but_the_plan() -> None:
     made = plan(gpus=4, mem="12G")
     text = explanation(made)
     assert explanation(Plan.from_json(made.to_json())) == text
-    assert [block[0] for block in text[1:]] == ["what fills a GPU", "why", "strategies"]
+    assert [block[0] for block in text[1:]] == ["what binds", "why", "strategies"]
