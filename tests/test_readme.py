@@ -58,4 +58,5 @@ def test_what_is_shown_of_planning_is_what_is_printed(command: str) -> None:
 def test_the_cases_that_readers_rely_on_are_shown() -> None:
     shown = readme.shown()
     assert "frugal plan --gpus 4 --mem 12G" in shown
+    assert sum(command.startswith("frugal explain ") for command in shown) >= 3
     assert any(output.startswith("error: ") for output in shown.values())
