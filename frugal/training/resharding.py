@@ -2,8 +2,9 @@
 
 Element by element the states do not depend on the layout. So nothing is converted and nothing is exchanged: every
 rank maps the files of all ranks that wrote them into memory, and copies the elements of its own slots to where it
-keeps them, piece by piece. Beside what it keeps for training, a rank takes one parameter in the model's precision;
-of the files, the disk's cache holds what it likes.
+keeps them, piece by piece. It takes no memory beside what it keeps for training; of the files, the disk's cache holds
+what it likes. Measured on one CPU rank, 30M parameters, bf16, to ZeRO-3: 7.9 bytes a parameter more than before, at the
+peak as afterwards, which are Adam's moments; where the layout is the same, DeepSpeed's own reading peaks at 12.
 
 What it relies on: that states with an element a parameter's element belong to it alone (Adam's moments, momentum), and
 that the model's weights are its fp32 master weights, rounded. Left out, and refused: states in blocks (8-bit Adam), or
