@@ -10,12 +10,19 @@ from difflib import get_close_matches
 from typing import Literal
 
 from frugal.errors import RequestError
-from frugal.planning.cluster import Device
+from frugal.planning.cluster import HOST_LINK_BANDWIDTH, Device
 from frugal.planning.request import Precision
 from frugal.units import GIB, MIB
 
-EFFICIENCY = 0.4
-"""Share of a card's peak that training reaches. Published large runs report 0.3 to 0.55; a calibration replaces it."""
+MATRIX_SHARE, HOPPER_SHARE = 0.7, 0.55
+"""Share of its peak that a card reaches in the matrix products of training; from Hopper on power limits it.
+
+Chosen so that whole steps come out as published, together with the bytes between the products: Llama 3 8B, 8192 tokens,
+selective activation checkpointing, 2973 tokens/s on an A100 (torchtitan, docs/performance.md) and 5762 in eager mode
+on an H100 with 2.4 TB/s (torchtitan, benchmarks/llama3_h100_202412_torchtitan.md). A calibration replaces both."""
+
+MEMORY_SHARE = 0.85
+"""Share of the memory's nominal bytes/s that operators reach; measured ones lie between 0.8 and 0.92."""
 
 CUDA_CONTEXT_BYTES = 512 * MIB
 """Assumed: driver context, loaded kernels, cuBLAS workspace. 300-600 MiB depending on card and driver."""
@@ -40,6 +47,8 @@ class Card:
     fp32_flops: float
     memory_bandwidth: float
     link_bandwidth: float = 12e9
+    host_link_bandwidth: float = HOST_LINK_BANDWIDTH
+    matrix_share: float = MATRIX_SHARE
 
     def device(self, precision: Precision, *, num_gpus: int, memory_bytes: int | None = None) -> Device:
         """This card as a device among `num_gpus`; `memory_bytes` replaces the card's own."""
@@ -50,8 +59,9 @@ class Card:
             memory_bytes=memory,
             context_bytes=CUDA_CONTEXT_BYTES + (NCCL_BYTES if num_gpus > 1 else 0),
             margin_bytes=int(memory * MARGIN),
-            matrix_flops=EFFICIENCY * (self.fp32_flops if precision == "fp32" else self.half_flops),
-            memory_bandwidth=self.memory_bandwidth,
+            matrix_flops=self.matrix_share * (self.fp32_flops if precision == "fp32" else self.half_flops),
+            memory_bandwidth=MEMORY_SHARE * self.memory_bandwidth,
+            host_link_bandwidth=self.host_link_bandwidth,
         )
 
 

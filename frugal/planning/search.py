@@ -299,5 +299,5 @@ class Search:
             parameters=self.facts.parameters,
             trainable_parameters=self.facts.trainable_parameters,
             largest_parameter=self.facts.largest_parameter,
-            flops_per_sample=self.work[option.strategy.activation_checkpointing].flops_per_sample,
+            flops_per_sample=self.work[option.strategy.activation_checkpointing].work.flops_per_sample,
         )

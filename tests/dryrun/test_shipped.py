@@ -12,7 +12,7 @@ from frugal.dryrun.messages import Trace
 from frugal.dryrun.pool import Pool
 from frugal.planning.request import Request
 from frugal.planning.settings import understand
-from frugal.planning.strategy import Strategy
+from frugal.planning.strategy import ActivationCheckpointing, Strategy
 
 
 @pytest.fixture(scope="module")
@@ -30,12 +30,19 @@ def _fresh() -> None:
 def test_every_preset_is_shipped_for_the_tested_versions(model: str) -> None:
     found = shipped.facts(Request(model=model))
     assert found is not None, "make it with `python -m frugal.dryrun.shipped`"
+    assert all(shipped._shipment(model, mode) for mode in shipped.MODES)
     assert found.parameters == shipped.presets()[model]["parameters"]  # type: ignore[index]  # a table
 
 
-@pytest.mark.parametrize("model", ["distilgpt2", pytest.param("t5-small", marks=pytest.mark.exhaustive)])
-def test_a_trace_made_here_is_the_shipped_one(model: str, pool: Pool) -> None:
-    assert shipped.make(model, pool) == shipped._shipment(model), "make it with `python -m frugal.dryrun.shipped`"
+@pytest.mark.parametrize(
+    ("model", "mode"),
+    [
+        ("distilgpt2", "selective"),
+        *(pytest.param("t5-small", mode, marks=pytest.mark.exhaustive) for mode in shipped.MODES),
+    ],
+)
+def test_a_trace_made_here_is_the_shipped_one(model: str, mode: ActivationCheckpointing, pool: Pool) -> None:
+    assert shipped.make(model, mode, pool) == shipped._shipment(model, mode), "`python -m frugal.dryrun.shipped`"
 
 
 def question(**changes: object) -> Trace:

@@ -46,7 +46,8 @@ def test_several_gpus_also_hold_nccl_buffers() -> None:
 def test_a_known_card_brings_its_memory_and_speed() -> None:
     _, cluster, _ = understand({"gpus": 8, "gpu": "a100-80g"})
     device = cluster.devices[0]
-    assert device.matrix_flops == pytest.approx(312e12 * cards.EFFICIENCY)
+    assert device.matrix_flops == pytest.approx(312e12 * cards.MATRIX_SHARE)
+    assert device.memory_bandwidth == pytest.approx(2039e9 * cards.MEMORY_SHARE)
     assert 79 * GIB < device.memory_bytes < 80 * GIB
     assert cluster.intra_bandwidth == 240e9
 
