@@ -11,7 +11,7 @@ from frugal.planning.request import Request
 from frugal.planning.strategy import Strategy
 from frugal.planning.work import Line, Work
 
-KEPT = {"off": 1.0, "selective": 0.4, "full": 0.1, "offloaded": 0.02}
+KEPT = {"off": 1.0, "selective": 0.8, "full": 0.1, "offloaded": 0.05}
 """Share of the activations."""
 
 
@@ -52,16 +52,16 @@ class SyntheticProfile:
     @property
     def work(self) -> Work:
         flops, mode = self.flops_per_token * self.seq_len, self.strategy.activation_checkpointing
-        again = {"off": 0.0, "selective": 0.05, "full": 1 / 3, "offloaded": 1 / 3}[mode]
+        again = {"off": 0.0, "selective": 0.25, "full": 1 / 3, "offloaded": 1 / 3}[mode]
         return Work(
             flops_per_sample=flops,
             recompute_flops_per_sample=again * flops,
             traffic=Line(0.0, flops / 500),
-            recompute_traffic=Line(0.0, 0.0 if mode == "off" else flops / 2000),
+            recompute_traffic=Line(0.0, 0.0 if mode == "off" else flops / 1000),
             num_operators=self.num_operators,
             num_forward=self.num_operators // 3,
             num_recomputed=0 if mode == "off" else self.num_operators // 3,
-            moved_per_sample=0.1 * self.bytes_per_token * self.seq_len if mode == "offloaded" else 0.0,
+            moved_per_sample=1.0 * self.bytes_per_token * self.seq_len if mode == "offloaded" else 0.0,
         )
 
     @property
