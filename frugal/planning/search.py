@@ -20,26 +20,12 @@ from frugal.planning.pins import check_pins
 from frugal.planning.plan import ModelSummary
 from frugal.planning.request import Request
 from frugal.planning.source import Profile, Source
-from frugal.planning.strategy import ActivationCheckpointing, Offload, Strategy, candidates, offload_levels
+from frugal.planning.strategy import Offload, Strategy, candidates, offload_levels
+from frugal.planning.turns import LIKE, buckets_matter, turns
 
 TRUST = 0.01
 """A profile that is further than this from the rehearsal is wrong, and the plan says so. In live bytes: what the
 allocator wastes may change by as much with the order of a few small blocks."""
-
-
-TURNS: tuple[tuple[ActivationCheckpointing, ...], ...] = (("off",), ("full", "selective"), ("offloaded",))
-"""Modes of activation checkpointing, in the order they are looked at."""
-
-LIKE: dict[ActivationCheckpointing, tuple[ActivationCheckpointing, ...]] = {
-    "off": ("off",),
-    "full": ("full", "off"),
-    "selective": ("selective", "off"),
-    "offloaded": ("offloaded", "full", "off"),
-}
-"""Whose work a mode's best case is taken from: its own, or that of one which does no more."""
-
-BUCKET_SHARE = 0.05
-"""Of a device's memory: where buckets take more, smaller ones are tried, too."""
 
 
 class Search:
@@ -109,7 +95,7 @@ class Search:
         """
         seen: list[Option] = []
         for level in self.levels:
-            for turn in self._turns(level):
+            for turn in turns(self.strategies(level)):
                 slow, others = self._slow(turn, seen)
                 self.source.prepare(others)
                 seen += [*slow, *self._confirmed([draft for each in others for draft in self._draft(each)], seen)]
@@ -145,35 +131,12 @@ class Search:
         whose best case is no faster than what fits already is not even traced.
         """
         found: list[Option] = []
-        for turn in self._turns(level):
+        for turn in turns(self.strategies(level)):
             found += self._options(turn, found)
-        if self._buckets_matter(found):
+        if buckets_matter(found, self.request, min(device.usable_bytes for device in self.cluster.devices)):
             found += self._options(self.strategies(level, small_buckets=True), found)
         refused = self.request.loss == "auto" and not self.can_tile
         return [option for option in found if not (refused and option.strategy.loss == "tiled")]
-
-    def _buckets_matter(self, options: list[Option]) -> bool:
-        """Whether smaller buckets could make something fit that does not, or make much room on a small device."""
-        request, usual = self.request, next((o.strategy for o in options if o.strategy.zero_stage), None)
-        if (
-            usual is None
-            or request.reduce_bucket_elements
-            or "nvme" in (usual.offload_optimizer, usual.offload_parameters)
-        ):
-            return False
-        element_bytes = 4 if request.precision == "fp32" else 2
-        elements = usual.reduce_bucket_elements * (2 if usual.overlap_comm else 1)
-        if any(option.strategy.zero_stage == 3 for option in options):
-            elements += usual.prefetch_bucket_elements + usual.max_live_elements
-        saved_bytes = elements * element_bytes
-        if any(option.fits for option in options):
-            return saved_bytes > BUCKET_SHARE * min(device.usable_bytes for device in self.devices)
-        known = [option.headroom_bytes for option in options if option.headroom_bytes is not None]
-        return bool(known) and -max(known) < saved_bytes
-
-    def _turns(self, level: Offload) -> list[list[Strategy]]:
-        strategies = self.strategies(level)
-        return [[each for each in strategies if each.activation_checkpointing in modes] for modes in TURNS]
 
     def _options(self, strategies: Sequence[Strategy], before: list[Option]) -> list[Option]:
         """Some strategies of a level, of which others were looked at `before`."""

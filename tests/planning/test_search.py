@@ -164,7 +164,7 @@ def test_a_batch_that_does_not_divide_is_still_exact() -> None:
 
 
 def test_cards_that_differ_only_in_memory_take_as_much_as_the_smallest_where_that_is_fastest() -> None:
-    made = plan(mem="12G,24G,24G", global_batch=100, model=SMALL)
+    made = plan(gpu="a100-80g", mem="12G,24G,24G", global_batch=100, model=SMALL)
     assert (made.batch.micro_batch, made.batch.accumulation_steps) == ((9, 9, 9), 4)
     assert sum(map(sum, made.batch.cells)) == 100
 
