@@ -201,9 +201,9 @@ def notes(cluster: Cluster) -> list[str]:
         f"{device.memory_bandwidth / 1e9:.3g} GB/s of memory",
         f"{device.operator_seconds * 1e6:.1f} microseconds an operator",
     ]
-    if cluster.links_measured:
-        parts.append(f"{cluster.intra_bandwidth / 1e9:.3g} GB/s between {'GPUs' if device.kind == 'cuda' else 'ranks'}")
     parts.append(f"{cluster.host_bandwidth / 1e9:.3g} GB/s in an optimizer on the host")
     if device.kind == "cuda":
         parts.append(f"{device.host_link_bandwidth / 1e9:.3g} GB/s to the host")
+    if cluster.links_measured:
+        parts.append(f"{cluster.intra_bandwidth / 1e9:.3g} GB/s between {'GPUs' if device.kind == 'cuda' else 'ranks'}")
     return [f"{', '.join(parts)}: as measured on this machine on {device.measured_on}"]
