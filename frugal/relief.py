@@ -129,7 +129,7 @@ def _fits(request: Request, cluster: Cluster, source: Source, likely: Strategy) 
     except RequestError:  # the change contradicts another flag
         return False
     levels = [search.strategies(level) for level in search.levels]
-    tried = [level[-1] for level in reversed(levels) if level]
+    tried = [max(level, key=lambda strategy: strategy.frugality) for level in reversed(levels) if level]
     if any(likely in level for level in levels):
         tried.insert(0, likely)
     return any(search.option(strategy).fits for strategy in dict.fromkeys(tried))

@@ -102,6 +102,11 @@ def report(found: Calibration) -> list[str]:
     rows.append(("memory", f"{probe.memory_bandwidth / 1e9:.3g} GB/s"))
     if probe.link_bandwidth is not None:
         rows.append(("between ranks", f"{probe.link_bandwidth / 1e9:.3g} GB/s"))
+    if probe.hop_seconds is not None:
+        rows.append(("a collective", f"{probe.hop_seconds * 1e6:.1f} microseconds"))
+    rows.append(("host optimizer", f"{probe.host_bandwidth / 1e9:.3g} GB/s"))
+    if probe.host_link_bandwidth is not None:
+        rows.append(("to the host", f"{probe.host_link_bandwidth / 1e9:.3g} GB/s"))
     rows.append(("an operator", f"{probe.operator_seconds * 1e6:.1f} microseconds"))
     if probe.context_bytes is not None:
         rows += [("context", format_bytes(probe.context_bytes)), ("slack", format_bytes(found.slack_bytes))]

@@ -107,6 +107,11 @@ _OPTIONS = (
         help=f"Largest gradient norm; 0: no clipping.  [default: {Request.gradient_clipping}]",
     ),
     click.option(
+        "--gradient-accumulation-dtype",
+        type=_choice(asked.AccumulationDtype),
+        help="Of gradients summed over micro-steps; bf16 is smaller and less exact.  [default: fp32]",
+    ),
+    click.option(
         "--overlap-comm/--no-overlap-comm",
         default=None,
         help="Let gradients travel while backward goes on, for a second bucket.  [default: no]",

@@ -22,6 +22,7 @@ from frugal.planning.profile import MemoryProfile, RankMemory, fullest
 from frugal.planning.request import Request
 from frugal.planning.strategy import Strategy
 from frugal.planning.timeline import NotAffineError, Timeline
+from frugal.planning.work import between
 from frugal.planning.zero.simulation import simulate
 
 MICRO_BATCHES = (2, 3)
@@ -206,9 +207,7 @@ class Rehearsals:
         return self._profile(
             strategy,
             accumulates,
-            flops_per_sample=trace.flops_per_sample,
-            recompute_flops_per_sample=trace.recompute_flops_per_sample,
-            num_operators=trace.num_operators,
+            work=trace.work,
             ranks=simulated,
         )
 
@@ -235,11 +234,7 @@ class Rehearsals:
         return self._profile(
             strategy,
             accumulates,
-            flops_per_sample=float(
-                large.forward_flops + large.backward_flops - small.forward_flops - small.backward_flops
-            ),
-            recompute_flops_per_sample=float(large.recompute_flops - small.recompute_flops),
-            num_operators=small.num_operators,
+            work=between(small.counts, large.counts, MICRO_BATCHES),
             ranks=ranks,
             sampled=sampled,
         )
@@ -257,6 +252,7 @@ class Rehearsals:
             parameters=facts.parameters,
             trainable_parameters=facts.trainable_parameters,
             largest_parameter=facts.largest_parameter,
+            trainable_sizes=facts.trainable_sizes,
             **found,
         )
 

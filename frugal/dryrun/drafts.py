@@ -68,9 +68,10 @@ class Drafts:
         return trace if trace is not None and covers(self._request, strategy, trace) else None
 
     def _question(self, strategy: Strategy) -> Trace:
+        mode = strategy.activation_checkpointing
         return Trace(
             request=self._request,
-            activation_checkpointing=strategy.activation_checkpointing,
+            activation_checkpointing="full" if mode == "offloaded" and self._kind == "cpu" else mode,
             loss=strategy.loss,
             zero_stage=3 if strategy.zero_stage == 3 else 2,
             kind=self._kind,

@@ -5,46 +5,68 @@ operator without aliasing returns depends on nothing but the shapes, strides and
 its outputs are made from the first.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import flop_registry
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from frugal.dryrun.data_dependent import exact
 from frugal.training.measure import tensors_in
+from frugal.training.traffic import traffic
 
 _Layout = tuple[torch.Size, tuple[int, ...], torch.dtype]
 _Outputs = tuple[bool, tuple[_Layout | None, ...]]  # whether there is one only, and each one's layout
 
 _MAX_ENTRIES = 100_000
-_known: dict[Any, tuple[_Outputs, int]] = {}
+_Cost = tuple[int, int]  # FLOPs, and bytes read and written where there are none
+_known: dict[Any, tuple[_Outputs, _Cost]] = {}
 _is_pure: dict[Any, bool] = {}
 
 
-def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, int]:
-    """What the operator returns, and its FLOPs."""
+def _grouped_mm_flops(left: Tensor, right: Tensor, *args: Any, **kwargs: Any) -> int:
+    """Of `(rows, inner)` with one `(inner, columns)` of `right` a group of rows, or of groups along `inner`."""
+    return 2 * left.numel() * right.shape[-1]
+
+
+_MORE_FLOPS: dict[Any, Callable[..., int]] = {  # what torch's own registry leaves out
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *args, **kwargs: sdpa_flop_count(
+        q.shape, k.shape, v.shape
+    ),
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: (
+        lambda grad, q, k, v, *args, **kwargs: sdpa_backward_flop_count(grad.shape, q.shape, k.shape, v.shape)
+    ),
+    torch.ops.aten._grouped_mm: _grouped_mm_flops,
+}
+
+
+def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, _Cost]:
+    """What the operator returns, and its FLOPs, or the bytes it reads and writes where no FLOPs are counted."""
     key = _key(func, args, kwargs)
     call = exact(func)
     if key is None:
         out = call(*args, **kwargs)
-        return out, _flops(func, args, kwargs, out)
+        return out, _cost(func, args, kwargs, out)
     found = _known.get(key)
     if found is not None:
         return _made(found[0]), found[1]
     out = call(*args, **kwargs)
-    flops = _flops(func, args, kwargs, out)
+    cost = _cost(func, args, kwargs, out)
     outputs = _outputs(out)
     if _share_storage(args, out):  # as `_unsafe_view`, whose schema does not say so
         _is_pure[func] = False
     elif outputs is not None and len(_known) < _MAX_ENTRIES:
-        _known[key] = outputs, flops
-    return out, flops
+        _known[key] = outputs, cost
+    return out, cost
 
 
-def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
-    formula = flop_registry.get(func._overloadpacket)
-    return 0 if formula is None else formula(*args, **kwargs, out_val=out)
+def _cost(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> _Cost:
+    packet = func._overloadpacket
+    formula = flop_registry.get(packet) or _MORE_FLOPS.get(packet)
+    if formula is None:
+        return 0, traffic(func, args, kwargs, out)
+    return formula(*args, **kwargs, out_val=out), 0
 
 
 def _key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

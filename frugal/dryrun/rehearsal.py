@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from frugal.planning.timeline import Peak, Recording, Timeline
+from frugal.planning.work import Counts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,16 +28,13 @@ class ModelFacts:
 class Rehearsal:
     """What one rank does in two optimizer steps of equal micro-steps.
 
-    FLOPs and operators are those of one micro-step. `host_bytes` is the peak of the rank's tensors on its host.
+    `counts` are those of one micro-step. `host_bytes` is the peak of the rank's tensors on its host.
     `notes`: what was assumed where memory depends on data, see `frugal.dryrun.data_dependent`.
     """
 
     recording: Recording
     host_bytes: int
-    forward_flops: int
-    backward_flops: int
-    recompute_flops: int
-    num_operators: int
+    counts: Counts
     notes: tuple[str, ...] = ()
 
     @property

@@ -18,6 +18,7 @@ from frugal.dryrun.tracker import Tracker
 from frugal.planning.plan import Batch, Plan
 from frugal.planning.request import Request
 from frugal.planning.strategy import Strategy
+from frugal.planning.work import Counts
 from frugal.training.engine import Engine, initialize
 from frugal.training.loss import Objective
 from frugal.training.measure import mark_phases
@@ -96,12 +97,12 @@ def _rehearse(
             tracker.arrive(*model.parameters(), *model.buffers())
             gc.collect()
             tracker.relabel(engine.deepspeed.optimizer)
-            costs = _train(tracker, engine, objective, micro_batch, micro_steps, plan.request.seq_len)
+            counts = _train(tracker, engine, objective, micro_batch, micro_steps, plan.request.seq_len)
         rehearsal = Rehearsal(
             recording=tracker.recording(micro_batch),
             host_bytes=tracker.host_peak_bytes,
             notes=tracker.notes,
-            **costs,
+            counts=counts,
         )
         engine.destroy()
         del engine, model
@@ -116,8 +117,8 @@ def _train(
     micro_batch: int,
     micro_steps: tuple[int, int],
     seq_len: int,
-) -> dict[str, int]:
-    """An optimizer step of each number of micro-steps; FLOPs and operators of one micro-step of the last."""
+) -> Counts:
+    """An optimizer step of each number of micro-steps; what one micro-step of the last costs."""
 
     def mark(phase: str) -> None:
         gc.collect()
@@ -132,18 +133,14 @@ def _train(
         batches = [example] * num_micro_steps
         if tracker.kind == "cpu":  # there the host is the device, and holds all of them
             batches = [{name: tensor.to("meta") for name, tensor in batch.items()} for batch in batches]
-        before = _costs(tracker)
+        before = tracker.counts
         engine.accumulate(batches, targets=1)
-        after = _costs(tracker)
+        done = tracker.counts.minus(before)
         del batches
         engine.deepspeed.step()
     gc.collect()
     tracker.relabel(engine.deepspeed.optimizer)
-    return {name: (after[name] - before[name]) // num_micro_steps for name in after}
-
-
-def _costs(tracker: Tracker) -> dict[str, int]:
-    return {**{f"{name}_flops": flops for name, flops in tracker.flops.items()}, "num_operators": tracker.num_operators}
+    return done.divided(num_micro_steps)
 
 
 @contextmanager

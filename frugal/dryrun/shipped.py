@@ -26,11 +26,11 @@ from frugal.planning.strategy import ActivationCheckpointing
 
 FOLDER = Path(__file__).parent / "shipped_traces"
 PRESETS = Path(frugal.__file__).parent / "training" / "presets.toml"
-MODES: tuple[ActivationCheckpointing, ...] = ("off", "full")  # those that `auto` tries
+MODES: tuple[ActivationCheckpointing, ...] = ("off", "selective", "full", "offloaded")  # those that `auto` tries
 
 
 class Shipment(msgspec.Struct, frozen=True):
-    """What is shipped of one preset. `definition` is its entry among the presets."""
+    """What is shipped of one preset in one mode. `definition` is the preset's entry among all."""
 
     versions: tuple[str, ...]
     definition: str
@@ -40,7 +40,7 @@ class Shipment(msgspec.Struct, frozen=True):
 
 def facts(request: Request) -> ModelFacts | None:
     """What the request's model is, if that is shipped."""
-    shipment = _shipment(request.model) if request.task is None else None
+    shipment = _shipment(request.model, "off") if request.task is None else None
     return None if shipment is None else shipment.facts
 
 
@@ -48,18 +48,23 @@ def trace(question: Trace) -> Traced | None:
     """The answer to `question`, if it is shipped."""
     if question.request.task is not None or question.request.precision != "bf16":
         return None
-    shipment = _shipment(question.request.model)
+    shipment = _shipment(question.request.model, question.activation_checkpointing)
     raw = None if shipment is None else shipment.traces.get(_name(question))
     return None if raw is None else msgspec.json.decode(raw, type=Traced)
 
 
-@functools.lru_cache(maxsize=1)
-def _shipment(model: str) -> Shipment | None:
-    path = FOLDER / f"{model}.json.xz"
+@functools.lru_cache(maxsize=len(MODES))
+def _shipment(model: str, mode: ActivationCheckpointing) -> Shipment | None:
+    path = FOLDER / _file_name(model, mode)
     if model not in presets() or not path.is_file():
         return None
     found = msgspec.json.decode(lzma.decompress(path.read_bytes()), type=Shipment)
     return found if (found.versions, found.definition) == (_versions(), _definition(model)) else None
+
+
+def _file_name(model: str, mode: ActivationCheckpointing) -> str:
+    """One file a mode, because few modes are asked for in most plans."""
+    return f"{model}-{mode}.json.xz"
 
 
 @functools.cache
@@ -83,14 +88,14 @@ def _name(question: Trace) -> str:
     return " ".join([str(question.request.seq_len), *mode])
 
 
-def make(model: str, pool: Pool) -> Shipment:
-    """The shipment of a preset, traced anew."""
+def make(model: str, mode: ActivationCheckpointing, pool: Pool) -> Shipment:
+    """The shipment of a preset in a mode, traced anew."""
     request = Request(model=model)
     (described,) = pool.ask([Describe(request)])
     assert described.describe is not None
     longest = described.describe.max_positions or request.seq_len
     request = replace(request, seq_len=longest) if longest < request.seq_len else request
-    questions = list(_questions(request, described.describe))
+    questions = list(_questions(request, described.describe, mode))
     traces = {
         _name(question): msgspec.Raw(msgspec.json.encode(answer.traced))
         for question, answer in zip(questions, pool.attempt(questions), strict=True)
@@ -99,11 +104,10 @@ def make(model: str, pool: Pool) -> Shipment:
     return Shipment(_versions(), _definition(model), described.describe, traces)
 
 
-def _questions(request: Request, found: ModelFacts) -> Iterator[Trace]:
-    for mode in MODES if found.can_recompute else MODES[:1]:
-        for stage in (2, 3):
-            for loss in ("plain", "tiled") if found.can_tile else ("plain",):
-                yield Trace(request=request, activation_checkpointing=mode, loss=loss, zero_stage=stage, kind="cuda")
+def _questions(request: Request, found: ModelFacts, mode: ActivationCheckpointing) -> Iterator[Trace]:
+    for stage in (2, 3):
+        for loss in ("plain", "tiled") if found.can_tile else ("plain",):
+            yield Trace(request=request, activation_checkpointing=mode, loss=loss, zero_stage=stage, kind="cuda")
 
 
 def main() -> None:
@@ -111,10 +115,11 @@ def main() -> None:
     FOLDER.mkdir(exist_ok=True)
     for model in sys.argv[1:] or presets():
         with closing(Pool(2)) as pool:
-            made = make(model, pool)
-        path = FOLDER / f"{model}.json.xz"
-        path.write_bytes(lzma.compress(msgspec.json.encode(made), preset=9))
-        sys.stderr.write(f"{path.name}: {len(made.traces)} traces, {path.stat().st_size >> 10} KiB\n")
+            for mode in MODES:
+                made = make(model, mode, pool)
+                path = FOLDER / _file_name(model, mode)
+                path.write_bytes(lzma.compress(msgspec.json.encode(made), preset=9))
+                sys.stderr.write(f"{path.name}: {len(made.traces)} traces, {path.stat().st_size >> 10} KiB\n")
 
 
 if __name__ == "__main__":

@@ -21,7 +21,8 @@ from frugal.dryrun.tracker import Tracker
 from frugal.errors import FrugalError
 from frugal.planning.strategy import ActivationCheckpointing
 from frugal.planning.timeline import NotAffineError, Timeline
-from frugal.planning.zero.splicing import Marks, splice
+from frugal.planning.work import Counts, Work, between
+from frugal.planning.zero.splicing import Layout, Marks, splice
 from frugal.planning.zero.trace import (
     ARRIVAL,
     BATCH_ENDS,
@@ -54,7 +55,9 @@ class Recorder(Tracker):
         self.phase = ARRIVAL
         self._phases = [(ARRIVAL, 0)]
         self._building = False
+        self._alone = True
         self.marks: list[list[Mark]] = [[]]
+        self.counts_at: dict[tuple[int, int], Counts] = {}
         self.addresses_at_rest: set[int] = set()  # ZeRO-3: storages of parameters that nobody has fetched
         self.uses_at_rest = False
 
@@ -86,11 +89,13 @@ class Recorder(Tracker):
     def _begins(self, number: int) -> None:
         if self.phase == FORWARD:
             self.marks[-1].append((len(self._events), LAYER, number, -1))
+            self.counts_at.setdefault((LAYER, number), self.counts)
 
     def _finished(self, parameter: Tensor, index: int) -> None:
         assert parameter.grad is not None
         storage = self._storage.get(parameter.grad.untyped_storage()._cdata, -1)
         self.marks[-1].append((len(self._events), GRADIENT, index, storage))
+        self.counts_at[GRADIENT, index] = self.counts
         parameter.grad = None
 
     def module(self, what: int, number: int, hold: int) -> None:
@@ -163,10 +168,7 @@ def _whole(model: nn.Module, mode: _Mode) -> dict[str, Any]:
     """What a `ModelTrace` says of one micro-step, from traces of the whole model."""
     first, second = (_record(copy.deepcopy(model), "", mode, micro_batch) for micro_batch in MICRO_BATCHES)
     stream, marks = fitted(first, second)
-    per_sample = {
-        name: (second.flops[name] - first.flops[name]) / (MICRO_BATCHES[1] - MICRO_BATCHES[0]) for name in first.flops
-    }
-    return _result(stream, marks, per_sample, first.num_operators, first.notes)
+    return _result(stream, marks, between(first.counts, second.counts, MICRO_BATCHES), first.notes)
 
 
 def _spliced(model: nn.Module, mode: _Mode) -> dict[str, Any] | None:
@@ -192,27 +194,30 @@ def _spliced(model: nn.Module, mode: _Mode) -> dict[str, Any] | None:
     except Exception:  # a model may count its layers by itself; what is wrong with the whole one will be said
         return None
     marks = tuple(tuple(mark for mark in phase if mark[1] != LAYER) for phase in marks)
-    small, large = MICRO_BATCHES
-    per_sample = {}
-    for name, flops in first.flops.items():
-        per_period = second.flops[name] / large - flops / small
-        per_sample[name] = flops / small + per_period * (repeated.num_periods - few)
-    operators = second.num_operators - first.num_operators
-    num_operators = first.num_operators + operators * (repeated.num_periods - few)
-    return _result(stream, marks, per_sample, num_operators, first.notes)
+    counts = [
+        each.counts.plus(_of_a_period(each, layout(model, repeated, num_periods)), repeated.num_periods - num_periods)
+        for each, num_periods in zip(raw, FEW_PERIODS, strict=True)
+    ]
+    return _result(stream, marks, between(counts[0], counts[1], MICRO_BATCHES), first.notes)
 
 
-def _result(
-    stream: Timeline, marks: Marks, flops: dict[str, float], num_operators: int, notes: tuple[str, ...]
-) -> dict[str, Any]:
-    return {
-        "stream": stream,
-        "marks": marks,
-        "flops_per_sample": flops["forward"] + flops["backward"],
-        "recompute_flops_per_sample": flops["recompute"],
-        "num_operators": num_operators,
-        "notes": notes,
-    }
+def _of_a_period(raw: RawTrace, layers: Layout) -> Counts:
+    """What one period in the middle costs: its forward, and the way from its last gradient to that of the one before.
+
+    Only called where splicing has found the periods alike.
+    """
+    middle = layers.num_periods // 2
+    begins = [raw.counts_at[LAYER, layers.first_layer + i * layers.period] for i in (middle, middle + 1)]
+    own = range(
+        layers.first_parameter + middle * layers.parameters, layers.first_parameter + layers.parameters * (middle + 1)
+    )
+    parameter = next(number for number in own if (GRADIENT, number) in raw.counts_at)
+    ends = [raw.counts_at[GRADIENT, number] for number in (parameter + layers.parameters, parameter)]
+    return begins[1].minus(begins[0]).plus(ends[1].minus(ends[0]))
+
+
+def _result(stream: Timeline, marks: Marks, work: Work, notes: tuple[str, ...]) -> dict[str, Any]:
+    return {"stream": stream, "marks": marks, "work": work, "notes": notes}
 
 
 def _own_parameters(model: nn.Module) -> tuple[tuple[int, ...], ...]:
@@ -243,9 +248,9 @@ def _record(model: nn.Module, layers: str, mode: _Mode, micro_batch: int) -> Raw
     return RawTrace(
         recording=recorder.recording(micro_batch),
         marks=tuple(map(tuple, recorder.marks)),
-        num_operators=recorder.num_operators,
+        counts=recorder.counts,
+        counts_at=recorder.counts_at,
         notes=(*recorder.notes, *((USED_OUTSIDE,) if recorder.uses_at_rest else ())),
-        flops=dict(recorder.flops),
     )
 
 

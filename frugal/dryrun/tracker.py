@@ -17,9 +17,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from frugal.dryrun import data_dependent, memo
 from frugal.dryrun.attention import cuda_workspace
-from frugal.dryrun.categories import MODEL, Shapes, asked_by_transformers, asker, owned
+from frugal.dryrun.categories import DEEPSPEED, MODEL, Shapes, asked_by_transformers, asker, owned
 from frugal.dryrun.host_pages import untouched
 from frugal.planning.timeline import PARAMETERS, TEMPORARY, Recording
+from frugal.planning.work import Counts
 from frugal.training.measure import BACKWARD, FORWARD, INITIALISATION, StorageWatch
 
 aten = torch.ops.aten
@@ -49,7 +50,8 @@ class Tracker(StorageWatch):
         self.kind = kind
         self.phase = INITIALISATION
         self.host_live_bytes = self.host_peak_bytes = 0
-        self.flops = dict.fromkeys(("forward", "backward", "recompute"), 0)
+        self._counted: Counter[str] = Counter()  # fields of `Counts`, but for operators
+        self._recomputed_from: int | None = None  # operators before the layer that is now recomputed
         self._sizes: list[int] = []
         self._categories: list[int] = []
         self._operators: list[int] = []
@@ -75,6 +77,8 @@ class Tracker(StorageWatch):
         self._integer = integer
         self.was_asked_for_integers = False
         self._building = kind == "cuda"  # a model is built on the host
+        self._forward_from = 0  # operators before the phase
+        self._alone = False  # whether there is no DeepSpeed whose operators are not to be counted
         self._waiting: dict[int, int] = {}  # address -> bytes of the model's storages still on the host
 
     # What happened
@@ -97,6 +101,9 @@ class Tracker(StorageWatch):
         if phase != BACKWARD:  # the end of a backward waits for all streams (stage_1_and_2.py:1027, stage3.py:1414)
             for stream, works in self._side_works.items():
                 self._finish(stream, works)
+        if self.phase == FORWARD:
+            self._counted["num_forward"] += self.num_operators - self._forward_from
+        self._forward_from = self.num_operators
         self.phase = phase
         self._phases.append((phase, len(self._events)))
 
@@ -106,7 +113,7 @@ class Tracker(StorageWatch):
         self._model = model
         self._building = False
         for name, module in model.named_modules():
-            module.register_forward_pre_hook(lambda _module, _args, name=name: self._running.append(name))
+            module.register_forward_pre_hook(lambda _module, _args, name=name: self._enter(name))
             module.register_forward_hook(lambda *_: self._leave(), always_call=True)
 
     @contextmanager
@@ -184,8 +191,16 @@ class Tracker(StorageWatch):
         """Whether backward runs a module's forward again. Not seen by `is_grad_enabled`, which a `Function` clears."""
         return self.phase == BACKWARD and len(self._running) > 1
 
+    def _enter(self, name: str) -> None:
+        self._running.append(name)
+        if self.phase == BACKWARD and len(self._running) == 2:
+            self._recomputed_from = self.num_operators
+
     def _leave(self) -> None:
         self._running.pop()
+        if self._recomputed_from is not None and len(self._running) == 1:
+            self._counted["num_recomputed"] += self.num_operators - self._recomputed_from
+            self._recomputed_from = None
 
     # Births and deaths
 
@@ -262,13 +277,38 @@ class Tracker(StorageWatch):
         # DeepSpeed keeps shapes as meta tensors of its own (stage_1_and_2.py), which are nothing on a real device.
         self._own_metadata = func is aten.zeros_like.default and "device" in kwargs and self.phase == INITIALISATION
         out = _on_host(func, args, kwargs) if func in _CROSSING or _reads_host(args) else NotImplemented
+        if out is not NotImplemented and self.kind == "cuda" and self.phase in (FORWARD, BACKWARD):
+            self._counted["moved"] += self._moved_bytes(func, args, out)
         if out is NotImplemented:
-            out, flops = memo.run(func, args, kwargs)
-            if flops and self.phase in (FORWARD, BACKWARD):
-                self.flops["recompute" if self._recomputing else self.phase] += flops
+            out, (flops, traffic) = memo.run(func, args, kwargs)
+            if self.phase in (FORWARD, BACKWARD):
+                self._count(flops, traffic)
         if self.kind == "cuda" and (workspace := cuda_workspace(func, args)):
             self._events.append(self._record(workspace, TEMPORARY, func))
         return out
+
+    def _count(self, flops: int, traffic: int) -> None:
+        """Add what one operator of the model costs. DeepSpeed's own is added by `frugal.planning.cost`."""
+        if not self._alone and traffic and asker(sys._getframe(3)) == DEEPSPEED:
+            return
+        prefix = "recompute_" if self._recomputing else ""
+        self._counted[prefix + "flops"] += flops
+        self._counted[prefix + "traffic"] += traffic
+
+    def _moved_bytes(self, func: Any, args: tuple[Any, ...], out: Any) -> int:
+        """Bytes that the model's copy moves between host and device."""
+        source, target = (args[1], args[0]) if func is aten.copy_.default else (args[0], out)
+        if func not in (aten.copy_.default, aten._to_copy.default) or source.device == target.device:
+            return 0
+        return 0 if not self._alone and asker(sys._getframe(3)) == DEEPSPEED else int(source.nbytes)
+
+    @property
+    def counts(self) -> Counts:
+        """What ran so far in forward and backward."""
+        counted = dict(self._counted)
+        if self.phase == FORWARD:
+            counted["num_forward"] = counted.get("num_forward", 0) + self.num_operators - self._forward_from
+        return Counts(**counted, num_operators=self.num_operators)
 
     def _scalar(self, tensor: Tensor) -> bool | int | float:
         """The answer to `.item()`, which decides what the program does next.

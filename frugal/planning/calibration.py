@@ -23,22 +23,29 @@ class Probe:
     """A short measurement of one rank while all ranks of the machine do the same.
 
     Attributes:
-        matrix_flops: FLOP/s of a transformer layer, forward and backward, by precision; fp16 only on a GPU.
-        memory_bandwidth: bytes/s read and written by a large copy.
+        matrix_flops: FLOP/s of a layer's matrix products, forward and backward, by precision; fp16 only on a GPU.
+        memory_bandwidth: bytes/s read and written by operators between them.
         link_bandwidth: bytes/s that a rank sends in a ring; None with one rank.
+        hop_seconds: latency of a collective for each doubling of the ranks; None with one rank.
         operator_seconds: host time of one tiny operator, with its share of autograd.
+        host_bandwidth: bytes/s that all ranks of the node reach together in AdamW on the host.
+        host_link_bandwidth: on a GPU bytes/s of copies to pinned host memory and back.
         context_bytes: on a GPU what the driver counts beyond the allocator's segments, and cuBLAS's workspaces in them.
     """
 
     matrix_flops: dict[Precision, float]
     memory_bandwidth: float
     link_bandwidth: float | None
+    hop_seconds: float | None
     operator_seconds: float
+    host_bandwidth: float
+    host_link_bandwidth: float | None
     context_bytes: int | None
 
     def __post_init__(self) -> None:
-        speeds = [*self.matrix_flops.values(), self.memory_bandwidth, self.operator_seconds]
-        speeds += [] if self.link_bandwidth is None else [self.link_bandwidth]
+        speeds = [*self.matrix_flops.values(), self.memory_bandwidth, self.operator_seconds, self.host_bandwidth]
+        some = (self.link_bandwidth, self.hop_seconds, self.host_link_bandwidth)
+        speeds += [speed for speed in some if speed is not None]
         if not self.matrix_flops or not all(isfinite(speed) and speed > 0 for speed in speeds):
             raise ValueError("a speed is not positive")
         if not 0 <= (self.context_bytes or 0) <= MOST_CONTEXT_BYTES:
@@ -48,12 +55,17 @@ class Probe:
     def slowest(cls, ranks: Sequence["Probe"]) -> "Probe":
         """The rank that all others wait for, in each respect."""
         links = [rank.link_bandwidth for rank in ranks if rank.link_bandwidth is not None]
+        hops = [rank.hop_seconds for rank in ranks if rank.hop_seconds is not None]
+        to_hosts = [rank.host_link_bandwidth for rank in ranks if rank.host_link_bandwidth is not None]
         contexts = [rank.context_bytes for rank in ranks if rank.context_bytes is not None]
         return cls(
             matrix_flops={name: min(rank.matrix_flops[name] for rank in ranks) for name in ranks[0].matrix_flops},
             memory_bandwidth=min(rank.memory_bandwidth for rank in ranks),
             link_bandwidth=min(links, default=None),
+            hop_seconds=max(hops, default=None),
             operator_seconds=max(rank.operator_seconds for rank in ranks),
+            host_bandwidth=min(rank.host_bandwidth for rank in ranks),
+            host_link_bandwidth=min(to_hosts, default=None),
             context_bytes=max(contexts, default=None),
         )
 
@@ -118,8 +130,14 @@ class Calibration:
             matrix_flops=probe.matrix_flops.get(precision, min(probe.matrix_flops.values())) * share,
             memory_bandwidth=probe.memory_bandwidth * share,
             operator_seconds=probe.operator_seconds,
+            host_link_bandwidth=probe.host_link_bandwidth or device.host_link_bandwidth,
             measured_on=self.date,
         )
+
+    def of_cluster(self) -> dict[str, float]:
+        """The fields of a `Cluster` that were measured, besides its link."""
+        hop = {} if self.probe.hop_seconds is None else {"hop_seconds": self.probe.hop_seconds}
+        return {"host_bandwidth": self.probe.host_bandwidth, **hop}
 
     def write(self, folder: Path) -> Path:
         """Keep it in `folder`; the file.
@@ -183,6 +201,9 @@ def notes(cluster: Cluster) -> list[str]:
         f"{device.memory_bandwidth / 1e9:.3g} GB/s of memory",
         f"{device.operator_seconds * 1e6:.1f} microseconds an operator",
     ]
+    parts.append(f"{cluster.host_bandwidth / 1e9:.3g} GB/s in an optimizer on the host")
+    if device.kind == "cuda":
+        parts.append(f"{device.host_link_bandwidth / 1e9:.3g} GB/s to the host")
     if cluster.links_measured:
         parts.append(f"{cluster.intra_bandwidth / 1e9:.3g} GB/s between {'GPUs' if device.kind == 'cuda' else 'ranks'}")
     return [f"{', '.join(parts)}: as measured on this machine on {device.measured_on}"]

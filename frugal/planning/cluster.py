@@ -14,6 +14,16 @@ MOST_RANKS = 65_536
 """Over all nodes; beyond it a plan would be all names of GPUs."""
 
 
+HOST_LINK_BANDWIDTH = 12e9
+"""Assumed bytes/s between a GPU and pinned host memory: half of what PCIe 4.0 x16 promises."""
+
+HOST_BANDWIDTH = 50e9
+"""Assumed bytes/s that one node's CPUs reach in an optimizer, all its ranks together: a quarter of 8-channel DDR4."""
+
+HOP_SECONDS = 20e-6
+"""Assumed latency of one message between two GPUs, with the launch of its kernel."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Device:
     """One GPU, or one CPU rank.
@@ -24,11 +34,12 @@ class Device:
         memory_bytes: as the driver reports it; for a CPU rank, its budget.
         context_bytes: taken before the first tensor: CUDA context, cuBLAS workspace, NCCL buffers.
         margin_bytes: left free on purpose.
-        matrix_flops: dense matrix FLOP/s that training reaches in the planned precision.
-        memory_bandwidth: bytes/s.
+        matrix_flops: FLOP/s that large matrix products reach in the planned precision.
+        memory_bandwidth: bytes/s that operators without products reach, read and written.
         operator_seconds: host time of one operator, however small.
+        host_link_bandwidth: bytes/s to and from pinned host memory, while all ranks of the node copy.
         held_bytes: what other processes keep of its memory.
-        measured_on: the date of the calibration that the last four and the context are from; None: they are assumed.
+        measured_on: the date of the calibration that the last five and the context are from; None: they are assumed.
     """
 
     name: str
@@ -39,6 +50,7 @@ class Device:
     matrix_flops: float
     memory_bandwidth: float
     operator_seconds: float = OPERATOR_SECONDS
+    host_link_bandwidth: float = HOST_LINK_BANDWIDTH
     measured_on: str | None = None
     held_bytes: int = 0
 
@@ -69,13 +81,16 @@ class Node:
 class Cluster:
     """All machines. `intra_bandwidth` is bytes/s between two devices of a node, `inter_bandwidth` between nodes.
 
-    `links_measured`: whether the former is from a calibration.
+    `hop_seconds` is the latency of a collective for each doubling of the ranks, `host_bandwidth` bytes/s that the CPUs
+    of a node reach in an optimizer. `links_measured`: whether what is within a node is from a calibration.
     """
 
     nodes: tuple[Node, ...]
     intra_bandwidth: float
     inter_bandwidth: float
     links_measured: bool = False
+    hop_seconds: float = HOP_SECONDS
+    host_bandwidth: float = HOST_BANDWIDTH
 
     @cached_property
     def devices(self) -> tuple[Device, ...]:

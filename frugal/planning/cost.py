@@ -8,33 +8,44 @@ strategies; absolute seconds are good to a factor of two until a machine has bee
 from math import log2
 from typing import Protocol
 
-from frugal.planning.cluster import Cluster
+from frugal.planning.cluster import Cluster, Device
 from frugal.planning.optimizers import state_bytes_per_element
 from frugal.planning.plan import Batch, StepTime
 from frugal.planning.request import Request
 from frugal.planning.strategy import Strategy
+from frugal.planning.work import Work
 
-ZERO_3_OPERATOR_FACTOR = 2.0
-"""ZeRO-3's Python hooks on every submodule: measured 2.7x on a step of tiny tensors, 1.1x on a real one."""
+HOOK_OPERATORS, STEP_OPERATORS = {0: 0, 1: 3, 2: 8, 3: 80}, {0: 5, 1: 5, 2: 5, 3: 13}
+"""What DeepSpeed's Python costs for each trainable parameter, by ZeRO stage, in operators' time: in a micro-step, and
+in the optimizer step. Stages 1 and 2 copy each gradient into a bucket from a hook; stage 3 also fetches and releases
+from hooks before and after every module.
 
-HOP_SECONDS = 20e-6
-"""Latency of one message between two GPUs, with the launch of its kernel."""
+These and the next three are measured: processor time of an 8-layer decoder on a CPU rank, its tensors so small that
+nothing else takes time (torch 2.13)."""
 
-PCIE_BANDWIDTH = 12e9
-"""Bytes/s between a GPU and pinned host memory: half of what PCIe 4.0 x16 promises."""
+REPEATED_HOOKS = 0.45
+"""Share of stage 3's hooks that run once more where layers are recomputed."""
+
+REPEATED_OPERATORS = 2.4
+"""A recomputed operator, in operators' time: torch's activation checkpointing packs and unpacks each saved tensor in
+Python."""
+
+PYTHON_OPERATORS = 2.0
+"""What each operator costs more in forward and recomputation under `selective`, whose choice is made by Python for
+each of them, in operators' time."""
+
+NORM_BYTES = 20
+"""Read and written for the norm of one gradient element: DeepSpeed copies it to fp64 first (zero/utils.py:59)."""
 
 NVME_BANDWIDTH = 2e9
 """Bytes/s of one node's disk, reading or writing: a PCIe 4.0 drive sustains 2 to 5 GB/s."""
 
-HOST_BANDWIDTH = 50e9
-"""Bytes/s that one node's CPUs reach in an optimizer, all its ranks together: half of an 8-channel DDR4 server."""
 
+class Model(Protocol):
+    """A model under one strategy; a `MemoryProfile` is one.
 
-class Work(Protocol):
-    """What a model's step costs, whatever it runs on; a `MemoryProfile` is one.
-
-    FLOPs are those of one full-length sample: `flops_per_sample` of forward and backward, `recompute_flops_per_sample`
-    of the forward that activation checkpointing repeats (0 without). `num_operators` run in one micro-step.
+    Parameters are counted in elements, `trainable_sizes` are those of each. `num_gathers` all-gathers of ZeRO-3 bring
+    `gathered_elements` in a micro-step; None: not known, then everything is gathered twice.
     """
 
     @property
@@ -42,51 +53,102 @@ class Work(Protocol):
     @property
     def trainable_parameters(self) -> int: ...
     @property
-    def flops_per_sample(self) -> float: ...
+    def trainable_sizes(self) -> tuple[int, ...]: ...
     @property
-    def recompute_flops_per_sample(self) -> float: ...
+    def work(self) -> Work: ...
     @property
-    def num_operators(self) -> int: ...
+    def gathers(self) -> "tuple[int, int] | None": ...
 
 
-def step_time(work: Work, strategy: Strategy, batch: Batch, cluster: Cluster, request: Request) -> StepTime:
+def step_time(model: Model, strategy: Strategy, batch: Batch, cluster: Cluster, request: Request) -> StepTime:
     """Predicted seconds of one optimizer step."""
     element_bytes = 4 if request.precision == "fp32" else 2
-    compute, recompute = _compute_seconds(work, strategy, batch, cluster)
-    communication = _communication_seconds(work, strategy, batch, cluster, element_bytes)
+    compute, recompute, moving = _compute_seconds(model, strategy, batch, cluster, element_bytes)
+    communication = _communication_seconds(model, strategy, batch, cluster, element_bytes)
     if strategy.overlap_comm:  # it hides behind backward, two thirds of the compute; what is longer stays
         communication = max(0.0, communication - 2 / 3 * compute)
     parts = {
         "compute_seconds": compute,
         "recompute_seconds": recompute,
         "communication_seconds": communication,
-        "offload_seconds": _offload_seconds(work, strategy, batch, cluster, request, element_bytes),
-        "optimizer_seconds": _optimizer_seconds(work, strategy, cluster, request, element_bytes),
+        "offload_seconds": moving + _offload_seconds(model, strategy, batch, cluster, request, element_bytes),
+        "optimizer_seconds": _optimizer_seconds(model, strategy, cluster, request, element_bytes),
     }
     return StepTime(**parts, total_seconds=sum(parts.values()))
 
 
-def _compute_seconds(work: Work, strategy: Strategy, batch: Batch, cluster: Cluster) -> tuple[float, float]:
-    """Forward and backward, and what recomputation adds.
+def _compute_seconds(
+    model: Model, strategy: Strategy, batch: Batch, cluster: Cluster, element_bytes: int
+) -> tuple[float, float, float]:
+    """Forward and backward, what recomputation adds, and the copies of activations to the host and back.
 
-    A micro-step lasts as long as its slowest rank, because ZeRO-2 and 3 meet in each one: the larger of
-    cell x FLOPs / FLOP/s and operators x launch time. Left out: that small matrices reach less of the peak; work that
-    is bound by memory rather than by FLOPs is contained in the efficiency of `Device.matrix_flops`.
+    A micro-step lasts as long as its slowest rank, because ZeRO-2 and 3 meet in each one, and all meet at the end.
+    Equal devices differ only in their cells, of which the largest counts.
     """
-    operator_seconds = max(device.operator_seconds for device in cluster.devices)
-    launch = work.num_operators * operator_seconds * (ZERO_3_OPERATOR_FACTOR if strategy.zero_stage == 3 else 1.0)
-    ranks = set(zip((device.matrix_flops for device in cluster.devices), batch.micro_batch, strict=True))
+    devices = {(id(device), cap): device for device, cap in zip(cluster.devices, batch.micro_batch, strict=True)}
     groups = {cap: group for group, cap in enumerate(batch.cut.groups)}
-    plain = total = 0.0
+    plain = total = moving = 0.0
     for steps in batch.micro_steps:
         cell = batch.cut.largest_in(steps)
-        seconds_per_flop = max(cell[groups[cap]] / speed for speed, cap in ranks)
-        plain += steps.count * max(seconds_per_flop * work.flops_per_sample, launch)
-        total += steps.count * max(seconds_per_flop * (work.flops_per_sample + work.recompute_flops_per_sample), launch)
-    return plain, total - plain
+        loads = {(device, cell[groups[cap]]) for (_, cap), device in devices.items()}
+        seconds = [_micro_step_seconds(model, strategy, *load, element_bytes, cluster.world_size) for load in loads]
+        slowest = max(seconds, key=lambda each: each[1] + each[2])
+        plain, total, moving = (
+            so_far + steps.count * more for so_far, more in zip((plain, total, moving), slowest, strict=True)
+        )
+    return plain, total - plain, moving
 
 
-def _communication_seconds(work: Work, strategy: Strategy, batch: Batch, cluster: Cluster, element_bytes: int) -> float:
+def _micro_step_seconds(
+    model: Model, strategy: Strategy, device: Device, samples: int, element_bytes: int, world_size: int
+) -> tuple[float, float, float]:
+    """One micro-step of `samples` on one device: without recomputation, with it, and moving activations.
+
+        kernels = FLOPs / (FLOP/s of matrix products) + traffic / (bytes/s of memory)
+
+    Matrix products and attention are bound by their FLOPs, everything else by the bytes it reads and writes; one
+    kernel runs after the other. A GPU's host runs ahead, so there the longer one counts, kernels or launches; on a
+    CPU they are the same thread's, and add up. Activations in host memory are copied on the stream that computes,
+    down in forward and up in backward, so that nothing hides them (`frugal.training.activation_checkpointing`).
+
+    Left out: small products, which reach less of the peak; attention kernels, which reach about half of it, but whose
+    FLOPs are counted without regard to causality, twice what they do; caches.
+    """
+    work = model.work
+    kernels = work.flops_per_sample * samples / device.matrix_flops
+    kernels += (work.traffic.at(samples) + _gradient_traffic(model, strategy, element_bytes, world_size)) / (
+        device.memory_bandwidth
+    )
+    again = work.recompute_flops_per_sample * samples / device.matrix_flops
+    again += work.recompute_traffic.at(samples) / device.memory_bandwidth
+    hooks = HOOK_OPERATORS[strategy.zero_stage] * len(model.trainable_sizes)
+    operators = work.num_operators - work.num_recomputed + hooks
+    repeated = REPEATED_OPERATORS * work.num_recomputed
+    if strategy.zero_stage == 3 and work.num_recomputed:
+        repeated += REPEATED_HOOKS * hooks
+    if strategy.activation_checkpointing == "selective":
+        repeated += PYTHON_OPERATORS * (work.num_forward + work.num_recomputed)
+    launch, launch_again = operators * device.operator_seconds, repeated * device.operator_seconds
+    moving = work.moved_per_sample * samples / device.host_link_bandwidth
+    if device.kind == "cpu":
+        return kernels + launch, kernels + launch + again + launch_again, 0.0
+    return max(kernels, launch), max(kernels + again, launch + launch_again), moving
+
+
+def _gradient_traffic(model: Model, strategy: Strategy, element_bytes: int, world_size: int) -> float:
+    """Bytes that a rank reads and writes in a micro-step to sum gradients, besides what the collectives do.
+
+    Stages 0 and 1 add them to what is there: two reads and a write. Stages 2 and 3 copy them into a bucket, divide them
+    by the number of ranks, and add the rank's own part to its sum in fp32.
+    """
+    if strategy.zero_stage <= 1:
+        return 3.0 * element_bytes * model.trainable_parameters
+    return (4 * element_bytes + (8 + element_bytes) / world_size) * model.trainable_parameters
+
+
+def _communication_seconds(
+    model: Model, strategy: Strategy, batch: Batch, cluster: Cluster, element_bytes: int
+) -> float:
     """What the collectives take: bytes that each rank sends, over the slowest link of the ring, plus latency.
 
     With S bytes of gradients or parameters on W ranks, a ring sends (W-1)/W x S for an all-gather or a reduce-scatter
@@ -100,8 +162,11 @@ def _communication_seconds(work: Work, strategy: Strategy, batch: Batch, cluster
     (in units of (W-1)/W x S). Stages 1 and 2 use an all-reduce for the gradients even where a reduce-scatter would do
     (`use_multi_rank_bucket_allreduce`). Source: the wire bytes of 25M parameters in bf16 on 2 nodes, counted at the
     network card, for n = 1 and 8: 50.6 / 50.6, 75.7 / 75.9, 75.3 / 430 and 75.9 / 607 MB; these formulas give
-    50 / 50, 75 / 75, 75 / 425 and 75 / 600. Left out: that persistent small parameters are not gathered in ZeRO-3, and
-    NCCL's trees and hierarchies, which do better than one ring on many nodes.
+    50 / 50, 75 / 75, 75 / 425 and 75 / 600. What stage 3 gathers is known better where it was simulated: parameters
+    that stay are not gathered, and those of recomputed layers three times.
+
+    Between nodes a ring leaves and enters each node once, whatever the ranks in it, so `inter_bandwidth`, that of a
+    node, is the ring's. Left out: NCCL's trees and hierarchies, which do better than one ring on many nodes.
     """
     world_size, num_steps = cluster.world_size, batch.accumulation_steps
     if world_size == 1:
@@ -109,20 +174,24 @@ def _communication_seconds(work: Work, strategy: Strategy, batch: Batch, cluster
     bandwidth = (
         cluster.intra_bandwidth if len(cluster.nodes) == 1 else min(cluster.intra_bandwidth, cluster.inter_bandwidth)
     )
-    gradients, parameters = work.trainable_parameters * element_bytes, work.parameters * element_bytes
+    gradients = model.trainable_parameters * element_bytes
+    bucket_bytes = strategy.reduce_bucket_elements * element_bytes
+    num_buckets = max(1, -(-gradients // bucket_bytes))
     if strategy.zero_stage == 3:
-        volume = num_steps * (2 * parameters + gradients)
+        num_gathers, gathered = model.gathers or (2 * num_buckets, 2 * model.parameters)
+        stays = sum(size for size in model.trainable_sizes if size <= strategy.persistence_threshold_elements)
+        volume = num_steps * (gathered * element_bytes + gradients) + stays * element_bytes
+        num_collectives = num_steps * (num_gathers + num_buckets) + (stays > 0)
     else:
         reductions = num_steps if strategy.zero_stage == 2 else 1
         volume = 2 * reductions * gradients + (gradients if strategy.zero_stage >= 1 else 0)
-    bucket_bytes = strategy.reduce_bucket_elements * element_bytes
-    num_collectives = max(1, volume // bucket_bytes)
+        num_collectives = reductions * num_buckets + (num_buckets if strategy.zero_stage >= 1 else 0)
     transfer = (world_size - 1) / world_size * volume / bandwidth
-    return transfer + num_collectives * HOP_SECONDS * log2(world_size)
+    return transfer + num_collectives * cluster.hop_seconds * log2(world_size)
 
 
 def _offload_seconds(
-    work: Work, strategy: Strategy, batch: Batch, cluster: Cluster, request: Request, element_bytes: int
+    model: Model, strategy: Strategy, batch: Batch, cluster: Cluster, request: Request, element_bytes: int
 ) -> float:
     """PCIe traffic and the optimizer on the host.
 
@@ -135,32 +204,40 @@ def _offload_seconds(
     if strategy.offload_optimizer == "none":
         return 0.0
     world_size, num_steps = cluster.world_size, batch.accumulation_steps
-    share = work.trainable_parameters * element_bytes / world_size
+    share = model.trainable_parameters * element_bytes / world_size
     moved = num_steps * share + share
     if strategy.offload_parameters != "none":
-        moved += 2 * num_steps * work.parameters * element_bytes / world_size
+        moved += 2 * num_steps * model.parameters * element_bytes / world_size
     ranks_per_node = max(len(node.devices) for node in cluster.nodes)
     states = state_bytes_per_element(request.optimizer, request.momentum)
     moved_on_disk = 0.0
     if strategy.offload_optimizer == "nvme":  # master weight, states and gradient: written and read
-        moved_on_disk += 2 * (4 + states + 4) * work.trainable_parameters / world_size
+        moved_on_disk += 2 * (4 + states + 4) * model.trainable_parameters / world_size
     if strategy.offload_parameters == "nvme":
-        moved_on_disk += (2 * num_steps + 1) * work.parameters * element_bytes / world_size
-    touched = work.trainable_parameters / world_size * ranks_per_node * (8 + 2 * (4 + states))
+        moved_on_disk += (2 * num_steps + 1) * model.parameters * element_bytes / world_size
+    touched = model.trainable_parameters / world_size * ranks_per_node * (8 + 2 * (4 + states))
     disk = moved_on_disk * ranks_per_node / NVME_BANDWIDTH
-    return moved / PCIE_BANDWIDTH + touched / HOST_BANDWIDTH + disk
+    slowest = min(device.host_link_bandwidth for device in cluster.devices)
+    return moved / slowest + touched / cluster.host_bandwidth + disk
 
 
-def _optimizer_seconds(work: Work, strategy: Strategy, cluster: Cluster, request: Request, element_bytes: int) -> float:
+def _optimizer_seconds(
+    model: Model, strategy: Strategy, cluster: Cluster, request: Request, element_bytes: int
+) -> float:
     """The update on the device, bound by its memory's bytes/s.
 
     For each element a rank owns: the gradient is read for its norm and again for the update (4 bytes each), master
-    weight and the optimizer's states are read and written, the parameter is written. Left out: the fp64 copies
-    DeepSpeed makes for the norm, and the temporaries of optimizers that are not fused.
+    weight and the optimizer's states are read and written, the parameter is written. Left out: the temporaries of
+    optimizers that are not fused.
     """
     if strategy.offload_optimizer != "none":
         return 0.0
-    owned = work.trainable_parameters / (cluster.world_size if strategy.zero_stage >= 1 else 1)
+    owned = model.trainable_parameters / (cluster.world_size if strategy.zero_stage >= 1 else 1)
     states = state_bytes_per_element(request.optimizer, request.momentum)
-    traffic = owned * (8 + 2 * (4 + states) + element_bytes)
-    return traffic / min(device.memory_bandwidth for device in cluster.devices)
+    traffic = owned * (4 + NORM_BYTES + 2 * (4 + states) + element_bytes)
+    operators = STEP_OPERATORS[strategy.zero_stage] * len(model.trainable_sizes)
+    of_host = cluster.host_bandwidth / max(len(node.devices) for node in cluster.nodes)
+    return max(
+        traffic / (of_host if device.kind == "cpu" else device.memory_bandwidth) + operators * device.operator_seconds
+        for device in set(cluster.devices)
+    )

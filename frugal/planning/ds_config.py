@@ -56,8 +56,7 @@ def strategy_config(request: Request, strategy: Strategy) -> dict[str, Any]:
     }
     if request.precision != "fp32":
         config[request.precision] = {"enabled": True}
-        if strategy.gradient_accumulation_dtype == "fp32":
-            config["data_types"] = {"grad_accum_dtype": "fp32"}
+        config["data_types"] = {"grad_accum_dtype": strategy.gradient_accumulation_dtype}
     return config
 
 

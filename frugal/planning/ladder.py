@@ -24,7 +24,8 @@ def ladder(plan: Plan, *, shown: int | None = None) -> list[str]:
 
 def short(strategy: Strategy) -> str:
     """A strategy without what it does not do."""
-    return str(strategy).replace(", activation checkpointing off", "")
+    plain = strategy.activation_checkpointing == "off"
+    return str(strategy).replace(", activation checkpointing off", "") if plain else str(strategy)
 
 
 def table(rows: Sequence[tuple[str, ...]]) -> list[str]:

@@ -44,6 +44,7 @@ def machines(given: Mapping[str, Any], precision: Precision, calibration: Calibr
         intra_bandwidth=min(links) if measured is None else measured,
         inter_bandwidth=cards.INTER_NODE_BANDWIDTH,
         links_measured=measured is not None,
+        **({} if calibration is None else calibration.of_cluster()),
     )
 
 

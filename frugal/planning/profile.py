@@ -11,17 +11,24 @@ from frugal.planning.cluster import Device
 from frugal.planning.memory import MemoryBreakdown
 from frugal.planning.strategy import Strategy
 from frugal.planning.timeline import Timeline
+from frugal.planning.work import Work
 
 DeviceKind = Literal["cuda", "cpu"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankMemory:
-    """One rehearsed rank: its timeline, and the peak of its tensors on the host, bytes."""
+    """One rehearsed rank: its timeline, and the peak of its tensors on the host, bytes.
+
+    `host_bytes_per_sample` is what activations in host memory add to the latter. `gathers`: under ZeRO-3 the
+    all-gathers of a micro-step and the elements they bring, where they were counted.
+    """
 
     rank: int
     timeline: Timeline
     host_bytes: int
+    host_bytes_per_sample: int = 0
+    gathers: tuple[int, int] | None = None
 
     @cached_property
     def _capacities(self) -> dict[tuple[int, int, bool], int]:
@@ -69,9 +76,8 @@ class MemoryProfile:
         parameters: elements.
         trainable_parameters: elements.
         largest_parameter: elements.
-        flops_per_sample: FLOPs of forward and backward, without recomputation.
-        recompute_flops_per_sample: FLOPs of the forward that activation checkpointing repeats.
-        num_operators: operators of one micro-step.
+        trainable_sizes: elements of each trainable parameter.
+        work: what one micro-step makes the device do.
         ranks: the rehearsed ranks; one of them is the fullest.
         sampled: where the memory is no timeline for all micro-batches, the micro-batches that were rehearsed;
             `ranks` then has one entry a rank and micro-batch, micro-batches outermost.
@@ -88,9 +94,8 @@ class MemoryProfile:
     parameters: int
     trainable_parameters: int
     largest_parameter: int
-    flops_per_sample: float
-    recompute_flops_per_sample: float
-    num_operators: int
+    trainable_sizes: tuple[int, ...]
+    work: Work
     ranks: tuple[RankMemory, ...]
     sampled: tuple[int, ...] = ()
     counts_slack: bool = True
@@ -99,6 +104,11 @@ class MemoryProfile:
         """The peak of the fullest rank on `device`, and the host memory of a full node."""
         ranks, sampled = self._ranks_at(micro_batch)
         return fullest(ranks, sampled, device, self.ranks_per_node, expandable_segments, self.counts_slack)
+
+    @property
+    def gathers(self) -> tuple[int, int] | None:
+        """Under ZeRO-3 the all-gathers of a micro-step and the elements they bring, where they were counted."""
+        return self.ranks[0].gathers
 
     @property
     def draft(self) -> "MemoryProfile":
@@ -149,7 +159,8 @@ def fullest(
     counts_slack: bool = True,
 ) -> MemoryBreakdown:
     """The breakdown of the rank that needs most. The others are only looked at closely if they might need more."""
-    host_bytes = host.node_bytes(max(rank.host_bytes for rank in ranks), device.kind, ranks_per_node)
+    on_host = max(rank.host_bytes + rank.host_bytes_per_sample * micro_batch for rank in ranks)
+    host_bytes = host.node_bytes(on_host, device.kind, ranks_per_node)
     first, *others = sorted(ranks, key=lambda rank: -rank.timeline.peak_bytes(micro_batch))
     found = breakdown(first, micro_batch, device, host_bytes, expandable_segments, counts_slack)
     if device.kind == "cpu" or not counts_slack:

@@ -22,12 +22,12 @@ def reasons(request: Request, cluster: Cluster, choice: Choice) -> tuple[str, ..
 
 
 def _activation_checkpointing(request: Request, choice: Choice) -> str:
-    taken = choice.option
+    taken, mode = choice.option, choice.option.strategy.activation_checkpointing
+    word = "on" if mode == "full" else mode
     if request.activation_checkpointing != "auto":
-        word = "on" if request.activation_checkpointing == "full" else request.activation_checkpointing
         return f"activation checkpointing is {word}, as asked"
-    others = _alternatives(choice, lambda option: option.strategy.activation_checkpointing)
-    if taken.strategy.activation_checkpointing == "off":
+    others = _alternatives(choice, lambda option: option.strategy.activation_checkpointing == "off")
+    if mode == "off":
         if not others or others[0].time is None or taken.time is None:
             return "activation checkpointing is off: it is not needed"
         slower = others[0].seconds - taken.seconds
@@ -38,10 +38,18 @@ def _activation_checkpointing(request: Request, choice: Choice) -> str:
         return (
             f"activation checkpointing is off: it is not needed, and a step would take {format_seconds(slower)} longer"
         )
+    what = f"activation checkpointing is {word}{_WHAT[mode]}"
     fitting = [option for option in others if option.fits]
     if fitting:
-        return f"activation checkpointing is on: without it {_batch_and_seconds(fitting[0], taken)}"
-    return f"activation checkpointing is on: {_does_not_fit(others)} without it" if others else ""
+        return f"{what}: without it {_batch_and_seconds(fitting[0], taken)}"
+    return f"{what}: {_does_not_fit(others)} without it" if others else what
+
+
+_WHAT = {
+    "full": "",
+    "selective": ", so that products and attention are not repeated",
+    "offloaded": ", with the layers' inputs in host memory",
+}
 
 
 def _loss(request: Request, choice: Choice) -> str:

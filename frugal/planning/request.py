@@ -14,6 +14,7 @@ Precision = Literal["bf16", "fp16", "fp32"]
 ActivationCheckpointingChoice = Literal["auto", "off", "selective", "full", "offloaded"]
 LossChoice = Literal["auto", "plain", "tiled"]
 Preference = Literal["fast", "simple"]
+AccumulationDtype = Literal["fp32", "bf16"]
 OffloadChoice = Literal["auto", "none", "optimizer", "all", "nvme"]
 
 DEFAULT_GLOBAL_BATCH = 512
@@ -56,6 +57,8 @@ class Request:
         lr_rule: how the rate grows with the batch; see `frugal.planning.learning_rate`.
         weight_decay: decoupled for AdamW.
         gradient_clipping: largest norm of the global gradient; 0 switches clipping off.
+        gradient_accumulation_dtype: of gradients summed over micro-steps; None: fp32. `bf16` halves their memory, and
+            loses more with every micro-step.
         overlap_comm: let gradients travel while backward goes on; None: no.
         reduce_bucket_elements: pinned size of DeepSpeed's gradient bucket, elements.
     """
@@ -84,6 +87,7 @@ class Request:
     lr_rule: Rule | None = None
     weight_decay: float = 0.01
     gradient_clipping: float = 1.0
+    gradient_accumulation_dtype: AccumulationDtype | None = None
     overlap_comm: bool | None = None
     reduce_bucket_elements: int | None = None
 
@@ -120,6 +124,12 @@ class Request:
                     else "stage 1 cannot accumulate gradients in fp32 without losing some"
                 ),
                 hint="use --zero-stage 2, also on one GPU, or --precision fp32",
+            )
+        if self.gradient_accumulation_dtype == "bf16" and self.precision != "bf16":
+            raise RequestError(
+                f"--gradient-accumulation-dtype bf16 is impossible with --precision {self.precision}",
+                because="only sums of bf16 gradients are kept in bf16",
+                hint="leave one of them out",
             )
         optimizers.check(
             self.optimizer,

@@ -7,7 +7,7 @@ closely that could still win. Then the winner is rehearsed as a whole. Where tha
 micro-batch shrinks, and where a drafted profile was wrong, a rehearsed one takes its place; the choice is made again.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from frugal.errors import RequestError
@@ -21,6 +21,7 @@ from frugal.planning.plan import ModelSummary
 from frugal.planning.request import Request
 from frugal.planning.source import Profile, Source
 from frugal.planning.strategy import Offload, Strategy, candidates, offload_levels
+from frugal.planning.turns import LIKE, buckets_matter, turns
 
 TRUST = 0.01
 """A profile that is further than this from the rehearsal is wrong, and the plan says so. In live bytes: what the
@@ -94,9 +95,10 @@ class Search:
         """
         seen: list[Option] = []
         for level in self.levels:
-            strategies = self.strategies(level)
-            self.source.prepare(strategies)
-            seen += self._confirmed([draft for strategy in strategies for draft in self._draft(strategy)])
+            for turn in turns(self.strategies(level)):
+                slow, others = self._slow(turn, seen)
+                self.source.prepare(others)
+                seen += [*slow, *self._confirmed([draft for each in others for draft in self._draft(each)], seen)]
             if winner := self._winner(seen):
                 return winner
         return max(seen, key=lambda option: option.headroom_bytes or 0, default=None)
@@ -108,7 +110,7 @@ class Search:
         near = [option for option in fitting if option.seconds <= enough]
         return min(near, key=lambda option: option.simplicity, default=None)
 
-    def strategies(self, level: Offload) -> tuple[Strategy, ...]:
+    def strategies(self, level: Offload, *, small_buckets: bool = False) -> tuple[Strategy, ...]:
         """The candidates of one level of offloading, simplest first."""
         return candidates(
             self.request,
@@ -118,29 +120,59 @@ class Search:
             can_recompute=self.facts.can_recompute,
             can_tile=self.can_tile,
             largest_parameter=self.facts.largest_parameter,
+            on_gpus=self.cluster.devices[0].kind == "cuda",
+            small_buckets=small_buckets,
         )
 
     def options(self, level: Offload) -> list[Option]:
-        """All strategies of a level; those that could not win even with unlimited memory are left unprofiled."""
-        strategies = self.strategies(level)
+        """All strategies of a level.
+
+        Modes of activation checkpointing are looked at in turns, each for what those before leave to gain: a mode
+        whose best case is no faster than what fits already is not even traced.
+        """
+        found: list[Option] = []
+        for turn in turns(self.strategies(level)):
+            found += self._options(turn, found)
+        if buckets_matter(found, self.request, min(device.usable_bytes for device in self.cluster.devices)):
+            found += self._options(self.strategies(level, small_buckets=True), found)
+        refused = self.request.loss == "auto" and not self.can_tile
+        return [option for option in found if not (refused and option.strategy.loss == "tiled")]
+
+    def _options(self, strategies: Sequence[Strategy], before: list[Option]) -> list[Option]:
+        """Some strategies of a level, of which others were looked at `before`."""
+        slow, others = self._slow(strategies, before)
+        return slow + self._profiled(others, before)
+
+    def _slow(self, strategies: Sequence[Strategy], before: list[Option]) -> tuple[list[Option], list[Strategy]]:
+        """Those whose best case is no faster than what fits already, and the others."""
+        fastest = min((o.seconds for o in before if o.fits and not o.is_draft), default=float("inf"))
+        bounds = [self._best_case(strategy) for strategy in strategies] if self.work else []
+        slow = [b for b in bounds if b.seconds * TIE >= fastest and not self._is_simpler(b, before)]
+        known = {bound.strategy for bound in slow}
+        return slow, [strategy for strategy in strategies if strategy not in known]
+
+    def _profiled(self, strategies: Sequence[Strategy], before: list[Option]) -> list[Option]:
+        """Those among them that could win, drafted or profiled; what is slower even without a limit stays so."""
+        if not strategies:
+            return []
         self.source.prepare(strategies)
         drafts = {strategy: draft for strategy in strategies for draft in self._draft(strategy)}
-        options = self._confirmed(list(drafts.values()))
+        options = self._confirmed(list(drafts.values()), before)
         for strategy in strategies:
             if strategy in drafts:
                 continue
-            fastest = min((option.seconds for option in options if option.fits), default=float("inf"))
+            known = [*before, *options]
+            fastest = min((option.seconds for option in known if option.fits), default=float("inf"))
             bound = self._best_case(strategy) if self.work else None
-            if bound and bound.seconds * TIE >= fastest and not self._is_simpler(bound, options):
+            if bound and bound.seconds * TIE >= fastest and not self._is_simpler(bound, known):
                 options.append(bound)
-            elif hopeless := self._hopeless(strategy, options):
+            elif hopeless := self._hopeless(strategy, known):
                 options.append(hopeless)
             elif strategy.loss == "plain" or self.request.loss == "tiled":
                 options.append(self.option(strategy))
             else:
                 options += self._tiled(strategy, self.option)
-        refused = self.request.loss == "auto" and not self.can_tile
-        return [option for option in options if not (refused and option.strategy.loss == "tiled")]
+        return options
 
     def _is_simpler(self, bound: Option, options: list[Option]) -> bool:
         """Whether a slower strategy could be preferred for being simpler than all that are fast enough."""
@@ -162,10 +194,12 @@ class Search:
         found = draft(strategy)
         return [] if found is None else [found]
 
-    def _confirmed(self, drafts: list[Option]) -> list[Option]:
+    def _confirmed(self, drafts: list[Option], before: list[Option]) -> list[Option]:
         """The drafts with a closer look at those that could win: a draft's time is never too long."""
         options: list[Option] = []
-        fastest = float("inf")
+        fastest = min(
+            (option.seconds for option in before if option.fits and not option.is_draft), default=float("inf")
+        )
         for draft in sorted(drafts, key=lambda option: option.seconds):
             if not draft.fits or draft.seconds > fastest * self.tolerance:
                 options.append(draft)
@@ -279,7 +313,8 @@ class Search:
     def _best_case(self, strategy: Strategy) -> Option:
         """What a strategy could reach if memory were unlimited; recomputation counts as free while it is unknown."""
         batch = self.fitting.unlimited()
-        work = self.work.get(strategy.activation_checkpointing) or next(iter(self.work.values()))
+        known = (self.work.get(mode) for mode in LIKE[strategy.activation_checkpointing])
+        work = next((work for work in known if work is not None), next(iter(self.work.values())))
         time = cost.step_time(work, strategy, batch, self.cluster, self.request)
         return Option(strategy=strategy, micro_batch=batch.largest_cell, batch=None, memory=None, time=time)
 
@@ -299,5 +334,5 @@ class Search:
             parameters=self.facts.parameters,
             trainable_parameters=self.facts.trainable_parameters,
             largest_parameter=self.facts.largest_parameter,
-            flops_per_sample=self.work[option.strategy.activation_checkpointing].flops_per_sample,
+            flops_per_sample=self.work[option.strategy.activation_checkpointing].work.flops_per_sample,
         )

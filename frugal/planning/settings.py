@@ -13,6 +13,7 @@ from frugal.planning.learning_rate import Rule
 from frugal.planning.machines import machines
 from frugal.planning.optimizers import OptimizerImplementation, OptimizerName
 from frugal.planning.request import (
+    AccumulationDtype,
     ActivationCheckpointingChoice,
     LossChoice,
     OffloadChoice,
@@ -35,6 +36,7 @@ _CHOICES = {
     "optimizer_implementation": get_args(OptimizerImplementation),
     "activation_checkpointing": get_args(ActivationCheckpointingChoice),
     "loss": get_args(LossChoice),
+    "gradient_accumulation_dtype": get_args(AccumulationDtype),
     "prefer": get_args(Preference),
     "lr_rule": get_args(Rule),
     "offload": get_args(OffloadChoice),

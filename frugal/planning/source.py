@@ -34,7 +34,7 @@ class Facts(Protocol):
     def can_tile(self) -> bool: ...
 
 
-class Profile(cost.Work, Protocol):
+class Profile(cost.Model, Protocol):
     """What one model costs under one strategy, for any micro-batch. `draft`: without the allocator's part."""
 
     @property

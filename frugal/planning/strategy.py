@@ -29,6 +29,7 @@ class Strategy:
         persistence_threshold_elements: ZeRO-3, parameters up to this size stay gathered.
         sub_group_elements: ZeRO-3, elements updated together in the optimizer step.
         overlap_comm: gradients travel while backward goes on, from a second bucket and a stream of their own.
+        small_buckets: the four sizes before `sub_group_elements` are an eighth of the usual ones.
     """
 
     zero_stage: int
@@ -45,6 +46,7 @@ class Strategy:
     persistence_threshold_elements: int = 100_000
     sub_group_elements: int = 100_000_000
     overlap_comm: bool = False
+    small_buckets: bool = False
 
     def __post_init__(self) -> None:
         assert 0 <= self.zero_stage <= 3
@@ -70,7 +72,15 @@ class Strategy:
             + (self.offload_optimizer == "nvme")
             + (self.offload_parameters == "nvme")
             + self.overlap_comm
+            + self.small_buckets
         )
+
+    @property
+    def frugality(self) -> tuple[int, ...]:
+        """Sorts strategies by how little they keep on the device."""
+        kept = ("off", "selective", "full", "offloaded").index(self.activation_checkpointing)
+        moved = [("none", "cpu", "nvme").index(place) for place in (self.offload_optimizer, self.offload_parameters)]
+        return (*moved, self.zero_stage, kept, int(self.loss == "tiled"), int(self.small_buckets))
 
     def __str__(self) -> str:
         words = [f"ZeRO-{self.zero_stage}", f"activation checkpointing {self.activation_checkpointing}"]
@@ -84,6 +94,8 @@ class Strategy:
             words.append("optimizer and parameters in host memory")
         elif self.offload_optimizer != "none":
             words.append("optimizer in host memory")
+        if self.small_buckets:
+            words.append("small buckets")
         if self.overlap_comm:
             words.append("communication overlapped")
         return ", ".join(words)
@@ -93,6 +105,9 @@ Offload = Literal["none", "optimizer", "all", "nvme"]
 
 BUCKET_ELEMENTS = 20_000_000
 """Gradient elements that travel together: far beyond what saturates a link (a few MB), and 80 MB at most in fp32."""
+
+SMALLER = 8
+"""How many times smaller small buckets are."""
 
 
 def offload_levels(request: Request, *, on_gpus: bool = True) -> tuple[Offload, ...]:
@@ -124,15 +139,20 @@ def candidates(
     *,
     world_size: int,
     offload: Offload,
+    on_gpus: bool = True,
     trainable_parameters: int,
     can_recompute: bool = True,
     can_tile: bool = False,
     largest_parameter: int = 0,
+    small_buckets: bool = False,
 ) -> tuple[Strategy, ...]:
     """The strategies a request and its model allow at one level of offloading, simplest first.
 
-    `auto` tries activation checkpointing off and full: what `selective` costs in memory traffic, and `offloaded` in
-    traffic to the host, is not in the cost model, so that both would look too good. They are for those who ask.
+    `auto` tries every mode of activation checkpointing; `offloaded` on GPUs only, since a CPU rank has nowhere to move
+    anything to. Overlapped communication is for those who ask: what it holds back on CUDA's streams has not been
+    measured on a GPU, and a plan that does not fit is worse than one that is slower.
+
+    `small_buckets`: only these, for where the usual ones take much of the memory. Stage 0 has none.
 
     Which ZeRO stages: bf16 and fp16 only stages 2 and 3, because stage 0 starts Adam at its second step and stage 1
     loses gradients under fp32 accumulation. On one GPU the stages split nothing, so the lowest is enough.
@@ -144,15 +164,22 @@ def candidates(
         stages = (0,)
     if request.zero_stage is not None:
         stages = (request.zero_stage,) if request.zero_stage >= needed else ()
-    modes: tuple[ActivationCheckpointing, ...] = (
-        (("off", "full") if can_recompute else ("off",))
-        if request.activation_checkpointing == "auto"
-        else (request.activation_checkpointing,)
-    )
+    modes: tuple[ActivationCheckpointing, ...] = (request.activation_checkpointing,)  # type: ignore[assignment]  # or auto
+    if request.activation_checkpointing == "auto":
+        modes = ("off", "full", "selective") if can_recompute else ("off",)
+        modes += ("offloaded",) if can_recompute and on_gpus else ()
     losses: tuple[Literal["plain", "tiled"], ...] = (
         (("plain", "tiled") if can_tile else ("plain",)) if request.loss == "auto" else (request.loss,)
     )
-    bucket = min(request.reduce_bucket_elements or BUCKET_ELEMENTS, max(1, trainable_parameters))
+    usual = min(BUCKET_ELEMENTS, max(1, trainable_parameters))
+    bucket = (
+        min(request.reduce_bucket_elements, max(1, trainable_parameters)) if request.reduce_bucket_elements else usual
+    )
+    live = Strategy.max_live_elements
+    if small_buckets:
+        stages = tuple(stage for stage in stages if stage)
+        usual, live = max(1, usual // SMALLER), live // SMALLER
+        bucket = bucket if request.reduce_bucket_elements else -(-usual // 2) * 2
     made = (
         Strategy(
             zero_stage=stage,
@@ -164,9 +191,11 @@ def candidates(
             nvme_buffer_elements=-(-largest_parameter // world_size) if parameters == "nvme" else 0,
             reduce_bucket_elements=bucket,
             # A gathered parameter keeps its buffer for the way from disk, and DeepSpeed fails when it runs out of them.
-            prefetch_bucket_elements=0 if parameters == "nvme" else min(BUCKET_ELEMENTS, max(1, trainable_parameters)),
-            max_live_elements=0 if parameters == "nvme" else Strategy.max_live_elements,
+            prefetch_bucket_elements=0 if parameters == "nvme" else usual,
+            max_live_elements=0 if parameters == "nvme" else live,
             overlap_comm=bool(request.overlap_comm) and stage >= 1,
+            small_buckets=small_buckets,
+            gradient_accumulation_dtype=request.gradient_accumulation_dtype or "fp32",
         )
         for stage in stages
         for mode in modes

@@ -8,6 +8,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from math import log2
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import FlopCounterMode
 
 from frugal.errors import RequestError
 from frugal.planning.calibration import MOST_CONTEXT_BYTES, Probe
@@ -26,65 +26,101 @@ from frugal.planning.cards import DeviceKind
 from frugal.planning.request import Precision
 from frugal.training import failure, group
 from frugal.training.precision import DTYPES
+from frugal.training.traffic import traffic
 from frugal.units import MIB, format_bytes
 
 NUM_TRIES = 4
 NUM_OPERATORS = 200
 PRECISIONS: dict[str, tuple[Precision, ...]] = {"cuda": ("bf16", "fp16", "fp32"), "cpu": ("bf16", "fp32")}
-COPIED_BYTES = {"cuda": 1024 * MIB, "cpu": 128 * MIB}  # far beyond any cache
 SENT_BYTES = {"cuda": 256 * MIB, "cpu": 16 * MIB}
-SHAPES = {"cuda": (4, 1024, 4096), "cpu": (1, 128, 256)}  # samples, tokens, width
+TINY_ELEMENTS, TINY_COLLECTIVES = 16, 20
+ROWS, WIDTH = {"cuda": 8192, "cpu": 512}, {"cuda": 4096, "cpu": 512}  # of what runs between products
+PRODUCT_WIDTH = {"cuda": 4096, "cpu": 256}
+HOST_ELEMENTS = {"cuda": 1 << 25, "cpu": 1 << 22}
+HOST_COPY_BYTES = 256 * MIB
 
 
-class _Layer(nn.Module):
-    """A transformer's layer as most are: attention and a four times wider MLP, each with norm and shortcut."""
+class _Pointwise(nn.Module):
+    """What a transformer's layer does between its matrix products."""
 
-    def __init__(self, width: int, num_heads: int) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.num_heads = num_heads
-        self.first, self.second = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.attention, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.wide, self.narrow = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.norm = nn.LayerNorm(width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """`(samples, tokens, width)` -> the same."""
-        query, key, value = self.attention(self.first(x)).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True).transpose(1, 2).flatten(-2)
-        x = x + self.out(mixed)
-        return x + self.narrow(F.gelu(self.wide(self.second(x))))
+        """`(rows, width)` -> the same."""
+        return x + F.gelu(self.norm(x)) * x.softmax(-1)
 
 
 def probe(device: torch.device) -> Probe:
     """What this rank finds. Collective."""
     kind = device.type
+    has_links = dist.get_world_size() > 1
     return Probe(
         matrix_flops={name: matrix_flops(DTYPES[name], device) for name in PRECISIONS[kind]},
-        memory_bandwidth=memory_bandwidth(COPIED_BYTES[kind], device),
-        link_bandwidth=link_bandwidth(SENT_BYTES[kind], device) if dist.get_world_size() > 1 else None,
+        memory_bandwidth=memory_bandwidth(torch.float32 if kind == "cpu" else torch.bfloat16, device),
+        link_bandwidth=link_bandwidth(SENT_BYTES[kind], device) if has_links else None,
+        hop_seconds=hop_seconds(device) if has_links else None,
         operator_seconds=operator_seconds(device),
+        host_bandwidth=host_bandwidth(HOST_ELEMENTS[kind]),
+        host_link_bandwidth=host_link_bandwidth(HOST_COPY_BYTES, device) if kind == "cuda" else None,
         context_bytes=_context_bytes(device) if kind == "cuda" else None,
     )
 
 
 def matrix_flops(dtype: torch.dtype, device: torch.device) -> float:
-    """FLOP/s of a transformer's layer, forward and backward."""
-    samples, tokens, width = SHAPES[device.type]
-    layer = _Layer(width, num_heads=width // 64).to(device, dtype)
-    x = torch.randn(samples, tokens, width, device=device, dtype=dtype, requires_grad=True)
+    """FLOP/s of a matrix product of the size that layers have, and of the two of its backward."""
+    width = PRODUCT_WIDTH[device.type]
+    x = torch.randn(ROWS[device.type], width, device=device, dtype=dtype, requires_grad=True)
+    weight = torch.randn(4 * width, width, device=device, dtype=dtype, requires_grad=True)
+    gradient = torch.randn(ROWS[device.type], 4 * width, device=device, dtype=dtype)
 
     def step() -> None:
-        layer(x).sum().backward()
+        x.grad = weight.grad = None
+        F.linear(x, weight).backward(gradient)
 
-    with FlopCounterMode(display=False) as counter:
+    return 3 * 2 * x.numel() * 4 * width / best_seconds(step, device)
+
+
+def memory_bandwidth(dtype: torch.dtype, device: torch.device) -> float:
+    """Bytes/s that operators between products reach, forward and backward, counted as in a rehearsal.
+
+    On a GPU that is what its memory gives. A CPU is held up by the arithmetic, too.
+    """
+    module = _Pointwise(WIDTH[device.type]).to(device, dtype)
+    x = torch.randn(ROWS[device.type], WIDTH[device.type], device=device, dtype=dtype, requires_grad=True)
+    gradient = torch.randn_like(x)
+
+    def step() -> None:
+        x.grad = None
+        module.zero_grad()
+        module(x).backward(gradient)
+
+    with _Counter() as counter:
         step()
-    return counter.get_total_flops() / best_seconds(step, device)
+    return counter.traffic / best_seconds(step, device)
 
 
-def memory_bandwidth(num_bytes: int, device: torch.device) -> float:
-    """Bytes/s of a copy, read and written."""
-    source = torch.ones(num_bytes, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    return 2 * num_bytes / best_seconds(lambda: target.copy_(source), device)
+def host_bandwidth(num_elements: int) -> float:
+    """Bytes/s that all ranks of this node reach together in AdamW on the host, counted as `planning.cost` does."""
+    weights, gradient = torch.zeros(num_elements), torch.ones(num_elements)
+    weights.grad = gradient
+    optimizer = torch.optim.AdamW([weights], fused=True)
+    seconds = best_seconds(optimizer.step, torch.device("cpu"))
+    ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or dist.get_world_size())
+    return ranks_per_node * 32 * num_elements / seconds
+
+
+def host_link_bandwidth(num_bytes: int, device: torch.device) -> float:
+    """Bytes/s of copies to pinned host memory and back."""
+    here = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    there = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+    def step() -> None:
+        there.copy_(here, non_blocking=True)
+        here.copy_(there, non_blocking=True)
+
+    return 2 * num_bytes / best_seconds(step, device)
 
 
 def link_bandwidth(num_bytes: int, device: torch.device) -> float:
@@ -92,6 +128,17 @@ def link_bandwidth(num_bytes: int, device: torch.device) -> float:
     summed = torch.ones(num_bytes // 4, device=device)
     world_size = dist.get_world_size()
     return 2 * (world_size - 1) / world_size * num_bytes / best_seconds(lambda: dist.all_reduce(summed), device)
+
+
+def hop_seconds(device: torch.device) -> float:
+    """Seconds of an all-reduce of next to nothing, for each doubling of the ranks."""
+    tiny = torch.ones(TINY_ELEMENTS, device=device)
+
+    def step() -> None:
+        for _ in range(TINY_COLLECTIVES):
+            dist.all_reduce(tiny)
+
+    return best_seconds(step, device) / TINY_COLLECTIVES / log2(dist.get_world_size())
 
 
 def operator_seconds(device: torch.device) -> float:
@@ -110,16 +157,18 @@ def operator_seconds(device: torch.device) -> float:
 
 
 class _Counter(TorchDispatchMode):
-    """How many operators run."""
+    """How many operators run, and the bytes they read and write."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.number = 0
+        self.number = self.traffic = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        """Count it and run it."""
+        """Run it and count."""
+        out = func(*args, **(kwargs or {}))
         self.number += 1
-        return func(*args, **(kwargs or {}))
+        self.traffic += traffic(func, args, kwargs or {}, out)
+        return out
 
 
 def _context_bytes(device: torch.device) -> int:

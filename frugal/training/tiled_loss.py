@@ -116,12 +116,15 @@ class _TiledCrossEntropy(torch.autograd.Function):
             kept = labels != IGNORED
             classes = labels.clamp_min(0)
             logits = F.linear(tile, weight, bias).float()
-            log_sum = torch.logsumexp(logits, -1, keepdim=True)
-            total += ((log_sum - logits.gather(1, classes)) * kept).sum()
+            of_target = logits.gather(1, classes)
+            largest = logits.amax(-1, keepdim=True)
+            logits.sub_(largest).exp_()  # in place: torch's logsumexp would take as much again
+            exp_sum = logits.sum(-1, keepdim=True)
+            total += ((largest + exp_sum.log() - of_target) * kept).sum()
             if grad_hidden is None and grad_weight is None:
                 continue
             # d loss / d logits = softmax - one-hot on targets, 0 elsewhere; built in place of the logits
-            logits.sub_(log_sum).exp_().scatter_add_(1, classes, torch.full_like(log_sum, -1.0)).mul_(kept)
+            logits.div_(exp_sum).scatter_add_(1, classes, torch.full_like(exp_sum, -1.0)).mul_(kept)
             if grad_bias is not None:
                 grad_bias += logits.sum(0)
             grad_logits = logits.to(hidden.dtype)

@@ -154,22 +154,22 @@ def test_a_profile_knows_its_model(profile: MemoryProfile) -> None:
     assert profile.largest_parameter == 256 * 64
     assert profile.task == "causal-lm"
     assert profile.max_positions == 128
-    assert profile.num_operators > 100
+    assert profile.work.num_operators > 100
 
 
 def test_flops_are_six_for_each_weight_and_token_and_attention(profile: MemoryProfile) -> None:
     matrices = 12 * 2 * 64**2 + 256 * 64  # layers and the head
     attention = 2 * 64 * 64 * 64 * 12  # two layers, QK and PV, forward once and backward twice, and once again in flash
-    assert profile.flops_per_sample == pytest.approx(6 * matrices * 64 + attention, rel=0.05)
-    assert profile.recompute_flops_per_sample == 0
+    assert profile.work.flops_per_sample == pytest.approx(6 * matrices * 64 + attention, rel=0.05)
+    assert profile.work.recompute_flops_per_sample == 0
 
 
 @pytest.mark.parametrize("zero_stage", [2, 3])
 def test_recomputation_is_counted_apart(rehearsals: Rehearsals, profile: MemoryProfile, zero_stage: int) -> None:
     strategy = Strategy(zero_stage=zero_stage, activation_checkpointing="full", reduce_bucket_elements=100_000)
     recomputing = rehearsals.profile(strategy, False)
-    assert recomputing.flops_per_sample == profile.flops_per_sample
-    assert 0.2 < recomputing.recompute_flops_per_sample / profile.flops_per_sample < 0.34
+    assert recomputing.work.flops_per_sample == profile.work.flops_per_sample
+    assert 0.2 < recomputing.work.recompute_flops_per_sample / profile.work.flops_per_sample < 0.34
 
 
 def test_the_largest_micro_batch_fits_and_the_next_does_not(profile: MemoryProfile) -> None:

@@ -129,7 +129,7 @@ def test_recomputation_takes_the_same_branch() -> None:
 
     full, off = rehearsed(build, objective(), "bf16", "full"), rehearsed(build, objective(), "bf16")
     assert full.phases["forward"] < off.phases["forward"]
-    assert full.recompute_flops > 0
+    assert full.counts.recompute_flops > 0
 
 
 def classifier(family: str) -> nn.Module:

@@ -4,6 +4,7 @@ from frugal.dryrun.figures import figures, fullest
 from frugal.dryrun.rehearsal import Rehearsal
 from frugal.planning import host
 from frugal.planning.timeline import ACTIVATIONS, PARAMETERS, Recording
+from frugal.planning.work import Counts
 from frugal.units import MIB
 
 
@@ -13,9 +14,7 @@ def rehearsal(held: int, step: int, host: int = 0) -> Rehearsal:
         micro_batch=1, sizes=(held, step), categories=(PARAMETERS, ACTIVATIONS), operators=(0, 1), modules=(2, 2),
         names=("make", "use", "layer"), events=(0, 1, 1), phases=(("forward", 0), ("optimizer step", 1)),
     )  # fmt: skip
-    return Rehearsal(
-        recording=recording, host_bytes=host, forward_flops=0, backward_flops=0, recompute_flops=0, num_operators=2
-    )
+    return Rehearsal(recording=recording, host_bytes=host, counts=Counts(num_operators=2))
 
 
 def test_each_phase_is_that_of_the_rank_fullest_then() -> None:

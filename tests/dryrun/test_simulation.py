@@ -191,9 +191,9 @@ def test_what_is_offloaded_is_on_the_host_and_passes_through_the_device(
     compare("llama", zero_stage, world_size=world_size, rank=rank, steps=steps, kind=kind, **offload, **SMALL_BUCKETS)
 
 
-@pytest.mark.parametrize("zero_stage", [2, 3])
-def test_selective_activation_checkpointing_too(zero_stage: int) -> None:
-    compare("llama", zero_stage, world_size=4, rank=3, activation_checkpointing="selective", **SMALL_BUCKETS)
+@pytest.mark.parametrize(("zero_stage", "mode"), [(2, "selective"), (3, "selective"), (3, "offloaded")])
+def test_other_modes_of_activation_checkpointing_too(zero_stage: int, mode: str) -> None:
+    compare("llama", zero_stage, world_size=4, rank=3, activation_checkpointing=mode, **SMALL_BUCKETS)
 
 
 @pytest.mark.parametrize(
@@ -203,7 +203,6 @@ def test_selective_activation_checkpointing_too(zero_stage: int) -> None:
         ({"optimizer": "adamw-8bit"}, {}),
         ({"optimizer": "sgd", "momentum": 0.9}, {}),
         ({}, {"overlap_comm": True}),
-        ({}, {"activation_checkpointing": "offloaded"}),
         ({"precision": "fp32"}, {"offload_optimizer": "cpu"}),
         ({}, {"gradient_accumulation_dtype": "bf16"}),
     ],

@@ -92,7 +92,8 @@ CASES = [
     ("llama", {"tie_word_embeddings": True}, "full", "plain", 2),
     ("gpt2", {}, "off", "tiled", 3),
     ("gpt2", {}, "full", "plain", 3),
-    ("bert", {}, "full", "plain", 2),
+    ("bert", {}, "offloaded", "plain", 2),
+    ("llama", {}, "selective", "plain", 2),
     ("qwen3_moe", {}, "full", "plain", 2),
     ("gpt_oss", {}, "off", "plain", 2),
 ]

@@ -9,6 +9,10 @@ from frugal.planning.cluster import Cluster, Device
 from frugal.planning.memory import MemoryBreakdown
 from frugal.planning.request import Request
 from frugal.planning.strategy import Strategy
+from frugal.planning.work import Line, Work
+
+KEPT = {"off": 1.0, "selective": 0.8, "full": 0.1, "offloaded": 0.05}
+"""Share of the activations."""
 
 
 @dataclass
@@ -38,12 +42,27 @@ class SyntheticProfile:
         self.trainable_parameters = self.trainable_parameters or self.parameters
 
     @property
-    def flops_per_sample(self) -> float:
-        return self.flops_per_token * self.seq_len
+    def trainable_sizes(self) -> tuple[int, ...]:
+        return (self.trainable_parameters,)
 
     @property
-    def recompute_flops_per_sample(self) -> float:
-        return self.flops_per_sample / 3 if self.strategy.activation_checkpointing == "full" else 0.0
+    def gathers(self) -> None:
+        return None
+
+    @property
+    def work(self) -> Work:
+        flops, mode = self.flops_per_token * self.seq_len, self.strategy.activation_checkpointing
+        again = {"off": 0.0, "selective": 0.25, "full": 1 / 3, "offloaded": 1 / 3}[mode]
+        return Work(
+            flops_per_sample=flops,
+            recompute_flops_per_sample=again * flops,
+            traffic=Line(0.0, flops / 500),
+            recompute_traffic=Line(0.0, 0.0 if mode == "off" else flops / 1000),
+            num_operators=self.num_operators,
+            num_forward=self.num_operators // 3,
+            num_recomputed=0 if mode == "off" else self.num_operators // 3,
+            moved_per_sample=1.0 * self.bytes_per_token * self.seq_len if mode == "offloaded" else 0.0,
+        )
 
     @property
     def draft(self) -> "SyntheticProfile":
@@ -54,8 +73,7 @@ class SyntheticProfile:
         on_host = self.strategy.offload_optimizer == "cpu"
         elements = self.parameters
         activations = self.bytes_per_token * self.seq_len * micro_batch
-        if self.strategy.activation_checkpointing == "full":
-            activations //= 10
+        activations = int(activations * KEPT[self.strategy.activation_checkpointing])
         optimizer = 12 * elements // (split if stage >= 1 else 1)
         gradients = 4 * elements // (split if stage >= 2 else 1)
         parts = {

@@ -17,13 +17,14 @@ GPU = Calibration(
     date="2026-11-20", command="frugal measure --calibrate",
     probe=Probe(
         matrix_flops={"bf16": 200e12, "fp16": 190e12, "fp32": 15e12}, memory_bandwidth=1.7e12, link_bandwidth=None,
-        operator_seconds=6e-6, context_bytes=523 * MIB,
+        hop_seconds=None, operator_seconds=6e-6, host_bandwidth=8e10, host_link_bandwidth=2.4e10,
+        context_bytes=523 * MIB,
     ),
 )  # fmt: skip
 CPU = replace(
     GPU, kind="cpu", device="some CPU", card=None, driver="", num_ranks=2,
     probe=replace(GPU.probe, matrix_flops={"bf16": 5e9, "fp32": 15e9}, memory_bandwidth=2e9, link_bandwidth=7e8,
-                  context_bytes=None),
+                  hop_seconds=2e-4, host_bandwidth=6e9, host_link_bandwidth=None, context_bytes=None),
 )  # fmt: skip
 
 
@@ -31,7 +32,7 @@ def test_measured_numbers_take_the_place_of_assumed_ones() -> None:
     (gpu,) = understand({"gpus": 1, "gpu": "a100-80g"}, GPU)[1].devices
     (assumed,) = understand({"gpus": 1, "gpu": "a100-80g"})[1].devices
     assert (gpu.context_bytes, gpu.matrix_flops, gpu.memory_bandwidth) == (523 * MIB, 200e12, 1.7e12)
-    assert (gpu.operator_seconds, gpu.measured_on) == (6e-6, "2026-11-20")
+    assert (gpu.operator_seconds, gpu.host_link_bandwidth, gpu.measured_on) == (6e-6, 2.4e10, "2026-11-20")
     assert gpu.usable_bytes - assumed.usable_bytes == assumed.context_bytes - gpu.context_bytes
 
 
@@ -59,14 +60,15 @@ def test_cpu_ranks_divide_their_machine_anew() -> None:
     _, cluster, _ = understand({"gpus": 4, "mem": "2G", "device": "cpu", "precision": "fp32"}, CPU)
     assert (cluster.devices[0].matrix_flops, cluster.devices[0].memory_bandwidth) == (15e9 / 2, 1e9)
     assert (cluster.intra_bandwidth, cluster.links_measured) == (7e8, True)
+    assert (cluster.hop_seconds, cluster.host_bandwidth) == (2e-4, 6e9)
     assert cluster.devices[0].context_bytes == 0
 
 
 def test_a_plan_says_what_was_measured_and_when() -> None:
     _, cluster, _ = understand({"gpus": 1, "gpu": "a100-80g"}, GPU)
     assert notes(cluster) == [
-        "context 523.0 MiB, 200 TFLOP/s, 1.7e+03 GB/s of memory, 6.0 microseconds an operator: as measured on this "
-        "machine on 2026-11-20"
+        "context 523.0 MiB, 200 TFLOP/s, 1.7e+03 GB/s of memory, 6.0 microseconds an operator, 80 GB/s in an "
+        "optimizer on the host, 24 GB/s to the host: as measured on this machine on 2026-11-20"
     ]
     assert notes(understand({"gpus": 1, "gpu": "a100-80g"})[1]) == []
 
@@ -87,6 +89,19 @@ def test_a_named_card_takes_its_newest_calibration() -> None:
     assert find([newer, GPU], kind="cuda", torch="2.13.0", card="a100-80g") == newer
     assert find([GPU], kind="cuda", torch="2.13.0", card="h100-80g") is None
     assert find([replace(GPU, card=None)], kind="cuda", torch="2.13.0", card=None) is None
+
+
+def test_a_calibration_of_an_older_frugal_is_a_note_and_not_mistaken_for_a_new_one(tmp_path: Path) -> None:
+    older = msgspec.json.decode(msgspec.json.encode(GPU))
+    del older["probe"]["host_bandwidth"]  # its matrix FLOP/s were those of a whole layer
+    (tmp_path / "cuda-0.json").write_bytes(msgspec.json.encode(older))
+    assert read_all(tmp_path) == (
+        [],
+        [
+            f"the calibration {tmp_path}/cuda-0.json cannot be read and is ignored: "
+            "Object missing required field `host_bandwidth` - at `$.probe`"
+        ],
+    )
 
 
 def broken(name: str, value: bytes) -> bytes:

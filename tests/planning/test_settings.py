@@ -46,7 +46,8 @@ def test_several_gpus_also_hold_nccl_buffers() -> None:
 def test_a_known_card_brings_its_memory_and_speed() -> None:
     _, cluster, _ = understand({"gpus": 8, "gpu": "a100-80g"})
     device = cluster.devices[0]
-    assert device.matrix_flops == pytest.approx(312e12 * cards.EFFICIENCY)
+    assert device.matrix_flops == pytest.approx(312e12 * cards.MATRIX_SHARE)
+    assert device.memory_bandwidth == pytest.approx(2039e9 * cards.MEMORY_SHARE)
     assert 79 * GIB < device.memory_bytes < 80 * GIB
     assert cluster.intra_bandwidth == 240e9
 
@@ -60,6 +61,10 @@ def test_a_known_card_brings_its_memory_and_speed() -> None:
         ("NVIDIA L4", 22.0, "l4-24g"),
         ("NVIDIA H200", 139.8, "h200-141g"),
         ("NVIDIA GeForce GTX 1080", 8.0, None),
+        ("Tesla T4", 14.56, "t4-16g"),
+        ("Tesla V100-SXM2-32GB", 31.74, "v100-32g"),
+        ("NVIDIA RTX A6000", 47.5, "a6000-48g"),
+        ("NVIDIA GH200 480GB", 94.5, "gh200-96g"),
     ],
 )
 def test_cards_are_recognised_by_the_drivers_name(driver_name: str, gib: float, card: str | None) -> None:
@@ -115,8 +120,9 @@ BAD = {
     ),
     "an unknown card": (
         {"gpus": 1, "gpu": "a100-80"},
-        "--gpu a100-80 is no known card\n  because known are rtx3060-12g, rtx3090-24g, rtx4090-24g, l4-24g, "
-        "l40s-48g, a100-40g, a100-80g, h100-80g, h200-141g\n\n"
+        "--gpu a100-80 is no known card\n  because known are v100-16g, v100-32g, t4-16g, rtx2080ti-11g, rtx3060-12g, "
+        "rtx3080-10g, rtx3090-24g, a10-24g, a40-48g, a6000-48g, a100-40g, a100-80g, rtx4060ti-16g, rtx4070-12g, "
+        "rtx4080-16g, rtx4090-24g, l4-24g, l40s-48g, h100-80g, h200-141g, gh200-96g, rtx5090-32g, b200-180g\n\n"
         "hint: use --gpu a100-80g, or give its memory: --mem 24G",
     ),
     "a negative batch": (
@@ -159,3 +165,27 @@ def test_every_setting_has_a_flag_and_no_flag_is_without_a_setting() -> None:
     flags = {parameter.name for parameter in command.params}
     assert flags - set(NAMES) == {"config", "as_json", "output", "with_table", "axes"}
     assert set(NAMES) <= flags
+
+
+@pytest.mark.parametrize("card", ["t4-16g", "v100-16g", "v100-32g", "rtx2080ti-11g"])
+def test_a_card_without_bf16_is_refused_with_a_way_out_that_works(card: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        understand({"gpus": 1, "gpu": card})
+    assert str(caught.value) == (
+        f"--gpu {card} cannot train in bf16\n"
+        "  because its tensor cores know fp16 only: bf16 came with compute capability 8.0 (Ampere)\n\n"
+        "hint: use --precision fp16, or --precision fp32"
+    )
+    half, single = (
+        understand({"gpus": 1, "gpu": card, "precision": precision})[1].devices[0] for precision in ("fp16", "fp32")
+    )
+    assert half.matrix_flops > 3 * single.matrix_flops
+
+
+@pytest.mark.parametrize("card", cards.CARDS)
+def test_a_card_s_numbers_are_of_the_right_size(card: str) -> None:
+    known = cards.CARDS[card]
+    assert 0.88 < known.memory_bytes / GIB / float(card.split("-")[1].removesuffix("g")) <= 1.0
+    assert 1.9 < known.half_flops / known.fp32_flops < 31
+    assert known.host_link_bandwidth <= known.memory_bandwidth / 10
+    assert known.link_bandwidth >= cards.PCIE[3]

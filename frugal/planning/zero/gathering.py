@@ -47,6 +47,7 @@ class Gathering:
         self._fetched_for: dict[int, int] = {}
         self._kept: dict[tuple[int, int], frozenset[int]] = {}
         self._in_backward: dict[int, None] = {}
+        self.num_gathers = self.gathered_elements = 0  # since the last forward began
 
     @property
     def _is_known(self) -> bool:
@@ -59,6 +60,7 @@ class Gathering:
     def forward_begins(self) -> None:
         """The whole model is about to run (ppc:228)."""
         self._land_everything()
+        self.num_gathers = self.gathered_elements = 0
         self._runs += 1
         if self._runs == 2:
             for module in self._order:
@@ -151,6 +153,8 @@ class Gathering:
     def _gather(self, parameters: list[int]) -> None:
         if not parameters:
             return
+        self.num_gathers += 1
+        self.gathered_elements += sum(self._setting.all_elements[parameter] for parameter in parameters)
         self._available += sum(self._setting.all_elements[parameter] for parameter in parameters)
         buffer = -1
         if self._setting.world_size == 1:

@@ -19,9 +19,9 @@ def covers(request: Request, strategy: Strategy, trace: ModelTrace | None = None
     """Whether `simulate` knows what DeepSpeed does there; with a `trace`, also to this model.
 
     It does not know: other optimizers than torch's fused ones, offloading to disks or in fp32, overlapping
-    communication, gradients not summed in fp32, half precision without gradient partitioning, activations in host
-    memory; and models whose memory depends on data, with parameters of several types, without a gradient, or under
-    ZeRO-3 frozen or used outside their modules.
+    communication, gradients not summed in fp32, half precision without gradient partitioning; and models whose memory
+    depends on data, with parameters of several types, without a gradient, or under ZeRO-3 frozen or used outside their
+    modules.
     """
     if request.optimizer not in NUM_STATES or implementation(request.optimizer, request.optimizer_implementation) != (
         "fused"
@@ -33,8 +33,6 @@ def covers(request: Request, strategy: Strategy, trace: ModelTrace | None = None
     if not levels <= {"none", "cpu"} or ("cpu" in levels and request.precision == "fp32"):
         return False
     if strategy.gradient_accumulation_dtype != "fp32" or (request.precision != "fp32" and strategy.zero_stage < 2):
-        return False
-    if strategy.activation_checkpointing == "offloaded":
         return False
     if trace is None:
         return True
@@ -55,6 +53,8 @@ def simulate(
     kind: DeviceKind,
 ) -> RankMemory:
     """The memory of `rank` under `strategy`, as `frugal.dryrun.rehearse` would record it.
+
+    Activations in host memory are in pinned blocks of a power of two bytes, counted as up to twice what they hold.
 
     Left out: operators on scalars, and what lives for the time of one operator on them.
     """
@@ -82,7 +82,13 @@ def simulate(
         _accumulate(stream, trace, optimizer, num_micro_steps, kind)
         stream.phase("optimizer step")
         optimizer.step()
-    return RankMemory(rank=rank, timeline=stream.timeline(), host_bytes=host.peak_bytes)
+    return RankMemory(
+        rank=rank,
+        timeline=stream.timeline(),
+        host_bytes=host.peak_bytes,
+        host_bytes_per_sample=int(trace.work.moved_per_sample),  # down and up: twice what is there
+        gathers=optimizer.gathers if isinstance(optimizer, Split) else None,
+    )
 
 
 def _initialised(stream: Stream, host: Host, setting: Setting, trace: ModelTrace, kind: DeviceKind) -> Engine:

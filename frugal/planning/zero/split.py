@@ -90,6 +90,11 @@ class Split:
             host.pinned(host.born(group * 4, "aten.zeros.default", GRADIENTS))
         host.dies(shared)
 
+    @property
+    def gathers(self) -> tuple[int, int]:
+        """All-gathers of the last micro-step, and the elements they brought."""
+        return self._gathering.num_gathers, self._gathering.gathered_elements
+
     def begin(self, *, is_boundary: bool) -> None:
         """A backward begins; `is_boundary`: the optimizer step comes after it."""
         self._is_boundary = is_boundary

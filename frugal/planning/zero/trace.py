@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from frugal.planning.timeline import NotAffineError, Recording, Timeline
+from frugal.planning.work import Counts, Work
 
 ARRIVAL, BATCH_ENDS, LOSS_ENDS = "arrival", "batch ends", "loss ends"
 """Phases of a trace besides forward and backward: its batch comes to the device; it goes; the loss goes, with what the
@@ -21,12 +22,15 @@ of the storage, holds of parameters have a number of their own."""
 
 @dataclass(frozen=True, kw_only=True)
 class RawTrace:
-    """A trace at one micro-batch, as recorded. Marks as in `ModelTrace`; FLOPs of forward, backward and recompute."""
+    """A trace at one micro-batch, as recorded. Marks as in `ModelTrace`.
+
+    `counts_at`: the counts at the first beginning of each marked layer in forward, and when each gradient is whole.
+    """
 
     recording: Recording
     marks: tuple[tuple[Mark, ...], ...]
-    flops: dict[str, int]
-    num_operators: int
+    counts: Counts
+    counts_at: dict[tuple[int, int], Counts]
     notes: tuple[str, ...] = ()
 
     def with_stream(self, stream: Timeline, marks: tuple[tuple[Mark, ...], ...]) -> "RawTrace":
@@ -60,9 +64,7 @@ class ModelTrace:
         element_bytes: of a parameter's element; 0: they differ.
         buffer_bytes: of every buffer.
         building_bytes: the peak while the model is built.
-        flops_per_sample: FLOPs of forward and backward, without recomputation.
-        recompute_flops_per_sample: FLOPs of the forward that activation checkpointing repeats.
-        num_operators: operators of the micro-step.
+        work: what the micro-step makes the device do.
         notes: what makes the simulation unsure: assumptions where memory depends on data, and under ZeRO-3 parameters
             that are used outside their modules.
     """
@@ -75,9 +77,7 @@ class ModelTrace:
     element_bytes: int
     buffer_bytes: tuple[int, ...]
     building_bytes: int
-    flops_per_sample: float
-    recompute_flops_per_sample: float
-    num_operators: int
+    work: Work
     notes: tuple[str, ...] = ()
 
     @cached_property

@@ -1,0 +1,121 @@
+"""`python -m bench.choice_worker --jobs FILE --out FILE`, on every rank: trains with every plan of every job, timed.
+
+The plans of a job take turns, a few optimizer steps each, so that whatever else the machine does meets all of them.
+Each turn makes its engine anew, because several engines in one process change each other: ZeRO-3 replaces functions of
+torch. A step is timed from a barrier to a barrier.
+"""
+
+import gc
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+import msgspec
+import torch
+import torch.distributed as dist
+
+from frugal.planning.plan import Plan
+from frugal.training import failure, group, run
+from frugal.training.engine import Engine, initialize
+from frugal.training.loss import Batch
+from frugal.training.models import ModelSpec, resolve
+from frugal.training.precision import DTYPES
+
+TURNS, STEPS = 3, 2
+
+
+class Job(msgspec.Struct, frozen=True):
+    """One case: the text of `plan.json` of each strategy."""
+
+    name: str
+    plans: tuple[str, ...]
+
+
+class Timed(msgspec.Struct, frozen=True):
+    """What became of a job: seconds of every timed step of every plan."""
+
+    name: str
+    seconds: tuple[tuple[float, ...], ...]
+
+
+def timed(plans: Sequence[Plan], turns: int = TURNS, steps: int = STEPS) -> list[list[float]]:
+    """Seconds of the optimizer steps of each plan, all of one model. Collective."""
+    device = run.join(plans[0])
+    spec = resolve(plans[0].request.model, plans[0].request.task)
+    seconds: list[list[float]] = [[] for _ in plans]
+    for _ in range(turns):
+        for plan, found in zip(plans, seconds, strict=True):
+            found += _turn(spec, plan, device, steps)
+    return seconds
+
+
+def _turn(spec: ModelSpec, plan: Plan, device: torch.device, steps: int) -> list[float]:
+    """One step that does not count, and then some that do."""
+    torch.manual_seed(0)
+    objective = spec.objective()
+    engine = initialize(spec.build(dtype=DTYPES[plan.request.precision]), plan, objective)
+    sizes = plan.batch.cells[dist.get_rank()]
+    batches = [
+        _random(objective.example(size, plan.request.seq_len) if size else objective.collate([objective.dummy()]))
+        for size in sizes
+    ]
+    found = [_step(engine, batches, device) for _ in range(1 + steps)][1:]
+    engine.destroy()
+    del engine
+    gc.collect()
+    return found
+
+
+def _random(batch: Batch) -> Batch:
+    """Other tokens than padding: experts would all get the same."""
+    return {name: torch.randint(2, 500, value.shape) if name == "input_ids" else value for name, value in batch.items()}
+
+
+def _step(engine: Engine, batches: list[Batch], device: torch.device) -> float:
+    gc.collect()
+    _wait(device)
+    start = time.perf_counter()
+    engine.accumulate(batches, targets=1000)
+    engine.deepspeed.step()
+    _wait(device)
+    return time.perf_counter() - start
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    dist.barrier()
+
+
+@click.command("choice_worker")
+@click.option("--jobs", type=click.Path(path_type=Path), required=True, help="A list of jobs as JSON.")
+@click.option("--out", type=click.Path(path_type=Path), required=True, help="Where rank 0 writes one line a job.")
+@click.option("--local_rank", "--local-rank", "_local_rank", type=int, hidden=True)  # DeepSpeed's launcher adds it
+def command(jobs: Path, out: Path, _local_rank: int | None) -> None:
+    """Time every plan of every job."""
+    for job in msgspec.json.decode(jobs.read_bytes(), type=tuple[Job, ...]):
+        plans = [Plan.from_json(text.encode()) for text in job.plans]
+        found = Timed(job.name, tuple(map(tuple, timed(plans))))
+        if dist.get_rank() == 0:
+            with out.open("ab") as file:
+                file.write(msgspec.json.encode(found) + b"\n")
+            sys.stderr.write(f"{job.name}: {len(plans)} strategies timed\n")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    """The rank's whole life."""
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    group.end_with_starter()
+    try:
+        command(sys.argv[1:], standalone_mode=False)
+    except BaseException as error:  # whatever it is, the other ranks must not wait for this one
+        failure.end(error)
+
+
+if __name__ == "__main__":
+    main()
