@@ -106,7 +106,7 @@ class Fitting:
 
     def _each(self, of_kind: Sequence[int]) -> tuple[int, ...]:
         """One number a kind of device as one a rank."""
-        return tuple(of_kind[kind] for kind in self._kinds)
+        return tuple(map(of_kind.__getitem__, self._kinds))
 
     def unlimited(self) -> Batch:
         """The batch if memory were without end: nothing that fits is done sooner."""

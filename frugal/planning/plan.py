@@ -109,7 +109,7 @@ class Batch:
         new_caps = dict(zip(cut.groups, tight, strict=True))
         return replace(
             self,
-            micro_batch=tuple(new_caps[cap] for cap in self.micro_batch),
+            micro_batch=tuple(map(new_caps.__getitem__, self.micro_batch)),
             micro_steps=tuple(
                 replace(
                     steps,

@@ -280,10 +280,10 @@ class Search:
         time, batch = min(
             (pair for pair in timed if pair[0].total_seconds <= fastest * TIE), key=lambda pair: not pair[1].is_uniform
         )
-        device, micro = min(  # what the allocator adds decides between two only where they are alike
-            self.fitting.loads(batch), key=lambda load: profile.draft.memory(load[1], load[0]).headroom_bytes
-        )
-        memory = profile.memory(micro, device)
+        # What the allocator adds decides between two kinds of devices only where they are alike.
+        drafts = [(profile.draft.memory(micro, device), micro, device) for device, micro in self.fitting.loads(batch)]
+        memory, micro, device = min(drafts, key=lambda draft: draft[0].headroom_bytes)
+        memory = memory if drafted else profile.memory(micro, device)
         option = Option(
             strategy=strategy,
             micro_batch=max(batch.micro_batch),
