@@ -39,6 +39,11 @@ class Batch:
 
     `micro_batch` has the most each rank takes at once. `micro_steps` are the cells, told in a few numbers however many
     ranks and micro-steps there are: see `frugal.planning.batch`.
+
+    Samples of different lengths: in a micro-batch, a sample counts as its own tokens, and at least as `shortest`, all
+    padded to the longest and no more than `micro_batch` samples of full length; None: each counts as one of those.
+    `overhead_tokens`: what a micro-step takes besides its tokens, in tokens of the same time; None: the fewest
+    micro-steps are wanted. See `frugal.planning.grouping`.
     """
 
     global_batch: int
@@ -47,6 +52,8 @@ class Batch:
     micro_batch: tuple[int, ...]
     accumulation_steps: int
     micro_steps: tuple[MicroSteps, ...]
+    shortest: int | None = None
+    overhead_tokens: int | None = None
 
     def __post_init__(self) -> None:
         made = self.cut

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch.distributed as dist
 
 from frugal.planning.plan import Plan
@@ -81,6 +82,12 @@ class _Drawn(Sequence[Any]):
         if number is None or number >= len(samples):
             return cls(samples, range(len(samples)))
         return cls(samples, sorted(map(int, permutation(len(samples), seed=0, epoch=0)[:number])))
+
+    @property
+    def lengths(self) -> Any:
+        """Tokens of each, shape `(samples,)`; None where they are not known."""
+        found = getattr(self.samples, "lengths", None)
+        return None if found is None else found[np.asarray(self.indices, dtype=np.int64)]
 
     def __len__(self) -> int:
         return len(self.indices)
