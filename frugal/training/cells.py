@@ -62,7 +62,7 @@ class Share:
 
 
 def share(samples: Sequence[Any], limits: Limits, rank: int, planned: Batch | None = None) -> Share:
-    """The cells of `rank`, for `samples` given whole. `planned`: whose cells serve where limits and number are its own."""
+    """The cells of `rank`, for `samples` given whole: those `planned`, where limits and number are its own."""
     lengths = getattr(samples, "lengths", None)
     if lengths is None or _are_alike(lengths, limits):
         if planned is not None and planned.micro_batch == limits.max_samples:
