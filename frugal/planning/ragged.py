@@ -57,7 +57,7 @@ def overhead_tokens(step_time: StepTimeOf, batch: Batch, request: Request, clust
 
     Its communication is what twice the micro-steps take longer, but for the work in them. Its launches are what is
     left of the smallest cells' seconds when those that grow with the cells are taken off. At the least it reads the
-    weights: p of them take p x bytes / (bytes/s), in which 2 p FLOPs a token are done for (FLOP/s) x bytes / (2 bytes/s)
+    weights: p of them take p x bytes / (bytes/s), the time of 2 p FLOPs for each of (FLOP/s) x bytes / (2 bytes/s)
     tokens. Ranks are taken to be as fast as their cells are large.
     """
     weights = max(device.matrix_flops / device.memory_bandwidth for device in cluster.devices) / 2
