@@ -31,13 +31,14 @@ class Limits:
 
     @classmethod
     def of(cls, plan: Plan) -> "Limits":
-        """Those of a plan. One with a single micro-step has no memory for gradients of more, so it gets the fewest."""
+        """Those of a plan. One that knows no lengths may have no memory for gradients of more than one micro-step, so
+        it gets the fewest."""
         batch, seq_len = plan.batch, plan.request.seq_len
         return cls(
             max_samples=batch.micro_batch,
             seq_len=seq_len,
             shortest=batch.shortest or seq_len,
-            overhead=batch.overhead_tokens if batch.accumulation_steps > 1 else None,
+            overhead=batch.overhead_tokens,
         )
 
     def halved(self, largest: int) -> "Limits | None":
