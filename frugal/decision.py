@@ -5,7 +5,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from frugal import relief
 from frugal.errors import RequestError
-from frugal.planning import calibration, disk
+from frugal.planning import calibration, disk, ragged
 from frugal.planning.choice import Choice, Nothing
 from frugal.planning.cluster import Cluster
 from frugal.planning.plan import Plan
@@ -27,12 +27,17 @@ def decide(request: Request, cluster: Cluster, defaults: tuple[str, ...], rehear
         NothingFitsError: no strategy fits.
     """
     request, notes = _readable(request, cluster, defaults, rehearse)
+    if request.lengths is not None:
+        lengths, more = request.lengths.within(request.seq_len)
+        request, notes = replace(request, lengths=lengths), notes + more
     with rehearse(request, cluster) as source:
         search = Search(request, cluster, source)
         choice = search.run()
         if isinstance(choice, Nothing):
             ways = relief.ways_out(request, cluster, search, choice, rehearse)
             raise relief.nothing_fits(request, cluster, choice, ways)
+        if request.lengths is not None:
+            choice = _proven(search, choice, rehearse)
     return _decided(request, cluster, defaults, choice, notes)
 
 
@@ -52,6 +57,34 @@ def _readable(
         )
     note = f"samples have {longest} tokens instead of {request.seq_len}: {request.model} has no more positions"
     return replace(request, seq_len=longest), [note]
+
+
+def _proven(search: Search, choice: Choice, rehearse: Rehearse) -> Choice:
+    """The choice with as many short samples in a micro-batch as rehearsals prove to fit.
+
+    Its memory is that of the fuller end: few samples of full length, or many of the shortest.
+    """
+    option, request = choice.option, search.request
+    assert option.batch is not None
+    steps = max(2, option.batch.accumulation_steps)
+    memory, shortest = choice.memory, None
+    for length in ragged.shortest_choices(request, option.batch):
+        loads = [
+            (ragged.most_samples(micro, request.seq_len, length), device)
+            for device, micro in search.fitting.loads(option.batch)
+        ]
+        with rehearse(replace(request, seq_len=length, lengths=None), search.cluster) as source:
+            try:
+                found = [source.rehearse(option.strategy, samples, steps, device) for samples, device in loads]
+            except RequestError:  # the model cannot read samples that short
+                continue
+        if all(each.fits for each in found):
+            memory = min((*found, memory), key=lambda memory: memory.headroom_bytes)
+            shortest = length
+            break
+    batch = replace(option.batch, shortest=shortest)
+    time = search.time(search.source.profile(option.strategy, True), option.strategy, batch)
+    return replace(choice, option=replace(option, batch=batch, time=time), memory=memory)
 
 
 def _decided(request: Request, cluster: Cluster, defaults: tuple[str, ...], choice: Choice, notes: list[str]) -> Plan:
@@ -77,6 +110,7 @@ def _decided(request: Request, cluster: Cluster, defaults: tuple[str, ...], choi
             *choice.warnings,
         ),
         rejected=choice.rejected,
+        grouping=None if request.lengths is None else ragged.grouping(request.lengths, option.batch, request.seq_len),
     ).sealed()
 
 

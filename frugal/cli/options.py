@@ -58,6 +58,11 @@ _OPTIONS = (
     ),
     click.option("--global-tokens", type=int, help="Tokens per optimizer step; wins over --global-batch."),
     click.option("--seq-len", type=int, help=f"Tokens in the longest sample.  [default: {Request.seq_len}]"),
+    click.option(
+        "--lengths",
+        metavar="FILE",
+        help="Plan for samples of these lengths: JSON, tokens of each or `{tokens: samples}`.",
+    ),
     click.option("--max-samples-per-gpu", type=int, help="Cap on the micro-batch, samples."),
     click.option("--max-tokens-per-gpu", type=int, help="Cap on the micro-batch, tokens."),
     click.option("--micro-batch", type=int, help="Pin the samples of one GPU in one micro-step."),

@@ -1,16 +1,23 @@
 """`frugal plan`."""
 
 import sys
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import click
 
+from frugal.cli import config
 from frugal.cli.options import collect, planning_options
+from frugal.errors import RequestError
 from frugal.planner import make_plan
 from frugal.planning.files import write_plan
 from frugal.planning.report import report
+from frugal.planning.request import Request
+from frugal.training import settings
+from frugal.training.settings import DATA_NAMES
 
 WHAT_IF = (
     "Also a table over GPUs x memory x sample length, predicted by arithmetic. Values may be named after it: "
@@ -29,6 +36,7 @@ def waiting(what: str) -> AbstractContextManager[Any]:
 
 @click.command("plan")
 @click.argument("axes", nargs=-1, metavar="[AXIS=...]")
+@settings.data_options
 @planning_options
 @click.option("--json", "as_json", is_flag=True, help="Print plan.json instead of the report.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Write plan.json and ds_config.json there.")
@@ -39,6 +47,7 @@ def command(axes: tuple[str, ...], as_json: bool, output: Path | None, with_tabl
         raise click.UsageError(f"Got unexpected extra argument ({axes[0]})", click.get_current_context())
     named = _axes(axes) if with_table else {}
     request, cluster, defaults = collect(values)
+    request = _with_lengths(request, values)
     with waiting(f"rehearsing {request.model}"):
         plan = make_plan(request, cluster, defaults)
     written = write_plan(plan, output) if output is not None else ()
@@ -60,3 +69,24 @@ def _axes(words: tuple[str, ...]) -> dict[str, tuple[int, ...]]:
     from frugal.planning.what_if import parse_axes  # brings the search along, which a kept plan does not need
 
     return parse_axes(words)
+
+
+def _with_lengths(request: Request, values: Mapping[str, Any]) -> Request:
+    """The request with the lengths of the samples in --data, and with what --too-long says of those in --lengths."""
+    if not values["data"]:
+        if request.lengths is None or values["too_long"] is None:
+            return request
+        return replace(request, lengths=replace(request.lengths, too_long=values["too_long"]))
+    if request.lengths is not None:
+        raise RequestError(
+            "--data was given together with --lengths",
+            because="both say how long the samples are",
+            hint="leave one of them out",
+        )
+    from frugal.training.samples import lengths_of  # torch takes seconds
+
+    train = {name: value for name, value in config.read(values.get("config")).train.items() if name in DATA_NAMES}
+    asked = settings.collect({name: values[name] for name in DATA_NAMES}, train)
+    with waiting(f"tokenising {', '.join(asked.data)}"):
+        lengths = lengths_of(request, asked)
+    return replace(request, lengths=lengths)

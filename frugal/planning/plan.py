@@ -39,6 +39,11 @@ class Batch:
 
     `micro_batch` has the most each rank takes at once. `micro_steps` are the cells, told in a few numbers however many
     ranks and micro-steps there are: see `frugal.planning.batch`.
+
+    Samples of different lengths: in a micro-batch, a sample counts as its own tokens, and at least as `shortest`, all
+    padded to the longest and no more than `micro_batch` samples of full length; None: each counts as one of those.
+    `overhead_tokens`: what a micro-step takes besides its tokens, in tokens of the same time; None: the fewest
+    micro-steps are wanted. See `frugal.planning.grouping`.
     """
 
     global_batch: int
@@ -47,6 +52,8 @@ class Batch:
     micro_batch: tuple[int, ...]
     accumulation_steps: int
     micro_steps: tuple[MicroSteps, ...]
+    shortest: int | None = None
+    overhead_tokens: int | None = None
 
     def __post_init__(self) -> None:
         made = self.cut
@@ -128,6 +135,39 @@ class Batch:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Grouping:
+    """What the data comes to where the plan knows how long its samples are, as `Lengths` of the request say.
+
+    Attributes:
+        num_samples: in the data.
+        num_tokens: in them, without padding.
+        median: tokens that half of the samples have at most.
+        percentile_99: tokens that 99 of 100 samples have at most.
+        longest: tokens of the longest sample.
+        source: where the lengths are from.
+        step_samples: of a typical global batch.
+        step_tokens: of a typical global batch, without padding.
+        micro_steps: that a typical global batch takes; `Batch.accumulation_steps` are those of full-length samples.
+        padding: padded positions for each token.
+        fixed_padding: the same for micro-batches of a fixed number of samples in random order.
+        full_share: the work of the micro-steps' slowest ranks, as a part of what full-length samples would take.
+    """
+
+    num_samples: int
+    num_tokens: int
+    median: int
+    percentile_99: int
+    longest: int
+    source: str
+    step_samples: int
+    step_tokens: int
+    micro_steps: int
+    padding: float
+    fixed_padding: float
+    full_share: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class StepTime:
     """Predicted seconds of one optimizer step, in parts that add up to the total."""
 
@@ -171,7 +211,8 @@ class Plan:
     """A decision with its prediction and its reasons.
 
     `memory` is the fullest rank's. `defaults` names the request's fields that the user did not set.
-    `why` is for people, in order of importance. `digest` is the SHA-256 of all the rest.
+    `why` is for people, in order of importance. `grouping`: what the data comes to, None where nothing is known of it;
+    the time is then that of a step of full-length samples. `digest` is the SHA-256 of all the rest.
     """
 
     schema: int = SCHEMA
@@ -189,6 +230,7 @@ class Plan:
     why: tuple[str, ...]
     warnings: tuple[str, ...]
     rejected: tuple[Rejected, ...]
+    grouping: Grouping | None = None
 
     def __post_init__(self) -> None:
         assert self.batch.world_size == self.cluster.world_size

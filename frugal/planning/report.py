@@ -17,7 +17,7 @@ def report(plan: Plan) -> str:
     """Everything a plan says, as text."""
     blocks = [
         [arithmetic(plan), *_uneven(plan)],
-        _facts(plan),
+        [*_facts(plan), *_data(plan)],
         _memory(plan),
         _list("why", plan.why),
         _list("note", plan.warnings),
@@ -94,6 +94,33 @@ def _facts(plan: Plan) -> list[str]:
         ("numbers", f"{request.precision}, gradients summed in {plan.strategy.gradient_accumulation_dtype}"),
         ("optimizer", f"{_optimizer(request)}, learning rate {rate}{clipping}"),
         ("step", f"{format_seconds(time.total_seconds)} estimated: {shares}"),
+    ]
+    return [f"{name:<10} {text}" for name, text in rows]
+
+
+def _data(plan: Plan) -> list[str]:
+    """What the plan knows of the data, and what it makes of it."""
+    found, batch = plan.grouping, plan.batch
+    if found is None:
+        return []
+    source = f" ({found.source})" if found.source else ""
+    largest = max(batch.micro_batch) * plan.request.seq_len // (batch.shortest or plan.request.seq_len)
+    rows = [
+        (
+            "data",
+            f"{found.num_samples:,} samples{source}, {format_count(found.num_tokens)} tokens: half have up to "
+            f"{found.median}, 99 % up to {found.percentile_99}, the longest has {found.longest}",
+        ),
+        (
+            "typical",
+            f"{_samples(found.step_samples)} are {found.step_tokens:,} tokens in {found.micro_steps} "
+            f"micro-step{_s(found.micro_steps)}, with up to {_samples(largest)} in one micro-batch",
+        ),
+        (
+            "padding",
+            f"{100 * found.padding:.0f} % of the tokens; micro-batches of {_samples(max(batch.micro_batch))} in random "
+            f"order would have {100 * found.fixed_padding:.0f} %",
+        ),
     ]
     return [f"{name:<10} {text}" for name, text in rows]
 

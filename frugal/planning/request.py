@@ -7,6 +7,7 @@ from typing import Literal
 from frugal.errors import RequestError
 from frugal.planning import optimizers
 from frugal.planning.learning_rate import Rule, Scaling, check_rule
+from frugal.planning.lengths import Lengths
 from frugal.planning.optimizers import OptimizerImplementation, OptimizerName
 
 Task = Literal["causal-lm", "masked-lm", "seq2seq", "sequence-classification"]
@@ -61,6 +62,7 @@ class Request:
             loses more with every micro-step.
         overlap_comm: let gradients travel while backward goes on; None: no.
         reduce_bucket_elements: pinned size of DeepSpeed's gradient bucket, elements.
+        lengths: tokens of the data's samples, where they are known; see `frugal.planning.ragged`.
     """
 
     model: str = "gpt2"
@@ -90,6 +92,7 @@ class Request:
     gradient_accumulation_dtype: AccumulationDtype | None = None
     overlap_comm: bool | None = None
     reduce_bucket_elements: int | None = None
+    lengths: Lengths | None = None
 
     def __post_init__(self) -> None:
         if not self.model.strip():

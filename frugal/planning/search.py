@@ -11,13 +11,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from frugal.errors import RequestError
-from frugal.planning import cost
+from frugal.planning import cost, ragged
 from frugal.planning.choice import TIE, Choice, Nothing, Option, tolerance
 from frugal.planning.cluster import Cluster, Device
 from frugal.planning.fitting import Fitting, Refuted
 from frugal.planning.memory import MemoryBreakdown
 from frugal.planning.pins import check_pins
-from frugal.planning.plan import ModelSummary
+from frugal.planning.plan import Batch, ModelSummary, StepTime
 from frugal.planning.request import Request
 from frugal.planning.source import Profile, Source
 from frugal.planning.strategy import Offload, Strategy, candidates, offload_levels
@@ -250,6 +250,8 @@ class Search:
     def option(self, strategy: Strategy, *, drafted: bool = False) -> Option:
         """The best batch a strategy allows, or by how much it does not fit. `drafted`: the allocator is left out."""
         option = self._option(strategy, accumulates=True, drafted=drafted)
+        if self.request.lengths is not None:  # a step of one micro-step may be done in several, to pad less
+            return option
         whole = -(-self.batch_samples // self.cluster.world_size)
         if option.fits and option.batch and option.batch.accumulation_steps == 1:
             return self._option(strategy, accumulates=False, drafted=drafted)
@@ -275,7 +277,9 @@ class Search:
             if refuted is not None and short.fits:
                 wanted, short = refuted.micro_batch, refuted.memory
             return Option(strategy=strategy, micro_batch=wanted, batch=None, memory=short, time=None)
-        timed = [(cost.step_time(profile, strategy, batch, self.cluster, self.request), batch) for batch in batches]
+        if self.request.lengths is not None:
+            batches = [self._for_lengths(profile, strategy, batch) for batch in batches]
+        timed = [(self.time(profile, strategy, batch), batch) for batch in batches]
         fastest = min(time.total_seconds for time, _ in timed)
         time, batch = min(
             (pair for pair in timed if pair[0].total_seconds <= fastest * TIE), key=lambda pair: not pair[1].is_uniform
@@ -299,6 +303,21 @@ class Search:
             return replace(option, batch=None, disk_shortfall_bytes=short_of)
         return option
 
+    def time(self, profile: Profile, strategy: Strategy, batch: Batch) -> StepTime:
+        """Predicted seconds of a step: of full-length samples, or of a typical global batch where that is known."""
+        step_time = self._full_length(profile, strategy)
+        if self.request.lengths is None:
+            return step_time(batch)
+        return ragged.time_of(step_time, batch, ragged.grouping(self.request.lengths, batch, self.request.seq_len))
+
+    def _for_lengths(self, profile: Profile, strategy: Strategy, batch: Batch) -> Batch:
+        """`batch` with the best that could be proven for samples of the request's lengths."""
+        return ragged.best(self.request, self.cluster, batch, self._full_length(profile, strategy))
+
+    def _full_length(self, profile: Profile, strategy: Strategy) -> Callable[[Batch], StepTime]:
+        """Seconds of a step of full-length samples, by its batch."""
+        return lambda batch: cost.step_time(profile, strategy, batch, self.cluster, self.request)
+
     def _shortfall_of_next(self, profile: Profile, fit: dict[Device, int], memory: MemoryBreakdown) -> int | None:
         """About what one sample more would lack on the device that takes most; None where a cap or the batch binds.
 
@@ -315,13 +334,15 @@ class Search:
         batch = self.fitting.unlimited()
         known = (self.work.get(mode) for mode in LIKE[strategy.activation_checkpointing])
         work = next((work for work in known if work is not None), next(iter(self.work.values())))
-        time = cost.step_time(work, strategy, batch, self.cluster, self.request)
+        if self.request.lengths is not None:
+            batch = self._for_lengths(work, strategy, batch)
+        time = self.time(work, strategy, batch)
         return Option(strategy=strategy, micro_batch=batch.largest_cell, batch=None, memory=None, time=time)
 
     def rehearsed(self, option: Option) -> MemoryBreakdown:
         """The memory of an option by rehearsing it, on its fullest device."""
         assert option.batch is not None
-        steps = option.batch.accumulation_steps
+        steps = max(option.batch.accumulation_steps, 1 if self.request.lengths is None else 2)
         found = (
             self.source.rehearse(option.strategy, micro, steps, device)
             for device, micro in self.fitting.loads(option.batch)

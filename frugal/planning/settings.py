@@ -6,7 +6,7 @@ from difflib import get_close_matches
 from typing import Any, get_args
 
 from frugal.errors import RequestError
-from frugal.planning import cards
+from frugal.planning import cards, lengths
 from frugal.planning.calibration import Calibration
 from frugal.planning.cluster import Cluster
 from frugal.planning.learning_rate import Rule
@@ -64,6 +64,8 @@ def understand(
     for name, value in settings.items():
         check(name, value)
     given = {name: value for name, value in settings.items() if value is not None}
+    if "lengths" in given:
+        given["lengths"] = lengths.of(given["lengths"])
     request = Request(**{name: value for name, value in given.items() if name in REQUEST_NAMES})
     defaults = tuple(
         field.name
@@ -103,6 +105,9 @@ def check(name: str, value: Any, *, source: str = "") -> None:
             "an amount such as 12G",
             isinstance(value, str | int) or (name in ("mem", "held") and isinstance(value, list | tuple)),
         )
+    elif name == "lengths":
+        kind = "a file, a list of tokens or a table of tokens and samples"
+        right = isinstance(value, str | list | tuple | Mapping | lengths.Lengths)
     elif name in _TEXT:
         kind, right = "text", isinstance(value, str)
     elif name in _FLOATS:

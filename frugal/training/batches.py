@@ -35,6 +35,7 @@ class GlobalBatch(Sequence[Sample]):
         start: its place in the order.
         end: the place of the batch after it; what a checkpoint has to remember.
         draw: number in the endless order of its first sample. Samples that are mappings carry theirs as `draw`.
+        lengths: tokens of each of them, shape `(samples,)`; None where they are not known.
     """
 
     dataset: Sequence[Any]
@@ -42,6 +43,7 @@ class GlobalBatch(Sequence[Sample]):
     start: Position
     end: Position
     draw: int
+    lengths: NDArray[Any] | None = None
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -58,8 +60,8 @@ class GlobalBatch(Sequence[Sample]):
 class GlobalBatches:
     """Every global batch of a run, of `global_batch` samples, or of as many whole samples as `global_tokens` holds.
 
-    `lengths` are tokens per sample, shape `(len(dataset),)`; only token batches need them, and take the dataset's own
-    if it has some.
+    `lengths` are tokens per sample, shape `(len(dataset),)`, by default the dataset's own, if it has some. Token
+    batches need them; all others are cut into micro-batches of samples of like length where they are known.
 
     Raises:
         RequestError: no data, or a sample with more tokens than a whole batch may have.
@@ -99,7 +101,8 @@ class GlobalBatches:
         n = len(self.dataset)
         draw = start.epoch * n + start.offset
         indices = self._draw_tokens(draw) if self.global_batch is None else self._draw(draw, self.global_batch)
-        return GlobalBatch(self.dataset, indices, start, Position(*divmod(draw + len(indices), n)), draw)
+        lengths = None if self._lengths is None else np.asarray(self._lengths)[indices]
+        return GlobalBatch(self.dataset, indices, start, Position(*divmod(draw + len(indices), n)), draw, lengths)
 
     def after(self, steps: int) -> Position:
         """Where the order stands after so many steps of equal batches; tokens have to be counted, batch by batch."""

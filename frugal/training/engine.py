@@ -19,7 +19,6 @@ from deepspeed.runtime.zero.partition_parameters import InsertPostInitMethodToMo
 from torch import Tensor, nn
 
 from frugal.errors import OutOfMemoryError, PlanMismatchError, RequestError
-from frugal.planning.batch import Cells, cells
 from frugal.planning.ds_config import deepspeed_config
 from frugal.planning.plan import Plan
 from frugal.training import (
@@ -33,6 +32,7 @@ from frugal.training import (
     padding_masks,
     tiled_loss,
 )
+from frugal.training.cells import Limits, Share, share
 from frugal.training.checkpoint import Progress
 from frugal.training.evaluate import Evaluation, evaluate
 from frugal.training.loss import Batch, Objective, Sample
@@ -65,7 +65,7 @@ class Engine:
         self.objective = objective
         self.votes = votes  # a gloo group: small sums between hosts, without touching the device
         self.guard = Guard(votes)
-        self.max_samples = plan.batch.micro_batch  # one cap a rank; lowered where memory runs out all the same
+        self.limits = Limits.of(plan)  # lowered where memory runs out all the same
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
         self.device = torch.device(deepspeed_engine.device)
@@ -77,18 +77,15 @@ class Engine:
 
     def micro_batches(self, samples: Sequence[Sample]) -> list[Batch]:
         """This rank's cells of a global batch, collated; an empty cell becomes a dummy without targets."""
-        cut = self._cells(len(samples))
-        batches = []
-        for start, size in zip(cut.starts(self.rank), cut.of(self.rank), strict=True):
-            cell = [samples[start + i] for i in range(size)] or [self.objective.dummy()]
-            batches.append(self.objective.collate(cell))
-        return batches
+        cells = ([samples[place] for place in cell] for cell in self._share(samples).places)
+        return [self.objective.collate(cell or [self.objective.dummy()]) for cell in cells]
 
     def train_step(self, samples: Sequence[Sample]) -> StepResult:
         """One optimizer step on the global batch `samples`, given whole and equal on every rank.
 
-        Only this rank's cells are read, so `samples` may load them on access. If memory runs out on any rank, all
-        run the same samples again in smaller cells, and keep these for the steps to come. Collective.
+        Only this rank's cells are read, so `samples` may load them on access. Where `samples.lengths` has the tokens of
+        each, samples of like length share a micro-batch; see `frugal.training.cells`. If memory runs out on any rank,
+        all run the same samples again in smaller cells, and keep these for the steps to come. Collective.
 
         Raises:
             RequestError: no sample, or no target in any of them.
@@ -108,7 +105,7 @@ class Engine:
         while (local_loss := self.guard.attempt(partial(self.accumulate, batches, int(targets)))) is None:
             abandon(self.deepspeed)
             generators.restore(before, self.device)
-            self._shrink(len(samples))
+            self._shrink(samples)
             batches = self.micro_batches(samples)
         self.deepspeed.step()
         (loss_sum,) = self._sum(local_loss.item())
@@ -135,27 +132,24 @@ class Engine:
             self.deepspeed.backward(loss * (self.world_size / targets), scale_wrt_gas=False)
         return total
 
-    def _cells(self, num_samples: int) -> Cells:
-        """The plan's cells, until memory has run out under them."""
-        if self.max_samples == self.plan.batch.micro_batch:
-            return self.plan.batch.cells_for(num_samples)
-        return cells(num_samples, self.max_samples)
+    def _share(self, samples: Sequence[Sample]) -> Share:
+        """This rank's cells of a global batch."""
+        return share(samples, self.limits, self.rank, self.plan.batch)
 
-    def _shrink(self, num_samples: int) -> None:
-        """Halve the largest cell of a global batch of `num_samples`, and every rank's cap with it."""
-        largest = max(self._cells(num_samples).largest)
-        if largest == 1:
-            planned, samples = format_bytes(self.plan.memory.total_bytes), max(self.plan.batch.micro_batch)
+    def _shrink(self, samples: Sequence[Sample]) -> None:
+        """Halve the largest cell of a global batch, and every rank's cap with it."""
+        limits = self.limits.halved(self._share(samples).largest)
+        if limits is None:
+            planned, most = format_bytes(self.plan.memory.total_bytes), max(self.plan.batch.micro_batch)
             raise OutOfMemoryError(
                 "out of memory with a micro-batch of one sample",
-                because=f"the plan promised {planned} with {samples} samples",
+                because=f"the plan promised {planned} with {most} samples",
                 hint="plan again with less memory, a shorter --seq-len, or --activation-checkpointing full",
             )
-        self.max_samples = tuple(max(1, min(cap, largest) // 2) for cap in self.max_samples)
+        self.limits = limits
         if self.rank == 0:
-            logger.warning(
-                "out of memory: the global batch is run again with at most %d samples a cell", max(self.max_samples)
-            )
+            most = max(limits.max_samples)
+            logger.warning("out of memory: the global batch is run again with at most %d samples a cell", most)
 
     def _sum(self, *values: float) -> list[float]:
         """Each value summed over the ranks, in fp64."""

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from frugal.errors import RequestError
-from frugal.planning.batch import cells
+from frugal.training.cells import share
 from frugal.training.loss import Sample
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ class Evaluation:
 def evaluate(engine: "Engine", samples: Sequence[Sample]) -> Evaluation:
     """The model's loss on `samples`, given whole and equal on every rank. Collective; dropout is off meanwhile.
 
-    The samples are cut into cells like a global batch, under the same caps. Every sample is in exactly
+    The samples are cut into cells like a global batch, under the same limits. Every sample is in exactly
     one cell; a rank whose cell is empty runs the objective's dummy, because ZeRO-3 communicates in every forward.
     Sums and counts travel in fp64, so what differs from one process is the rounding of each micro-batch's own sum.
 
@@ -44,16 +44,16 @@ def evaluate(engine: "Engine", samples: Sequence[Sample]) -> Evaluation:
         raise RequestError(
             "there is no sample to evaluate on", hint="give validation data, or a larger part of the data"
         )
-    cut = cells(len(samples), engine.max_samples)
+    cells = share(samples, engine.limits, engine.rank).places
     loss = torch.zeros((), dtype=torch.float64, device=engine.device)
     targets = 0
     was_training = engine.module.training
     engine.module.eval()
     try:
         with torch.no_grad():
-            for start, size in zip(cut.starts(engine.rank), cut.sizes[engine.rank], strict=True):
-                cell = [samples[start + i] for i in range(size)] or [engine.objective.dummy()]
-                batch = engine.objective.collate(cell)
+            for places in cells:
+                cell = [samples[place] for place in places]
+                batch = engine.objective.collate(cell or [engine.objective.dummy()])
                 targets += engine.objective.count(batch)
                 on_device = {name: tensor.to(engine.device, non_blocking=True) for name, tensor in batch.items()}
                 loss += engine.objective.loss_sum(engine.deepspeed, on_device)

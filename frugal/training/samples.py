@@ -5,13 +5,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch.distributed as dist
 
+from frugal.planning import lengths
+from frugal.planning.lengths import Lengths
 from frugal.planning.plan import Plan
+from frugal.planning.request import Request
 from frugal.training import data, models, sources, tokenizing
 from frugal.training.order import permutation
 from frugal.training.provenance import Provenance
 from frugal.training.settings import Settings
+
+MOST_READ = 100_000_000
+"""Lengths that a plan looks at: a second of counting."""
 
 
 @dataclass(frozen=True)
@@ -34,23 +41,9 @@ def read(plan: Plan, asked: Settings) -> Samples:
     """
     tokenizer = tokenizing.load_tokenizer(asked.tokenizer)
     spec = models.resolve(plan.request.model, plan.request.task)
-    columns = sources.Columns(
-        text=asked.text_column, label=asked.label_column, source=asked.source_column, target=asked.target_column
-    )
-
-    def load(paths: tuple[str, ...], validation_fraction: float = 0.0, label_names: Sequence[str] = ()) -> data.Corpus:
-        return data.load(
-            paths, tokenizer=tokenizer, task=spec.task, seq_len=plan.request.seq_len, columns=columns,
-            limit=asked.limit, skip_bad_rows=asked.skip_bad_rows, too_long=asked.too_long,
-            validation_fraction=validation_fraction, label_names=label_names,
-        )  # fmt: skip
 
     def load_all() -> tuple[data.Corpus, Any]:
-        if asked.validation_data:
-            corpus = load(asked.data)
-            return corpus, load(asked.validation_data, label_names=corpus.report.label_names).train
-        corpus = load(asked.data, asked.validation_fraction)
-        return corpus, () if corpus.validation is None else corpus.validation
+        return _load(spec.task, tokenizer, plan.request.seq_len, asked)
 
     is_first = os.environ["LOCAL_RANK"] == "0"
     loaded = load_all() if is_first else None
@@ -68,6 +61,45 @@ def read(plan: Plan, asked: Settings) -> Samples:
     )
 
 
+def _load(task: str, tokenizer: Any, seq_len: int, asked: Settings) -> tuple[data.Corpus, Any]:
+    """What to train on, and what to evaluate on."""
+    columns = sources.Columns(
+        text=asked.text_column, label=asked.label_column, source=asked.source_column, target=asked.target_column
+    )
+
+    def load(paths: tuple[str, ...], validation_fraction: float = 0.0, label_names: Sequence[str] = ()) -> data.Corpus:
+        return data.load(
+            paths, tokenizer=tokenizer, task=task, seq_len=seq_len, columns=columns,
+            limit=asked.limit, skip_bad_rows=asked.skip_bad_rows, too_long=asked.too_long,
+            validation_fraction=validation_fraction, label_names=label_names,
+        )  # fmt: skip
+
+    if asked.validation_data:
+        corpus = load(asked.data)
+        return corpus, load(asked.validation_data, label_names=corpus.report.label_names).train
+    corpus = load(asked.data, asked.validation_fraction)
+    return corpus, () if corpus.validation is None else corpus.validation
+
+
+def lengths_of(request: Request, asked: Settings) -> Lengths:
+    """How long the samples are that a plan for `request` would train on; its source says what is left out.
+
+    The data is tokenised as training will do it, and kept for it. Of more than `MOST_READ` lengths some are read,
+    evenly spread.
+
+    Raises: as `read`.
+    """
+    spec = models.resolve(request.model, request.task)
+    seq_len = min(request.seq_len, spec.max_positions or request.seq_len)
+    corpus, _ = _load(spec.task, tokenizing.load_tokenizer(asked.tokenizer), seq_len, asked)
+    found = corpus.train.lengths
+    every = -(-len(found) // MOST_READ)
+    numbers = np.bincount(found[::every])
+    notes = [f"lengths of one sample in {every}"] * (every > 1) + corpus.report.left_out(asked.too_long)
+    counts = {int(tokens): int(numbers[tokens]) for tokens in np.flatnonzero(numbers)}
+    return lengths.of_counts(counts, source="; ".join([", ".join(asked.data), *notes]))
+
+
 @dataclass(frozen=True)
 class _Drawn(Sequence[Any]):
     """Some of `samples`, the same in every run on this data."""
@@ -81,6 +113,12 @@ class _Drawn(Sequence[Any]):
         if number is None or number >= len(samples):
             return cls(samples, range(len(samples)))
         return cls(samples, sorted(map(int, permutation(len(samples), seed=0, epoch=0)[:number])))
+
+    @property
+    def lengths(self) -> Any:
+        """Tokens of each, shape `(samples,)`; None where they are not known."""
+        found = getattr(self.samples, "lengths", None)
+        return None if found is None else found[np.asarray(self.indices, dtype=np.int64)]
 
     def __len__(self) -> int:
         return len(self.indices)

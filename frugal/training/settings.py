@@ -1,6 +1,6 @@
 """What a training run is told besides its plan: one field a flag, the same in `frugal train` and on the ranks."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from difflib import get_close_matches
 from pathlib import Path
@@ -175,10 +175,25 @@ _OPTIONS = (
 )
 
 
+DATA_NAMES = (
+    "data", "text_column", "label_column", "source_column", "target_column", "tokenizer", "limit", "skip_bad_rows",
+    "too_long",
+)  # fmt: skip
+
+
+def data_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Give `command` the flags of a run that say which samples there are, `DATA_NAMES`."""
+    return _with_defaults(command, _OPTIONS[: len(DATA_NAMES)])
+
+
 def options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Give `command` the flags of a run; pass what it receives to `collect`."""
+    return _with_defaults(command, _OPTIONS)
+
+
+def _with_defaults(command: Callable[..., Any], chosen: Sequence[Callable[..., Any]]) -> Callable[..., Any]:
     defaults = {field.name: field.default for field in fields(Settings)}
-    for option in reversed(_OPTIONS):
+    for option in reversed(chosen):
         command = option(command)
     for parameter in command.__click_params__:  # type: ignore[attr-defined]  # click keeps them there
         default = defaults.get(parameter.name)

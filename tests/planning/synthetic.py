@@ -25,6 +25,7 @@ class SyntheticProfile:
     seq_len: int
     parameters: int = 1_000_000_000
     bytes_per_token: int = 1_000_000
+    bytes_per_sample: int = 0
     flops_per_token: float = 6e9
     trainable_parameters: int = 0
     largest_parameter: int = 50_000_000
@@ -72,7 +73,7 @@ class SyntheticProfile:
         stage, split = self.strategy.zero_stage, self.world_size
         on_host = self.strategy.offload_optimizer == "cpu"
         elements = self.parameters
-        activations = self.bytes_per_token * self.seq_len * micro_batch
+        activations = (self.bytes_per_token * self.seq_len + self.bytes_per_sample) * micro_batch
         activations = int(activations * KEPT[self.strategy.activation_checkpointing])
         optimizer = 12 * elements // (split if stage >= 1 else 1)
         gradients = 4 * elements // (split if stage >= 2 else 1)

@@ -161,9 +161,10 @@ def test_what_is_wrong_is_said(case: str) -> None:
 def test_every_setting_has_a_flag_and_no_flag_is_without_a_setting() -> None:
     from frugal.cli.plan import command
     from frugal.planning.settings import NAMES
+    from frugal.training.settings import DATA_NAMES
 
     flags = {parameter.name for parameter in command.params}
-    assert flags - set(NAMES) == {"config", "as_json", "output", "with_table", "axes"}
+    assert flags - set(NAMES) == {"config", "as_json", "output", "with_table", "axes", *DATA_NAMES}
     assert set(NAMES) <= flags
 
 

@@ -1,5 +1,6 @@
 """Out of memory on one rank: nobody hangs, and the weights are those of a run that was never disturbed."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -66,11 +67,12 @@ def train(
             if disturbance:
                 disturbance.armed = True
             else:
-                engine.max_samples = (1, 1)  # 12 samples on 2 ranks: 2 micro-steps of 3; halved: 3 // 2
+                # 12 samples on 2 ranks: 2 micro-steps of 3; halved: 3 // 2
+                engine.limits = replace(engine.limits, max_samples=(1, 1))
         losses.append(engine.train_step(ragged_samples(GLOBAL_BATCH, seed=step)).loss)
     if disturbance:
         assert not disturbance.armed or not disturbance.here, "the disturbance never happened"
-        assert engine.max_samples == (1, 1)
+        assert engine.limits.max_samples == (1, 1)
     weights = {}
     for name, parameter in engine.module.named_parameters():
         full = safe_get_full_fp32_param(parameter)

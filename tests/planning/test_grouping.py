@@ -1,0 +1,73 @@
+"""Samples of different lengths fill micro-steps without a token too many."""
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from frugal.planning.batch import cells
+from frugal.planning.grouping import TokenBudget, grouped, padded_tokens, work
+
+SEQ_LEN = 64
+samples = st.lists(st.integers(1, SEQ_LEN), min_size=1, max_size=200).map(lambda lengths: sorted(lengths, reverse=True))
+caps = st.lists(st.integers(1, 9), min_size=1, max_size=5)
+
+
+def heavy_tailed(number: int, seed: int = 0) -> list[int]:
+    """Lengths whose logarithms are normal, a tail of them cut at 512, longest first."""
+    generator = random.Random(seed)
+    return sorted((max(2, min(512, round(generator.lognormvariate(3.5, 1.4)))) for _ in range(number)), reverse=True)
+
+
+@given(samples, caps, st.integers(1, SEQ_LEN), st.sampled_from([None, 0, 10, 1000]))
+def test_every_sample_is_in_one_cell_and_no_cell_is_over_the_budget(
+    lengths: list[int], max_samples: list[int], shortest: int, overhead: int | None
+) -> None:
+    budget = TokenBudget(tokens=tuple(SEQ_LEN * cap for cap in max_samples), shortest=shortest)
+    steps = grouped(lengths, budget, overhead)
+    assert sorted(place for step in steps for cell in step for place in cell) == list(range(len(lengths)))
+    for step in steps:
+        assert any(step)
+        for cell, tokens in zip(step, budget.tokens, strict=True):
+            assert not cell or len(cell) * max(lengths[cell.start], shortest) <= tokens
+
+
+@given(samples, caps, st.integers(1, SEQ_LEN))
+def test_it_takes_no_more_micro_steps_than_samples_of_full_length(
+    lengths: list[int], max_samples: list[int], shortest: int
+) -> None:
+    budget = TokenBudget(tokens=tuple(SEQ_LEN * cap for cap in max_samples), shortest=shortest)
+    assert len(grouped(lengths, budget)) <= cells(len(lengths), max_samples).accumulation_steps
+
+
+@given(samples, caps, st.integers(0, 100))
+def test_more_micro_steps_are_only_taken_where_that_is_sooner_done(
+    lengths: list[int], max_samples: list[int], overhead: int
+) -> None:
+    budget = TokenBudget(tokens=tuple(SEQ_LEN * cap for cap in max_samples), shortest=1)
+    few, best = grouped(lengths, budget), grouped(lengths, budget, overhead)
+    taken = work(lengths, best, budget) + overhead * len(best)
+    assert taken <= work(lengths, few, budget) + overhead * len(few)
+
+
+def test_equal_samples_are_dealt_evenly() -> None:
+    budget = TokenBudget(tokens=(4 * SEQ_LEN,) * 3, shortest=SEQ_LEN)
+    assert [tuple(map(len, step)) for step in grouped([SEQ_LEN] * 18, budget)] == [(3, 3, 3), (3, 3, 3)]
+
+
+def test_the_longest_samples_are_dealt_to_the_ranks_by_turns() -> None:
+    budget = TokenBudget(tokens=(SEQ_LEN, SEQ_LEN), shortest=SEQ_LEN)
+    first, second = grouped([9, 8, 7, 6], budget)
+    assert [list(cell) for cell in (*first, *second)] == [[0], [1], [3], [2]]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_a_tenth_of_the_padding_of_fixed_micro_batches_is_left(world_size: int) -> None:
+    lengths = heavy_tailed(256)
+    shuffled = random.Random(1).sample(lengths, len(lengths))
+    fixed = sum(8 * max(shuffled[i : i + 8]) for i in range(0, len(lengths), 8))
+    budget = TokenBudget(tokens=(8 * 512,) * world_size, shortest=32)
+    padded = padded_tokens(lengths, grouped(lengths, budget, 64))
+    assert fixed / sum(lengths) > 3
+    assert padded - sum(lengths) < 0.1 * (fixed - sum(lengths))

@@ -1,0 +1,99 @@
+"""How long samples are, from a histogram or a list, and what is said where it makes no sense."""
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from frugal.errors import RequestError
+from frugal.planning import lengths
+from frugal.planning.lengths import MOST_BINS, Lengths
+
+
+def test_a_list_and_a_table_of_the_same_samples_are_the_same(tmp_path: Path) -> None:
+    file = tmp_path / "lengths.json"
+    file.write_text(json.dumps({"7": 2, "3": 1}))
+    assert lengths.of([7, 3, 7]) == lengths.of({3: 1, 7: 2, 5: 0})
+    assert lengths.of(str(file)) == lengths.of([3, 7, 7], source=str(file))
+
+
+def test_mean_quantiles_and_typical_samples() -> None:
+    found = lengths.of({10: 50, 20: 49, 1000: 1})
+    assert (found.num_samples, found.num_tokens, found.longest) == (100, 2480, 1000)
+    assert [found.quantile(share) for share in (0.5, 0.51, 0.99, 1.0)] == [10, 20, 20, 1000]
+    assert found.typical(100) == [1000, *[20] * 49, *[10] * 50]
+    assert found.typical(3) == [20, 10, 10]
+
+
+def test_the_longest_of_some_is_what_drawing_them_gives() -> None:
+    found, generator = lengths.of({1: 70, 5: 20, 40: 10}), random.Random(0)
+    population = [1] * 70 + [5] * 20 + [40] * 10
+    drawn = [max(generator.choices(population, k=4)) for _ in range(20_000)]
+    assert found.expected_longest(4) == pytest.approx(sum(drawn) / len(drawn), rel=0.02)
+
+
+def test_many_lengths_become_few_and_hardly_change() -> None:
+    generator = random.Random(0)
+    exact = [round(generator.lognormvariate(6, 1)) + 1 for _ in range(50_000)]
+    found = lengths.of(exact)
+    assert len(found.tokens) <= MOST_BINS + 10
+    assert found.num_samples == len(exact)
+    assert found.longest == max(exact)
+    assert found.num_tokens == pytest.approx(sum(exact), rel=1e-3)
+    assert found.quantile(0.5) == pytest.approx(sorted(exact)[25_000], rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "the lengths FILE are no JSON\n  because Input data was truncated"),
+        ("3", "the lengths in FILE are neither an object nor a list\n  because FORM"),
+        ("[]", "there is no sample among the lengths in FILE\n  because FORM"),
+        ("[3, 2.5]", "the lengths in FILE have an entry 2.5: 1\n  because FORM"),
+        ('{"long": 3}', "the lengths in FILE have an entry 'long': 3\n  because FORM"),
+        ('{"3": -1}', "the lengths in FILE have an entry '3': -1\n  because FORM"),
+        (
+            "[0, 3]",
+            "the lengths in FILE have 1 sample of 0 tokens\n  because there is nothing to learn from an empty sample",
+        ),
+    ],
+)
+def test_what_is_no_histogram_is_refused(content: str, message: str, tmp_path: Path) -> None:
+    file = tmp_path / "lengths.json"
+    file.write_text(content)
+    form = 'it must be {"tokens": samples, ...} or a list with the tokens of each sample'
+    with pytest.raises(RequestError) as raised:
+        lengths.of(file)
+    assert str(raised.value) == message.replace("FILE", str(file)).replace("FORM", form)
+
+
+def test_a_missing_file_is_said() -> None:
+    with pytest.raises(RequestError) as raised:
+        lengths.of("nowhere.json")
+    assert str(raised.value) == "cannot read the lengths nowhere.json\n  because No such file or directory"
+
+
+def of(too_long: Any) -> Lengths:
+    return lengths.of({10: 5, 70: 2, 90: 1}, too_long=too_long)
+
+
+def test_samples_that_are_too_long_are_named_longest_first() -> None:
+    with pytest.raises(RequestError) as raised:
+        of("error").within(64)
+    assert str(raised.value) == (
+        "3 of 8 samples are longer than --seq-len 64\n"
+        "  because the longest have 90 tokens, 70 tokens (2 of them)\n\n"
+        "hint: use --seq-len 90, or --too-long truncate, or --too-long skip"
+    )
+
+
+def test_what_is_cut_or_left_out_is_counted() -> None:
+    cut, said = of("truncate").within(64)
+    assert (cut.tokens, cut.counts) == ((10, 64), (5, 3))
+    assert said == ["3 of 8 samples are cut to 64 tokens; the longest have 90 tokens, 70 tokens (2 of them)"]
+    left, said = of("skip").within(64)
+    assert (left.tokens, left.counts) == ((10,), (5,))
+    assert said[0].startswith("3 of 8 samples are left out: they are longer than 64 tokens")
+    assert of("error").within(90) == (of("error"), [])

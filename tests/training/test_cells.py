@@ -1,0 +1,124 @@
+"""Samples of like length share a micro-batch, and nothing about the training changes."""
+
+import gc
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from frugal.planning.plan import Batch
+from frugal.training.cells import Limits, share
+from frugal.training.engine import initialize
+from frugal.training.evaluate import evaluate
+from frugal.training.loss import CausalLM
+from tests.plans import plan_by_hand
+from tests.ranks import Ranks
+from tests.training.models import ragged_samples, tiny_gpt2
+from tests.training.test_exactness import LEARNING_RATE, reference_gradient, relative_error
+
+GLOBAL_BATCH = 20
+
+
+class Known(list[Any]):
+    """Samples whose lengths are known, as those of a tokenised corpus."""
+
+    @property
+    def lengths(self) -> np.ndarray[Any, Any]:
+        """Tokens of each."""
+        return np.array([len(sample["input_ids"]) for sample in self])
+
+
+def limits(*max_samples: int, shortest: int = 64, overhead: int | None = None) -> Limits:
+    """Of samples of up to 64 tokens."""
+    return Limits(max_samples=max_samples, seq_len=64, shortest=shortest, overhead=overhead)
+
+
+def found(zero_stage: int, *, is_known: bool) -> tuple[dict[str, torch.Tensor], float, float, list[list[int]]]:
+    """Gradient and loss of a step, loss of an evaluation, and rows and columns of the rank's micro-batches."""
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    world_size = dist.get_world_size()
+    plan = plan_by_hand(
+        world_size=world_size, global_batch=GLOBAL_BATCH, micro_batch=2, zero_stage=zero_stage,
+        request={"optimizer": "sgd", "learning_rate": LEARNING_RATE, "weight_decay": 0.0, "gradient_clipping": 0.0},
+    )  # fmt: skip
+    plan = replace(plan, batch=replace(plan.batch, shortest=8, overhead_tokens=16)).sealed()
+    before = {name: p.detach().double().clone() for name, p in tiny_gpt2().named_parameters()}
+    engine = initialize(tiny_gpt2(), plan, CausalLM())
+    samples = Known(ragged_samples(GLOBAL_BATCH)) if is_known else ragged_samples(GLOBAL_BATCH)
+    evaluation = evaluate(engine, samples)
+    shapes = [list(batch["input_ids"].shape) for batch in engine.micro_batches(samples)]
+    result = engine.train_step(samples)
+    gradient = {}
+    for name, parameter in engine.module.named_parameters():
+        after = safe_get_full_fp32_param(parameter)
+        after = parameter.detach() if after is None else after
+        gradient[name] = (before[name] - after.double().view_as(before[name])) / LEARNING_RATE
+    engine.destroy()
+    del engine
+    gc.collect()
+    return gradient, result.loss, evaluation.loss, shapes
+
+
+def all_stages() -> list[tuple[dict[str, torch.Tensor], float, float, list[list[int]]]]:
+    """Grouped under each ZeRO stage, and once as planned; runs on ranks."""
+    return [found(stage, is_known=True) for stage in range(4)] + [found(2, is_known=False)]
+
+
+@pytest.mark.parametrize(
+    "fixture",
+    [
+        pytest.param("one_rank", marks=pytest.mark.exhaustive),
+        pytest.param("two_ranks", marks=pytest.mark.exhaustive),
+        "three_ranks",
+    ],
+)
+def test_the_gradient_of_grouped_samples_is_that_of_plain_pytorch(fixture: str, request: pytest.FixtureRequest) -> None:
+    ranks: Ranks = request.getfixturevalue(fixture)
+    reference = reference_gradient(GLOBAL_BATCH)
+    by_rank = ranks.run(all_stages)
+    for stage in range(4):
+        for results in by_rank:
+            gradient, loss, evaluation, _ = results[stage]
+            assert relative_error(gradient, reference) < 1e-6
+            assert loss == pytest.approx(results[4][1], rel=1e-6)
+            assert evaluation == pytest.approx(loss, rel=1e-6)
+    shapes = [results[0][3] for results in by_rank]
+    as_planned = [results[4][3] for results in by_rank]
+    assert len({len(each) for each in shapes}) == 1, "as many micro-steps on every rank"
+    assert sum(rows for each in shapes for rows, _ in each) == GLOBAL_BATCH
+    assert all(rows * max(columns, 8) <= 2 * 64 for each in shapes for rows, columns in each)
+    assert max(rows for each in shapes for rows, _ in each) > 2, "short samples were to share a micro-batch"
+    assert padded(shapes) < padded(as_planned)
+
+
+def padded(shapes: list[list[list[int]]]) -> int:
+    """Tokens of all micro-batches."""
+    return sum(rows * columns for each in shapes for rows, columns in each)
+
+
+def test_samples_of_one_length_keep_the_planned_cells() -> None:
+    batch = Batch.of(6, (2, 2))
+    samples = Known([{"input_ids": [0] * 64}] * 6)
+    for rank in range(2):
+        assert share(samples, limits(2, 2), rank, batch).places == share([0] * 6, limits(2, 2), rank, batch).places
+
+
+def test_short_samples_of_one_length_share_what_a_long_one_takes() -> None:
+    samples = Known([{"input_ids": [0] * 16}] * 16)
+    assert len(share(samples, limits(2, 2, shortest=16), 0).places) == 1
+    assert len(share(samples, limits(2, 2), 0).places) == 4
+
+
+def test_a_cell_that_was_too_large_is_cut_until_its_samples_are_alone() -> None:
+    samples = Known([{"input_ids": [0] * length} for length in range(4, 64, 4)])
+    largest, now = [], limits(4, shortest=8)
+    while now is not None:
+        cut = share(samples, now, 0)
+        largest.append(max(map(len, cut.places)))
+        now = now.halved(cut.largest)
+    assert largest == sorted(set(largest), reverse=True), "each attempt has smaller cells"
+    assert largest[-1] == 1

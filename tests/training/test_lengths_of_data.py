@@ -1,0 +1,39 @@
+"""A plan is told how long the samples are that training will see."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from frugal.errors import RequestError
+from frugal.planning.request import Request
+from frugal.training.samples import lengths_of
+from frugal.training.settings import Settings
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def data(tmp_path: Path, *rows: dict[str, object]) -> tuple[str, ...]:
+    path = tmp_path / "data.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return (str(path),)
+
+
+def test_running_text_is_as_long_as_its_windows(tmp_path: Path) -> None:
+    files = data(tmp_path, {"text": "a" * 98}, {"text": "b" * 8})
+    found = lengths_of(Request(model="gpt2", seq_len=64), Settings(data=files, validation_fraction=0))
+    assert (found.tokens, found.counts) == ((10, 37, 64), (1, 1, 1)), "99 targets: 63 and 36, each after one token"
+    assert found.source == files[0]
+
+
+def test_pairs_that_are_too_long_are_named_or_counted(tmp_path: Path) -> None:
+    files = data(tmp_path, {"text": "a" * 9, "label": 0}, {"text": "b" * 99, "label": 1})
+    request = Request(model="bert", task="sequence-classification", seq_len=64)
+    with pytest.raises(RequestError, match="1 of 2 samples are longer than --seq-len"):
+        lengths_of(request, Settings(data=files, validation_fraction=0))
+    found = lengths_of(request, Settings(data=files, validation_fraction=0, too_long="truncate"))
+    assert (found.tokens, found.counts) == ((11, 64), (1, 1))
+    assert found.source == f"{files[0]}; 1 row longer than --seq-len truncated"
