@@ -36,7 +36,7 @@ def test_a_plan_its_folder_and_its_flags_are_explained_alike(capsys: pytest.Capt
     code, out, err = frugal(capsys, "explain", *CARDS)
     assert (code, err) == (0, "")
     assert titles(out) == [
-        "512 samples = 4 GPUs x micro-batch 8 x 16 accumulation steps",
+        "512 samples = 4 GPUs x 13 micro-steps of 9 or 10 samples",
         "what binds", "why", "strategies", "what would help (predicted, not rehearsed)",
     ]  # fmt: skip
     assert frugal(capsys, "explain", "run") == frugal(capsys, "explain", "run/plan.json") == (0, out, "")
@@ -49,10 +49,10 @@ def test_what_if_adds_a_table_to_both_commands(capsys: pytest.CaptureFixture[str
     assert code == 0
     table = explained[explained.index("what if: ") :]
     assert planned.endswith("\n\n" + table)
-    assert table.splitlines()[:4] == [
-        "what if: a step of 512 samples (predicted, not rehearsed)", "", "samples of 1024 tokens",
-        "                       2 GPUs            4 GPUs",
-    ]  # fmt: skip
+    title, _, samples, gpus = table.splitlines()[:4]
+    assert title == "what if: a step of 512 samples (predicted, not rehearsed)"
+    assert samples == "samples of 1024 tokens"
+    assert gpus.split() == ["2", "GPUs", "4", "GPUs"]
 
 
 @pytest.mark.parametrize(

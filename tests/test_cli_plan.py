@@ -39,49 +39,57 @@ def test_it_prints_the_whole_plan(capsys: pytest.CaptureFixture[str]) -> None:
     assert (
         out
         == """\
-512 samples = 4 GPUs x micro-batch 8 x 16 accumulation steps
+512 samples = 4 GPUs x 13 micro-steps of 9 or 10 samples
+ds_config.json says train_batch_size 520, what the cells could hold: DeepSpeed's JSON knows no uneven cells; \
+plan.json has them, and frugal trains exactly 512 samples
 
 model      gpt2, causal-lm, 124.00M parameters, samples of 1024 tokens
 cluster    4 x generic card with 12.00 GiB
 strategy   ZeRO-2, activation checkpointing off
 numbers    bf16, gradients summed in fp32
 optimizer  adamw, learning rate 0.0003, gradient norm at most 1
-step       3.1 s estimated: compute 2.6 s, communication 520 ms, optimizer 2 ms
+step       2.3 s estimated: compute 1.9 s, communication 422 ms, optimizer 3 ms
 
 memory of each GPU at its peak, in backward (mm)
   parameters       236.5 MiB
   gradients        118.3 MiB
   optimizer        354.8 MiB
-  activations       7.63 GiB
+  activations       9.54 GiB
   communication     38.1 MiB
   context          768.0 MiB
-  total             9.11 GiB
-  headroom          2.29 GiB
+  total            11.02 GiB
+  headroom         392.3 MiB
   margin           614.4 MiB
   device           12.00 GiB
 
 why
-  activation checkpointing is off: it is not needed, and a step would take 433 ms longer
+  activation checkpointing is off: it is not needed, and a step would take 278 ms longer
   ZeRO-2: the lowest stage that sums bf16 gradients in fp32
-  memory binds: micro-batch 11 would be about 584.3 MiB short; 10 would fit, and 8 cuts 512 samples into equal cells \
-at the same speed
+  memory binds: micro-batch 11 would be about 584.3 MiB short
 
 strategies
     step           batch       peak   headroom
-   3.1 s  1.00x   8 x 16   9.11 GiB   2.29 GiB  ZeRO-2: chosen
-   3.3 s  1.04x  10 x 13  10.84 GiB  569.7 MiB  ZeRO-3: slower, communication +94 ms
-  >3.5 s  1.13x      128                        ZeRO-3, activation checkpointing full: cannot be faster, \
-recompute +874 ms
-   3.6 s  1.14x   64 x 2   7.58 GiB   3.82 GiB  ZeRO-2, activation checkpointing full: slower, recompute +874 ms
+   2.3 s  1.00x  10 x 13  11.02 GiB  392.3 MiB  ZeRO-2: chosen
+  >2.5 s  1.05x      128                        ZeRO-3, activation checkpointing selective: cannot be faster, \
+recompute +551 ms
+   2.5 s  1.08x  10 x 13  10.84 GiB  569.7 MiB  ZeRO-3: slower, communication +193 ms
+  >2.6 s  1.11x      128                        ZeRO-2, activation checkpointing offloaded: cannot be faster, \
+recompute +676 ms
+  >2.6 s  1.11x      128                        ZeRO-3, activation checkpointing full: cannot be faster, \
+recompute +676 ms
+  >2.6 s  1.11x      128                        ZeRO-3, activation checkpointing offloaded: cannot be faster, \
+recompute +676 ms
+   2.6 s  1.12x   64 x 2   7.58 GiB   3.82 GiB  ZeRO-2, activation checkpointing full: slower, recompute +676 ms
+   2.8 s  1.20x  13 x 10  11.40 GiB    1.7 MiB  ZeRO-2, activation checkpointing selective: slower, recompute +559 ms
   > at least, < at most: known without a closer look
 
 defaults
-  model gpt2, global batch 512, seq len 1024, activation checkpointing auto, loss auto, offload auto, prefer fast, \
-precision bf16, optimizer adamw, learning rate 0.0003, weight decay 0.01, gradient clipping 1
+  model gpt2, global batch 512, seq len 1024, activation checkpointing auto, loss auto, offload auto, prefer \
+fast, precision bf16, optimizer adamw, learning rate 0.0003, weight decay 0.01, gradient clipping 1
 
 assumed
   context 768.0 MiB (driver, kernels, libraries, NCCL) and margin 614.4 MiB (fragmentation); not measured on your card
-  generic card: 40 TFLOP/s reached, 700 GB/s of memory, 12 GB/s between GPUs; only the seconds depend on it
+  generic card: 70 TFLOP/s reached, 595 GB/s of memory, 12 GB/s between GPUs; only the seconds depend on it
 """
     )
 
@@ -125,7 +133,7 @@ def test_json_is_exactly_the_file(capsys: pytest.CaptureFixture[str], here: Path
 def test_it_says_where_it_wrote(capsys: pytest.CaptureFixture[str], here: Path) -> None:
     _, out, _ = frugal_plan(capsys, *CARDS, "-o", "run")
     assert out.endswith("\n\nwrote run/plan.json and run/ds_config.json\n")
-    assert json.loads((here / "run" / "ds_config.json").read_text())["train_batch_size"] == 512
+    assert json.loads((here / "run" / "ds_config.json").read_text())["train_batch_size"] == 13 * 10 * 4
 
 
 def test_flags_win_over_the_file_and_the_file_over_defaults(capsys: pytest.CaptureFixture[str], here: Path) -> None:
@@ -250,12 +258,13 @@ WRONG: dict[str, tuple[list[str], int, str]] = {
     "nothing fits": (
         ["--gpus", "1", "--mem", "2G", "--offload", "none"], 3,
         "error: gpt2 does not fit into a GPU of 2.00 GiB\n"
-        "  because on the GPU alone ZeRO-2 lacks 830.8 MiB\n"
-        "  because the nearest of 2 strategies is ZeRO-2, activation checkpointing full, with 1 sample of 1024 tokens\n"
-        "  because it takes 2.71 GiB: optimizer 1.39 GiB, context 512.0 MiB, gradients 473.0 MiB, "
-        "parameters 236.5 MiB, activations 97.7 MiB, communication 38.1 MiB\n"
+        "  because on the GPU alone ZeRO-2 lacks 782.0 MiB\n"
+        "  because the nearest of 4 strategies is ZeRO-2, activation checkpointing offloaded, with 1 sample of 1024 "
+        "tokens\n"
+        "  because it takes 2.66 GiB: optimizer 1.39 GiB, context 512.0 MiB, gradients 473.0 MiB, "
+        "parameters 236.5 MiB, activations 48.8 MiB, communication 38.1 MiB\n"
         "  because 102.4 MiB stay free as margin\n\n"
-        "hint: this would fit: --offload auto, or --mem 3G, or --gpus 4\n",
+        "hint: this would fit: --offload auto, or --mem 3G, or --gpus 2\n",
     ),
 }  # fmt: skip
 

@@ -28,7 +28,7 @@ def plan(model: dict[str, Any] | None = None, **settings: Any) -> Plan:
 
 
 def test_the_cells_and_the_memory_stay_those_of_full_length_samples() -> None:
-    known, unknown = plan(), plan(lengths=None)
+    known, unknown = plan(micro_batch=8), plan(micro_batch=8, lengths=None)
     assert unknown.grouping is None
     assert unknown.batch.shortest is None
     assert known.batch == replace(

@@ -127,9 +127,9 @@ def test_what_binds_is_told_with_the_phase_that_comes_next() -> None:
     assert binding(replace(made, memory=memory)) == [
         "what binds",
         f"  {made.why[-1]}",
-        "  the peak of a GPU is in backward (mm): 9.11 GiB of 11.40 GiB that may be used",
-        "  most of it: activations 7.63 GiB (84%), context 768.0 MiB (8%), optimizer 354.8 MiB (4%)",
-        "  next would be forward 1.36 GiB lower, step 7.36 GiB lower",
+        "  the peak of a GPU is in backward (mm): 11.02 GiB of 11.40 GiB that may be used",
+        "  most of it: activations 9.54 GiB (87%), context 768.0 MiB (7%), optimizer 354.8 MiB (3%)",
+        "  next would be forward 3.27 GiB lower, step 9.27 GiB lower",
     ]
 
 
