@@ -193,14 +193,16 @@ def main() -> int:
     padding = {name: each / tokens - 1 for name, each in padded.items()}
     differences = [abs(step["fixed"]["loss"] / step["grouped"]["loss"] - 1) for step in first]
     samples = sum(step["grouped"]["samples"] for rank in by_rank for step in rank)
+    text_tokens = int(text.lengths.sum())
     goals = {
         "heavy tail": percentile_99 / median >= 10,
         "no step out of memory": not any(rank["was_out_of_memory"] for rank in limits),
         "never more bytes than planned": max(rank["peak_bytes"] for rank in limits) <= plan.memory.live_bytes,
-        "no sample left out or cut": samples == NUM_SAMPLES and limits[0]["tokens"] == tokens == text.lengths.sum(),
+        "no sample left out or cut": samples == NUM_SAMPLES and {tokens, limits[0]["tokens"]} == {text_tokens},
         "at most a tenth of the padding": padding["grouped"] <= MOST_PADDING * padding["fixed"],
         "the same losses": max(differences) < 1e-4,
     }
+    assert all(type(reached) is bool for reached in goals.values())
     result = {
         "command": "python -m bench.ragged",
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
