@@ -13,6 +13,7 @@ import platform
 import statistics
 import sys
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -69,11 +70,11 @@ def settings(case: Case, kind: DeviceKind, memory_bytes: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def decide(case: Case, kind: DeviceKind, calibration: Calibration | None, pool: Pool) -> Decision:
-    """Rehearse the strategy that binds, take its memory as the budget, and choose."""
+def decide(case: Case, kind: DeviceKind, calibration: Calibration | None, pool: Pool, folder: Path) -> Decision:
+    """Rehearse the strategy that binds, take its memory as the budget, and choose. `folder` keeps what was traced."""
     plenty = 1 << 40
     request, cluster, _ = understand(settings(case, kind, plenty), calibration)
-    with Rehearsals(request, cluster, cache=False, pool=pool) as source:
+    with Rehearsals(request, cluster, folder, pool=pool) as source:
         search = Search(request, cluster, source)
         (binding,) = (
             strategy
@@ -86,7 +87,7 @@ def decide(case: Case, kind: DeviceKind, calibration: Calibration | None, pool: 
         needed = ROOM * source.rehearse(binding, case.micro_batch, steps).total_bytes + device.margin_bytes
         budget = int(needed if kind == "cpu" else needed / (1 - device.margin_bytes / device.memory_bytes))
     request, cluster, _ = understand(settings(case, kind, budget), calibration)
-    with Rehearsals(request, cluster, cache=False, pool=pool) as source:
+    with Rehearsals(request, cluster, folder, pool=pool) as source:
         search = Search(request, cluster, source)
         choice = search.run()
         assert isinstance(choice, Choice), f"nothing fits: {case.name}"
@@ -225,6 +226,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help=f"every {QUICK}th case; nothing is written")
     parser.add_argument("--only", metavar="TEXT", help="cases whose name contains it; nothing is written")
     parser.add_argument("--record", action="store_true", help=f"write {RESULTS.name}/choice-DEVICE.json")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write what was measured there, whatever was run")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     asked = parser.parse_args()
     kind: DeviceKind = asked.device
@@ -233,12 +235,9 @@ def main() -> int:
     calibrations = {ranks: calibrate(kind, ranks) for ranks in sorted({case.world_size for case in cases})}
     for ranks, each in calibrations.items():
         print(f"{ranks} ranks: {each.probe}", flush=True)
-    pool = workers()
-    try:
-        decisions = [decide(case, kind, calibrations[case.world_size], pool) for case in cases]
-    finally:
-        pool.close()
     with TemporaryDirectory(prefix="frugal-") as folder:
+        with closing(workers()) as pool:
+            decisions = [decide(case, kind, calibrations[case.world_size], pool, Path(folder)) for case in cases]
         timed = measure(decisions, kind, Path(folder))
     rows = [row(decision, timed[decision.case.name]) for decision in decisions if decision.case.name in timed]
     print(f"{'case and what binds':<56} {'fitting':>10}  ratio  ranks  pred.  choice")
@@ -248,12 +247,13 @@ def main() -> int:
         return 1
     found = summary(rows) | {"failures": len(cases) - len(rows)}
     print("\n" + "\n".join(f"{name:<24} {value}" for name, value in found.items()))
+    content = msgspec.json.encode(_circumstances(kind, calibrations) | found | {"rows": rows})
     if asked.record and not (asked.quick or asked.only):
         RESULTS.mkdir(exist_ok=True)
-        content = _circumstances(kind, calibrations) | found | {"rows": rows}
-        path = RESULTS / f"choice-{kind}.json"
-        path.write_bytes(msgspec.json.format(msgspec.json.encode(content)) + b"\n")
-        print(f"\nwrote {path.relative_to(Path.cwd())}")
+        asked.out = RESULTS / f"choice-{kind}.json"
+    if asked.out is not None:
+        asked.out.write_bytes(msgspec.json.format(content) + b"\n")
+        print(f"\nwrote {asked.out}")
     return int(found["within_5_percent"] < SHARE * len(cases))
 
 

@@ -24,7 +24,7 @@ from frugal.training.loss import Batch
 from frugal.training.models import ModelSpec, resolve
 from frugal.training.precision import DTYPES
 
-TURNS, STEPS = 3, 2
+TURNS, STEPS = 2, 2
 
 
 class Job(msgspec.Struct, frozen=True):
