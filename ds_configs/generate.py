@@ -1,24 +1,43 @@
-"""Writes what frugal decides in the cases of cases.toml: `python ds_configs/generate.py [FOLDER]`, from the root."""
+"""Writes what frugal decides in the cases of cases.toml: `python ds_configs/generate.py [FOLDER [CASE ...]]`."""
 
 import json
 import sys
 import tomllib
+from contextlib import closing
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-import frugal
+from frugal.dryrun.client import Rehearsals, workers
+from frugal.errors import NothingFitsError
+from frugal.planner import make_plan
 from frugal.planning.ds_config import deepspeed_config
 from frugal.planning.report import report
+from frugal.planning.settings import understand
 
 HERE = Path(__file__).parent
 
 
-def generate(folder: Path) -> None:
-    """NAME.json and NAME.txt of every case, into `folder`."""
-    for name, settings in tomllib.loads((HERE / "cases.toml").read_text()).items():
-        plan = frugal.plan(**settings, calibration=False)
-        (folder / f"{name}.json").write_text(json.dumps(deepspeed_config(plan), indent=2) + "\n")
-        (folder / f"{name}.txt").write_text(report(plan) + "\n")
+def cases(*, slow: bool) -> dict[str, dict[str, Any]]:
+    """The settings of each case that is slow to plan, or of each that is not."""
+    known = tomllib.loads((HERE / "cases.toml").read_text())
+    return {name: settings for name, settings in known.items() if settings.pop("slow", False) == slow}
+
+
+def generate(folder: Path, wanted: dict[str, dict[str, Any]]) -> None:
+    """NAME.txt of every case into `folder`, and NAME.json where there is a plan."""
+    with closing(workers()) as pool:  # one for all: starting processes takes longer than most plans
+        for name, settings in wanted.items():
+            try:
+                plan = make_plan(*understand(settings), rehearse=partial(Rehearsals, pool=pool))
+            except NothingFitsError as error:
+                (folder / f"{name}.txt").write_text(f"error: {error}\n")
+                continue
+            (folder / f"{name}.json").write_text(json.dumps(deepspeed_config(plan), indent=2) + "\n")
+            (folder / f"{name}.txt").write_text(report(plan) + "\n")
 
 
 if __name__ == "__main__":
-    generate(Path(sys.argv[1]) if len(sys.argv) > 1 else HERE)
+    folder, *names = sys.argv[1:] or [str(HERE)]
+    known = cases(slow=False) | cases(slow=True)
+    generate(Path(folder), {name: known[name] for name in names or known})

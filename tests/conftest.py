@@ -4,12 +4,16 @@ import os
 import signal
 from collections.abc import Iterator
 
+import hypothesis
 import pytest
 
 from tests.ranks import Ranks
 
 os.environ.update(DS_ACCELERATOR="cpu", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", OMP_NUM_THREADS="1")
 os.environ["XDG_CONFIG_HOME"] = os.devnull  # plans are to be the same on a machine that was calibrated
+
+hypothesis.settings.register_profile("any machine", deadline=None)  # tests say nothing about time
+hypothesis.settings.load_profile("any machine")
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore Ctrl-C, and so would ours
 

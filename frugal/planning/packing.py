@@ -11,7 +11,7 @@ from typing import Any
 
 from frugal.planning.cluster import MOST_RANKS
 
-MOST_CELLS = 1024
+MOST_CELLS = 8192
 
 
 def packed(plan: dict[str, Any], cells: tuple[tuple[int, ...], ...] | None) -> dict[str, Any]:
