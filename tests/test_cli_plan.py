@@ -349,9 +349,9 @@ def test_the_command_really_rehearses(here: Path) -> None:
     assert done.returncode == 0, done.stderr
     plan = Plan.from_json(done.stdout.encode())
     assert plan.model.parameters == 124_439_808
-    assert plan.batch.micro_batch == (16,) * 4
-    assert plan.batch.accumulation_steps == 8
-    assert (plan.strategy.activation_checkpointing, plan.strategy.loss) == ("off", "tiled")
+    assert plan.batch.micro_batch == (8,) * 4
+    assert plan.batch.accumulation_steps == 16
+    assert (plan.strategy.activation_checkpointing, plan.strategy.loss) == ("off", "plain")
     assert plan.memory.fits
     assert not plan.warnings, "the profile and the rehearsal agree"
     again = subprocess.run(

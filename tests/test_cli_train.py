@@ -238,11 +238,13 @@ def test_without_a_plan_it_plans_first_and_memory_comes_out_as_predicted(folder:
 )
 def test_a_step_is_as_large_as_was_asked(folder: Path, tokens: int | None, steps: int, said: str) -> None:
     from frugal.training import run
+    from frugal.training.data import Report
 
     made = plan(folder, 1)
     made = dataclasses.replace(made, batch=dataclasses.replace(made.batch, global_tokens=tokens))
-    data: Any = SimpleNamespace(training=range(9), validation=range(2), report=SimpleNamespace(bad_rows=1))
-    assert run._describe(made, data, steps, 0) == (
+    data: Any = SimpleNamespace(training=range(9), validation=range(2), report=Report(bad_rows=1))
+    asked: Any = SimpleNamespace(too_long="error")
+    assert run._describe(made, asked, data, steps, 0) == (
         f"training {folder}/config.json (0 parameters) for {said} on 1 rank; 9 samples, 2 for validation; "
         "1 row that cannot be read left out"
     )
