@@ -107,7 +107,7 @@ class Choice:
         if option.least_shortfall_bytes is not None:
             return "cannot fit: what does not depend on it is too much already"
         if option.memory is None or (option.is_draft and option.fits):
-            return "cannot be faster" if option.seconds >= self.option.seconds else "less simple"
+            return "cannot be faster"
         if not option.fits:
             if option.disk_shortfall_bytes:
                 return "does not fit on a node's disk"
