@@ -6,7 +6,6 @@ torch. A step is timed from a barrier to a barrier.
 """
 
 import gc
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -18,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from frugal.planning.plan import Plan
-from frugal.training import failure, group, run
+from frugal.training import failure, run
 from frugal.training.engine import Engine, initialize
 from frugal.training.loss import Batch
 from frugal.training.models import ModelSpec, resolve
@@ -107,15 +106,5 @@ def command(jobs: Path, out: Path, _local_rank: int | None) -> None:
     dist.destroy_process_group()
 
 
-def main() -> None:
-    """The rank's whole life."""
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    group.end_with_starter()
-    try:
-        command(sys.argv[1:], standalone_mode=False)
-    except BaseException as error:  # whatever it is, the other ranks must not wait for this one
-        failure.end(error)
-
-
 if __name__ == "__main__":
-    main()
+    failure.live(command)

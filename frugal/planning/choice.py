@@ -106,9 +106,10 @@ class Choice:
     def _reason(self, option: Option) -> str:
         if option.least_shortfall_bytes is not None:
             return "cannot fit: what does not depend on it is too much already"
-        if option.memory is None or (option.is_draft and option.fits):
+        is_bound = option.memory is None or (option.is_draft and option.fits)
+        if is_bound and option.seconds >= self.option.seconds:
             return "cannot be faster"
-        if not option.fits:
+        if not (option.fits or is_bound):
             if option.disk_shortfall_bytes:
                 return "does not fit on a node's disk"
             return "does not fit into host memory" if option.host_shortfall_bytes else "does not fit"

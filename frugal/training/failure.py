@@ -9,9 +9,15 @@ import os
 import sys
 import time
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import NoReturn
 
+import click
+
 from frugal.errors import FrugalError
+from frugal.training import group
 
 INTERRUPTED = 130
 LINGER_SECONDS = 15.0  # launchers look after their ranks every second; a rank that is still here by then is alone
@@ -39,6 +45,15 @@ def end(error: BaseException) -> NoReturn:
     os._exit(code)  # not sys.exit: other ranks are gone, and gloo's and NCCL's destructors would wait for them
 
 
+def live(command: click.Command) -> None:
+    """The whole life of a rank that measures: `command` with the process's arguments, ended as `end` does."""
+    group.end_with_starter()
+    try:
+        command(sys.argv[1:], standalone_mode=False)
+    except BaseException as error:  # whatever it is, the other ranks must not wait for this one
+        end(error)
+
+
 def _is_interrupt(error: BaseException) -> bool:
     return isinstance(error, KeyboardInterrupt)
 
@@ -62,7 +77,21 @@ def _may_speak() -> bool:
     if not dist.is_initialized():
         return int(os.environ.get("LOCAL_RANK", "0")) == 0  # all ranks of a node read the same files and flags
     try:
-        store = dist.distributed_c10d._get_default_store()
-        return bool(store.compare_set("frugal/failed", "", str(_rank())) == str(_rank()).encode())
+        with _without_stderr():  # torch warns of a store that is gone, with its C++ stack
+            store = dist.distributed_c10d._get_default_store()
+            return bool(store.compare_set("frugal/failed", "", str(_rank())) == str(_rank()).encode())
     except RuntimeError:  # rank 0 keeps the store: it is gone, and has said why
         return False
+
+
+@contextmanager
+def _without_stderr() -> Iterator[None]:
+    """Nothing reaches stderr, not even from C++."""
+    kept = os.dup(2)
+    with Path(os.devnull).open("w") as nowhere:
+        os.dup2(nowhere.fileno(), 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)

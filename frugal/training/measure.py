@@ -69,10 +69,10 @@ class _Intervals:
         self._finished: list[Interval] = []
 
     def _read(self) -> tuple[int, int]:
-        raise NotImplementedError
+        raise NotImplementedError  # the allocator's gauge and the storages' each have their own
 
     def _reset_peak(self) -> None:
-        raise NotImplementedError
+        raise NotImplementedError  # as above
 
     def mark(self, phase: str) -> None:
         """From now on it is `phase`."""

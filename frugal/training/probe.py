@@ -5,7 +5,6 @@ the best of a few tries: what else ran meanwhile only ever makes it worse.
 """
 
 import os
-import sys
 import time
 from collections.abc import Callable
 from math import log2
@@ -230,14 +229,5 @@ def command(kind: DeviceKind, out: Path, _local_rank: int | None) -> None:
     dist.destroy_process_group()
 
 
-def main() -> None:
-    """The rank's whole life."""
-    group.end_with_starter()
-    try:
-        command(sys.argv[1:], standalone_mode=False)
-    except BaseException as error:  # whatever it is, the other ranks must not wait for this one
-        failure.end(error)
-
-
 if __name__ == "__main__":
-    main()
+    failure.live(command)

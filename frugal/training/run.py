@@ -240,7 +240,6 @@ def command(plan_path: Path, _local_rank: int | None, **flags: Any) -> None:
 
 def main() -> None:
     """The rank's whole life."""
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # no warnings about ranks that are gone
     end_with_starter()
     # Not as an exception, which is lost where it meets a finalizer.
     signal.signal(signal.SIGINT, lambda _number, _frame: failure.end(KeyboardInterrupt()))

@@ -8,8 +8,6 @@ matter of luck. Here each collective is followed by a millisecond in which they 
 import gc
 import inspect
 import json
-import os
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -29,7 +27,7 @@ from frugal.errors import OutOfMemoryError
 from frugal.planning.measurement import ModelDefinition, RankMeasurement, Trial
 from frugal.planning.plan import Batch, Plan
 from frugal.planning.request import Task
-from frugal.training import circumstances, failure, group, run
+from frugal.training import circumstances, failure, run
 from frugal.training.engine import initialize
 from frugal.training.loss import Objective, SummedLoss
 from frugal.training.measure import CudaGauge, Interval, gauge, mark_phases
@@ -224,15 +222,5 @@ def command(plan_path: Path, out: Path, cap: int | None, _local_rank: int | None
     dist.destroy_process_group()
 
 
-def main() -> None:
-    """The rank's whole life."""
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # no warnings about ranks that are gone
-    group.end_with_starter()
-    try:
-        command(sys.argv[1:], standalone_mode=False)
-    except BaseException as error:  # whatever it is, the other ranks must not wait for this one
-        failure.end(error)
-
-
 if __name__ == "__main__":
-    main()
+    failure.live(command)

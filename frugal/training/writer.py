@@ -58,7 +58,7 @@ class Writer(CheckpointEngine):
 
     def load(self, path: str, map_location: Any = None) -> Any:
         """Never called: reading goes through DeepSpeed's usual engine."""
-        raise NotImplementedError
+        raise NotImplementedError  # DeepSpeed's interface asks for it
 
     def commit(self, info: Any) -> bool:
         """Nothing to finish; `files.seal` does it."""
