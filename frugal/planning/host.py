@@ -9,8 +9,8 @@ torch, DeepSpeed, transformers and what they load when they first work. It holds
 system when they are freed, which frugal sees to in a run that offloads (`frugal.training.host`): with glibc's own
 settings, which keep blocks of up to 32 MiB, resident sets were up to 16 % larger than their tensors.
 
-Left out: the data, of which a rank holds a few samples at a time; worker processes; shared pages, which are counted in
-every rank that maps them, as the kernel does in a resident set.
+Left out: the data, of which a rank holds its part of two global batches at a time, 16 bytes a token; worker
+processes; shared pages, which are counted in every rank that maps them, as the kernel does in a resident set.
 """
 
 from frugal.planning.cluster import Cluster, Node

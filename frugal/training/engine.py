@@ -37,6 +37,7 @@ from frugal.training.checkpoint import Progress
 from frugal.training.evaluate import Evaluation, evaluate
 from frugal.training.loss import Batch, Objective, Sample
 from frugal.training.precision import DTYPES
+from frugal.training.prefetch import pinned
 from frugal.training.recovery import Guard, abandon
 from frugal.units import format_bytes
 
@@ -52,6 +53,16 @@ class StepResult:
     samples: int
     grad_norm: float | None
     learning_rate: float
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A global batch, and what this rank takes of it under `limits`: its micro-batches, and the targets in them."""
+
+    samples: Sequence[Sample]
+    limits: Limits
+    batches: list[Batch]
+    targets: int
 
 
 class Engine:
@@ -77,13 +88,19 @@ class Engine:
 
     def micro_batches(self, samples: Sequence[Sample]) -> list[Batch]:
         """This rank's cells of a global batch, collated; an empty cell becomes a dummy without targets."""
-        cells = ([samples[place] for place in cell] for cell in self._share(samples).places)
-        return [self.objective.collate(cell or [self.objective.dummy()]) for cell in cells]
+        return self.prepare(samples).batches
 
-    def train_step(self, samples: Sequence[Sample]) -> StepResult:
-        """One optimizer step on the global batch `samples`, given whole and equal on every rank.
+    def prepare(self, samples: Sequence[Sample]) -> Prepared:
+        """All that `train_step` does on the host alone; another thread may do it while a step runs."""
+        limits = self.limits
+        cells = ([samples[place] for place in cell] for cell in self._share(samples, limits).places)
+        batches = [pinned(self.objective.collate(cell or [self.objective.dummy()]), self.device) for cell in cells]
+        return Prepared(samples, limits, batches, sum(map(self.objective.count, batches)))
 
-        Only this rank's cells are read, so `samples` may load them on access. Where `samples.lengths` has the tokens of
+    def train_step(self, batch: Sequence[Sample] | Prepared) -> StepResult:
+        """One optimizer step on the samples of a global batch, given whole and equal on every rank, or prepared.
+
+        Only this rank's cells are read, so they may be loaded on access. Where `batch.lengths` has the tokens of
         each, samples of like length share a micro-batch; see `frugal.training.cells`. If memory runs out on any rank,
         all run the same samples again in smaller cells, and keep these for the steps to come. Collective.
 
@@ -91,10 +108,13 @@ class Engine:
             RequestError: no sample, or no target in any of them.
             OutOfMemoryError: a single sample is too large.
         """
+        samples = batch.samples if isinstance(batch, Prepared) else batch
         if len(samples) == 0:
             raise RequestError("the global batch is empty", hint="pass at least one sample")
-        batches = self.micro_batches(samples)
-        (targets,) = self._sum(sum(map(self.objective.count, batches)))
+        if not isinstance(batch, Prepared) or batch.limits != self.limits:  # it was prepared before memory ran out
+            batch = self.prepare(samples)
+        batches = batch.batches
+        (targets,) = self._sum(batch.targets)
         if targets == 0:
             raise RequestError(
                 "the global batch has no target to learn from",
@@ -132,13 +152,13 @@ class Engine:
             self.deepspeed.backward(loss * (self.world_size / targets), scale_wrt_gas=False)
         return total
 
-    def _share(self, samples: Sequence[Sample]) -> Share:
+    def _share(self, samples: Sequence[Sample], limits: Limits) -> Share:
         """This rank's cells of a global batch."""
-        return share(samples, self.limits, self.rank, self.plan.batch)
+        return share(samples, limits, self.rank, self.plan.batch)
 
     def _shrink(self, samples: Sequence[Sample]) -> None:
         """Halve the largest cell of a global batch, and every rank's cap with it."""
-        limits = self.limits.halved(self._share(samples).largest)
+        limits = self.limits.halved(self._share(samples, self.limits).largest)
         if limits is None:
             planned, most = format_bytes(self.plan.memory.total_bytes), max(self.plan.batch.micro_batch)
             raise OutOfMemoryError(

@@ -1,7 +1,8 @@
 """The mean loss on any number of samples, the same on any number of ranks."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -10,7 +11,8 @@ import torch.distributed as dist
 
 from frugal.errors import RequestError
 from frugal.training.cells import share
-from frugal.training.loss import Sample
+from frugal.training.loss import Batch, Sample
+from frugal.training.prefetch import ahead, pinned
 
 if TYPE_CHECKING:
     from frugal.training.engine import Engine
@@ -49,11 +51,10 @@ def evaluate(engine: "Engine", samples: Sequence[Sample]) -> Evaluation:
     targets = 0
     was_training = engine.module.training
     engine.module.eval()
+    collated = ahead(_collated(engine, samples, cells), engine.device)
     try:
-        with torch.no_grad():
-            for places in cells:
-                cell = [samples[place] for place in places]
-                batch = engine.objective.collate(cell or [engine.objective.dummy()])
+        with torch.no_grad(), closing(collated):
+            for batch in collated:
                 targets += engine.objective.count(batch)
                 on_device = {name: tensor.to(engine.device, non_blocking=True) for name, tensor in batch.items()}
                 loss += engine.objective.loss_sum(engine.deepspeed, on_device)
@@ -68,3 +69,9 @@ def evaluate(engine: "Engine", samples: Sequence[Sample]) -> Evaluation:
             because=f"every label of its {len(samples)} samples is ignored",
         )
     return Evaluation(loss=loss_sum / num_targets, targets=int(num_targets), samples=len(samples))
+
+
+def _collated(engine: "Engine", samples: Sequence[Sample], cells: Sequence[Sequence[int]]) -> Iterator[Batch]:
+    for places in cells:
+        cell = [samples[place] for place in places]
+        yield pinned(engine.objective.collate(cell or [engine.objective.dummy()]), engine.device)

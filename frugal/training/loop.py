@@ -2,8 +2,9 @@
 
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import replace
+from itertools import islice
 
 import torch
 
@@ -15,6 +16,7 @@ from frugal.training.evaluate import evaluate
 from frugal.training.log import Log
 from frugal.training.loss import Sample
 from frugal.training.measure import Gauge
+from frugal.training.prefetch import ahead
 from frugal.training.settings import Settings
 
 
@@ -45,25 +47,29 @@ def train(
 ) -> Progress:
     """Train from `start` until `total_steps` optimizer steps are done. Collective.
 
+    The next global batch is collated while the engine works on the last; a step's time includes what it waits for it.
     The first step has no optimizer states before it, so memory is compared with the plan after the second.
     """
     now = start
-    for step in range(start.step + 1, total_steps + 1):
-        batch = batches.at(now.position)
-        began = time.perf_counter()
-        result = engine.train_step(batch)
-        if engine.device.type == "cuda":
-            log.memory_bytes = torch.cuda.max_memory_allocated(engine.device)
-        log.step(step, result, time.perf_counter() - began)
-        if watch is not None and step == start.step + 2:
-            log.memory(step, watch.take_off())
-        now = replace(now, step=step, position=batch.end, validation_loss=None)
-        if len(validation) and _is_due(step, settings.eval_every, total_steps):
-            evaluation = evaluate(engine, validation)
-            log.evaluation(step, evaluation)
-            now = replace(now, validation_loss=evaluation.loss)
-        if _is_due(step, settings.save_every, total_steps):
-            checkpoint.save(engine, settings.checkpoints, now, keep=settings.keep)
+    to_come = islice(batches.iterate(start.position), total_steps - start.step)
+    prepared = ahead(((batch.end, engine.prepare(batch)) for batch in to_come), engine.device)
+    with closing(prepared):
+        for step in range(start.step + 1, total_steps + 1):
+            began = time.perf_counter()
+            end, batch = next(prepared)
+            result = engine.train_step(batch)
+            if engine.device.type == "cuda":
+                log.memory_bytes = torch.cuda.max_memory_allocated(engine.device)
+            log.step(step, result, time.perf_counter() - began)
+            if watch is not None and step == start.step + 2:
+                log.memory(step, watch.take_off())
+            now = replace(now, step=step, position=end, validation_loss=None)
+            if len(validation) and _is_due(step, settings.eval_every, total_steps):
+                evaluation = evaluate(engine, validation)
+                log.evaluation(step, evaluation)
+                now = replace(now, validation_loss=evaluation.loss)
+            if _is_due(step, settings.save_every, total_steps):
+                checkpoint.save(engine, settings.checkpoints, now, keep=settings.keep)
     return now
 
 

@@ -1,0 +1,87 @@
+"""Working ahead changes when a batch is made, and nothing else."""
+
+import gc
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from frugal.training.batches import GlobalBatches
+from frugal.training.cells import Limits
+from frugal.training.engine import initialize
+from frugal.training.loss import CausalLM
+from frugal.training.prefetch import ahead
+from tests.plans import plan_by_hand
+from tests.ranks import Ranks
+from tests.training.models import ragged_samples, tiny_gpt2
+
+
+def threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("prefetch")]
+
+
+def test_the_same_items_come_in_the_same_order_and_no_thread_is_left() -> None:
+    assert list(ahead(range(50))) == list(range(50))
+    assert list(ahead([])) == []
+    assert not threads()
+
+
+def test_one_item_is_made_while_the_last_is_worked_on_and_never_more() -> None:
+    made = [threading.Event() for _ in range(4)]
+
+    def making() -> Iterator[int]:
+        for number, event in enumerate(made):
+            event.set()
+            yield number
+
+    items = ahead(making())
+    assert next(items) == 0
+    assert made[1].wait(60)  # nobody has asked for it yet
+    assert not made[2].is_set()
+    assert next(items) == 1
+    items.close()  # type: ignore[attr-defined]  # a generator
+    assert not threads()
+
+
+def test_a_failure_is_raised_once_where_its_item_would_have_come() -> None:
+    def making() -> Iterator[int]:
+        yield from range(2)
+        raise ValueError("row 2 is broken")
+
+    items, found = ahead(making()), []
+    with pytest.raises(ValueError, match="row 2 is broken"):
+        for item in items:
+            found.append(item)
+    assert found == [0, 1]
+    assert next(items, None) is None
+    assert not threads()
+
+
+def prepared_and_plain() -> dict[str, Any]:
+    """Losses and weights of steps on batches prepared ahead and on plain ones, and limits that fall between."""
+    samples = ragged_samples(24)
+    batches = GlobalBatches(samples, global_batch=8, seed=3)
+    found: dict[str, Any] = {}
+    for way in ("plain", "ahead"):
+        plan = plan_by_hand(world_size=1, global_batch=8, micro_batch=4, zero_stage=2)
+        engine = initialize(tiny_gpt2(), plan, CausalLM())
+        to_come = [batch for batch, _ in zip(batches.iterate(), range(3), strict=False)]
+        steps = ahead(map(engine.prepare, to_come)) if way == "ahead" else iter(to_come)
+        losses = []
+        for number, batch in enumerate(steps):
+            if number == 1:  # the next batch is prepared, and now too large
+                engine.limits = Limits(max_samples=(1,), seq_len=64, shortest=64, overhead=None)
+            losses.append(engine.train_step(batch).loss)
+        weights = torch.cat([parameter.detach().flatten() for parameter in engine.module.parameters()])
+        found[way] = losses, weights.numpy()
+        engine.destroy()
+    gc.collect()
+    return found
+
+
+def test_batches_prepared_ahead_train_the_same_weights_also_when_memory_runs_out_between(one_rank: Ranks) -> None:
+    (found,) = one_rank.run(prepared_and_plain)
+    assert found["ahead"][0] == found["plain"][0]
+    assert (found["ahead"][1] == found["plain"][1]).all()
