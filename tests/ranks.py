@@ -1,5 +1,6 @@
 """Real ranks for tests: processes joined by gloo that stay alive from test to test, so that imports are paid once."""
 
+import gc
 import multiprocessing
 import os
 import socket
@@ -59,7 +60,8 @@ class Ranks:
         self._processes, self._connections = [], []
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["deepspeed", "transformers.modeling_utils", "frugal.training.engine"])
         port = free_port()
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
@@ -83,6 +85,7 @@ def _serve(rank: int, world_size: int, port: int, connection: Connection) -> Non
 
     from frugal.training import group
 
+    gc.freeze()  # DeepSpeed collects at every start of an engine: what was imported need not be looked at again
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     torch.set_num_threads(1)
     group.form()

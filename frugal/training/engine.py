@@ -245,6 +245,7 @@ def initialize(
     if nvme.is_used(plan):
         plan = nvme.with_own_folder(plan, votes)
     config = deepspeed_config(plan)
+    optimizers.leave_muon_uncompiled()
     optimizer = optimizers.ready_made(plan)
     if plan.strategy.zero_stage == 3:
         _partition(model, config, DTYPES[plan.request.precision])

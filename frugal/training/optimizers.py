@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime import compiler
 
 from frugal.errors import RequestError
 from frugal.planning.ds_config import ADAM_BETAS, ADAM_EPSILON
@@ -33,6 +34,19 @@ def ready_made(plan: Plan) -> MakeOptimizer | None:
     if request.optimizer_implementation == "deepspeed":
         compile_kernels(on_host=plan.strategy.offload_optimizer != "none")
     return None
+
+
+def leave_muon_uncompiled() -> None:
+    """Import DeepSpeed's Muon, which ZeRO looks for whatever the optimizer is, without compiling it.
+
+    It asks for torch.compile when imported, and that for Inductor: some three seconds of every rank's start.
+    """
+    compile_function = compiler.compile
+    compiler.compile = lambda *_args, **_kwargs: lambda function: function
+    try:
+        import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401  # for what the import leaves behind
+    finally:
+        compiler.compile = compile_function
 
 
 def adamw_8bit() -> Callable[..., torch.optim.Optimizer]:
