@@ -11,6 +11,11 @@ from tests import readme
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
+QUICK = (
+    "frugal plan --gpus 4 --mem 12G",
+    "frugal explain --gpus 4 --mem 12G",
+    "frugal explain --model gpt2-xl --gpus 1 --mem 12G",
+)
 
 
 def blocks(language: str) -> list[str]:
@@ -49,7 +54,13 @@ def test_every_file_shown_exists() -> None:
         assert (ROOT / path).exists(), path
 
 
-@pytest.mark.parametrize("command", readme.shown())
+@pytest.mark.parametrize(
+    "command",
+    [
+        pytest.param(command, marks=[] if command in QUICK else pytest.mark.exhaustive, id=command)
+        for command in readme.shown()
+    ],
+)
 def test_what_is_shown_of_planning_is_what_is_printed(command: str) -> None:
     """`make renew` brings it up to date."""
     assert readme.printed(command) == readme.shown()[command]

@@ -19,7 +19,7 @@ def pool() -> Iterator[Pool]:
     made.close()
 
 
-IN_EVERY_RUN = ("long sequence", "encoder-decoder for many languages")
+IN_EVERY_RUN = ("long sequence",)
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,7 @@ def measured(name: str, zero_stage: int, precision: str, mode: str) -> list[tupl
     return [(interval.phase, interval.peak_bytes, interval.live_bytes) for interval in intervals]
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.exhaustive), 2])
 @pytest.mark.parametrize(
     ("name", "zero_stage", "precision", "mode"),
     [

@@ -127,11 +127,11 @@ LAYOUTS = [(1, 0, 1), (2, 1, 2), (8, 3, 2), (64, 63, 1)]
     ("family", "zero_stage", "precision"),
     [
         ("llama", 0, "fp32"),
-        ("llama", 1, "fp32"),
+        pytest.param("llama", 1, "fp32", marks=pytest.mark.exhaustive),
         ("llama", 2, "bf16"),
-        ("llama", 2, "fp32"),
+        pytest.param("llama", 2, "fp32", marks=pytest.mark.exhaustive),
         ("llama", 3, "bf16"),
-        ("gpt2", 2, "bf16"),
+        pytest.param("gpt2", 2, "bf16", marks=pytest.mark.exhaustive),
         ("gpt2", 3, "bf16"),
     ],
 )

@@ -141,7 +141,7 @@ def test_a_rank_in_the_middle_is_as_rehearsed_too(three_ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize("mode", ["off", "full"])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=exhaustive), "bf16"])
 @pytest.mark.parametrize("family", ["llama", "bert", "t5"])
 def test_so_it_is_for_other_families(family: str, precision: str, mode: str, one_rank: Ranks) -> None:
     plan = plan_for(1, 4, 1, 2, precision, mode)

@@ -100,9 +100,9 @@ def interrupted_and_not(folder: Path, zero_stage: int, precision: str, strategy:
     ("zero_stage", "precision", "strategy"),
     [
         (0, "fp32", {}),
-        (1, "fp32", {}),
-        (2, "fp32", {"activation_checkpointing": "full"}),
-        (3, "fp32", {}),
+        pytest.param(1, "fp32", {}, marks=pytest.mark.exhaustive),
+        pytest.param(2, "fp32", {"activation_checkpointing": "full"}, marks=pytest.mark.exhaustive),
+        pytest.param(3, "fp32", {}, marks=pytest.mark.exhaustive),
         (2, "bf16", {}),
         (3, "bf16", {"activation_checkpointing": "full"}),
         (2, "bf16", {"offload_optimizer": "cpu"}),
@@ -416,7 +416,9 @@ def loss_of_pretrained(folder: Path, precision: torch.dtype) -> float:
     return loss / targets
 
 
-@pytest.mark.parametrize(("zero_stage", "precision"), [(0, "fp32"), (2, "bf16"), (3, "fp32"), (3, "bf16")])
+@pytest.mark.parametrize(
+    ("zero_stage", "precision"), [(0, "fp32"), pytest.param(2, "bf16", marks=pytest.mark.exhaustive), (3, "bf16")]
+)
 def test_the_final_model_loads_with_from_pretrained_and_has_the_same_loss(
     zero_stage: int, precision: str, tmp_path: Path, two_ranks: Ranks
 ) -> None:

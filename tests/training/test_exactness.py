@@ -72,7 +72,15 @@ def relative_error(gradient: dict[str, torch.Tensor], reference: dict[str, torch
 @pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
 @pytest.mark.parametrize(
     ("world_size", "global_batch", "micro_batch"),
-    [(1, 8, 8), (1, 8, 1), (2, 8, 2), (2, 8, 1), (3, 8, 2), (3, 100, 5), (3, 2, 4)],
+    [
+        (1, 8, 8),
+        pytest.param(1, 8, 1, marks=pytest.mark.exhaustive),
+        pytest.param(2, 8, 2, marks=pytest.mark.exhaustive),
+        (2, 8, 1),
+        (3, 8, 2),
+        pytest.param(3, 100, 5, marks=pytest.mark.exhaustive),
+        (3, 2, 4),
+    ],
 )
 def test_fp32_gradient_is_that_of_plain_pytorch(
     world_size: int, global_batch: int, micro_batch: int, zero_stage: int, request: pytest.FixtureRequest
@@ -87,7 +95,13 @@ def test_fp32_gradient_is_that_of_plain_pytorch(
 
 @pytest.mark.parametrize("zero_stage", [2, 3])
 @pytest.mark.parametrize(
-    ("micro_batch", "fixture"), [(8, "one_rank"), (1, "one_rank"), (4, "two_ranks"), (1, "two_ranks")]
+    ("micro_batch", "fixture"),
+    [
+        (8, "one_rank"),
+        (1, "two_ranks"),
+        pytest.param(1, "one_rank", marks=pytest.mark.exhaustive),
+        pytest.param(4, "two_ranks", marks=pytest.mark.exhaustive),
+    ],
 )
 def test_bf16_gradient_is_within_bf16_rounding(
     micro_batch: int, fixture: str, zero_stage: int, request: pytest.FixtureRequest
@@ -114,7 +128,7 @@ def test_ranks_may_take_different_micro_batches(zero_stage: int, three_ranks: Ra
 
 
 @pytest.mark.parametrize("zero_stage", [1, 2, 3])
-@pytest.mark.parametrize("bucket", [1000, 50_000])
+@pytest.mark.parametrize("bucket", [1000, pytest.param(50_000, marks=pytest.mark.exhaustive)])
 def test_small_buckets_change_nothing(zero_stage: int, bucket: int, two_ranks: Ranks) -> None:
     ((gradient, _), *_) = two_ranks.run(measured_gradient, 2, 7, 2, zero_stage, reduce_bucket_elements=bucket)
     assert relative_error(gradient, reference_gradient(7)) < 1e-6
@@ -146,7 +160,7 @@ def losses(zero_stage: int, activation_checkpointing: str, dropout: float) -> li
     return measured
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("dropout", [pytest.param(0.0, marks=pytest.mark.exhaustive), 0.1])
 @pytest.mark.parametrize("zero_stage", [0, 2, 3])
 def test_activation_checkpointing_does_not_change_the_losses(zero_stage: int, dropout: float, two_ranks: Ranks) -> None:
     kept = two_ranks.run(losses, zero_stage, "off", dropout)[0]

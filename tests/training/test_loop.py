@@ -293,7 +293,8 @@ def trajectory(found: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
 
 
 @pytest.mark.parametrize(
-    ("zero_stage", "die", "last"), [(2, "in a step", "step-000003"), (3, "in a save", "step-000003")]
+    ("zero_stage", "die", "last"),
+    [pytest.param(2, "in a step", "step-000003", marks=pytest.mark.exhaustive), (3, "in a save", "step-000003")],
 )
 def test_a_killed_run_continues_as_if_nothing_had_been(
     zero_stage: int, die: str, last: str, tmp_path: Path, two_ranks: Ranks

@@ -200,7 +200,7 @@ def losses_of_plain_pytorch(task: str, family: str) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("zero_stage", [2, 3])
+@pytest.mark.parametrize("zero_stage", [2, pytest.param(3, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize(
     ("task", "family"),
     [("masked-lm", "bert"), ("seq2seq", "t5"), ("seq2seq", "marian"), ("sequence-classification", "bert")],

@@ -44,7 +44,10 @@ def alone(one_rank: Ranks) -> tuple[float, float]:
     return before, after
 
 
-@pytest.mark.parametrize(("fixture", "micro_batch", "zero_stage"), [("two_ranks", 12, 3), ("three_ranks", 5, 2)])
+@pytest.mark.parametrize(
+    ("fixture", "micro_batch", "zero_stage"),
+    [("two_ranks", 12, 3), pytest.param("three_ranks", 5, 2, marks=pytest.mark.exhaustive)],
+)
 def test_the_perplexity_is_that_of_one_rank(
     fixture: str, micro_batch: int, zero_stage: int, alone: tuple[float, float], request: pytest.FixtureRequest
 ) -> None:

@@ -115,9 +115,9 @@ def test_any_number_of_ranks_and_any_stage_continue_any_other(
     tmp_path: Path, one_rank: Ranks, two_ranks: Ranks, three_ranks: Ranks
 ) -> None:
     ranks = {1: one_rank, 2: two_ranks, 3: three_ranks}
-    sources = [(1, 1), (2, 0), (2, 2), (3, 1), (3, 3)]
-    targets = [(1, 0), (1, 3), (2, 1), (2, 3), (3, 2), (3, 3)]
-    assert check(ranks, sources, targets, tmp_path) == 30
+    sources = [(1, 1), (2, 0), (2, 2), (3, 3)]
+    targets = [(1, 3), (2, 1), (3, 2)]
+    assert check(ranks, sources, targets, tmp_path) == 12
 
 
 @pytest.mark.exhaustive
