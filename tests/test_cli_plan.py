@@ -251,6 +251,12 @@ WRONG: dict[str, tuple[list[str], int, str]] = {
         "error: --max-tokens-per-gpu 512 is less than one sample\n  because a sample has up to 1024 tokens\n\n"
         "hint: allow at least 1024 tokens, or shorten --seq-len\n",
     ),
+    "packing documents of which only the lengths are known": (
+        [*CARDS, "--pack", "--lengths", "lengths.json"], 2,
+        "error: --pack was given together with --lengths\n"
+        "  because packed samples have other lengths than the documents in them\n\n"
+        "hint: leave --lengths out, or give the documents themselves with --data\n",
+    ),
     "a missing settings file": (
         ["--config", "none.toml"], 2,
         "error: cannot read none.toml\n  because No such file or directory\n",

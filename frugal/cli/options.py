@@ -63,6 +63,11 @@ _OPTIONS = (
         metavar="FILE",
         help="Plan for samples of these lengths: JSON, tokens of each or `{tokens: samples}`.",
     ),
+    click.option(
+        "--pack/--no-pack",
+        default=None,
+        help="Put several documents into one sample of --seq-len tokens; none sees another.  [default: no]",
+    ),
     click.option("--max-samples-per-gpu", type=int, help="Cap on the micro-batch, samples."),
     click.option("--max-tokens-per-gpu", type=int, help="Cap on the micro-batch, tokens."),
     click.option("--micro-batch", type=int, help="Pin the samples of one GPU in one micro-step."),

@@ -86,7 +86,7 @@ def _as_before(asked: Settings) -> dict[str, Any]:
 
 _TRAINED = (
     "model", "task", "global_batch", "global_tokens", "seq_len", "precision", "optimizer", "momentum", "learning_rate",
-    "reference_batch", "lr_rule", "weight_decay", "gradient_clipping", "lengths",
+    "reference_batch", "lr_rule", "weight_decay", "gradient_clipping", "lengths", "pack",
 )  # fmt: skip
 
 

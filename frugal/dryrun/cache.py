@@ -65,7 +65,7 @@ def digest(*parts: Any) -> str:
 
 def model_key(request: Request) -> Any:
     """What a rehearsal of the request's model depends on, found without torch."""
-    return [request.model, request.task, request.seq_len, _definition(request.model), *_versions()]
+    return [request.model, request.task, request.seq_len, bool(request.pack), _definition(request.model), *_versions()]
 
 
 @functools.cache

@@ -40,13 +40,14 @@ class Shipment(msgspec.Struct, frozen=True):
 
 def facts(request: Request) -> ModelFacts | None:
     """What the request's model is, if that is shipped."""
-    shipment = _shipment(request.model, "off") if request.task is None else None
+    shipment = _shipment(request.model, "off") if request.task is None and not request.pack else None
     return None if shipment is None else shipment.facts
 
 
 def trace(question: Trace) -> Traced | None:
     """The answer to `question`, if it is shipped."""
-    if question.request.task is not None or question.request.precision != "bf16":
+    request = question.request
+    if request.task is not None or request.pack or request.precision != "bf16":
         return None
     shipment = _shipment(question.request.model, question.activation_checkpointing)
     raw = None if shipment is None else shipment.traces.get(_name(question))

@@ -82,9 +82,11 @@ def _describe(question: Describe) -> Any:
     import torch
 
     from frugal.dryrun.rehearsal import ModelFacts
-    from frugal.training import activation_checkpointing, tiled_loss
+    from frugal.training import activation_checkpointing, packable, tiled_loss
 
     spec = _spec(question.request.model, question.request.task)  # whatever the length asked for
+    if question.request.pack:
+        packable.check(spec)
     model = spec.build(dtype=torch.bfloat16, device="meta")
     parameters = list(model.parameters())
     return ModelFacts(
@@ -117,7 +119,7 @@ def _trace(question: Trace) -> Traced:
     try:
         found = trace(
             model,
-            spec.objective(),
+            spec.objective(pack=bool(question.request.pack)),
             seq_len=question.request.seq_len,
             kind=question.kind,
             activation_checkpointing_mode=question.activation_checkpointing,
@@ -138,7 +140,7 @@ def _run(question: Rehearse) -> Any:
     dtype = DTYPES[question.request.precision]
     return rehearse(
         lambda: spec.build(dtype=dtype, device="meta"),
-        spec.objective(),
+        spec.objective(pack=bool(question.request.pack)),
         question.request,
         question.strategy,
         micro_batch=question.micro_batch,

@@ -60,6 +60,12 @@ def check(plan: Plan, target: Target) -> None:
             because="its loss is Python of its own",
             hint="--to accelerate exports all but the loss; `frugal train` and `frugal.initialize` train it",
         )
+    if plan.request.pack:
+        raise RequestError(
+            f"{who} cannot keep packed documents apart as planned",
+            because="frugal packs them itself, and the plan counts the attention mask that this takes",
+            hint="plan without --pack",
+        )
     if batch.global_tokens is not None:
         raise RequestError(
             f"{who} cannot fill a global batch of {batch.global_tokens} tokens",

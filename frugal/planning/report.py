@@ -88,7 +88,11 @@ def _facts(plan: Plan) -> list[str]:
     ]
     shares = ", ".join(f"{name} {format_seconds(seconds)}" for seconds, name in parts if seconds)
     rows = [
-        ("model", f"{request.model}, {model.task}, {parameters} parameters, samples of {request.seq_len} tokens"),
+        (
+            "model",
+            f"{request.model}, {model.task}, {parameters} parameters, samples of {request.seq_len} tokens"
+            + ", packed with documents" * bool(request.pack),
+        ),
         ("cluster", _cluster(plan)),
         ("strategy", f"{plan.strategy}"),
         ("numbers", f"{request.precision}, gradients summed in {plan.strategy.gradient_accumulation_dtype}"),

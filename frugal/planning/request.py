@@ -63,6 +63,8 @@ class Request:
         overlap_comm: let gradients travel while backward goes on; None: no.
         reduce_bucket_elements: pinned size of DeepSpeed's gradient bucket, elements.
         lengths: tokens of the data's samples, where they are known; see `frugal.planning.ragged`.
+        pack: put several documents into one sample of up to `seq_len` tokens, in which they do not see each other;
+            None: no.
     """
 
     model: str = "gpt2"
@@ -93,6 +95,7 @@ class Request:
     overlap_comm: bool | None = None
     reduce_bucket_elements: int | None = None
     lengths: Lengths | None = None
+    pack: bool | None = None
 
     def __post_init__(self) -> None:
         if not self.model.strip():

@@ -45,7 +45,7 @@ _CHOICES = {
 _TEXT = {"model", "gpu", "hostfile", "nvme_path"}
 _FLOATS = {"learning_rate", "weight_decay", "gradient_clipping", "momentum"}
 _MEMORY = {"mem", "held", "host_mem", "host_disk"}
-_SWITCHES = {"calibration", "overlap_comm"}
+_SWITCHES = {"calibration", "overlap_comm", "pack"}
 
 
 def understand(
@@ -64,6 +64,12 @@ def understand(
     for name, value in settings.items():
         check(name, value)
     given = {name: value for name, value in settings.items() if value is not None}
+    if given.get("pack") and not isinstance(given.get("lengths"), lengths.Lengths | None):
+        raise RequestError(
+            "--pack was given together with --lengths",
+            because="packed samples have other lengths than the documents in them",
+            hint="leave --lengths out, or give the documents themselves with --data",
+        )
     if "lengths" in given:
         given["lengths"] = lengths.of(given["lengths"])
     request = Request(**{name: value for name, value in given.items() if name in REQUEST_NAMES})

@@ -13,9 +13,10 @@ from frugal.training.loss import Sample
 class Samples(Sequence[Sample]):
     """Tokenised samples on disk, read on access.
 
-    A sample has `input_ids`, for pairs also `labels` (arrays of shape `(tokens,)`, int32, not to be written to), for
-    classes `label`. Arrow's arrays are read directly: ten times faster than as rows of `datasets` (30 against 300
-    microseconds a sample of 1024 tokens), which in a large global batch are tens of milliseconds a step.
+    A sample has `input_ids`, for pairs also `labels`, for packed documents `documents` (arrays of shape `(tokens,)` or
+    `(documents,)`, int32, not to be written to), for classes `label`. Arrow's arrays are read directly: ten times
+    faster than as rows of `datasets` (30 against 300 microseconds a sample of 1024 tokens), which in a large global
+    batch are tens of milliseconds a step.
     """
 
     def __init__(self, path: Path, fingerprint: str) -> None:
@@ -49,11 +50,14 @@ def _value(chunk: Any, row: int) -> Any:
 class Writer:
     """Appends samples to an Arrow stream, which `datasets` can open too."""
 
-    def __init__(self, path: Path, task: str) -> None:
+    def __init__(self, path: Path, task: str, *, packed: bool = False) -> None:
         import pyarrow as pa
 
         tokens = pa.list_(pa.int32())
-        own = {"seq2seq": {"labels": tokens}, "sequence-classification": {"label": pa.int64()}}.get(task, {})
+        own: dict[str, Any] = {"seq2seq": {"labels": tokens}, "sequence-classification": {"label": pa.int64()}}.get(
+            task, {}
+        )
+        own |= {"documents": tokens} if packed else {}
         self._schema = pa.schema({"input_ids": tokens, **own, "length": pa.int32()})
         self._file = pa.OSFile(str(path), "wb")
         self._stream = pa.ipc.new_stream(self._file, self._schema)

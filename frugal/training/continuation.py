@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 _FIXED = {
     "precision": "precision", "optimizer": "optimizer", "seq_len": "sequence length", "global_batch": "global batch",
-    "global_tokens": "global tokens",
+    "global_tokens": "global tokens", "pack": "packing",
 }  # fmt: skip
 _FREE = {
     "learning_rate": "learning rate", "weight_decay": "weight decay", "momentum": "momentum",
@@ -31,6 +31,7 @@ def recipe(plan: Plan) -> dict[str, int | float | str | None]:
         "precision": request.precision,
         "optimizer": request.optimizer,
         "seq_len": request.seq_len,
+        "pack": request.pack or None,
         "global_batch": batch.global_batch if batch.global_tokens is None else None,
         "global_tokens": batch.global_tokens,
         "learning_rate": request.scaled_learning_rate,

@@ -20,7 +20,7 @@ import msgspec
 import platformdirs
 
 from frugal.errors import RequestError
-from frugal.training import tokenizing
+from frugal.training import packs, tokenizing
 from frugal.training.arrow import Samples, Writer
 from frugal.training.cutting import Cutter, TooLong
 from frugal.training.provenance import Provenance
@@ -89,6 +89,7 @@ def load(
     tokenizer: Any,
     task: str,
     seq_len: int,
+    pack: bool = False,
     columns: Columns | None = None,
     limit: int | None = None,
     skip_bad_rows: bool = False,
@@ -100,8 +101,8 @@ def load(
     """The samples in `sources`: files, globs, folders, datasets saved to disk, hub names, or `stdlib`.
 
     Language models: a document longer than `seq_len` tokens becomes several samples, each token being a target
-    once. Pairs and classes cannot be cut: `too_long` says what to do. `limit` is in documents. A
-    `validation_fraction` of the documents, evenly spread and at least one, is kept back.
+    once; with `pack`, shorter ones share a sample. Pairs and classes cannot be cut: `too_long` says what to do. `limit`
+    is in documents. A `validation_fraction` of the documents, evenly spread and at least one, is kept back.
 
     Classes given as text are numbered as they come. For validation data of its own, pass `label_names` of the
     training data's report, so that both have the same numbers.
@@ -126,13 +127,15 @@ def load(
         "too_long": too_long, "labels": list(label_names), "validation": str(_fraction(validation_fraction)),
         "tokenizer": tokenizing.fingerprint(tokenizer), "sources": [source.fingerprint for source in found],
     }  # fmt: skip
+    if pack:
+        options["pack"] = packs.MOST_OPEN
     key = hashlib.sha256(json.dumps(options, sort_keys=True).encode()).hexdigest()
     cache = cache_dir or platformdirs.user_cache_path("frugal") / "data"
     folder = cache / key[:32]
     if not folder.exists():
         cutter = Cutter(tokenizer, task, seq_len, columns, too_long, label_names)
         try:
-            _prepare(found, cutter, folder, limit, skip_bad_rows, _fraction(validation_fraction))
+            _prepare(found, cutter, folder, pack, limit, skip_bad_rows, _fraction(validation_fraction))
         except OSError as error:
             raise RequestError(
                 f"the tokenised data cannot be written to {cache}",
@@ -157,6 +160,7 @@ def _prepare(
     sources: Sequence[Source],
     cutter: Cutter,
     folder: Path,
+    pack: bool,
     limit: int | None,
     skip_bad_rows: bool,
     validation: Fraction,
@@ -165,7 +169,7 @@ def _prepare(
     folder.parent.mkdir(parents=True, exist_ok=True)
     aside = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
     try:
-        report = _write(sources, cutter, aside, limit, skip_bad_rows, validation)
+        report = _write(sources, cutter, aside, pack, limit, skip_bad_rows, validation)
         (aside / "report.json").write_bytes(msgspec.json.encode(report))
         try:
             aside.rename(folder)
@@ -180,6 +184,7 @@ def _write(
     sources: Sequence[Source],
     cutter: Cutter,
     aside: Path,
+    pack: bool,
     limit: int | None,
     skip_bad_rows: bool,
     validation: Fraction,
@@ -187,8 +192,8 @@ def _write(
     num_documents = num_empty = num_bad = 0
     first_bad: list[str] = []
     with ExitStack() as stack:
-        train = stack.enter_context(Writer(aside / "train.arrow", cutter.task))
-        kept_back = stack.enter_context(Writer(aside / "validation.arrow", cutter.task)) if validation else None
+        train = stack.enter_context(_Out(aside / "train.arrow", cutter, pack))
+        kept_back = stack.enter_context(_Out(aside / "validation.arrow", cutter, pack)) if validation else None
 
         def flush() -> None:
             nonlocal num_documents, num_empty
@@ -274,6 +279,27 @@ def _rows(sources: Sequence[Source], cutter: Cutter) -> Iterator[Row]:
                 cutter.check(source, list(row))
                 checked = True
             yield where, row
+
+
+class _Out(Writer):
+    """A writer that packs first, if it is asked to."""
+
+    def __init__(self, path: Path, cutter: Cutter, pack: bool) -> None:
+        super().__init__(path, cutter.task, packed=pack)
+        self._packer = packs.Packer(cutter.seq_len) if pack else None
+
+    def write(self, samples: Sequence[dict[str, Any]]) -> None:
+        """Take the samples of one document."""
+        if self._packer is None:
+            super().write(samples)
+        else:
+            for sample in samples:
+                super().write(list(self._packer.add(sample["input_ids"])))
+
+    def __exit__(self, kind: object, *rest: object) -> None:
+        if self._packer is not None and kind is None:
+            super().write(list(self._packer.rest()))
+        super().__exit__(kind, *rest)
 
 
 def _bad_rows_error(report: Report) -> RequestError:

@@ -6,6 +6,7 @@ sum by the targets of the *global* batch, which it knows before the first forwar
 
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, Protocol
 
 import numpy as np
@@ -13,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from frugal.training import tiled_loss
+from frugal.training import packs, tiled_loss
 from frugal.training.tiled_loss import IGNORED
 
 Sample = Mapping[str, Any]
@@ -79,21 +80,33 @@ def real_tokens(rows: Sequence[Sequence[int]]) -> Tensor:
 
 
 class CausalLM:
-    """Next-token prediction. A sample has `input_ids` and, if some positions are no targets, `labels`."""
+    """Next-token prediction. A sample has `input_ids` and, if some positions are no targets, `labels`.
 
-    def __init__(self, pad_id: int = 0) -> None:
+    `packed`: it also has `documents`, the tokens of each document in it. They do not see each other, and none begins
+    with a target. Without `documents` it is one.
+    """
+
+    def __init__(self, pad_id: int = 0, *, packed: bool = False) -> None:
         self.pad_id = pad_id
+        self.packed = packed
 
     def collate(self, samples: Sequence[Sample]) -> Batch:
-        """`input_ids` and `labels`, each of shape `(samples, longest)`.
+        """`input_ids`, `labels` and, if packed, `position_ids`, each of shape `(samples, longest)`.
 
         There is no attention mask: padding is on the right, and causal attention never looks there. That keeps the
-        flash kernel, which takes no mask.
+        flash kernel, which takes no mask. Packed, the model makes one from the positions.
         """
-        return {
+        batch = {
             "input_ids": pad([sample["input_ids"] for sample in samples], self.pad_id),
             "labels": pad([sample.get("labels", sample["input_ids"]) for sample in samples], IGNORED),
         }
+        if not self.packed:
+            return batch
+        documents = [sample.get("documents", [len(sample["input_ids"])]) for sample in samples]
+        for row, of_sample in enumerate(documents):
+            batch["labels"][row, packs.starts(of_sample)] = IGNORED
+        positions: list[Any] = [packs.positions(each) for each in documents]
+        return batch | {"position_ids": pad(positions, 0)}
 
     def dummy(self) -> Sample:
         """Two tokens, none of them a target."""
@@ -110,7 +123,9 @@ class CausalLM:
     def loss_sum(self, model: nn.Module, batch: Batch) -> Tensor:
         """Summed cross entropy of every next token."""
         next_tokens = F.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)  # cheaper than a copy of all logits but one
-        return token_loss_sum(model, {"input_ids": batch["input_ids"]}, next_tokens)
+        inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
+        with packs.apart() if self.packed else nullcontext():
+            return token_loss_sum(model, inputs, next_tokens)
 
 
 class MaskedLM:

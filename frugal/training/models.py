@@ -119,10 +119,10 @@ class ModelSpec:
                 ) from None
             return module.to(device).train()
 
-    def objective(self, tokenizer: Any = None, *, seed: int = 0) -> Objective:
+    def objective(self, tokenizer: Any = None, *, seed: int = 0, pack: bool = False) -> Objective:
         """What is trained; pads and masks with the tokenizer's special tokens, or with the configuration's.
 
-        `seed` is for objectives that draw something: which tokens are masked.
+        `seed` is for objectives that draw something: which tokens are masked. `pack`: several documents in a sample.
         """
         if self.own_objective is not None:
             return self.own_objective
@@ -136,7 +136,7 @@ class ModelSpec:
         pad_id = special("pad_token_id", 0)
         match self.task:
             case "causal-lm":
-                return CausalLM(pad_id)
+                return CausalLM(pad_id, packed=pack)
             case "masked-lm":
                 vocabulary = self.vocab_size or 1
                 return MaskedLM(

@@ -88,7 +88,7 @@ def _train(plan: Plan, asked: Settings, device: "torch.device") -> None:
         gauge = measuring.enter_context(measure.gauge(device))
         model = data.spec.build(dtype=DTYPES[plan.request.precision], device="cpu", seed=asked.seed)
         _refuse_other_model(plan, model)
-        objective = data.spec.objective(data.tokenizer, seed=asked.seed)
+        objective = data.spec.objective(data.tokenizer, seed=asked.seed, pack=bool(plan.request.pack))
         engine = initialize(model, plan, objective, learning_rate_schedule=learning_rate)
         generators.seed_all(asked.seed * 1_000_003 + rank)
         start, changes = _start(engine, asked, data.provenance)
@@ -223,6 +223,9 @@ def _describe(plan: Plan, asked: Settings, data: "Samples", total_steps: int, st
         f"{_number(total_steps, 'step')} of {size} on {_number(batch.world_size, 'rank')}",
         f"{len(data.training)} samples, {len(data.validation)} for validation",
     ]
+    if plan.request.pack:
+        full = data.training.lengths.mean() / plan.request.seq_len
+        parts.append(f"samples are packed with documents and {100 * full:.1f} % full")
     parts += data.report.left_out(asked.too_long)
     if steps_done:
         parts.append(f"continuing after step {steps_done}")

@@ -43,7 +43,7 @@ def read(plan: Plan, asked: Settings) -> Samples:
     spec = models.resolve(plan.request.model, plan.request.task)
 
     def load_all() -> tuple[data.Corpus, Any]:
-        return _load(spec.task, tokenizer, plan.request.seq_len, asked)
+        return _load(spec.task, tokenizer, plan.request.seq_len, bool(plan.request.pack), asked)
 
     is_first = os.environ["LOCAL_RANK"] == "0"
     loaded = load_all() if is_first else None
@@ -61,7 +61,7 @@ def read(plan: Plan, asked: Settings) -> Samples:
     )
 
 
-def _load(task: str, tokenizer: Any, seq_len: int, asked: Settings) -> tuple[data.Corpus, Any]:
+def _load(task: str, tokenizer: Any, seq_len: int, pack: bool, asked: Settings) -> tuple[data.Corpus, Any]:
     """What to train on, and what to evaluate on."""
     columns = sources.Columns(
         text=asked.text_column, label=asked.label_column, source=asked.source_column, target=asked.target_column
@@ -69,7 +69,7 @@ def _load(task: str, tokenizer: Any, seq_len: int, asked: Settings) -> tuple[dat
 
     def load(paths: tuple[str, ...], validation_fraction: float = 0.0, label_names: Sequence[str] = ()) -> data.Corpus:
         return data.load(
-            paths, tokenizer=tokenizer, task=task, seq_len=seq_len, columns=columns,
+            paths, tokenizer=tokenizer, task=task, seq_len=seq_len, pack=pack, columns=columns,
             limit=asked.limit, skip_bad_rows=asked.skip_bad_rows, too_long=asked.too_long,
             validation_fraction=validation_fraction, label_names=label_names,
         )  # fmt: skip
@@ -91,7 +91,7 @@ def lengths_of(request: Request, asked: Settings) -> Lengths:
     """
     spec = models.resolve(request.model, request.task)
     seq_len = min(request.seq_len, spec.max_positions or request.seq_len)
-    corpus, _ = _load(spec.task, tokenizing.load_tokenizer(asked.tokenizer), seq_len, asked)
+    corpus, _ = _load(spec.task, tokenizing.load_tokenizer(asked.tokenizer), seq_len, bool(request.pack), asked)
     found = corpus.train.lengths
     every = -(-len(found) // MOST_READ)
     numbers = np.bincount(found[::every])

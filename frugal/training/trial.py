@@ -155,8 +155,9 @@ def measure(plan: Plan, cap_bytes: int | None = None) -> Trial:
         _load_libraries(plan, device)
     gc.collect()
     before = circumstances.forget_peak_rss()
+    objective = spec.objective(pack=bool(plan.request.pack))
     try:
-        intervals, of_gpu = watched(lambda: spec.build(dtype=dtype), spec.objective(), plan, device, 2)
+        intervals, of_gpu = watched(lambda: spec.build(dtype=dtype), objective, plan, device, 2)
     except torch.OutOfMemoryError as error:
         raise OutOfMemoryError("out of memory while measuring", because=str(error).splitlines()[0]) from None
     found = RankMeasurement(

@@ -37,6 +37,11 @@ FAMILIES: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
              num_attention_heads=4, num_key_value_heads=2, use_cache=False),
         CausalLM,
     ),
+    "packed llama": (
+        tiny("AutoModelForCausalLM", "llama", hidden_size=64, intermediate_size=160, num_hidden_layers=2,
+             num_attention_heads=4, num_key_value_heads=2, use_cache=False),
+        lambda: CausalLM(packed=True),
+    ),
     "bert": (
         tiny("AutoModelForMaskedLM", "bert", hidden_size=64, intermediate_size=160, num_hidden_layers=2,
              num_attention_heads=4),
@@ -142,7 +147,7 @@ def test_a_rank_in_the_middle_is_as_rehearsed_too(three_ranks: Ranks) -> None:
 
 @pytest.mark.parametrize("mode", ["off", "full"])
 @pytest.mark.parametrize("precision", [pytest.param("fp32", marks=exhaustive), "bf16"])
-@pytest.mark.parametrize("family", ["llama", "bert", "t5"])
+@pytest.mark.parametrize("family", ["llama", pytest.param("packed llama", marks=exhaustive), "bert", "t5"])
 def test_so_it_is_for_other_families(family: str, precision: str, mode: str, one_rank: Ranks) -> None:
     plan = plan_for(1, 4, 1, 2, precision, mode)
     (truth,) = one_rank.run(partial(measured, plan, family))
@@ -165,3 +170,11 @@ def test_so_it_is_where_optimizer_states_are_on_the_host(
     for (phase, peak, live), (_, true_peak, true_live) in zip(ours, truth, strict=True):
         assert (phase, peak) == (phase, pytest.approx(true_peak, rel=TOLERANCE))
         assert (phase, live) == (phase, pytest.approx(true_live, rel=TOLERANCE))
+
+
+def test_the_mask_that_keeps_packed_documents_apart_is_counted(one_rank: Ranks) -> None:
+    plan = plan_for(1, 4, 1, 2, "bf16", "off")
+    (truth,) = one_rank.run(partial(measured, plan, "packed llama"))
+    ours = [i.peak_bytes for i in rehearsed(plan, 0, "packed llama").intervals(4)]
+    assert ours == pytest.approx([peak for _, peak, _ in truth], rel=TOLERANCE)
+    assert max(ours) > max(i.peak_bytes for i in rehearsed(plan, 0, "llama").intervals(4))

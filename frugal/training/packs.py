@@ -1,0 +1,90 @@
+"""Several documents in one sample, none of which sees another.
+
+A model is told where a document begins by its positions, which start at 0 there; transformers makes the attention mask
+of that (`position_ids` without `attention_mask`, https://huggingface.co/docs/transformers/main_classes/data_collator,
+as of 5.23). It looks at the values first and leaves the mask out where nothing is packed. Here it never looks: memory
+is the same for every batch, a rehearsal without values foresees it, and no forward waits for the device.
+"""
+
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+MOST_OPEN = 256
+"""Packs that are filled at the same time. Python's standard library fills them to 99.3 % or more, from 64 on."""
+
+
+@contextmanager
+def apart() -> Iterator[None]:
+    """Models called inside keep attention within documents, whose positions start at 0."""
+    from transformers import masking_utils
+
+    with patch.object(masking_utils, "find_packed_sequence_indices", _numbers_of_documents):
+        yield
+
+
+def _numbers_of_documents(position_ids: Tensor) -> Tensor:
+    """The document of each token, counted from 0 in each row; both of shape `(samples, positions)`."""
+    begins = torch.diff(position_ids, prepend=position_ids[:, :1] - 1, dim=-1) != 1
+    return begins.cumsum(-1)
+
+
+def starts(documents: Sequence[int]) -> NDArray[np.int64]:
+    """Where documents of so many tokens begin that follow each other."""
+    return np.cumsum([0, *documents[:-1]], dtype=np.int64)
+
+
+def positions(documents: Sequence[int]) -> NDArray[np.int64]:
+    """Of each token in its document, for documents of so many tokens that follow each other."""
+    return np.arange(np.sum(documents)) - np.repeat(starts(documents), documents)
+
+
+class Packer:
+    """Puts pieces into packs of at most `seq_len` tokens, each into the fullest open one that has room for it.
+
+    Best fit (https://doi.org/10.1137/0203025) with a limit on what is open: what comes out depends on the pieces and
+    their order alone, and memory does not grow with their number.
+    """
+
+    def __init__(self, seq_len: int) -> None:
+        self.seq_len = seq_len
+        self._open: list[tuple[int, int, list[NDArray[np.int32]]]] = []  # room, number, pieces; least room first
+        self._number = 0
+
+    def add(self, piece: NDArray[np.int32]) -> Iterator[dict[str, Any]]:
+        """Take one more piece; gives the packs that are full by it."""
+        place = bisect_left(self._open, (len(piece), -1), key=lambda pack: pack[:2])
+        if place < len(self._open):
+            room, number, pieces = self._open.pop(place)
+        else:
+            room, number, pieces = self.seq_len, self._number, []
+            self._number += 1
+        room -= len(piece)
+        pieces.append(piece)
+        if room < 2:  # one token alone teaches nothing
+            yield _pack(pieces)
+            return
+        place = bisect_left(self._open, (room, number), key=lambda pack: pack[:2])
+        self._open.insert(place, (room, number, pieces))
+        if len(self._open) > MOST_OPEN:
+            yield _pack(self._open.pop(0)[2])
+
+    def rest(self) -> Iterator[dict[str, Any]]:
+        """What is still open, in the order in which it was begun."""
+        for _, _, pieces in sorted(self._open, key=lambda pack: pack[1]):
+            yield _pack(pieces)
+        self._open.clear()
+
+
+def _pack(pieces: Sequence[NDArray[np.int32]]) -> dict[str, Any]:
+    """A sample: `documents` has the tokens of each."""
+    documents = np.array([len(piece) for piece in pieces], dtype=np.int32)
+    tokens = np.concatenate(pieces)
+    return {"input_ids": tokens, "documents": documents, "length": len(tokens)}
