@@ -16,6 +16,9 @@ from frugal.errors import RequestError
 from frugal.training.loss import Sample
 from frugal.training.order import Permutation, permutation
 
+_STRETCH = 1 << 18
+"""Samples counted together: 2 MiB each for their places, tokens and sums."""
+
 
 @dataclass(frozen=True)
 class Position:
@@ -112,6 +115,23 @@ class GlobalBatches:
         for _ in range(steps):
             position = self.at(position).end
         return position
+
+    def steps(self, epochs: int) -> int:
+        """Batches until every sample was drawn `epochs` times. Tokens have to be counted, in the order of drawing."""
+        draws = epochs * len(self.dataset)
+        if self.global_batch is not None:
+            return -(-draws // self.global_batch)
+        assert self._lengths is not None and self.global_tokens is not None
+        full, held = 0, 0  # batches that are full, and tokens in the one that is being filled
+        for begin in range(0, draws, _STRETCH):
+            indices = self._draw(begin, min(_STRETCH, draws - begin))
+            tokens = np.cumsum(np.asarray(self._lengths)[indices], dtype=np.int64)
+            before = -held  # tokens of this stretch before the batch began
+            while (fitting := int(np.searchsorted(tokens, before + self.global_tokens, side="right"))) < len(tokens):
+                full += 1
+                before = int(tokens[fitting - 1]) if fitting else 0
+            held = int(tokens[-1]) - before
+        return full + 1
 
     def iterate(self, start: Position = Position()) -> Iterator[GlobalBatch]:
         """All batches from `start` on, without end."""

@@ -9,7 +9,7 @@ from itertools import islice
 import torch
 
 from frugal.training import checkpoint
-from frugal.training.batches import GlobalBatches, Position
+from frugal.training.batches import GlobalBatches
 from frugal.training.checkpoint import Progress
 from frugal.training.engine import Engine
 from frugal.training.evaluate import evaluate
@@ -77,13 +77,7 @@ def steps_of(batches: GlobalBatches, settings: Settings) -> int:
     """Optimizer steps of the whole run: as asked, or until every sample was drawn `epochs` times."""
     if settings.steps is not None:
         return settings.steps
-    epochs = settings.epochs or 1
-    if batches.global_batch is not None:
-        return -(-epochs * len(batches.dataset) // batches.global_batch)
-    steps, position = 0, Position()
-    while position.epoch < epochs:
-        steps, position = steps + 1, batches.at(position).end
-    return steps
+    return batches.steps(settings.epochs or 1)
 
 
 def _is_due(step: int, every: int | None, total_steps: int) -> bool:

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from frugal.errors import RequestError
+from frugal.training import batches
 from frugal.training.batches import GlobalBatch, GlobalBatches, Position
 from frugal.training.order import permutation
 
@@ -133,3 +134,16 @@ def test_no_data_is_refused() -> None:
     with pytest.raises(RequestError) as caught:
         GlobalBatches([], global_batch=4)
     assert str(caught.value) == "there is no sample to train on\n\nhint: check what --data points to"
+
+
+@pytest.mark.parametrize("stretch", [1, 7, 64, batches._STRETCH])
+def test_the_steps_of_epochs_of_tokens_are_those_that_walking_them_counts(
+    stretch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batches, "_STRETCH", stretch)
+    for n, tokens in ((1, 60), (5, 60), (20, 100), (50, 5000), (200, 128)):
+        lengths = np.random.default_rng(n).integers(1, 60, n)
+        found = GlobalBatches(range(n), global_tokens=tokens, lengths=lengths, seed=n)
+        for epochs in (1, 2, 3):
+            steps = found.steps(epochs)
+            assert found.after(steps).epoch >= epochs > found.after(steps - 1).epoch
