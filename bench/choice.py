@@ -92,7 +92,7 @@ def decide(case: Case, kind: DeviceKind, calibration: Calibration | None, pool: 
         choice = search.run()
         assert isinstance(choice, Choice), f"nothing fits: {case.name}"
         strategies = search.strategies("none")
-        looked_at = [search.option(strategy) for strategy in strategies if strategy != choice.option.strategy]
+        looked_at = [search.appraisal.option(strategy) for strategy in strategies if strategy != choice.option.strategy]
     options = (choice.option, *(option for option in looked_at if option.fits))
     return Decision(
         case=case,

@@ -13,8 +13,8 @@ from frugal.dryrun.client import Rehearsals, workers
 from frugal.dryrun.figures import Figures
 from frugal.dryrun.measurement import predicted
 from frugal.errors import FrugalError
-from frugal.planning.allocator import replay, smallest_capacity
 from frugal.planning.cards import DeviceKind
+from frugal.planning.replay import Replays
 from frugal.planning.timeline import NotAffineError, Timeline
 
 LARGEST_SHARE = 0.9  # of the device's memory, for the largest micro-batch
@@ -64,7 +64,7 @@ def _predict(asked: Configuration, here: Any, folder: Path, pool: Any) -> Predic
     return Prediction(
         configuration=asked,
         figures=predicted(rehearsals, cluster(here)),
-        expandable_reserved_bytes=replay(sizes, events, expandable_segments=True).peak_reserved_bytes,
+        expandable_reserved_bytes=Replays(sizes, events, expandable_segments=True).under().peak_reserved_bytes,
         parameters=facts.parameters,
         trainable_parameters=facts.trainable_parameters,
         largest_parameter=facts.largest_parameter,
@@ -80,7 +80,7 @@ def _largest(recordings: list[Any], memory_bytes: int) -> int:
     low, high = 1, MOST_SAMPLES
     while low < high:
         middle = (low + high + 1) // 2
-        if smallest_capacity(timeline.sizes(middle), timeline.events) <= LARGEST_SHARE * memory_bytes:
+        if Replays(timeline.sizes(middle), timeline.events).smallest_capacity() <= LARGEST_SHARE * memory_bytes:
             low = middle
         else:
             high = middle - 1

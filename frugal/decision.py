@@ -71,7 +71,7 @@ def _proven(search: Search, choice: Choice, rehearse: Rehearse) -> Choice:
     for length in ragged.shortest_choices(request, option.batch):
         loads = [
             (ragged.most_samples(micro, request.seq_len, length), device)
-            for device, micro in search.fitting.loads(option.batch)
+            for device, micro in search.appraisal.fitting.loads(option.batch)
         ]
         with rehearse(replace(request, seq_len=length, lengths=None), search.cluster) as source:
             try:
@@ -83,7 +83,7 @@ def _proven(search: Search, choice: Choice, rehearse: Rehearse) -> Choice:
             shortest = length
             break
     batch = replace(option.batch, shortest=shortest)
-    time = search.time(search.source.profile(option.strategy, True), option.strategy, batch)
+    time = search.appraisal.time(search.source.profile(option.strategy, True), option.strategy, batch)
     return replace(choice, option=replace(option, batch=batch, time=time), memory=memory)
 
 

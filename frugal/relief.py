@@ -132,7 +132,7 @@ def _fits(request: Request, cluster: Cluster, source: Source, likely: Strategy) 
     tried = [max(level, key=lambda strategy: strategy.frugality) for level in reversed(levels) if level]
     if any(likely in level for level in levels):
         tried.insert(0, likely)
-    return any(search.option(strategy).fits for strategy in dict.fromkeys(tried))
+    return any(search.appraisal.option(strategy).fits for strategy in dict.fromkeys(tried))
 
 
 def _relaxed(request: Request) -> Iterator[tuple[str, Request]]:
@@ -162,7 +162,7 @@ def _more_host_memory(request: Request, cluster: Cluster, search: Search, found:
         replace(node, host_memory_bytes=max(needed * GIB, node.host_memory_bytes)) if node.host_memory_bytes else node
         for node in cluster.nodes
     )
-    if Search(request, replace(cluster, nodes=nodes), search.source).option(least.strategy).fits:
+    if Search(request, replace(cluster, nodes=nodes), search.source).appraisal.option(least.strategy).fits:
         yield f"--host-mem {needed}G"
 
 
@@ -185,7 +185,7 @@ def _more_memory(cluster: Cluster, search: Search, nearest: Option) -> list[str]
         memory = profile.memory(nearest.micro_batch, larger)
         if memory.fits:
             flag = f"--mem {size / GIB:g}G" if size % (GIB // 2) == 0 else f"--mem {size // MIB}M"
-            if search.fitting.host_shortfall_bytes(memory) <= 0:
+            if search.appraisal.fitting.host_shortfall_bytes(memory) <= 0:
                 return [flag]
             needed = host.needed_bytes(memory, _tightest(cluster, memory), cluster)
             return [f"{flag} with --host-mem {ceil(needed / GIB)}G"]

@@ -6,8 +6,9 @@ from typing import Any
 
 from frugal.dryrun.rehearsal import Rehearsal
 from frugal.planning import host
-from frugal.planning.allocator import CachingAllocator, replay, smallest_capacity
+from frugal.planning.allocator import CachingAllocator
 from frugal.planning.profile import DeviceKind
+from frugal.planning.replay import Replays
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,9 +53,9 @@ def figures(rehearsals: Sequence[Rehearsal], kind: DeviceKind, ranks_per_node: i
     reserved = capacity = allocated
     if kind == "cuda":
         categories["rounding"] = allocated - peak.total_bytes
-        streams = [_stream(rehearsal) for rehearsal in rehearsals]
-        reserved = max(replay(*stream).peak_reserved_bytes for stream in streams)
-        capacity = max(smallest_capacity(*stream) for stream in streams)
+        replays = [Replays(*_stream(rehearsal)) for rehearsal in rehearsals]
+        reserved = max(each.under().peak_reserved_bytes for each in replays)
+        capacity = max(each.smallest_capacity() for each in replays)
     return Figures(
         peak_allocated_bytes=allocated,
         peak_reserved_bytes=reserved,

@@ -1,4 +1,4 @@
-"""CUDA's caching allocator, replayed over the storages of a step.
+"""CUDA's caching allocator, request by request. `frugal.planning.replay` has it serve a whole step.
 
 After c10/cuda/CUDACachingAllocator.cpp: requests are rounded to 512 bytes; up to 1 MiB they come from segments of
 2 MiB, up to 10 MiB from segments of 20 MiB, beyond that from their own, rounded to 2 MiB. The smallest free block
@@ -13,8 +13,6 @@ splitting, rounding to powers of two, and garbage collection thresholds; all are
 """
 
 from bisect import bisect_left, insort
-from collections.abc import Sequence
-from dataclasses import dataclass
 
 from frugal.units import MIB
 
@@ -25,15 +23,6 @@ LARGE_SEGMENT = 20 * MIB
 OWN_SEGMENT = 10 * MIB  # from this size on a request gets a segment of its own
 SEGMENT_ROUNDING = 2 * MIB
 ENDLESS = 1 << 60  # bytes; the address space of an expandable segment, and a device without a limit
-
-
-@dataclass(frozen=True)
-class Replay:
-    """How a stream of storages went: highest bytes in live blocks and in segments, and whether all were granted."""
-
-    peak_allocated_bytes: int
-    peak_reserved_bytes: int
-    survived: bool
 
 
 class _Block:
@@ -59,6 +48,7 @@ class CachingAllocator:
         self.expandable_segments = expandable_segments
         self.allocated_bytes = self.reserved_bytes = 0
         self.peak_allocated_bytes = self.peak_reserved_bytes = 0
+        self.least_refused_bytes = ENDLESS + SMALLEST_BLOCK  # of all segments with one that was refused
         self._free: dict[bool, list[tuple[int, int, _Block]]] = {True: [], False: []}  # by size, then address
         self._unmapped: dict[bool, list[tuple[int, _Block]]] = {True: [], False: []}  # by address
         self._next_address = 0
@@ -153,13 +143,14 @@ class CachingAllocator:
         """A free block of at least `size` from new memory; None: the limit is reached."""
         if self.expandable_segments:
             return self._expand(size, small)
-        segment = _segment_bytes(size)
+        segment = segment_bytes(size)
         if not self._reserve(segment):
             return None
         return _Block(self._new_address(segment), segment, small)
 
     def _reserve(self, size: int) -> bool:
         if self.reserved_bytes + size > self.limit_bytes:
+            self.least_refused_bytes = min(self.least_refused_bytes, self.reserved_bytes + size)
             return False
         self.reserved_bytes += size
         self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
@@ -236,63 +227,10 @@ class CachingAllocator:
         insort(self._unmapped[block.small], (hole.address, hole))
 
 
-def _segment_bytes(size: int) -> int:
+def segment_bytes(size: int) -> int:
     """Bytes of the segment made for a request."""
     if size <= SMALL_REQUEST:
         return SMALL_SEGMENT
     if size < OWN_SEGMENT:
         return LARGE_SEGMENT
     return -(-size // SEGMENT_ROUNDING) * SEGMENT_ROUNDING
-
-
-def replay(
-    sizes: Sequence[int], events: Sequence[int], *, limit_bytes: int = ENDLESS, expandable_segments: bool = False
-) -> Replay:
-    """Let storages of `sizes` bytes live and die as `events` says: an index at birth, again at death."""
-    allocator = CachingAllocator(limit_bytes, expandable_segments=expandable_segments)
-    allocate, release = allocator.allocate, allocator.release
-    blocks: dict[int, _Block] = {}
-    survived = True
-    for storage in events:
-        block = blocks.pop(storage, None)
-        if block is not None:
-            release(block)
-        elif sizes[storage]:
-            block = allocate(sizes[storage])
-            if block is None:
-                survived = False
-                break
-            blocks[storage] = block
-    return Replay(allocator.peak_allocated_bytes, allocator.peak_reserved_bytes, survived)
-
-
-def smallest_capacity(
-    sizes: Sequence[int],
-    events: Sequence[int],
-    *,
-    wanted_bytes: int = ENDLESS,
-    expandable_segments: bool = False,
-    tolerance: float = 0.002,
-) -> int:
-    """The fewest bytes for segments with which the whole stream survives, at most `tolerance` too many.
-
-    Less than the bytes reserved without a limit, because a full device gives back what it does not use. Bisection:
-    between what is allocated at the peak and what is reserved without a limit. Where `wanted_bytes` are enough, the
-    result is never above them.
-    """
-    first = replay(sizes, events, limit_bytes=wanted_bytes, expandable_segments=expandable_segments)
-    low = wanted_bytes
-    if first.survived:
-        low = first.peak_allocated_bytes
-    else:
-        first = replay(sizes, events, expandable_segments=expandable_segments)
-        low = max(low, first.peak_allocated_bytes)
-    high = first.peak_reserved_bytes
-    while high - low > max(SEGMENT_ROUNDING, tolerance * low):
-        middle = (low + high) // 2
-        attempt = replay(sizes, events, limit_bytes=middle, expandable_segments=expandable_segments)
-        if attempt.survived:
-            high = min(middle, attempt.peak_reserved_bytes)
-        else:
-            low = middle
-    return high

@@ -5,10 +5,11 @@ kind a group gets the same number of samples, so a thousand ranks and a thousand
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from operator import mul
+from types import MappingProxyType
 
 from frugal.errors import RequestError
 
@@ -22,6 +23,11 @@ class MicroSteps:
 
     count: int
     samples: tuple[int, ...]
+
+
+@lru_cache(maxsize=16)  # a search asks ten times in a row about the same thousand ranks
+def _groups(caps: tuple[int, ...]) -> Mapping[int, int]:
+    return MappingProxyType(dict(sorted(Counter(caps).items())))
 
 
 @dataclass(frozen=True)
@@ -40,10 +46,10 @@ class Cells:
         assert all(min(steps.samples) >= 0 for steps in self.micro_steps), "fewer than no samples"
         assert all(size <= cap for cap, size in zip(self.groups, self.largest, strict=True)), "a cell is over its cap"
 
-    @cached_property
-    def groups(self) -> dict[int, int]:
+    @property
+    def groups(self) -> Mapping[int, int]:
         """The number of ranks of each cap, smallest cap first."""
-        return dict(sorted(Counter(self.caps).items()))
+        return _groups(self.caps)
 
     @property
     def largest(self) -> tuple[int, ...]:

@@ -97,6 +97,17 @@ class Cluster:
         """Every device, in rank order."""
         return tuple(device for node in self.nodes for device in node.devices)
 
+    @cached_property
+    def kinds(self) -> tuple[Device, ...]:
+        """The devices that differ, in the order of their first ranks."""
+        return tuple(dict.fromkeys(self.devices))
+
+    @cached_property
+    def kind_of_rank(self) -> tuple[int, ...]:
+        """Where in `kinds` each rank's device is."""
+        numbers = {device: number for number, device in enumerate(self.kinds)}
+        return tuple(numbers[device] for device in self.devices)
+
     @property
     def world_size(self) -> int:
         """Ranks, one a device."""

@@ -85,12 +85,12 @@ def _compute_seconds(
     A micro-step lasts as long as its slowest rank, because ZeRO-2 and 3 meet in each one, and all meet at the end.
     Equal devices differ only in their cells, of which the largest counts.
     """
-    devices = {(id(device), cap): device for device, cap in zip(cluster.devices, batch.micro_batch, strict=True)}
+    ranks = dict.fromkeys(zip(cluster.kind_of_rank, batch.micro_batch, strict=True))
     groups = {cap: group for group, cap in enumerate(batch.cut.groups)}
     plain = total = moving = 0.0
     for steps in batch.micro_steps:
         cell = batch.cut.largest_in(steps)
-        loads = {(device, cell[groups[cap]]) for (_, cap), device in devices.items()}
+        loads = dict.fromkeys((cluster.kinds[kind], cell[groups[cap]]) for kind, cap in ranks)
         seconds = [_micro_step_seconds(model, strategy, *load, element_bytes, cluster.world_size) for load in loads]
         slowest = max(seconds, key=lambda each: each[1] + each[2])
         plain, total, moving = (
@@ -217,7 +217,7 @@ def _offload_seconds(
         moved_on_disk += (2 * num_steps + 1) * model.parameters * element_bytes / world_size
     touched = model.trainable_parameters / world_size * ranks_per_node * (8 + 2 * (4 + states))
     disk = moved_on_disk * ranks_per_node / NVME_BANDWIDTH
-    slowest = min(device.host_link_bandwidth for device in cluster.devices)
+    slowest = min(device.host_link_bandwidth for device in cluster.kinds)
     return moved / slowest + touched / cluster.host_bandwidth + disk
 
 
@@ -239,5 +239,5 @@ def _optimizer_seconds(
     of_host = cluster.host_bandwidth / max(len(node.devices) for node in cluster.nodes)
     return max(
         traffic / (of_host if device.kind == "cpu" else device.memory_bandwidth) + operators * device.operator_seconds
-        for device in set(cluster.devices)
+        for device in cluster.kinds
     )

@@ -31,10 +31,9 @@ class Fitting:
     def __init__(self, request: Request, cluster: Cluster) -> None:
         self.request = request
         self.cluster = cluster
-        self.devices = tuple(dict.fromkeys(cluster.devices))
+        self.devices = cluster.kinds
         self.world_size = cluster.world_size
-        kinds = {device: kind for kind, device in enumerate(self.devices)}
-        self._kinds = tuple(kinds[device] for device in cluster.devices)
+        self._kinds = cluster.kind_of_rank
         self._speeds = tuple(device.matrix_flops for device in self.devices)
         self._counts = tuple(map(self._kinds.count, range(len(self.devices))))
         self._nodes = Counter(cluster.nodes)

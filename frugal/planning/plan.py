@@ -113,6 +113,8 @@ class Batch:
         """
         cut = self.cut
         tight = [max(1, largest) for largest in cut.largest]
+        if tight == list(cut.groups):
+            return self
         new_caps = dict(zip(cut.groups, tight, strict=True))
         return replace(
             self,

@@ -6,9 +6,9 @@ from functools import cached_property, partial
 from typing import Literal
 
 from frugal.planning import host
-from frugal.planning.allocator import replay, smallest_capacity
 from frugal.planning.cluster import Device
 from frugal.planning.memory import MemoryBreakdown
+from frugal.planning.replay import Replays
 from frugal.planning.strategy import Strategy
 from frugal.planning.timeline import Timeline
 from frugal.planning.work import Work
@@ -31,34 +31,26 @@ class RankMemory:
     gathers: tuple[int, int] | None = None
 
     @cached_property
-    def _capacities(self) -> dict[tuple[int, int, bool], int]:
+    def _replays(self) -> dict[tuple[int, bool], Replays]:
         return {}
 
-    @cached_property
-    def _replays(self) -> dict[tuple[int, int, bool], bool]:
-        return {}
+    def replays(self, micro_batch: int, *, expandable_segments: bool = False) -> Replays:
+        """The step with `micro_batch` samples through CUDA's caching allocator."""
+        key = (micro_batch, expandable_segments)
+        if key not in self._replays:
+            sizes, events = self.timeline.sizes(micro_batch), self.timeline.events
+            self._replays[key] = Replays(sizes, events, expandable_segments=expandable_segments)
+        return self._replays[key]
 
     def survives(self, micro_batch: int, limit_bytes: int, *, expandable_segments: bool = False) -> bool:
         """Whether the allocator gets through the step with so much memory."""
-        key = (micro_batch, limit_bytes, expandable_segments)
-        if key not in self._replays:
-            sizes, events = self.timeline.sizes(micro_batch), self.timeline.events
-            found = replay(sizes, events, limit_bytes=limit_bytes, expandable_segments=expandable_segments)
-            self._replays[key] = found.survived
-        return self._replays[key]
+        return self.replays(micro_batch, expandable_segments=expandable_segments).under(limit_bytes).survived
 
     def capacity(self, micro_batch: int, usable_bytes: int, *, expandable_segments: bool = False) -> int:
         """The fewest bytes with which CUDA's caching allocator gets through the step; never above `usable_bytes`
         where these are enough."""
-        key = (micro_batch, usable_bytes, expandable_segments)
-        if key not in self._capacities:
-            self._capacities[key] = smallest_capacity(
-                self.timeline.sizes(micro_batch),
-                self.timeline.events,
-                wanted_bytes=usable_bytes,
-                expandable_segments=expandable_segments,
-            )
-        return self._capacities[key]
+        replays = self.replays(micro_batch, expandable_segments=expandable_segments)
+        return replays.smallest_capacity(usable_bytes)
 
 
 @dataclass(frozen=True, kw_only=True)

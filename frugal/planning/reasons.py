@@ -133,7 +133,7 @@ def _micro_batch(request: Request, cluster: Cluster, choice: Choice) -> str:
         f"memory binds: micro-batch {option.largest_micro_batch + 1} would be about "
         f"{format_bytes(option.shortfall_of_next_bytes)} short"
     )
-    if len(set(cluster.devices)) > 1 and request.micro_batch_cap is None:
+    if len(cluster.kinds) > 1 and request.micro_batch_cap is None:
         if len(set(batch.micro_batch)) > 1:
             sentence += "; each kind of GPU takes what lets all of them be done together"
     elif micro < option.largest_micro_batch:

@@ -11,17 +11,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from frugal.errors import RequestError
-from frugal.planning import cost, ragged
+from frugal.planning.appraisal import Appraisal
 from frugal.planning.choice import TIE, Choice, Nothing, Option, tolerance
-from frugal.planning.cluster import Cluster, Device
-from frugal.planning.fitting import Fitting, Refuted
-from frugal.planning.memory import MemoryBreakdown
+from frugal.planning.cluster import Cluster
+from frugal.planning.fitting import Refuted
 from frugal.planning.pins import check_pins
-from frugal.planning.plan import Batch, ModelSummary, StepTime
+from frugal.planning.plan import ModelSummary
 from frugal.planning.request import Request
-from frugal.planning.source import Profile, Source
+from frugal.planning.source import Source
 from frugal.planning.strategy import Offload, Strategy, candidates, offload_levels
-from frugal.planning.turns import LIKE, buckets_matter, turns
+from frugal.planning.turns import buckets_matter, turns
 
 TRUST = 0.01
 """A profile that is further than this from the rehearsal is wrong, and the plan says so. In live bytes: what the
@@ -40,14 +39,11 @@ class Search:
         self.request = request
         self.cluster = cluster
         self.source = source
-        self.batch_samples = request.batch_samples
         self.tolerance = tolerance(request)
-        self.fitting = Fitting(request, cluster)
-        self.refuted: dict[Strategy, Refuted] = {}
+        self.appraisal = Appraisal(request, cluster, source)
         self.levels = offload_levels(request, on_gpus=cluster.devices[0].kind == "cuda")
-        self.facts = source.facts()
+        self.facts = self.appraisal.facts
         self.can_tile = self.facts.can_tile
-        self.work: dict[str, Profile] = {}  # by mode of activation checkpointing, once one is known
 
     def run(self) -> Choice | Nothing:
         """Choose, rehearse, and choose again until the two agree."""
@@ -56,7 +52,7 @@ class Search:
         for level in self.levels:
             options = self.options(level)
             while winner := self._winner(options):
-                memory = self.rehearsed(winner)
+                memory = self.appraisal.rehearsed(winner)
                 assert winner.memory is not None
                 what = f"{winner.strategy}, micro-batch {winner.micro_batch}: the profile was"
                 live_error = winner.memory.live_bytes / memory.live_bytes - 1
@@ -81,7 +77,7 @@ class Search:
                             *(f"assumed, because it depends on data: {note}" for note in self.source.notes),
                         ),
                     )
-                self.refuted[winner.strategy] = Refuted(
+                self.appraisal.refuted[winner.strategy] = Refuted(
                     micro_batch=winner.micro_batch, memory=memory, factor=memory.total_bytes / winner.memory.total_bytes
                 )
                 options = self.options(level)
@@ -146,7 +142,7 @@ class Search:
     def _slow(self, strategies: Sequence[Strategy], before: list[Option]) -> tuple[list[Option], list[Strategy]]:
         """Those whose best case is no faster than what fits already, and the others."""
         fastest = min((o.seconds for o in before if o.fits and not o.is_draft), default=float("inf"))
-        bounds = [self._best_case(strategy) for strategy in strategies] if self.work else []
+        bounds = [self.appraisal.best_case(strategy) for strategy in strategies] if self.appraisal.work else []
         slow = [b for b in bounds if b.seconds * TIE >= fastest and not self._is_simpler(b, before)]
         known = {bound.strategy for bound in slow}
         return slow, [strategy for strategy in strategies if strategy not in known]
@@ -163,15 +159,15 @@ class Search:
                 continue
             known = [*before, *options]
             fastest = min((option.seconds for option in known if option.fits), default=float("inf"))
-            bound = self._best_case(strategy) if self.work else None
+            bound = self.appraisal.best_case(strategy) if self.appraisal.work else None
             if bound and bound.seconds * TIE >= fastest and not self._is_simpler(bound, known):
                 options.append(bound)
             elif hopeless := self._hopeless(strategy, known):
                 options.append(hopeless)
             elif strategy.loss == "plain" or self.request.loss == "tiled":
-                options.append(self.option(strategy))
+                options.append(self.appraisal.option(strategy))
             else:
-                options += self._tiled(strategy, self.option)
+                options += self._tiled(strategy, self.appraisal.option)
         return options
 
     def _is_simpler(self, bound: Option, options: list[Option]) -> bool:
@@ -187,7 +183,7 @@ class Search:
         def draft(strategy: Strategy) -> Option | None:
             if self.source.draft(strategy, True) is None:
                 return None
-            return replace(self.option(strategy, drafted=True), is_draft=True)
+            return replace(self.appraisal.option(strategy, drafted=True), is_draft=True)
 
         if strategy.loss == "tiled" and self.request.loss == "auto":
             return self._tiled(strategy, draft)
@@ -204,7 +200,7 @@ class Search:
             if not draft.fits or draft.seconds > fastest * self.tolerance:
                 options.append(draft)
             else:
-                options.append(self.option(draft.strategy))
+                options.append(self.appraisal.option(draft.strategy))
                 fastest = min(fastest, options[-1].seconds if options[-1].fits else fastest)
         return options
 
@@ -231,7 +227,7 @@ class Search:
         shortfall = -without.headroom_bytes - without.activations - without.logits - without.temporary - without.slack
         if shortfall <= 0:
             return None
-        micro = self.fitting.smallest_micro_batch
+        micro = self.appraisal.fitting.smallest_micro_batch
         return Option(
             strategy=strategy, micro_batch=micro, batch=None, memory=None, time=None, least_shortfall_bytes=shortfall
         )
@@ -244,110 +240,8 @@ class Search:
         for option in sorted(vague, key=lambda option: -(option.headroom_bytes or 0)):
             nearest = max((option.headroom_bytes or 0 for option in known), default=-float("inf"))
             if (option.headroom_bytes or 0) > nearest:
-                known.append(self.option(option.strategy))
+                known.append(self.appraisal.option(option.strategy))
         return tuple(sorted(known, key=lambda option: -(option.headroom_bytes or 0)))
-
-    def option(self, strategy: Strategy, *, drafted: bool = False) -> Option:
-        """The best batch a strategy allows, or by how much it does not fit. `drafted`: the allocator is left out."""
-        option = self._option(strategy, accumulates=True, drafted=drafted)
-        if self.request.lengths is not None:  # a step of one micro-step may be done in several, to pad less
-            return option
-        whole = -(-self.batch_samples // self.cluster.world_size)
-        if option.fits and option.batch and option.batch.accumulation_steps == 1:
-            return self._option(strategy, accumulates=False, drafted=drafted)
-        if (
-            self.fitting.cap < whole
-            or self.request.accumulation_steps not in (None, 1)
-            or option.micro_batch * 2 < whole
-        ):
-            return option
-        at_once = self._option(strategy, accumulates=False, drafted=drafted)
-        return at_once if at_once.batch and at_once.batch.accumulation_steps == 1 else option
-
-    def _option(self, strategy: Strategy, *, accumulates: bool, drafted: bool) -> Option:
-        profile = (self.source.draft if drafted else self.source.profile)(strategy, accumulates)
-        assert profile is not None, "drafted for one number of micro-steps, but not for another"
-        self.work.setdefault(strategy.activation_checkpointing, profile)
-        devices, refuted = self.fitting.devices, self.refuted.get(strategy)
-        fit = {device: self.fitting.largest_micro_batch(profile, device, refuted) for device in devices}
-        batches = self.fitting.batches(fit) if min(fit.values()) >= 1 else []
-        if not batches:
-            wanted = self.fitting.smallest_micro_batch
-            short = min((profile.memory(wanted, device) for device in devices), key=lambda m: m.headroom_bytes)
-            if refuted is not None and short.fits:
-                wanted, short = refuted.micro_batch, refuted.memory
-            return Option(strategy=strategy, micro_batch=wanted, batch=None, memory=short, time=None)
-        if self.request.lengths is not None:
-            batches = [self._for_lengths(profile, strategy, batch) for batch in batches]
-        timed = [(self.time(profile, strategy, batch), batch) for batch in batches]
-        fastest = min(time.total_seconds for time, _ in timed)
-        time, batch = min(
-            (pair for pair in timed if pair[0].total_seconds <= fastest * TIE), key=lambda pair: not pair[1].is_uniform
-        )
-        # What the allocator adds decides between two kinds of devices only where they are alike.
-        drafts = [(profile.draft.memory(micro, device), micro, device) for device, micro in self.fitting.loads(batch)]
-        memory, micro, device = min(drafts, key=lambda draft: draft[0].headroom_bytes)
-        memory = memory if drafted else profile.memory(micro, device)
-        option = Option(
-            strategy=strategy,
-            micro_batch=max(batch.micro_batch),
-            batch=batch,
-            memory=memory,
-            time=time,
-            largest_micro_batch=max(fit.values()),
-            shortfall_of_next_bytes=None if drafted else self._shortfall_of_next(profile, fit, memory),
-        )
-        if (short_of := self.fitting.host_shortfall_bytes(memory)) > 0:
-            return replace(option, batch=None, host_shortfall_bytes=short_of)
-        if (short_of := self.fitting.disk_shortfall_bytes(strategy, self.facts)) > 0:
-            return replace(option, batch=None, disk_shortfall_bytes=short_of)
-        return option
-
-    def time(self, profile: Profile, strategy: Strategy, batch: Batch) -> StepTime:
-        """Predicted seconds of a step: of full-length samples, or of a typical global batch where that is known."""
-        step_time = self._full_length(profile, strategy)
-        if self.request.lengths is None:
-            return step_time(batch)
-        return ragged.time_of(step_time, batch, ragged.grouping(self.request.lengths, batch, self.request.seq_len))
-
-    def _for_lengths(self, profile: Profile, strategy: Strategy, batch: Batch) -> Batch:
-        """`batch` with the best that could be proven for samples of the request's lengths."""
-        return ragged.best(self.request, self.cluster, batch, self._full_length(profile, strategy))
-
-    def _full_length(self, profile: Profile, strategy: Strategy) -> Callable[[Batch], StepTime]:
-        """Seconds of a step of full-length samples, by its batch."""
-        return lambda batch: cost.step_time(profile, strategy, batch, self.cluster, self.request)
-
-    def _shortfall_of_next(self, profile: Profile, fit: dict[Device, int], memory: MemoryBreakdown) -> int | None:
-        """About what one sample more would lack on the device that takes most; None where a cap or the batch binds.
-
-        `memory` is that of what fits; what the allocator wastes is taken to be the same.
-        """
-        device = max(fit, key=lambda device: fit[device])
-        if fit[device] >= self.fitting.cap:
-            return None
-        about = memory.slack - profile.draft.memory(fit[device] + 1, device).headroom_bytes
-        return about if about > 0 else max(0, -profile.memory(fit[device] + 1, device).headroom_bytes)
-
-    def _best_case(self, strategy: Strategy) -> Option:
-        """What a strategy could reach if memory were unlimited; recomputation counts as free while it is unknown."""
-        batch = self.fitting.unlimited()
-        known = (self.work.get(mode) for mode in LIKE[strategy.activation_checkpointing])
-        work = next((work for work in known if work is not None), next(iter(self.work.values())))
-        if self.request.lengths is not None:
-            batch = self._for_lengths(work, strategy, batch)
-        time = self.time(work, strategy, batch)
-        return Option(strategy=strategy, micro_batch=batch.largest_cell, batch=None, memory=None, time=time)
-
-    def rehearsed(self, option: Option) -> MemoryBreakdown:
-        """The memory of an option by rehearsing it, on its fullest device."""
-        assert option.batch is not None
-        steps = max(option.batch.accumulation_steps, 1 if self.request.lengths is None else 2)
-        found = (
-            self.source.rehearse(option.strategy, micro, steps, device)
-            for device, micro in self.fitting.loads(option.batch)
-        )
-        return min(found, key=lambda memory: memory.headroom_bytes)
 
     def _model(self, option: Option) -> ModelSummary:
         return ModelSummary(
@@ -355,5 +249,5 @@ class Search:
             parameters=self.facts.parameters,
             trainable_parameters=self.facts.trainable_parameters,
             largest_parameter=self.facts.largest_parameter,
-            flops_per_sample=self.work[option.strategy.activation_checkpointing].work.flops_per_sample,
+            flops_per_sample=self.appraisal.work[option.strategy.activation_checkpointing].work.flops_per_sample,
         )

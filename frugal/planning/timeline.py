@@ -13,6 +13,11 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # numpy is imported where it is used
+    import numpy as np
+    import numpy.typing as npt
 
 CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "logits", "communication", "temporary")
 PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS, LOGITS, COMMUNICATION, TEMPORARY = range(len(CATEGORIES))
@@ -182,44 +187,61 @@ class Timeline:
         wanted = CATEGORIES.index(category)
         sizes = self.sizes(micro_batch)
         held: dict[str, int] = {}
-        for storage in self._alive_at(self._fullest(micro_batch)[0]):
+        for storage in self._alive_at(self._fullest(micro_batch)[0]).tolist():
             if self.categories[storage] == wanted:
                 name = self.names[self.modules[storage]] or f"({self.names[self.operators[storage]]})"
                 held[name] = held.get(name, 0) + sizes[storage]
         return sorted(held.items(), key=lambda item: -item[1])
 
-    def _alive_at(self, event: int) -> set[int]:
-        alive: set[int] = set()
-        for storage in self.events[: event + 1]:
-            alive ^= {storage}
-        return alive
+    def _alive_at(self, event: int) -> "npt.NDArray[np.int64]":
+        """The storages that are alive after an event: those with one event so far, not two."""
+        import numpy as np
+
+        return np.flatnonzero(np.bincount(self._arrays.events[: event + 1], minlength=len(self.fixed)) == 1)
 
     def _categories_at(self, event: int, micro_batch: int) -> dict[str, int]:
-        totals = dict.fromkeys(CATEGORIES, 0)
-        for storage in self._alive_at(event):
-            totals[CATEGORIES[self.categories[storage]]] += self.fixed[storage] + self.per_sample[storage] * micro_batch
-        return totals
+        arrays = self._arrays
+        alive = self._alive_at(event)
+        sizes = arrays.fixed[alive] + arrays.per_sample[alive] * micro_batch
+        categories = arrays.categories[alive]
+        return {name: int(sizes[categories == number].sum()) for number, name in enumerate(CATEGORIES)}
 
     def _fullest(self, micro_batch: int) -> tuple[int, int, int]:
         """Event, fixed bytes and bytes per sample of the moment that is fullest at `micro_batch`."""
         return max(self._envelope, key=lambda line: line[1] + line[2] * micro_batch)
 
     @cached_property
+    def _arrays(self) -> "_Arrays":
+        return _Arrays(self)
+
+    @cached_property
     def _envelope(self) -> list[tuple[int, int, int]]:
         """The moments that are fullest at some micro-batch >= 0: the upper hull of the lines after every birth."""
-        import numpy as np  # ten times as fast as a loop over a hundred thousand events
+        import numpy as np
 
-        events = np.asarray(self.events, dtype=np.int64)
+        events = self._arrays.events
         births = np.unique(events, return_index=True)[1]
         sign = np.full(len(events), -1, dtype=np.int64)
         sign[births] = 1
         births.sort()
-        fixed = np.cumsum(np.asarray(self.fixed, dtype=np.int64)[events] * sign)[births]
-        slope = np.cumsum(np.asarray(self.per_sample, dtype=np.int64)[events] * sign)[births]
+        fixed = np.cumsum(self._arrays.fixed[events] * sign)[births]
+        slope = np.cumsum(self._arrays.per_sample[events] * sign)[births]
         order = np.lexsort((births, -fixed, slope))  # of each slope, the most fixed bytes first, the earliest of these
         best = order[np.unique(slope[order], return_index=True)[1]]
         lines = zip(births[best].tolist(), fixed[best].tolist(), slope[best].tolist(), strict=True)
         return _upper_hull(list(lines))
+
+
+class _Arrays:
+    """A timeline's long fields as arrays, which are ten times as fast as loops over a hundred thousand events."""
+
+    def __init__(self, timeline: Timeline) -> None:
+        import numpy as np
+
+        self.events = np.asarray(timeline.events, dtype=np.int64)
+        self.fixed = np.asarray(timeline.fixed, dtype=np.int64)
+        self.per_sample = np.asarray(timeline.per_sample, dtype=np.int64)
+        self.categories = np.asarray(timeline.categories, dtype=np.int64)
 
 
 def _upper_hull(lines: Sequence[tuple[int, int, int]]) -> list[tuple[int, int, int]]:

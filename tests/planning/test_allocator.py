@@ -1,12 +1,22 @@
-"""CUDA's caching allocator, one behaviour a test."""
+"""CUDA's caching allocator, one behaviour a test: request by request, and a whole stream at once."""
 
 import random
 from itertools import pairwise
 
 import pytest
 
-from frugal.planning.allocator import CachingAllocator, replay, smallest_capacity
+from frugal.planning.allocator import ENDLESS, CachingAllocator
+from frugal.planning.replay import Replay, Replays, replay_one_by_one
 from frugal.units import KIB, MIB
+
+
+def replay(
+    sizes: list[int], events: list[int], *, limit_bytes: int = ENDLESS, expandable_segments: bool = False
+) -> Replay:
+    """What both ways to replay agree on."""
+    found = Replays(sizes, events, expandable_segments=expandable_segments).under(limit_bytes)
+    assert found == replay_one_by_one(sizes, events, limit_bytes, expandable_segments=expandable_segments)
+    return found
 
 
 def lives(*sizes: int) -> tuple[list[int], list[int]]:
@@ -129,7 +139,7 @@ def test_live_bytes_allocated_bytes_capacity_and_reserved_bytes_are_in_this_orde
         alive ^= {storage}
         live = max(live, sum(sizes[i] for i in alive))
     free = replay(sizes, events, expandable_segments=expandable)
-    capacity = smallest_capacity(sizes, events, expandable_segments=expandable)
+    capacity = Replays(sizes, events, expandable_segments=expandable).smallest_capacity()
     assert live <= free.peak_allocated_bytes <= capacity <= free.peak_reserved_bytes
     assert replay(sizes, events, limit_bytes=capacity, expandable_segments=expandable).survived
     assert not replay(sizes, events, limit_bytes=live - 1, expandable_segments=expandable).survived
@@ -151,3 +161,15 @@ def test_blocks_never_overlap_and_bytes_are_never_lost(seed: int, expandable: bo
         free = sum(size for pool in allocator._free.values() for size, *_ in pool)
         assert allocator.allocated_bytes == sum(end - start for start, end in spans)
         assert allocator.allocated_bytes + free == allocator.reserved_bytes <= 120 * MIB
+
+
+@pytest.mark.parametrize("expandable", [False, True])
+@pytest.mark.parametrize("seed", range(3))
+def test_limits_under_which_the_same_happens_share_a_replay(seed: int, expandable: bool) -> None:
+    sizes, events = stream(seed, 400)
+    replays = Replays(sizes, events, expandable_segments=expandable)
+    highest = replays.under().peak_reserved_bytes
+    limits = range(highest // 2, highest + 2 * MIB, MIB)
+    for limit in limits:
+        assert replays.under(limit) == replay(sizes, events, limit_bytes=limit, expandable_segments=expandable)
+    assert replays.num_replays < len(limits) / 5

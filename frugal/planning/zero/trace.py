@@ -116,7 +116,7 @@ class ModelTrace:
                 alive.add(storage)
         return deaths
 
-    @property
+    @cached_property
     def has_all_gradients(self) -> bool:
         """Whether backward reaches every trainable parameter, once."""
         reached = [number for marks in self.marks for _, what, number, _ in marks if what == GRADIENT]
