@@ -130,15 +130,16 @@ class Log:
             self.say(f"step {step}/{self._total_steps}  {text}")
             self._last_line = time.monotonic()
 
-    def evaluation(self, step: int, evaluation: Evaluation) -> None:
-        """The model was evaluated after `step` steps."""
+    def evaluation(self, step: int, evaluation: Evaluation, *, of: str = "validation") -> None:
+        """The model was evaluated after `step` steps, on what is called so."""
         if self.speaking:
+            event = "evaluation" if of == "validation" else of
             self._record(
-                event="evaluation", step=step, loss=evaluation.loss, perplexity=evaluation.perplexity,
+                event=event, step=step, loss=evaluation.loss, perplexity=evaluation.perplexity,
                 targets=evaluation.targets, samples=evaluation.samples,
             )  # fmt: skip
             self.say(
-                f"step {step}/{self._total_steps}  validation loss {evaluation.loss:.4f}"
+                f"step {step}/{self._total_steps}  {of} loss {evaluation.loss:.4f}"
                 f"  perplexity {evaluation.perplexity:.2f}  ({evaluation.samples} samples)"
             )
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from frugal.errors import PlanMismatchError, RequestError
+from frugal.planning import lengths
 from frugal.planning.files import write_plan
 from frugal.planning.plan import Plan
 from frugal.training import continuation, failure, manifest, settings
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
     from frugal.training.checkpoint import Progress
     from frugal.training.engine import Engine
+    from frugal.training.log import Log
     from frugal.training.provenance import Provenance
     from frugal.training.samples import Samples
 
@@ -102,10 +104,30 @@ def _train(plan: Plan, asked: Settings, device: "torch.device") -> None:
             for name, planned_with in plan.versions.items():
                 if planned_with != version(name):
                     log.say(f"the plan was made with {name} {planned_with}, this is {version(name)}: memory may differ")
+            if (note := _other_lengths(plan, data)) is not None:
+                log.say(note)
             watch = None if asked.resume else loop.Watch(gauge, measuring)
             loop.train(engine, batches, data.validation, asked, log, start=start, total_steps=total_steps, watch=watch)
+            _evaluate_at_the_end(engine, data, total_steps, log)
             log.say(f"model written to {save_model(engine, asked.out / 'model', data.tokenizer)}")
         engine.destroy()
+
+
+def _other_lengths(plan: Plan, data: "Samples") -> str | None:
+    """What to say where the plan was told other lengths than the data has."""
+    planned, found = plan.request.lengths, data.training.lengths
+    return None if planned is None else lengths.unlike(planned, len(found), int(found.sum()))
+
+
+def _evaluate_at_the_end(engine: "Engine", data: "Samples", total_steps: int, log: "Log") -> None:
+    """What it makes of data kept for the end, and of as many samples that it knows as it was validated with."""
+    from frugal.training.evaluate import evaluate
+    from frugal.training.samples import Drawn
+
+    if len(data.test) > 0:
+        known = Drawn.from_all(data.training, len(data.validation) or len(data.test))
+        for name, samples in (("train", known), ("test", data.test)):
+            log.evaluation(total_steps, evaluate(engine, samples), of=name)
 
 
 def join(plan: Plan) -> "torch.device":

@@ -29,6 +29,7 @@ class Samples:
     tokenizer: Any
     training: Any
     validation: Sequence[Any]
+    test: Sequence[Any]
     report: Any
     provenance: Provenance
 
@@ -42,27 +43,28 @@ def read(plan: Plan, asked: Settings) -> Samples:
     tokenizer = tokenizing.load_tokenizer(asked.tokenizer)
     spec = models.resolve(plan.request.model, plan.request.task)
 
-    def load_all() -> tuple[data.Corpus, Any]:
+    def load_all() -> tuple[data.Corpus, Any, Any]:
         return _load(spec.task, tokenizer, plan.request.seq_len, bool(plan.request.pack), asked)
 
     is_first = os.environ["LOCAL_RANK"] == "0"
     loaded = load_all() if is_first else None
     dist.barrier()
-    corpus, validation = loaded or load_all()
+    corpus, validation, test = loaded or load_all()
     if corpus.report.num_labels:
         spec = models.resolve(plan.request.model, plan.request.task, num_labels=corpus.report.num_labels)
     return Samples(
         spec=spec.for_tokenizer(tokenizer),
         tokenizer=tokenizer,
         training=corpus.train,
-        validation=_Drawn.from_all(validation, asked.validation_samples),
+        validation=Drawn.from_all(validation, asked.validation_samples),
+        test=test,
         report=corpus.report,
         provenance=corpus.provenance,
     )
 
 
-def _load(task: str, tokenizer: Any, seq_len: int, pack: bool, asked: Settings) -> tuple[data.Corpus, Any]:
-    """What to train on, and what to evaluate on."""
+def _load(task: str, tokenizer: Any, seq_len: int, pack: bool, asked: Settings) -> tuple[data.Corpus, Any, Any]:
+    """What to train on, what to evaluate on meanwhile, and at the end."""
     columns = sources.Columns(
         text=asked.text_column, label=asked.label_column, source=asked.source_column, target=asked.target_column
     )
@@ -74,11 +76,12 @@ def _load(task: str, tokenizer: Any, seq_len: int, pack: bool, asked: Settings) 
             validation_fraction=validation_fraction, label_names=label_names,
         )  # fmt: skip
 
-    if asked.validation_data:
-        corpus = load(asked.data)
-        return corpus, load(asked.validation_data, label_names=corpus.report.label_names).train
-    corpus = load(asked.data, asked.validation_fraction)
-    return corpus, () if corpus.validation is None else corpus.validation
+    corpus = load(asked.data, 0.0 if asked.validation_data else asked.validation_fraction)
+    validation, test = (
+        load(paths, label_names=corpus.report.label_names).train if paths else ()
+        for paths in (asked.validation_data, asked.test_data)
+    )
+    return corpus, validation or corpus.validation or (), test
 
 
 def lengths_of(request: Request, asked: Settings) -> Lengths:
@@ -91,24 +94,28 @@ def lengths_of(request: Request, asked: Settings) -> Lengths:
     """
     spec = models.resolve(request.model, request.task)
     seq_len = min(request.seq_len, spec.max_positions or request.seq_len)
-    corpus, _ = _load(spec.task, tokenizing.load_tokenizer(asked.tokenizer), seq_len, bool(request.pack), asked)
-    found = corpus.train.lengths
+    corpus, *_ = _load(spec.task, tokenizing.load_tokenizer(asked.tokenizer), seq_len, bool(request.pack), asked)
+    return histogram(corpus.train.lengths, ", ".join(asked.data), corpus.report.left_out(asked.too_long))
+
+
+def histogram(found: Any, name: str, notes: Sequence[str]) -> Lengths:
+    """Of `found`, tokens of each sample; `name` and `notes` say where they are from."""
     every = -(-len(found) // MOST_READ)
     numbers = np.bincount(found[::every])
-    notes = [f"lengths of one sample in {every}"] * (every > 1) + corpus.report.left_out(asked.too_long)
     counts = {int(tokens): int(numbers[tokens]) for tokens in np.flatnonzero(numbers)}
-    return lengths.of_counts(counts, source="; ".join([", ".join(asked.data), *notes]))
+    part = [f"lengths of one sample in {every}"] * (every > 1)
+    return lengths.of_counts(counts, source="; ".join([name, *part, *notes]))
 
 
 @dataclass(frozen=True)
-class _Drawn(Sequence[Any]):
+class Drawn(Sequence[Any]):
     """Some of `samples`, the same in every run on this data."""
 
     samples: Sequence[Any]
     indices: Sequence[int]
 
     @classmethod
-    def from_all(cls, samples: Sequence[Any], number: int | None) -> "_Drawn":
+    def from_all(cls, samples: Sequence[Any], number: int | None) -> "Drawn":
         """`number` of them, drawn evenly from all documents; None: all."""
         if number is None or number >= len(samples):
             return cls(samples, range(len(samples)))

@@ -32,6 +32,8 @@ class Settings:
         validation_data: like `data`, in place of a part of it.
         validation_fraction: of the samples, kept from training.
         validation_samples: evaluate on at most so many.
+        test_data: like `data`; the model is evaluated on all of it at the end, and on as many training samples as on
+            validation samples.
         steps: optimizer steps; None: `epochs`.
         epochs: passes over the data.
         seed: of weights, order of the data and dropout.
@@ -57,6 +59,7 @@ class Settings:
     validation_data: tuple[str, ...] = ()
     validation_fraction: float = 0.05
     validation_samples: int | None = 1000
+    test_data: tuple[str, ...] = ()
     steps: int | None = None
     epochs: int | None = None
     seed: int = 0
@@ -157,6 +160,7 @@ _OPTIONS = (
     click.option("--validation-data", multiple=True, metavar="PATH", help="Instead of a part of the data; repeatable."),
     click.option("--validation-fraction", type=float, help="Part of the data kept from training."),
     click.option("--validation-samples", type=int, help="Evaluate on at most so many samples."),
+    click.option("--test-data", multiple=True, metavar="PATH", help="To evaluate on at the end; repeatable."),
     click.option("--steps", type=int, help="Optimizer steps, counted from the beginning."),
     click.option("--epochs", type=int, help="Passes over the data, instead of --steps.  [default: 1]"),
     click.option("--seed", type=int, help="Of weights, data order and dropout."),
@@ -222,7 +226,7 @@ def collect(flags: Mapping[str, Any], file: Mapping[str, Any]) -> Settings:
     return Settings(**settings)
 
 
-_LISTS = {"data", "validation_data"}
+_LISTS = {"data", "validation_data", "test_data"}
 _CHOICES = {"schedule": get_args(Schedule), "too_long": get_args(TooLong)}
 
 

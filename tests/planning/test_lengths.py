@@ -54,6 +54,7 @@ def test_many_lengths_become_few_and_hardly_change() -> None:
         ("[3, 2.5]", "the lengths in FILE have an entry 2.5: 1\n  because FORM"),
         ('{"long": 3}', "the lengths in FILE have an entry 'long': 3\n  because FORM"),
         ('{"3": -1}', "the lengths in FILE have an entry '3': -1\n  because FORM"),
+        ("[3, true]", "the lengths in FILE have an entry True: 1\n  because FORM"),
         (
             "[0, 3]",
             "the lengths in FILE have 1 sample of 0 tokens\n  because there is nothing to learn from an empty sample",
@@ -97,3 +98,12 @@ def test_what_is_cut_or_left_out_is_counted() -> None:
     assert (left.tokens, left.counts) == ((10,), (5,))
     assert said[0].startswith("3 of 8 samples are left out: they are longer than 64 tokens")
     assert of("error").within(90) == (of("error"), [])
+
+
+def test_data_of_other_lengths_than_planned_is_said() -> None:
+    planned = lengths.of({10: 50, 20: 50}, source="lengths.json")
+    assert lengths.unlike(planned, 7, 7 * 16) is None
+    assert lengths.unlike(planned, 7, 7 * 40) == (
+        "the plan is for samples of 15 tokens on average (lengths.json), this data has 40: memory holds for both, "
+        "the seconds of a step do not"
+    )

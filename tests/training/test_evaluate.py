@@ -1,14 +1,20 @@
 """The mean loss on N samples is that of one process, for any N and any number of ranks."""
 
 import gc
+import json
 import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from frugal.errors import RequestError
+from frugal.training import run
 from frugal.training.engine import initialize
 from frugal.training.evaluate import Evaluation, evaluate
+from frugal.training.log import Log
 from frugal.training.loss import CausalLM
 from tests.plans import plan_by_hand
 from tests.ranks import Ranks
@@ -114,3 +120,23 @@ def test_nothing_to_evaluate_is_said(one_rank: Ranks) -> None:
         "there is no sample to evaluate on\n\nhint: give validation data, or a larger part of the data",
         "the validation data has no target\n  because every label of its 1 samples is ignored",
     ]
+
+
+def at_the_end(folder: Path) -> list[dict[str, Any]]:
+    """What a run records at its end that has data kept for it; runs on one rank."""
+    plan = plan_by_hand(world_size=1, global_batch=16, micro_batch=4, zero_stage=0)
+    engine = initialize(tiny_gpt2(), plan, CausalLM())
+    data: Any = SimpleNamespace(
+        training=ragged_samples(64), validation=ragged_samples(9), test=ragged_samples(7, seed=1)
+    )
+    with Log(folder, rank=0, planned_bytes=0, total_steps=5) as log:
+        run._evaluate_at_the_end(engine, data, 5, log)
+    engine.destroy()
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_what_was_kept_for_the_end_is_evaluated_whole_beside_what_is_known(one_rank: Ranks, tmp_path: Path) -> None:
+    ((known, kept),) = one_rank.run(at_the_end, tmp_path)
+    assert (known["event"], known["step"], known["samples"]) == ("train", 5, 9)
+    assert (kept["event"], kept["step"], kept["samples"]) == ("test", 5, 7)
+    assert kept["perplexity"] == pytest.approx(math.exp(kept["loss"]))

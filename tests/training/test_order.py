@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from frugal.training.order import _TABLE, permutation
+from frugal.training.order import _TABLE, Permutation, permutation
 
 SIZES = st.one_of(
     st.integers(1, 300),
@@ -102,3 +102,12 @@ def test_the_order_of_a_billion_samples_takes_no_memory() -> None:
     tracemalloc.stop()
     assert len(set(indices)) == 1000
     assert peak_bytes < 1 << 20
+
+
+@pytest.mark.parametrize("place", [0, 10**9 - 512])
+def test_a_place_far_into_a_billion_costs_what_the_first_does(place: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    worked_on = []
+    step = Permutation._step
+    monkeypatch.setattr(Permutation, "_step", lambda self, value: worked_on.append(np.size(value)) or step(self, value))
+    permutation(10**9, 0, 7)[np.arange(place, place + 512)]
+    assert sum(worked_on) < 2 * 512, "cycle walking takes 2 ** 30 / 10 ** 9 steps a sample on average"
