@@ -1,0 +1,196 @@
+"""`python -m bench.throughput --ranks 2`: real tokens per second, against who trains the same model with DeepSpeed.
+
+Samples are the docstrings of Python's own library, one byte a token, in pieces of at most `SEQ_LEN`: half of them have
+fewer than a hundred tokens. In each round every contender trains one epoch over the same samples from the same
+weights, `GLOBAL_BATCH` samples an optimizer step, in turns whose order changes; see `bench.throughput_rank`. All see
+the same tokens in an epoch, so tokens per second are compared by the seconds of it, per round; medians of the rounds.
+
+- by hand: a loop on DeepSpeed alone, given frugal's micro-batches. Its losses must be frugal's, bit by bit.
+- trainer: HF Trainer with defaults. Micro-batches of 8 samples in random order.
+- trainer, grouped: the same with `train_sampling_strategy="group_by_length"`, all samples sorted together.
+- accelerate: the loop of its documentation, micro-batches of 8 samples in random order.
+
+Each number of ranks is measured by itself and kept beside the other. One thread a rank.
+"""
+
+import argparse
+import ast
+import json
+import statistics
+import sys
+import sysconfig
+import tempfile
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+import frugal
+from bench.throughput_rank import CONTENDERS, PEERS_MICRO_BATCH, run
+from frugal.planning.plan import Plan
+from frugal.training.circumstances import cpu_name
+from frugal.training.order import permutation
+from tests.ranks import Ranks
+
+RESULTS = Path(__file__).parent / "results" / "throughput-cpu.json"
+SEQ_LEN, GLOBAL_BATCH, STEPS, ROUNDS = 512, 64, 4, 3
+GOALS = {"by hand": 1.0, "trainer": 2.5, "trainer, grouped": 1.1, "accelerate": 1.0}
+NOISE = 0.03  # of the ratio to the loop by hand: both do the same work
+MODEL = {
+    "n_layer": 2, "n_embd": 128, "n_head": 4, "vocab_size": 260, "n_positions": SEQ_LEN, "use_cache": False,
+    "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 0, "eos_token_id": 0,
+}  # fmt: skip
+
+
+class Docstrings(list[Any]):
+    """So many pieces of the docstrings of Python's library, drawn evenly, with their lengths."""
+
+    def __init__(self, number: int, seq_len: int) -> None:
+        pieces = []
+        for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
+            for node in ast.walk(ast.parse(path.read_bytes())):
+                if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Module):
+                    text = np.frombuffer((ast.get_docstring(node) or "").encode(), np.uint8).astype(np.int64) + 4
+                    pieces += [text[i : i + seq_len] for i in range(0, len(text), seq_len)]
+        pieces = [piece for piece in pieces if len(piece) > 1]
+        super().__init__({"input_ids": pieces[i]} for i in permutation(len(pieces), seed=0, epoch=0)[:number])
+        self.lengths = np.array([len(sample["input_ids"]) for sample in self])
+
+
+def planned(folder: Path, samples: Docstrings, ranks: int, shape: dict[str, Any], global_batch: int) -> Plan:
+    """ZeRO-2 with memory for the peers' micro-batch of full-length samples."""
+    config = folder / "config.json"
+    config.write_text(json.dumps({"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], **shape}))
+    lengths, counts = np.unique(samples.lengths, return_counts=True)
+    return frugal.plan(
+        model=str(config), device="cpu", gpus=ranks, mem="2G", seq_len=shape["n_positions"], global_batch=global_batch,
+        max_tokens_per_gpu=PEERS_MICRO_BATCH * shape["n_positions"], precision="fp32", zero_stage=2, loss="plain",
+        activation_checkpointing="off", lengths=dict(zip(lengths.tolist(), counts.tolist(), strict=True)),
+        calibration=False,
+    )  # fmt: skip
+
+
+def rounds(
+    plan: Plan, ranks: Ranks, samples: Docstrings, shape: dict[str, Any], steps: int, number: int
+) -> list[dict[str, list[dict[str, Any]]]]:
+    """Of each round what each contender took, by rank. A round before them, of one step, is thrown away."""
+    names, found = list(CONTENDERS), []
+    for name in names:
+        ranks.run(run, name, plan, shape, samples, 1, 0, timeout=900)
+    for turn in range(number):
+        order = names[turn % len(names) :] + names[: turn % len(names)]
+        found.append({name: ranks.run(run, name, plan, shape, samples, steps, turn, timeout=900) for name in order})
+    return found
+
+
+def padding_of_everything(plan: Plan, seq_len: int) -> dict[str, float]:
+    """Padded positions for each token over all docstrings, by arithmetic.
+
+    The samples that are trained are few, and so are those that HF's sampler sorts together: it takes up to 50 global
+    batches of a rank, but at most a quarter of the data. Here it has enough.
+    """
+    import torch
+    from transformers.trainer_pt_utils import get_length_grouped_indices
+
+    from frugal.training.batches import GlobalBatches
+    from frugal.training.cells import Limits, share
+
+    samples = Docstrings(sys.maxsize, seq_len)
+    batch = plan.batch
+    batches = GlobalBatches(samples, global_batch=batch.global_batch, seed=0)
+    cells = [
+        (number * batch.global_batch, cell)
+        for number in range(len(samples) // batch.global_batch)
+        for rank in range(batch.world_size)
+        for cell in share(batches.at(batches.after(number)), Limits.of(plan), rank, batch).places
+    ]
+    order = np.array(permutation(len(samples), seed=0, epoch=0)[:])
+    grouped = get_length_grouped_indices(
+        samples.lengths.tolist(), batch.global_batch // batch.world_size, generator=torch.Generator().manual_seed(0)
+    )
+    return {
+        "frugal": _padded([samples.lengths[order[[begin + place for place in cell]]] for begin, cell in cells if cell]),
+        "random": _padded(_in_eights(samples.lengths[order])),
+        "trainer, grouped": _padded(_in_eights(samples.lengths[grouped])),
+    }
+
+
+def _in_eights(lengths: NDArray[Any]) -> list[NDArray[Any]]:
+    return [lengths[i : i + PEERS_MICRO_BATCH] for i in range(0, len(lengths), PEERS_MICRO_BATCH)]
+
+
+def _padded(micro_batches: list[NDArray[Any]]) -> float:
+    return float(sum(len(each) * each.max() for each in micro_batches) / sum(each.sum() for each in micro_batches))
+
+
+def summary(plan: Plan, found: list[dict[str, list[dict[str, Any]]]], tokens: int) -> dict[str, Any]:
+    """The kept record of one number of ranks."""
+    seconds = {name: [turn[name][0]["seconds"] for turn in found] for name in CONTENDERS}
+    drawn = {name: {sum(rank["tokens"] for rank in turn[name]) for turn in found} for name in CONTENDERS}
+    assert all(each == {tokens} for name, each in drawn.items() if name != "trainer, grouped"), (tokens, drawn)
+    ratios = {
+        name: [theirs / ours for theirs, ours in zip(seconds[name], seconds["frugal"], strict=True)] for name in GOALS
+    }
+    middle = {name: statistics.median(each) for name, each in ratios.items()}
+    losses = {name: found[0][name][0]["losses"] for name in CONTENDERS}
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "device": cpu_name(),
+        "versions": {
+            name: version(name) for name in ("frugal-trainer", "torch", "deepspeed", "transformers", "accelerate")
+        },
+        "micro_batch_samples": {"frugal": max(plan.batch.micro_batch), "peers": PEERS_MICRO_BATCH},
+        "tokens_of_an_epoch": tokens,
+        "seconds": seconds,
+        "tokens_per_second": {name: tokens / statistics.median(each) for name, each in seconds.items()},
+        "padded_for_each_token": {
+            name: statistics.median(
+                sum(rank["padded_tokens"] for rank in turn[name]) / sum(rank["tokens"] for rank in turn[name])
+                for turn in found
+            )
+            for name in CONTENDERS
+        },
+        "micro_batches_of_a_rank": {name: found[0][name][0]["micro_batches"] for name in CONTENDERS},
+        "frugal_is_faster": {name: {"median": middle[name], "rounds": ratios[name]} for name in GOALS},
+        "losses_of_the_first_round": losses,
+        "goals": {
+            **{f"{name}: {goal}x": middle[name] >= goal - NOISE * (name == "by hand") for name, goal in GOALS.items()},
+            "the losses are those of the loop by hand": all(
+                turn["frugal"][0]["losses"] == turn["by hand"][0]["losses"] for turn in found
+            ),
+        },
+    }
+
+
+def main() -> int:
+    """Measure, keep, and say whether the goals are reached."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    asked = parser.parse_args()
+    samples = Docstrings(STEPS * GLOBAL_BATCH, SEQ_LEN)
+    ranks = Ranks(asked.ranks)
+    with tempfile.TemporaryDirectory() as folder:
+        plan = planned(Path(folder), samples, asked.ranks, MODEL, GLOBAL_BATCH)
+        found = rounds(plan, ranks, samples, MODEL, STEPS, asked.rounds)
+    ranks.close()
+    result = summary(plan, found, int(samples.lengths.sum()))
+    result["padded_for_each_token_of_all_docstrings"] = padding_of_everything(plan, SEQ_LEN)
+    kept = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    kept["command"] = "python -m bench.throughput --ranks N"
+    kept[f"{asked.ranks} ranks"] = result
+    RESULTS.write_text(json.dumps(kept, indent=2) + "\n")
+    for name, ratio in result["frugal_is_faster"].items():
+        print(
+            f"{ratio['median']:.2f}x the tokens/s of {name} ({min(ratio['rounds']):.2f} to {max(ratio['rounds']):.2f})"
+        )
+    for goal, reached in result["goals"].items():
+        print(f"{'reached' if reached else 'MISSED'}: {goal}")
+    return 0 if all(result["goals"].values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
