@@ -191,6 +191,24 @@ def test_ctrl_c_ends_all_ranks_with_130(folder: Path, on_two_ranks: tuple[int, s
     assert (folder / "two" / "checkpoints" / "latest").read_text() == "step-000006\n"
 
 
+def test_sigterm_saves_the_step_and_ends_with_0(folder: Path, on_two_ranks: tuple[int, str, str]) -> None:
+    shutil.copytree(folder / "two", folder / "told")
+    process = subprocess.Popen(
+        command("--resume", "--out", "told", "--steps", 100_000, "--save-every", 0), cwd=folder,
+        env=environment(folder), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert process.stdout is not None
+    while not process.stdout.readline().startswith("step 7/100000  loss "):
+        assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    output, errors = process.communicate(timeout=60)
+    assert (process.returncode, errors) == (0, "")
+    saved = (folder / "told" / "checkpoints" / "latest").read_text().strip()
+    last = int(saved.removeprefix("step-"))
+    assert last >= 7
+    assert output.endswith(f"told to stop: step {last} is saved in told/checkpoints, continue with --resume\n")
+
+
 def test_ranks_end_when_frugal_train_is_killed(folder: Path, on_two_ranks: tuple[int, str, str]) -> None:
     process = subprocess.Popen(
         command("--resume", "--out", "two", "--steps", 100_000, "--save-every", 0), cwd=folder, env=environment(folder),

@@ -25,6 +25,7 @@ from frugal.planning.plan import Plan
 from frugal.training.group import STARTER, free_port
 from frugal.training.manifest import newest
 from frugal.training.settings import Settings
+from frugal.training.stopping import SIGNALS
 
 INTERRUPTED = 130
 
@@ -129,13 +130,17 @@ def _is_signal(code: int) -> int:
 
 def _interrupt_ranks(process: subprocess.Popen[bytes]) -> bool:
     """SIGINT to the ranks, not to the launchers between them and us; whether there are ranks that will say so."""
-    tree = psutil.Process(process.pid).children(recursive=True)
-    leaves = [child for child in tree if "--local_rank" in " ".join(_words(child))]
-    for child in leaves:
-        child.send_signal(signal.SIGINT)
-    if not leaves:  # they have not been started yet
+    ranks = _ranks(process)
+    for rank in ranks:
+        rank.send_signal(signal.SIGINT)
+    if not ranks:  # they have not been started yet
         os.killpg(process.pid, signal.SIGTERM)
-    return bool(leaves)
+    return bool(ranks)
+
+
+def _ranks(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
+    tree = psutil.Process(process.pid).children(recursive=True)
+    return [child for child in tree if "--local_rank" in " ".join(_words(child))]
 
 
 def _words(process: psutil.Process) -> list[str]:
@@ -147,12 +152,21 @@ def _words(process: psutil.Process) -> list[str]:
 
 @contextmanager
 def _forwarding(process: subprocess.Popen[bytes]) -> Iterator[None]:
-    """SIGTERM and SIGHUP to us end the whole session."""
+    """SIGTERM and SIGUSR1 to us go to the ranks, which save and end; a second one, and SIGHUP, end the whole session.
 
-    def end(number: int, frame: FrameType | None) -> None:
-        os.killpg(process.pid, signal.SIGTERM)
+    Not to DeepSpeed's launcher, which would kill its ranks half a minute later and call that a failure.
+    """
+    told: list[int] = []
 
-    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)}
+    def tell(number: int, _frame: FrameType | None) -> None:
+        ranks = _ranks(process)
+        if told or not ranks or number == signal.SIGHUP:
+            os.killpg(process.pid, signal.SIGTERM)
+        told.append(number)
+        for rank in ranks:
+            rank.send_signal(number)
+
+    before = {number: signal.signal(number, tell) for number in (*SIGNALS, signal.SIGHUP)}
     try:
         yield
     finally:

@@ -45,7 +45,9 @@ def train(
     total_steps: int,
     watch: Watch | None = None,
 ) -> Progress:
-    """Train from `start` until `total_steps` optimizer steps are done. Collective.
+    """Train from `start` until `total_steps` optimizer steps are done, or a rank is told to stop. Collective.
+
+    What was done so far when it is told to is in a checkpoint.
 
     The next global batch is collated while the engine works on the last; a step's time includes what it waits for it.
     The first step has no optimizer states before it, so memory is compared with the plan after the second.
@@ -68,8 +70,10 @@ def train(
                 evaluation = evaluate(engine, validation)
                 log.evaluation(step, evaluation)
                 now = replace(now, validation_loss=evaluation.loss)
-            if _is_due(step, settings.save_every, total_steps):
+            if engine.is_to_stop or _is_due(step, settings.save_every, total_steps):
                 checkpoint.save(engine, settings.checkpoints, now, keep=settings.keep)
+            if engine.is_to_stop:
+                break
     return now
 
 

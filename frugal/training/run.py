@@ -22,7 +22,7 @@ from frugal.errors import PlanMismatchError, RequestError
 from frugal.planning import lengths
 from frugal.planning.files import write_plan
 from frugal.planning.plan import Plan
-from frugal.training import continuation, failure, manifest, settings
+from frugal.training import continuation, failure, manifest, settings, stopping
 from frugal.training.group import end_with_starter
 from frugal.training.settings import Settings
 from frugal.units import format_count
@@ -110,6 +110,14 @@ def _train(plan: Plan, asked: Settings, device: "torch.device") -> None:
             loop.train(engine, batches, data.validation, asked, log, start=start, total_steps=total_steps, watch=watch)
             _evaluate_at_the_end(engine, data, total_steps, log)
             log.say(f"model written to {save_model(engine, asked.out / 'model', data.tokenizer)}")
+            with stopping.listening(engine.notice):
+                done = loop.train(
+                    engine, batches, data.validation, asked, log, start=start, total_steps=total_steps, watch=watch
+                )
+            if done.step < total_steps:
+                log.say(f"told to stop: step {done.step} is saved in {asked.checkpoints}, continue with --resume")
+            else:
+                log.say(f"model written to {save_model(engine, asked.out / 'model', data.tokenizer)}")
         engine.destroy()
 
 

@@ -17,7 +17,7 @@ import torch
 from rich.console import Console
 
 from frugal.errors import CheckpointError, RequestError
-from frugal.training import checkpoint, generators, loop, settings
+from frugal.training import checkpoint, generators, loop, settings, stopping
 from frugal.training.batches import GlobalBatches, Position
 from frugal.training.checkpoint import Progress
 from frugal.training.engine import StepResult, initialize
@@ -246,7 +246,7 @@ def train(
 ) -> list[dict[str, Any]]:
     """A run of 8 steps on 20 samples, as `frugal.training.run` puts it together; runs on ranks.
 
-    `die` makes rank 1 end with SIGKILL in the middle of step 6, or of saving step 6.
+    `die` makes rank 1 end with SIGKILL in the middle of step 6, or of saving step 6, or tells it to stop in step 5.
     """
     asked = Settings(**{"steps": 8, "eval_every": 4, "save_every": 3, "out": folder} | changes)
     rank = torch.distributed.get_rank()
@@ -265,23 +265,26 @@ def train(
     random.seed(rank)
     start = checkpoint.load(engine, asked.checkpoints).progress if asked.resume else Progress(step=0)
     if die == "in a step" and rank == 1:
-        _die_in(engine.deepspeed, "backward", when=lambda: engine.deepspeed.global_steps == 5)
+        _kill_in(engine.deepspeed, "backward", signal.SIGKILL, when=lambda: engine.deepspeed.global_steps == 5)
+    if die == "told to stop" and rank == 1:
+        _kill_in(engine.deepspeed, "backward", signal.SIGTERM, when=lambda: engine.deepspeed.global_steps == 4)
     if die == "in a save" and rank == 1:
-        _die_in(torch, "save", when=lambda: engine.deepspeed.global_steps == 6)
-    with Log(folder, rank=rank, planned_bytes=1, total_steps=total_steps, first_step=start.step) as log:
+        _kill_in(torch, "save", signal.SIGKILL, when=lambda: engine.deepspeed.global_steps == 6)
+    log = Log(folder, rank=rank, planned_bytes=1, total_steps=total_steps, first_step=start.step)
+    with log, stopping.listening(engine.notice):
         loop.train(engine, batches, SAMPLES[:5], asked, log, start=start, total_steps=total_steps)
     engine.destroy()
     gc.collect()
     return records(folder)
 
 
-def _die_in(owner: Any, name: str, *, when: Callable[[], bool]) -> None:
+def _kill_in(owner: Any, name: str, number: signal.Signals, *, when: Callable[[], bool]) -> None:
     usual = getattr(owner, name)
 
     def killed(*args: Any, **kwargs: Any) -> Any:
         answer = usual(*args, **kwargs)
         if when():
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), number)
         return answer
 
     setattr(owner, name, killed)
@@ -311,6 +314,14 @@ def test_a_killed_run_continues_as_if_nothing_had_been(
     assert trajectory(resumed) == whole
     left = sorted(path.name for path in (tmp_path / "killed" / "checkpoints").iterdir())
     assert left == ["latest", "step-000006", "step-000008"]
+
+
+def test_one_rank_told_to_stop_ends_all_after_the_step_with_nothing_lost(tmp_path: Path, two_ranks: Ranks) -> None:
+    whole = trajectory(two_ranks.run(train, tmp_path / "whole", 2)[0])
+    stopped = trajectory(two_ranks.run(train, tmp_path / "stopped", 2, die="told to stop")[0])
+    assert stopped == [record for record in whole if record[1] <= 5]
+    assert (tmp_path / "stopped" / "checkpoints" / "latest").read_text() == "step-000005\n"
+    assert trajectory(two_ranks.run(train, tmp_path / "stopped", 2, resume=True)[0]) == whole
 
 
 def test_one_rank_and_two_train_the_same_model(tmp_path: Path, one_rank: Ranks, two_ranks: Ranks) -> None:
