@@ -22,6 +22,7 @@ from frugal.dryrun.host_pages import untouched
 from frugal.planning.timeline import PARAMETERS, TEMPORARY, Recording
 from frugal.planning.work import Counts
 from frugal.training.measure import BACKWARD, FORWARD, INITIALISATION, StorageWatch
+from frugal.training.traffic import cpu_pace
 
 aten = torch.ops.aten
 SIDE_WORKS_IN_FLIGHT = 2
@@ -282,7 +283,7 @@ class Tracker(StorageWatch):
         if out is NotImplemented:
             out, (flops, traffic) = memo.run(func, args, kwargs)
             if self.phase in (FORWARD, BACKWARD):
-                self._count(flops, traffic)
+                self._count(flops, int(traffic * cpu_pace(func)) if self.kind == "cpu" else traffic)
         if self.kind == "cuda" and (workspace := cuda_workspace(func, args)):
             self._events.append(self._record(workspace, TEMPORARY, func))
         return out

@@ -20,7 +20,8 @@ class Work:
     """One micro-step, samples of full length. What DeepSpeed adds is not part of it.
 
     Traffic are the bytes read and written by operators whose FLOPs are not counted: pointwise ones, norms, softmax,
-    copies, gathers. They take as long as their bytes; matrix products and attention as long as their FLOPs.
+    copies, gathers. They take as long as their bytes; matrix products and attention as long as their FLOPs. On a CPU
+    bytes are weighed by what is computed with them, see `frugal.training.traffic`.
 
     Attributes:
         flops_per_sample: FLOPs of forward and backward, without recomputation.

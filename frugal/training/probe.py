@@ -25,7 +25,7 @@ from frugal.planning.cards import DeviceKind
 from frugal.planning.request import Precision
 from frugal.training import failure, group
 from frugal.training.precision import DTYPES
-from frugal.training.traffic import traffic
+from frugal.training.traffic import cpu_pace, traffic
 from frugal.units import MIB, format_bytes
 
 NUM_TRIES = 4
@@ -95,7 +95,7 @@ def memory_bandwidth(dtype: torch.dtype, device: torch.device) -> float:
         module.zero_grad()
         module(x).backward(gradient)
 
-    with _Counter() as counter:
+    with _Counter(device) as counter:
         step()
     return counter.traffic / best_seconds(step, device)
 
@@ -150,23 +150,24 @@ def operator_seconds(device: torch.device) -> float:
             y = y * 1.0
         y.backward()
 
-    with _Counter() as counter:
+    with _Counter(device) as counter:
         step()
     return best_seconds(step, device) / counter.number
 
 
 class _Counter(TorchDispatchMode):
-    """How many operators run, and the bytes they read and write."""
+    """How many operators run, and the bytes they read and write, as a rehearsal counts them."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
         super().__init__()
-        self.number = self.traffic = 0
+        self.number, self.traffic = 0, 0.0
+        self._on_cpu = device.type == "cpu"
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         """Run it and count."""
         out = func(*args, **(kwargs or {}))
         self.number += 1
-        self.traffic += traffic(func, args, kwargs or {}, out)
+        self.traffic += traffic(func, args, kwargs or {}, out) * (cpu_pace(func) if self._on_cpu else 1.0)
         return out
 
 
