@@ -53,10 +53,10 @@ def _small(
 
 
 CPU = (
-    _small("deep", 1, 16, 64, stage=0, mode="off", micro=4),
-    _small("deep", 1, 16, 64, stage=0, mode="full", micro=4),
-    _small("deep", 2, 16, 64, stage=2, mode="off", micro=1),
-    _small("deep", 2, 16, 64, stage=3, mode="full", micro=2),
+    _small("deep", 1, 8, 64, stage=0, mode="off", micro=4),
+    _small("deep", 1, 8, 64, stage=0, mode="full", micro=4),
+    _small("deep", 2, 8, 64, stage=2, mode="off", micro=1),
+    _small("deep", 2, 8, 64, stage=3, mode="full", micro=2),
     _small("wide", 1, 8, 64, stage=0, mode="off", micro=2),
     _small("wide", 1, 8, 64, stage=0, mode="selective", micro=1),
     _small("wide", 2, 16, 64, stage=0, mode="off", micro=2),
