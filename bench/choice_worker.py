@@ -23,7 +23,7 @@ from frugal.training.loss import Batch
 from frugal.training.models import ModelSpec, resolve
 from frugal.training.precision import DTYPES
 
-TURNS, STEPS, FAR = 3, 2, 2.0
+TURNS, STEPS, FAR = 3, 2, 1.5
 
 
 class Job(msgspec.Struct, frozen=True):
@@ -43,7 +43,7 @@ class Timed(msgspec.Struct, frozen=True):
 def timed(plans: Sequence[Plan], turns: int = TURNS, steps: int = STEPS) -> list[list[float]]:
     """Seconds of the optimizer steps of each plan, all of one model. Collective.
 
-    Every plan has its first turn. What took twice as long as the fastest there is not asked again.
+    Every plan has its first turn. What took half as long again as the fastest so far is not asked again.
     """
     device = run.join(plans[0])
     spec = resolve(plans[0].request.model, plans[0].request.task)
