@@ -107,9 +107,6 @@ def _train(plan: Plan, asked: Settings, device: "torch.device") -> None:
             if (note := _other_lengths(plan, data)) is not None:
                 log.say(note)
             watch = None if asked.resume else loop.Watch(gauge, measuring)
-            loop.train(engine, batches, data.validation, asked, log, start=start, total_steps=total_steps, watch=watch)
-            _evaluate_at_the_end(engine, data, total_steps, log)
-            log.say(f"model written to {save_model(engine, asked.out / 'model', data.tokenizer)}")
             with stopping.listening(engine.notice):
                 done = loop.train(
                     engine, batches, data.validation, asked, log, start=start, total_steps=total_steps, watch=watch
@@ -117,6 +114,7 @@ def _train(plan: Plan, asked: Settings, device: "torch.device") -> None:
             if done.step < total_steps:
                 log.say(f"told to stop: step {done.step} is saved in {asked.checkpoints}, continue with --resume")
             else:
+                _evaluate_at_the_end(engine, data, total_steps, log)
                 log.say(f"model written to {save_model(engine, asked.out / 'model', data.tokenizer)}")
         engine.destroy()
 
