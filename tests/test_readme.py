@@ -11,11 +11,7 @@ from tests import readme
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
-QUICK = (
-    "frugal plan --gpus 4 --mem 12G",
-    "frugal explain --gpus 4 --mem 12G",
-    "frugal explain --model gpt2-xl --gpus 1 --mem 12G",
-)
+QUICK = ("frugal plan --gpus 4 --mem 12G", "frugal explain --gpus 4 --mem 12G")
 
 
 def blocks(language: str) -> list[str]:

@@ -105,12 +105,18 @@ def start_ranks(
         sys.executable, "-m", "deepspeed.launcher.launch", "--log_level=critical", f"--world_info={world}",
         f"--master_port={master_port or free_port()}", "--module", module, *arguments,
     ]  # fmt: skip
+    came: list[int] = []  # interrupts while there is no process yet that could be ended
+    before = signal.signal(signal.SIGINT, lambda number, _frame: came.append(number))
     with (
         subprocess.Popen(command, env=environment, start_new_session=True, stdout=stdout) as process,
         _forwarding(process),
     ):
+        signal.signal(signal.SIGINT, before)
         while True:
             try:
+                if came:
+                    came.clear()
+                    raise KeyboardInterrupt
                 return process.wait()
             except KeyboardInterrupt:
                 if not _interrupt_ranks(process):
