@@ -177,14 +177,20 @@ def test_a_run_goes_on_with_what_there_is(folder: Path, on_two_ranks: tuple[int,
     ]  # fmt: skip
 
 
-def test_ctrl_c_ends_all_ranks_with_130(folder: Path, on_two_ranks: tuple[int, str, str]) -> None:
+def in_its_seventh_step(folder: Path, run: str) -> subprocess.Popen[str]:
+    """A run that goes on from its sixth step and would not end by itself."""
     process = subprocess.Popen(
-        command("--resume", "--out", "two", "--steps", 100_000, "--save-every", 0), cwd=folder, env=environment(folder),
+        command("--resume", "--out", run, "--steps", 100_000, "--save-every", 0), cwd=folder, env=environment(folder),
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     assert process.stdout is not None
     while not process.stdout.readline().startswith("step 7/100000  loss "):
         assert process.poll() is None
+    return process
+
+
+def test_ctrl_c_ends_all_ranks_with_130(folder: Path, on_two_ranks: tuple[int, str, str]) -> None:
+    process = in_its_seventh_step(folder, "two")
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=60)
     assert (process.returncode, errors) == (130, "interrupted\n")
@@ -193,13 +199,7 @@ def test_ctrl_c_ends_all_ranks_with_130(folder: Path, on_two_ranks: tuple[int, s
 
 def test_sigterm_saves_the_step_and_ends_with_0(folder: Path, on_two_ranks: tuple[int, str, str]) -> None:
     shutil.copytree(folder / "two", folder / "told")
-    process = subprocess.Popen(
-        command("--resume", "--out", "told", "--steps", 100_000, "--save-every", 0), cwd=folder,
-        env=environment(folder), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    assert process.stdout is not None
-    while not process.stdout.readline().startswith("step 7/100000  loss "):
-        assert process.poll() is None
+    process = in_its_seventh_step(folder, "told")
     process.send_signal(signal.SIGTERM)
     output, errors = process.communicate(timeout=60)
     assert (process.returncode, errors) == (0, "")
@@ -210,18 +210,23 @@ def test_sigterm_saves_the_step_and_ends_with_0(folder: Path, on_two_ranks: tupl
 
 
 def test_ranks_end_when_frugal_train_is_killed(folder: Path, on_two_ranks: tuple[int, str, str]) -> None:
-    process = subprocess.Popen(
-        command("--resume", "--out", "two", "--steps", 100_000, "--save-every", 0), cwd=folder, env=environment(folder),
-        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
-    )  # fmt: skip
-    assert process.stdout is not None
-    while not process.stdout.readline().startswith("step 7/100000  loss "):
-        assert process.poll() is None
+    process = in_its_seventh_step(folder, "two")
     family = psutil.Process(process.pid).children(recursive=True)
     process.kill()
     process.wait()
     _, alive = psutil.wait_procs(family, timeout=60)
     assert not alive
+
+
+def test_a_killed_rank_ends_the_run_and_is_named(folder: Path, on_two_ranks: tuple[int, str, str]) -> None:
+    shutil.copytree(folder / "two", folder / "killed")
+    process = in_its_seventh_step(folder, "killed")
+    family = psutil.Process(process.pid).children(recursive=True)
+    next(rank for rank in family if "--local_rank=1" in rank.cmdline()).kill()
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGKILL
+    assert errors.endswith("error: a rank was ended by SIGKILL\n\nhint: continue from step-000006 with --resume\n")
+    assert not any(each.is_running() for each in family)
 
 
 def test_ctrl_c_before_there_are_ranks_is_an_interrupt_too(folder: Path) -> None:

@@ -158,7 +158,7 @@ def _words(process: psutil.Process) -> list[str]:
 
 @contextmanager
 def _forwarding(process: subprocess.Popen[bytes]) -> Iterator[None]:
-    """SIGTERM and SIGUSR1 to us go to the ranks, which save and end; a second one, and SIGHUP, end the whole session.
+    """SIGTERM and SIGUSR1 to us go to the ranks, which save and end; SIGHUP ends the session, a second signal kills it.
 
     Not to DeepSpeed's launcher, which would kill its ranks half a minute later and call that a failure.
     """
@@ -166,11 +166,14 @@ def _forwarding(process: subprocess.Popen[bytes]) -> Iterator[None]:
 
     def tell(number: int, _frame: FrameType | None) -> None:
         ranks = _ranks(process)
-        if told or not ranks or number == signal.SIGHUP:
+        if told:
+            os.killpg(process.pid, signal.SIGKILL)
+        elif not ranks or number == signal.SIGHUP:
             os.killpg(process.pid, signal.SIGTERM)
+        else:
+            for rank in ranks:
+                rank.send_signal(number)
         told.append(number)
-        for rank in ranks:
-            rank.send_signal(number)
 
     before = {number: signal.signal(number, tell) for number in (*SIGNALS, signal.SIGHUP)}
     try:

@@ -30,6 +30,7 @@ from frugal.training import (
     nvme,
     optimizers,
     padding_masks,
+    stopping,
     tiled_loss,
 )
 from frugal.training.cells import Limits, Share, share
@@ -39,7 +40,6 @@ from frugal.training.loss import Batch, Objective, Sample
 from frugal.training.precision import DTYPES
 from frugal.training.prefetch import pinned
 from frugal.training.recovery import Guard, abandon
-from frugal.training.stopping import Notice
 from frugal.units import format_bytes
 
 logger = logging.getLogger("frugal")
@@ -78,7 +78,6 @@ class Engine:
         self.votes = votes  # a gloo group: small sums between hosts, without touching the device
         self.guard = Guard(votes)
         self.limits = Limits.of(plan)  # lowered where memory runs out all the same
-        self.notice = Notice()  # what this rank was told
         self.is_to_stop = False  # whether any rank was told to before the last step ended; equal on all ranks
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
@@ -131,7 +130,7 @@ class Engine:
             self._shrink(samples)
             batches = self.micro_batches(samples)
         self.deepspeed.step()
-        loss_sum, num_told = self._sum(local_loss.item(), self.notice.is_given)
+        loss_sum, num_told = self._sum(local_loss.item(), stopping.is_told())
         self.is_to_stop = num_told > 0
         norm = self.deepspeed.get_global_grad_norm()
         return StepResult(

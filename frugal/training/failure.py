@@ -17,7 +17,7 @@ from typing import NoReturn
 import click
 
 from frugal.errors import FrugalError
-from frugal.training import group
+from frugal.training import group, stopping
 
 INTERRUPTED = 130
 LINGER_SECONDS = 15.0  # launchers look after their ranks every second; a rank that is still here by then is alone
@@ -27,6 +27,9 @@ def end(error: BaseException) -> NoReturn:
     """End this rank's process for `error`: with its message, or silently where another rank has the word."""
     code = error.exit_code if isinstance(error, FrugalError) else INTERRUPTED if _is_interrupt(error) else 1
     lost_peer = isinstance(error, RuntimeError) and "onnection" in str(error)
+    if lost_peer and stopping.is_told():
+        os._exit(code)  # the launcher saw another rank end and is ending all; it waits for this one
+    stopping.end_at_once()  # when told so from here on
     if lost_peer:
         time.sleep(1.0)  # the one who broke it speaks first
     if not _may_speak():

@@ -107,10 +107,9 @@ def _train(plan: Plan, asked: Settings, device: "torch.device") -> None:
             if (note := _other_lengths(plan, data)) is not None:
                 log.say(note)
             watch = None if asked.resume else loop.Watch(gauge, measuring)
-            with stopping.listening(engine.notice):
-                done = loop.train(
-                    engine, batches, data.validation, asked, log, start=start, total_steps=total_steps, watch=watch
-                )
+            done = loop.train(
+                engine, batches, data.validation, asked, log, start=start, total_steps=total_steps, watch=watch
+            )
             if done.step < total_steps:
                 log.say(f"told to stop: step {done.step} is saved in {asked.checkpoints}, continue with --resume")
             else:
@@ -274,15 +273,16 @@ def main() -> None:
     end_with_starter()
     # Not as an exception, which is lost where it meets a finalizer.
     signal.signal(signal.SIGINT, lambda _number, _frame: failure.end(KeyboardInterrupt()))
-    try:
-        with command.make_context("frugal.training.run", list(sys.argv[1:])) as context:
-            command.invoke(context)
-    except click.exceptions.Exit:
-        return
-    except click.ClickException as error:
-        failure.end(RequestError(error.format_message()))
-    except BaseException as error:  # whatever it is, the other ranks must not wait for this one
-        failure.end(error)
+    with stopping.listening():
+        try:
+            with command.make_context("frugal.training.run", list(sys.argv[1:])) as context:
+                command.invoke(context)
+        except click.exceptions.Exit:
+            return
+        except click.ClickException as error:
+            failure.end(RequestError(error.format_message()))
+        except BaseException as error:  # whatever it is, the other ranks must not wait for this one
+            failure.end(error)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Being told to stop before the work is done: SIGTERM, which SLURM and Kubernetes send before they kill, or SIGUSR1.
 
-A rank only notes it; the loop ends at the next step boundary, the same on all ranks, with a checkpoint.
+A rank only notes it; the loop ends at the next step boundary, the same on all ranks, with a checkpoint. Launchers send
+SIGTERM, too, when another rank has failed: then there is no next boundary, and the rank ends where it notices.
 """
 
 import signal
@@ -10,24 +11,33 @@ from types import FrameType
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
+_is_told = False  # signals are the process's, and so is this
 
-class Notice:
+
+def is_told() -> bool:
     """Whether this rank was told to stop."""
+    return _is_told
 
-    def __init__(self) -> None:
-        self.is_given = False
 
-    def take(self, _number: int, _frame: FrameType | None) -> None:
-        """Handle a signal."""
-        self.is_given = True
+def end_at_once() -> None:
+    """Have signals end the process, as they do where nobody listens."""
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
 
 
 @contextmanager
-def listening(notice: Notice) -> Iterator[None]:
-    """Have signals reach the notice; afterwards they mean what they meant before."""
-    before = {number: signal.signal(number, notice.take) for number in SIGNALS}
+def listening() -> Iterator[None]:
+    """Take note of signals; afterwards they mean what they meant before."""
+
+    def note(_number: int, _frame: FrameType | None) -> None:
+        global _is_told
+        _is_told = True
+
+    global _is_told
+    before = {number: signal.signal(number, note) for number in SIGNALS}
     try:
         yield
     finally:
+        _is_told = False
         for number, handler in before.items():
             signal.signal(number, handler)
