@@ -49,7 +49,7 @@ def trace(question: Trace) -> Traced | None:
     request = question.request
     if request.task is not None or request.pack or request.precision != "bf16":
         return None
-    shipment = _shipment(question.request.model, question.activation_checkpointing)
+    shipment = _shipment(request.model, question.activation_checkpointing)
     raw = None if shipment is None else shipment.traces.get(_name(question))
     return None if raw is None else msgspec.json.decode(raw, type=Traced)
 

@@ -33,6 +33,17 @@ class Appraisal:
         self.facts = source.facts()
         self.refuted: dict[Strategy, Refuted] = {}
         self.work: dict[str, Profile] = {}
+        self._drafts: dict[Strategy, tuple[Refuted | None, Option]] = {}
+
+    def draft(self, strategy: Strategy) -> Option | None:
+        """`option` as far as it is known without the allocator: bounds from below. None where there is no draft."""
+        if self.source.draft(strategy, True) is None:
+            return None
+        refuted = self.refuted.get(strategy)
+        kept = self._drafts.get(strategy)
+        if kept is None or kept[0] is not refuted:
+            kept = self._drafts[strategy] = (refuted, replace(self.option(strategy, drafted=True), is_draft=True))
+        return kept[1]
 
     def option(self, strategy: Strategy, *, drafted: bool = False) -> Option:
         """The best batch a strategy allows, or by how much it does not fit. `drafted`: the allocator is left out."""
@@ -57,10 +68,8 @@ class Appraisal:
 
     def _may_be_done_at_once(self, strategy: Strategy) -> bool:
         """Whether a draft does it in one micro-step: then that is tried first, and seldom anything else."""
-        if self.request.lengths is not None or self.source.draft(strategy, False) is None:
-            return False
-        draft = self.option(strategy, drafted=True)
-        return draft.batch is not None and draft.batch.accumulation_steps == 1
+        draft = self.draft(strategy) if self.request.lengths is None else None
+        return draft is not None and draft.batch is not None and draft.batch.accumulation_steps == 1
 
     def _option(self, strategy: Strategy, *, accumulates: bool, drafted: bool = False) -> Option:
         profile = (self.source.draft if drafted else self.source.profile)(strategy, accumulates)

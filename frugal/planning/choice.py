@@ -68,6 +68,11 @@ class Option:
         """Sorts equally fast options: fewer mechanisms, then even cells, then time."""
         return self.strategy.num_mechanisms, not (self.batch and self.batch.is_uniform), self.seconds
 
+    def rules_out(self, draft: "Option") -> bool:
+        """Whether this one, which fits, is no slower and no less simple than `draft` turns out at best."""
+        at_best = (draft.strategy.num_mechanisms, False)
+        return self.seconds <= draft.seconds and self.simplicity[:2] <= at_best
+
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:

@@ -179,29 +179,25 @@ class Search:
 
     def _draft(self, strategy: Strategy) -> list[Option]:
         """What a draft says of a strategy; nothing if there is none, or if the model cannot take the tiled loss."""
-
-        def draft(strategy: Strategy) -> Option | None:
-            if self.source.draft(strategy, True) is None:
-                return None
-            return replace(self.appraisal.option(strategy, drafted=True), is_draft=True)
-
         if strategy.loss == "tiled" and self.request.loss == "auto":
-            return self._tiled(strategy, draft)
-        found = draft(strategy)
+            return self._tiled(strategy, self.appraisal.draft)
+        found = self.appraisal.draft(strategy)
         return [] if found is None else [found]
 
     def _confirmed(self, drafts: list[Option], before: list[Option]) -> list[Option]:
-        """The drafts with a closer look at those that could win: a draft's time is never too long."""
+        """The drafts with a closer look at those that could win: a draft's time is never too long.
+
+        Those that are neither faster nor simpler than one that fits cannot.
+        """
         options: list[Option] = []
-        fastest = min(
-            (option.seconds for option in before if option.fits and not option.is_draft), default=float("inf")
-        )
-        for draft in sorted(drafts, key=lambda option: option.seconds):
-            if not draft.fits or draft.seconds > fastest * self.tolerance:
+        fitting = [option for option in before if option.fits and not option.is_draft]
+        for draft in sorted(drafts, key=lambda option: (option.seconds, option.strategy.num_mechanisms)):
+            enough = min((option.seconds for option in fitting), default=float("inf")) * self.tolerance
+            if not draft.fits or draft.seconds > enough or any(option.rules_out(draft) for option in fitting):
                 options.append(draft)
             else:
                 options.append(self.appraisal.option(draft.strategy))
-                fastest = min(fastest, options[-1].seconds if options[-1].fits else fastest)
+                fitting += options[-1:] if options[-1].fits else []
         return options
 
     def _tiled(self, strategy: Strategy, look: Callable[[Strategy], Option | None]) -> list[Option]:

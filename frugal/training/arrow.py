@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from frugal.training import packs
 from frugal.training.loss import Sample
 
 
@@ -89,3 +90,20 @@ class Writer:
             self._flush()
         self._stream.close()
         self._file.close()
+
+
+class PackingWriter(Writer):
+    """Writes packs of the samples it is given."""
+
+    def __init__(self, path: Path, task: str, seq_len: int) -> None:
+        super().__init__(path, task, packed=True)
+        self._packer = packs.Packer(seq_len)
+
+    def write(self, samples: Sequence[dict[str, Any]]) -> None:
+        for sample in samples:
+            super().write(list(self._packer.add(sample["input_ids"])))
+
+    def __exit__(self, kind: object, *rest: object) -> None:
+        if kind is None:
+            super().write(list(self._packer.rest()))
+        super().__exit__(kind, *rest)

@@ -21,7 +21,7 @@ import platformdirs
 
 from frugal.errors import RequestError
 from frugal.training import packs, tokenizing
-from frugal.training.arrow import Samples, Writer
+from frugal.training.arrow import PackingWriter, Samples, Writer
 from frugal.training.cutting import Cutter, TooLong
 from frugal.training.provenance import Provenance
 from frugal.training.sources import Bad, Columns, Row, Source, find
@@ -192,8 +192,15 @@ def _write(
     num_documents = num_empty = num_bad = 0
     first_bad: list[str] = []
     with ExitStack() as stack:
-        train = stack.enter_context(_Out(aside / "train.arrow", cutter, pack))
-        kept_back = stack.enter_context(_Out(aside / "validation.arrow", cutter, pack)) if validation else None
+
+        def out(name: str) -> Writer:
+            path = aside / name
+            return stack.enter_context(
+                PackingWriter(path, cutter.task, cutter.seq_len) if pack else Writer(path, cutter.task)
+            )
+
+        train = out("train.arrow")
+        kept_back = out("validation.arrow") if validation else None
 
         def flush() -> None:
             nonlocal num_documents, num_empty
@@ -279,27 +286,6 @@ def _rows(sources: Sequence[Source], cutter: Cutter) -> Iterator[Row]:
                 cutter.check(source, list(row))
                 checked = True
             yield where, row
-
-
-class _Out(Writer):
-    """A writer that packs first, if it is asked to."""
-
-    def __init__(self, path: Path, cutter: Cutter, pack: bool) -> None:
-        super().__init__(path, cutter.task, packed=pack)
-        self._packer = packs.Packer(cutter.seq_len) if pack else None
-
-    def write(self, samples: Sequence[dict[str, Any]]) -> None:
-        """Take the samples of one document."""
-        if self._packer is None:
-            super().write(samples)
-        else:
-            for sample in samples:
-                super().write(list(self._packer.add(sample["input_ids"])))
-
-    def __exit__(self, kind: object, *rest: object) -> None:
-        if self._packer is not None and kind is None:
-            super().write(list(self._packer.rest()))
-        super().__exit__(kind, *rest)
 
 
 def _bad_rows_error(report: Report) -> RequestError:

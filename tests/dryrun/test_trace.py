@@ -1,11 +1,12 @@
 """A trace of a few layers, spliced, is the trace of all layers."""
 
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from frugal.dryrun import trace as tracing
 from frugal.dryrun.layers import repetition
@@ -195,3 +196,31 @@ def test_a_model_that_fails_by_itself_has_no_trace() -> None:
         trace(
             Short(), goal, seq_len=SEQ_LEN, kind="cuda", activation_checkpointing_mode="off", loss="plain", zero_stage=2
         )
+
+
+def test_a_cpu_is_slowed_by_what_is_computed_a_gpu_by_bytes_alone() -> None:
+    class Repeated(nn.Module):
+        def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(64, dtype=torch.bfloat16, device="meta"))
+            self.function = function
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x * self.scale
+            for _ in range(8):
+                x = self.function(x)
+            return x
+
+    def slowed(function: Callable[[Tensor], Tensor]) -> float:
+        example = {"x": torch.ones(64, 64, dtype=torch.bfloat16)}
+        objective = SummedLoss(lambda model, batch: model(batch["x"]).sum(), example=example)
+        cpu, gpu = (
+            trace(
+                Repeated(function), objective,
+                seq_len=64, kind=kind, activation_checkpointing_mode="off", loss="plain", zero_stage=0,
+            ).work.traffic.per_sample
+            for kind in ("cpu", "cuda")
+        )  # fmt: skip
+        return cpu / gpu
+
+    assert slowed(torch.neg) < 0.5 < slowed(nn.functional.gelu) < 1 < slowed(lambda x: x.softmax(-1))
