@@ -56,7 +56,9 @@ _OPTIONS = (
         type=int,
         help=f"Samples per optimizer step over all GPUs.  [default: {asked.DEFAULT_GLOBAL_BATCH}]",
     ),
-    click.option("--global-tokens", type=int, help="Tokens per optimizer step; wins over --global-batch."),
+    click.option(
+        "--global-tokens", type=int, help="Tokens per optimizer step, of pairs the target's; wins over --global-batch."
+    ),
     click.option("--seq-len", type=int, help=f"Tokens in the longest sample.  [default: {Request.seq_len}]"),
     click.option(
         "--lengths",
@@ -69,7 +71,7 @@ _OPTIONS = (
         help="Put several documents into one sample of --seq-len tokens; none sees another.  [default: no]",
     ),
     click.option("--max-samples-per-gpu", type=int, help="Cap on the micro-batch, samples."),
-    click.option("--max-tokens-per-gpu", type=int, help="Cap on the micro-batch, tokens."),
+    click.option("--max-tokens-per-gpu", type=int, help="Cap on the micro-batch, tokens; of pairs on either side."),
     click.option("--micro-batch", type=int, help="Pin the samples of one GPU in one micro-step."),
     click.option("--accumulation-steps", type=int, help="Pin the micro-steps per optimizer step."),
     click.option("--zero-stage", type=int, help="Pin the ZeRO stage, 0-3."),

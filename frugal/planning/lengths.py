@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,13 +26,15 @@ class Lengths:
     """`counts[i]` samples have `tokens[i]` tokens, shortest first. With many different lengths these are means of bins.
 
     `too_long`: what is to be done with samples that are longer than planned for. `source`: where the lengths are from,
-    for people; it also says if they are a part of the data.
+    for people; it also says if they are a part of the data. `counted_mean`: tokens of a sample, on average, that a
+    global batch of tokens counts, where these are not all it has: of pairs the target's.
     """
 
     tokens: tuple[int, ...]
     counts: tuple[int, ...]
     too_long: TooLong = "error"
     source: str = ""
+    counted_mean: float | None = None
 
     def __post_init__(self) -> None:
         assert self.tokens and len(self.tokens) == len(self.counts)
@@ -116,7 +118,8 @@ class Lengths:
         if not kept:
             raise RequestError(f"all {number} samples are longer than --seq-len {seq_len}", because=because)
         note = f"{number} of {self.num_samples} samples are {what} {seq_len} tokens; {because}"
-        return _of(kept, self.too_long, self.source), [note]
+        within = _of(kept, self.too_long, self.source)
+        return replace(within, counted_mean=self.counted_mean), [note]
 
 
 def of_counts(counts: Mapping[int, int], *, too_long: TooLong = "error", source: str = "") -> Lengths:

@@ -238,6 +238,11 @@ class Plan:
         assert self.batch.world_size == self.cluster.world_size
         assert self.memory.fits, "a plan that does not fit is no plan"
 
+    @property
+    def counted(self) -> str:
+        """What a global batch of tokens counts, in words."""
+        return "target tokens" if self.model.task == "seq2seq" else "tokens"
+
     def sealed(self) -> "Plan":
         """The same plan with its digest, in the types it has when it is read: a whole number of seconds is a float."""
         as_read = msgspec.convert(msgspec.to_builtins(self), type(self))

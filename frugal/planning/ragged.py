@@ -44,7 +44,9 @@ def shortest_choices(request: Request, batch: Batch) -> Iterator[int]:
 
 def _samples_a_step(lengths: Lengths, batch: Batch) -> int:
     """Of a typical global batch."""
-    return max(1, int(batch.global_tokens / lengths.mean)) if batch.global_tokens else batch.global_batch
+    if batch.global_tokens is None:
+        return batch.global_batch
+    return max(1, int(batch.global_tokens / (lengths.counted_mean or lengths.mean)))
 
 
 def most_samples(micro_batch: int, seq_len: int, shortest: int) -> int:

@@ -31,7 +31,7 @@ def report(plan: Plan) -> str:
 def arithmetic(plan: Plan) -> str:
     """The global batch in one line."""
     batch = plan.batch
-    tokens = f" ({batch.global_tokens} tokens)" if batch.global_tokens is not None else ""
+    tokens = f" ({batch.global_tokens} {plan.counted})" if batch.global_tokens is not None else ""
     total = f"{_samples(batch.global_batch)}{tokens}"
     gpus = _devices(plan, batch.world_size)
     steps = f"{batch.accumulation_steps} accumulation step{_s(batch.accumulation_steps)}"

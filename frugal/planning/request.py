@@ -33,11 +33,11 @@ class Request:
             or a hub name.
         task: what is trained; None: what the model's architecture is for.
         global_batch: samples per optimizer step over all GPUs.
-        global_tokens: tokens per optimizer step over all GPUs; as many whole samples as fit, never over.
-            Given both, tokens win.
-        seq_len: tokens in the longest sample.
+        global_tokens: tokens per optimizer step over all GPUs; as many whole samples as fit, never over. Of pairs
+            the target's tokens count. Given both, tokens win.
+        seq_len: tokens in the longest sample; of pairs, in the longer side.
         max_samples_per_gpu: cap on the micro-batch, samples.
-        max_tokens_per_gpu: cap on the micro-batch, tokens (padding counts).
+        max_tokens_per_gpu: cap on the micro-batch, tokens (padding counts; of pairs on either side).
         micro_batch: pinned micro-batch, samples per GPU and micro-step.
         accumulation_steps: pinned micro-steps per optimizer step.
         zero_stage: pinned ZeRO stage, 0-3.
@@ -186,7 +186,7 @@ class Request:
 
     @property
     def batch_samples(self) -> int:
-        """Samples of full length in one global batch; for a token target the most that fit."""
+        """Samples of full length in one global batch; for a token target as many of them as fit."""
         if self.global_tokens is not None:
             return self.global_tokens // self.seq_len
         return self.global_batch if self.global_batch is not None else DEFAULT_GLOBAL_BATCH

@@ -63,8 +63,9 @@ class GlobalBatch(Sequence[Sample]):
 class GlobalBatches:
     """Every global batch of a run, of `global_batch` samples, or of as many whole samples as `global_tokens` holds.
 
-    `lengths` are tokens per sample, shape `(len(dataset),)`, by default the dataset's own, if it has some. Token
-    batches need them; all others are cut into micro-batches of samples of like length where they are known.
+    `lengths` are tokens per sample, shape `(len(dataset),)`, by default the dataset's own, if it has some: where they
+    are known, micro-batches are of samples of like length. Token batches count them, too, unless the dataset has
+    `counted_tokens` of the same shape, such as the target tokens of pairs.
 
     Raises:
         RequestError: no data, or a sample with more tokens than a whole batch may have.
@@ -87,16 +88,18 @@ class GlobalBatches:
         self.global_tokens = global_tokens
         self.seed = seed
         self._lengths = getattr(dataset, "lengths", None) if lengths is None else lengths
+        counted = getattr(dataset, "counted_tokens", None) if lengths is None else None
+        self._counted = self._lengths if counted is None else counted
         self._order: tuple[int, Permutation] | None = None
         if global_tokens is not None:
-            assert self._lengths is not None, "token batches need the samples' lengths"
-            assert len(self._lengths) == len(dataset) and np.min(self._lengths) > 0, "a length for each sample"
-            longest = int(np.argmax(self._lengths))
-            if self._lengths[longest] > global_tokens:
+            assert self._counted is not None, "token batches need the samples' lengths"
+            assert len(self._counted) == len(dataset) and np.min(self._counted) > 0, "a length for each sample"
+            longest = int(np.argmax(self._counted))
+            if self._counted[longest] > global_tokens:
                 raise RequestError(
                     f"sample {longest} does not fit into a global batch of {global_tokens} tokens",
-                    because=f"it has {self._lengths[longest]}",
-                    hint=f"ask for --global-tokens {self._lengths[longest]} or more, or shorten --seq-len",
+                    because=f"it has {self._counted[longest]}",
+                    hint=f"ask for --global-tokens {self._counted[longest]} or more, or shorten --seq-len",
                 )
 
     def at(self, start: Position = Position()) -> GlobalBatch:
@@ -121,11 +124,11 @@ class GlobalBatches:
         draws = epochs * len(self.dataset)
         if self.global_batch is not None:
             return -(-draws // self.global_batch)
-        assert self._lengths is not None and self.global_tokens is not None
+        assert self._counted is not None and self.global_tokens is not None
         full, held = 0, 0  # batches that are full, and tokens in the one that is being filled
         for begin in range(0, draws, _STRETCH):
             indices = self._draw(begin, min(_STRETCH, draws - begin))
-            tokens = np.cumsum(np.asarray(self._lengths)[indices], dtype=np.int64)
+            tokens = np.cumsum(np.asarray(self._counted)[indices], dtype=np.int64)
             before = -held  # tokens of this stretch before the batch began
             while (fitting := int(np.searchsorted(tokens, before + self.global_tokens, side="right"))) < len(tokens):
                 full += 1
@@ -153,11 +156,11 @@ class GlobalBatches:
 
     def _draw_tokens(self, draw: int) -> NDArray[np.int64]:
         """Samples from `draw` on until the next one would pass the target."""
-        assert self._lengths is not None and self.global_tokens is not None
+        assert self._counted is not None and self.global_tokens is not None
         look_ahead = 64
         while True:
             indices = self._draw(draw, look_ahead)
-            tokens = np.cumsum(np.asarray(self._lengths)[indices], dtype=np.int64)
+            tokens = np.cumsum(np.asarray(self._counted)[indices], dtype=np.int64)
             fitting = int(np.searchsorted(tokens, self.global_tokens, side="right"))
             if fitting < look_ahead:
                 return indices[:fitting]

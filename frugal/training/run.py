@@ -244,7 +244,7 @@ def _describe(plan: Plan, asked: Settings, data: "Samples", total_steps: int, st
     batch = plan.batch
     size = _number(batch.global_batch, "sample")
     if batch.global_tokens is not None:  # as many samples as fit, which shorter ones do more of
-        size = f"up to {batch.global_tokens} tokens"
+        size = f"up to {batch.global_tokens} {plan.counted}"
     parts = [
         f"training {plan.request.model} ({format_count(plan.model.parameters)} parameters) for "
         f"{_number(total_steps, 'step')} of {size} on {_number(batch.world_size, 'rank')}",

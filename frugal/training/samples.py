@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -95,7 +95,13 @@ def lengths_of(request: Request, asked: Settings) -> Lengths:
     spec = models.resolve(request.model, request.task)
     seq_len = min(request.seq_len, spec.max_positions or request.seq_len)
     corpus, *_ = _load(spec.task, tokenizing.load_tokenizer(asked.tokenizer), seq_len, bool(request.pack), asked)
-    return histogram(corpus.train.lengths, ", ".join(asked.data), corpus.report.left_out(asked.too_long))
+    return of_corpus(corpus, ", ".join(asked.data), corpus.report.left_out(asked.too_long))
+
+
+def of_corpus(corpus: data.Corpus, name: str, notes: Sequence[str]) -> Lengths:
+    """The lengths of its training samples; `name` and `notes` say where they are from."""
+    found, counted = histogram(corpus.train.lengths, name, notes), corpus.train.counted_tokens
+    return found if counted is corpus.train.lengths else replace(found, counted_mean=float(counted.mean()))
 
 
 def histogram(found: Any, name: str, notes: Sequence[str]) -> Lengths:
