@@ -2,8 +2,8 @@
 # A language model on Python's own sources, one byte a token, split by file; ends with the perplexity on training,
 # validation and test text:
 #     launch/lm.sh small|medium|large [RANKS] [flags of frugal train]
-# RANKS are GPUs where there are any (default: all), otherwise CPU processes (default: 2). Without a GPU small is trained,
-# medium and large are planned for the machine that is named below.
+# RANKS are GPUs where there are any (default: all of them), otherwise CPU processes (default: 2). Without a GPU small is
+# trained, medium and large are planned, for the machines named below.
 set -euo pipefail
 usage() { sed -n 's/^#  *\(launch.*\)/usage: \1/p' "$0" >&2; exit 2; }
 cd "$(dirname "$0")/.."

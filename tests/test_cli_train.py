@@ -257,14 +257,23 @@ def test_without_a_plan_it_plans_first_and_memory_comes_out_as_predicted(folder:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "steps", "said"), [(None, 1, "1 step of 8 samples"), (700, 2, "2 steps of up to 700 tokens")]
+    ("task", "tokens", "steps", "said"),
+    [
+        ("causal-lm", None, 1, "1 step of 8 samples"),
+        ("causal-lm", 700, 2, "2 steps of up to 700 tokens"),
+        ("seq2seq", 700, 2, "2 steps of up to 700 target tokens"),
+    ],
 )
-def test_a_step_is_as_large_as_was_asked(folder: Path, tokens: int | None, steps: int, said: str) -> None:
+def test_a_step_is_as_large_as_was_asked(folder: Path, task: str, tokens: int | None, steps: int, said: str) -> None:
     from frugal.training import run
     from frugal.training.data import Report
 
     made = plan(folder, 1)
-    made = dataclasses.replace(made, batch=dataclasses.replace(made.batch, global_tokens=tokens))
+    made = dataclasses.replace(
+        made,
+        model=dataclasses.replace(made.model, task=task),
+        batch=dataclasses.replace(made.batch, global_tokens=tokens),
+    )
     data: Any = SimpleNamespace(training=range(9), validation=range(2), report=Report(bad_rows=1))
     asked: Any = SimpleNamespace(too_long="error")
     assert run._describe(made, asked, data, steps, 0) == (

@@ -8,6 +8,7 @@ import pytest
 
 from frugal.errors import RequestError
 from frugal.planner import make_plan
+from frugal.planning import lengths
 from frugal.planning.plan import Plan
 from frugal.planning.report import report
 from frugal.planning.settings import understand
@@ -84,6 +85,14 @@ def test_a_token_target_counts_the_tokens_there_are() -> None:
     assert found is not None
     assert found.step_tokens == pytest.approx(1 << 18, rel=0.01)
     assert found.step_samples > 256
+
+
+def test_a_token_target_counts_only_the_target_of_pairs() -> None:
+    of_pairs = replace(lengths.of(heavy_tailed()), counted_mean=20.0)
+    found = plan(global_tokens=1 << 18, lengths=of_pairs).grouping
+    assert found is not None
+    assert found.step_samples == (1 << 18) // 20
+    assert found.step_tokens == pytest.approx(of_pairs.mean * found.step_samples, rel=1e-4)
 
 
 def test_the_report_says_what_the_data_comes_to() -> None:

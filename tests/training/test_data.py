@@ -5,6 +5,7 @@ import random
 import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -229,6 +230,21 @@ def test_samples_make_global_batches(load: Load, tmp_path: Path) -> None:
     batch = GlobalBatches(corpus.train, global_tokens=32).at()
     assert sum(len(sample["input_ids"]) for sample in batch) <= 32
     assert (CausalLM().collate(list(batch))["labels"] != IGNORED).any()
+
+
+def test_a_batch_of_tokens_counts_the_target_tokens_of_pairs(load: Load, tmp_path: Path) -> None:
+    sizes = [(40, 9), (3, 15), (50, 1), (7, 30), (20, 4), (9, 12)]
+    write_jsonl(tmp_path / "a.jsonl", [{"source": "s" * a, "target": "t" * b} for a, b in sizes])
+    corpus = load("a.jsonl", task="seq2seq")
+    targets = np.array([len(sample["labels"]) for sample in corpus.train])
+    assert corpus.train.counted_tokens.tolist() == targets.tolist() == [b + 1 for _, b in sizes]
+    assert corpus.train.lengths.tolist() == [max(a, b) + 1 for a, b in sizes]
+    batches = GlobalBatches(corpus.train, global_tokens=40)
+    for batch, following in pairwise(islice(batches.iterate(), 5)):
+        total = targets[batch.indices].sum()
+        assert total <= 40 < total + targets[following.indices[0]]
+        assert batch.lengths.tolist() == corpus.train.lengths[batch.indices].tolist()
+    assert batches.after(batches.steps(3)).epoch >= 3
 
 
 # Training and validation.

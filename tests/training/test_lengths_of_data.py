@@ -29,6 +29,12 @@ def test_running_text_is_as_long_as_its_windows(tmp_path: Path) -> None:
     assert found.source == files[0]
 
 
+def test_pairs_are_as_long_as_their_longer_side_and_count_their_target_tokens(tmp_path: Path) -> None:
+    files = data(tmp_path, {"source": "a" * 9, "target": "b" * 3}, {"source": "c", "target": "d" * 19})
+    found = lengths_of(Request(model="t5", seq_len=64), Settings(data=files, validation_fraction=0))
+    assert (found.tokens, found.counts, found.counted_mean) == ((10, 20), (1, 1), 12.0), "with an end token each"
+
+
 def test_pairs_that_are_too_long_are_named_or_counted(tmp_path: Path) -> None:
     files = data(tmp_path, {"text": "a" * 9, "label": 0}, {"text": "b" * 99, "label": 1})
     request = Request(model="bert", task="sequence-classification", seq_len=64)

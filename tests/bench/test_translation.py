@@ -1,0 +1,54 @@
+"""A batch of target tokens is the same on any number of ranks, and what is claimed of it was measured."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from bench import translation
+from bench.translation import MODEL, RESULTS, summary, table, trained, written
+from tests.plans import plan_by_hand
+from tests.ranks import Ranks
+
+SEQ_LEN, GLOBAL_TOKENS, MICRO_BATCH = 128, 1024, 2
+
+
+@pytest.fixture
+def ranks(one_rank: Ranks, two_ranks: Ranks) -> Iterator[dict[int, Ranks]]:
+    yield {1: one_rank, 2: two_ranks}
+
+
+def test_real_pairs_learn_the_same_on_one_rank_and_two(
+    ranks: dict[int, Ranks], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({**MODEL, "d_model": 32, "d_ff": 64, "d_kv": 8, "num_layers": 1}))
+    text = written(tmp_path, files=12, seq_len=SEQ_LEN)
+    longest = int(text.load().train.counted_tokens.max())
+    runs = {}
+    for world_size, group in ranks.items():
+        plan = plan_by_hand(
+            world_size=world_size, global_batch=GLOBAL_TOKENS // SEQ_LEN, micro_batch=MICRO_BATCH, zero_stage=2,
+            request={"model": str(config), "seq_len": SEQ_LEN, "global_tokens": GLOBAL_TOKENS},
+        )  # fmt: skip
+        batch = replace(plan.batch, global_tokens=GLOBAL_TOKENS, shortest=16)
+        runs[world_size] = trained(replace(plan, batch=batch).sealed(), group, text, 3)
+    monkeypatch.setattr(translation, "GLOBAL_TOKENS", GLOBAL_TOKENS)
+    monkeypatch.setattr(translation, "MAX_TOKENS", MICRO_BATCH * SEQ_LEN)
+    found = summary(runs, longest)
+    assert all(found["goals"].values()), found
+    assert found["ranks"][1]["micro_steps_a_step"] > 1.5 * found["ranks"][2]["micro_steps_a_step"]
+    losses = found["ranks"][1]["losses"]
+    assert losses[2] < losses[0]
+    assert len(table(found).splitlines()) == 4
+
+
+def test_the_kept_results_reach_every_goal() -> None:
+    kept = json.loads(RESULTS.read_text())
+    assert all(kept["goals"].values()), kept["goals"]
+    assert list(kept["ranks"]) == ["1", "2", "3"]
+    assert kept["percentile_99_tokens"] > 4 * kept["median_tokens"]
+    for row in kept["ranks"].values():
+        assert row["losses"][-1] < 0.8 * row["losses"][0]
