@@ -32,7 +32,7 @@ def trained(ranks: int, folder: Path, flags: Sequence[str] = ()) -> dict[str, An
     subprocess.run(
         [ROOT / "launch" / "lm.sh", "small", str(ranks), "--out", folder, *flags],
         check=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
     )
     records = [json.loads(line) for line in (folder / METRICS).read_text().splitlines()]
     steps = [record for record in records if record["event"] == "step"]

@@ -39,7 +39,8 @@ def test_the_small_one_trains_the_same_on_one_rank_and_two(tmp_path: Path) -> No
 
 @pytest.mark.exhaustive  # half a minute each
 @pytest.mark.parametrize(("size", "cards"), [("medium", 2), ("large", 8)])
-def test_the_large_ones_fit_the_machines_they_name(size: str, cards: int) -> None:
+def test_the_large_ones_fit_the_machines_they_name(size: str, cards: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     done = subprocess.run([ROOT / "launch" / "lm.sh", size], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert f" = {cards} GPUs x micro-batch " in done.stdout
