@@ -107,12 +107,10 @@ def table(stages: dict[Any, dict[str, Any]]) -> str:
         "|---|---|---|---|---|---|",
     ]
     for stage, row in stages.items():
-        seconds, speed_up = row["seconds_a_step"], row["speed_up"]
-        lines.append(
-            f"| {stage} | {seconds[1]:.2f} | {seconds[2]:.2f} "
-            f"| {speed_up['median']:.2f} ({speed_up['lowest']:.2f} to {speed_up['highest']:.2f}) "
-            f"| {row['perplexity'][1]:.4f} | {row['perplexity'][2]:.4f} |"
-        )
+        seconds = " | ".join(f"{each:.2f}" for each in row["seconds_a_step"].values())
+        perplexities = " | ".join(f"{each:.4f}" for each in row["perplexity"].values())
+        speed_up = "{median:.2f} ({lowest:.2f} to {highest:.2f})".format(**row["speed_up"])
+        lines.append(f"| {stage} | {seconds} | {speed_up} | {perplexities} |")
     return "\n".join(lines)
 
 
