@@ -131,13 +131,19 @@ def test_the_final_model_and_tokenizer_load(folder: Path, on_two_ranks: tuple[in
     assert loss < 0.9 * torch.log(torch.tensor(260.0))  # better than a guess among all tokens
 
 
-def test_torchrun_gives_the_same_run(folder: Path, on_two_ranks: tuple[int, str, str]) -> None:
+def torchrun(folder: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
+    """A run on two ranks that torchrun starts."""
     script = Path(__file__).parents[1] / "launch" / "torchrun.sh"
-    done = subprocess.run(
-        [script, "2", "--plan", "plan2.json", "--data", "text.jsonl", "--steps", "6", "--eval-every", "3",
-         "--save-every", "0", "--validation-fraction", "0.1", "--out", "torchrun"],
-        cwd=folder, capture_output=True, text=True, timeout=200,
+    return subprocess.run(
+        [script, "2", *map(str, arguments)], cwd=folder, capture_output=True, text=True, timeout=200,
         env=environment(folder) | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},
+    )  # fmt: skip
+
+
+def test_torchrun_gives_the_same_run(folder: Path, on_two_ranks: tuple[int, str, str]) -> None:
+    done = torchrun(
+        folder, "--plan", "plan2.json", "--data", "text.jsonl", "--steps", 6, "--eval-every", 3, "--save-every", 0,
+        "--validation-fraction", 0.1, "--out", "torchrun",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     ours, theirs = (
@@ -243,17 +249,40 @@ def test_ctrl_c_before_there_are_ranks_is_an_interrupt_too(folder: Path) -> None
     assert not any(child.is_running() for child in children)
 
 
+PLANNING = (
+    "--mem", "1G", "--model", "config.json", "--seq-len", "64", "--global-batch", "8", "--max-samples-per-gpu", "2",
+    "--precision", "fp32", "--data", "text.jsonl",
+)  # fmt: skip
+
+
 def test_without_a_plan_it_plans_first_and_memory_comes_out_as_predicted(folder: Path) -> None:
-    code, output, errors = frugal_train(
-        folder, "--ranks", 1, "--mem", "1G", "--model", "config.json", "--seq-len", 64, "--global-batch", 8,
-        "--max-samples-per-gpu", 2, "--precision", "fp32", "--data", "text.jsonl", "--steps", 3, "--out", "one",
-    )  # fmt: skip
+    code, output, errors = frugal_train(folder, "--ranks", 1, *PLANNING, "--steps", 3, "--out", "one")
     assert (code, errors) == (0, "")
     assert "8 samples = " in output
     measured = re.search(r"memory: planned (\S+) MiB, measured (\S+) MiB \(([+-]\d+\.\d) %\)", output)
     assert measured is not None
     assert abs(float(measured[3])) <= 1.0
     assert [record["step"] for record in records(folder / "one") if record["event"] == "step"] == [1, 2, 3]
+
+
+def test_the_plan_it_makes_is_that_of_frugal_plan_for_the_lengths_of_the_data(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made: list[Plan] = []
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+    monkeypatch.setattr("frugal.cli.train.run", lambda plan, asked: made.append(plan))  # it would join a group here
+    (folder / "data.toml").write_text('[train]\ndata = "text.jsonl"\n')
+    assert cli.run(["train", "--ranks", "1", *PLANNING, "--out", "new"]) == 0
+    assert cli.run(["train", "--ranks", "1", *PLANNING[:-2], "--config", "data.toml", "--out", "new"]) == 0
+    for where in (PLANNING[-2:], ("--config", "data.toml")):
+        assert cli.run(["plan", "--device", "cpu", "--gpus", "1", *PLANNING[:-2], *where, "-o", "made"]) == 0
+        made.append(Plan.read(folder / "made" / "plan.json"))
+    assert "data " in capsys.readouterr().out
+    assert len({plan.digest for plan in made}) == 1
+    lengths = made[0].request.lengths
+    assert lengths is not None
+    assert lengths.tokens[0] < lengths.longest == 64, "windows, and what is left of documents"
 
 
 @pytest.mark.parametrize(

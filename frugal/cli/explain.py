@@ -8,8 +8,9 @@ from typing import Any
 
 import click
 
+from frugal.cli import config
 from frugal.cli.options import collect, planning_options
-from frugal.cli.plan import WHAT_IF, waiting
+from frugal.cli.plan import WHAT_IF, waiting, with_lengths
 from frugal.errors import RequestError
 from frugal.planner import make_plan
 from frugal.planning.explanation import explanation, improvements, what_if
@@ -90,6 +91,8 @@ def _read(path: Path, values: dict[str, Any]) -> Plan:
 
 
 def _made(values: dict[str, Any]) -> Plan:
-    request, cluster, defaults = collect(values)
+    file = config.read(values["config"])
+    request, cluster, defaults = collect(values, file)
+    request = with_lengths(request, values, file)
     with waiting(f"rehearsing {request.model}"):
         return make_plan(request, cluster, defaults)

@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from frugal.cli import config
+from frugal.cli.config import Config
 from frugal.cli.options import collect, planning_options
 from frugal.errors import RequestError
 from frugal.planner import make_plan
@@ -17,7 +18,7 @@ from frugal.planning.files import write_plan
 from frugal.planning.report import report
 from frugal.planning.request import Request
 from frugal.training import settings
-from frugal.training.settings import DATA_NAMES
+from frugal.training.settings import SAMPLE_NAMES
 
 WHAT_IF = (
     "Also a table over GPUs x memory x sample length, predicted by arithmetic. Values may be named after it: "
@@ -46,8 +47,15 @@ def command(axes: tuple[str, ...], as_json: bool, output: Path | None, with_tabl
     if axes and not with_table:
         raise click.UsageError(f"Got unexpected extra argument ({axes[0]})", click.get_current_context())
     named = _axes(axes) if with_table else {}
-    request, cluster, defaults = collect(values)
-    request = _with_lengths(request, values)
+    file = config.read(values["config"])
+    request, cluster, defaults = collect(values, file)
+    if values["data"] and request.lengths is not None:
+        raise RequestError(
+            "--data was given together with --lengths",
+            because="both say how long the samples are",
+            hint="leave one of them out",
+        )
+    request = with_lengths(request, values, file)
     with waiting(f"rehearsing {request.model}"):
         plan = make_plan(request, cluster, defaults)
     written = write_plan(plan, output) if output is not None else ()
@@ -71,22 +79,24 @@ def _axes(words: tuple[str, ...]) -> dict[str, tuple[int, ...]]:
     return parse_axes(words)
 
 
-def _with_lengths(request: Request, values: Mapping[str, Any]) -> Request:
-    """The request with the lengths of the samples in --data, and with what --too-long says of those in --lengths."""
-    if not values["data"]:
-        if request.lengths is None or values["too_long"] is None:
-            return request
-        return replace(request, lengths=replace(request.lengths, too_long=values["too_long"]))
+def with_lengths(request: Request, values: Mapping[str, Any], file: Config) -> Request:
+    """The request with the lengths of the samples that training will see, where flags or `file` name the data.
+
+    Lengths that the request has win over data that the file names; what --too-long says holds for both. `values` are a
+    command's flags, of which only those of data count.
+
+    Raises:
+        RequestError: the data cannot be used, or has samples that are too long.
+    """
+    flags = {name: values.get(name) for name in SAMPLE_NAMES}
+    train = {name: value for name, value in file.train.items() if name in SAMPLE_NAMES}
+    asked = settings.collect(flags, train)
     if request.lengths is not None:
-        raise RequestError(
-            "--data was given together with --lengths",
-            because="both say how long the samples are",
-            hint="leave one of them out",
-        )
+        is_said = flags["too_long"] is not None or "too_long" in train
+        return replace(request, lengths=replace(request.lengths, too_long=asked.too_long)) if is_said else request
+    if not flags["data"] and "data" not in train:
+        return request
     from frugal.training.samples import lengths_of  # torch takes seconds
 
-    train = {name: value for name, value in config.read(values.get("config")).train.items() if name in DATA_NAMES}
-    asked = settings.collect({name: values[name] for name in DATA_NAMES}, train)
     with waiting(f"tokenising {', '.join(asked.data)}"):
-        lengths = lengths_of(request, asked)
-    return replace(request, lengths=lengths)
+        return replace(request, lengths=lengths_of(request, asked))

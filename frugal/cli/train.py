@@ -10,6 +10,7 @@ import psutil  # type: ignore[import-untyped]  # has no types
 
 from frugal.cli import config, launcher
 from frugal.cli.options import collect, planning_options
+from frugal.cli.plan import waiting, with_lengths
 from frugal.errors import CheckpointError, PlanMismatchError, RequestError
 from frugal.planning.files import write_plan
 from frugal.planning.plan import Plan
@@ -29,7 +30,7 @@ PLAN = "plan.json"
 @settings.options
 @planning_options
 def command(plan_path: Path | None, ranks: int | None, master_port: int | None, **values: Any) -> int:
-    """Train as planned; without a plan, plan first."""
+    """Train as planned; without a plan, plan first, as `frugal plan` with the same flags does."""
     file = config.read(values.get("config"))
     asked = settings.collect(values, file.train)
     if asked.resume:
@@ -42,7 +43,7 @@ def command(plan_path: Path | None, ranks: int | None, master_port: int | None, 
     if plan is None:
         if asked.resume:
             file = replace(file, plan=_as_before(asked) | file.plan)
-        plan = _make_plan(ranks, values, file)
+        plan = _make_plan(ranks, values, file, is_new=not asked.resume)
         click.echo(report(plan) + "\n")
     _check_ranks(plan, ranks)
     launcher.check(plan, master_port)
@@ -105,7 +106,8 @@ def _check_ranks(plan: Plan, ranks: int | None) -> None:
         )
 
 
-def _make_plan(ranks: int | None, values: dict[str, Any], file: config.Config) -> Plan:
+def _make_plan(ranks: int | None, values: dict[str, Any], file: config.Config, *, is_new: bool) -> Plan:
+    """A plan for what flags and `file` describe. Only for a new run the data is asked how long its samples are."""
     from frugal.planner import make_plan
 
     if ranks is not None:
@@ -121,4 +123,8 @@ def _make_plan(ranks: int | None, values: dict[str, Any], file: config.Config) -
             cpu["mem"] = psutil.virtual_memory().available // max(ranks, 1)
         values = values | cpu
         file = replace(file, plan={name: value for name, value in file.plan.items() if name not in ("gpu", "nodes")})
-    return make_plan(*collect(values, file))
+    request, cluster, defaults = collect(values, file)
+    if is_new:
+        request = with_lengths(request, values, file)
+    with waiting(f"rehearsing {request.model}"):
+        return make_plan(request, cluster, defaults)

@@ -183,6 +183,7 @@ DATA_NAMES = (
     "data", "text_column", "label_column", "source_column", "target_column", "tokenizer", "limit", "skip_bad_rows",
     "too_long",
 )  # fmt: skip
+SAMPLE_NAMES = (*DATA_NAMES, "validation_data", "validation_fraction")  # what is not kept for validation is trained on
 
 
 def data_options(command: Callable[..., Any]) -> Callable[..., Any]:
