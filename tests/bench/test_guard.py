@@ -1,0 +1,29 @@
+"""The bench of the guard takes away what recovery needs, and nothing else; and what is claimed of its cost."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from bench.guard import MOST, RESULTS, in_turns, summary
+from tests.plans import plan_by_hand
+from tests.ranks import Ranks
+from tests.test_cli_train import TINY
+
+
+def test_votes_are_counted_and_both_ways_are_timed(tmp_path: Path, two_ranks: Ranks) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
+    plan = plan_by_hand(
+        world_size=2, global_batch=8, micro_batch=2, zero_stage=2, request={"model": str(tmp_path / "config.json")}
+    )
+    kept = summary(two_ranks.run(in_turns, plan, 4, 10)[0])
+    assert kept["votes_a_step"] == 3, "the bucket of each of 2 micro-steps, and the end"
+    assert kept["ratio"]["steps"] == 4
+    assert 0 < kept["seconds_of_a_vote"] < kept["step_seconds"]
+
+
+@pytest.mark.parametrize("case", ["ZeRO-2, 4 layers of 256", "ZeRO-3, 4 layers of 256"])
+def test_what_the_kept_results_show(case: str) -> None:
+    kept = json.loads(RESULTS.read_text())["cases"][case]
+    assert kept["ratio"]["median"] <= MOST
+    assert kept["share_of_votes"] < 0.01
