@@ -111,9 +111,9 @@ def _run(question: Run, kind: str) -> Answer:
     import torch
 
     from frugal.training import circumstances, group
-    from frugal.training.log import quiet
     from frugal.training.models import resolve
     from frugal.training.precision import DTYPES
+    from frugal.training.quiet import quiet
     from frugal.training.trial import definition, phase_peaks, watched
 
     quiet()

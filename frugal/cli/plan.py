@@ -96,7 +96,9 @@ def with_lengths(request: Request, values: Mapping[str, Any], file: Config) -> R
         return replace(request, lengths=replace(request.lengths, too_long=asked.too_long)) if is_said else request
     if not flags["data"] and "data" not in train:
         return request
+    from frugal.training.quiet import quiet
     from frugal.training.samples import lengths_of  # torch takes seconds
 
+    quiet()
     with waiting(f"tokenising {', '.join(asked.data)}"):
         return replace(request, lengths=lengths_of(request, asked))

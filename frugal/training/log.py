@@ -12,9 +12,7 @@ A resumed run appends, after dropping the records beyond the step it resumes fro
 
 import logging
 import math
-import os
 import time
-import warnings
 from collections import deque
 from pathlib import Path
 from types import TracebackType
@@ -33,19 +31,6 @@ METRICS = "metrics.jsonl"
 PLAIN_LINES = 40  # about so many lines of progress where there is no terminal
 logger = logging.getLogger("frugal")
 WINDOW = 20  # steps over which the speed is averaged
-
-
-def quiet() -> None:
-    """Silence what DeepSpeed, transformers and datasets say about themselves."""
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
-    warnings.filterwarnings("ignore")
-    for name in ("DeepSpeed", "transformers", "datasets", "accelerate", "torch.distributed"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    from transformers.utils.logging import disable_progress_bar
-
-    disable_progress_bar()
 
 
 class _Spoken(logging.Handler):

@@ -218,7 +218,7 @@ def command(kind: DeviceKind, out: Path, _local_rank: int | None) -> None:
     device = torch.device(kind, int(os.environ.get("LOCAL_RANK", "0"))) if kind == "cuda" else torch.device("cpu")
     if kind == "cuda":
         torch.cuda.set_device(device)
-    from frugal.training.log import quiet
+    from frugal.training.quiet import quiet
 
     quiet()
     group.form()

@@ -157,9 +157,10 @@ def join(plan: Plan) -> "torch.device":
         raise PlanMismatchError(
             "the plan is for GPUs, and there is none here", hint="plan for this machine's CPU: frugal plan --device cpu"
         )
-    from frugal.training.log import quiet
+    from frugal.training.quiet import quiet
 
     quiet()
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # else tokenizers warn of every fork
     from frugal.training import group
 
     device = torch.device(kind, int(os.environ.get("LOCAL_RANK", "0"))) if kind == "cuda" else torch.device("cpu")
