@@ -78,8 +78,8 @@ def in_turns(plan: Plan, turns: int, votes: int) -> dict[str, Any]:
 
     spec = resolve(plan.request.model, None)
     engine = initialize(spec.build(dtype=torch.float32, device="cpu", seed=0), plan, CausalLM())
-    random = np.random.default_rng(0)
-    batch = engine.prepare([{"input_ids": random.integers(4, 260, SEQ_LEN)} for _ in range(plan.batch.global_batch)])
+    tokens = np.random.default_rng(0).integers(4, 260, (plan.batch.global_batch, plan.request.seq_len))
+    batch = engine.prepare([{"input_ids": each} for each in tokens])
 
     def seconds(is_guarded: bool) -> float:
         dist.barrier()

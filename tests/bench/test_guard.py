@@ -22,6 +22,7 @@ def test_votes_are_counted_and_both_ways_are_timed(tmp_path: Path, two_ranks: Ra
     assert 0 < kept["seconds_of_a_vote"] < kept["step_seconds"]
 
 
+@pytest.mark.skipif(not RESULTS.exists(), reason="not recorded yet")
 @pytest.mark.parametrize("case", ["ZeRO-2, 4 layers of 256", "ZeRO-3, 4 layers of 256"])
 def test_what_the_kept_results_show(case: str) -> None:
     kept = json.loads(RESULTS.read_text())["cases"][case]
