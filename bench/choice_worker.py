@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from frugal.planning.plan import Plan
-from frugal.training import failure, run
+from frugal.training import failure, group
 from frugal.training.engine import Engine, initialize
 from frugal.training.loss import Batch
 from frugal.training.models import ModelSpec, resolve
@@ -45,7 +45,7 @@ def timed(plans: Sequence[Plan], turns: int = TURNS, steps: int = STEPS) -> list
 
     Every plan has its first turn. What took half as long again as the fastest so far is not asked again.
     """
-    device = run.join(plans[0])
+    device = group.join(plans[0])
     spec = resolve(plans[0].request.model, plans[0].request.task)
     seconds: list[list[float]] = [[] for _ in plans]
     for _ in range(turns):

@@ -109,8 +109,10 @@ def test_a_run_leaves_plan_record_metrics_checkpoints_and_model(
 ) -> None:
     run = folder / "two"
     assert sorted(path.name for path in run.iterdir()) == [
-        "checkpoints", "ds_config.json", "metrics.jsonl", "model", "plan.json", "train.json",
+        "checkpoints", "ds_config.json", "logs", "metrics.jsonl", "model", "plan.json", "train.json",
     ]  # fmt: skip
+    assert (run / "logs" / "rank_0.log").read_text().splitlines() == on_two_ranks[1].splitlines()
+    assert (run / "logs" / "rank_1.log").exists()
     assert Plan.read(run / "plan.json") == Plan.read(folder / "plan2.json")
     assert (run / "checkpoints" / "latest").read_text() == "step-000006\n"
     steps = [record for record in records(run) if record["event"] == "step"]
@@ -375,8 +377,9 @@ def test_a_plan_for_gpus_or_for_several_nodes(folder: Path, tmp_path: Path, caps
         )
     path.write_bytes(_on(made, (Node(devices=(device,)),) * 2).to_json())
     assert message(capsys, "--plan", path, "--out", tmp_path / "new") == (
-        "4: error: the plan is for 2 nodes, `frugal train` starts ranks on this one only\n\n"
-        "hint: deepspeed --hostfile HOSTS launch/train.py --plan PLAN ... starts them on all (launch/deepspeed.sh)\n"
+        "4: error: the plan is for 2 nodes, and nothing names them\n\n"
+        "hint: name them with --hostfile HOSTS, a line `NAME slots=GPUS` for each; or start the ranks yourself: "
+        "--print slurm, or torchrun, openmpi, no-ssh\n"
     )
 
 

@@ -5,6 +5,7 @@ import re
 import resource
 import subprocess
 from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]  # has no types
@@ -22,6 +23,21 @@ HELD_BYTES = 64 * MIB
 
 _CPU_INFO, _DRIVER = Path("/proc/cpuinfo"), Path("/proc/driver/nvidia/version")
 _STATUS, _CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+
+
+PACKAGES = {"frugal": "frugal-trainer", "torch": "torch", "deepspeed": "deepspeed", "transformers": "transformers"}
+"""Whose versions must be the same on all ranks: the name for people, and as a package."""
+
+
+def versions() -> dict[str, str]:
+    """What is installed here, by the names of `PACKAGES`; `none` where a package is not."""
+    found = {}
+    for name, package in PACKAGES.items():
+        try:
+            found[name] = version(package)
+        except PackageNotFoundError:
+            found[name] = "none"
+    return found
 
 
 def cpu_name() -> str:

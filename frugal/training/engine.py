@@ -5,6 +5,7 @@ gradients over ranks, so the W cancels and what remains is the exact mean over T
 """
 
 import logging
+import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -224,13 +225,13 @@ def initialize(
             hint=f"plan again for {dist.get_world_size()} GPUs, or start {plan.batch.world_size} processes",
         )
     votes = dist.new_group(backend="gloo") if dist.get_backend() == "nccl" else None
-    digests: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(digests, plan.digest, group=votes)
-    if len(set(digests)) > 1:
-        different = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+    held: list[tuple[str, str]] = [("", "")] * dist.get_world_size()
+    dist.all_gather_object(held, (plan.digest, socket.gethostname()), group=votes)
+    if different := {rank: host for rank, (digest, host) in enumerate(held) if digest != held[0][0]}:
+        where = ", ".join(f"rank {rank} on {host}" for rank, host in different.items())
         raise PlanMismatchError(
             "the ranks were given different plans",
-            because=f"ranks {different} hold another plan.json than rank 0",
+            because=f"another plan.json than that of rank 0 on {held[0][1]}: {where}",
             hint="give every node the same plan.json",
         )
     padding_masks.always_use()

@@ -6,46 +6,123 @@ launcher to see the first one's exit code before theirs.
 """
 
 import os
+import socket
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn
 
 import click
+import msgspec
 
 from frugal.errors import FrugalError
-from frugal.training import group, stopping
+from frugal.training import group, rank_log, stopping
 
 INTERRUPTED = 130
 LINGER_SECONDS = 15.0  # launchers look after their ranks every second; a rank that is still here by then is alone
+REPORT = "FRUGAL_REPORT"
+"""Names a folder, shared by all nodes, in which the rank that fails first leaves a `Report` for whoever started it."""
+
+STORE_SECONDS = 5.0  # for an answer from the store of ranks, whose host may be the one that is gone
+_ending = threading.RLock()
+
+
+class LostRankError(RuntimeError):
+    """Another rank is gone.
+
+    `is_elsewhere`: it was on another host than this rank. `is_silent`: nothing was heard of that host any more.
+    """
+
+    def __init__(self, what: str, why: str, *, is_elsewhere: bool, is_silent: bool) -> None:
+        super().__init__(what)
+        self.what, self.why = what, why
+        self.is_elsewhere, self.is_silent = is_elsewhere, is_silent
+
+
+def done() -> None:
+    """Leave word that the run is through: launchers' exit codes alone do not say so (MPICH's and pdsh's can be 0)."""
+    if (folder := os.environ.get(REPORT)) and _rank() == 0:
+        (Path(folder) / _DONE).touch()
+
+
+def is_done(folder: Path) -> bool:
+    """Whether the run whose ranks report to `folder` is through."""
+    return (folder / _DONE).exists()
+
+
+_DONE, _FAILURE = "done", "failure.json"
+
+
+class Report(msgspec.Struct):
+    """How a run failed: the rank that has the word, its host, its exit code, and what it said."""
+
+    rank: int
+    host: str
+    code: int
+    text: str
+
+
+def reported(folder: Path) -> Report | None:
+    """What the rank that failed first left in `folder`, if one did."""
+    try:
+        return msgspec.json.decode((folder / _FAILURE).read_bytes(), type=Report)
+    except (OSError, msgspec.DecodeError):
+        return None
 
 
 def end(error: BaseException) -> NoReturn:
     """End this rank's process for `error`: with its message, or silently where another rank has the word."""
     code = error.exit_code if isinstance(error, FrugalError) else INTERRUPTED if _is_interrupt(error) else 1
-    lost_peer = isinstance(error, RuntimeError) and "onnection" in str(error)
+    lost_rank = isinstance(error, LostRankError)
+    lost_peer = lost_rank or (isinstance(error, RuntimeError) and "onnection" in str(error))
     if lost_peer and stopping.is_told():
         os._exit(code)  # the launcher saw another rank end and is ending all; it waits for this one
-    stopping.end_at_once()  # when told so from here on
-    if lost_peer:
-        time.sleep(1.0)  # the one who broke it speaks first
-    if not _may_speak():
-        time.sleep(LINGER_SECONDS)
+    if threading.current_thread() is threading.main_thread():
+        stopping.end_at_once()  # when told so from here on
+    if lost_peer and not lost_rank:
+        time.sleep(1.0)  # the one who broke it speaks first, and the lifeline knows who that was
+    if not _ending.acquire(blocking=False):  # another thread is at it
+        threading.Event().wait()
+    rank_log.note("".join(traceback.format_exception(error)).rstrip())
+    if lost_rank:
+        time.sleep(1.0)
+    may_speak = _may_speak()
+    if may_speak is None:
+        may_speak = isinstance(error, LostRankError) and error.is_elsewhere and _is_left_to_us(error)
+    if not may_speak:
+        _linger()
+    elif isinstance(error, LostRankError):
+        if not error.is_elsewhere:  # the launcher they share may know more: which signal ended it
+            _linger()
+        _say(f"error: {error.what}\n  because {error.why}", code)
     elif lost_peer:
-        time.sleep(LINGER_SECONDS)
-        _say(f"error: rank {_rank()} lost the connection to another rank\n  because {str(error).splitlines()[0]}")
+        _linger()
+        why = str(error).splitlines()[0]
+        _say(f"error: rank {_rank()} lost the connection to another rank\n  because {why}", code)
     elif isinstance(error, FrugalError):
-        _say(f"error: {error}")
+        _say(f"error: {error}", code)
     elif isinstance(error, SystemExit):  # rich ends so where nobody reads our output any more: `frugal train | head`
         pass
     elif _is_interrupt(error):
-        _say("interrupted")
+        _say("interrupted", code)
     else:
-        _say("".join(traceback.format_exception(error)).rstrip() + f"\n(rank {_rank()})")
+        log = rank_log.where()
+        place = f"rank {_rank()} on {socket.gethostname()}" + (f"; all it printed: {log}" if log else "")
+        _say("".join(traceback.format_exception(error)).rstrip() + f"\n({place})", code)
     os._exit(code)  # not sys.exit: other ranks are gone, and gloo's and NCCL's destructors would wait for them
+
+
+def _linger() -> None:
+    """Wait for the launcher to end this rank for another's failure; if it does, without a word."""
+    end = time.monotonic() + LINGER_SECONDS
+    while time.monotonic() < end:
+        if stopping.is_told():
+            os._exit(1)
+        time.sleep(0.2)
 
 
 def live(command: click.Command) -> None:
@@ -65,26 +142,53 @@ def _rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
-def _say(text: str) -> None:
+def _say(text: str, code: int) -> None:
     if sys.stdout.isatty():
         sys.stdout.write("\x1b[?25h\n")  # the cursor, which the progress had hidden
     sys.stdout.flush()
-    sys.stderr.write(text + "\n")
-    sys.stderr.flush()
+    rank_log.say(text)
+    if folder := os.environ.get(REPORT):
+        report = Report(_rank(), socket.gethostname(), code, text)
+        with suppress(OSError):
+            (Path(folder) / _FAILURE).write_bytes(msgspec.json.encode(report))
 
 
-def _may_speak() -> bool:
-    """Whether no other rank has failed before."""
+def _may_speak() -> bool | None:
+    """Whether no other rank has failed before; None where rank 0, which keeps the store, is gone."""
     import torch.distributed as dist
 
-    if not dist.is_initialized():
-        return int(os.environ.get("LOCAL_RANK", "0")) == 0  # all ranks of a node read the same files and flags
-    try:
-        with _without_stderr():  # torch warns of a store that is gone, with its C++ stack
-            store = dist.distributed_c10d._get_default_store()
-            return bool(store.compare_set("frugal/failed", "", str(_rank())) == str(_rank()).encode())
-    except RuntimeError:  # rank 0 keeps the store: it is gone, and has said why
+    from frugal.training import meeting
+
+    store: dist.Store | None = meeting.store()
+    if store is None and dist.is_initialized():
+        store = dist.distributed_c10d._get_default_store()
+    if store is None:
+        return _is_first_here()  # all ranks of a node read the same files and flags
+    claims: list[bool] = []
+
+    def claim() -> None:
+        with suppress(RuntimeError):
+            claims.append(store.compare_set("frugal/failed", "", str(_rank())) == str(_rank()).encode())
+
+    with _without_stderr():  # torch warns of a store that is gone, with its C++ stack
+        asking = threading.Thread(target=claim, daemon=True)
+        asking.start()
+        asking.join(STORE_SECONDS)
+    return claims[0] if claims else None
+
+
+def _is_left_to_us(error: LostRankError) -> bool:
+    """Whether nobody else can say that rank 0 is gone. One that failed has said why itself."""
+    if not _is_first_here():
         return False
+    if not error.is_silent:
+        _linger()
+    folder = os.environ.get(REPORT)
+    return folder is None or reported(Path(folder)) is None
+
+
+def _is_first_here() -> bool:
+    return int(os.environ.get("LOCAL_RANK", "0")) == 0
 
 
 @contextmanager

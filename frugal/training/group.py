@@ -5,12 +5,78 @@ import socket
 import sys
 import threading
 import time
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil  # type: ignore[import-untyped]  # has no types
 
-from frugal.errors import RequestError
+from frugal.errors import PlanMismatchError, RequestError
+from frugal.planning.plan import Plan
+from frugal.training import launched, rank_log
+
+if TYPE_CHECKING:
+    import torch
 
 STARTER = "FRUGAL_STARTER_PID"
+
+
+def join(plan: Plan, out: Path | None = None) -> "torch.device":
+    """Enter the process group that the launcher describes, or one of this process alone; the device to work on.
+
+    What ranks print goes to their files in `out`, if it is given.
+
+    Raises:
+        PlanMismatchError: the plan is for other devices or another number of ranks, or ranks differ in what they hold.
+        RequestError: the port where ranks meet is taken, or some rank does not come.
+    """
+    launched.translate()
+    kind = plan.cluster.devices[0].kind
+    if kind == "cpu":
+        os.environ["DS_ACCELERATOR"] = "cpu"
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    if world_size != plan.batch.world_size:
+        raise PlanMismatchError(
+            f"the plan is for {plan.batch.world_size} ranks, this run has {world_size}",
+            hint=f"plan again for {world_size} GPUs, or start {plan.batch.world_size} processes",
+        )
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # it warns of addresses that have no name, for one
+    launched.number_on_node(plan.cluster)
+    launched.share_cores()
+    if world_size > 1 and out is not None:
+        rank_log.keep(out, int(os.environ["RANK"]))
+    import torch
+
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise PlanMismatchError(
+            "the plan is for GPUs, and there is none here", hint="plan for this machine's CPU: frugal plan --device cpu"
+        )
+    from frugal.training import meeting
+    from frugal.training.quiet import quiet
+
+    quiet()
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # else tokenizers warn of every fork
+    device = torch.device(kind, int(os.environ.get("LOCAL_RANK", "0"))) if kind == "cuda" else torch.device("cpu")
+    if kind == "cuda":
+        _refuse_missing_gpu(device)
+        torch.cuda.set_device(device)
+    if world_size > 1:
+        launched.choose_nic()
+        meeting.meet(plan)
+    form()
+    return device
+
+
+def _refuse_missing_gpu(device: "torch.device") -> None:
+    import torch
+
+    if device.index >= torch.cuda.device_count():
+        ranks = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or device.index + 1
+        raise PlanMismatchError(
+            f"{socket.gethostname()} has fewer GPUs than ranks",
+            because=f"of its GPUs {torch.cuda.device_count()} can be used, and {ranks} ranks were started",
+            hint="give its line in the hostfile as many slots, and plan again; under SLURM, let each task see all GPUs "
+            "of its node (--gpus-per-node, not --gpus-per-task)",
+        )
 
 
 def form() -> None:

@@ -23,6 +23,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
 from frugal.errors import CheckpointError
+from frugal.training import rank_log
 from frugal.training.engine import StepResult
 from frugal.training.evaluate import Evaluation
 from frugal.units import format_bytes, format_seconds
@@ -97,6 +98,7 @@ class Log:
         """A line that stays."""
         if self.speaking:
             self._console.print(text, markup=False)
+            rank_log.note(text)
 
     def step(self, step: int, result: StepResult, seconds: float) -> None:
         """Step number `step` (from 1) took `seconds`."""
@@ -111,8 +113,8 @@ class Log:
         text = self._line(step, result)
         if self._console.is_terminal:
             self._progress.update(self._task, completed=step, text=text)
-        elif self._is_due(step):
-            self.say(f"step {step}/{self._total_steps}  {text}")
+        if self._is_due(step):
+            (rank_log.note if self._console.is_terminal else self.say)(f"step {step}/{self._total_steps}  {text}")
             self._last_line = time.monotonic()
 
     def evaluation(self, step: int, evaluation: Evaluation, *, of: str = "validation") -> None:

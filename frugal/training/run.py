@@ -1,9 +1,10 @@
 """What every rank of a training run executes.
 
-Started by `frugal train`, by DeepSpeed's launcher or by torchrun, always with a plan:
+Started by `frugal train`, by DeepSpeed's launcher, torchrun, OpenMPI, MPICH or SLURM, always with a plan:
 
     deepspeed --num_gpus 2 --module frugal.training.run --plan run/plan.json --data corpus.jsonl --steps 100
     torchrun --nproc-per-node 2 -m frugal.training.run --plan run/plan.json --data corpus.jsonl --steps 100
+    mpirun -x MASTER_ADDR -n 2 python -m frugal.training.run --plan run/plan.json --data corpus.jsonl --steps 100
 """
 
 import fcntl
@@ -22,8 +23,7 @@ from frugal.errors import PlanMismatchError, RequestError
 from frugal.planning import lengths
 from frugal.planning.files import write_plan
 from frugal.planning.plan import Plan
-from frugal.training import continuation, failure, manifest, settings, stopping
-from frugal.training.group import end_with_starter
+from frugal.training import continuation, failure, group, manifest, settings, stopping
 from frugal.training.settings import Settings
 from frugal.units import format_count
 
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
     from frugal.training.checkpoint import Progress
     from frugal.training.engine import Engine
+    from frugal.training.lifeline import Lifeline
     from frugal.training.log import Log
     from frugal.training.provenance import Provenance
     from frugal.training.samples import Samples
@@ -43,18 +44,31 @@ def run(plan: Plan, asked: Settings) -> None:
     Raises:
         FrugalError: the plan, the data, the folder or the memory does not allow it.
     """
-    device = join(plan)
+    device = group.join(plan, asked.out)
     import torch.distributed as dist
 
     alone = dist.get_world_size() == 1
+    lifeline = None if alone else _hold_on()
     try:
         _train(plan, asked, device)
         dist.barrier()
+        failure.done()
+        if lifeline is not None:
+            lifeline.close()
     except BaseException:
         if alone:  # otherwise the process ends at once: the others may be waiting for it
             dist.destroy_process_group()
         raise
     dist.destroy_process_group()
+
+
+def _hold_on() -> "Lifeline":
+    from frugal.training import meeting
+    from frugal.training.lifeline import Lifeline
+
+    store = meeting.store()
+    assert store is not None
+    return Lifeline(store, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), failure.end)
 
 
 def _train(plan: Plan, asked: Settings, device: "torch.device") -> None:
@@ -133,41 +147,6 @@ def _evaluate_at_the_end(engine: "Engine", data: "Samples", total_steps: int, lo
         known = Drawn.from_all(data.training, len(data.validation) or len(data.test))
         for name, samples in (("train", known), ("test", data.test)):
             log.evaluation(total_steps, evaluate(engine, samples), of=name)
-
-
-def join(plan: Plan) -> "torch.device":
-    """Enter the process group that the launcher describes, or one of this process alone; the device to work on.
-
-    Raises:
-        PlanMismatchError: the plan is for other devices or another number of ranks.
-        RequestError: the port where ranks meet is taken.
-    """
-    kind = plan.cluster.devices[0].kind
-    if kind == "cpu":
-        os.environ["DS_ACCELERATOR"] = "cpu"
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    if world_size != plan.batch.world_size:
-        raise PlanMismatchError(
-            f"the plan is for {plan.batch.world_size} ranks, this run has {world_size}",
-            hint=f"plan again for {world_size} GPUs, or start {plan.batch.world_size} processes",
-        )
-    import torch
-
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise PlanMismatchError(
-            "the plan is for GPUs, and there is none here", hint="plan for this machine's CPU: frugal plan --device cpu"
-        )
-    from frugal.training.quiet import quiet
-
-    quiet()
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # else tokenizers warn of every fork
-    from frugal.training import group
-
-    device = torch.device(kind, int(os.environ.get("LOCAL_RANK", "0"))) if kind == "cuda" else torch.device("cpu")
-    if kind == "cuda":
-        torch.cuda.set_device(device)
-    group.form()
-    return device
 
 
 def in_use(asked: Settings, newest: Path) -> RequestError:
@@ -271,7 +250,7 @@ def command(plan_path: Path, _local_rank: int | None, **flags: Any) -> None:
 
 def main() -> None:
     """The rank's whole life."""
-    end_with_starter()
+    group.end_with_starter()
     # Not as an exception, which is lost where it meets a finalizer.
     signal.signal(signal.SIGINT, lambda _number, _frame: failure.end(KeyboardInterrupt()))
     with stopping.listening():

@@ -27,7 +27,7 @@ from frugal.errors import OutOfMemoryError
 from frugal.planning.measurement import ModelDefinition, RankMeasurement, Trial
 from frugal.planning.plan import Batch, Plan
 from frugal.planning.request import Task
-from frugal.training import circumstances, failure, run
+from frugal.training import circumstances, failure, group
 from frugal.training.engine import initialize
 from frugal.training.loss import Objective, SummedLoss
 from frugal.training.measure import CudaGauge, Interval, gauge, mark_phases
@@ -145,7 +145,7 @@ def measure(plan: Plan, cap_bytes: int | None = None) -> Trial:
     Raises:
         OutOfMemoryError: the device is too small, or the cap.
     """
-    device = run.join(plan)
+    device = group.join(plan)
     spec = resolve(plan.request.model, plan.request.task)
     dtype = DTYPES[plan.request.precision]
     spec.build(dtype=dtype, device="meta")  # what it imports is no memory of the model

@@ -1,6 +1,7 @@
 """The gradient of a global batch does not depend on how it was cut."""
 
 import gc
+import socket
 
 import pytest
 import torch
@@ -210,4 +211,7 @@ def test_a_plan_for_another_world_is_refused(two_ranks: Ranks) -> None:
 
 def test_ranks_with_different_plans_are_refused(two_ranks: Ranks) -> None:
     for message in two_ranks.run(message_of_a_wrong_plan, 2):
-        assert message.startswith("4 the ranks were given different plans\n  because ranks [1] hold another plan.json")
+        assert message.startswith(
+            "4 the ranks were given different plans\n  because another plan.json than that of rank 0"
+        )
+        assert f": rank 1 on {socket.gethostname()}\n" in message

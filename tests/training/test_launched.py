@@ -1,0 +1,88 @@
+"""Every launcher's words become torch's; a rank finds its place on its node, and the network that leads to rank 0."""
+
+import os
+import socket
+
+import pytest
+
+from frugal.errors import RequestError
+from frugal.training import launched
+from tests.plans import plan_by_hand
+
+
+@pytest.fixture
+def bare(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """An environment that no launcher has touched, put back afterwards."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
+             "CROSS_RANK", "GLOO_SOCKET_IFNAME", "OMP_NUM_THREADS")  # fmt: skip
+    for name in names:
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    return monkeypatch
+
+
+LAUNCHERS = {
+    "OpenMPI": {
+        "OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+        "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    },
+    "MPICH": {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"},
+    "SLURM": {
+        "SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "4", "SLURM_LOCALID": "1", "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LAUNCHERS)
+def test_a_launcher_that_numbers_processes_is_understood(name: str, bare: pytest.MonkeyPatch) -> None:
+    for variable, value in (LAUNCHERS[name] | {"MASTER_ADDR": "node0"}).items():
+        bare.setenv(variable, value)
+    launched.translate()
+    found = [os.environ[key] for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "MASTER_PORT")]
+    assert found == ["3", "4", "1", "2", "29500"]
+
+
+def test_one_that_does_not_say_where_rank_0_is_is_refused(bare: pytest.MonkeyPatch) -> None:
+    for variable, value in LAUNCHERS["OpenMPI"].items():
+        bare.setenv(variable, value)
+    with pytest.raises(RequestError) as caught:
+        launched.translate()
+    assert str(caught.value) == (
+        "MASTER_ADDR is not set\n  because the launcher says that this is rank 3 of 4, and not where rank 0 is\n\n"
+        "hint: export MASTER_ADDR=HOST, the address of rank 0's host, to all ranks"
+    )
+
+
+def test_a_batch_script_that_starts_a_run_itself_is_no_task_of_srun(bare: pytest.MonkeyPatch) -> None:
+    bare.setenv("SLURM_PROCID", "0")
+    bare.setenv("SLURM_NTASKS", "8")
+    launched.translate()
+    assert "RANK" not in os.environ
+
+
+@pytest.mark.parametrize(("rank", "node", "local_rank"), [(0, 0, 0), (1, 1, 0), (2, 1, 1)])
+def test_ranks_count_from_0_on_every_node(rank: int, node: int, local_rank: int, bare: pytest.MonkeyPatch) -> None:
+    """DeepSpeed's launcher gives ranks 1 and 2 of slots 1 and 2 the local ranks 1 and 0."""
+    from dataclasses import replace
+
+    cluster = plan_by_hand(world_size=3, global_batch=6, micro_batch=2, zero_stage=2).cluster
+    one, two = (replace(cluster.nodes[0], devices=cluster.devices[:number]) for number in (1, 2))
+    bare.setenv("RANK", str(rank))
+    bare.setenv("CROSS_RANK", str(node))
+    bare.setenv("LOCAL_RANK", str(rank % (1, 2)[node]))
+    launched.number_on_node(replace(cluster, nodes=(one, two)))
+    assert os.environ["LOCAL_RANK"] == str(local_rank)
+
+
+def test_the_network_is_chosen_only_where_there_are_several_nodes(bare: pytest.MonkeyPatch) -> None:
+    bare.setenv("MASTER_ADDR", "127.0.0.1")
+    bare.setenv("WORLD_SIZE", "2")
+    bare.setenv("LOCAL_SIZE", "2")
+    launched.choose_nic()
+    assert "GLOO_SOCKET_IFNAME" not in os.environ
+    bare.setenv("LOCAL_SIZE", "1")
+    launched.choose_nic()
+    assert os.environ.get("GLOO_SOCKET_IFNAME", "eth0") in [name for _, name in socket.if_nameindex()] or (
+        "GLOO_SOCKET_IFNAME" not in os.environ  # a machine with nothing but loopback
+    )
+    assert os.environ.get("GLOO_SOCKET_IFNAME") != "lo"
