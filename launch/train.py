@@ -1,4 +1,4 @@
-"""What every launcher starts, once a rank. See local.sh, deepspeed.sh and torchrun.sh."""
+"""What every launcher starts, once a rank; see the scripts beside it."""
 
 from frugal.training.run import main
 

@@ -12,6 +12,7 @@ from frugal.errors import FrugalError
 # Each command lives in its own module and is imported when it is called: `frugal plan` must not wait for torch.
 COMMANDS = {
     "plan": ("frugal.cli.plan", "Choose the fastest plan that fits, and say why."),
+    "doctor": ("frugal.cli.doctor", "Look at what the hosts have for a run, and say what would stop it."),
     "explain": ("frugal.cli.explain", "Say why a plan is what it is, and what would help."),
     "export": ("frugal.cli.export", "Hand a plan to transformers' Trainer, Accelerate or a DeepSpeed script."),
     "measure": ("frugal.cli.measure", "Run a plan for two steps, and hold its memory against the rehearsal."),

@@ -39,8 +39,9 @@ def check(plan: Plan, master_port: int | None) -> None:
     """
     if len(plan.cluster.nodes) > 1:
         raise PlanMismatchError(
-            f"the plan is for {len(plan.cluster.nodes)} nodes, `frugal train` starts ranks on this one only",
-            hint="deepspeed --hostfile HOSTS launch/train.py --plan PLAN ... starts them on all (launch/deepspeed.sh)",
+            f"the plan is for {len(plan.cluster.nodes)} nodes, and nothing names them",
+            hint="name them with --hostfile HOSTS, a line `NAME slots=GPUS` for each; or start the ranks yourself: "
+            "--print slurm, or torchrun, openmpi, no-ssh",
         )
     if plan.cluster.devices[0].kind == "cuda":
         found = len(_visible_gpus())

@@ -1,5 +1,7 @@
 """`frugal train`."""
 
+import socket
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -8,15 +10,19 @@ from typing import Any
 import click
 import psutil  # type: ignore[import-untyped]  # has no types
 
-from frugal.cli import config, launcher
+from frugal.cli import config, launcher, nodes, printing
+from frugal.cli.hosts import Access
 from frugal.cli.options import collect, planning_options
 from frugal.cli.plan import waiting, with_lengths
 from frugal.errors import CheckpointError, PlanMismatchError, RequestError
+from frugal.planning import hostfile
 from frugal.planning.files import write_plan
+from frugal.planning.hostfile import Host
 from frugal.planning.plan import Plan
 from frugal.planning.report import report
 from frugal.planning.settings import NAMES
 from frugal.training import manifest, settings
+from frugal.training.launched import PORT
 from frugal.training.run import in_use, run
 from frugal.training.settings import Settings
 
@@ -27,11 +33,27 @@ PLAN = "plan.json"
 @click.option("--plan", "plan_path", type=click.Path(path_type=Path), help="A plan.json, instead of planning flags.")
 @click.option("--ranks", type=int, help="Train on so many CPU processes; short for --device cpu --gpus N.")
 @click.option("--master-port", type=click.IntRange(1, 65535), help="Where ranks meet.  [default: a free port]")
+@click.option("--ssh-port", type=click.IntRange(1, 65535), help="With --hostfile: where ssh listens on the nodes.")
+@click.option("--nic", metavar="NAME", help="Several nodes: the network interface to talk over, such as eth0.")
+@click.option(
+    "--print", "printed", type=click.Choice(list(printing.LAUNCHERS)),
+    help="Start nothing; print the commands that do, one for each node or one for all.",
+)  # fmt: skip
 @settings.options
 @planning_options
-def command(plan_path: Path | None, ranks: int | None, master_port: int | None, **values: Any) -> int:
+def command(
+    plan_path: Path | None,
+    ranks: int | None,
+    master_port: int | None,
+    ssh_port: int | None,
+    nic: str | None,
+    printed: printing.Launcher | None,
+    **values: Any,
+) -> int:
     """Train as planned; without a plan, plan first, as `frugal plan` with the same flags does."""
     file = config.read(values.get("config"))
+    hosts_path = values.get("hostfile") or file.plan.get("hostfile")
+    named = hostfile.read(Path(hosts_path)) if hosts_path else ()
     asked = settings.collect(values, file.train)
     if asked.resume:
         if manifest.newest(asked.checkpoints) is None:
@@ -39,13 +61,28 @@ def command(plan_path: Path | None, ranks: int | None, master_port: int | None, 
         asked = settings.collect(values, settings.earlier(asked.out) | file.train)
     elif (newest := manifest.newest(asked.checkpoints)) is not None:
         raise in_use(asked, newest)
-    plan = _given_plan(plan_path, values, asked, ranks)
+    plan = _given_plan(plan_path, values, asked, ranks, named)
+    is_new = plan is None
     if plan is None:
         if asked.resume:
             file = replace(file, plan=_as_before(asked) | file.plan)
         plan = _make_plan(ranks, values, file, is_new=not asked.resume)
-        click.echo(report(plan) + "\n")
+        click.echo(report(plan) + "\n", err=printed is not None)
     _check_ranks(plan, ranks)
+    if named:
+        nodes.check(plan, named)
+    access = Access(ssh_port=ssh_port, nic=nic)
+    if printed is not None:
+        if is_new:
+            plan_path, _ = write_plan(plan, asked.out)
+        told = printing.Asked(
+            plan=plan, plan_path=plan_path or asked.out / PLAN, hosts=named, settings=asked, access=access,
+            hostfile=Path(hosts_path) if hosts_path else None, port=master_port or PORT,
+        )  # fmt: skip
+        click.echo(printing.commands(printed, told))
+        return 0
+    if named and not _is_this_machine(named):
+        return nodes.launch(plan, named, access, asked, master_port)
     launcher.check(plan, master_port)
     if plan.batch.world_size > 1:
         with TemporaryDirectory(prefix="frugal-") as folder:
@@ -55,9 +92,20 @@ def command(plan_path: Path | None, ranks: int | None, master_port: int | None, 
     return 0
 
 
-def _given_plan(path: Path | None, values: dict[str, Any], asked: Settings, ranks: int | None) -> Plan | None:
-    """A plan that was made before: the one given, or that of a run to resume, unless flags ask for another."""
-    flags = [name for name in NAMES if values.get(name) is not None]
+def _is_this_machine(named: Sequence[Host]) -> bool:
+    """Whether this machine alone is named, which needs no ssh."""
+    here = {"localhost", "127.0.0.1", "::1", socket.gethostname(), socket.getfqdn()}
+    return len(named) == 1 and named[0].name in here
+
+
+def _given_plan(
+    path: Path | None, values: dict[str, Any], asked: Settings, ranks: int | None, named: Sequence[Host]
+) -> Plan | None:
+    """A plan that was made before: the one given, or that of a run to resume, unless flags ask for another.
+
+    A hostfile does not: beside a plan it says where to run it. To resume on other nodes is to plan anew.
+    """
+    flags = [name for name in NAMES if values.get(name) is not None and name != "hostfile"]
     if path is not None and flags:
         raise RequestError(
             f"--plan was given together with --{flags[0].replace('_', '-')}",
@@ -69,7 +117,8 @@ def _given_plan(path: Path | None, values: dict[str, Any], asked: Settings, rank
     if not asked.resume or flags or not (asked.out / PLAN).exists():
         return None
     plan = Plan.read(asked.out / PLAN)
-    return None if ranks is not None and not _is_for(plan, ranks) else plan
+    is_for_others = named and [len(node.devices) for node in plan.cluster.nodes] != [host.slots for host in named]
+    return None if is_for_others or (ranks is not None and not _is_for(plan, ranks)) else plan
 
 
 def _as_before(asked: Settings) -> dict[str, Any]:

@@ -8,6 +8,7 @@
 nothing behind them; OpenMPI and MPICH end a line at `#`. So one file serves them all.
 """
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -16,6 +17,7 @@ from pathlib import Path
 from frugal.errors import RequestError
 from frugal.units import parse_bytes
 
+_NAME = re.compile(r"\w[\w.@:-]*", re.ASCII)  # also an address, or user@host
 KEYS = ("mem", "gpu", "host-mem", "disk")
 
 
@@ -70,6 +72,10 @@ def parse(text: str, *, source: str = "hostfile") -> tuple[Host, ...]:
 def _host(line: str, place: str) -> Host:
     launcher, _, comment = line.partition("#")
     name, *words = launcher.split()
+    if not _NAME.fullmatch(name):
+        raise RequestError(
+            f"{place}: `{name}` is no name of a host", because="ssh and pdsh would take it for something else"
+        )
     slots = words[0].removeprefix("slots=") if words and words[0].startswith("slots=") else ""
     if not slots.isdecimal() or int(slots) < 1:
         raise RequestError(

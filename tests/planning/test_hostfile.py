@@ -87,6 +87,11 @@ BAD = {
         "a slots=4 # mem=12G,24G",
         "hosts, line 1: `mem` has 2 values for 4 slots\n  because it has one for all GPUs of the node, or one for each",
     ),
+    "a flag for a name": (
+        "-oProxyCommand=rm slots=1",
+        "hosts, line 1: `-oProxyCommand=rm` is no name of a host\n"
+        "  because ssh and pdsh would take it for something else",
+    ),
     "nobody": ("# nobody\n", "hosts names no host\n\nhint: write a line `NAME slots=GPUS` for each node"),
 }
 

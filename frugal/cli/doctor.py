@@ -1,0 +1,109 @@
+"""`frugal doctor`."""
+
+import shutil
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from pathlib import Path
+
+import click
+import msgspec
+
+from frugal.cli import config, hosts
+from frugal.cli.hosts import Access, Silent
+from frugal.errors import RequestError
+from frugal.planning import hostfile
+from frugal.planning.cards import DeviceKind
+from frugal.planning.hostfile import Host
+from frugal.training import host_report
+from frugal.training.host_report import HostReport
+from frugal.training.settings import Settings
+from frugal.units import format_bytes
+
+NOT_READY = RequestError.exit_code
+
+
+@click.command("doctor")
+@click.option("--hostfile", "path", type=click.Path(path_type=Path), help="Ask each of its hosts over ssh.")
+@click.option("--ssh-port", type=click.IntRange(1, 65535), help="Where ssh listens on the hosts.")
+@click.option("--nic", metavar="NAME", help="The network interface that ranks are to talk over.")
+@click.option("--out", type=click.Path(path_type=Path), help=f"The run's folder.  [default: {Settings.out}]")
+@click.option("--device", type=click.Choice(["cuda", "cpu"]), help="What the run is for.  [default: cuda]")
+@click.option("--config", "file", type=click.Path(path_type=Path), help="Settings file.  [default: frugal.toml]")
+@click.option("--json", "as_json", is_flag=True, help="Print it for programs.")
+def command(
+    path: Path | None, ssh_port: int | None, nic: str | None, out: Path | None, device: str | None, file: Path | None,
+    as_json: bool,
+) -> int:  # fmt: skip
+    """Look at what this machine, or each host of a hostfile, has for a run; exit code 2 if something would stop it."""
+    settings = config.read(file)
+    path = path or (Path(settings.plan["hostfile"]) if "hostfile" in settings.plan else None)
+    kind: DeviceKind = "cpu" if (device or settings.plan.get("device")) == "cpu" else "cuda"
+    folder = out or Path(settings.train.get("out", Settings.out))
+    access = Access(ssh_port=ssh_port, nic=nic)
+    reports: list[HostReport | Silent]
+    if path is None:
+        here = host_report.report(folder, None, cuda=kind == "cuda")
+        named: Sequence[Host] = (Host(name=here.host, slots=1),)
+        reports = [here]
+    else:
+        named = hostfile.read(path)
+        reports = hosts.ask(named, access, folder, kind)
+    found = hosts.problems(named, reports, access, kind)
+    if path is not None and shutil.which("pdsh") is None:
+        found.append("this machine has no pdsh, with which `frugal train --hostfile` starts the ranks")
+    if as_json:
+        told = {
+            host.name: {"why": report.why} if isinstance(report, Silent) else report
+            for host, report in zip(named, reports, strict=True)
+        }
+        click.echo(msgspec.json.format(msgspec.json.encode({"hosts": told, "problems": found}), indent=2).decode())
+    else:
+        for host, report in zip(named, reports, strict=True):
+            click.echo("\n".join(_table(host, report, folder, is_shared=path is not None)) + "\n")
+        click.echo("\n".join(["what would stop a run", *(f"  {text}" for text in found)] if found else ["all is well"]))
+    return NOT_READY if found else 0
+
+
+def _table(host: Host, report: HostReport | Silent, folder: Path, *, is_shared: bool) -> Iterator[str]:
+    """One host, a line for each thing it has."""
+    if isinstance(report, Silent):
+        yield host.name
+        yield f"  reached    no: {report.why}"
+        return
+    yield host.name if report.host == host.name else f"{host.name} ({report.host})"
+    if report.address:
+        yield f"  reached    at {report.address}"
+    versions = {"python": report.python, **report.versions}
+    yield f"  versions   {', '.join(f'{name} {version}' for name, version in versions.items())}"
+    yield f"  GPUs       {_gpus(report)}"
+    free, total = format_bytes(report.free_memory_bytes), format_bytes(report.memory_bytes)
+    yield f"  host       {free} of {total} of memory free, {report.cores} cores"
+    shared = ", which all hosts see" if is_shared else ""
+    yield f"  disk       {format_bytes(report.free_disk_bytes)} free for {folder}{shared}"
+    networks = [f"{nic} {' '.join(at)}{_speed(report.speeds.get(nic, 0))}" for nic, at in report.networks.items()]
+    yield f"  network    {', '.join(networks) or 'none but loopback'}"
+    missing = [name for name in ("c++", "nvcc", "ninja") if name not in report.compilers]
+    has = ", ".join(report.compilers.values()) or "none"
+    without = (
+        f"; no {', '.join(missing)}: DeepSpeed's own operators cannot be compiled, NVMe needs them" if missing else ""
+    )
+    yield f"  compilers  {has}{without}"
+
+
+def _gpus(report: HostReport) -> str:
+    if not report.gpus:
+        return "none found by nvidia-smi"
+    kinds = groupby(report.gpus, lambda gpu: (gpu.name, gpu.memory_bytes))
+    parts = []
+    for (name, memory), found in kinds:
+        free = [format_bytes(gpu.free_bytes) for gpu in found]
+        parts.append(f"{len(free)} x {name} with {format_bytes(memory)}, free {', '.join(free)}")
+    driver = f"; driver {report.driver}" if report.driver else ""
+    usable = "" if report.cuda_devices is None else f"; torch can use {report.cuda_devices}"
+    return "; ".join(parts) + driver + usable
+
+
+def _speed(megabits: int) -> str:
+    if not megabits:
+        return ""
+    return f" {megabits / 1000:g} Gbit/s" if megabits >= 1000 else f" {megabits} Mbit/s"

@@ -1,0 +1,226 @@
+"""Starts DeepSpeed's launcher on every node of a hostfile through pdsh, and ends with the run.
+
+This is what `deepspeed --hostfile` does, with what a run needs besides: arguments that the shells on the way leave
+alone, no prompts, signals that reach the ranks, and a run that is judged by what its ranks reported, not by exit codes.
+"""
+
+import base64
+import ctypes
+import json
+import secrets
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import FrameType
+from typing import IO
+
+import click
+
+from frugal.cli import hosts
+from frugal.cli.hosts import Access, Silent
+from frugal.errors import FrugalError, PlanMismatchError, RequestError
+from frugal.planning.files import write_plan
+from frugal.planning.hostfile import Host
+from frugal.planning.plan import Plan
+from frugal.training import failure
+from frugal.training.host_report import HostReport
+from frugal.training.manifest import newest
+from frugal.training.settings import Settings
+from frugal.training.stopping import SIGNALS
+
+SIGNAL_SECONDS = 30.0  # for a signal to reach all nodes
+LEAVE_SECONDS = failure.LINGER_SECONDS + 10  # for the others to end, once a rank has said why it failed
+_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
+
+
+def check(plan: Plan, named: Sequence[Host]) -> None:
+    """Whether the plan is for these hosts, in this order.
+
+    Raises:
+        PlanMismatchError: it is for another number of nodes, or of GPUs on one of them.
+    """
+    planned = [len(node.devices) for node in plan.cluster.nodes]
+    there = [host.slots for host in named]
+    if planned != there:
+        raise PlanMismatchError(
+            "the plan is for other nodes than the hostfile has",
+            because=f"it is for {_nodes(planned)}, and the hostfile has {_nodes(there)}",
+            hint="plan for it: leave --plan out, or frugal plan --hostfile HOSTS",
+        )
+
+
+def _nodes(slots: Sequence[int]) -> str:
+    return f"{len(slots)} node{'s' * (len(slots) != 1)} with {', '.join(map(str, slots))} GPUs"
+
+
+def ready(plan: Plan, named: Sequence[Host], access: Access, folder: Path) -> list[HostReport]:
+    """What each host has, asked before anything is started.
+
+    Raises:
+        RequestError: a host does not answer, or lacks something; all that is wrong, on all hosts.
+    """
+    kind = plan.cluster.devices[0].kind
+    reports = hosts.ask(named, access, folder, kind)
+    if found := hosts.problems(named, reports, access, kind):
+        raise RequestError(
+            "not all hosts are ready", because=found, hint="frugal doctor --hostfile HOSTS shows what each host has"
+        )
+    return [report for report in reports if not isinstance(report, Silent)]
+
+
+def launch(plan: Plan, named: Sequence[Host], access: Access, asked: Settings, master_port: int | None) -> int:
+    """Train on all hosts; the exit code of the rank that failed first, or 0."""
+    try:
+        asked.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RequestError(
+            f"cannot write to {asked.out}", because=str(error.strerror), hint="choose another folder with --out"
+        ) from None
+    reports = ready(plan, named, access, asked.out)
+    address, port = hosts.meeting_place(reports, access), master_port or reports[0].free_port
+    # In the run's folder, which all nodes see; its name is that of this start in every command line on them.
+    with TemporaryDirectory(
+        prefix=".start-", suffix=secrets.token_hex(4), dir=asked.out, ignore_cleanup_errors=True
+    ) as folder:
+        written, _ = write_plan(plan, Path(folder))
+        arguments = ["--module", "frugal.training.run", "--plan", str(written), *asked.arguments()]
+        start = Start(named, access, Path(folder))
+        code = start.run(_line(plan, named, access, address, port, Path(folder), arguments))
+        if (report := failure.reported(Path(folder))) is not None:
+            return report.code
+        if failure.is_done(Path(folder)):
+            return 0
+    saved = newest(asked.checkpoints)
+    silence = FrugalError(
+        "the run ended without a word from its ranks",
+        because=f"pdsh ended with {code}, which is the highest exit code of any node",
+        hint=f"see {asked.out}/logs" + (f", and continue from {saved.name} with --resume" if saved else ""),
+    )
+    click.echo(f"error: {silence}", err=True)
+    return code or 1
+
+
+def _line(
+    plan: Plan, named: Sequence[Host], access: Access, address: str, port: int, folder: Path, arguments: Sequence[str]
+) -> str:
+    """What every node's shell runs; pdsh puts the node's number in for `%n`."""
+    environment = access.environment() | {failure.REPORT: str(folder.absolute())}
+    if plan.cluster.devices[0].kind == "cpu":
+        environment["DS_ACCELERATOR"] = "cpu"
+    world = {host.name: list(range(host.slots)) for host in named}
+    words = [
+        sys.executable, "-u", "-m", "deepspeed.launcher.launch", "--log_level=critical",
+        f"--world_info={base64.urlsafe_b64encode(json.dumps(world).encode()).decode()}", f"--master_addr={address}",
+        f"--master_port={port}", "--node_rank=NUMBER", *arguments,
+    ]  # fmt: skip
+    return hosts.literal(hosts.remote(words, environment)).replace("--node_rank=NUMBER", "--node_rank=%n", 1)
+
+
+class Start:
+    """The processes of one start of a run, on all hosts. `folder` has a name that their command lines hold."""
+
+    def __init__(self, named: Sequence[Host], access: Access, folder: Path) -> None:
+        self._hosts, self._folder = named, folder
+        self._environment = hosts.pdsh_environment(access)
+
+    def run(self, line: str) -> int:
+        """Run the line on all hosts and wait; pdsh's exit code. Nothing is left running on a host that answers.
+
+        Raises:
+            RequestError: there is no pdsh.
+            KeyboardInterrupt: a second Ctrl-C, or one before there were ranks.
+        """
+        try:
+            process = subprocess.Popen(
+                hosts.pdsh(self._hosts, line), env=self._environment, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE,
+                start_new_session=True, preexec_fn=_end_with_parent,
+            )  # fmt: skip
+        except FileNotFoundError:
+            raise RequestError(
+                "there is no pdsh on this machine",
+                because="it is what starts the ranks on several nodes",
+                hint="install it (apt install pdsh), or start them yourself: frugal train ... --print no-ssh",
+            ) from None
+        assert process.stderr is not None
+        passing = threading.Thread(target=_pass_on, args=(process.stderr,), daemon=True)
+        passing.start()
+        code = 1
+        try:
+            with self._forwarding():
+                try:
+                    code = self._wait(process)
+                except KeyboardInterrupt:
+                    if not self._signal("INT"):
+                        raise
+                    code = self._wait(process)
+        finally:
+            if code:
+                self._signal("KILL", of="")  # of everything, launchers and ranks that wait for the one that failed
+            process.kill()
+            process.wait()
+            passing.join(timeout=SIGNAL_SECONDS)
+        return code
+
+    def _wait(self, process: subprocess.Popen[bytes]) -> int:
+        """pdsh's exit code. It waits for all nodes; we do no longer, once a rank has said why it failed."""
+        end = None
+        while True:
+            try:
+                return process.wait(timeout=1)
+            except subprocess.TimeoutExpired:
+                if end is None and failure.reported(self._folder) is not None:
+                    end = time.monotonic() + LEAVE_SECONDS
+                if end is not None and time.monotonic() > end:
+                    return 1
+
+    def _signal(self, name: str, of: str = "[l]ocal_rank=.*") -> bool:
+        """Send a signal to the ranks on all hosts, or to all processes of this start; whether there were any anywhere.
+
+        The brackets keep the pattern from matching the shell that holds it.
+        """
+        key = self._folder.name
+        pattern = f"{of}{key[:-1]}[{key[-1]}]"
+        command = hosts.pdsh(self._hosts, f"pkill -{name} -f -- {shlex.quote(pattern)}")
+        try:
+            done = subprocess.run(
+                command, env=self._environment, capture_output=True, stdin=subprocess.DEVNULL, timeout=SIGNAL_SECONDS
+            )
+        except subprocess.TimeoutExpired:
+            return True
+        return done.stderr.count(b"exited with exit code 1\n") < len(self._hosts)  # pkill's, for nobody there
+
+    @contextmanager
+    def _forwarding(self) -> Iterator[None]:
+        """SIGTERM and SIGUSR1 to us go to the ranks, which save and end; a second one, and SIGHUP, end everything."""
+        told: list[int] = []
+
+        def tell(number: int, _frame: FrameType | None) -> None:
+            if told or number == signal.SIGHUP or not self._signal(signal.Signals(number).name.removeprefix("SIG")):
+                raise KeyboardInterrupt
+            told.append(number)
+
+        before = {number: signal.signal(number, tell) for number in (*SIGNALS, signal.SIGHUP)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def _pass_on(stream: IO[bytes]) -> None:
+    """To our standard error, without what pdsh says of its own: which ssh ended with which code."""
+    for line in stream:
+        if not hosts.PDSH_SAYS.match(line):
+            click.echo(line, nl=False, err=True)
+
+
+def _end_with_parent() -> None:
+    """Have the kernel end this process when the one that started it is killed without a word."""
+    ctypes.CDLL(None).prctl(_DEATH_SIGNAL, signal.SIGTERM)

@@ -1,0 +1,186 @@
+"""What `frugal train` prints for other launchers, and what is wrong with what hosts answer."""
+
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from frugal import cli
+from frugal.cli import hosts
+from frugal.cli.hosts import Access, Silent
+from frugal.errors import RequestError
+from frugal.planning.cluster import Cluster, Node
+from frugal.planning.hostfile import parse
+from frugal.planning.plan import Plan
+from frugal.training import host_report
+from frugal.training.circumstances import versions
+from frugal.training.host_report import Gpu, HostReport
+from frugal.units import GIB
+from tests.plans import plan_by_hand
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a plan for two nodes of one and two ranks, and a hostfile for it."""
+    made = plan_by_hand(world_size=3, global_batch=6, micro_batch=2, zero_stage=2)
+    device = made.cluster.devices[0]
+    nodes = tuple(Node(devices=(device,) * number) for number in (1, 2))
+    made = dataclasses.replace(made, cluster=Cluster(nodes=nodes, intra_bandwidth=1e9, inter_bandwidth=1e9))
+    sealed = msgspec.convert(msgspec.to_builtins(made), Plan).sealed()
+    (tmp_path / "plan.json").write_bytes(sealed.to_json())
+    (tmp_path / "hosts").write_text("a slots=1\nb slots=2\n")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def said(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    code = cli.run(["train", "--plan", "plan.json", "--data", "my text.jsonl", "--steps", "4", *words])
+    printed = capsys.readouterr()
+    return code, printed.out, printed.err
+
+
+def test_torchrun_has_a_line_for_each_node(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, output, errors = said(capsys, "--hostfile", "hosts", "--print", "torchrun", "--nic", "eth1")
+    assert (code, errors) == (0, "")
+    nic = "DS_ACCELERATOR=cpu GLOO_SOCKET_IFNAME=eth1 NCCL_SOCKET_IFNAME=eth1"
+    meeting = "--master-addr a --master-port 29500"
+    rank = "-m frugal.training.run --plan plan.json --data 'my text.jsonl' --steps 4"
+    assert output.splitlines()[1:] == [
+        "# a", f"{nic} torchrun --nnodes 2 --node-rank 0 --nproc-per-node 1 {meeting} {rank}",
+        "# b", f"{nic} torchrun --nnodes 2 --node-rank 1 --nproc-per-node 2 {meeting} {rank}",
+    ]  # fmt: skip
+
+
+def test_without_ssh_each_node_has_deepspeeds_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, output, _ = said(capsys, "--hostfile", "hosts", "--print", "no-ssh", "--master-port", "7000")
+    assert code == 0
+    assert output.splitlines()[4] == (
+        "DS_ACCELERATOR=cpu deepspeed --hostfile hosts --no_ssh --node_rank 1 --master_addr a --master_port 7000"
+        " --module frugal.training.run --plan plan.json --data 'my text.jsonl' --steps 4"
+    )
+
+
+def test_openmpi_has_one_line_for_all(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, output, _ = said(capsys, "--hostfile", "hosts", "--print", "openmpi", "--ssh-port", "2222")
+    assert code == 0
+    assert output == (
+        "mpirun --hostfile hosts -n 3 --bind-to none --mca plm_rsh_args '-p 2222' -x DS_ACCELERATOR=cpu"
+        f" -x MASTER_ADDR=a -x MASTER_PORT=29500 {sys.executable} -m frugal.training.run --plan plan.json"
+        " --data 'my text.jsonl' --steps 4\n"
+    )
+
+
+def test_slurm_cannot_start_unequal_nodes(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert said(capsys, "--print", "slurm") == (
+        2, "",
+        "error: srun cannot start this plan's ranks\n"
+        "  because its nodes have 1, 2 GPUs, and srun gives each node as many tasks\n\n"
+        "hint: use --print torchrun, and srun one torchrun a node\n",
+    )  # fmt: skip
+
+
+def test_a_launcher_that_reads_a_hostfile_needs_one(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert said(capsys, "--print", "no-ssh") == (
+        2, "",
+        "error: --print no-ssh needs a hostfile\n  because this launcher reads there which nodes there are\n\n"
+        "hint: --hostfile HOSTS, with a line `NAME slots=GPUS` for each node\n",
+    )  # fmt: skip
+
+
+def test_a_plan_for_other_nodes_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "hosts").write_text("a slots=2\nb slots=2\n")
+    assert said(capsys, "--hostfile", "hosts") == (
+        4, "",
+        "error: the plan is for other nodes than the hostfile has\n"
+        "  because it is for 2 nodes with 1, 2 GPUs, and the hostfile has 2 nodes with 2, 2 GPUs\n\n"
+        "hint: plan for it: leave --plan out, or frugal plan --hostfile HOSTS\n",
+    )  # fmt: skip
+
+
+def report(**values: object) -> HostReport:
+    """This machine's, but for some values."""
+    return msgspec.structs.replace(host_report.report(Path(), None, cuda=False), **values)
+
+
+def test_what_hosts_lack_is_said_of_each() -> None:
+    named = parse("a slots=2 # mem=12G host-mem=64G\nb slots=1\nc slots=1\nd slots=1\n")
+    good = Gpu("card", 12 * GIB - 200_000_000, 11 * GIB)
+    reports = [
+        report(gpus=[good, Gpu("small", 8 * GIB, 8 * GIB)], cuda_devices=2, memory_bytes=32 * GIB),
+        report(gpus=[], cuda_devices=0),
+        Silent("does not answer: ssh: connect to host c port 22: Connection timed out"),
+        report(
+            gpus=[good], cuda_devices=1, versions=versions() | {"torch": "2.12.1"}, networks={"ib0": ["10.0.0.1/8"]}
+        ),
+    ]
+    assert hosts.problems(named, reports, Access(nic="lo0"), "cuda")[:2] == [
+        "a has 8.00 GiB on GPU 1 (small), its line says 12.00 GiB",
+        "a has 32.00 GiB of host memory, its line says 64.00 GiB",
+    ]
+    found = hosts.problems(named, reports, Access(), "cuda")
+    assert found[2:] == [
+        "b has no GPU that torch can use; CPU ranks take --device cpu",
+        "c does not answer: ssh: connect to host c port 22: Connection timed out",
+        f"d has torch 2.12.1, this machine has {versions()['torch']}",
+    ]
+    assert "d has no network interface eth0 with an address; it has ib0" in hosts.problems(
+        named, reports, Access(nic="eth0"), "cuda"
+    )
+
+
+def test_rank_0_is_met_on_the_network_the_others_are_on() -> None:
+    """Not at what its name means there, 127.0.1.1 on Debian, nor on a network of containers."""
+    first = report(address="127.0.1.1", networks={"docker0": ["172.17.0.1/16"], "eth0": ["10.0.0.1/24"]})
+    other = report(address="10.0.0.2", networks={"eth0": ["10.0.0.2/24"]})
+    assert hosts.meeting_place([first, other], Access()) == "10.0.0.1"
+    assert hosts.meeting_place([first, other], Access(nic="docker0")) == "172.17.0.1"
+    assert hosts.meeting_place([report(address="10.1.0.9", networks={})], Access()) == "10.1.0.9"
+
+
+def test_words_survive_a_shell_on_the_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    odd = ["a b", "$HOME", "`id`", "x;y", "'", '"', "*", "100%n", "\\", ""]
+    line = hosts.remote([sys.executable, "-c", "import sys; print(sys.argv[1:])", *odd], {"A B": "c d"})
+    done = subprocess.run(["ssh-would-run", "-c", line], executable="/bin/sh", capture_output=True, text=True)
+    assert done.stdout == f"{odd}\n", done.stderr
+    assert hosts.literal(line).replace("%%", "%") == line
+
+
+def test_deepspeeds_file_of_variables_is_passed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    (tmp_path / ".deepspeed_env").write_text('NCCL_IB_DISABLE=1\n\nPLACE="over there"\n')
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    found = Access(nic="ib0").environment()
+    assert found.items() >= {
+        "NCCL_IB_DISABLE": "1", "PLACE": "over there", "HF_HUB_OFFLINE": "1", "GLOO_SOCKET_IFNAME": "ib0",
+        "NCCL_SOCKET_IFNAME": "ib0",
+    }.items()  # fmt: skip
+    (tmp_path / ".deepspeed_env").write_text("NCCL_IB_DISABLE 1\n")
+    with pytest.raises(RequestError, match="line 1: `NCCL_IB_DISABLE 1` is no NAME=VALUE"):
+        Access().environment()
+
+
+def test_doctor_says_what_this_machine_has(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["doctor", "--device", "cpu"]) == 0
+    output = capsys.readouterr().out
+    assert output.endswith("all is well\n")
+    assert f"deepspeed {versions()['deepspeed']}" in output
+    assert cli.run(["doctor", "--device", "cpu", "--json"]) == 0
+    told = msgspec.json.decode(capsys.readouterr().out)
+    ((_, here),) = told["hosts"].items()
+    assert (told["problems"], here["versions"]) == ([], versions())
+
+
+def test_doctor_ends_with_2_where_something_would_stop_a_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A name that cannot exist (RFC 6761) is a host that does not answer."""
+    (tmp_path / "hosts").write_text("nowhere.invalid slots=1\n")
+    assert cli.run(["doctor", "--hostfile", str(tmp_path / "hosts"), "--device", "cpu", "--out", str(tmp_path)]) == 2
+    output = capsys.readouterr().out
+    assert "nowhere.invalid\n  reached    no: " in output
+    assert "what would stop a run\n  nowhere.invalid " in output
