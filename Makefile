@@ -22,10 +22,12 @@ demo: setup
 PYTEST := PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
 
 test: setup lint
+	.ci/packages
 	$(PYTEST)
 
 # Also what `make test` leaves out to stay within a quarter of an hour.
 test-all: setup lint
+	.ci/packages
 	$(PYTEST) -m ""
 
 # After a change to planning: the decisions in ds_configs/ and what README.md shows.

@@ -1,0 +1,102 @@
+"""Hosts for the tests of this folder, and a tiny run to give them."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from frugal.planning.cluster import Cluster, Node
+from frugal.planning.plan import Plan
+from tests.multinode import cluster
+from tests.multinode.cluster import SSH_PORT, Hosts
+from tests.plans import plan_by_hand
+
+TINY = {"model_type": "gpt2", "n_layer": 2, "n_embd": 32, "n_head": 2, "vocab_size": 260, "n_positions": 64}
+RUN = ("--data", "text.jsonl", "--steps", "4", "--save-every", "2", "--eval-every", "0")
+
+
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
+    """Two hosts, and a folder they share with a model, text, plans and hostfiles."""
+    yield from _up(tmp_path_factory.mktemp("hosts"), 2)
+
+
+@pytest.fixture(scope="module")
+def three_hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
+    """Three of them."""
+    yield from _up(tmp_path_factory.mktemp("three"), 3)
+
+
+def _up(folder: Path, number: int) -> Iterator[Hosts]:
+    if (reason := cluster.why_not()) is not None:
+        pytest.skip(reason)
+    (folder / "config.json").write_text(json.dumps(TINY))
+    rows = [{"text": f"line {i}: " + "to be or not to be, " * (i % 7)} for i in range(200)]
+    (folder / "text.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    up = Hosts(number, folder)
+    try:
+        yield up
+    finally:
+        up.close()
+
+
+def plan(hosts: Hosts, *slots: int, zero_stage: int = 2, global_batch: int = 8) -> Path:
+    """A plan for nodes with so many ranks each, and beside it a hostfile `hosts` that names them."""
+    made = plan_by_hand(
+        world_size=sum(slots), global_batch=global_batch, micro_batch=2, zero_stage=zero_stage,
+        request={"model": str(hosts.folder / "config.json")},
+    )  # fmt: skip
+    device = made.cluster.devices[0]
+    nodes = tuple(Node(devices=(device,) * number) for number in slots)
+    made = replace(made, cluster=Cluster(nodes=nodes, intra_bandwidth=1e9, inter_bandwidth=1e9))
+    folder = hosts.folder / f"plan-{'-'.join(map(str, slots))}-{zero_stage}-{global_batch}"
+    folder.mkdir(exist_ok=True)
+    (folder / "plan.json").write_bytes(msgspec.convert(msgspec.to_builtins(made), Plan).sealed().to_json())
+    lines = (f"{name} slots={number}  # mem=1G\n" for name, number in zip(hosts.names, slots, strict=False))
+    (folder / "hosts").write_text("".join(lines))
+    return folder / "plan.json"
+
+
+def environment(hosts: Hosts) -> dict[str, str]:
+    """As a user's shell has it on n1: nothing of ours but where frugal is."""
+    kept = {name: os.environ[name] for name in ("HOME", "LANG", "PYTHONPATH") if name in os.environ}
+    path = f"{Path(sys.executable).parent}:/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin"
+    return kept | {
+        "PATH": path, "XDG_CACHE_HOME": str(hosts.folder / "cache"), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1",
+        "DS_ACCELERATOR": "cpu", "COLUMNS": "200",
+    }  # fmt: skip
+
+
+def frugal(hosts: Hosts, *words: object, on: str = "n1", timeout: float = 200) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of a command on a host."""
+    done = hosts.run(on, sys.executable, "-m", "frugal", *words, env=environment(hosts), text=True, timeout=timeout)
+    return done.returncode, done.stdout, done.stderr
+
+
+def train(hosts: Hosts, path: Path, out: str, *more: object, timeout: float = 200) -> tuple[int, str, str]:
+    """A run on the plan's nodes, started on n1."""
+    return frugal(
+        hosts, "train", "--plan", path, "--hostfile", path.with_name("hosts"), "--ssh-port", SSH_PORT, *RUN,
+        "--out", out, *more, timeout=timeout,
+    )  # fmt: skip
+
+
+def start(hosts: Hosts, name: str, *words: object) -> subprocess.Popen[str]:
+    """A program on a host, with pipes."""
+    return subprocess.Popen(
+        hosts.inside(name, *words), env=environment(hosts), text=True, stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+
+
+def losses(folder: Path) -> list[float]:
+    """Of each step of a run."""
+    records: list[dict[str, Any]] = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [record["loss"] for record in records if record["event"] == "step"]

@@ -1,0 +1,154 @@
+"""Runs on several hosts, each with its own network, names and processes: every launcher, and what goes wrong."""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.multinode.cluster import SSH_PORT, Hosts
+from tests.multinode.conftest import RUN, environment, frugal, losses, plan, start, train
+
+LAUNCH = Path(__file__).parents[2] / "launch"
+
+
+@pytest.fixture(scope="module")
+def on_one_host(hosts: Hosts) -> list[float]:
+    """The losses of two ranks on one host."""
+    code, _, errors = frugal(hosts, "train", "--plan", plan(hosts, 2), *RUN, "--out", "one")
+    assert (code, errors) == (0, "")
+    return losses(hosts.folder / "one")
+
+
+def test_one_command_trains_on_two_hosts_as_on_one(hosts: Hosts, on_one_host: list[float]) -> None:
+    code, output, errors = train(hosts, plan(hosts, 1, 1), "two")
+    assert (code, errors) == (0, "")
+    assert losses(hosts.folder / "two") == on_one_host
+    assert output.splitlines()[-1] == f"model written to {hosts.folder}/two/model"
+    assert "n1:" not in output and output.count("model written") == 1, "one stream, rank 0's"
+    logs = hosts.folder / "two" / "logs"
+    assert sorted(path.name for path in logs.iterdir()) == ["rank_0.log", "rank_1.log"]
+    assert (logs / "rank_0.log").read_text() == output
+    assert not list((hosts.folder / "two").glob(".*")), "nothing of the start is left"
+    for name in hosts.names:
+        assert not any("frugal" in line for line in hosts.processes(name))
+
+
+def test_all_that_is_wrong_with_the_hosts_is_said_before_anything_starts(hosts: Hosts) -> None:
+    path = plan(hosts, 1, 1, 1)
+    path.with_name("hosts").write_text("n1 slots=1\nn7 slots=1\nn2 slots=1\n")
+    hosts.run("n2", "mount", "-t", "tmpfs", "tmpfs", path.parent, check=True)  # n2 has another folder under this name
+    code, output, errors = train(hosts, path, path.parent / "never")
+    assert (code, output) == (2, "")
+    assert errors == (
+        "error: not all hosts are ready\n"
+        "  because n7 does not answer: ssh: Could not resolve hostname n7: Name or service not known\n"
+        f"  because n2 does not see {path.parent}/never, the run's folder, as this machine does: "
+        "it must be shared by all\n\n"
+        "hint: frugal doctor --hostfile HOSTS shows what each host has\n"
+    )
+
+
+def test_hosts_with_different_plans_are_named(hosts: Hosts) -> None:
+    """Ranks started by hand, one of them with another plan."""
+    paths = plan(hosts, 1, 1), plan(hosts, 1, 1, global_batch=4)
+    ranks = [
+        start(
+            hosts, name, "env", f"RANK={rank}", "WORLD_SIZE=2", "LOCAL_RANK=0", "LOCAL_SIZE=1", "MASTER_ADDR=n1",
+            "MASTER_PORT=29500", sys.executable, LAUNCH / "train.py", "--plan", path, *RUN, "--out", "never",
+        )
+        for rank, (name, path) in enumerate(zip(hosts.names, paths, strict=True))
+    ]  # fmt: skip
+    said = [rank.communicate(timeout=120) for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [4, 4]
+    assert re.search(
+        r"error: the ranks were given different plans\n"
+        r"  because n1 \(rank 0\) holds plan \w{12}\n  because n2 \(rank 1\) holds plan \w{12}\n\n"
+        r"hint: give every node the same plan.json\n", "".join(errors for _, errors in said),
+    )  # fmt: skip
+
+
+@pytest.mark.exhaustive
+def test_zero_3_on_two_hosts_is_zero_3_on_one(hosts: Hosts) -> None:
+    code, _, errors = frugal(hosts, "train", "--plan", plan(hosts, 2, zero_stage=3), *RUN, "--out", "one3")
+    assert (code, errors) == (0, "")
+    code, _, errors = train(hosts, plan(hosts, 1, 1, zero_stage=3), "two3", "--nic", "eth0")
+    assert (code, errors) == (0, "")
+    assert losses(hosts.folder / "two3") == losses(hosts.folder / "one3")
+
+
+@pytest.mark.exhaustive
+def test_deepspeeds_own_command_trains_the_same(hosts: Hosts, on_one_host: list[float]) -> None:
+    """`deepspeed --hostfile` through pdsh; what the other host needs stands in .deepspeed_env."""
+    path = plan(hosts, 1, 1)
+    (hosts.folder / ".deepspeed_env").write_text("DS_ACCELERATOR=cpu\nOMP_NUM_THREADS=1\nHF_HUB_OFFLINE=1\n")
+    done = hosts.run(
+        "n1", LAUNCH / "deepspeed.sh", path.with_name("hosts"), "--plan", path, *RUN, "--out", "deepspeed",
+        env=environment(hosts) | {"DEEPSPEED": f"--ssh_port {SSH_PORT}"}, text=True, timeout=200,
+    )  # fmt: skip
+    (hosts.folder / ".deepspeed_env").unlink()
+    assert done.returncode == 0, done.stderr
+    assert losses(hosts.folder / "deepspeed") == on_one_host
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("launcher", ["no-ssh", "torchrun"])
+def test_what_is_printed_for_each_node_trains_the_same(hosts: Hosts, on_one_host: list[float], launcher: str) -> None:
+    code, output, errors = train(hosts, plan(hosts, 1, 1), launcher, "--print", launcher)
+    assert (code, errors) == (0, "")
+    where, *rest = output.splitlines()
+    assert where.startswith(f"# in {hosts.folder}, ")
+    assert rest[::2] == ["# n1", "# n2"]
+    ranks = [start(hosts, name, "sh", "-c", line) for name, line in zip(hosts.names, rest[1::2], strict=True)]
+    said = [rank.communicate(timeout=200) for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], said
+    assert losses(hosts.folder / launcher) == on_one_host
+
+
+@pytest.mark.exhaustive
+def test_what_is_printed_for_openmpi_trains_the_same(hosts: Hosts, on_one_host: list[float]) -> None:
+    if hosts.run("n1", "sh", "-c", "command -v mpirun").returncode:
+        pytest.skip("OpenMPI is not installed (.ci/packages)")
+    code, output, errors = train(hosts, plan(hosts, 1, 1), "openmpi", "--print", "openmpi", "--nic", "eth0")
+    assert (code, errors) == (0, "")
+    line = output.replace("mpirun ", "mpirun --allow-run-as-root ", 1)
+    passed = "-x PYTHONPATH " if "PYTHONPATH" in environment(hosts) else ""
+    line = line.replace("-x ", f"-x OMP_NUM_THREADS -x HF_HUB_OFFLINE {passed}-x ", 1)
+    done = hosts.run("n1", "sh", "-c", line, env=environment(hosts), text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert losses(hosts.folder / "openmpi") == on_one_host
+
+
+@pytest.mark.exhaustive
+def test_three_hosts_with_different_slots(three_hosts: Hosts) -> None:
+    code, _, errors = frugal(three_hosts, "train", "--plan", plan(three_hosts, 4), *RUN, "--out", "one")
+    assert (code, errors) == (0, "")
+    code, _, errors = train(three_hosts, plan(three_hosts, 1, 2, 1), "three")
+    assert (code, errors) == (0, "")
+    ours, theirs = losses(three_hosts.folder / "three"), losses(three_hosts.folder / "one")
+    assert ours == pytest.approx(theirs, rel=1e-6)
+
+
+@pytest.mark.exhaustive
+def test_words_that_shells_would_change_arrive_as_they_were(hosts: Hosts) -> None:
+    """Through two shells and pdsh, which puts the host's number in for %n."""
+    odd = hosts.folder / "odd $HOME 100%n 'x' \"y\".jsonl"
+    odd.write_bytes((hosts.folder / "text.jsonl").read_bytes())
+    code, _, errors = train(hosts, plan(hosts, 1, 1), "odd out", "--data", odd.name)
+    assert (code, errors) == (0, "")
+    assert len(losses(hosts.folder / "odd out")) == 4
+
+
+def test_doctor_looks_at_each_host(hosts: Hosts) -> None:
+    path = plan(hosts, 1, 1)
+    code, output, errors = frugal(
+        hosts, "doctor", "--hostfile", path.with_name("hosts"), "--ssh-port", SSH_PORT, "--device", "cpu"
+    )
+    assert (code, errors) == (0, "")
+    for name in hosts.names:
+        assert re.search(
+            rf"^{name}\n  reached    at {hosts.address(name)}\n  versions   python {sys.version.split()[0]}, frugal ",
+            output, re.MULTILINE,
+        )  # fmt: skip
+        assert f"eth0 {hosts.address(name)}/24" in output
+    assert output.endswith("all is well\n")
