@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 SHELL  := /bin/bash
 
-.PHONY: setup demo test test-all renew lint clean
+.PHONY: setup demo test test-all faults renew lint clean
 
 setup: $(VENV)/.ready
 
@@ -29,6 +29,10 @@ test: setup lint
 test-all: setup lint
 	.ci/packages
 	$(PYTEST) -m ""
+
+# Out of memory at each place of a step, on each rank, under each strategy; crashes at each point of a save.
+faults: setup
+	$(PYTEST) -m "" tests/faults
 
 # After a change to planning: the decisions in ds_configs/ and what README.md shows.
 renew: setup

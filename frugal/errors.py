@@ -5,7 +5,8 @@
     ├── NothingFitsError     3    no strategy fits into the memory there is
     ├── PlanMismatchError    4    the plan was made for another run: world size, model, versions
     ├── OutOfMemoryError     5    out of memory beyond recovery
-    └── CheckpointError      6    a checkpoint cannot be read or written
+    ├── CheckpointError      6    a checkpoint cannot be read or written
+    └── NumbersError         7    the loss or the gradient is not a number
 
 An interrupted run exits with 130. Any other exception is a bug of ours and keeps its traceback.
 """
@@ -64,3 +65,9 @@ class CheckpointError(FrugalError):
     """A checkpoint cannot be read or written."""
 
     exit_code = 6
+
+
+class NumbersError(FrugalError):
+    """The loss or the gradient is NaN or infinite, and the run was to stop for that."""
+
+    exit_code = 7

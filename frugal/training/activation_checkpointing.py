@@ -61,6 +61,8 @@ def apply(model: nn.Module, mode: ActivationCheckpointing) -> None:
                 hint="plan with --activation-checkpointing off, or put its layers into an nn.ModuleList",
             )
         for layer in layers:
+            if isinstance(layer.forward, partial) and layer.forward.func in _RUN.values():  # from another mode
+                layer.forward = layer.forward.args[0]
             layer.forward = partial(_RUN[mode], layer.forward)
 
 

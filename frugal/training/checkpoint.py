@@ -19,7 +19,7 @@ import hashlib
 import logging
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -32,6 +32,7 @@ from frugal.errors import CheckpointError
 from frugal.training import continuation, generators, layout, optimizers, resharding
 from frugal.training import manifest as files
 from frugal.training.batches import Position
+from frugal.training.caution import Learnt
 from frugal.training.manifest import File, Manifest
 from frugal.training.provenance import Provenance
 from frugal.training.writer import Writer
@@ -54,6 +55,7 @@ class Progress:
         data: where the training data comes from.
         seed: of the order of the data.
         validation_loss: of exactly these weights, where it was measured.
+        learnt: what the run has learnt of the memory there is; `save` fills it in.
     """
 
     step: int
@@ -61,6 +63,7 @@ class Progress:
     data: Provenance = field(default_factory=Provenance)
     seed: int = 0
     validation_loss: float | None = None
+    learnt: Learnt | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,7 +182,7 @@ def _write_share(engine: "Engine", aside: Path, progress: Progress) -> dict[str,
     kept.write_bytes(msgspec.json.encode(layout.of(engine)))
     written = [*writer.written, kept]
     if engine.rank == 0:
-        (aside / TRAINING).write_bytes(msgspec.json.encode(progress))
+        (aside / TRAINING).write_bytes(msgspec.json.encode(replace(progress, learnt=engine.caution.learnt())))
         written.append(aside / TRAINING)
     return {path.name: files.describe(path, engine.rank) for path in written}
 
@@ -246,6 +249,7 @@ def _restore(engine: "Engine", path: Path, made_by: Manifest, this: Manifest) ->
         resharding.restore(engine, path, made_by)
     _follow_plan(engine)
     progress = msgspec.json.decode((path / TRAINING).read_bytes(), type=Progress)
+    engine.caution.recall(progress.learnt)
     if made_by.world_size == this.world_size:
         generators.restore(torch.load(path / f"rng_rank_{engine.rank}.pt", weights_only=True), engine.device)
     else:  # nobody's generators are this rank's, so it gets some that no rank had

@@ -5,6 +5,7 @@ gradients over ranks, so the W cancels and what remains is the exact mean over T
 """
 
 import logging
+import math
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ import torch.nn.functional as F
 from deepspeed.runtime.zero.partition_parameters import InsertPostInitMethodToModuleSubClasses
 from torch import Tensor, nn
 
-from frugal.errors import OutOfMemoryError, PlanMismatchError, RequestError
+from frugal.errors import PlanMismatchError, RequestError
 from frugal.planning.ds_config import deepspeed_config
 from frugal.planning.plan import Plan
 from frugal.training import (
@@ -34,6 +35,7 @@ from frugal.training import (
     stopping,
     tiled_loss,
 )
+from frugal.training.caution import Caution
 from frugal.training.cells import Limits, Share, share
 from frugal.training.checkpoint import Progress
 from frugal.training.evaluate import Evaluation, evaluate
@@ -41,20 +43,25 @@ from frugal.training.loss import Batch, Objective, Sample
 from frugal.training.precision import DTYPES
 from frugal.training.prefetch import pinned
 from frugal.training.recovery import Guard, abandon
-from frugal.units import format_bytes
+from frugal.training.shortage import Shortage
+from frugal.training.update import Update
 
 logger = logging.getLogger("frugal")
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """One optimizer step: mean loss over `targets`, norm of the global gradient before clipping, learning rate used."""
+    """One optimizer step: mean loss over `targets`, norm of the global gradient before clipping, learning rate used.
+
+    `is_finite`: whether loss and gradient are numbers; otherwise neither weights nor optimizer states were touched.
+    """
 
     loss: float
     targets: int
     samples: int
     grad_norm: float | None
     learning_rate: float
+    is_finite: bool = True
 
 
 @dataclass(frozen=True)
@@ -78,7 +85,8 @@ class Engine:
         self.objective = objective
         self.votes = votes  # a gloo group: small sums between hosts, without touching the device
         self.guard = Guard(votes)
-        self.limits = Limits.of(plan)  # lowered where memory runs out all the same
+        self.update = Update(deepspeed_engine, self.guard)
+        self.caution = Caution(plan, deepspeed_engine.module)
         self.is_to_stop = False  # whether any rank was told to before the last step ended; equal on all ranks
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
@@ -88,6 +96,15 @@ class Engine:
     def module(self) -> nn.Module:
         """The model itself."""
         return self.deepspeed.module
+
+    @property
+    def limits(self) -> Limits:
+        """What a micro-batch may take: the plan's word, lowered where memory ran out all the same."""
+        return self.caution.limits
+
+    @limits.setter
+    def limits(self, limits: Limits) -> None:
+        self.caution.limits = limits
 
     def micro_batches(self, samples: Sequence[Sample]) -> list[Batch]:
         """This rank's cells of a global batch, collated; an empty cell becomes a dummy without targets."""
@@ -105,11 +122,13 @@ class Engine:
 
         Only this rank's cells are read, so they may be loaded on access. Where `batch.lengths` has the tokens of
         each, samples of like length share a micro-batch; see `frugal.training.cells`. If memory runs out on any rank,
-        all run the same samples again in smaller cells, and keep these for the steps to come. Collective.
+        all run the same samples again in smaller cells, and keep these for a while; see `frugal.training.caution`.
+        Where loss or gradient are not finite, nothing is updated, and the result says so. Collective.
 
         Raises:
             RequestError: no sample, or no target in any of them.
-            OutOfMemoryError: a single sample is too large.
+            OutOfMemoryError: a single sample is too large, or the optimizer step. All is as it was after the last
+                step then, unless `update.is_begun`.
         """
         samples = batch.samples if isinstance(batch, Prepared) else batch
         if len(samples) == 0:
@@ -125,22 +144,53 @@ class Engine:
             )
         learning_rate = self.deepspeed.get_lr()[0]
         before = generators.state(self.device)
-        while (local_loss := self.guard.attempt(partial(self.accumulate, batches, int(targets)))) is None:
+        attempts = 0
+        while isinstance(done := self._try(batches, int(targets)), Shortage):
+            attempts += 1
             abandon(self.deepspeed)
             generators.restore(before, self.device)
-            self._shrink(samples)
+            self._say(self._make_room(done, samples, attempts))
             batches = self.micro_batches(samples)
-        self.deepspeed.step()
-        loss_sum, num_told = self._sum(local_loss.item(), stopping.is_told())
-        self.is_to_stop = num_told > 0
-        norm = self.deepspeed.get_global_grad_norm()
+        loss_sum, is_finite = done
+        if is_finite:
+            self._say(self.caution.after_step())
         return StepResult(
             loss=loss_sum / targets,
             targets=int(targets),
             samples=len(samples),
-            grad_norm=None if norm is None else float(norm),
+            grad_norm=self.update.grad_norm,
             learning_rate=learning_rate,
+            is_finite=is_finite,
         )
+
+    def _try(self, batches: Sequence[Batch], targets: int) -> tuple[float, bool] | Shortage:
+        """A whole step: the loss summed over the ranks, and whether all numbers are finite. Collective."""
+        self.update.is_begun = False
+        local_loss = self.guard.attempt(partial(self.accumulate, batches, targets))
+        if isinstance(local_loss, Shortage):
+            return local_loss
+        loss_sum, num_told = self._sum(local_loss.item(), stopping.is_told())
+        self.is_to_stop = num_told > 0
+        if not math.isfinite(loss_sum):
+            abandon(self.deepspeed)
+            return loss_sum, self.update.leave_out()
+        is_finite = self.guard.attempt(self.update.update)
+        if isinstance(is_finite, Shortage):
+            return is_finite
+        self.update.is_begun = False
+        return loss_sum, is_finite
+
+    def _make_room(self, shortage: Shortage, samples: Sequence[Sample], attempts: int) -> str:
+        """After a global batch ran out of memory for the `attempts`-th time: change what may help, and say what."""
+        if shortage.is_in_update:
+            return self.caution.retry_update(shortage, attempts, is_begun=self.update.is_begun)
+        if shortage.is_fragmentation and attempts == 1:
+            return "out of memory, though enough is free in pieces: these are given back, and the batch is run again"
+        return self.caution.lower(shortage, self._share(samples, self.limits).largest)
+
+    def _say(self, message: str | None) -> None:
+        if message is not None and self.rank == 0:
+            logger.warning(message)
 
     def accumulate(self, batches: Sequence[Batch], targets: int) -> Tensor:
         """Forward and backward over this rank's micro-batches; the loss summed over them, fp64, shape `()`.
@@ -159,21 +209,6 @@ class Engine:
     def _share(self, samples: Sequence[Sample], limits: Limits) -> Share:
         """This rank's cells of a global batch."""
         return share(samples, limits, self.rank, self.plan.batch)
-
-    def _shrink(self, samples: Sequence[Sample]) -> None:
-        """Halve the largest cell of a global batch, and every rank's cap with it."""
-        limits = self.limits.halved(self._share(samples, self.limits).largest)
-        if limits is None:
-            planned, most = format_bytes(self.plan.memory.total_bytes), max(self.plan.batch.micro_batch)
-            raise OutOfMemoryError(
-                "out of memory with a micro-batch of one sample",
-                because=f"the plan promised {planned} with {most} samples",
-                hint="plan again with less memory, a shorter --seq-len, or --activation-checkpointing full",
-            )
-        self.limits = limits
-        if self.rank == 0:
-            most = max(limits.max_samples)
-            logger.warning("out of memory: the global batch is run again with at most %d samples a cell", most)
 
     def _sum(self, *values: float) -> list[float]:
         """Each value summed over the ranks, in fp64."""

@@ -1,21 +1,28 @@
 """The mean loss on any number of samples, the same on any number of ranks."""
 
+import logging
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from frugal.errors import RequestError
+from frugal.training import generators
 from frugal.training.cells import share
 from frugal.training.loss import Batch, Sample
 from frugal.training.prefetch import ahead, pinned
+from frugal.training.recovery import abandon
+from frugal.training.shortage import Shortage
 
 if TYPE_CHECKING:
     from frugal.training.engine import Engine
+
+logger = logging.getLogger("frugal")
 
 
 @dataclass(frozen=True)
@@ -35,18 +42,43 @@ class Evaluation:
 def evaluate(engine: "Engine", samples: Sequence[Sample]) -> Evaluation:
     """The model's loss on `samples`, given whole and equal on every rank. Collective; dropout is off meanwhile.
 
-    The samples are cut into cells like a global batch, under the same limits. Every sample is in exactly
-    one cell; a rank whose cell is empty runs the objective's dummy, because ZeRO-3 communicates in every forward.
-    Sums and counts travel in fp64, so what differs from one process is the rounding of each micro-batch's own sum.
+    The samples are cut into cells like a global batch, under the same limits, or smaller ones where memory runs out
+    on a rank: then all of it is run again. Every sample is in exactly one cell; a rank whose cell is empty runs the
+    objective's dummy, because ZeRO-3 communicates in every forward. Sums and counts travel in fp64, so what differs
+    from one process is the rounding of each micro-batch's own sum.
 
     Raises:
         RequestError: no sample, or no target in any of them.
+        OutOfMemoryError: a single sample is too large.
     """
     if len(samples) == 0:
         raise RequestError(
             "there is no sample to evaluate on", hint="give validation data, or a larger part of the data"
         )
-    cells = share(samples, engine.limits, engine.rank).places
+    before = generators.state(engine.device)
+    while True:
+        cut = share(samples, engine.caution.evaluation, engine.rank)
+        found = engine.guard.attempt(partial(_evaluated, engine, samples, cut.places))
+        if not isinstance(found, Shortage):
+            break
+        abandon(engine.deepspeed)
+        generators.restore(before, engine.device)
+        message = engine.caution.lower_evaluation(found, cut.largest)
+        if engine.rank == 0:
+            logger.warning(message)
+    sums = torch.tensor(found, dtype=torch.float64)
+    dist.all_reduce(sums, group=engine.votes)
+    loss_sum, num_targets = sums.tolist()
+    if num_targets == 0:
+        raise RequestError(
+            "the validation data has no target",
+            because=f"every label of its {len(samples)} samples is ignored",
+        )
+    return Evaluation(loss=loss_sum / num_targets, targets=int(num_targets), samples=len(samples))
+
+
+def _evaluated(engine: "Engine", samples: Sequence[Sample], cells: Sequence[Sequence[int]]) -> tuple[float, int]:
+    """This rank's cells: the summed loss and the number of targets. Collective."""
     loss = torch.zeros((), dtype=torch.float64, device=engine.device)
     targets = 0
     was_training = engine.module.training
@@ -60,15 +92,7 @@ def evaluate(engine: "Engine", samples: Sequence[Sample]) -> Evaluation:
                 loss += engine.objective.loss_sum(engine.deepspeed, on_device)
     finally:
         engine.module.train(was_training)
-    sums = torch.tensor([loss.item(), targets], dtype=torch.float64)
-    dist.all_reduce(sums, group=engine.votes)
-    loss_sum, num_targets = sums.tolist()
-    if num_targets == 0:
-        raise RequestError(
-            "the validation data has no target",
-            because=f"every label of its {len(samples)} samples is ignored",
-        )
-    return Evaluation(loss=loss_sum / num_targets, targets=int(num_targets), samples=len(samples))
+    return loss.item(), targets
 
 
 def _collated(engine: "Engine", samples: Sequence[Sample], cells: Sequence[Sequence[int]]) -> Iterator[Batch]:

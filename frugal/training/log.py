@@ -5,6 +5,7 @@ Each line of `metrics.jsonl` is one JSON object with an `event`:
     step         step, loss (mean over targets), targets, samples, learning_rate, grad_norm (before clipping),
                  tokens_per_second (target tokens, all ranks), memory_bytes (rank 0's peak so far), time (Unix seconds)
     evaluation   step, loss, perplexity, targets, samples, time
+    left_out     step, why, samples (their indices in the training data), time: nothing was updated
     memory       step, planned_bytes, measured_bytes (rank 0's peak over initialisation and two steps), time
 
 A resumed run appends, after dropping the records beyond the step it resumes from. A number that is not finite is null.
@@ -26,9 +27,9 @@ from frugal.errors import CheckpointError
 from frugal.training import rank_log
 from frugal.training.engine import StepResult
 from frugal.training.evaluate import Evaluation
+from frugal.training.settings import METRICS
 from frugal.units import format_bytes, format_seconds
 
-METRICS = "metrics.jsonl"
 PLAIN_LINES = 40  # about so many lines of progress where there is no terminal
 logger = logging.getLogger("frugal")
 WINDOW = 20  # steps over which the speed is averaged
@@ -129,6 +130,13 @@ class Log:
                 f"step {step}/{self._total_steps}  {of} loss {evaluation.loss:.4f}"
                 f"  perplexity {evaluation.perplexity:.2f}  ({evaluation.samples} samples)"
             )
+
+    def left_out(self, step: int, why: str, samples: list[int], *, is_going_on: bool) -> None:
+        """Step number `step` updated nothing, because of what `samples` gave."""
+        if self.speaking:
+            self._record(event="left_out", step=step, why=why, samples=samples)
+            if is_going_on:
+                self.say(f"step {step}/{self._total_steps}  left out: {why}; its samples are listed in {METRICS}")
 
     def memory(self, step: int, measured_bytes: int) -> None:
         """Two steps are done, so everything that the plan counts has been allocated at least once."""

@@ -8,7 +8,8 @@ from itertools import islice
 
 import torch
 
-from frugal.training import checkpoint
+from frugal.errors import CheckpointError, OutOfMemoryError
+from frugal.training import checkpoint, manifest
 from frugal.training.batches import GlobalBatches
 from frugal.training.checkpoint import Progress
 from frugal.training.engine import Engine
@@ -16,6 +17,7 @@ from frugal.training.evaluate import evaluate
 from frugal.training.log import Log
 from frugal.training.loss import Sample
 from frugal.training.measure import Gauge
+from frugal.training.not_finite import Numbers
 from frugal.training.prefetch import ahead
 from frugal.training.settings import Settings
 
@@ -47,34 +49,54 @@ def train(
 ) -> Progress:
     """Train from `start` until `total_steps` optimizer steps are done, or a rank is told to stop. Collective.
 
-    What was done so far when it is told to is in a checkpoint.
+    What was done so far when it is told to is in a checkpoint, and so it is when memory runs out beyond recovery.
 
     The next global batch is collated while the engine works on the last; a step's time includes what it waits for it.
     The first step has no optimizer states before it, so memory is compared with the plan after the second.
     """
-    now = start
+    now, numbers = start, Numbers(settings, log)
     to_come = islice(batches.iterate(start.position), total_steps - start.step)
-    prepared = ahead(((batch.end, engine.prepare(batch)) for batch in to_come), engine.device)
-    with closing(prepared):
-        for step in range(start.step + 1, total_steps + 1):
-            began = time.perf_counter()
-            end, batch = next(prepared)
-            result = engine.train_step(batch)
-            if engine.device.type == "cuda":
-                log.memory_bytes = torch.cuda.max_memory_allocated(engine.device)
-            log.step(step, result, time.perf_counter() - began)
-            if watch is not None and step == start.step + 2:
-                log.memory(step, watch.take_off())
-            now = replace(now, step=step, position=end, validation_loss=None)
-            if len(validation) and _is_due(step, settings.eval_every, total_steps):
-                evaluation = evaluate(engine, validation)
-                log.evaluation(step, evaluation)
-                now = replace(now, validation_loss=evaluation.loss)
-            if engine.is_to_stop or _is_due(step, settings.save_every, total_steps):
-                checkpoint.save(engine, settings.checkpoints, now, keep=settings.keep)
-            if engine.is_to_stop:
-                break
+    prepared = ahead(((batch, engine.prepare(batch)) for batch in to_come), engine.device)
+    try:
+        with closing(prepared):
+            for step in range(start.step + 1, total_steps + 1):
+                began = time.perf_counter()
+                batch, cut = next(prepared)
+                result = engine.train_step(cut)
+                if engine.device.type == "cuda":
+                    log.memory_bytes = torch.cuda.max_memory_allocated(engine.device)
+                log.step(step, result, time.perf_counter() - began)
+                numbers.after(step, result, batch)
+                if watch is not None and step == start.step + 2:
+                    log.memory(step, watch.take_off())
+                now = replace(now, step=step, position=batch.end, validation_loss=None)
+                if len(validation) and _is_due(step, settings.eval_every, total_steps):
+                    evaluation = evaluate(engine, validation)
+                    log.evaluation(step, evaluation)
+                    now = replace(now, validation_loss=evaluation.loss)
+                if engine.is_to_stop or _is_due(step, settings.save_every, total_steps):
+                    checkpoint.save(engine, settings.checkpoints, now, keep=settings.keep)
+                if engine.is_to_stop:
+                    break
+    except OutOfMemoryError as error:
+        raise _with_what_is_left(error, engine, settings, now) from None
     return now
+
+
+def _with_what_is_left(error: OutOfMemoryError, engine: Engine, settings: Settings, now: Progress) -> OutOfMemoryError:
+    """Save what was trained before memory ran out, where it is whole, and say where it is. Collective."""
+    newest = manifest.newest(settings.checkpoints)
+    kept = f"the last good checkpoint is {newest.name}" if newest else "there is no checkpoint"
+    if engine.update.is_begun:
+        kept = f"the weights are between two steps; {kept}"
+    elif settings.save_every != 0 and now.step > 0:
+        try:
+            kept = (
+                f"step {now.step} is saved in {checkpoint.save(engine, settings.checkpoints, now, keep=settings.keep)}"
+            )
+        except CheckpointError as failed:
+            kept = f"{failed.what}, {kept}"
+    return OutOfMemoryError(error.what, because=[*error.because, kept], hint=error.hint)
 
 
 def steps_of(batches: GlobalBatches, settings: Settings) -> int:

@@ -58,8 +58,11 @@ class Manifest:
 
 
 def candidates(folder: Path) -> list[Path]:
-    """The complete-looking checkpoints: first the one `latest` names, then the others from new to old."""
-    found = sorted((path for path in folder.glob("step-*") if not path.suffix), reverse=True)
+    """The complete-looking checkpoints: first the one `latest` names, then the others from new to old.
+
+    `NAME.old` is one that was just making room for another of its name when a crash came.
+    """
+    found = sorted((path for path in folder.glob("step-*") if path.suffix in ("", ".old")), reverse=True)
     try:
         pointed = folder / (folder / POINTER).read_text().strip()
     except (OSError, UnicodeDecodeError):

@@ -4,19 +4,24 @@ CUDA's allocator reports out-of-memory on the host, before the kernel is launche
 collectives all ranks vote over gloo; a rank that failed votes "failed" instead of entering, and no rank enters. Then
 every rank abandons what it accumulated, and the same global batch is run again in smaller cells.
 
-Left out: a failure inside a collective that all ranks have entered, and one in the optimizer step.
+The optimizer step takes one vote more, between all that it allocates and the first weight it writes: see `update`.
+
+Left out: a failure inside a collective that all ranks have entered.
 `abandon` resets private state of DeepSpeed 0.19.8; the tests compare weights bit by bit with undisturbed runs.
 """
 
 import functools
 import gc
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import deepspeed.comm.comm as deepspeed_comm
 import torch
 import torch.distributed as dist
 
+from frugal.training.shortage import Report, Shortage, is_out_of_memory, report
+
+T = TypeVar("T")
 _COLLECTIVES = (
     "all_reduce", "inference_all_reduce", "all_reduce_coalesced", "reduce", "reduce_scatter", "reduce_scatter_tensor",
     "broadcast", "all_gather", "all_gather_into_tensor", "all_gather_base", "all_gather_coalesced", "all_to_all",
@@ -28,21 +33,22 @@ class _PeerFailedError(Exception):
     """Another rank is out of memory."""
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether `error` says that memory ran out, on the device, on the host or inside cuBLAS or NCCL."""
-    text = str(error)
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
-        isinstance(error, RuntimeError)
-        and any(
-            sign in text
-            for sign in (
-                "out of memory",
-                "can't allocate memory",
-                "CUBLAS_STATUS_ALLOC_FAILED",
-                "Failed to CUDA calloc",
-            )
-        )
-    )
+def clean() -> None:
+    """Give back what is held for nobody: cycles of tensors, and the blocks that CUDA's allocator keeps for later."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def again_after_cleaning(work: Callable[[], T], is_safe: Callable[[], bool] = lambda: True) -> T:
+    """What `work` returns, at the second attempt where memory ran out in the first and it `is_safe` to try again."""
+    try:
+        return work()
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error) or not is_safe():
+            raise
+    clean()
+    return work()
 
 
 class Guard:
@@ -61,20 +67,29 @@ class Guard:
                 original = getattr(backend, name)
                 setattr(backend, name, self._guarded(getattr(original, "__wrapped__", original)))
 
-    def attempt(self, work: Callable[[], torch.Tensor]) -> torch.Tensor | None:
-        """What `work` returns; None on every rank if any rank ran out of memory in it."""
-        self.watching = True
+    def attempt(self, work: Callable[[], T]) -> T | Shortage:
+        """What `work` returns; on every rank the shortage, if any rank ran out of memory in it."""
+        self.watching, own, told = True, None, False
         try:
-            result, failed = work(), False
+            result = work()
         except _PeerFailedError:
-            return None
+            told = True
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
-            result, failed = None, True
+            own = report(error, dist.get_rank())
         finally:
             self.watching = False
-        return None if self._any(failed) else result
+        if not told and not self._any(own is not None):
+            return result
+        reports: list[Report | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(reports, own, group=self.votes)
+        return Shortage(tuple(each for each in reports if each is not None))
+
+    def agree(self) -> None:
+        """Return on every rank, or where one ran out of memory on none: `attempt` ends."""
+        if self._any(False):
+            raise _PeerFailedError
 
     def _any(self, failed: bool) -> bool:
         vote = torch.tensor([failed], dtype=torch.uint8)
@@ -86,8 +101,7 @@ class Guard:
         def guarded(*args: Any, **kwargs: Any) -> Any:
             if not self.watching or self._inside:
                 return collective(*args, **kwargs)
-            if self._any(False):
-                raise _PeerFailedError
+            self.agree()
             self._inside = True
             try:
                 return collective(*args, **kwargs)
@@ -101,6 +115,7 @@ def abandon(engine: Any) -> None:
     """Reset a DeepSpeed engine to the state before the first micro-step of a global batch. No communication."""
     engine._running_engine_backward = False
     engine._running_engine_backward_count = 0
+    engine._running_engine_step = False
     for parameter in engine.module.parameters():
         parameter.grad = None
         if hasattr(parameter, "grad_accum"):
@@ -114,9 +129,7 @@ def abandon(engine: Any) -> None:
         _abandon_zero3(engine, optimizer)
     else:
         optimizer.zero_grad(set_to_none=True)
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    clean()
 
 
 def _forget_backward_hooks(optimizer: Any) -> None:
@@ -151,12 +164,20 @@ def _abandon_zero12(optimizer: Any) -> None:
     if optimizer.cpu_offload:
         optimizer._offload_accumulated_param_ids = set()
         optimizer.reset_cpu_buffers()
+    else:
+        for part in optimizer.single_partition_of_fp32_groups:
+            part.grad = None
 
 
 def _abandon_zero3(engine: Any, optimizer: Any) -> None:
     from deepspeed.runtime.zero import parameter_offload
+    from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
     optimizer.zero_grad(set_to_none=True)  # also resets the micro-step and the backward epilogue
+    if not optimizer.offload_optimizer:
+        optimizer.averaged_gradients = {}
+        for part in optimizer.fp32_partitioned_groups_flat:
+            part.grad = None
     if hasattr(optimizer, "_offload_boundary_param_ids"):
         optimizer._offload_boundary_param_ids = set()
     if hasattr(optimizer, "extra_large_param_to_reduce"):
@@ -170,6 +191,10 @@ def _abandon_zero3(engine: Any, optimizer: Any) -> None:
     coordinator._PartitionedParameterCoordinator__active_backward_submodules.clear()
     if not coordinator.is_invalid_trace():
         coordinator._invalidate_trace()  # also waits for gathers in flight
+    in_flight = coordinator._PartitionedParameterCoordinator__inflight_param_registry
+    for parameter in engine.module.parameters():
+        if parameter.ds_status == ZeroParamStatus.INFLIGHT and parameter not in in_flight:
+            parameter.ds_status = ZeroParamStatus.NOT_AVAILABLE  # marked so before the vote that stopped the gather
     coordinator.release_and_reset_all(engine.module)
     coordinator._PartitionedParameterCoordinator__n_available_params = 0
     if hasattr(parameter_offload, "FWD_MODULE_STACK"):

@@ -13,6 +13,7 @@ from frugal.errors import RequestError
 from frugal.training.schedule import Schedule
 
 TooLong = Literal["error", "truncate", "skip"]
+OnNan = Literal["stop", "skip"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +43,7 @@ class Settings:
         eval_every: optimizer steps between evaluations; None: at the end only; 0: never.
         save_every: optimizer steps between checkpoints; None: at the end only; 0: never.
         keep: newest checkpoints kept, beside the best.
+        on_nan: what to do when the loss or the gradient is not finite: stop, or leave the batch out.
         out: the run's folder.
         resume: continue from the newest checkpoint in `out`.
         accept_changed_data: resume also on other data than the run was started with.
@@ -68,6 +70,7 @@ class Settings:
     eval_every: int | None = None
     save_every: int | None = None
     keep: int = 2
+    on_nan: OnNan = "stop"
     out: Path = Path("run")
     resume: bool = False
     accept_changed_data: bool = False
@@ -124,6 +127,7 @@ NAMES = tuple(field.name for field in fields(Settings))
 
 
 RECORD = "train.json"
+METRICS = "metrics.jsonl"
 
 
 def earlier(folder: Path) -> dict[str, Any]:
@@ -173,6 +177,7 @@ _OPTIONS = (
         "--save-every", type=int, help="Optimizer steps between checkpoints; 0: never.  [default: at the end]"
     ),
     click.option("--keep", type=int, help="Newest checkpoints kept, beside the best."),
+    click.option("--on-nan", type=click.Choice(get_args(OnNan)), help="When the loss or the gradient is not finite."),
     click.option("--out", type=click.Path(path_type=Path), help="The run's folder."),
     click.option("--resume", is_flag=True, default=None, help="Continue from the newest checkpoint in the folder."),
     click.option("--accept-changed-data", is_flag=True, default=None, help="Resume on other data than it began with."),
@@ -228,7 +233,7 @@ def collect(flags: Mapping[str, Any], file: Mapping[str, Any]) -> Settings:
 
 
 _LISTS = {"data", "validation_data", "test_data"}
-_CHOICES = {"schedule": get_args(Schedule), "too_long": get_args(TooLong)}
+_CHOICES = {"schedule": get_args(Schedule), "too_long": get_args(TooLong), "on_nan": get_args(OnNan)}
 
 
 def _check(name: str, value: Any) -> None:

@@ -1,132 +1,250 @@
-"""Out of memory on one rank: nobody hangs, and the weights are those of a run that was never disturbed."""
+"""Out of memory: what is tried, what is kept, and what is said where nothing is left. The matrix is in tests/faults."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from frugal.errors import FrugalError
+from frugal.errors import FrugalError, OutOfMemoryError
+from frugal.planning.plan import Plan
+from frugal.training import caution
+from frugal.training.caution import Caution, Learnt
 from frugal.training.engine import Engine, initialize
+from frugal.training.evaluate import evaluate
 from frugal.training.loss import CausalLM
+from frugal.training.shortage import Report, Shortage, report
 from tests.plans import plan_by_hand
 from tests.ranks import Ranks
-from tests.training.models import ragged_samples, tiny_gpt2
+from tests.training.models import SkipNet, points, ragged_samples, skip_net, tiny_gpt2
 
-GLOBAL_BATCH, MICRO_BATCH, DISTURBED_STEP = 12, 4, 1
-
-
-class Disturbance:
-    """Raises out-of-memory on one rank, once, in the forward or backward of the second layer of one micro-step."""
-
-    def __init__(self, engine: Engine, rank: int, where: str, micro_step: int) -> None:
-        self.armed, self.here, self.where, self.countdown = False, engine.rank == rank, where, micro_step
-        engine.module.transformer.h[1].register_forward_hook(self.on_forward)
-
-    def on_forward(self, module: torch.nn.Module, inputs: Any, output: Any) -> None:
-        if not (self.armed and self.here):
-            return
-        if self.countdown > 0:
-            self.countdown -= 1
-        elif self.where == "forward":
-            self.fail()
-        else:
-            (output if isinstance(output, torch.Tensor) else output[0]).register_hook(lambda gradient: self.fail())
-
-    def fail(self) -> None:
-        if self.armed:
-            self.armed = False
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+MIB = 1 << 20
 
 
-def train(
-    zero_stage: int, options: dict[str, Any], disturbed: tuple[str, int] | None
-) -> tuple[dict[str, torch.Tensor], list[float]]:
-    """Three steps; the second one disturbed on rank 1, or run in half the cells from the start. Runs on ranks."""
-    from deepspeed.utils import safe_get_full_fp32_param
-
-    options = dict(options)
-    request = {"precision": options.pop("precision", "fp32")}
-    plan = plan_by_hand(
-        world_size=2,
-        global_batch=GLOBAL_BATCH,
-        micro_batch=MICRO_BATCH,
-        zero_stage=zero_stage,
-        request=request,
-        strategy=options,
-    )
-    dropout = {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}
-    model = tiny_gpt2(**dropout)
-    torch.manual_seed(7 + dist.get_rank())
-    engine = initialize(model, plan, CausalLM())
-    disturbance = Disturbance(engine, 1, *disturbed) if disturbed else None
-    losses = []
-    for step in range(3):
-        if step == DISTURBED_STEP:
-            if disturbance:
-                disturbance.armed = True
-            else:
-                # 12 samples on 2 ranks: 2 micro-steps of 3; halved: 3 // 2
-                engine.limits = replace(engine.limits, max_samples=(1, 1))
-        losses.append(engine.train_step(ragged_samples(GLOBAL_BATCH, seed=step)).loss)
-    if disturbance:
-        assert not disturbance.armed or not disturbance.here, "the disturbance never happened"
-        assert engine.limits.max_samples == (1, 1)
-    weights = {}
-    for name, parameter in engine.module.named_parameters():
-        full = safe_get_full_fp32_param(parameter)
-        weights[name] = (parameter.detach() if full is None else full).cpu().clone()
-    engine.destroy()
-    return weights, losses
+def a_report(rank: int = 1, request: int | None = 2 << 30, allocated: int = 0, reserved: int = 0) -> Report:
+    return Report(rank, request, allocated, reserved, "backward", "models/gpt2.py:7 (forward)")
 
 
-STRATEGIES = {
-    "ZeRO-0": (0, {}),
-    "ZeRO-1": (1, {}),
-    "ZeRO-2": (2, {}),
-    "ZeRO-2, small buckets": (2, {"reduce_bucket_elements": 5000}),
-    "ZeRO-2, host optimizer": (2, {"offload_optimizer": "cpu"}),
-    "ZeRO-2, bf16": (2, {"precision": "bf16"}),
-    "ZeRO-3": (3, {}),
-    "ZeRO-3, nothing persistent": (
-        3, {"reduce_bucket_elements": 5000, "persistence_threshold_elements": 0, "prefetch_bucket_elements": 3000},
-    ),
-    "ZeRO-3, host optimizer": (3, {"offload_optimizer": "cpu"}),
-    "ZeRO-3, bf16, activation checkpointing": (3, {"precision": "bf16", "activation_checkpointing": "full"}),
-    "ZeRO-2, tiled loss": (2, {"loss": "tiled"}),
-}  # fmt: skip
+def a_plan(total_bytes: int = 0, **strategy: Any) -> Plan:
+    plan = plan_by_hand(world_size=2, global_batch=16, micro_batch=8, zero_stage=2, strategy=strategy)
+    return replace(plan, memory=replace(plan.memory, total_bytes=total_bytes, activations=total_bytes))
 
 
-IN_EVERY_RUN = ("ZeRO-0", "ZeRO-1", "ZeRO-2, small buckets", "ZeRO-2, bf16", "ZeRO-3, host optimizer")
+# What an error tells.
+
+
+def raised(error: Exception) -> Exception:
+    try:
+        raise error
+    except type(error) as caught:
+        return caught
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in IN_EVERY_RUN else pytest.mark.exhaustive) for name in STRATEGIES]
+    ("text", "number"),
+    [
+        ("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has ...", 2560 * MIB),
+        ("DefaultCPUAllocator: can't allocate memory: you tried to allocate 4096 bytes. Error code 12", 4096),
+        ("CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", None),
+    ],
+)  # fmt: skip
+def test_the_request_is_read_from_the_error(text: str, number: int | None) -> None:
+    found = report(raised(RuntimeError(text)), rank=3)
+    assert (found.rank, found.request_bytes, found.phase) == (3, number, "forward")
+    assert found.where.startswith("training/test_recovery.py:")
+
+
+def test_the_allocators_own_error_on_a_cpu_is_understood() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(1 << 50)
+    assert report(caught.value, rank=0).request_bytes == 1 << 52
+
+
+def test_fragmentation_is_where_enough_is_held_and_not_in_use() -> None:
+    assert a_report(request=MIB, allocated=5 * MIB, reserved=6 * MIB).is_fragmentation
+    assert not a_report(request=2 * MIB, allocated=5 * MIB, reserved=6 * MIB).is_fragmentation
+    assert not Shortage((a_report(request=MIB, reserved=MIB), a_report())).is_fragmentation  # one really needs more
+
+
+# What is tried.
+
+
+def test_cells_are_halved_and_grow_again_one_at_a_time() -> None:
+    found = Caution(a_plan(), SkipNet())
+    shortage, sizes = Shortage((a_report(),)), []
+    assert found.lower(shortage, 8) == "out of memory: the global batch is run again with at most 4 samples a cell"
+    assert found.lower(shortage, 4) == "out of memory: the global batch is run again with at most 2 samples a cell"
+    for _ in range(3 * caution.PATIENCE):
+        sizes.append(found.limits.max_samples[0])
+        found.after_step()
+    assert sizes == [2] * 100 + [4] * 100 + [8] * 100
+
+
+def test_growing_too_early_makes_it_wait_twice_as_long() -> None:
+    found = Caution(a_plan(), SkipNet())
+    waited = []
+    for _ in range(3):
+        found.lower(Shortage((a_report(),)), 8)
+        steps = 1
+        while found.after_step() is None:
+            steps += 1
+        waited.append(steps)
+    assert waited == [100, 200, 400]
+
+
+def test_what_was_learnt_holds_under_the_same_plan_only() -> None:
+    found = Caution(a_plan(), SkipNet())
+    assert found.learnt() is None
+    found.lower(Shortage((a_report(),)), 8)
+    for _ in range(7):
+        found.after_step()
+    learnt = found.learnt()
+    assert isinstance(learnt, Learnt)
+    again = Caution(a_plan(), SkipNet())
+    again.recall(learnt)
+    assert (again.learnt(), again.limits.max_samples) == (learnt, (4, 4))
+    other = Caution(plan_by_hand(world_size=1, global_batch=16, micro_batch=8, zero_stage=2), SkipNet())
+    other.recall(learnt)
+    assert (other.learnt(), other.limits.max_samples) == (None, (8,))
+
+
+def test_a_request_beyond_the_whole_plan_is_not_tried_again() -> None:
+    found = Caution(a_plan(total_bytes=100 * MIB), SkipNet())
+    with pytest.raises(OutOfMemoryError) as error:
+        found.lower(Shortage((a_report(request=101 * MIB),)), 8)
+    assert str(error.value) == (
+        "a single request for more memory than the whole plan\n"
+        "  because rank 1 asked for 101.0 MiB in backward, models/gpt2.py:7 (forward)\n"
+        "  because 100.0 MiB are planned for everything together, at the peak\n\n"
+        "hint: look at models/gpt2.py:7 (forward): smaller cells would not help; or plan with the data's own lengths"
+    )
+    assert found.limits.max_samples == (8, 8)
+
+
+def test_nothing_left_to_lower_ends_with_the_arithmetic() -> None:
+    found = Caution(a_plan(total_bytes=3 << 30, activation_checkpointing="full"), SkipNet())
+    with pytest.raises(OutOfMemoryError) as error:
+        found.lower(Shortage((a_report(allocated=MIB, reserved=MIB),)), 1)
+    assert str(error.value) == (
+        "out of memory with a micro-batch of one sample\n"
+        "  because rank 1 asked for 2.00 GiB with 1.0 MiB of 1.0 MiB in use in backward, models/gpt2.py:7 (forward)\n"
+        "  because the plan promised 3.00 GiB with 8 samples, of 8.00 GiB that may be used\n\n"
+        "hint: plan again with less memory, a shorter --seq-len, or --activation-checkpointing full"
+    )
+
+
+# On ranks.
+
+
+def failing(engine: Engine, times: int, rank: int = 1) -> None:
+    """The next `times` forwards of layer 1 on one rank find no memory."""
+    left = [times if engine.rank == rank else 0]
+
+    def hook(_module: torch.nn.Module, _inputs: Any) -> None:
+        if left[0] > 0:
+            left[0] -= 1
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    layers = engine.module.transformer.h if hasattr(engine.module, "transformer") else engine.module.blocks
+    layers[1].register_forward_pre_hook(hook)
+
+
+def with_layers_recomputed(zero_stage: int, kind: str, mode: str) -> tuple[list[str], list[float], bool]:
+    """A step in which not even one sample fits, and two more; what is said, the losses, whether layers recompute."""
+    said: list[str] = []
+    plan = plan_by_hand(
+        world_size=2, global_batch=8, micro_batch=2, zero_stage=zero_stage, strategy={"activation_checkpointing": mode}
+    )
+    model, objective = (tiny_gpt2(), CausalLM()) if kind == "transformers" else skip_net()
+    engine = initialize(model, plan, objective)
+    engine._say = lambda message: said.append(message) if message else None  # type: ignore[method-assign]
+    failing(engine, 2)
+    samples: Callable[..., Any] = ragged_samples if kind == "transformers" else points
+    losses = [engine.train_step(samples(8, seed=step)).loss for step in range(3)]
+    recomputes = engine.caution.learnt() is not None
+    engine.destroy()
+    return said, losses, recomputes
+
+
+@pytest.mark.parametrize(
+    ("zero_stage", "kind", "mode"),
+    [
+        (2, "transformers", "off"),
+        (3, "plain", "off"),
+        pytest.param(3, "transformers", "selective", marks=pytest.mark.exhaustive),
+        pytest.param(2, "plain", "selective", marks=pytest.mark.exhaustive),
+    ],
 )
-def test_out_of_memory_on_one_rank_leaves_no_trace(name: str, two_ranks: Ranks) -> None:
-    zero_stage, options = STRATEGIES[name]
-    undisturbed = two_ranks.run(train, zero_stage, options, None, timeout=120)[0]
-    for disturbed in [("forward", 0), ("forward", 1), ("backward", 0), ("backward", 1)]:
-        weights, losses = two_ranks.run(train, zero_stage, options, disturbed, timeout=120)[0]
-        assert losses == undisturbed[1], disturbed
-        assert all(torch.equal(weights[n], undisturbed[0][n]) for n in weights), disturbed
+def test_where_one_sample_does_not_fit_activation_checkpointing_is_switched_on(
+    zero_stage: int, kind: str, mode: str, two_ranks: Ranks
+) -> None:
+    said, losses, recomputes = two_ranks.run(with_layers_recomputed, zero_stage, kind, mode)[0]
+    assert said == [
+        "out of memory: the global batch is run again with at most 1 sample a cell",
+        "out of memory with a micro-batch of one sample: from here on activation checkpointing is full, "
+        "with at most 2 samples a cell",
+    ]
+    assert recomputes
+    assert losses == two_ranks.run(undisturbed, zero_stage, kind)[0]  # the plan's cells again, recomputed
 
 
-def train_one_sample() -> str:
-    """A step that runs out of memory although its cells hold one sample. Runs on ranks."""
-    plan = plan_by_hand(world_size=2, global_batch=2, micro_batch=1, zero_stage=2)
+def undisturbed(zero_stage: int, kind: str) -> list[float]:
+    """The losses of the same three steps with full activation checkpointing from the start; runs on ranks."""
+    plan = plan_by_hand(
+        world_size=2, global_batch=8, micro_batch=2, zero_stage=zero_stage,
+        strategy={"activation_checkpointing": "full"},
+    )  # fmt: skip
+    model, objective = (tiny_gpt2(), CausalLM()) if kind == "transformers" else skip_net()
+    engine = initialize(model, plan, objective)
+    samples: Callable[..., Any] = ragged_samples if kind == "transformers" else points
+    losses = [engine.train_step(samples(8, seed=step)).loss for step in range(3)]
+    engine.destroy()
+    return losses
+
+
+def no_memory(*_args: Any, **_kwargs: Any) -> Any:
+    """In place of whatever needs some."""
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+
+def third_step(where: str = "") -> tuple[str, bool, float | None]:
+    """Two steps, then no memory on rank 1: what is said, whether weights were written to, and, if not, the third
+    loss once there is memory; runs on ranks."""
+    plan = plan_by_hand(
+        world_size=2, global_batch=4, micro_batch=1, zero_stage=2,
+        strategy={"activation_checkpointing": "full"}, request={"optimizer_implementation": "for-loop"},
+    )  # fmt: skip
     engine = initialize(tiny_gpt2(), plan, CausalLM())
-    disturbance = Disturbance(engine, 0, "forward", 0)
-    disturbance.armed = True
+    for step in range(2):
+        engine.train_step(ragged_samples(4, seed=step))
+    owner, name = {
+        "update": (engine.deepspeed.optimizer, "unscale_and_clip_grads"),
+        "writing": (torch.Tensor, "sqrt"),  # what Adam takes when it has written the first moment
+    }.get(where, (engine.module.transformer.h[1], "forward"))
+    usual, message = getattr(owner, name), ""
+    if where and engine.rank == 1:
+        setattr(owner, name, no_memory)
     try:
-        engine.train_step(ragged_samples(2))
+        if where:
+            (evaluate(engine, ragged_samples(4)) if where == "evaluation" else engine.train_step(ragged_samples(4)))
     except FrugalError as error:
-        return f"{error.exit_code} {error.what}"
+        message = f"{error.exit_code} {error.what}"
     finally:
-        engine.destroy()
-    return "nothing"
+        setattr(owner, name, usual)
+    is_begun = engine.update.is_begun
+    loss = None if is_begun else engine.train_step(ragged_samples(4, seed=2)).loss
+    engine.destroy()
+    return message, is_begun, loss
 
 
-def test_a_single_sample_that_does_not_fit_ends_the_run_on_every_rank(two_ranks: Ranks) -> None:
-    assert two_ranks.run(train_one_sample) == ["5 out of memory with a micro-batch of one sample"] * 2
+def test_what_cannot_be_recovered_ends_on_every_rank_and_says_whether_the_weights_are_whole(two_ranks: Ranks) -> None:
+    ((_, _, loss), _) = two_ranks.run(third_step)
+    for where, message, is_begun in (
+        ("one sample", "5 out of memory with a micro-batch of one sample", False),
+        ("evaluation", "5 out of memory in evaluation with one sample at a time", False),
+        ("update", "5 out of memory in the optimizer step", False),
+        ("writing", "5 out of memory in the midst of writing weights", True),
+    ):
+        expected = (message, is_begun, None if is_begun else loss)
+        assert two_ranks.run(third_step, where, timeout=60) == [expected] * 2, where

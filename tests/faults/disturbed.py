@@ -1,0 +1,135 @@
+"""Runs in which one rank is out of memory once, somewhere; on ranks."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from frugal.training.engine import Engine, initialize
+from frugal.training.evaluate import evaluate
+from frugal.training.loss import CausalLM
+from tests.plans import plan_by_hand
+from tests.training.models import ragged_samples, tiny_gpt2
+
+MICRO_BATCH, STEPS, DISTURBED_STEP = 4, 3, 1
+FAULTS = ("forward", "later forward", "backward", "later backward", "states", "clipping", "writing", "evaluation")
+"""In the first or second micro-step; while Adam's states are made; before and after the vote of the optimizer step."""
+
+HALVING = FAULTS[:4]
+
+
+@dataclass
+class Result:
+    """What a run came to: weights, and the losses of its steps and of its evaluations."""
+
+    weights: dict[str, torch.Tensor]
+    losses: list[float]
+    evaluations: list[float]
+
+    def __eq__(self, other: object) -> bool:
+        assert isinstance(other, Result)
+        return (self.losses, self.evaluations) == (other.losses, other.evaluations) and all(
+            torch.equal(self.weights[name], other.weights[name]) for name in self.weights
+        )
+
+
+class Fault:
+    """Raises out-of-memory once on this rank, where it was told to."""
+
+    def __init__(self, engine: Engine, where: str) -> None:
+        self.is_armed = False
+        self.restore: list[tuple[Any, str, Any]] = []
+        self._counts: dict[str, int] = {}
+        self.engine, self.where, self.micro_steps_before = engine, where, int(where.startswith("later"))
+        engine.module.transformer.h[1].register_forward_hook(self._on_forward)
+        inner, zero = engine.update._optimizer, engine.deepspeed.optimizer
+        self._before(torch, "zeros_like", lambda: where == "states" and self._seen("zeros_like", 2))
+        clips = (engine.deepspeed, "clip_fp32_gradients") if zero is inner else (zero, "unscale_and_clip_grads")
+        self._before(*clips, lambda: where == "clipping")
+        self._before(inner, "_init_group", lambda: where == "writing" and engine.update.is_begun)
+
+    @property
+    def step(self) -> int:
+        """Before which step, from 0, it is to be armed; the states are made in the first."""
+        return 0 if self.where == "states" else DISTURBED_STEP
+
+    def _on_forward(self, _module: torch.nn.Module, _inputs: Any, output: Any) -> None:
+        if not self.is_armed:
+            return
+        if self.where == "evaluation":
+            if not self.engine.module.training:
+                self._fail()
+        elif self.engine.module.training and self.where.endswith(("forward", "backward")):
+            if self.micro_steps_before > 0:
+                self.micro_steps_before -= 1
+            elif self.where.endswith("forward"):
+                self._fail()
+            else:
+                hidden = output if isinstance(output, torch.Tensor) else output[0]
+                hidden.register_hook(lambda _gradient: self._fail() if self.is_armed else None)
+
+    def _seen(self, name: str, number: int) -> bool:
+        """Whether this is the `number`-th time since it was armed."""
+        self._counts[name] = self._counts.get(name, 0) + 1
+        return self._counts[name] == number
+
+    def _before(self, owner: Any, name: str, is_due: Any) -> None:
+        usual = getattr(owner, name)
+
+        def disturbed(*args: Any, **kwargs: Any) -> Any:
+            if self.is_armed and is_due():
+                self._fail()
+            return usual(*args, **kwargs)
+
+        setattr(owner, name, disturbed)
+        self.restore.append((owner, name, usual))
+
+    def _fail(self) -> None:
+        self.is_armed = False
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    def remove(self) -> None:
+        """Leave the functions of others as they were."""
+        for owner, name, usual in self.restore:
+            setattr(owner, name, usual)
+
+
+def run(zero_stage: int, options: dict[str, Any], where: str | None, rank: int = 1, *, halved: str = "") -> Result:
+    """Three steps, each evaluated; disturbed on `rank`, or with `halved` cells in training or in evaluation."""
+    options, world_size = dict(options), dist.get_world_size()
+    plan = plan_by_hand(
+        world_size=world_size, global_batch=6 * world_size, micro_batch=MICRO_BATCH, zero_stage=zero_stage,
+        request={"precision": options.pop("precision", "fp32")}, strategy=options,
+    )  # fmt: skip
+    torch.manual_seed(7 + dist.get_rank())
+    engine = initialize(tiny_gpt2(resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.1), plan, CausalLM())
+    fault = Fault(engine, where) if where is not None and dist.get_rank() == rank else None
+    losses, evaluations = [], []
+    for step in range(STEPS):
+        if fault is not None and step == fault.step:
+            fault.is_armed = True
+        if step == DISTURBED_STEP and halved == "training":
+            engine.limits = replace(engine.limits, max_samples=(1,) * world_size)  # 6 a rank: 2 of 3; halved: 3 // 2
+        losses.append(engine.train_step(ragged_samples(6 * world_size, seed=step)).loss)
+        if step >= DISTURBED_STEP and halved == "evaluation":
+            engine.caution._evaluation = replace(engine.limits, max_samples=(1,) * world_size)
+        evaluations.append(evaluate(engine, ragged_samples(6 * world_size, seed=100)).loss)
+    if fault is not None:
+        assert not fault.is_armed, "the fault never happened"
+        fault.remove()
+    if where in HALVING:
+        assert engine.limits.max_samples == (1,) * world_size
+    result = Result(weights(engine), losses, evaluations)
+    engine.destroy()
+    return result
+
+
+def weights(engine: Engine) -> dict[str, torch.Tensor]:
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    weights = {}
+    for name, parameter in engine.module.named_parameters():
+        full = safe_get_full_fp32_param(parameter)
+        weights[name] = (parameter.detach() if full is None else full).cpu().clone()
+    return weights
