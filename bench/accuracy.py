@@ -30,7 +30,8 @@ os.environ |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE"
 from frugal.dryrun.rehearse import rehearse
 from frugal.planning.plan import Plan
 from frugal.training.measure import Interval
-from frugal.training.models import ModelSpec, resolve
+from frugal.training.model_spec import ModelSpec
+from frugal.training.models import resolve
 from frugal.training.precision import DTYPES
 from frugal.training.trial import phase_peaks, trial
 from tests.plans import plan_by_hand

@@ -20,7 +20,8 @@ from frugal.planning.plan import Plan
 from frugal.training import failure, group
 from frugal.training.engine import Engine, initialize
 from frugal.training.loss import Batch
-from frugal.training.models import ModelSpec, resolve
+from frugal.training.model_spec import ModelSpec
+from frugal.training.models import resolve
 from frugal.training.precision import DTYPES
 
 TURNS, STEPS, FAR = 3, 2, 1.5

@@ -14,6 +14,8 @@ An interrupted run exits with 130. Any other exception is a bug of ours and keep
 from collections.abc import Sequence
 from typing import ClassVar
 
+LONGEST_LINE = 1000  # characters
+
 
 class FrugalError(Exception):
     """A mistake or a shortage the user can do something about.
@@ -30,11 +32,11 @@ class FrugalError(Exception):
         super().__init__(self.render())
 
     def render(self) -> str:
-        """The whole message, as printed after `error: `."""
+        """The whole message, as printed after `error: `. What it quotes of a file may be endless; lines are not."""
         lines = [self.what, *(f"  because {line}" for line in self.because)]
         if self.hint:
             lines += ["", f"hint: {self.hint}"]
-        return "\n".join(lines)
+        return "\n".join(line if len(line) <= LONGEST_LINE else f"{line[:LONGEST_LINE]} ..." for line in lines)
 
 
 class RequestError(FrugalError):

@@ -16,6 +16,7 @@ _BYTES = {
     "G": GIB, "GIB": GIB, "GB": 10**9,
     "T": TIB, "TIB": TIB, "TB": 10**12,
 }  # fmt: skip
+_MOST_BYTES = 2**60  # an exabyte
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
 
@@ -42,7 +43,10 @@ def parse_bytes(text: str) -> int:
             f"`{text}` has an unknown unit `{unit}`",
             hint="units are K, M, G, T (powers of 2^10) and KB, MB, GB, TB (powers of 10^3)",
         )
-    size = int(float(number) * _BYTES[unit.upper()])
+    exact = float(number) * _BYTES[unit.upper()]
+    if exact > _MOST_BYTES:
+        raise RequestError(f"`{text}` is more than any machine has", hint="write it as in 12G or 80GB")
+    size = int(exact)
     if size <= 0:
         raise RequestError(f"`{text}` is no memory at all", hint="give the memory of one GPU, such as 12G")
     return size

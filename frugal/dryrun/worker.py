@@ -71,7 +71,7 @@ def _spec(model: str, task: str | None) -> Any:
 
 
 def _resolved(question: Rehearse | Trace) -> Any:
-    from frugal.training.models import check_sequence_length
+    from frugal.training.model_spec import check_sequence_length
 
     spec = _spec(question.request.model, question.request.task)
     check_sequence_length(spec, question.request.seq_len)

@@ -158,7 +158,7 @@ def of(value: Any, *, too_long: TooLong = "error", source: str = "") -> Lengths:
     """
     if isinstance(value, Lengths):
         return value
-    if isinstance(value, str | Path):
+    if isinstance(value, str | Path) and not source:
         return of(_read(Path(value)), too_long=too_long, source=str(value))
     place = f" in {source}" if source else ""
     form = 'it must be {"tokens": samples, ...} or a list with the tokens of each sample'

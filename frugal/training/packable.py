@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from frugal.errors import RequestError
 from frugal.training import hub, packs
-from frugal.training.models import OWN, ModelSpec
+from frugal.training.model_spec import OWN, ModelSpec
 
 DOCUMENTS = (13, 9)
 """Tokens of the two documents that are packed."""

@@ -31,7 +31,8 @@ from frugal.training import circumstances, failure, group
 from frugal.training.engine import initialize
 from frugal.training.loss import Objective, SummedLoss
 from frugal.training.measure import CudaGauge, Interval, gauge, mark_phases
-from frugal.training.models import ModelSpec, resolve
+from frugal.training.model_spec import ModelSpec
+from frugal.training.models import resolve
 from frugal.training.precision import DTYPES
 
 WARM_UP_ELEMENTS = 1_000

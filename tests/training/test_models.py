@@ -8,9 +8,10 @@ import torch
 from torch import nn
 
 from frugal.errors import RequestError
-from frugal.training import hub, models
+from frugal.training import hub, model_spec
 from frugal.training.loss import CausalLM, MaskedLM, Seq2Seq, SequenceClassification, SummedLoss
-from frugal.training.models import check_sequence_length, presets, resolve
+from frugal.training.model_spec import check_sequence_length, heads
+from frugal.training.models import presets, resolve
 from frugal.training.tokenizing import byte_tokenizer
 from tests.training.models import TINY, tiny_gpt2
 
@@ -509,5 +510,5 @@ def test_an_unreachable_hub_costs_no_time(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_every_task_has_its_class_in_transformers() -> None:
-    for task in models.TASKS:
-        assert models._heads(task)
+    for task in model_spec.TASKS:
+        assert heads(task)
