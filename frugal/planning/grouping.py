@@ -17,12 +17,25 @@ longest come first, so that later ones find blocks that are large enough.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import TYPE_CHECKING
 
-FINENESS = 64
-"""The budget that evens out the cells is found to one part in so many: what is idle then is less than 2 %."""
+if TYPE_CHECKING:  # numpy is imported where it is used
+    import numpy as np
+    import numpy.typing as npt
 
-SMALLER = 0.85
-"""Each next part of the budget that is tried, of the one before: the best micro-step is missed by 8 % at most."""
+    Stretches = tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]
+    """Of each part of the budget, for each first sample: where a stretch ends, and the padded tokens of the rank that
+    has most to do; shapes `(parts, samples + 1)`."""
+
+SMALLER = 0.95
+"""Each next part of the budget that is tried, of the one before."""
+
+EVENNESS = 0.01
+"""What a full cell counts more than its tokens, emptier ones less by the square: of equals the most even are taken."""
+
+MOST_SAMPLES = 4096
+"""Beyond so many all micro-steps get the same part of the budget: a choice for each would gain less than 1 %."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,57 +64,119 @@ MicroStep = tuple[range, ...]
 def grouped(lengths: Sequence[int], budget: TokenBudget, overhead: int | None = None) -> list[MicroStep]:
     """The micro-steps of a global batch. `lengths` are tokens of its samples, longest first; each cell is a stretch.
 
-    First the fewest micro-steps that stretches under the budget allow, and under the smallest part of the budget that
-    still allows as few: the ranks of one micro-step, which wait for each other, then have nearly as many padded tokens.
-    More budget never reaches less far, because a cell that begins later has shorter samples and holds no fewer.
-
     More and smaller micro-steps pad less. `overhead` is what a micro-step takes besides its tokens, in tokens of the
-    same time; None: the fewest micro-steps are wanted. With it, ever smaller parts of the budget are tried until even
-    cells without any padding could not be sooner done.
+    same time; None: the fewest micro-steps are wanted, and of these the least work. A micro-step takes as long as its
+    slowest rank, so its ranks get the same part of their budgets, and which part is free: what is soonest done from
+    sample s on is the best of all parts, each with what is soonest done from where it ends. Docstrings in batches of
+    64 and 512 take 5 and 2 % less time than with the best part for all micro-steps.
 
     Left out: that attention's work grows faster than tokens, which would favour smaller micro-steps.
     """
+    if len(lengths) > MOST_SAMPLES:
+        return _alike(lengths, budget, overhead)
+    import numpy as np
+
+    parts = _parts(lengths, budget)
+    ends, tokens = _micro_steps(lengths, budget, parts)
+    full = max(budget.tokens)
+    if overhead is None:  # more than anything else could take
+        overhead = 2 * len(lengths) * lengths[0] * full // min(budget.tokens) + 1
+    seconds = (tokens + EVENNESS * tokens * tokens / full + overhead).T
+    ends = ends.T
+    least, best = np.zeros(len(lengths) + 1), [0] * len(lengths)
+    for start in range(len(lengths) - 1, -1, -1):
+        found = seconds[start] + least[ends[start]]
+        best[start] = int(found.argmin())
+        least[start] = found[best[start]]
+    steps: list[MicroStep] = []
+    start = 0
+    while start < len(lengths):
+        steps.append(_step(lengths, start, budget.part(parts[best[start]]), is_odd=len(steps) % 2 == 1))
+        start = int(ends[start, best[start]])
+    return steps
+
+
+def _parts(lengths: Sequence[int], budget: TokenBudget) -> list[float]:
+    """Parts of the budget, until no cell has more than one sample."""
+    parts = [1.0]
+    while parts[-1] * max(budget.tokens) >= max(lengths[-1], budget.shortest):
+        parts.append(parts[-1] * SMALLER)
+    return parts
+
+
+def _micro_steps(lengths: Sequence[int], budget: TokenBudget, parts: Sequence[float]) -> "Stretches":
+    """The micro-step that begins with each sample and fills each part of the budget.
+
+    Ranks with equal budgets are doubled: two stretches of k cells, one behind the other, are one of 2 k.
+    """
+    import numpy as np
+
+    end, fastest = len(lengths), max(budget.tokens)
+    samples = np.asarray(lengths)
+    starts = np.broadcast_to(np.arange(end + 1), (len(parts), end + 1))
+    all_ranks: Stretches = starts, np.zeros(starts.shape)
+    for tokens, ranks in groupby(budget.tokens):
+        fitting = np.array([[max(1, int(tokens * part))] for part in parts])
+        sizes = np.maximum(1, fitting // np.maximum(samples, budget.shortest))
+        ends = np.pad(np.minimum(starts[:, :-1] + sizes, end), ((0, 0), (0, 1)), constant_values=end)
+        padded = (ends - starts) * np.append(samples, 0) * (fastest / tokens)
+        cells: Stretches = ends, padded
+        number = len(list(ranks))
+        while number:
+            if number % 2:
+                all_ranks = _joined(all_ranks, cells)
+            number //= 2
+            if number:
+                cells = _joined(cells, cells)
+    return all_ranks
+
+
+def _joined(first: "Stretches", second: "Stretches") -> "Stretches":
+    """One stretch that goes on with another."""
+    import numpy as np
+
+    ends, tokens = second
+    most = np.maximum(first[1], np.take_along_axis(tokens, first[0], axis=1))
+    return np.take_along_axis(ends, first[0], axis=1), most
+
+
+def _step(lengths: Sequence[int], start: int, budget: TokenBudget, *, is_odd: bool) -> MicroStep:
+    """The micro-step that begins with sample `start`.
+
+    The first cells have the longest samples, so in every other micro-step ranks with equal budgets change places.
+    """
+    cells: list[range] = []
+    for rank in range(len(budget.tokens)):
+        size = min(budget.most_samples(rank, lengths[start]), len(lengths) - start) if start < len(lengths) else 0
+        cells.append(range(start, start + size))
+        start += size
+    if not is_odd:
+        return tuple(cells)
+    of_budget: dict[int, list[range]] = {}
+    for tokens, cell in zip(budget.tokens, cells, strict=True):
+        of_budget.setdefault(tokens, []).append(cell)
+    return tuple(of_budget[tokens].pop() for tokens in budget.tokens)
+
+
+def _alike(lengths: Sequence[int], budget: TokenBudget, overhead: int | None) -> list[MicroStep]:
+    """Micro-steps that all have the same part of the budget: the best one, or the smallest with the fewest of them."""
     best = _filled(lengths, budget)
-    low, high = 0, FINENESS  # it takes more steps with `low` parts of the budget, and as few with `high`
-    while high - low > 1:
-        middle = (low + high) // 2
-        steps = _filled(lengths, budget.part(middle / FINENESS), most_steps=len(best))
-        if steps:
-            best, high = steps, middle
-        else:
-            low = middle
-    if overhead is None:
-        return best
-    without_padding = sum(lengths) * max(budget.tokens) / sum(budget.tokens)
-    least = work(lengths, best, budget) + len(best) * overhead
-    part, steps = high / FINENESS, best
-    while steps and max(len(cell) for step in steps for cell in step) > 1:
-        part *= SMALLER
-        most_steps = int((least - without_padding) / overhead) if overhead else len(lengths)
-        steps = _filled(lengths, budget.part(part), most_steps=most_steps)
-        found = work(lengths, steps, budget) + len(steps) * overhead
-        if steps and found < least:
+    least = work(lengths, best, budget) + len(best) * (overhead or 0)
+    for part in _parts(lengths, budget)[1:]:
+        steps = _filled(lengths, budget.part(part))
+        found = work(lengths, steps, budget) + len(steps) * (overhead or 0)
+        if len(steps) == len(best) or (overhead is not None and found < least):
             best, least = steps, found
+        elif overhead is None or len(steps) * overhead > least:
+            break
     return best
 
 
-def _filled(lengths: Sequence[int], budget: TokenBudget, *, most_steps: int | None = None) -> list[MicroStep]:
-    """Cells filled one after the other; nothing if that takes more than `most_steps`.
-
-    The first rank to be dealt to gets the longest samples, so every other micro-step begins with the last rank.
-    """
+def _filled(lengths: Sequence[int], budget: TokenBudget) -> list[MicroStep]:
+    """Micro-steps that fill the budget, one after the other."""
     steps: list[MicroStep] = []
-    num_ranks, start, end = len(budget.tokens), 0, len(lengths)
-    while start < end:
-        if most_steps is not None and len(steps) >= most_steps:
-            return []
-        cells = [range(0)] * num_ranks
-        for rank in range(num_ranks) if len(steps) % 2 == 0 else range(num_ranks - 1, -1, -1):
-            if start < end:
-                size = min(budget.most_samples(rank, lengths[start]), end - start)
-                cells[rank] = range(start, start + size)
-                start += size
-        steps.append(tuple(cells))
+    while (start := max((cell.stop for cell in steps[-1]), default=0) if steps else 0) < len(lengths):
+        steps.append(_step(lengths, start, budget, is_odd=len(steps) % 2 == 1))
     return steps
 
 

@@ -24,7 +24,7 @@ _FREE = {
 }  # fmt: skip
 
 
-def recipe(plan: Plan) -> dict[str, int | float | str | None]:
+def recipe(plan: Plan) -> dict[str, bool | int | float | str | None]:
     """What decides which weights come out, by name."""
     request, batch = plan.request, plan.batch
     return {

@@ -51,7 +51,7 @@ class Manifest:
     optimizer: str
     model: str
     shapes: str
-    recipe: dict[str, int | float | str | None]
+    recipe: dict[str, bool | int | float | str | None]
     plan_digest: str
     versions: dict[str, str]
     files: dict[str, File]

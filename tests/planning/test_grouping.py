@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from frugal.planning.batch import cells
-from frugal.planning.grouping import TokenBudget, grouped, padded_tokens, work
+from frugal.planning.grouping import EVENNESS, MOST_SAMPLES, TokenBudget, grouped, padded_tokens, work
 
 SEQ_LEN = 64
 samples = st.lists(st.integers(1, SEQ_LEN), min_size=1, max_size=200).map(lambda lengths: sorted(lengths, reverse=True))
@@ -48,7 +48,8 @@ def test_more_micro_steps_are_only_taken_where_that_is_sooner_done(
     budget = TokenBudget(tokens=tuple(SEQ_LEN * cap for cap in max_samples), shortest=1)
     few, best = grouped(lengths, budget), grouped(lengths, budget, overhead)
     taken = work(lengths, best, budget) + overhead * len(best)
-    assert taken <= work(lengths, few, budget) + overhead * len(few)
+    most = work(lengths, few, budget) + overhead * len(few)
+    assert taken <= (1 + EVENNESS) * most
 
 
 def test_equal_samples_are_dealt_evenly() -> None:
@@ -60,6 +61,42 @@ def test_the_longest_samples_are_dealt_to_the_ranks_by_turns() -> None:
     budget = TokenBudget(tokens=(SEQ_LEN, SEQ_LEN), shortest=SEQ_LEN)
     first, second = grouped([9, 8, 7, 6], budget)
     assert [list(cell) for cell in (*first, *second)] == [[0], [1], [3], [2]]
+
+
+def fastest(lengths: list[int], budget: TokenBudget, overhead: int) -> float:
+    """Of every way to cut samples into micro-steps for two equal ranks, the soonest done; by brute force."""
+    if not lengths:
+        return 0.0
+    options = []
+    for first in range(1, min(len(lengths), budget.most_samples(0, lengths[0])) + 1):
+        rest = lengths[first:]
+        most = min(len(rest), budget.most_samples(1, rest[0])) if rest else 0
+        for second in range(bool(rest), most + 1):
+            slowest = max(first * lengths[0], second * rest[0] if second else 0)
+            options.append(overhead + slowest + fastest(rest[second:], budget, overhead))
+    return min(options)
+
+
+@given(st.lists(st.integers(1, SEQ_LEN), min_size=1, max_size=9), st.integers(0, 40))
+def test_hardly_any_other_cut_is_sooner_done(lengths: list[int], overhead: int) -> None:
+    lengths = sorted(lengths, reverse=True)
+    budget = TokenBudget(tokens=(2 * SEQ_LEN,) * 2, shortest=1)
+    steps = grouped(lengths, budget, overhead)
+    taken = work(lengths, steps, budget) + overhead * len(steps)
+    assert taken <= 1.12 * fastest(lengths, budget, overhead)
+
+
+def test_a_huge_batch_is_cut_alike_and_about_as_well() -> None:
+    lengths = heavy_tailed(MOST_SAMPLES)
+    budget = TokenBudget(tokens=(8 * 512,) * 8, shortest=32)
+    taken = []
+    for each in (lengths, [512, *lengths]):
+        steps = grouped(each, budget, 100)
+        assert [
+            place for step in steps for cell in sorted(step, key=lambda cell: cell.start) for place in cell
+        ] == list(range(len(each)))
+        taken.append(work(each, steps, budget) + 100 * len(steps))
+    assert taken[0] < taken[1] < 1.05 * taken[0]
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])

@@ -3,8 +3,9 @@
 import gc
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -13,9 +14,10 @@ from hypothesis import strategies as st
 
 from frugal.errors import RequestError
 from frugal.planning.request import Request
-from frugal.training import data, packable, packs
+from frugal.training import continuation, data, packable, packs
 from frugal.training.engine import initialize
 from frugal.training.loss import IGNORED, CausalLM
+from frugal.training.manifest import Manifest
 from frugal.training.models import resolve
 from frugal.training.packs import Packer
 from frugal.training.samples import lengths_of
@@ -165,3 +167,10 @@ def test_text_on_disk_is_packed_once_and_a_plan_is_told_how_full(
         Request(model="gpt2", seq_len=SEQ_LEN, pack=True), Settings(data=(str(path),), validation_fraction=0)
     )
     assert found.num_samples == len(pack.train) and found.longest == SEQ_LEN
+
+
+def test_a_packed_run_can_be_resumed() -> None:
+    made = plan_by_hand(world_size=1, global_batch=1, micro_batch=1, zero_stage=1, request={"pack": True})
+    recipe = continuation.recipe(made)
+    assert recipe["pack"] is True
+    assert msgspec.json.decode(msgspec.json.encode(recipe), type=get_type_hints(Manifest)["recipe"]) == recipe
