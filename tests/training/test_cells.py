@@ -118,7 +118,8 @@ def test_a_cell_that_was_too_large_is_cut_until_its_samples_are_alone() -> None:
     largest, now = [], limits(4, shortest=8)
     while now is not None:
         cut = share(samples, now, 0)
-        largest.append(max(map(len, cut.places)))
+        sizes = [(len(cell) * len(samples[cell[0]]["input_ids"]), len(cell)) for cell in cut.places]
+        largest.append((max(tokens for tokens, _ in sizes), max(number for _, number in sizes)))
         now = now.halved(cut.largest)
-    assert largest == sorted(set(largest), reverse=True), "each attempt has smaller cells"
-    assert largest[-1] == 1
+    assert largest == sorted(set(largest), reverse=True), "each attempt has smaller cells, in tokens or in samples"
+    assert largest[-1] == (60, 1)
