@@ -1,7 +1,7 @@
 """`python -m bench.guard`: what it costs that a rank may run out of memory without a hang.
 
 Two CPU ranks train one engine step by step, in turns with and without what recovery needs: a vote before each
-collective of forward and backward and one at the end, and the state of the random generators before the step. Ratios
+collective, one before weights are written and two at the end, and the random generators' state before the step. Ratios
 are of neighbouring steps, whose order changes; their median is kept with its quartiles, and beside it what the votes
 alone come to: how many a step has, times what one takes where all ranks come at once. One thread a rank.
 

@@ -17,7 +17,8 @@ def test_votes_are_counted_and_both_ways_are_timed(tmp_path: Path, two_ranks: Ra
         world_size=2, global_batch=8, micro_batch=2, zero_stage=2, request={"model": str(tmp_path / "config.json")}
     )
     kept = summary(two_ranks.run(in_turns, plan, 4, 10)[0])
-    assert kept["votes_a_step"] == 3, "the bucket of each of 2 micro-steps, and the end"
+    in_backward, in_step = 2 + 1, 2 + 1 + 1  # the bucket of each micro-step; norm, weights and before the first write
+    assert kept["votes_a_step"] == in_backward + in_step, "each with one at the end"
     assert kept["ratio"]["steps"] == 4
     assert 0 < kept["seconds_of_a_vote"] < kept["step_seconds"]
 
