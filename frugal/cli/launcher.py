@@ -44,7 +44,7 @@ def check(plan: Plan, master_port: int | None) -> None:
             "--print slurm, or torchrun, openmpi, no-ssh",
         )
     if plan.cluster.devices[0].kind == "cuda":
-        found = len(_visible_gpus())
+        found = len(visible_gpus())
         if found < plan.batch.world_size:
             raise PlanMismatchError(
                 f"the plan is for {plan.batch.world_size} GPUs, there are {found} here",
@@ -64,12 +64,12 @@ def check(plan: Plan, master_port: int | None) -> None:
 def launch(plan: Plan, plan_path: Path, asked: Settings, master_port: int | None) -> int:
     """Train on the plan's ranks; the exit code of the first that failed, or 0. Says so if one was killed."""
     code = start(plan, "frugal.training.run", ["--plan", str(plan_path), *asked.arguments()], master_port)
-    number = _is_signal(code)
-    if not number:
+    number = ended_by(code)
+    if number is None:
         return code
     saved = newest(asked.checkpoints)
     hint = f"\n\nhint: continue from {saved.name} with --resume" if saved is not None else ""
-    click.echo(f"error: a rank was ended by {signal.Signals(number).name}{hint}", err=True)
+    click.echo(f"error: a rank was ended by {number.name}{hint}", err=True)
     return 128 + number
 
 
@@ -98,7 +98,7 @@ def start_ranks(
     environment = {**os.environ, STARTER: str(os.getpid())}
     if kind == "cpu":
         environment |= {"DS_ACCELERATOR": "cpu", "LOCAL_SIZE": str(num_ranks)}  # the latter spares it asking numactl
-    devices = list(range(num_ranks)) if kind == "cpu" else _visible_gpus()[:num_ranks]
+    devices = list(range(num_ranks)) if kind == "cpu" else visible_gpus()[:num_ranks]
     world = base64.urlsafe_b64encode(json.dumps({"localhost": devices}).encode()).decode()
     environment.setdefault("OMP_NUM_THREADS", str(max(1, _cores() // num_ranks)))
     # What `deepspeed` itself would start on one node, without the seconds it takes to import DeepSpeed once more.
@@ -127,12 +127,12 @@ def start_ranks(
                     raise
 
 
-def _is_signal(code: int) -> int:
-    """The signal that ended a process with this exit code, as Python, the shell or `sys.exit(-n)` say it; 0: none."""
+def ended_by(code: int) -> signal.Signals | None:
+    """The signal that ended a process with this exit code, as Python, the shell or `sys.exit(-n)` say it."""
     for number in (-code, 256 - code, code - 128):
         if number in (signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS):
-            return number
-    return 0
+            return signal.Signals(number)
+    return None
 
 
 def _interrupt_ranks(process: subprocess.Popen[bytes]) -> bool:
@@ -184,7 +184,7 @@ def _forwarding(process: subprocess.Popen[bytes]) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _visible_gpus() -> list[str]:
+def visible_gpus() -> list[str]:
     """The GPUs that may be used, as CUDA_VISIBLE_DEVICES names them."""
     import torch
 

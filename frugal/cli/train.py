@@ -3,6 +3,7 @@
 import socket
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import click
 import psutil  # type: ignore[import-untyped]  # has no types
 
-from frugal.cli import config, launcher, nodes, printing
+from frugal.cli import config, launcher, nodes, printing, supervisor
 from frugal.cli.hosts import Access
 from frugal.cli.options import collect, planning_options
 from frugal.cli.plan import waiting, with_lengths
@@ -39,6 +40,8 @@ PLAN = "plan.json"
     "--print", "printed", type=click.Choice(list(printing.LAUNCHERS)),
     help="Start nothing; print the commands that do, one for each node or one for all.",
 )  # fmt: skip
+@click.option("--max-restarts", type=click.IntRange(0), default=0, help="After a crash, go on so many times.")
+@click.option("--elastic", is_flag=True, help="With --max-restarts: plan anew when a GPU of this machine is gone.")
 @settings.options
 @planning_options
 def command(
@@ -48,9 +51,13 @@ def command(
     ssh_port: int | None,
     nic: str | None,
     printed: printing.Launcher | None,
+    max_restarts: int,
+    elastic: bool,
     **values: Any,
 ) -> int:
     """Train as planned; without a plan, plan first, as `frugal plan` with the same flags does."""
+    if elastic and not max_restarts:
+        raise RequestError("--elastic was given without --max-restarts", hint="add --max-restarts 3")
     file = config.read(values.get("config"))
     hosts_path = values.get("hostfile") or file.plan.get("hostfile")
     named = hostfile.read(Path(hosts_path)) if hosts_path else ()
@@ -64,8 +71,8 @@ def command(
     plan = _given_plan(plan_path, values, asked, ranks, named)
     is_new = plan is None
     if plan is None:
-        if asked.resume:
-            file = replace(file, plan=_as_before(asked) | file.plan)
+        if asked.resume and (asked.out / PLAN).exists():
+            file = replace(file, plan=_trained(Plan.read(asked.out / PLAN)) | file.plan)
         plan = _make_plan(ranks, values, file, is_new=not asked.resume)
         click.echo(report(plan) + "\n", err=printed is not None)
     _check_ranks(plan, ranks)
@@ -82,14 +89,42 @@ def command(
         click.echo(printing.commands(printed, told))
         return 0
     if named and not _is_this_machine(named):
-        return nodes.launch(plan, named, access, asked, master_port)
+        if elastic:
+            raise RequestError("--elastic cannot plan anew for several nodes", hint="leave it out")
+        start = partial(_start_on, named=named, access=access, master_port=master_port)
+        if not max_restarts:
+            return start(plan, asked)[0]
+        return supervisor.supervise(start, plan, asked, max_restarts, lambda before: before)
     launcher.check(plan, master_port)
+    if max_restarts:
+        rest = partial(_plan_for_rest, values=values, file=file) if elastic else lambda before: before
+        return supervisor.supervise(supervisor.on_this_machine(master_port), plan, asked, max_restarts, rest)
     if plan.batch.world_size > 1:
         with TemporaryDirectory(prefix="frugal-") as folder:
             written, _ = write_plan(plan, Path(folder))
             return launcher.launch(plan, written, asked, master_port)
     run(plan, asked)
     return 0
+
+
+def _start_on(
+    plan: Plan, asked: Settings, *, named: Sequence[Host], access: Access, master_port: int | None
+) -> tuple[int, None]:
+    return nodes.launch(plan, named, access, asked, master_port), None  # it has looked at the ranks' reports
+
+
+def _plan_for_rest(before: Plan, *, values: dict[str, Any], file: config.Config) -> Plan:
+    """The plan for the devices of this machine that are left; the one before, if these are all."""
+    number = supervisor.devices_left(before)
+    if number == before.batch.world_size:
+        return before
+    click.echo(f"{number} of {before.batch.world_size} devices are left: planning anew", err=True)
+    on_cpu = before.cluster.devices[0].kind == "cpu"
+    values = values | {"nodes": None, "gpu": None, "device": None, "gpus": None if on_cpu else number}
+    file = replace(file, plan=_trained(before) | file.plan)
+    plan = _make_plan(number if on_cpu else None, values, file, is_new=False)
+    click.echo(report(plan) + "\n")
+    return plan
 
 
 def _is_this_machine(named: Sequence[Host]) -> bool:
@@ -121,12 +156,8 @@ def _given_plan(
     return None if is_for_others or (ranks is not None and not _is_for(plan, ranks)) else plan
 
 
-def _as_before(asked: Settings) -> dict[str, Any]:
-    """What a run to resume was asked to train, which a new plan for it keeps; how it does so is decided anew."""
-    path = asked.out / PLAN
-    if not path.exists():
-        return {}
-    plan = Plan.read(path)
+def _trained(plan: Plan) -> dict[str, Any]:
+    """What a run was asked to train, which a new plan for it keeps; how it does so is decided anew."""
     return {
         name: value
         for name in _TRAINED

@@ -13,6 +13,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -82,6 +83,8 @@ def _train(plan: Plan, asked: Settings, device: "torch.device") -> None:
 
     rank = int(os.environ["RANK"])
     newest = manifest.newest(asked.checkpoints)
+    if newest is not None and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0:
+        asked = replace(asked, resume=True)  # torchrun --max-restarts gives every start the same flags
     if newest is not None and not asked.resume:
         raise in_use(asked, newest)
     try:

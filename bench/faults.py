@@ -1,0 +1,242 @@
+"""What a fault costs: `frugal train` on two CPU ranks, disturbed in each of the ways that runs end by.
+
+    python -m bench.faults
+
+A small GPT-2 trains 40 steps with a checkpoint every 5. For each fault: seconds until the command has ended, its exit
+code, and the steps that are done again because the last checkpoint is older. Then the run is resumed, and its losses
+are held against those of a run that nobody disturbed: they have to be equal to the last bit, each step exactly once.
+Results go to `bench/results/faults-cpu.json`; the README's table is printed.
+"""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+import psutil  # type: ignore[import-untyped]  # has no types
+
+RESULTS = Path(__file__).parent / "results" / "faults-cpu.json"
+MODEL = {"model_type": "gpt2", "n_layer": 2, "n_embd": 64, "n_head": 2, "vocab_size": 260, "n_positions": 128}
+STEPS, SAVE_EVERY, FAULT_AFTER = 40, 5, 12
+FLAGS = (
+    "--model", "config.json", "--ranks", "2", "--precision", "fp32", "--seq-len", "128", "--global-batch", "16",
+    "--data", "text.jsonl", "--steps", str(STEPS), "--save-every", str(SAVE_EVERY), "--validation-fraction", "0.1",
+)  # fmt: skip
+PATIENCE_SECONDS = 300
+SMALL_DISK = "5m"  # room for two checkpoints and a half
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What one fault came to.
+
+    Attributes:
+        fault: in words.
+        seconds: from the fault until the command had ended.
+        exit_code: of the command.
+        message: what it said at the end.
+        steps_done: by the run that was disturbed.
+        steps_saved: that of its newest checkpoint that is whole.
+        is_exact: whether the resumed run's losses are the undisturbed run's, bit for bit.
+    """
+
+    fault: str
+    seconds: float
+    exit_code: int
+    message: str
+    steps_done: int
+    steps_saved: int
+    is_exact: bool
+
+
+class Run:
+    """One `frugal train` in a folder of its own."""
+
+    def __init__(self, folder: Path, out: Path, *more: str) -> None:
+        self.out = out
+        command = [sys.executable, "-m", "frugal", "train", *FLAGS, "--out", str(out), *more]
+        environment = {**os.environ, "XDG_CACHE_HOME": str(folder / "cache"), "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+        self.process = subprocess.Popen(
+            command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+
+    def wait_for(self, is_there: Callable[[], bool]) -> None:
+        """Return when something is so; the command may not end before."""
+        began = time.monotonic()
+        while not is_there():
+            if self.process.poll() is not None or time.monotonic() - began > PATIENCE_SECONDS:
+                raise RuntimeError(f"the run never came so far:\n{self.process.communicate()[0]}")
+            time.sleep(0.002)
+
+    def ranks(self) -> list[psutil.Process]:
+        """The processes of its ranks, in order."""
+        children = psutil.Process(self.process.pid).children(recursive=True)
+        found = [(word, child) for child in children for word in child.cmdline() if word.startswith("--local_rank=")]
+        return [child for _, child in sorted(found, key=lambda each: each[0])]
+
+    def end(self) -> tuple[int, str]:
+        """Exit code and output."""
+        output, _ = self.process.communicate(timeout=PATIENCE_SECONDS)
+        return self.process.returncode, output
+
+
+def losses(out: Path) -> dict[int, float]:
+    """The loss of each step; every step once."""
+    found: dict[int, float] = {}
+    for line in (out / "metrics.jsonl").read_text().splitlines():
+        record = json.loads(line) if line.endswith("}") else {}
+        if record.get("event") == "step":
+            assert record["step"] not in found, f"step {record['step']} was logged twice"
+            found[record["step"]] = record["loss"]
+    return found
+
+
+def is_after(run: Run, step: int) -> Callable[[], bool]:
+    """Whether a run has logged so many steps."""
+    return lambda: (run.out / "metrics.jsonl").exists() and len(losses(run.out)) >= step
+
+
+def told(number: signal.Signals, rank: int | None) -> Callable[[Run], float]:
+    """A signal to one rank, or to the command itself; when."""
+
+    def disturb(run: Run) -> float:
+        run.wait_for(is_after(run, FAULT_AFTER))
+        target = run.process if rank is None else run.ranks()[rank]
+        target.send_signal(number)
+        return time.monotonic()
+
+    return disturb
+
+
+def in_a_save(run: Run) -> float:
+    """SIGKILL to rank 1 while the third checkpoint is being written."""
+    run.wait_for(is_after(run, 1))
+    rank = run.ranks()[1]
+    aside = run.out / "checkpoints" / f"step-{3 * SAVE_EVERY:06d}.tmp"
+    run.wait_for(aside.exists)
+    rank.send_signal(signal.SIGKILL)
+    return time.monotonic()
+
+
+def by_itself(run: Run) -> float:
+    """Nothing is done to it; when it logged its last step."""
+    run.wait_for(is_after(run, 2 * SAVE_EVERY))
+    while run.process.poll() is None and not is_after(run, 3 * SAVE_EVERY)():
+        time.sleep(0.002)
+    return time.monotonic()
+
+
+def truncate(out: Path) -> None:
+    """Cut the newest checkpoint's largest file."""
+    newest = out / "checkpoints" / (out / "checkpoints" / "latest").read_text().strip()
+    largest = max(newest.iterdir(), key=lambda path: path.stat().st_size)
+    os.truncate(largest, largest.stat().st_size - 1000)
+
+
+def disturbed(folder: Path, whole: dict[int, float], fault: str, disturb: Callable[[Run], float]) -> Outcome:
+    """A run, the fault, and the run that continues it."""
+    out = folder / re.sub(r"\W+", "-", fault)
+    small = fault == "disk full"
+    if small:
+        out.mkdir()
+        subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={SMALL_DISK}", "tmpfs", str(out)], check=True)
+    try:
+        run = Run(folder, out)
+        at = disturb(run)
+        code, output = run.end()
+        seconds = time.monotonic() - at
+        done = max(losses(out))
+        if small:
+            subprocess.run(["mount", "-o", "remount,size=64m", str(out)], check=True)
+        if fault == "checkpoint truncated":
+            truncate(out)
+        resumed = Run(folder, out, "--resume")
+        resumed_code, said = resumed.end()
+        if resumed_code != 0:
+            raise RuntimeError(f"after {fault} the run cannot be resumed:\n{said}")
+        saved = re.search(r"continuing after step (\d+)", said)
+        return Outcome(
+            fault=fault,
+            seconds=round(seconds, 1),
+            exit_code=code,
+            message=last_word(output),
+            steps_done=done,
+            steps_saved=int(saved[1]) if saved else 0,
+            is_exact=losses(out) == whole,
+        )
+    finally:
+        if small:
+            subprocess.run(["umount", str(out)], check=True)
+
+
+def last_word(output: str) -> str:
+    """The error's first line, or the last line."""
+    lines = [line for line in output.splitlines() if line.strip()]
+    return next((line for line in lines if line.startswith("error: ")), lines[-1] if lines else "")
+
+
+FAULTS: dict[str, Callable[[Run], float]] = {
+    "SIGKILL of rank 0": told(signal.SIGKILL, 0),
+    "SIGKILL of rank 1": told(signal.SIGKILL, 1),
+    "SIGKILL in a save": in_a_save,
+    "SIGTERM to the command": told(signal.SIGTERM, None),
+    "SIGTERM to one rank": told(signal.SIGTERM, 1),
+    "Ctrl-C": told(signal.SIGINT, None),
+    "disk full": by_itself,
+    "checkpoint truncated": told(signal.SIGKILL, 1),
+}
+
+
+def table(outcomes: list[Outcome]) -> str:
+    """The README's."""
+    lines = ["| fault | ends after | exit code | steps done again | resumed |", "|---|---|---|---|---|"]
+    for each in outcomes:
+        again = each.steps_done - each.steps_saved
+        exact = "bit for bit" if each.is_exact else "DIFFERS"
+        lines.append(f"| {each.fault} | {each.seconds:.1f} s | {each.exit_code} | {again} | {exact} |")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """Disturb, resume, compare, and keep what came of it."""
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        (folder / "config.json").write_text(json.dumps(MODEL))
+        rows = [{"text": f"line {i}: " + "to be or not to be, " * (i % 7)} for i in range(400)]
+        (folder / "text.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        undisturbed = Run(folder, folder / "whole")
+        code, output = undisturbed.end()
+        if code != 0:
+            raise RuntimeError(output)
+        whole = losses(folder / "whole")
+        outcomes = []
+        for fault, disturb in FAULTS.items():
+            if fault == "disk full" and (os.geteuid() != 0 or shutil.which("mount") is None):
+                print("left out: disk full, as only root may mount a small file system", file=sys.stderr)
+                continue
+            outcomes.append(disturbed(folder, whole, fault, disturb))
+            print(outcomes[-1], file=sys.stderr)
+    result = {
+        "command": "python -m bench.faults",
+        "versions": {name: version(name) for name in ("torch", "deepspeed")},
+        "ranks": 2,
+        "steps": STEPS,
+        "save_every": SAVE_EVERY,
+        "outcomes": [asdict(each) for each in outcomes],
+    }
+    RESULTS.write_text(json.dumps(result, indent=2) + "\n")
+    print(table(outcomes))
+    return 0 if all(each.is_exact and each.seconds < 60 for each in outcomes) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,114 @@
+"""Whole runs that end early: a killed rank, fewer devices, a full disk. They go on from what was saved, exactly."""
+
+import json
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil  # type: ignore[import-untyped]  # has no types
+import pytest
+
+from tests.test_cli_train import TINY, command, environment, frugal_train, plan, records
+
+pytestmark = pytest.mark.exhaustive  # each starts several runs
+
+RUN = ("--data", "text.jsonl", "--steps", 30, "--save-every", 5, "--validation-fraction", 0.1)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model without dropout, whose masks would depend on the ranks; text, and a plan for two CPU ranks."""
+    folder = tmp_path_factory.mktemp("restarts")
+    (folder / "config.json").write_text(json.dumps({**TINY, "resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}))
+    rows = [{"text": f"line {i}: " + "to be or not to be, " * (i % 7)} for i in range(200)]
+    (folder / "text.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "plan2.json").write_bytes(plan(folder, 2).to_json())
+    return folder
+
+
+def losses(run: Path) -> list[tuple[int, float]]:
+    return [(record["step"], record["loss"]) for record in records(run) if record["event"] == "step"]
+
+
+def run_and_kill(program: list[str], folder: Path, run: Path, after: int) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of a run whose rank 1 gets SIGKILL once `after` steps are logged."""
+    with subprocess.Popen(
+        program, cwd=folder, env=environment(folder), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        deadline = time.monotonic() + 120
+        while not (run / "metrics.jsonl").exists() or len(losses(run)) < after:
+            assert process.poll() is None and time.monotonic() < deadline, "the run never came so far"
+            time.sleep(0.02)
+        for child in psutil.Process(process.pid).children(recursive=True):
+            if "--local_rank=1" in child.cmdline():
+                child.send_signal(signal.SIGKILL)
+        output, errors = process.communicate(timeout=200)
+        return process.returncode, output, errors
+
+
+@pytest.fixture(scope="module")
+def whole(folder: Path) -> list[tuple[int, float]]:
+    """Losses of the run that nobody disturbs."""
+    code, _, errors = frugal_train(folder, "--plan", "plan2.json", *RUN, "--out", "whole")
+    assert (code, errors) == (0, "")
+    return losses(folder / "whole")
+
+
+def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint_and_nothing_else(
+    folder: Path, whole: list[tuple[int, float]]
+) -> None:
+    supervised = command("--plan", "plan2.json", *RUN, "--out", "killed", "--max-restarts", 2)
+    code, output, errors = run_and_kill(supervised, folder, folder / "killed", after=7)
+    assert code == 0, output + errors
+    line = r"restart 1 of 2: a rank was ended by SIGKILL after step \d+; going on from step-0000(05|10|15|20|25|30)\n"
+    assert re.fullmatch(line, errors), errors
+    assert losses(folder / "killed") == whole
+
+
+ON_ONE = "from frugal.cli import main, supervisor; supervisor.devices_left = lambda plan: 1; main()"
+
+
+def test_elastic_goes_on_with_the_devices_that_are_left(folder: Path, whole: list[tuple[int, float]]) -> None:
+    supervised = command("--plan", "plan2.json", *RUN, "--out", "elastic", "--max-restarts", 2, "--elastic")
+    supervised[1:3] = ["-c", ON_ONE]
+    code, output, errors = run_and_kill(supervised, folder, folder / "elastic", after=7)
+    assert code == 0, output + errors
+    assert errors.splitlines()[1] == "1 of 2 devices are left: planning anew"
+    assert "2 ranks -> 1 rank" in output
+    found = losses(folder / "elastic")
+    assert [step for step, _ in found] == [step for step, _ in whole]
+    apart = [abs(loss / expected - 1) for (_, loss), (_, expected) in zip(found, whole, strict=True)]
+    assert next(filter(None, apart)) < 1e-6  # the first step on one rank: other sums, the same batch and rate
+    assert max(apart) < 1e-3  # AdamW makes more of it
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system with room for few checkpoints."""
+    disk = tmp_path / "run"
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1200k", "tmpfs", str(disk)], capture_output=True)
+    if mounted.returncode != 0:
+        pytest.skip("only root may mount a small tmpfs")
+    yield disk
+    subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_a_full_disk_ends_the_command_with_6_and_it_goes_on_when_there_is_room(
+    folder: Path, whole: list[tuple[int, float]], small_disk: Path
+) -> None:
+    code, output, errors = frugal_train(folder, "--plan", "plan2.json", *RUN, "--keep", 9, "--out", small_disk)
+    assert code == 6, output + errors
+    lines = errors.splitlines()
+    latest = (small_disk / "checkpoints" / "latest").read_text().strip()
+    assert lines[0].startswith(f"error: cannot write the checkpoint {small_disk}/checkpoints/step-0000")
+    assert lines[-3:] == [
+        f"  because the last good checkpoint is {latest}", "", "hint: make room, then continue with --resume"
+    ]  # fmt: skip
+    subprocess.run(["mount", "-o", "remount,size=64m", str(small_disk)], check=True)
+    code, _, errors = frugal_train(folder, "--resume", "--out", small_disk)
+    assert (code, errors) == (0, "")
+    assert losses(small_disk) == whole

@@ -1,0 +1,111 @@
+"""`frugal train --max-restarts`: what is started again, what is not, and what is said."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from frugal.cli import supervisor
+from frugal.cli.supervisor import End, ended
+from frugal.training.failure import Report
+from frugal.training.settings import Settings
+from tests.plans import plan_by_hand
+
+
+def said(rank: int, code: int, text: str) -> Report:
+    return Report(rank=rank, host="here", code=code, text=text)
+
+
+BUG = said(1, 1, "Traceback (most recent call last):\n  File\nKeyError: 3\n(rank 1 on here)")
+LOST = said(0, 1, "error: rank 1 is gone\n  because its connection is closed")
+FULL = said(1, 6, "error: cannot write the checkpoint")
+
+
+@pytest.mark.parametrize(
+    ("code", "report", "expected"),
+    [
+        (0, None, (0, "", True)),
+        (1, None, (1, "the run ended without a word from its ranks", False)),
+        (247, LOST, (137, "a rank was ended by SIGKILL", False)),
+        (-9, None, (137, "a rank was ended by SIGKILL", False)),
+        (1, BUG, (1, "rank 1 failed (KeyError: 3)", False)),
+        (1, LOST, (1, "rank 0 failed (rank 1 is gone)", False)),
+        (1, FULL, (6, "", True)),
+        (130, None, (130, "", True)),
+        (2, None, (2, "", True)),
+    ],
+)
+def test_what_the_ranks_reported_decides(
+    code: int, report: Report | None, expected: tuple[int, str, bool], tmp_path: Path
+) -> None:
+    end = ended(code, report, Settings(out=tmp_path))
+    assert (end.code, end.why, end.is_final) == expected
+
+
+def test_a_folder_says_how_far_a_run_came(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"event": "step", "step": 7}\n{"event": "step", "st')
+    (tmp_path / "checkpoints" / "step-000005").mkdir(parents=True)
+    end = ended(-9, None, Settings(out=tmp_path))
+    assert (end.step, end.checkpoint) == (7, "step-000005")
+
+
+def test_an_exit_code_of_0_without_a_word_from_the_ranks_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = plan_by_hand(world_size=2, global_batch=2, micro_batch=1, zero_stage=2)
+    monkeypatch.setattr(supervisor, "start", lambda *_: 0)  # as launchers say of ranks that were killed
+    assert supervisor.on_this_machine(None)(plan, Settings()) == (1, None)
+
+
+def killed(step: int, checkpoint: str | None = "step-000002", why: str = "a rank was ended by SIGKILL") -> End:
+    return End(137, why, False, step, checkpoint)
+
+
+FINE = End(0, "", True, 9, "step-000009")
+GONE = "a rank was ended by SIGKILL"
+
+
+@pytest.mark.parametrize(
+    ("ends", "code", "said"),
+    [
+        ([FINE], 0, []),
+        ([killed(3), FINE], 0, [f"restart 1 of 2: {GONE} after step 3; going on from step-000002"]),
+        (
+            [killed(1, None), FINE],
+            0,
+            [f"restart 1 of 2: {GONE} after step 1; starting anew, as there is no checkpoint"],
+        ),
+        (
+            [killed(3), killed(3)],
+            137,
+            [
+                f"restart 1 of 2: {GONE} after step 3; going on from step-000002",
+                f"error: {GONE} again, after step 3 as before: not started again",
+            ],
+        ),
+        (
+            [killed(3), killed(4), killed(5)],
+            137,
+            [
+                f"restart 1 of 2: {GONE} after step 3; going on from step-000002",
+                f"restart 2 of 2: {GONE} after step 4; going on from step-000002",
+                f"error: {GONE}, and all 2 restarts are used up\n\nhint: continue from step-000002 with --resume",
+            ],
+        ),
+    ],
+)
+def test_a_run_is_started_again_as_often_as_it_may(
+    ends: list[End], code: int, said: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    coming: Iterator[End] = iter(ends)
+    resumed = []
+
+    def start(_plan: Any, asked: Settings) -> tuple[int, None]:
+        resumed.append(asked.resume)
+        return 0, None
+
+    monkeypatch.setattr(supervisor, "ended", lambda *_: next(coming))
+    plan = plan_by_hand(world_size=2, global_batch=2, micro_batch=1, zero_stage=2)
+    assert supervisor.supervise(start, plan, Settings(), 2, lambda before: before) == code
+    assert capsys.readouterr().err == "".join(line + "\n" for line in said)
+    assert next(coming, None) is None
+    assert resumed == [False, *(end.checkpoint is not None for end in ends[:-1])]
