@@ -1,7 +1,9 @@
 """Out of memory: what is tried, what is kept, and what is said where nothing is left. The matrix is in tests/faults."""
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,11 +11,15 @@ import torch
 
 from frugal.errors import FrugalError, OutOfMemoryError
 from frugal.planning.plan import Plan
-from frugal.training import caution
+from frugal.training import caution, checkpoint, loop
+from frugal.training.batches import GlobalBatches
 from frugal.training.caution import Caution, Learnt
+from frugal.training.checkpoint import Progress
 from frugal.training.engine import Engine, initialize
 from frugal.training.evaluate import evaluate
+from frugal.training.log import Log
 from frugal.training.loss import CausalLM
+from frugal.training.settings import Settings
 from frugal.training.shortage import Report, Shortage, report
 from tests.plans import plan_by_hand
 from tests.ranks import Ranks
@@ -248,3 +254,53 @@ def test_what_cannot_be_recovered_ends_on_every_rank_and_says_whether_the_weight
     ):
         expected = (message, is_begun, None if is_begun else loss)
         assert two_ranks.run(third_step, where, timeout=60) == [expected] * 2, where
+
+
+def train(folder: Path, failures: int, *, resume: bool = False) -> tuple[str, tuple[int, ...], list[float]]:
+    """Four steps, a checkpoint only at the end; `failures` forwards of the third step find no memory. Runs on ranks.
+
+    What is said at the end, the limits then, and the losses in the log.
+    """
+    asked = Settings(steps=4, eval_every=0, out=folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    plan = plan_by_hand(
+        world_size=2, global_batch=8, micro_batch=4, zero_stage=2, strategy={"activation_checkpointing": "full"}
+    )
+    engine = initialize(tiny_gpt2(), plan, CausalLM())
+    start = checkpoint.load(engine, asked.checkpoints).progress if resume else Progress(step=0)
+    usual = engine.train_step
+
+    def third_fails(batch: Any) -> Any:
+        if engine.deepspeed.global_steps == 2:
+            failing(engine, failures)
+        return usual(batch)
+
+    engine.train_step = third_fails  # type: ignore[method-assign]  # memory runs out when it is called
+    message = ""
+    try:
+        with Log(folder, rank=engine.rank, planned_bytes=1, total_steps=4, first_step=start.step) as log:
+            batches = GlobalBatches(ragged_samples(20), global_batch=8)
+            loop.train(engine, batches, [], asked, log, start=start, total_steps=4)
+    except OutOfMemoryError as error:
+        message = "\n".join(line for line in str(error).splitlines() if "asked for" not in line)
+    limits = engine.limits.max_samples
+    engine.destroy()
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return message, limits, [json.loads(line)["loss"] for line in lines]
+
+
+def test_a_run_without_memory_saves_its_last_step_and_goes_on_from_there(tmp_path: Path, two_ranks: Ranks) -> None:
+    _, limits, whole = two_ranks.run(train, tmp_path / "once", 1)[0]
+    assert (limits, len(whole)) == ((2, 2), 4)  # halved in the third step
+    ended = tmp_path / "ended"
+    message, limits, losses = two_ranks.run(train, ended, 9)[0]
+    assert message == (
+        "out of memory with a micro-batch of one sample\n"
+        "  because the plan promised 0.0 MiB with 4 samples, of 8.00 GiB that may be used\n"
+        f"  because step 2 is saved in {ended}/checkpoints/step-000002\n\n"
+        "hint: plan again with less memory, a shorter --seq-len, or --activation-checkpointing full"
+    )
+    assert losses == whole[:2]
+    message, limits, losses = two_ranks.run(train, ended, 0, resume=True)[0]
+    assert (message, limits) == ("", (1, 1))  # what it had learnt
+    assert losses == pytest.approx(whole, rel=1e-5)
