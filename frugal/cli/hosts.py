@@ -228,5 +228,5 @@ def pdsh_environment(access: Access) -> dict[str, str]:
     return {**os.environ, "PDSH_RCMD_TYPE": "ssh", "PDSH_SSH_ARGS_APPEND": options}
 
 
-PDSH_SAYS = re.compile(rb"^pdsh@\S+: \S+: ssh exited with exit code (?!255)")
-"""What pdsh says of a node whose ranks failed, which they said themselves; 255 is of ssh."""
+PDSH_SAYS = re.compile(rb"^pdsh@\S+: \S+: ssh exited with exit code ")
+"""How pdsh says that a node's ranks failed, which they said themselves."""

@@ -100,7 +100,7 @@ def launch(plan: Plan, named: Sequence[Host], access: Access, asked: Settings, m
     saved = newest(asked.checkpoints)
     silence = FrugalError(
         "the run ended without a word from its ranks",
-        because=f"pdsh ended with {code}, which is the highest exit code of any node",
+        because=start.said or f"pdsh ended with {code}",
         hint=f"see {asked.out}/logs" + (f", and continue from {saved.name} with --resume" if saved else ""),
     )
     click.echo(f"error: {silence}", err=True)
@@ -128,6 +128,7 @@ class Start:
 
     def __init__(self, named: Sequence[Host], access: Access, folder: Path) -> None:
         self._hosts, self._folder = named, folder
+        self.said: list[str] = []  # by pdsh, of nodes that did not end well
         self._environment = hosts.pdsh_environment(access)
 
     def run(self, line: str) -> int:
@@ -149,7 +150,7 @@ class Start:
                 hint="install it (apt install pdsh), or start them yourself: frugal train ... --print no-ssh",
             ) from None
         assert process.stderr is not None
-        passing = threading.Thread(target=_pass_on, args=(process.stderr,), daemon=True)
+        passing = threading.Thread(target=self._pass_on, args=(process.stderr,), daemon=True)
         passing.start()
         code = 1
         try:
@@ -196,6 +197,14 @@ class Start:
             return True
         return done.stderr.count(b"exited with exit code 1\n") < len(self._hosts)  # pkill's, for nobody there
 
+    def _pass_on(self, stream: IO[bytes]) -> None:
+        """To our standard error, without what pdsh says of its own: which ssh ended with which code."""
+        for line in stream:
+            if hosts.PDSH_SAYS.match(line):
+                self.said.append(line.decode(errors="replace").strip())
+            else:
+                click.echo(line, nl=False, err=True)
+
     @contextmanager
     def _forwarding(self) -> Iterator[None]:
         """SIGTERM and SIGUSR1 to us go to the ranks, which save and end; a second one, and SIGHUP, end everything."""
@@ -212,13 +221,6 @@ class Start:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
-
-
-def _pass_on(stream: IO[bytes]) -> None:
-    """To our standard error, without what pdsh says of its own: which ssh ended with which code."""
-    for line in stream:
-        if not hosts.PDSH_SAYS.match(line):
-            click.echo(line, nl=False, err=True)
 
 
 def _end_with_parent() -> None:

@@ -21,12 +21,10 @@ import msgspec
 
 from frugal.errors import FrugalError
 from frugal.training import group, rank_log, stopping
+from frugal.training.group import REPORT
 
 INTERRUPTED = 130
 LINGER_SECONDS = 15.0  # launchers look after their ranks every second; a rank that is still here by then is alone
-REPORT = "FRUGAL_REPORT"
-"""Names a folder, shared by all nodes, in which the rank that fails first leaves a `Report` for whoever started it."""
-
 STORE_SECONDS = 5.0  # for an answer from the store of ranks, whose host may be the one that is gone
 _ending = threading.RLock()
 
@@ -94,7 +92,8 @@ def end(error: BaseException) -> NoReturn:
     if may_speak is None:
         may_speak = isinstance(error, LostRankError) and error.is_elsewhere and _is_left_to_us(error)
     if not may_speak:
-        _linger()
+        if not _is_interrupt(error):  # that all ranks end with the same code
+            _linger()
     elif isinstance(error, LostRankError):
         if not error.is_elsewhere:  # the launcher they share may know more: which signal ended it
             _linger()

@@ -1,6 +1,7 @@
 """How ranks come together."""
 
 import os
+import select
 import socket
 import sys
 import threading
@@ -18,6 +19,11 @@ if TYPE_CHECKING:
     import torch
 
 STARTER = "FRUGAL_STARTER_PID"
+REPORT = "FRUGAL_REPORT"
+"""Names a folder, shared by all nodes, in which the rank that fails first leaves a report for whoever started it.
+
+Ranks that `frugal train --hostfile` started over ssh, and only these, find it in their environment.
+"""
 
 
 def join(plan: Plan, out: Path | None = None) -> "torch.device":
@@ -113,9 +119,18 @@ def form() -> None:
 def end_with_starter() -> None:
     """End this rank soon after the command that started it has vanished, killed without a word.
 
-    `frugal train` names itself in the environment, which only ranks of its own machine get to see. Started by another
-    launcher, this does nothing.
+    `frugal train` names itself in the environment, which only ranks of its own machine get to see; to ranks that it
+    started over ssh it is what reads their standard error. Started by another launcher, this does nothing.
     """
+    if REPORT in os.environ:
+        reader = select.poll()
+        reader.register(os.dup(2), 0)  # for nothing but its end; a copy, for a rank's own may go to its file
+
+        def wait() -> None:
+            reader.poll()
+            os._exit(1)
+
+        threading.Thread(target=wait, name="starter", daemon=True).start()
     starter = os.environ.get(STARTER)
     if starter is None:
         return

@@ -67,7 +67,7 @@ def test_a_cut_network_ends_the_run_within_a_minute(hosts: Hosts) -> None:
             _, errors = process.communicate(timeout=SILENT_SECONDS + 60)
             noticed = time.monotonic() - began
             assert process.returncode != 0
-            assert errors == (
+            assert errors.startswith(  # and ssh says that it has no answer
                 f"error: rank 1 on n2 is gone\n  because its host has been silent for {SILENT_SECONDS} s\n"
             )
             assert noticed < SILENT_SECONDS + 30
@@ -99,4 +99,4 @@ def test_ranks_end_when_the_command_that_started_them_is_killed(hosts: Hosts) ->
     with running(hosts, "orphaned") as process:
         hosts.run("n1", "pkill", "-KILL", "-f", "frugal train", check=True)
         process.wait(timeout=20)
-        assert nothing_is_left(hosts, seconds=90)
+        assert nothing_is_left(hosts, seconds=40)
