@@ -120,14 +120,14 @@ def end_with_starter() -> None:
     """End this rank soon after the command that started it has vanished, killed without a word.
 
     `frugal train` names itself in the environment, which only ranks of its own machine get to see; to ranks that it
-    started over ssh it is what reads their standard error. Started by another launcher, this does nothing.
+    started over ssh it is what holds their standard input open. Started by another launcher, this does nothing.
     """
     if REPORT in os.environ:
-        reader = select.poll()
-        reader.register(os.dup(2), 0)  # for nothing but its end; a copy, for a rank's own may go to its file
+        held = select.poll()
+        held.register(0, select.POLLIN)  # nothing is ever written there: what comes is its end
 
         def wait() -> None:
-            reader.poll()
+            held.poll()
             os._exit(1)
 
         threading.Thread(target=wait, name="starter", daemon=True).start()
