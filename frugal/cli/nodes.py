@@ -29,7 +29,7 @@ from frugal.errors import FrugalError, PlanMismatchError, RequestError
 from frugal.planning.files import write_plan
 from frugal.planning.hostfile import Host
 from frugal.planning.plan import Plan
-from frugal.training import failure
+from frugal.training import failure, group
 from frugal.training.host_report import HostReport
 from frugal.training.manifest import newest
 from frugal.training.settings import Settings
@@ -111,7 +111,7 @@ def _line(
     plan: Plan, named: Sequence[Host], access: Access, address: str, port: int, folder: Path, arguments: Sequence[str]
 ) -> str:
     """What every node's shell runs; pdsh puts the node's number in for `%n`."""
-    environment = access.environment() | {failure.REPORT: str(folder.absolute())}
+    environment = access.environment() | {failure.REPORT: str(folder.absolute()), group.OVER_SSH: "1"}
     if plan.cluster.devices[0].kind == "cpu":
         environment["DS_ACCELERATOR"] = "cpu"
     world = {host.name: list(range(host.slots)) for host in named}

@@ -21,10 +21,12 @@ import msgspec
 
 from frugal.errors import FrugalError
 from frugal.training import group, rank_log, stopping
-from frugal.training.group import REPORT
 
 INTERRUPTED = 130
 LINGER_SECONDS = 15.0  # launchers look after their ranks every second; a rank that is still here by then is alone
+REPORT = "FRUGAL_REPORT"
+"""Names a folder, shared by all nodes, in which the rank that fails first leaves a `Report` for whoever started it."""
+
 STORE_SECONDS = 5.0  # for an answer from the store of ranks, whose host may be the one that is gone
 _ending = threading.RLock()
 

@@ -19,11 +19,8 @@ if TYPE_CHECKING:
     import torch
 
 STARTER = "FRUGAL_STARTER_PID"
-REPORT = "FRUGAL_REPORT"
-"""Names a folder, shared by all nodes, in which the rank that fails first leaves a report for whoever started it.
-
-Ranks that `frugal train --hostfile` started over ssh, and only these, find it in their environment.
-"""
+OVER_SSH = "FRUGAL_OVER_SSH"
+"""In the environment of ranks that `frugal train --hostfile` started, and of no others."""
 
 
 def join(plan: Plan, out: Path | None = None) -> "torch.device":
@@ -122,7 +119,7 @@ def end_with_starter() -> None:
     `frugal train` names itself in the environment, which only ranks of its own machine get to see; to ranks that it
     started over ssh it is what holds their standard input open. Started by another launcher, this does nothing.
     """
-    if REPORT in os.environ:
+    if OVER_SSH in os.environ:
         held = select.poll()
         held.register(0, select.POLLIN)  # nothing is ever written there: what comes is its end
 

@@ -139,6 +139,19 @@ def test_words_that_shells_would_change_arrive_as_they_were(hosts: Hosts) -> Non
     assert len(losses(hosts.folder / "odd out")) == 4
 
 
+def test_a_host_that_is_down_is_named(hosts: Hosts) -> None:
+    path = plan(hosts, 1, 1)
+    hosts.link("n2", "down")
+    try:
+        code, output, errors = frugal(
+            hosts, "doctor", "--hostfile", path.with_name("hosts"), "--ssh-port", SSH_PORT, "--device", "cpu"
+        )
+    finally:
+        hosts.link("n2", "up")
+    assert (code, errors) == (2, "")
+    assert re.search(r"what would stop a run\n  n2 does not answer: ssh: connect to host n2 port 2222: \S.*\n$", output)
+
+
 def test_doctor_looks_at_each_host(hosts: Hosts) -> None:
     path = plan(hosts, 1, 1)
     code, output, errors = frugal(

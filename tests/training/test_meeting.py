@@ -1,8 +1,15 @@
 """Ranks that are not alike are told apart before they form a process group, by host and rank."""
 
+from dataclasses import replace
+
 import pytest
 
+from frugal.errors import RequestError
+from frugal.planning.cluster import Node
+from frugal.training import meeting
 from frugal.training.meeting import Card, compare, ranks_in_words
+from tests.plans import plan_by_hand
+from tests.ranks import free_port
 
 V = {"frugal": "0.1.0", "torch": "2.13.0"}
 
@@ -27,6 +34,24 @@ def test_other_plans_are_named_with_hosts_and_ranks() -> None:
     assert verdict is not None
     assert verdict.what == "the ranks were given different plans"
     assert verdict.because == ("n1 (rank 0) holds plan aaaaaaaaaaaa", "n2 (rank 1) holds plan bbbbbbbbbbbb")
+
+
+def test_a_rank_that_does_not_come_is_named_with_its_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = plan_by_hand(world_size=3, global_batch=6, micro_batch=2, zero_stage=2)
+    device = made.cluster.devices[0]
+    nodes = tuple(Node(devices=(device,) * number) for number in (1, 2))
+    made = replace(made, cluster=replace(made.cluster, nodes=nodes))
+    for name, value in {
+        "RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()),
+    }.items():  # fmt: skip
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(meeting, "_store", None)
+    with pytest.raises(RequestError) as caught:
+        meeting.meet(made, wait_seconds=1)
+    assert str(caught.value) == (
+        "not all ranks came within 1 s\n  because node 1 of the plan: ranks 1-2\n\n"
+        "hint: start the command on every node; what these ranks said is in logs/ of the run's folder on their host"
+    )
 
 
 @pytest.mark.parametrize(
