@@ -34,12 +34,17 @@ def three_hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
     yield from _up(tmp_path_factory.mktemp("three"), 3)
 
 
-def _up(folder: Path, number: int) -> Iterator[Hosts]:
-    if (reason := cluster.why_not()) is not None:
-        pytest.skip(reason)
+def prepare(folder: Path) -> None:
+    """A tiny model's config.json, and text."""
     (folder / "config.json").write_text(json.dumps(TINY))
     rows = [{"text": f"line {i}: " + "to be or not to be, " * (i % 7)} for i in range(200)]
     (folder / "text.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def _up(folder: Path, number: int) -> Iterator[Hosts]:
+    if (reason := cluster.why_not()) is not None:
+        pytest.skip(reason)
+    prepare(folder)
     up = Hosts(number, folder)
     try:
         yield up
