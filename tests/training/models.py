@@ -27,7 +27,7 @@ def tiny(task: str, family: str, seed: int = 0) -> nn.Module:
     """A model of two layers and width 32 without dropout, from the family's own configuration."""
     import transformers
 
-    from frugal.training.models import _AUTO
+    from frugal.training.model_spec import _AUTO
 
     torch.manual_seed(seed)
     config = transformers.CONFIG_MAPPING[family].from_dict(TINY[family])
