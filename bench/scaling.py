@@ -15,7 +15,6 @@ result.
 
 import argparse
 import json
-import os
 import statistics
 import sys
 import tempfile
@@ -121,7 +120,6 @@ def main() -> int:
     parser.add_argument("--record", action="store_true", help=f"keep the result in {RESULTS.name}")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     asked = parser.parse_args()
-    os.environ["DS_ACCELERATOR"] = "cpu"
     configurations = [(stage, number) for stage in STAGES for number in WORLD_SIZES]
     with tempfile.TemporaryDirectory() as name:
         text = Text(

@@ -18,7 +18,6 @@ no micro-batch has more than 4096 tokens on either side. `--record` keeps the re
 import argparse
 import ast
 import json
-import os
 import statistics
 import sys
 import sysconfig
@@ -136,7 +135,6 @@ def main() -> int:
     parser.add_argument("--record", action="store_true", help=f"keep the result in {RESULTS.name}")
     parser.add_argument("--steps", type=int, default=STEPS)
     asked = parser.parse_args()
-    os.environ["DS_ACCELERATOR"] = "cpu"
     runs = {}
     with tempfile.TemporaryDirectory() as name:
         text = written(Path(name))
