@@ -36,7 +36,7 @@ from tests.ranks import Ranks
 
 COMMAND = "python -m bench.translation --record"
 RESULTS = Path(__file__).parent / "results" / "translation-cpu.json"
-WORLD_SIZES, STEPS = (1, 2, 3), 16
+WORLD_SIZES, STEPS = (1, 2, 3), 12
 SEQ_LEN, GLOBAL_TOKENS, MAX_TOKENS = 1024, 16384, 4096
 ALIKE = 1e-4  # relative, of losses
 MODEL = {

@@ -10,6 +10,7 @@ from bench.language_model import EVENTS, RESULTS, ROOT, summary, table, trained
 from frugal.training import factories
 
 LM = ROOT / "launch" / "lm"
+README = ROOT / "README.md"
 
 
 def test_a_file_of_the_library_is_in_one_part_only_and_none_is_left_out() -> None:
@@ -46,9 +47,9 @@ def test_the_large_ones_fit_the_machines_they_name(size: str, cards: int, monkey
     assert f" = {cards} GPUs x micro-batch " in done.stdout
 
 
-@pytest.mark.skipif(not RESULTS.exists(), reason="not recorded yet")
 def test_the_kept_results_reach_every_goal() -> None:
     kept = json.loads(RESULTS.read_text())
     assert all(kept["goals"].values()), kept["goals"]
+    assert table(kept["ranks"]) in README.read_text(), "paste what the command prints"
     for run in kept["ranks"].values():
         assert max(run["perplexity"].values()) < 20, "260 tokens to choose from"
