@@ -32,7 +32,7 @@ FLAGS = (
     "--data", "text.jsonl", "--steps", str(STEPS), "--save-every", str(SAVE_EVERY), "--validation-fraction", "0.1",
 )  # fmt: skip
 PATIENCE_SECONDS = 300
-SMALL_DISK = "5m"  # room for two checkpoints and a half
+SMALL_DISK = "4m"  # room for two checkpoints and a half
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,6 +154,8 @@ def disturbed(folder: Path, whole: dict[int, float], fault: str, disturb: Callab
         at = disturb(run)
         code, output = run.end()
         seconds = time.monotonic() - at
+        if small and code == 0:
+            raise RuntimeError(f"{SMALL_DISK} were enough")
         done = max(losses(out))
         if small:
             subprocess.run(["mount", "-o", "remount,size=64m", str(out)], check=True)

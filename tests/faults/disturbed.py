@@ -1,5 +1,6 @@
 """Runs in which one rank is out of memory once, somewhere; on ranks."""
 
+import sys
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -40,11 +41,11 @@ class Fault:
     def __init__(self, engine: Engine, where: str) -> None:
         self.is_armed = False
         self.restore: list[tuple[Any, str, Any]] = []
-        self._counts: dict[str, int] = {}
+        self._states = 0
         self.engine, self.where, self.micro_steps_before = engine, where, int(where.startswith("later"))
         engine.module.transformer.h[1].register_forward_hook(self._on_forward)
         inner, zero = engine.update._optimizer, engine.deepspeed.optimizer
-        self._before(torch, "zeros_like", lambda: where == "states" and self._seen("zeros_like", 2))
+        self._before(torch, "zeros_like", lambda: where == "states" and self._is_second_state())
         clips = (engine.deepspeed, "clip_fp32_gradients") if zero is inner else (zero, "unscale_and_clip_grads")
         self._before(*clips, lambda: where == "clipping")
         self._before(inner, "_init_group", lambda: where == "writing" and engine.update.is_begun)
@@ -69,10 +70,10 @@ class Fault:
                 hidden = output if isinstance(output, torch.Tensor) else output[0]
                 hidden.register_hook(lambda _gradient: self._fail() if self.is_armed else None)
 
-    def _seen(self, name: str, number: int) -> bool:
-        """Whether this is the `number`-th time since it was armed."""
-        self._counts[name] = self._counts.get(name, 0) + 1
-        return self._counts[name] == number
+    def _is_second_state(self) -> bool:
+        """Whether the optimizer is about to make its second moment; others make zeros, too."""
+        self._states += sys._getframe(3).f_code.co_name == "_init_group"
+        return self._states == 2
 
     def _before(self, owner: Any, name: str, is_due: Any) -> None:
         usual = getattr(owner, name)
