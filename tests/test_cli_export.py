@@ -185,7 +185,9 @@ CASES = {
 """Samples, ZeRO stage, activation checkpointing, and what somebody changes in the command that is shown."""
 
 
-@pytest.mark.parametrize("target", ["hf", pytest.param("accelerate", marks=pytest.mark.exhaustive), "script"])
+@pytest.mark.parametrize(
+    "target", ["hf", *(pytest.param(target, marks=pytest.mark.exhaustive) for target in ("accelerate", "script"))]
+)
 def test_it_trains_as_frugal_does(
     folder: Path, two_ranks: Ranks, capsys: pytest.CaptureFixture[str], target: str
 ) -> None:

@@ -11,6 +11,7 @@ from tests.plans import plan_by_hand
 from tests.ranks import Ranks
 
 
+@pytest.mark.exhaustive
 def test_every_contender_trains_every_token_and_the_loop_by_hand_has_the_same_losses(two_ranks: Ranks) -> None:
     shape = {**MODEL, "n_layer": 1, "n_embd": 16, "n_head": 2, "n_positions": 160}
     samples = Docstrings(64, 160)
