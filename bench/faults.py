@@ -8,6 +8,7 @@ are held against those of a run that nobody disturbed: they have to be equal to 
 Results go to `bench/results/faults-cpu.json`; the README's table is printed.
 """
 
+import contextlib
 import json
 import os
 import re
@@ -32,7 +33,8 @@ FLAGS = (
     "--data", "text.jsonl", "--steps", str(STEPS), "--save-every", str(SAVE_EVERY), "--validation-fraction", "0.1",
 )  # fmt: skip
 PATIENCE_SECONDS = 300
-SMALL_DISK = "4m"  # room for two checkpoints and a half
+SMALL_DISK = "64m"
+FILLER = "of-another-program"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,11 +129,12 @@ def in_a_save(run: Run) -> float:
     return time.monotonic()
 
 
-def by_itself(run: Run) -> float:
-    """Nothing is done to it; when it logged its last step."""
-    run.wait_for(is_after(run, 2 * SAVE_EVERY))
-    while run.process.poll() is None and not is_after(run, 3 * SAVE_EVERY)():
-        time.sleep(0.002)
+def fill(run: Run) -> float:
+    """Another program takes what is left of the run's disk."""
+    run.wait_for(is_after(run, FAULT_AFTER))
+    with contextlib.suppress(OSError), (run.out / FILLER).open("wb", buffering=0) as file:
+        while True:
+            file.write(bytes(1 << 16))
     return time.monotonic()
 
 
@@ -158,7 +161,7 @@ def disturbed(folder: Path, whole: dict[int, float], fault: str, disturb: Callab
             raise RuntimeError(f"{SMALL_DISK} were enough")
         done = max(losses(out))
         if small:
-            subprocess.run(["mount", "-o", "remount,size=64m", str(out)], check=True)
+            (out / FILLER).unlink()
         if fault == "checkpoint truncated":
             truncate(out)
         resumed = Run(folder, out, "--resume")
@@ -193,7 +196,7 @@ FAULTS: dict[str, Callable[[Run], float]] = {
     "SIGTERM to the command": told(signal.SIGTERM, None),
     "SIGTERM to one rank": told(signal.SIGTERM, 1),
     "Ctrl-C": told(signal.SIGINT, None),
-    "disk full": by_itself,
+    "disk full": fill,
     "checkpoint truncated": told(signal.SIGKILL, 1),
 }
 
