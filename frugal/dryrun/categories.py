@@ -16,7 +16,7 @@ from frugal.training.measure import BACKWARD, FORWARD
 
 AUTOGRAD, DEEPSPEED, MODEL = "autograd", "DeepSpeed", "model"
 
-_TRANSPARENT = ("/torch/", "/frugal/dryrun/", "/frugal/training/measure.py", "/frugal/training/kept_results.py",
+_TRANSPARENT = ("/torch/", "/frugal/dryrun/", "/frugal/training/storage_watch.py", "/frugal/training/kept_results.py",
                 "/deepspeed/runtime/engine.py", "/deepspeed/runtime/zero/linear.py", "/deepspeed/utils/")  # fmt: skip
 _asker_of_code: dict[Any, str | None] = {_engine_run_backward.__code__: AUTOGRAD}
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from frugal.dryrun.data_dependent import exact
-from frugal.training.measure import tensors_in
+from frugal.training.storage_watch import tensors_in
 from frugal.training.traffic import traffic
 
 _Layout = tuple[torch.Size, tuple[int, ...], torch.dtype]

@@ -36,7 +36,8 @@ from frugal.planning.zero.trace import (
 )
 from frugal.training import activation_checkpointing, padding_masks, tiled_loss
 from frugal.training.loss import Objective
-from frugal.training.measure import BACKWARD, FORWARD, tensors_in
+from frugal.training.measure import BACKWARD, FORWARD
+from frugal.training.storage_watch import tensors_in
 
 MICRO_BATCHES = (2, 3)
 """Samples; one sample has a slightly different stream."""

@@ -21,7 +21,8 @@ from frugal.dryrun.categories import DEEPSPEED, MODEL, Shapes, asked_by_transfor
 from frugal.dryrun.host_pages import untouched
 from frugal.planning.timeline import PARAMETERS, TEMPORARY, Recording
 from frugal.planning.work import Counts
-from frugal.training.measure import BACKWARD, FORWARD, INITIALISATION, StorageWatch
+from frugal.training.measure import BACKWARD, FORWARD, INITIALISATION
+from frugal.training.storage_watch import StorageWatch
 from frugal.training.traffic import cpu_pace
 
 aten = torch.ops.aten

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from frugal.training.measure import tensors_in
+from frugal.training.storage_watch import tensors_in
 
 aten = torch.ops.aten
 
