@@ -80,8 +80,8 @@ def _rehearse(
 ) -> Rehearsal:
     """One attempt."""
     kind, strategy, world_size = tracker.kind, plan.strategy, plan.batch.world_size
-    side_stream = tracker.side_stream if kind == "cuda" and strategy.overlap_comm else None
-    pinning = tracker.pinning if kind == "cuda" else None
+    side_stream = tracker.side_streams.at_work if kind == "cuda" and strategy.overlap_comm else None
+    pinning = tracker.host.pinning if kind == "cuda" else None
     with (
         pretend(rank=rank, world_size=world_size, side_stream=side_stream, pinning=pinning),
         kernels_of(kind),
@@ -100,7 +100,7 @@ def _rehearse(
             counts = _train(tracker, engine, objective, micro_batch, micro_steps, plan.request.seq_len)
         rehearsal = Rehearsal(
             recording=tracker.recording(micro_batch),
-            host_bytes=tracker.host_peak_bytes,
+            host_bytes=tracker.host.peak_bytes,
             notes=tracker.notes,
             counts=counts,
         )

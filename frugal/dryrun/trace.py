@@ -19,6 +19,7 @@ from frugal.dryrun.attention import kernels_of
 from frugal.dryrun.layers import layout, repetition, shortened
 from frugal.dryrun.tracker import Tracker
 from frugal.errors import FrugalError
+from frugal.planning.event_log import EventLog
 from frugal.planning.strategy import ActivationCheckpointing
 from frugal.planning.timeline import NotAffineError, Timeline
 from frugal.planning.work import Counts, Work, between
@@ -54,7 +55,8 @@ class Recorder(Tracker):
     def __init__(self, kind: Literal["cuda", "cpu"]) -> None:
         super().__init__(kind)
         self.phase = ARRIVAL
-        self._phases = [(ARRIVAL, 0)]
+        self._log = EventLog()
+        self._log.phase(ARRIVAL)
         self._building = False
         self._alone = True
         self.marks: list[list[Mark]] = [[]]
@@ -89,26 +91,26 @@ class Recorder(Tracker):
 
     def _begins(self, number: int) -> None:
         if self.phase == FORWARD:
-            self.marks[-1].append((len(self._events), LAYER, number, -1))
+            self.marks[-1].append((len(self._log.events), LAYER, number, -1))
             self.counts_at.setdefault((LAYER, number), self.counts)
 
     def _finished(self, parameter: Tensor, index: int) -> None:
         assert parameter.grad is not None
         storage = self._storage.get(parameter.grad.untyped_storage()._cdata, -1)
-        self.marks[-1].append((len(self._events), GRADIENT, index, storage))
+        self.marks[-1].append((len(self._log.events), GRADIENT, index, storage))
         self.counts_at[GRADIENT, index] = self.counts
         parameter.grad = None
 
     def module(self, what: int, number: int, hold: int) -> None:
         """Mark what `frugal.dryrun.zero3` tells."""
-        self.marks[-1].append((len(self._events), what, number, hold))
+        self.marks[-1].append((len(self._log.events), what, number, hold))
 
 
 def built(build: Callable[[], nn.Module]) -> tuple[nn.Module, int]:
     """A model on meta, and the peak of its storages while it was built, bytes."""
     with Tracker("cuda") as tracker:
         model = build()
-    return model, tracker.host_peak_bytes
+    return model, tracker.host.peak_bytes
 
 
 def trace(

@@ -119,7 +119,7 @@ def test_offloaded_moves_each_layer_s_own_input_to_the_host_and_nothing_else() -
     tracker.watch(model)
     with tracker:
         out = model(torch.empty(4, 8, device="meta"))
-        assert tracker.host_live_bytes == 3 * (4 * 8 * 4 + torch.get_rng_state().nbytes)
+        assert tracker.host.live_bytes == 3 * (4 * 8 * 4 + torch.get_rng_state().nbytes)
         out.sum().backward()
         del out
-    assert tracker.host_live_bytes == 0
+    assert tracker.host.live_bytes == 0

@@ -1,8 +1,10 @@
 """A stream of births and deaths in the making, with micro-steps of a trace played into it."""
 
 from collections import Counter
+from dataclasses import replace
 from typing import Protocol
 
+from frugal.planning.event_log import EventLog
 from frugal.planning.profile import DeviceKind
 from frugal.planning.timeline import TEMPORARY, Timeline
 from frugal.planning.zero.trace import DEATH, GRADIENT, ModelTrace
@@ -24,40 +26,28 @@ class Stream:
     """Births, deaths and phases, in order. A storage without bytes is none: its number is -1."""
 
     def __init__(self, names: tuple[str, ...]) -> None:
-        self._fixed: list[int] = []
+        self._log = EventLog(names)  # its sizes are those without a sample
         self._per_sample: list[int] = []
-        self._categories: list[int] = []
-        self._operators: list[int] = []
-        self._modules: list[int] = []
-        self._names = {name: number for number, name in enumerate(names)}
-        self._events: list[int] = []
-        self._phases: list[tuple[str, int]] = []
         self._held: dict[int, int] = {}  # storage -> how many hold it
         self._over: set[int] = set()  # held although everybody else is done with it
 
     def phase(self, name: str) -> None:
         """From now on it is this phase."""
-        self._phases.append((name, len(self._events)))
+        self._log.phase(name)
 
     def born(self, size_bytes: int, operator: str, category: int = TEMPORARY) -> int:
         """A storage begins; its number."""
         if size_bytes == 0:
             return -1
-        storage = len(self._fixed)
-        self._fixed.append(size_bytes)
         self._per_sample.append(0)
-        self._categories.append(category)
-        self._operators.append(self._names.setdefault(operator, len(self._names)))
-        self._modules.append(0)
-        self._events.append(storage)
-        return storage
+        return self._log.born(size_bytes, category, operator)
 
     def dies(self, storage: int) -> None:
         """It is gone; or will be, when nobody holds it."""
         if self._held.get(storage):
             self._over.add(storage)
         elif storage >= 0:
-            self._events.append(storage)
+            self._log.events.append(storage)
 
     def hold(self, storage: int) -> None:
         """Keep it beyond its death, until it is released as often."""
@@ -84,34 +74,25 @@ class Stream:
     def relabel(self, storage: int, category: int) -> None:
         """What it is for has changed."""
         if storage >= 0:
-            self._categories[storage] = category
+            self._log.categories[storage] = category
 
     def timeline(self) -> Timeline:
         """Everything so far."""
-        return Timeline(
-            fixed=tuple(self._fixed),
-            per_sample=tuple(self._per_sample),
-            categories=tuple(self._categories),
-            operators=tuple(self._operators),
-            modules=tuple(self._modules),
-            names=tuple(self._names),
-            events=tuple(self._events),
-            phases=tuple(self._phases),
-        )
+        return replace(Timeline.constant(self._log.recording(0)), per_sample=tuple(self._per_sample))
 
     def add(self, stream: Timeline) -> int:
         """Make room for the storages of `stream`, whose names this stream was made with; the number of the first."""
-        first = len(self._fixed)
-        self._fixed += stream.fixed
+        first = len(self._log.sizes)
+        self._log.sizes += stream.fixed
         self._per_sample += stream.per_sample
-        self._categories += stream.categories
-        self._operators += stream.operators
-        self._modules += stream.modules
+        self._log.categories += stream.categories
+        self._log.operators += stream.operators
+        self._log.modules += stream.modules
         return first
 
     def extend(self, events: list[int]) -> None:
         """What happens next."""
-        self._events += events
+        self._log.events += events
 
 
 class Host:
