@@ -73,8 +73,8 @@ def in_turns(plan: Plan, turns: int, votes: int) -> dict[str, Any]:
     import torch.distributed as dist
 
     from frugal.training.engine import initialize
-    from frugal.training.loss import CausalLM
     from frugal.training.models import resolve
+    from frugal.training.objectives import CausalLM
 
     spec = resolve(plan.request.model, None)
     engine = initialize(spec.build(dtype=torch.float32, device="cpu", seed=0), plan, CausalLM())

@@ -43,7 +43,7 @@ from frugal.planning.plan import Plan
 from frugal.training import group
 from frugal.training.circumstances import cpu_name, forget_peak_rss, peak_rss
 from frugal.training.engine import DTYPES, initialize
-from frugal.training.loss import CausalLM
+from frugal.training.objectives import CausalLM
 from frugal.units import MIB
 from tests.plans import plan_by_hand
 from tests.ranks import free_port

@@ -77,8 +77,8 @@ def engine_of(plan: Plan) -> Any:
     import torch
 
     from frugal.training.engine import initialize
-    from frugal.training.loss import CausalLM
     from frugal.training.models import resolve
+    from frugal.training.objectives import CausalLM
 
     spec = resolve(plan.request.model, None)
     return initialize(spec.build(dtype=torch.float32, device="cpu", seed=0), plan, CausalLM())

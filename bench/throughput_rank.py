@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from frugal.planning.ds_config import ADAM_BETAS, ADAM_EPSILON, deepspeed_config
 from frugal.planning.plan import Plan
-from frugal.training.loss import CausalLM
+from frugal.training.objectives import CausalLM
 
 Samples = Sequence[dict[str, Any]]
 PEERS_MICRO_BATCH = 8

@@ -9,7 +9,7 @@ from frugal.errors import RequestError
 from frugal.training import hub
 
 _RUNS_A_FORWARD = ("loss_sum", "recompute_fn")  # of an objective, and of torch's activation checkpointing
-_READS_THE_OUTPUT = "loss.py"  # of ours the only file that a model's outputs can make fail
+_READ_THE_OUTPUT = ("loss.py", "objectives.py")  # of ours the only files that a model's outputs can make fail
 _NO_VALUES = ("meta tensor", "Meta tensor", "meta device", "register_meta")
 
 
@@ -19,7 +19,7 @@ def failure_in_forward(model: str, error: Exception) -> RequestError | None:
     runs = [i for i, frame in enumerate(frames) if frame.name in _RUNS_A_FORWARD]
     if not runs or _is_of("deepspeed", frames[-1]):
         return None
-    if _is_of("frugal", frames[-1]) and Path(frames[-1].filename).name != _READS_THE_OUTPUT:
+    if _is_of("frugal", frames[-1]) and Path(frames[-1].filename).name not in _READ_THE_OUTPUT:
         return None
     if isinstance(error, NotImplementedError) or any(words in str(error) for words in _NO_VALUES):
         hint = "a rehearsal knows shapes, not values: what depends on values has to come in with the batch"

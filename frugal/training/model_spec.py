@@ -14,7 +14,8 @@ from torch import nn
 from frugal.errors import RequestError
 from frugal.planning.request import Task
 from frugal.training import factories, hub, padding_masks
-from frugal.training.loss import CausalLM, MaskedLM, Objective, Seq2Seq, SequenceClassification
+from frugal.training.loss import Objective
+from frugal.training.objectives import CausalLM, MaskedLM, Seq2Seq, SequenceClassification
 
 TASKS: tuple[str, ...] = get_args(Task)
 OWN = "own"  # the task of a factory that brings its own objective

@@ -5,7 +5,7 @@ import torch
 from bench.cpu_rank import rehearsed_as_process
 from frugal.dryrun.rehearsal import Rehearsal
 from frugal.dryrun.rehearse import rehearse
-from frugal.training.loss import CausalLM
+from frugal.training.objectives import CausalLM
 from tests.plans import plan_by_hand
 from tests.training.models import tiny_gpt2
 

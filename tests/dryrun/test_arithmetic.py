@@ -7,7 +7,8 @@ from torch import nn
 from frugal.dryrun.rehearse import rehearse
 from frugal.planning.optimizers import state_bytes_per_element
 from frugal.planning.timeline import CATEGORIES, LOGITS, Timeline
-from frugal.training.loss import CausalLM, SummedLoss
+from frugal.training.loss import SummedLoss
+from frugal.training.objectives import CausalLM
 from tests.plans import plan_by_hand
 from tests.training.models import tiny_gpt2
 

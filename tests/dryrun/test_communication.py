@@ -8,7 +8,7 @@ import torch
 
 from frugal.dryrun.rehearse import rehearse
 from frugal.planning.plan import Plan
-from frugal.training.loss import CausalLM
+from frugal.training.objectives import CausalLM
 from tests.dryrun.test_truth import SMALL_BUCKETS, TOLERANCE, measured, rehearsed
 from tests.plans import plan_by_hand
 from tests.ranks import Ranks

@@ -13,7 +13,8 @@ from frugal.dryrun import data_dependent
 from frugal.dryrun.rehearsal import Rehearsal
 from frugal.dryrun.rehearse import rehearse
 from frugal.training.engine import DTYPES
-from frugal.training.loss import CausalLM, SequenceClassification, SummedLoss
+from frugal.training.loss import SummedLoss
+from frugal.training.objectives import CausalLM, SequenceClassification
 from frugal.training.trial import phase_peaks, trial
 from tests.dryrun.test_truth import SEQ_LEN, TOLERANCE, plan_for
 from tests.ranks import Ranks

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from frugal.dryrun import tracker
 from frugal.dryrun.forward_failure import failure_in_forward
 from frugal.dryrun.rehearse import rehearse
-from frugal.training.loss import CausalLM
+from frugal.training.objectives import CausalLM
 from tests.dryrun.test_truth import plan_for
 
 

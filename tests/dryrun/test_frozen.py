@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from frugal.dryrun.rehearse import rehearse
 from frugal.training.engine import DTYPES, initialize
-from frugal.training.loss import CausalLM
 from frugal.training.models import resolve
+from frugal.training.objectives import CausalLM
 from frugal.training.trial import trial
 from tests.dryrun.test_truth import FAMILIES, TOLERANCE, plan_for
 from tests.ranks import Ranks

@@ -11,7 +11,7 @@ from frugal.dryrun.rehearsal import Rehearsal
 from frugal.dryrun.rehearse import rehearse
 from frugal.planning.request import Request
 from frugal.planning.strategy import Strategy
-from frugal.training.loss import CausalLM
+from frugal.training.objectives import CausalLM
 from frugal.training.precision import DTYPES
 from tests.training.models import tiny_gpt2
 

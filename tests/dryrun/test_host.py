@@ -7,7 +7,7 @@ import torch
 from frugal.dryrun.rehearse import rehearse
 from frugal.planning import host
 from frugal.planning.plan import Plan
-from frugal.training.loss import CausalLM
+from frugal.training.objectives import CausalLM
 from frugal.units import GIB, MIB
 from tests.dryrun.test_truth import SMALL_BUCKETS
 from tests.plans import plan_by_hand

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from frugal.training.loss import CausalLM
 from frugal.training.measure import gauge
+from frugal.training.objectives import CausalLM
 from tests.training.models import tiny_gpt2
 
 SEQ_LEN = 64

@@ -11,7 +11,7 @@ import torch
 
 from frugal.planning.plan import Plan
 from frugal.training.engine import initialize
-from frugal.training.loss import CausalLM
+from frugal.training.objectives import CausalLM
 from tests.dryrun.test_truth import SMALL_BUCKETS, TOLERANCE, measured, rehearsed
 from tests.plans import plan_by_hand
 from tests.ranks import Ranks

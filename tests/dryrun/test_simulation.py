@@ -13,7 +13,8 @@ from frugal.planning.strategy import Strategy
 from frugal.planning.zero.simulation import covers, simulate
 from frugal.planning.zero.trace import ModelTrace
 from frugal.training.engine import DTYPES
-from frugal.training.loss import CausalLM, MaskedLM, Seq2Seq, SummedLoss
+from frugal.training.loss import SummedLoss
+from frugal.training.objectives import CausalLM, MaskedLM, Seq2Seq
 
 TOLERANCE = 0.001  # of a phase's bytes; operators on scalars are left out, which is seen on models this small
 SEQ_LEN, MICRO_BATCH = 40, 4  # traced are 2 and 3 samples

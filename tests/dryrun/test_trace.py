@@ -13,7 +13,8 @@ from frugal.dryrun.layers import repetition
 from frugal.dryrun.trace import trace
 from frugal.planning.timeline import NotAffineError
 from frugal.planning.zero.trace import ModelTrace
-from frugal.training.loss import CausalLM, MaskedLM, Objective, Seq2Seq, SummedLoss
+from frugal.training.loss import Objective, SummedLoss
+from frugal.training.objectives import CausalLM, MaskedLM, Seq2Seq
 
 SEQ_LEN = 40
 

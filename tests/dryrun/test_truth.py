@@ -10,7 +10,7 @@ import torch
 from frugal.dryrun.rehearse import rehearse
 from frugal.planning.plan import Plan
 from frugal.planning.timeline import Timeline
-from frugal.training.loss import CausalLM, MaskedLM, Seq2Seq
+from frugal.training.objectives import CausalLM, MaskedLM, Seq2Seq
 from frugal.training.precision import DTYPES
 from frugal.training.trial import trial
 from tests.plans import plan_by_hand

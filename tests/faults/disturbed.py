@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from frugal.training.engine import Engine, initialize
 from frugal.training.evaluate import evaluate
-from frugal.training.loss import CausalLM
+from frugal.training.objectives import CausalLM
 from tests.plans import plan_by_hand
 from tests.training.models import ragged_samples, tiny_gpt2
 

@@ -14,7 +14,7 @@ from frugal.errors import FrugalError
 from frugal.training import checkpoint
 from frugal.training.checkpoint import Progress
 from frugal.training.engine import Engine, initialize
-from frugal.training.loss import CausalLM
+from frugal.training.objectives import CausalLM
 from tests.plans import plan_by_hand
 from tests.ranks import Ranks
 from tests.training.models import ragged_samples, tiny_gpt2

@@ -13,7 +13,7 @@ from frugal.planning.plan import Batch
 from frugal.training.cells import Limits, share
 from frugal.training.engine import initialize
 from frugal.training.evaluate import evaluate
-from frugal.training.loss import CausalLM
+from frugal.training.objectives import CausalLM
 from tests.plans import plan_by_hand
 from tests.ranks import Ranks
 from tests.training.models import ragged_samples, tiny_gpt2

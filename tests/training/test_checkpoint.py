@@ -24,7 +24,7 @@ from frugal.training.checkpoint import Progress
 from frugal.training.engine import Engine, initialize
 from frugal.training.evaluate import evaluate
 from frugal.training.final_model import save_model
-from frugal.training.loss import CausalLM
+from frugal.training.objectives import CausalLM
 from frugal.training.provenance import Provenance
 from tests.plans import plan_by_hand
 from tests.ranks import Ranks

@@ -21,8 +21,9 @@ from frugal.errors import RequestError
 from frugal.training import data, hub, sources
 from frugal.training.batches import GlobalBatches
 from frugal.training.data import Corpus
-from frugal.training.loss import IGNORED, CausalLM, Seq2Seq, SequenceClassification
+from frugal.training.objectives import CausalLM, Seq2Seq, SequenceClassification
 from frugal.training.sources import Columns
+from frugal.training.tiled_loss import IGNORED
 from frugal.training.tokenizing import byte_tokenizer, encode, fingerprint, load_tokenizer
 
 Load = Callable[..., Corpus]

@@ -15,7 +15,7 @@ from frugal.training import run
 from frugal.training.engine import initialize
 from frugal.training.evaluate import Evaluation, evaluate
 from frugal.training.log import Log
-from frugal.training.loss import CausalLM
+from frugal.training.objectives import CausalLM
 from tests.plans import plan_by_hand
 from tests.ranks import Ranks
 from tests.training.models import ragged_samples, tiny_gpt2

@@ -8,7 +8,7 @@ import torch
 
 from frugal.errors import FrugalError
 from frugal.training.engine import initialize
-from frugal.training.loss import CausalLM
+from frugal.training.objectives import CausalLM
 from tests.plans import plan_by_hand
 from tests.ranks import Ranks
 from tests.training.models import ragged_samples, tiny_gpt2

@@ -7,7 +7,7 @@ import pytest
 from frugal.planning.strategy import Strategy
 from frugal.training import tiled_loss
 from frugal.training.engine import initialize
-from frugal.training.loss import CausalLM
+from frugal.training.objectives import CausalLM
 from frugal.training.precision import DTYPES
 from tests.plans import plan_by_hand
 from tests.ranks import Ranks

@@ -23,7 +23,7 @@ from frugal.training.checkpoint import Progress
 from frugal.training.engine import StepResult, initialize
 from frugal.training.evaluate import Evaluation
 from frugal.training.log import Log
-from frugal.training.loss import CausalLM
+from frugal.training.objectives import CausalLM
 from frugal.training.schedule import factor
 from frugal.training.settings import Settings
 from tests.plans import plan_by_hand

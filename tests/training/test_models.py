@@ -9,9 +9,10 @@ from torch import nn
 
 from frugal.errors import RequestError
 from frugal.training import hub, model_spec
-from frugal.training.loss import CausalLM, MaskedLM, Seq2Seq, SequenceClassification, SummedLoss
+from frugal.training.loss import SummedLoss
 from frugal.training.model_spec import check_sequence_length, heads
 from frugal.training.models import presets, resolve
+from frugal.training.objectives import CausalLM, MaskedLM, Seq2Seq, SequenceClassification
 from frugal.training.tokenizing import byte_tokenizer
 from tests.training.models import TINY, tiny_gpt2
 

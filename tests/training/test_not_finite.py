@@ -13,8 +13,9 @@ from frugal.training.batches import GlobalBatches
 from frugal.training.checkpoint import Progress
 from frugal.training.engine import Engine, initialize
 from frugal.training.log import Log
-from frugal.training.loss import Batch, CausalLM
+from frugal.training.loss import Batch
 from frugal.training.not_finite import MOST_IN_A_ROW, shown
+from frugal.training.objectives import CausalLM
 from frugal.training.settings import Settings
 from tests.faults.disturbed import weights
 from tests.plans import plan_by_hand

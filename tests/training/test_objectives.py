@@ -12,16 +12,9 @@ from torch import Tensor, nn
 
 from frugal.training import padding_masks
 from frugal.training.engine import initialize
-from frugal.training.loss import (
-    IGNORED,
-    CausalLM,
-    MaskedLM,
-    Objective,
-    Sample,
-    Seq2Seq,
-    SequenceClassification,
-    SummedLoss,
-)
+from frugal.training.loss import Objective, Sample, SummedLoss
+from frugal.training.objectives import CausalLM, MaskedLM, Seq2Seq, SequenceClassification
+from frugal.training.tiled_loss import IGNORED
 from frugal.training.tokenizing import byte_tokenizer
 from tests.plans import plan_by_hand
 from tests.ranks import Ranks

@@ -16,12 +16,13 @@ from frugal.errors import RequestError
 from frugal.planning.request import Request
 from frugal.training import continuation, data, packable, packs
 from frugal.training.engine import initialize
-from frugal.training.loss import IGNORED, CausalLM
 from frugal.training.manifest import Manifest
 from frugal.training.models import resolve
+from frugal.training.objectives import CausalLM
 from frugal.training.packs import Packer
 from frugal.training.samples import lengths_of
 from frugal.training.settings import Settings
+from frugal.training.tiled_loss import IGNORED
 from frugal.training.tokenizing import byte_tokenizer
 from tests.plans import plan_by_hand
 from tests.ranks import Ranks

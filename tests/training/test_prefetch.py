@@ -11,7 +11,7 @@ import torch
 from frugal.training.batches import GlobalBatches
 from frugal.training.cells import Limits
 from frugal.training.engine import initialize
-from frugal.training.loss import CausalLM
+from frugal.training.objectives import CausalLM
 from frugal.training.prefetch import ahead
 from tests.plans import plan_by_hand
 from tests.ranks import Ranks

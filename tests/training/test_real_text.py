@@ -6,7 +6,7 @@ import torch
 from frugal.training import data, tokenizing
 from frugal.training.batches import GlobalBatches, Position
 from frugal.training.engine import initialize
-from frugal.training.loss import CausalLM
+from frugal.training.objectives import CausalLM
 from tests.plans import plan_by_hand
 from tests.ranks import Ranks
 from tests.training.models import tiny_gpt2

@@ -18,7 +18,7 @@ from frugal.training.checkpoint import Progress
 from frugal.training.engine import Engine, initialize
 from frugal.training.evaluate import evaluate
 from frugal.training.log import Log
-from frugal.training.loss import CausalLM
+from frugal.training.objectives import CausalLM
 from frugal.training.settings import Settings
 from frugal.training.shortage import Report, Shortage, report
 from tests.plans import plan_by_hand

@@ -14,8 +14,8 @@ from frugal.training import checkpoint, continuation, manifest, resharding
 from frugal.training.batches import GlobalBatches, Position
 from frugal.training.checkpoint import Progress
 from frugal.training.engine import Engine, initialize
-from frugal.training.loss import CausalLM
 from frugal.training.manifest import Manifest
+from frugal.training.objectives import CausalLM
 from tests.plans import plan_by_hand
 from tests.ranks import Ranks
 from tests.training.models import ragged_samples, tiny_gpt2

@@ -15,7 +15,7 @@ from frugal.planning.plan import Plan
 from frugal.training import room
 from frugal.training.circumstances import available_bytes
 from frugal.training.engine import initialize
-from frugal.training.loss import CausalLM
+from frugal.training.objectives import CausalLM
 from frugal.training.settings import Settings
 from frugal.units import GIB
 from tests.plans import plan_by_hand

@@ -1,0 +1,255 @@
+"""The objectives of text models, as transformers builds them: next and masked tokens, pairs of texts, classes."""
+
+import zlib
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from frugal.training import packs, tiled_loss
+from frugal.training.loss import Batch, Sample
+from frugal.training.tiled_loss import IGNORED
+
+
+def summed_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """Cross entropy in fp32 over `logits` of shape `(..., classes)`, summed where `targets` is not `IGNORED`."""
+    return F.cross_entropy(
+        logits.reshape(-1, logits.shape[-1]).float(), targets.reshape(-1), ignore_index=IGNORED, reduction="sum"
+    )
+
+
+def token_loss_sum(model: nn.Module, inputs: Batch, targets: Tensor) -> Tensor:
+    """Cross entropy of what `model(**inputs)` says of each position, summed over `targets (samples, positions)`.
+
+    Tiled where the plan says so, so that the logits are never held whole.
+    """
+    if tiled_loss.is_applied(model):
+        return tiled_loss.summed_cross_entropy(model, inputs, targets)
+    return summed_cross_entropy(model(**inputs).logits, targets)
+
+
+def pad(rows: Sequence[Sequence[int]], fill: int) -> Tensor:
+    """`rows` of token ids, padded on the right with `fill` to the longest: shape `(len(rows), longest)`, int64."""
+    padded = np.full((len(rows), max(map(len, rows))), fill, dtype=np.int64)
+    for i, row in enumerate(rows):
+        padded[i, : len(row)] = row
+    return torch.from_numpy(padded)
+
+
+def real_tokens(rows: Sequence[Sequence[int]]) -> Tensor:
+    """The attention mask of `rows` padded on the right: 1 for a token, 0 for padding, `(len(rows), longest)`, int64.
+
+    Passed also where nothing is padded, so that every batch takes the same way through the model.
+    """
+    lengths = torch.tensor([len(row) for row in rows])
+    return (torch.arange(int(lengths.max())) < lengths[:, None]).long()
+
+
+class CausalLM:
+    """Next-token prediction. A sample has `input_ids` and, if some positions are no targets, `labels`.
+
+    `packed`: it also has `documents`, the tokens of each document in it. They do not see each other, and none begins
+    with a target. Without `documents` it is one.
+    """
+
+    def __init__(self, pad_id: int = 0, *, packed: bool = False) -> None:
+        self.pad_id = pad_id
+        self.packed = packed
+
+    def collate(self, samples: Sequence[Sample]) -> Batch:
+        """`input_ids`, `labels` and, if packed, `position_ids`, each of shape `(samples, longest)`.
+
+        There is no attention mask: padding is on the right, and causal attention never looks there. That keeps the
+        flash kernel, which takes no mask. Packed, the model makes one from the positions.
+        """
+        batch = {
+            "input_ids": pad([sample["input_ids"] for sample in samples], self.pad_id),
+            "labels": pad([sample.get("labels", sample["input_ids"]) for sample in samples], IGNORED),
+        }
+        if not self.packed:
+            return batch
+        documents = [sample.get("documents", [len(sample["input_ids"])]) for sample in samples]
+        for row, of_sample in enumerate(documents):
+            batch["labels"][row, packs.starts(of_sample)] = IGNORED
+        positions: list[Any] = [packs.positions(each) for each in documents]
+        return batch | {"position_ids": pad(positions, 0)}
+
+    def dummy(self) -> Sample:
+        """Two tokens, none of them a target."""
+        return {"input_ids": [self.pad_id, self.pad_id], "labels": [IGNORED, IGNORED]}
+
+    def example(self, num_samples: int, seq_len: int) -> Batch:
+        """`num_samples` rows of `seq_len` tokens."""
+        return self.collate([{"input_ids": [self.pad_id] * seq_len}] * num_samples)
+
+    def count(self, batch: Batch) -> int:
+        """Targets; position 0 is predicted by nothing."""
+        return int((batch["labels"][:, 1:] != IGNORED).sum())
+
+    def loss_sum(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Summed cross entropy of every next token."""
+        next_tokens = F.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)  # cheaper than a copy of all logits but one
+        inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
+        with packs.apart() if self.packed else nullcontext():
+            return token_loss_sum(model, inputs, next_tokens)
+
+
+class MaskedLM:
+    """Predicting masked tokens, as BERT does (https://arxiv.org/abs/1810.04805, section 3.1).
+
+    A sample has `input_ids`; also `labels` if it is masked already. Otherwise `share` of its tokens, at least one
+    and no special ones, become targets: 80 % of them are shown as the mask, 10 % as a random token, 10 % unchanged.
+    Which ones depends on `seed`, the sample's tokens and its `draw` (see `batches.py`: its number in the endless
+    training order; absent in evaluation), and on nothing else: every epoch masks anew, every world size alike.
+    """
+
+    def __init__(
+        self,
+        *,
+        pad_id: int,
+        mask_id: int,
+        vocab_size: int,
+        special_ids: Sequence[int] = (),
+        share: float = 0.15,
+        seed: int = 0,
+    ) -> None:
+        self.pad_id = pad_id
+        self.mask_id = mask_id
+        self.special_ids = np.unique([pad_id, mask_id, *special_ids])
+        self.ordinary_ids = np.setdiff1d(np.arange(vocab_size), self.special_ids)
+        self.share = share
+        self.seed = seed
+
+    def mask(self, sample: Sample) -> tuple[Sequence[int], Sequence[int]]:
+        """The masked tokens and the labels of a sample, each as long as its `input_ids`."""
+        tokens = np.asarray(sample["input_ids"], dtype=np.int64)
+        if "labels" in sample:
+            return tokens, sample["labels"]  # type: ignore[return-value]  # an array is as good as a sequence here
+        random = np.random.default_rng((self.seed, sample.get("draw", 0), zlib.crc32(tokens.tobytes())))
+        candidates = np.flatnonzero(~np.isin(tokens, self.special_ids))
+        num_targets = min(len(candidates), max(1, round(self.share * len(candidates))))
+        chosen = random.permutation(candidates)[:num_targets]
+        kind = random.random(num_targets)
+        labels = np.full_like(tokens, IGNORED)
+        labels[chosen] = tokens[chosen]
+        shown = tokens.copy()
+        shown[chosen[kind < 0.8]] = self.mask_id
+        replaced = chosen[kind >= 0.9]
+        if len(self.ordinary_ids):
+            shown[replaced] = random.choice(self.ordinary_ids, len(replaced))
+        return shown, labels  # type: ignore[return-value]  # as above
+
+    def collate(self, samples: Sequence[Sample]) -> Batch:
+        """`input_ids`, `attention_mask` and `labels`, each of shape `(samples, longest)`."""
+        masked = [self.mask(sample) for sample in samples]
+        return {
+            "input_ids": pad([tokens for tokens, _ in masked], self.pad_id),
+            "attention_mask": real_tokens([tokens for tokens, _ in masked]),
+            "labels": pad([labels for _, labels in masked], IGNORED),
+        }
+
+    def dummy(self) -> Sample:
+        """Two tokens, none of them a target."""
+        return {"input_ids": [self.mask_id] * 2, "labels": [IGNORED] * 2}
+
+    def example(self, num_samples: int, seq_len: int) -> Batch:
+        """`num_samples` rows of `seq_len` tokens, every one a target: how many are makes no difference to memory."""
+        return self.collate([{"input_ids": [self.mask_id] * seq_len, "labels": [self.mask_id] * seq_len}] * num_samples)
+
+    def count(self, batch: Batch) -> int:
+        """Masked tokens."""
+        return int((batch["labels"] != IGNORED).sum())
+
+    def loss_sum(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Summed cross entropy of the masked tokens."""
+        inputs = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
+        return token_loss_sum(model, inputs, batch["labels"])
+
+
+class Seq2Seq:
+    """Predicting a target text from a source text. A sample has `input_ids` (source) and `labels` (target tokens)."""
+
+    def __init__(self, pad_id: int = 0, *, start_id: int = 0) -> None:
+        self.pad_id = pad_id
+        self.start_id = start_id  # what the decoder sees before the first target
+
+    def collate(self, samples: Sequence[Sample]) -> Batch:
+        """`input_ids` and `attention_mask` of shape `(samples, longest source)`, the rest `(samples, longest target)`.
+
+        `decoder_input_ids` are the labels, one to the right. The decoder needs no mask: it never looks at padding.
+        """
+        sources = [sample["input_ids"] for sample in samples]
+        targets = [sample["labels"] for sample in samples]
+        labels = pad(targets, IGNORED)
+        shifted = torch.full_like(labels, self.start_id)
+        shifted[:, 1:] = labels[:, :-1].masked_fill(labels[:, :-1] == IGNORED, self.pad_id)
+        return {
+            "input_ids": pad(sources, self.pad_id),
+            "attention_mask": real_tokens(sources),
+            "decoder_input_ids": shifted,
+            "labels": labels,
+        }
+
+    def dummy(self) -> Sample:
+        """One source token and one target position without a target."""
+        return {"input_ids": [self.start_id], "labels": [IGNORED]}
+
+    def example(self, num_samples: int, seq_len: int) -> Batch:
+        """`num_samples` sources and targets of `seq_len` tokens each."""
+        return self.collate(
+            [{"input_ids": [self.start_id] * seq_len, "labels": [self.start_id] * seq_len}] * num_samples
+        )
+
+    def count(self, batch: Batch) -> int:
+        """Target tokens."""
+        return int((batch["labels"] != IGNORED).sum())
+
+    def loss_sum(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Summed cross entropy of the target tokens."""
+        inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
+        return token_loss_sum(model, inputs, batch["labels"])
+
+
+class SequenceClassification:
+    """One class for each text. A sample has `input_ids` and `label`, an int from 0.
+
+    A model that is not `bidirectional` gets no attention mask, as in `CausalLM`; it finds the last token, which
+    decides, by its configured `pad_token_id`. Encoder-decoders find it by an end token, `end_id`, which every sample
+    must have; so have the samples made here.
+    """
+
+    def __init__(self, pad_id: int = 0, *, bidirectional: bool = True, end_id: int | None = None) -> None:
+        self.pad_id = pad_id
+        self.bidirectional = bidirectional
+        self.end_id = pad_id if end_id is None else end_id
+
+    def collate(self, samples: Sequence[Sample]) -> Batch:
+        """`input_ids` (and `attention_mask`) of shape `(samples, longest)`, `labels` of shape `(samples,)`."""
+        rows = [sample["input_ids"] for sample in samples]
+        mask = {"attention_mask": real_tokens(rows)} if self.bidirectional else {}
+        return {
+            "input_ids": pad(rows, self.pad_id),
+            **mask,
+            "labels": torch.tensor([int(sample["label"]) for sample in samples]),
+        }
+
+    def dummy(self) -> Sample:
+        """Two tokens without a class."""
+        return {"input_ids": [self.pad_id, self.end_id], "label": IGNORED}
+
+    def example(self, num_samples: int, seq_len: int) -> Batch:
+        """`num_samples` rows of `seq_len` tokens, all of class 0."""
+        return self.collate([{"input_ids": [self.pad_id] * (seq_len - 1) + [self.end_id], "label": 0}] * num_samples)
+
+    def count(self, batch: Batch) -> int:
+        """Samples with a class."""
+        return int((batch["labels"] != IGNORED).sum())
+
+    def loss_sum(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Summed cross entropy of the classes."""
+        inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
+        return summed_cross_entropy(model(**inputs).logits, batch["labels"])
