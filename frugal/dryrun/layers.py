@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from frugal.planning.zero.splicing import Layout
+from frugal.planning.zero.layer_parts import Layout
 
 _NUMBERS = {"layer_idx", "layer_id", "layer_index", "layer_number"}  # attributes by which a layer knows its place
 

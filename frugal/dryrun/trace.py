@@ -23,7 +23,8 @@ from frugal.planning.event_log import EventLog
 from frugal.planning.strategy import ActivationCheckpointing
 from frugal.planning.timeline import NotAffineError, Timeline
 from frugal.planning.work import Counts, Work, between
-from frugal.planning.zero.splicing import Layout, Marks, splice
+from frugal.planning.zero.layer_parts import Layout, Marks
+from frugal.planning.zero.splicing import splice
 from frugal.planning.zero.trace import (
     ARRIVAL,
     BATCH_ENDS,
