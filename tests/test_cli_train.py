@@ -297,7 +297,7 @@ def test_the_plan_it_makes_is_that_of_frugal_plan_for_the_lengths_of_the_data(
 )
 def test_a_step_is_as_large_as_was_asked(folder: Path, task: str, tokens: int | None, steps: int, said: str) -> None:
     from frugal.training import run
-    from frugal.training.data import Report
+    from frugal.training.preparation import Report
 
     made = plan(folder, 1)
     made = dataclasses.replace(

@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from frugal.errors import RequestError
-from frugal.training import data, hub, sources
+from frugal.training import data, hub, preparation, sources
 from frugal.training.batches import GlobalBatches
 from frugal.training.data import Corpus
 from frugal.training.objectives import CausalLM, Seq2Seq, SequenceClassification
@@ -289,7 +289,7 @@ def test_one_document_cannot_be_divided(load: Load, tmp_path: Path) -> None:
 def test_data_is_tokenised_once(load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_jsonl(tmp_path / "a.jsonl", ROWS)
     first = load("a.jsonl")
-    monkeypatch.setattr(data, "_prepare", None)
+    monkeypatch.setattr(data, "prepare", None)
     again = load("a.jsonl")
     assert texts(again) == texts(first)
     assert again.fingerprint == first.fingerprint
@@ -502,7 +502,7 @@ def test_a_full_disk(load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         raise OSError(28, "No space left on device")
 
     (tmp_path / "a.txt").write_text("text")
-    monkeypatch.setattr(data, "_write", no_space)
+    monkeypatch.setattr(preparation, "_write", no_space)
     assert refusal(lambda: load("a.txt")) == (
         f"the tokenised data cannot be written to {tmp_path}/cache\n"
         "  because No space left on device\n"
