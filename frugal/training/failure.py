@@ -144,9 +144,10 @@ def _rank() -> int:
 
 
 def _say(text: str, code: int) -> None:
-    if sys.stdout.isatty():
-        sys.stdout.write("\x1b[?25h\n")  # the cursor, which the progress had hidden
-    sys.stdout.flush()
+    with suppress(OSError):  # nobody reads it any more, or the disk it goes to is full
+        if sys.stdout.isatty():
+            sys.stdout.write("\x1b[?25h\n")  # the cursor, which the progress had hidden
+        sys.stdout.flush()
     rank_log.say(text)
     if folder := os.environ.get(REPORT):
         report = Report(_rank(), socket.gethostname(), code, text)

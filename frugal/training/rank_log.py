@@ -45,8 +45,9 @@ def note(text: str) -> None:
 
 def say(text: str) -> None:
     """Lines for people: to the console's standard error, and to the file."""
-    sys.stderr.write(text + "\n")
-    sys.stderr.flush()
+    with suppress(OSError):  # on other ranks than 0 this is the file, and its disk may be full
+        sys.stderr.write(text + "\n")
+        sys.stderr.flush()
     if _console is not None:
         with suppress(OSError):  # a console that has gone
             os.write(_console, (text + "\n").encode(errors="backslashreplace"))

@@ -1,7 +1,11 @@
 """How a rank ends."""
 
+import os
 import subprocess
 import sys
+from pathlib import Path
+
+from frugal.training import rank_log
 
 
 def test_a_reader_that_has_left_is_no_bug() -> None:
@@ -9,3 +13,22 @@ def test_a_reader_that_has_left_is_no_bug() -> None:
     program = "from frugal.training import failure; failure.end(SystemExit(1))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (1, "")
+
+
+def test_a_rank_whose_log_is_on_a_full_disk_is_heard_on_the_console(tmp_path: Path) -> None:
+    log = rank_log.path(tmp_path, 1)
+    log.parent.mkdir()
+    log.symlink_to("/dev/full")
+    program = """
+import sys; from pathlib import Path
+from frugal.errors import CheckpointError
+from frugal.training import failure, rank_log
+rank_log.keep(Path(sys.argv[1]), 1)
+failure.end(CheckpointError("step 15 cannot be saved", hint="make room"))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True,
+        env={**os.environ, "RANK": "1", "LOCAL_RANK": "0"},
+    )  # fmt: skip
+    assert done.returncode == 6
+    assert done.stderr == "error: step 15 cannot be saved\n\nhint: make room\n"
