@@ -2,13 +2,16 @@
 
 Samples are the docstrings of Python's own library, one byte a token, in pieces of at most `SEQ_LEN`: half of them have
 fewer than a hundred tokens. In each round every contender trains one epoch over the same samples from the same
-weights, `GLOBAL_BATCH` samples an optimizer step, in turns whose order changes; see `bench.throughput_rank`. All see
-the same tokens in an epoch, so tokens per second are compared by the seconds of it, per round; medians of the rounds.
+weights, in turns whose order changes; see `bench.throughput_rank`. All see the same tokens in an epoch, so tokens per
+second are compared by the seconds of it, per round; medians of the rounds.
+
+All have memory for the same number of full-length samples, which is the peers' micro-batch: 8, HF Trainer's default,
+or with `--tight` 2. Then a global batch has 256 samples, not 64.
 
 - by hand: a loop on DeepSpeed alone, given frugal's micro-batches. Its losses must be frugal's, bit by bit.
-- trainer: HF Trainer with defaults. Micro-batches of 8 samples in random order.
+- trainer: HF Trainer with defaults, samples in random order.
 - trainer, grouped: the same with `train_sampling_strategy="group_by_length"`, all samples sorted together.
-- accelerate: the loop of its documentation, micro-batches of 8 samples in random order.
+- accelerate: the loop of its documentation, samples in random order.
 
 Each number of ranks is measured by itself and kept beside the other. One thread a rank.
 """
@@ -20,6 +23,7 @@ import statistics
 import sys
 import sysconfig
 import tempfile
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -29,16 +33,38 @@ import numpy as np
 from numpy.typing import NDArray
 
 import frugal
-from bench.throughput_rank import CONTENDERS, PEERS_MICRO_BATCH, run
+from bench.throughput_rank import CONTENDERS, run
 from frugal.planning.plan import Plan
 from frugal.training.circumstances import cpu_name
 from frugal.training.order import permutation
 from tests.ranks import Ranks
 
 RESULTS = Path(__file__).parent / "results" / "throughput-cpu.json"
-SEQ_LEN, GLOBAL_BATCH, STEPS, ROUNDS = 512, 64, 4, 3
-GOALS = {"by hand": 1.0, "trainer": 2.5, "trainer, grouped": 1.1, "accelerate": 1.0}
+SEQ_LEN, ROUNDS = 512, 3
 NOISE = 0.03  # of the ratio to the loop by hand: both do the same work
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What is trained: an epoch of `steps` global batches, in memory for `micro_batch` samples of full length.
+
+    `goals` are the least ratios of frugal's tokens per second to each peer's.
+    """
+
+    micro_batch: int
+    global_batch: int
+    steps: int
+    goals: dict[str, float]
+
+
+USUAL = Setting(
+    micro_batch=8, global_batch=64, steps=4,
+    goals={"by hand": 1.0, "trainer": 2.5, "trainer, grouped": 1.1, "accelerate": 1.0},
+)  # fmt: skip
+TIGHT = Setting(
+    micro_batch=2, global_batch=256, steps=2,
+    goals={"by hand": 1.0, "trainer": 1.0, "trainer, grouped": 1.1, "accelerate": 1.0},
+)  # fmt: skip
 MODEL = {
     "n_layer": 2, "n_embd": 128, "n_head": 4, "vocab_size": 260, "n_positions": SEQ_LEN, "use_cache": False,
     "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 0, "eos_token_id": 0,
@@ -60,16 +86,16 @@ class Docstrings(list[Any]):
         self.lengths = np.array([len(sample["input_ids"]) for sample in self])
 
 
-def planned(folder: Path, samples: Docstrings, ranks: int, shape: dict[str, Any], global_batch: int) -> Plan:
-    """ZeRO-2 with memory for the peers' micro-batch of full-length samples."""
+def planned(folder: Path, samples: Docstrings, ranks: int, shape: dict[str, Any], setting: Setting) -> Plan:
+    """ZeRO-2 with memory for the setting's micro-batch."""
     config = folder / "config.json"
     config.write_text(json.dumps({"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], **shape}))
     lengths, counts = np.unique(samples.lengths, return_counts=True)
     return frugal.plan(
-        model=str(config), device="cpu", gpus=ranks, mem="2G", seq_len=shape["n_positions"], global_batch=global_batch,
-        max_tokens_per_gpu=PEERS_MICRO_BATCH * shape["n_positions"], precision="fp32", zero_stage=2, loss="plain",
-        activation_checkpointing="off", lengths=dict(zip(lengths.tolist(), counts.tolist(), strict=True)),
-        calibration=False,
+        model=str(config), device="cpu", gpus=ranks, mem="2G", seq_len=shape["n_positions"],
+        global_batch=setting.global_batch, max_tokens_per_gpu=setting.micro_batch * shape["n_positions"],
+        precision="fp32", zero_stage=2, loss="plain", activation_checkpointing="off",
+        lengths=dict(zip(lengths.tolist(), counts.tolist(), strict=True)), calibration=False,
     )  # fmt: skip
 
 
@@ -113,26 +139,28 @@ def padding_of_everything(plan: Plan, seq_len: int) -> dict[str, float]:
     )
     return {
         "frugal": _padded([samples.lengths[order[[begin + place for place in cell]]] for begin, cell in cells if cell]),
-        "random": _padded(_in_eights(samples.lengths[order])),
-        "trainer, grouped": _padded(_in_eights(samples.lengths[grouped])),
+        "random": _padded(_in_turn(samples.lengths[order], batch.micro_batch[0])),
+        "trainer, grouped": _padded(_in_turn(samples.lengths[grouped], batch.micro_batch[0])),
     }
 
 
-def _in_eights(lengths: NDArray[Any]) -> list[NDArray[Any]]:
-    return [lengths[i : i + PEERS_MICRO_BATCH] for i in range(0, len(lengths), PEERS_MICRO_BATCH)]
+def _in_turn(lengths: NDArray[Any], micro_batch: int) -> list[NDArray[Any]]:
+    return [lengths[i : i + micro_batch] for i in range(0, len(lengths), micro_batch)]
 
 
 def _padded(micro_batches: list[NDArray[Any]]) -> float:
     return float(sum(len(each) * each.max() for each in micro_batches) / sum(each.sum() for each in micro_batches))
 
 
-def summary(plan: Plan, found: list[dict[str, list[dict[str, Any]]]], tokens: int) -> dict[str, Any]:
+def summary(
+    plan: Plan, found: list[dict[str, list[dict[str, Any]]]], tokens: int, goals: dict[str, float]
+) -> dict[str, Any]:
     """The kept record of one number of ranks."""
     seconds = {name: [turn[name][0]["seconds"] for turn in found] for name in CONTENDERS}
     drawn = {name: {sum(rank["tokens"] for rank in turn[name]) for turn in found} for name in CONTENDERS}
     assert all(each == {tokens} for name, each in drawn.items() if name != "trainer, grouped"), (tokens, drawn)
     ratios = {
-        name: [theirs / ours for theirs, ours in zip(seconds[name], seconds["frugal"], strict=True)] for name in GOALS
+        name: [theirs / ours for theirs, ours in zip(seconds[name], seconds["frugal"], strict=True)] for name in goals
     }
     middle = {name: statistics.median(each) for name, each in ratios.items()}
     losses = {name: found[0][name][0]["losses"] for name in CONTENDERS}
@@ -142,7 +170,8 @@ def summary(plan: Plan, found: list[dict[str, list[dict[str, Any]]]], tokens: in
         "versions": {
             name: version(name) for name in ("frugal-trainer", "torch", "deepspeed", "transformers", "accelerate")
         },
-        "micro_batch_samples": {"frugal": max(plan.batch.micro_batch), "peers": PEERS_MICRO_BATCH},
+        "full_length_samples_in_memory": plan.batch.micro_batch[0],
+        "global_batch": plan.batch.global_batch,
         "tokens_of_an_epoch": tokens,
         "seconds": seconds,
         "tokens_per_second": {name: tokens / statistics.median(each) for name, each in seconds.items()},
@@ -154,10 +183,10 @@ def summary(plan: Plan, found: list[dict[str, list[dict[str, Any]]]], tokens: in
             for name in CONTENDERS
         },
         "micro_batches_of_a_rank": {name: found[0][name][0]["micro_batches"] for name in CONTENDERS},
-        "frugal_is_faster": {name: {"median": middle[name], "rounds": ratios[name]} for name in GOALS},
+        "frugal_is_faster": {name: {"median": middle[name], "rounds": ratios[name]} for name in goals},
         "losses_of_the_first_round": losses,
         "goals": {
-            **{f"{name}: {goal}x": middle[name] >= goal - NOISE * (name == "by hand") for name, goal in GOALS.items()},
+            **{f"{name}: {goal}x": middle[name] >= goal - NOISE * (name == "by hand") for name, goal in goals.items()},
             "the losses are those of the loop by hand": all(
                 turn["frugal"][0]["losses"] == turn["by hand"][0]["losses"] for turn in found
             ),
@@ -170,18 +199,20 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--tight", action="store_true", help="memory for 2 full-length samples, not 8")
     asked = parser.parse_args()
-    samples = Docstrings(STEPS * GLOBAL_BATCH, SEQ_LEN)
+    setting = TIGHT if asked.tight else USUAL
+    samples = Docstrings(setting.steps * setting.global_batch, SEQ_LEN)
     ranks = Ranks(asked.ranks)
     with tempfile.TemporaryDirectory() as folder:
-        plan = planned(Path(folder), samples, asked.ranks, MODEL, GLOBAL_BATCH)
-        found = rounds(plan, ranks, samples, MODEL, STEPS, asked.rounds)
+        plan = planned(Path(folder), samples, asked.ranks, MODEL, setting)
+        found = rounds(plan, ranks, samples, MODEL, setting.steps, asked.rounds)
     ranks.close()
-    result = summary(plan, found, int(samples.lengths.sum()))
+    result = summary(plan, found, int(samples.lengths.sum()), setting.goals)
     result["padded_for_each_token_of_all_docstrings"] = padding_of_everything(plan, SEQ_LEN)
     kept = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    kept["command"] = "python -m bench.throughput --ranks N"
-    kept[f"{asked.ranks} ranks"] = result
+    kept["command"] = "python -m bench.throughput --ranks N [--tight]"
+    kept[f"{asked.ranks} ranks{', tight' if asked.tight else ''}"] = result
     RESULTS.write_text(json.dumps(kept, indent=2) + "\n")
     for name, ratio in result["frugal_is_faster"].items():
         print(

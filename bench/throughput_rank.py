@@ -24,8 +24,6 @@ from frugal.planning.plan import Plan
 from frugal.training.objectives import CausalLM
 
 Samples = Sequence[dict[str, Any]]
-PEERS_MICRO_BATCH = 8
-"""Samples: the default of HF Trainer, and what frugal's plan may take of full length."""
 
 
 @dataclass
@@ -129,10 +127,11 @@ def by_hand(meter: Meter, plan: Plan, shape: dict[str, Any], samples: Any, steps
 
 
 def _peers_config(plan: Plan) -> dict[str, Any]:
+    """The plan's, in micro-batches of as many samples as it has of full length."""
     config = deepspeed_config(plan)
-    world_size = dist.get_world_size()
-    config["train_micro_batch_size_per_gpu"] = PEERS_MICRO_BATCH
-    config["gradient_accumulation_steps"] = plan.batch.global_batch // (PEERS_MICRO_BATCH * world_size)
+    micro_batch = plan.batch.micro_batch[0]
+    config["train_micro_batch_size_per_gpu"] = micro_batch
+    config["gradient_accumulation_steps"] = plan.batch.global_batch // (micro_batch * dist.get_world_size())
     config["train_batch_size"] = plan.batch.global_batch
     return config
 
@@ -156,7 +155,7 @@ def trainer(
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
             output_dir=folder, deepspeed=config, use_cpu=True, max_steps=steps, seed=seed,
-            per_device_train_batch_size=PEERS_MICRO_BATCH,
+            per_device_train_batch_size=config["train_micro_batch_size_per_gpu"],
             gradient_accumulation_steps=config["gradient_accumulation_steps"],
             train_sampling_strategy=sampling, learning_rate=request.scaled_learning_rate, lr_scheduler_type="constant",
             weight_decay=request.weight_decay, adam_beta1=ADAM_BETAS[0], adam_beta2=ADAM_BETAS[1],
@@ -209,8 +208,8 @@ def accelerated(meter: Meter, plan: Plan, shape: dict[str, Any], samples: Any, s
     model.loss_type = "ForCausalLM"
     meter.on(model)
     loader = torch.utils.data.DataLoader(
-        list(samples), batch_size=PEERS_MICRO_BATCH, shuffle=True, collate_fn=CausalLM().collate,
-        generator=torch.Generator().manual_seed(seed),
+        list(samples), batch_size=config["train_micro_batch_size_per_gpu"], shuffle=True,
+        collate_fn=CausalLM().collate, generator=torch.Generator().manual_seed(seed),
     )  # fmt: skip
     adamw = torch.optim.AdamW(
         model.parameters(), lr=request.scaled_learning_rate, betas=ADAM_BETAS, eps=ADAM_EPSILON,

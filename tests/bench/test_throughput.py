@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from bench.throughput import MODEL, RESULTS, Docstrings, rounds, summary
+from bench.throughput import MODEL, RESULTS, USUAL, Docstrings, rounds, summary
 from bench.throughput_rank import CONTENDERS
 from tests.plans import plan_by_hand
 from tests.ranks import Ranks
@@ -19,7 +19,7 @@ def test_every_contender_trains_every_token_and_the_loop_by_hand_has_the_same_lo
     plan = replace(plan, batch=replace(plan.batch, shortest=40)).sealed()
     found = rounds(plan, two_ranks, samples, shape, 2, 1)
     tokens = int(samples.lengths.sum())
-    kept = summary(plan, found, tokens)
+    kept = summary(plan, found, tokens, USUAL.goals)
     assert {name: sum(rank["tokens"] for rank in found[0][name]) for name in CONTENDERS} == dict.fromkeys(
         CONTENDERS, tokens
     )
@@ -37,3 +37,10 @@ def test_what_the_kept_results_show(ranks: str) -> None:
     assert kept["goals"]["the losses are those of the loop by hand"]
     assert faster["by hand"] > 0.9  # rounds differ by as much
     assert min(faster["trainer"], faster["accelerate"]) > 1.8
+
+
+@pytest.mark.parametrize("ranks", ["1 ranks, tight", "2 ranks, tight"])
+def test_where_memory_holds_two_full_length_samples_frugal_is_faster_than_grouping_by_length(ranks: str) -> None:
+    kept = json.loads(RESULTS.read_text())[ranks]
+    assert kept["goals"]["the losses are those of the loop by hand"]
+    assert kept["goals"]["trainer, grouped: 1.1x"]
