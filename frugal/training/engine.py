@@ -32,6 +32,7 @@ from frugal.training import (
     nvme,
     optimizers,
     padding_masks,
+    saving,
     stopping,
     tiled_loss,
 )
@@ -87,7 +88,8 @@ class Engine:
         self.guard = Guard(votes)
         self.update = Update(deepspeed_engine, self.guard)
         self.caution = Caution(plan, deepspeed_engine.module)
-        self.is_to_stop = False  # whether any rank was told to before the last step ended; equal on all ranks
+        self.wants_to_stop = False  # for a reason of this rank's own
+        self.is_to_stop = False  # whether any rank wants or was told to; equal on all ranks, after each step
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
         self.device = torch.device(deepspeed_engine.device)
@@ -169,7 +171,7 @@ class Engine:
         local_loss = self.guard.attempt(partial(self.accumulate, batches, targets))
         if isinstance(local_loss, Shortage):
             return local_loss
-        loss_sum, num_told = self._sum(local_loss.item(), stopping.is_told())
+        loss_sum, num_told = self._sum(local_loss.item(), self.wants_to_stop or stopping.is_told())
         self.is_to_stop = num_told > 0
         if not math.isfinite(loss_sum):
             abandon(self.deepspeed)
@@ -221,8 +223,8 @@ class Engine:
         return evaluate(self, samples)
 
     def save(self, folder: str | Path, progress: Progress | None = None, *, keep: int = 2) -> Path:
-        """Write a checkpoint into `folder`, whole or not at all; see `frugal.training.checkpoint.save`."""
-        return checkpoint.save(self, Path(folder), progress or Progress(step=self.deepspeed.global_steps), keep=keep)
+        """Write a checkpoint into `folder`, whole or not at all; see `frugal.training.saving.Saver`."""
+        return saving.save(self, Path(folder), progress or Progress(step=self.deepspeed.global_steps), keep=keep)
 
     def load(self, folder: str | Path) -> Progress:
         """Continue from the newest good checkpoint in `folder`; see `frugal.training.checkpoint.load`."""

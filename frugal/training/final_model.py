@@ -8,7 +8,7 @@ import deepspeed
 from torch import Tensor, nn
 
 from frugal.errors import CheckpointError
-from frugal.training.checkpoint import RanksFailed, together
+from frugal.training.agreement import RanksFailed, together
 from frugal.training.manifest import put_in_place
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ def save_model(engine: "Engine", folder: Path, tokenizer: Any = None) -> Path:
     aside = folder.with_name(folder.name + ".tmp")
     weights = _whole_weights(engine.module, keep=engine.rank == 0)
     try:
-        together(engine, lambda: _write(engine.module, weights, aside, tokenizer) if engine.rank == 0 else None)
+        together(lambda: _write(engine.module, weights, aside, tokenizer) if engine.rank == 0 else None, engine.votes)
     except RanksFailed as failed:
         if engine.rank == 0:
             shutil.rmtree(aside, ignore_errors=True)

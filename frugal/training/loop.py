@@ -9,7 +9,7 @@ from itertools import islice
 import torch
 
 from frugal.errors import CheckpointError, OutOfMemoryError
-from frugal.training import checkpoint, manifest
+from frugal.training import manifest
 from frugal.training.batches import GlobalBatches
 from frugal.training.checkpoint import Progress
 from frugal.training.engine import Engine
@@ -19,6 +19,7 @@ from frugal.training.loss import Sample
 from frugal.training.measure import Gauge
 from frugal.training.not_finite import Numbers
 from frugal.training.prefetch import ahead
+from frugal.training.saving import Saver
 from frugal.training.settings import Settings
 
 
@@ -55,6 +56,7 @@ def train(
     The first step has no optimizer states before it, so memory is compared with the plan after the second.
     """
     now, numbers = start, Numbers(settings, log)
+    saver = Saver(engine, settings.checkpoints, keep=settings.keep, in_background=settings.async_save)
     to_come = islice(batches.iterate(start.position), total_steps - start.step)
     prepared = ahead(((batch, engine.prepare(batch)) for batch in to_come), engine.device)
     try:
@@ -75,15 +77,18 @@ def train(
                     log.evaluation(step, evaluation)
                     now = replace(now, validation_loss=evaluation.loss)
                 if engine.is_to_stop or _is_due(step, settings.save_every, total_steps):
-                    checkpoint.save(engine, settings.checkpoints, now, keep=settings.keep)
+                    saver.save(now)
                 if engine.is_to_stop:
                     break
+        saver.finish()
     except OutOfMemoryError as error:
-        raise _with_what_is_left(error, engine, settings, now) from None
+        raise _with_what_is_left(error, engine, saver, settings, now) from None
     return now
 
 
-def _with_what_is_left(error: OutOfMemoryError, engine: Engine, settings: Settings, now: Progress) -> OutOfMemoryError:
+def _with_what_is_left(
+    error: OutOfMemoryError, engine: Engine, saver: Saver, settings: Settings, now: Progress
+) -> OutOfMemoryError:
     """Save what was trained before memory ran out, where it is whole, and say where it is. Collective."""
     newest = manifest.newest(settings.checkpoints)
     kept = f"the last good checkpoint is {newest.name}" if newest else "there is no checkpoint"
@@ -91,9 +96,8 @@ def _with_what_is_left(error: OutOfMemoryError, engine: Engine, settings: Settin
         kept = f"the weights are between two steps; {kept}"
     elif settings.save_every != 0 and now.step > 0:
         try:
-            kept = (
-                f"step {now.step} is saved in {checkpoint.save(engine, settings.checkpoints, now, keep=settings.keep)}"
-            )
+            kept = f"step {now.step} is saved in {saver.save(now)}"
+            saver.finish()
         except CheckpointError as failed:
             kept = f"{failed.what}, {kept}"
     return OutOfMemoryError(error.what, because=[*error.because, kept], hint=error.hint)

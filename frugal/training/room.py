@@ -47,6 +47,9 @@ def _lacking(plan: Plan, asked: Settings, name: str, num_ranks: int) -> list[str
     ranks = "its rank" if num_ranks == 1 else f"its {num_ranks} ranks"
     found = []
     needed, free = host_bytes(plan) * num_ranks, available_bytes()
+    if asked.async_save:
+        needed += copied_bytes(plan, num_ranks)
+        ranks += " and the copy of --async-save"
     if needed > free:
         found.append(f"{name} has {format_bytes(free)} of memory left, and {ranks} will take {format_bytes(needed)}")
     if nvme.is_used(plan):
@@ -65,6 +68,12 @@ def host_bytes(plan: Plan) -> int:
     node = plan.cluster.nodes[0]
     whole = host.needed_bytes(plan.memory, node, plan.cluster) // len(node.devices)
     return max(0, whole - host.PROCESS_BYTES[node.devices[0].kind])
+
+
+def copied_bytes(plan: Plan, num_ranks: int) -> int:
+    """What a host with so many ranks holds of a checkpoint that is written in the background."""
+    whole = disk.checkpoint_bytes(plan.request, plan.strategy, plan.model)
+    return whole if plan.strategy.zero_stage == 0 else whole * num_ranks // plan.batch.world_size
 
 
 def saved_bytes(plan: Plan, asked: Settings) -> int:

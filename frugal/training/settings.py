@@ -43,6 +43,7 @@ class Settings:
         eval_every: optimizer steps between evaluations; None: at the end only; 0: never.
         save_every: optimizer steps between checkpoints; None: at the end only; 0: never.
         keep: newest checkpoints kept, beside the best.
+        async_save: write checkpoints while training goes on, from a copy in the host's memory.
         on_nan: what to do when the loss or the gradient is not finite: stop, or leave the batch out.
         out: the run's folder.
         resume: continue from the newest checkpoint in `out`.
@@ -70,6 +71,7 @@ class Settings:
     eval_every: int | None = None
     save_every: int | None = None
     keep: int = 2
+    async_save: bool = False
     on_nan: OnNan = "stop"
     out: Path = Path("run")
     resume: bool = False
@@ -177,6 +179,7 @@ _OPTIONS = (
         "--save-every", type=int, help="Optimizer steps between checkpoints; 0: never.  [default: at the end]"
     ),
     click.option("--keep", type=int, help="Newest checkpoints kept, beside the best."),
+    click.option("--async-save", is_flag=True, default=None, help="Write checkpoints while training goes on."),
     click.option("--on-nan", type=click.Choice(get_args(OnNan)), help="When the loss or the gradient is not finite."),
     click.option("--out", type=click.Path(path_type=Path), help="The run's folder."),
     click.option("--resume", is_flag=True, default=None, help="Continue from the newest checkpoint in the folder."),
@@ -249,7 +252,7 @@ def _check(name: str, value: Any) -> None:
     elif name in _LISTS:
         words = value if isinstance(value, list) else [value]
         kind, right = "a path or a list of paths", bool(words) and all(isinstance(word, str) for word in words)
-    elif name in ("resume", "skip_bad_rows", "accept_changed_data"):
+    elif name in ("resume", "skip_bad_rows", "accept_changed_data", "async_save"):
         kind, right = "true or false", isinstance(value, bool)
     elif name == "validation_fraction":
         kind, right = "a number", isinstance(value, int | float) and not isinstance(value, bool)

@@ -1,12 +1,14 @@
 """How a rank writes DeepSpeed's checkpoint files: without raising in the middle of what all ranks do together."""
 
 import contextlib
+import copy
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 
 from frugal.units import format_bytes
@@ -15,13 +17,16 @@ from frugal.units import format_bytes
 class Writer(CheckpointEngine):
     """In place of DeepSpeed's own: remembers the first failure, for a vote after the save.
 
-    A rank that raised halfway would leave the others waiting in a collective.
+    A rank that raised halfway would leave the others waiting in a collective. `later`: what it is given is copied to
+    the host's memory, and written by `finish`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, later: bool = False) -> None:
         super().__init__(None)
-        self.written: list[Path] = []
         self.failure: OSError | None = None
+        self._later = later
+        self._copies: list[tuple[Any, Path]] = []
+        self._written: list[Path] = []
 
     @contextlib.contextmanager
     def installed(self, deepspeed_engine: Any) -> Iterator[None]:
@@ -37,18 +42,40 @@ class Writer(CheckpointEngine):
 
     def save(self, state_dict: Any, path: str | Path) -> None:
         """torch.save, remembering the first failure instead of raising it."""
-        if self.failure is not None:
-            return
+        if self.failure is None:
+            try:
+                self._save(state_dict, Path(path))
+            except OSError as error:
+                self.failure = error
+
+    def write(self, data: bytes, path: Path) -> None:
+        """A file that is not torch's."""
+        path.write_bytes(data)
+        self._written.append(path)
+
+    def finish(self) -> list[Path]:
+        """Write what is not written yet; all files of this writer.
+
+        Raises:
+            OSError: a file cannot be written.
+        """
+        self._later = False
+        while self._copies:
+            self._save(*self._copies.pop(0))
+        return self._written
+
+    def _save(self, state_dict: Any, path: Path) -> None:
         try:
+            if self._later:
+                self._copies.append((_copied(state_dict), path))
+                return
             torch.save(state_dict, path)
-            self.written.append(Path(path))
-        except OSError as error:
-            self.failure = error
-        except RuntimeError as error:  # what torch makes of a failed write
-            free = shutil.disk_usage(Path(path).parent).free
-            self.failure = OSError(
-                None, f"{Path(path).name} cannot be written, {format_bytes(free)} are free there ({_first_line(error)})"
-            )
+        except RuntimeError as error:  # what torch makes of a failed write, or of memory that is not there
+            free = shutil.disk_usage(path.parent).free
+            raise OSError(
+                None, f"{path.name} cannot be written, {format_bytes(free)} are free there ({_first_line(error)})"
+            ) from None
+        self._written.append(path)
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
         """Nothing: the folder was made before, with a vote."""
@@ -63,6 +90,22 @@ class Writer(CheckpointEngine):
     def commit(self, info: Any) -> bool:
         """Nothing to finish; `files.seal` does it."""
         return True
+
+
+def _copied(state_dict: Any) -> Any:
+    """The same in the host's memory, with nothing in common; tensors that share memory share their copies'."""
+    storages: dict[int, torch.UntypedStorage] = {}
+
+    def copied(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return copy.deepcopy(leaf)
+        storage = leaf.untyped_storage()
+        if storage._cdata not in storages:
+            storages[storage._cdata] = torch.UntypedStorage(storage.nbytes()).copy_(storage)
+        own = torch.empty(0, dtype=leaf.dtype)
+        return own.set_(storages[storage._cdata], leaf.storage_offset(), leaf.size(), leaf.stride())
+
+    return pytree.tree_map(copied, state_dict)
 
 
 def _first_line(error: Exception) -> str:

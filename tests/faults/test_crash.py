@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from frugal.errors import FrugalError
-from frugal.training import checkpoint
+from frugal.training import checkpoint, saving
 from frugal.training.checkpoint import Progress
 from frugal.training.engine import Engine, initialize
 from frugal.training.objectives import CausalLM
+from frugal.training.saving import Saver
 from tests.plans import plan_by_hand
 from tests.ranks import Ranks
 from tests.training.models import ragged_samples, tiny_gpt2
@@ -72,16 +73,18 @@ def start(zero_stage: int) -> Engine:
     return initialize(tiny_gpt2(), plan, CausalLM())
 
 
-def saves(folder: Path, into: Path, zero_stage: int) -> int:
+def saves(folder: Path, into: Path, zero_stage: int, in_background: bool) -> int:
     """Step 1, and then, watched, step 2, and step 2 once more over itself; keeping one. Runs on ranks."""
     engine = start(zero_stage)
     into.mkdir(exist_ok=True)
     engine.train_step(ragged_samples(4))
-    checkpoint.save(engine, folder, Progress(step=1), keep=1)
+    saving.save(engine, folder, Progress(step=1), keep=1)
     engine.train_step(ragged_samples(4))
     with Snapshots(folder, into) as snapshots:
+        saver = Saver(engine, folder, keep=1, in_background=in_background)
         for _ in range(2):
-            checkpoint.save(engine, folder, Progress(step=2), keep=1)
+            saver.save(Progress(step=2))
+            saver.finish()
     engine.destroy()
     return snapshots.taken
 
@@ -99,12 +102,19 @@ def load_all(folders: list[Path], zero_stage: int) -> list[str]:
     return answers
 
 
-@pytest.mark.parametrize("zero_stage", [2, pytest.param(3, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    ("zero_stage", "in_background"),
+    [
+        (2, False),
+        pytest.param(3, False, marks=pytest.mark.exhaustive),
+        pytest.param(2, True, marks=pytest.mark.exhaustive),
+    ],
+)
 def test_a_crash_at_any_point_of_a_save_leaves_a_whole_checkpoint(
-    zero_stage: int, tmp_path: Path, two_ranks: Ranks
+    zero_stage: int, in_background: bool, tmp_path: Path, two_ranks: Ranks
 ) -> None:
     into = tmp_path / "snapshots"
-    taken = two_ranks.run(saves, tmp_path / "checkpoints", into, zero_stage)
+    taken = two_ranks.run(saves, tmp_path / "checkpoints", into, zero_stage, in_background)
     assert min(taken) >= 5, taken
     for rank in (0, 1):
         folders = sorted(path for path in into.iterdir() if path.name.endswith(f"-{rank}"))

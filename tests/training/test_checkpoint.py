@@ -18,7 +18,7 @@ import torch
 
 from frugal.errors import CheckpointError, FrugalError
 from frugal.planning.plan import Plan
-from frugal.training import checkpoint
+from frugal.training import checkpoint, saving
 from frugal.training.batches import Position
 from frugal.training.checkpoint import Progress
 from frugal.training.engine import Engine, initialize
@@ -77,7 +77,7 @@ def _numbers(value: Any) -> Any:
 
 def save_at(engine: Engine, folder: Path, step: int, **changes: Any) -> Path:
     progress = Progress(step=step, position=Position(1, step), data=Provenance(fingerprint="corpus"), **changes)
-    return checkpoint.save(engine, folder, progress)
+    return saving.save(engine, folder, progress)
 
 
 def interrupted_and_not(folder: Path, zero_stage: int, precision: str, strategy: dict[str, Any]) -> tuple[Any, Any]:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from frugal.training import checkpoint, continuation, manifest, resharding
+from frugal.training import checkpoint, continuation, manifest, resharding, saving
 from frugal.training.batches import GlobalBatches, Position
 from frugal.training.checkpoint import Progress
 from frugal.training.engine import Engine, initialize
@@ -62,7 +62,7 @@ def stopped(folder: Path, zero_stages: list[int], how: dict[str, Any]) -> list[l
         world_size = torch.distributed.get_world_size()
         engine = start(world_size, zero_stage, **how)
         before, position = steps(engine, Position(), STOP)
-        checkpoint.save(engine, folder / f"{world_size}-{zero_stage}", Progress(step=STOP, position=position))
+        saving.save(engine, folder / f"{world_size}-{zero_stage}", Progress(step=STOP, position=position))
         after, _ = steps(engine, position, END - STOP)
         runs.append(before + after)
         stop(engine)
@@ -80,7 +80,7 @@ def continued(
         for folder in folders:
             progress = checkpoint.load(engine, folder).progress
             if save:
-                checkpoint.save(engine, folder.with_name(f"{folder.name}-to-{world_size}-{zero_stage}"), progress)
+                saving.save(engine, folder.with_name(f"{folder.name}-to-{world_size}-{zero_stage}"), progress)
             found[folder.name, zero_stage], _ = steps(engine, progress.position, END - progress.step)
         stop(engine)
     return found

@@ -54,6 +54,10 @@ def test_each_host_is_held_against_what_its_ranks_will_take(two_ranks: Ranks, tm
     what = "of memory left, and its 2 ranks will take"
     assert re.search(rf"because {name} has [\d.]+ GiB {what} 21\d+\.\d+ GiB\n", first)
 
+    assert two_ranks.run(refusal, plan_of(2, parameters=1000), replace(asked, async_save=True)) == ["", ""]
+    (first, _) = two_ranks.run(refusal, plan_of(2, parameters=HUGE), replace(asked, async_save=True))
+    assert re.search(r"its 2 ranks and the copy of --async-save will take [\d.]+ GiB\n", first)
+
     (first, _) = two_ranks.run(refusal, plan_of(2, parameters=HUGE), asked)
     disk_of = re.escape(str(tmp_path))
     what = "checkpoints and the trained model will take"
