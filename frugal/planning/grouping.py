@@ -67,8 +67,8 @@ def grouped(lengths: Sequence[int], budget: TokenBudget, overhead: int | None = 
     More and smaller micro-steps pad less. `overhead` is what a micro-step takes besides its tokens, in tokens of the
     same time; None: the fewest micro-steps are wanted, and of these the least work. A micro-step takes as long as its
     slowest rank, so its ranks get the same part of their budgets, and which part is free: what is soonest done from
-    sample s on is the best of all parts, each with what is soonest done from where it ends. Docstrings in batches of
-    64 and 512 take 5 and 2 % less time than with the best part for all micro-steps.
+    sample s on is the best of all parts, each with what is soonest done from where it ends. For docstrings in batches
+    of 64 and 512 that is 5 and 2 % less than with the best part for all micro-steps, by this count.
 
     Left out: that attention's work grows faster than tokens, which would favour smaller micro-steps.
     """

@@ -126,9 +126,24 @@ def _damage(engine: "Engine", path: Path) -> str | None:
     """Why this rank cannot use the checkpoint, or None."""
     try:
         made_by = files.read(path)
+        read_progress(path)
     except ValueError as error:
         return str(error)
     return files.first_damage(path, made_by, engine.rank, engine.world_size)
+
+
+def read_progress(path: Path) -> Progress:
+    """How far the run was at the checkpoint `path`.
+
+    Raises:
+        ValueError: its record cannot be read; the message says why.
+    """
+    try:
+        return msgspec.json.decode((path / TRAINING).read_bytes(), type=Progress)
+    except OSError as error:
+        raise ValueError(f"{path / TRAINING}: {error.strerror}") from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ValueError(f"{path / TRAINING} is no record of a run: {error}") from None
 
 
 def _restore(engine: "Engine", path: Path, made_by: Manifest, this: Manifest) -> Progress:
@@ -139,7 +154,7 @@ def _restore(engine: "Engine", path: Path, made_by: Manifest, this: Manifest) ->
     else:
         resharding.restore(engine, path, made_by)
     _follow_plan(engine)
-    progress = msgspec.json.decode((path / TRAINING).read_bytes(), type=Progress)
+    progress = read_progress(path)
     engine.caution.recall(progress.learnt)
     if made_by.world_size == this.world_size:
         generators.restore(torch.load(path / f"rng_rank_{engine.rank}.pt", weights_only=True), engine.device)

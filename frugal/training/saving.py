@@ -19,7 +19,7 @@ import torch.distributed as dist
 from frugal.errors import CheckpointError
 from frugal.training import generators, layout, manifest, resharding
 from frugal.training.agreement import RanksFailed, together
-from frugal.training.checkpoint import TRAINING, Progress, origin
+from frugal.training.checkpoint import TRAINING, Progress, origin, read_progress
 from frugal.training.manifest import File, Manifest
 from frugal.training.writer import Writer
 
@@ -153,6 +153,6 @@ def _prune(current: Path, keep: int) -> None:
 
 
 def _validation_loss(path: Path) -> float | None:
-    with contextlib.suppress(OSError, msgspec.DecodeError):
-        return msgspec.json.decode((path / TRAINING).read_bytes(), type=Progress).validation_loss
+    with contextlib.suppress(ValueError):
+        return read_progress(path).validation_loss
     return None

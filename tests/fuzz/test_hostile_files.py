@@ -19,6 +19,9 @@ from frugal.planning.plan import Plan, unpacked
 from frugal.planning.report import report
 from frugal.planning.settings import understand
 from frugal.training import manifest, settings
+from frugal.training.caution import Learnt
+from frugal.training.cells import Limits
+from frugal.training.checkpoint import TRAINING, Progress, read_progress
 from frugal.training.manifest import File, Manifest
 from tests.fuzz.hostile import bytes_like, documents_like, json_like
 from tests.plans import plan_by_hand
@@ -172,6 +175,20 @@ def test_manifest(tmp_path: Path) -> None:
 
     good = msgspec.json.decode(msgspec.json.encode(made))
     survives(use, tmp_path / manifest.MANIFEST, json_like(good, NUMBER), refused=NUMBER // 2)
+
+
+def test_record_of_a_run(tmp_path: Path) -> None:
+    limits = Limits(max_samples=(4, 4), seq_len=16, shortest=2, overhead=None)
+    learnt = Learnt(planned=limits, limits=limits, larger=(limits,), evaluation=limits)
+
+    def use(path: Path) -> None:
+        try:
+            read_progress(path.parent)
+        except ValueError as error:
+            raise FrugalError(str(error)) from None
+
+    good = msgspec.json.decode(msgspec.json.encode(Progress(step=3, validation_loss=0.5, learnt=learnt)))
+    survives(use, tmp_path / TRAINING, json_like(good, NUMBER), refused=NUMBER // 2)
 
 
 ROWS = b'{"text": "to be or not to be"}\n{"text": "that is the question", "n": 3}\n{"text": "\\u00e9t\\u00e9"}\n'
