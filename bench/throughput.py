@@ -5,8 +5,9 @@ fewer than a hundred tokens. In each round every contender trains one epoch over
 weights, in turns whose order changes; see `bench.throughput_rank`. All see the same tokens in an epoch, so tokens per
 second are compared by the seconds of it, per round; medians of the rounds.
 
-All have memory for the same number of full-length samples, which is the peers' micro-batch: 8, HF Trainer's default,
-or with `--tight` 2. Then a global batch has 256 samples, not 64.
+All have memory for the same number of full-length samples, which is the peers' micro-batch: `--room 8`, HF Trainer's
+default, or 2 or 1, as on a small card. There a global batch has 256 samples, not 64, and those who pad in random order
+are left out: their micro-batches of one have no padding.
 
 - by hand: a loop on DeepSpeed alone, given frugal's micro-batches. Its losses must be frugal's, bit by bit.
 - trainer: HF Trainer with defaults, samples in random order.
@@ -33,14 +34,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 import frugal
-from bench.throughput_rank import CONTENDERS, run
+from bench.throughput_rank import run
 from frugal.planning.plan import Plan
 from frugal.training.circumstances import cpu_name
 from frugal.training.order import permutation
 from tests.ranks import Ranks
 
 RESULTS = Path(__file__).parent / "results" / "throughput-cpu.json"
-SEQ_LEN, ROUNDS = 512, 3
+SEQ_LEN, ROUNDS = 512, 5
 NOISE = 0.03  # of the ratio to the loop by hand: both do the same work
 
 
@@ -61,10 +62,10 @@ USUAL = Setting(
     micro_batch=8, global_batch=64, steps=4,
     goals={"by hand": 1.0, "trainer": 2.5, "trainer, grouped": 1.1, "accelerate": 1.0},
 )  # fmt: skip
-TIGHT = Setting(
-    micro_batch=2, global_batch=256, steps=2,
-    goals={"by hand": 1.0, "trainer": 1.0, "trainer, grouped": 1.1, "accelerate": 1.0},
-)  # fmt: skip
+SETTINGS = {8: USUAL} | {
+    room: Setting(micro_batch=room, global_batch=256, steps=2, goals={"by hand": 1.0, "trainer, grouped": 1.1})
+    for room in (2, 1)
+}
 MODEL = {
     "n_layer": 2, "n_embd": 128, "n_head": 4, "vocab_size": 260, "n_positions": SEQ_LEN, "use_cache": False,
     "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 0, "eos_token_id": 0,
@@ -100,15 +101,17 @@ def planned(folder: Path, samples: Docstrings, ranks: int, shape: dict[str, Any]
 
 
 def rounds(
-    plan: Plan, ranks: Ranks, samples: Docstrings, shape: dict[str, Any], steps: int, number: int
+    plan: Plan, ranks: Ranks, samples: Docstrings, shape: dict[str, Any], setting: Setting, number: int
 ) -> list[dict[str, list[dict[str, Any]]]]:
     """Of each round what each contender took, by rank. A round before them, of one step, is thrown away."""
-    names, found = list(CONTENDERS), []
+    names, found = ["frugal", *setting.goals], []
     for name in names:
         ranks.run(run, name, plan, shape, samples, 1, 0, timeout=900)
     for turn in range(number):
         order = names[turn % len(names) :] + names[: turn % len(names)]
-        found.append({name: ranks.run(run, name, plan, shape, samples, steps, turn, timeout=900) for name in order})
+        found.append(
+            {name: ranks.run(run, name, plan, shape, samples, setting.steps, turn, timeout=900) for name in order}
+        )
     return found
 
 
@@ -156,14 +159,14 @@ def summary(
     plan: Plan, found: list[dict[str, list[dict[str, Any]]]], tokens: int, goals: dict[str, float]
 ) -> dict[str, Any]:
     """The kept record of one number of ranks."""
-    seconds = {name: [turn[name][0]["seconds"] for turn in found] for name in CONTENDERS}
-    drawn = {name: {sum(rank["tokens"] for rank in turn[name]) for turn in found} for name in CONTENDERS}
+    seconds = {name: [turn[name][0]["seconds"] for turn in found] for name in found[0]}
+    drawn = {name: {sum(rank["tokens"] for rank in turn[name]) for turn in found} for name in found[0]}
     assert all(each == {tokens} for name, each in drawn.items() if name != "trainer, grouped"), (tokens, drawn)
     ratios = {
         name: [theirs / ours for theirs, ours in zip(seconds[name], seconds["frugal"], strict=True)] for name in goals
     }
     middle = {name: statistics.median(each) for name, each in ratios.items()}
-    losses = {name: found[0][name][0]["losses"] for name in CONTENDERS}
+    losses = {name: found[0][name][0]["losses"] for name in found[0]}
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "device": cpu_name(),
@@ -180,9 +183,9 @@ def summary(
                 sum(rank["padded_tokens"] for rank in turn[name]) / sum(rank["tokens"] for rank in turn[name])
                 for turn in found
             )
-            for name in CONTENDERS
+            for name in found[0]
         },
-        "micro_batches_of_a_rank": {name: found[0][name][0]["micro_batches"] for name in CONTENDERS},
+        "micro_batches_of_a_rank": {name: found[0][name][0]["micro_batches"] for name in found[0]},
         "frugal_is_faster": {name: {"median": middle[name], "rounds": ratios[name]} for name in goals},
         "losses_of_the_first_round": losses,
         "goals": {
@@ -199,20 +202,20 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=ROUNDS)
-    parser.add_argument("--tight", action="store_true", help="memory for 2 full-length samples, not 8")
+    parser.add_argument("--room", type=int, choices=SETTINGS, default=8, help="full-length samples that memory holds")
     asked = parser.parse_args()
-    setting = TIGHT if asked.tight else USUAL
+    setting = SETTINGS[asked.room]
     samples = Docstrings(setting.steps * setting.global_batch, SEQ_LEN)
     ranks = Ranks(asked.ranks)
     with tempfile.TemporaryDirectory() as folder:
         plan = planned(Path(folder), samples, asked.ranks, MODEL, setting)
-        found = rounds(plan, ranks, samples, MODEL, setting.steps, asked.rounds)
+        found = rounds(plan, ranks, samples, MODEL, setting, asked.rounds)
     ranks.close()
     result = summary(plan, found, int(samples.lengths.sum()), setting.goals)
     result["padded_for_each_token_of_all_docstrings"] = padding_of_everything(plan, SEQ_LEN)
     kept = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    kept["command"] = "python -m bench.throughput --ranks N [--tight]"
-    kept[f"{asked.ranks} ranks{', tight' if asked.tight else ''}"] = result
+    kept["command"] = "python -m bench.throughput --ranks N --room M"
+    kept[f"{asked.ranks} ranks, room for {asked.room}"] = result
     RESULTS.write_text(json.dumps(kept, indent=2) + "\n")
     for name, ratio in result["frugal_is_faster"].items():
         print(
