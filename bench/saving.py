@@ -46,8 +46,8 @@ def rounds(plan: Plan, folder: Path) -> dict[str, Any]:
 
     from frugal.training.checkpoint import Progress
     from frugal.training.engine import initialize
-    from frugal.training.objectives import CausalLM
     from frugal.training.models import resolve
+    from frugal.training.objectives import CausalLM
     from frugal.training.saving import Saver
 
     spec = resolve(plan.request.model, None)

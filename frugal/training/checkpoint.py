@@ -15,17 +15,17 @@ for bit; on another one `resharding` reads it.
 
 import hashlib
 import logging
+import pickle
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-import torch
 import torch.distributed as dist
 
 from frugal.errors import CheckpointError
-from frugal.training import continuation, generators, layout, optimizers, resharding
+from frugal.training import continuation, generators, layout, optimizers, reader, resharding
 from frugal.training import manifest as files
 from frugal.training.agreement import gather
 from frugal.training.batches import Position
@@ -129,7 +129,20 @@ def _damage(engine: "Engine", path: Path) -> str | None:
         read_progress(path)
     except ValueError as error:
         return str(error)
-    return files.first_damage(path, made_by, engine.rank, engine.world_size)
+    return files.first_damage(path, made_by, engine.rank, engine.world_size) or _foreign(engine, path, made_by)
+
+
+def _foreign(engine: "Engine", path: Path, made_by: Manifest) -> str | None:
+    """What no checkpoint of ours holds, in the files that this rank answers for."""
+    for name, file in made_by.files.items():
+        if name.endswith(".pt") and file.rank % engine.world_size == engine.rank:
+            try:
+                names = reader.foreign(path / name)
+            except (RuntimeError, pickle.UnpicklingError) as error:
+                return f"{path / name} cannot be read: {error}"
+            if names:
+                return f"{path / name} holds {', '.join(names)}, which frugal does not save and could run any code"
+    return None
 
 
 def read_progress(path: Path) -> Progress:
@@ -148,7 +161,8 @@ def read_progress(path: Path) -> Progress:
 
 def _restore(engine: "Engine", path: Path, made_by: Manifest, this: Manifest) -> Progress:
     if all(gather(_fits(engine, path, made_by, this), engine.votes)):
-        engine.deepspeed.load_checkpoint(str(path.parent), tag=path.name)
+        with reader.installed(engine.deepspeed):
+            engine.deepspeed.load_checkpoint(str(path.parent), tag=path.name)
     elif (refusal := continuation.refuse_other_layout(path, made_by, this)) is not None:
         raise refusal
     else:
@@ -157,7 +171,7 @@ def _restore(engine: "Engine", path: Path, made_by: Manifest, this: Manifest) ->
     progress = read_progress(path)
     engine.caution.recall(progress.learnt)
     if made_by.world_size == this.world_size:
-        generators.restore(torch.load(path / f"rng_rank_{engine.rank}.pt", weights_only=True), engine.device)
+        generators.restore(reader.read(path / f"rng_rank_{engine.rank}.pt"), engine.device)
     else:  # nobody's generators are this rank's, so it gets some that no rank had
         generators.seed_all((progress.seed * 1_000_003 + progress.step) * 65_537 + engine.rank)
     return progress

@@ -41,7 +41,7 @@ from frugal.training.cells import Limits, Share, share
 from frugal.training.checkpoint import Progress
 from frugal.training.evaluate import Evaluation, evaluate
 from frugal.training.loss import Batch, Objective, Sample
-from frugal.training.precision import DTYPES
+from frugal.training.precision import DTYPES, check_precision
 from frugal.training.prefetch import pinned
 from frugal.training.recovery import Guard, abandon
 from frugal.training.shortage import Shortage
@@ -253,7 +253,7 @@ def initialize(
 
     Raises:
         PlanMismatchError: the plan is for another number of ranks, or ranks hold different plans.
-        RequestError: its optimizer's library, a compiler or the disk is missing.
+        RequestError: the device cannot do the precision, or its optimizer's library, a compiler or the disk is missing.
     """
     group.form()
     if dist.get_world_size() != plan.batch.world_size:
@@ -271,6 +271,7 @@ def initialize(
             because=f"another plan.json than that of rank 0 on {held[0][1]}: {where}",
             hint="give every node the same plan.json",
         )
+    check_precision(plan.request.precision)
     padding_masks.always_use()
     activation_checkpointing.apply(model, plan.strategy.activation_checkpointing)
     if plan.strategy.loss == "tiled":

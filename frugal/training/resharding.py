@@ -20,7 +20,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from frugal.training import layout
+from frugal.training import layout, reader
 from frugal.training.layout import Layout
 from frugal.training.manifest import Manifest
 
@@ -141,8 +141,7 @@ class Saved:
 
     @cache  # noqa: B019  # gone with the one call of `restore`
     def _load(self, rank: int, kind: str) -> Any:
-        # Not weights_only: the file holds DeepSpeed's loss scaler, an object.
-        return torch.load(self._files[rank, kind], map_location="cpu", mmap=True, weights_only=False)
+        return reader.read(self._files[rank, kind], mmap=True)
 
 
 def _fill_slots(engine: "Engine", saved: Saved) -> None:

@@ -5,20 +5,23 @@ import gc
 import hashlib
 import json
 import os
+import pickle
 import random
 import re
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
 from frugal.errors import CheckpointError, FrugalError
 from frugal.planning.plan import Plan
-from frugal.training import checkpoint, saving
+from frugal.training import checkpoint, manifest, reader, saving
 from frugal.training.batches import Position
 from frugal.training.checkpoint import Progress
 from frugal.training.engine import Engine, initialize
@@ -216,6 +219,32 @@ def test_a_damaged_file_is_named_and_the_previous_checkpoint_used(
     for (name, folder), *answers in zip(cases, *two_ranks.run(load_each, [f for _, f in cases]), strict=True):
         for answer in answers:
             assert answer.startswith(f"step 2: {folder}/step-000004/{name}"), answer
+
+
+class Hostile:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.mark),)
+
+
+def test_a_file_that_would_run_code_is_refused_and_nothing_runs(saved: Path, tmp_path: Path, two_ranks: Ranks) -> None:
+    folder, mark = tmp_path / "checkpoints", tmp_path / "mark"
+    shutil.copytree(saved, folder)
+    hostile = sorted((folder / "step-000004").glob("*_optim_states.pt"))[1]
+    torch.save({**torch.load(hostile, weights_only=False), "more": Hostile(mark)}, hostile)
+    made_by = manifest.read(hostile.parent)
+    files = {**made_by.files, hostile.name: manifest.describe(hostile, rank=1)}
+    manifest.write(hostile.parent / manifest.MANIFEST, msgspec.json.encode(replace(made_by, files=files)))
+    answers = two_ranks.run(load_each, [folder])
+    refused = f"{hostile} holds posix.mkdir, which frugal does not save and could run any code"
+    assert answers == [[f"step 2: {refused}"]] * 2
+    with pytest.raises(pickle.UnpicklingError):
+        reader.read(hostile)
+    assert not mark.exists()
 
 
 def test_the_pointer_decides_and_a_lost_pointer_is_no_loss(saved: Path, tmp_path: Path, two_ranks: Ranks) -> None:
