@@ -20,10 +20,11 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
 from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]  # has no types
+
+from bench.circumstances import circumstances
 
 RESULTS = Path(__file__).parent / "results" / "faults-cpu.json"
 MODEL = {"model_type": "gpt2", "n_layer": 2, "n_embd": 64, "n_head": 2, "vocab_size": 260, "n_positions": 128}
@@ -138,11 +139,16 @@ def fill(run: Run) -> float:
     return time.monotonic()
 
 
-def truncate(out: Path) -> None:
-    """Cut the newest checkpoint's largest file."""
-    newest = out / "checkpoints" / (out / "checkpoints" / "latest").read_text().strip()
-    largest = max(newest.iterdir(), key=lambda path: path.stat().st_size)
-    os.truncate(largest, largest.stat().st_size - 1000)
+def truncated(out: Path) -> list[Path]:
+    """Copies of a run's folder, in each another file of the newest checkpoint cut to half."""
+    copies = []
+    newest = Path("checkpoints") / (out / "checkpoints" / "latest").read_text().strip()
+    for name in sorted(path.name for path in (out / newest).iterdir()):
+        copies.append(out.with_name(f"{out.name}-{name}"))
+        shutil.copytree(out, copies[-1])
+        file = copies[-1] / newest / name
+        os.truncate(file, file.stat().st_size // 2)
+    return copies
 
 
 def disturbed(folder: Path, whole: dict[int, float], fault: str, disturb: Callable[[Run], float]) -> Outcome:
@@ -162,25 +168,28 @@ def disturbed(folder: Path, whole: dict[int, float], fault: str, disturb: Callab
         done = max(losses(out))
         if small:
             (out / FILLER).unlink()
-        if fault == "checkpoint truncated":
-            truncate(out)
-        resumed = Run(folder, out, "--resume")
-        resumed_code, said = resumed.end()
-        if resumed_code != 0:
-            raise RuntimeError(f"after {fault} the run cannot be resumed:\n{said}")
-        saved = re.search(r"continuing after step (\d+)", said)
+        continued = [resumed(folder, each) for each in (truncated(out) if fault == TRUNCATED else [out])]
         return Outcome(
             fault=fault,
             seconds=round(seconds, 1),
             exit_code=code,
             message=last_word(output),
             steps_done=done,
-            steps_saved=int(saved[1]) if saved else 0,
-            is_exact=losses(out) == whole,
+            steps_saved=min(step for step, _ in continued),
+            is_exact=all(found == whole for _, found in continued),
         )
     finally:
         if small:
             subprocess.run(["umount", str(out)], check=True)
+
+
+def resumed(folder: Path, out: Path) -> tuple[int, dict[int, float]]:
+    """Continue a run to its end: the step it went on from, and the losses of all steps."""
+    code, said = Run(folder, out, "--resume").end()
+    if code != 0:
+        raise RuntimeError(f"the run in {out} cannot be resumed:\n{said}")
+    saved = re.search(r"continuing after step (\d+)", said)
+    return int(saved[1]) if saved else 0, losses(out)
 
 
 def last_word(output: str) -> str:
@@ -189,6 +198,7 @@ def last_word(output: str) -> str:
     return next((line for line in lines if line.startswith("error: ")), lines[-1] if lines else "")
 
 
+TRUNCATED = "each of the newest checkpoint's files truncated"
 FAULTS: dict[str, Callable[[Run], float]] = {
     "SIGKILL of rank 0": told(signal.SIGKILL, 0),
     "SIGKILL of rank 1": told(signal.SIGKILL, 1),
@@ -197,7 +207,7 @@ FAULTS: dict[str, Callable[[Run], float]] = {
     "SIGTERM to one rank": told(signal.SIGTERM, 1),
     "Ctrl-C": told(signal.SIGINT, None),
     "disk full": fill,
-    "checkpoint truncated": told(signal.SIGKILL, 1),
+    TRUNCATED: told(signal.SIGKILL, 1),
 }
 
 
@@ -230,9 +240,7 @@ def main() -> int:
                 continue
             outcomes.append(disturbed(folder, whole, fault, disturb))
             print(outcomes[-1], file=sys.stderr)
-    result = {
-        "command": "python -m bench.faults",
-        "versions": {name: version(name) for name in ("torch", "deepspeed")},
+    result = circumstances("python -m bench.faults") | {
         "ranks": 2,
         "steps": STEPS,
         "save_every": SAVE_EVERY,
