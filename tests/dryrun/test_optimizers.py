@@ -1,7 +1,6 @@
 """Every optimizer takes the memory that was rehearsed, and every implementation of it computes the same."""
 
 import os
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import torch
 from frugal.planning.plan import Plan
 from frugal.training.engine import initialize
 from frugal.training.objectives import CausalLM
-from tests.dryrun.test_truth import SMALL_BUCKETS, TOLERANCE, measured, rehearsed
+from tests.dryrun.test_truth import SMALL_BUCKETS, assert_as_rehearsed, rehearsed
 from tests.plans import plan_by_hand
 from tests.ranks import Ranks
 from tests.training.models import ragged_samples, tiny_gpt2
@@ -35,15 +34,6 @@ def plan_of(zero_stage: int = 2, world_size: int = 1, offload: str = "none", **r
         request={"precision": "fp32" if zero_stage == 0 else "bf16", **request},
         strategy={**SMALL_BUCKETS, "offload_optimizer": offload},
     )
-
-
-def assert_as_rehearsed(plan: Plan, ranks: Ranks) -> None:
-    for rank, truth in enumerate(ranks.run(partial(measured, plan))):
-        ours = [(i.phase, i.peak_bytes, i.live_bytes) for i in rehearsed(plan, rank).intervals(4)]
-        assert [phase for phase, *_ in ours] == [phase for phase, *_ in truth]
-        for (phase, peak, live), (_, true_peak, true_live) in zip(ours, truth, strict=True):
-            assert (phase, peak) == (phase, pytest.approx(true_peak, rel=TOLERANCE))
-            assert (phase, live) == (phase, pytest.approx(true_live, rel=TOLERANCE))
 
 
 @pytest.mark.parametrize(

@@ -111,6 +111,16 @@ def rehearsed(plan: Plan, rank: int, family: str = "gpt2") -> Timeline:
     ).timeline
 
 
+def assert_as_rehearsed(plan: Plan, ranks: Ranks) -> None:
+    """Every phase of every rank: its peak, and what lives at its end."""
+    for rank, truth in enumerate(ranks.run(partial(measured, plan))):
+        ours = [(i.phase, i.peak_bytes, i.live_bytes) for i in rehearsed(plan, rank).intervals(4)]
+        assert [phase for phase, *_ in ours] == [phase for phase, *_ in truth]
+        for (phase, peak, live), (_, true_peak, true_live) in zip(ours, truth, strict=True):
+            assert (phase, peak) == (phase, pytest.approx(true_peak, rel=TOLERANCE))
+            assert (phase, live) == (phase, pytest.approx(true_live, rel=TOLERANCE))
+
+
 CASES = [
     *((stage, "fp32", mode, steps) for stage in (0, 1, 2, 3) for mode in ("off", "full") for steps in (1, 3)),
     *((stage, "bf16", mode, steps) for stage in (2, 3) for mode in ("off", "full") for steps in (1, 3)),
@@ -130,12 +140,7 @@ def test_every_phase_of_every_rank_is_as_rehearsed(
 ) -> None:
     ranks: Ranks = request.getfixturevalue({1: "one_rank", 2: "two_ranks"}[world_size])
     plan = plan_for(world_size, 4, accumulation_steps, zero_stage, precision, mode)
-    for rank, truth in enumerate(ranks.run(partial(measured, plan))):
-        ours = [(i.phase, i.peak_bytes, i.live_bytes) for i in rehearsed(plan, rank).intervals(4)]
-        assert [phase for phase, *_ in ours] == [phase for phase, *_ in truth]
-        for (phase, peak, live), (_, true_peak, true_live) in zip(ours, truth, strict=True):
-            assert (phase, peak) == (phase, pytest.approx(true_peak, rel=TOLERANCE))
-            assert (phase, live) == (phase, pytest.approx(true_live, rel=TOLERANCE))
+    assert_as_rehearsed(plan, ranks)
 
 
 def test_a_rank_in_the_middle_is_as_rehearsed_too(three_ranks: Ranks) -> None:

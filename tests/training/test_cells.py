@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 import torch.distributed as dist
 
 from frugal.planning.plan import Batch
@@ -16,8 +15,9 @@ from frugal.training.evaluate import evaluate
 from frugal.training.objectives import CausalLM
 from tests.plans import plan_by_hand
 from tests.ranks import Ranks
+from tests.training.gradients import SGD, Gradient, applied, relative_error, weights
 from tests.training.models import ragged_samples, tiny_gpt2
-from tests.training.test_exactness import LEARNING_RATE, reference_gradient, relative_error
+from tests.training.test_exactness import reference_gradient
 
 GLOBAL_BATCH = 20
 
@@ -36,34 +36,28 @@ def limits(*max_samples: int, shortest: int = 64, overhead: int | None = None) -
     return Limits(max_samples=max_samples, seq_len=64, shortest=shortest, overhead=overhead)
 
 
-def found(zero_stage: int, *, is_known: bool) -> tuple[dict[str, torch.Tensor], float, float, list[list[int]]]:
+def found(zero_stage: int, *, is_known: bool) -> tuple[Gradient, float, float, list[list[int]]]:
     """Gradient and loss of a step, loss of an evaluation, and rows and columns of the rank's micro-batches."""
-    from deepspeed.utils import safe_get_full_fp32_param
-
     world_size = dist.get_world_size()
     plan = plan_by_hand(
         world_size=world_size, global_batch=GLOBAL_BATCH, micro_batch=2, zero_stage=zero_stage,
-        request={"optimizer": "sgd", "learning_rate": LEARNING_RATE, "weight_decay": 0.0, "gradient_clipping": 0.0},
+        request=SGD,
     )  # fmt: skip
     plan = replace(plan, batch=replace(plan.batch, shortest=8, overhead_tokens=16)).sealed()
-    before = {name: p.detach().double().clone() for name, p in tiny_gpt2().named_parameters()}
+    before = weights(tiny_gpt2())
     engine = initialize(tiny_gpt2(), plan, CausalLM())
     samples = Known(ragged_samples(GLOBAL_BATCH)) if is_known else ragged_samples(GLOBAL_BATCH)
     evaluation = evaluate(engine, samples)
     shapes = [list(batch["input_ids"].shape) for batch in engine.micro_batches(samples)]
     result = engine.train_step(samples)
-    gradient = {}
-    for name, parameter in engine.module.named_parameters():
-        after = safe_get_full_fp32_param(parameter)
-        after = parameter.detach() if after is None else after
-        gradient[name] = (before[name] - after.double().view_as(before[name])) / LEARNING_RATE
+    gradient = applied(engine, before)
     engine.destroy()
     del engine
     gc.collect()
     return gradient, result.loss, evaluation.loss, shapes
 
 
-def all_stages() -> list[tuple[dict[str, torch.Tensor], float, float, list[list[int]]]]:
+def all_stages() -> list[tuple[Gradient, float, float, list[list[int]]]]:
     """Grouped under each ZeRO stage, and once as planned; runs on ranks."""
     return [found(stage, is_known=True) for stage in range(4)] + [found(2, is_known=False)]
 

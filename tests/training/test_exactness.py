@@ -11,12 +11,11 @@ from frugal.training.engine import initialize
 from frugal.training.objectives import CausalLM
 from tests.plans import plan_by_hand
 from tests.ranks import Ranks
+from tests.training.gradients import SGD, Gradient, applied, relative_error, weights
 from tests.training.models import ragged_samples, tiny_gpt2
 
-LEARNING_RATE = 1024.0  # so large that the rounding of weights hides nothing of the gradient
 
-
-def reference_gradient(global_batch: int) -> dict[str, torch.Tensor]:
+def reference_gradient(global_batch: int) -> Gradient:
     """Plain PyTorch, one process, fp64, every sample by itself."""
     model, objective = tiny_gpt2().double(), CausalLM()
     batches = [objective.collate([sample]) for sample in ragged_samples(global_batch)]
@@ -38,36 +37,22 @@ def measured_gradient(
     precision: str = "fp32",
     accumulation_dtype: str = "fp32",
     **strategy: object,
-) -> tuple[dict[str, torch.Tensor], float]:
+) -> tuple[Gradient, float]:
     """The gradient DeepSpeed applied, read off one SGD step: (before - after) / learning rate. Runs on ranks."""
-    from deepspeed.utils import safe_get_full_fp32_param
-
     plan = plan_by_hand(
         world_size=world_size, global_batch=global_batch, micro_batch=micro_batch, zero_stage=zero_stage,
-        request={
-            "optimizer": "sgd", "learning_rate": LEARNING_RATE, "weight_decay": 0.0, "gradient_clipping": 0.0,
-            "precision": precision,
-        },
+        request={**SGD, "precision": precision},
         strategy={"gradient_accumulation_dtype": accumulation_dtype, **strategy},
     )  # fmt: skip
     model = tiny_gpt2(seed=torch.distributed.get_rank())  # rank 0's weights must win
-    before = {name: p.detach().double().clone() for name, p in tiny_gpt2().named_parameters()}
+    before = weights(tiny_gpt2())
     engine = initialize(model, plan, CausalLM())
     result = engine.train_step(ragged_samples(global_batch))
-    gradient = {}
-    for name, parameter in engine.module.named_parameters():
-        after = safe_get_full_fp32_param(parameter)
-        after = parameter.detach() if after is None else after
-        gradient[name] = (before[name] - after.double().view_as(before[name])) / LEARNING_RATE
+    gradient = applied(engine, before)
     engine.destroy()
     del engine, model
     gc.collect()
     return gradient, result.loss
-
-
-def relative_error(gradient: dict[str, torch.Tensor], reference: dict[str, torch.Tensor]) -> float:
-    difference = sum(float(((gradient[n] - reference[n]) ** 2).sum()) for n in reference)
-    return float((difference / sum(float((g**2).sum()) for g in reference.values())) ** 0.5)
 
 
 @pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])

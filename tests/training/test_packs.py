@@ -26,8 +26,8 @@ from frugal.training.tiled_loss import IGNORED
 from frugal.training.tokenizing import byte_tokenizer
 from tests.plans import plan_by_hand
 from tests.ranks import Ranks
+from tests.training.gradients import SGD, Gradient, applied, relative_error, weights
 from tests.training.models import tiny
-from tests.training.test_exactness import LEARNING_RATE, relative_error
 
 SEQ_LEN = 64
 
@@ -72,31 +72,25 @@ def test_a_document_begins_with_no_target_and_at_position_0() -> None:
     assert CausalLM(packed=True).count(batch) == 2 + 1 + 5
 
 
-def gradient(family: str, zero_stage: int, loss: str, micro_batch: int) -> tuple[dict[str, torch.Tensor], float]:
+def gradient(family: str, zero_stage: int, loss: str, micro_batch: int) -> tuple[Gradient, float]:
     """What DeepSpeed made of packed documents, read off one step of SGD, and the loss. Runs on ranks."""
-    from deepspeed.utils import safe_get_full_fp32_param
-
     samples = packed(documents())
     plan = plan_by_hand(
         world_size=torch.distributed.get_world_size(), global_batch=len(samples), micro_batch=micro_batch,
         zero_stage=zero_stage, strategy={"loss": loss},
-        request={"optimizer": "sgd", "learning_rate": LEARNING_RATE, "weight_decay": 0.0, "gradient_clipping": 0.0},
+        request=SGD,
     )  # fmt: skip
-    before = {name: p.detach().double().clone() for name, p in tiny("causal-lm", family).named_parameters()}
+    before = weights(tiny("causal-lm", family))
     engine = initialize(tiny("causal-lm", family), plan, CausalLM(packed=True))
     result = engine.train_step(samples)
-    found = {}
-    for name, parameter in engine.module.named_parameters():
-        after = safe_get_full_fp32_param(parameter)
-        after = parameter.detach() if after is None else after
-        found[name] = (before[name] - after.double().view_as(before[name])) / LEARNING_RATE
+    found = applied(engine, before)
     engine.destroy()
     del engine
     gc.collect()
     return found, result.loss
 
 
-def alone(family: str) -> tuple[dict[str, torch.Tensor], float]:
+def alone(family: str) -> tuple[Gradient, float]:
     """Plain PyTorch, one process, fp64, every document by itself."""
     model, total = tiny("causal-lm", family).double(), 0.0
     targets = sum(len(document) - 1 for document in documents())
