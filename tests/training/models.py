@@ -128,3 +128,36 @@ def skip_net() -> tuple[nn.Module, Any]:
     from frugal.training.loss import SummedLoss
 
     return SkipNet(), SummedLoss(squared_error, example=points(1)[0])
+
+
+FACTORIES = """
+import torch
+from torch import nn
+from frugal.training.loss import SummedLoss
+
+def mine():
+    loss = lambda model, batch: model(batch["x"]).sum()
+    return nn.Linear(4, 1), SummedLoss(loss, example={"x": torch.zeros(4)})
+
+def module_only():
+    return nn.Linear(4, 1)
+
+def language_model():
+    from tests.training.models import tiny_gpt2
+    return tiny_gpt2()
+
+def fails():
+    return {}["layers"]
+
+def exits():
+    raise SystemExit(3)
+
+def no_module():
+    return 42
+
+def nothing():
+    pass
+
+SIZE = 3
+"""
+"""A file of factories, see `factories` in conftest.py."""

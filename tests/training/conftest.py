@@ -1,0 +1,36 @@
+"""Fixtures for models and data that come from files alone."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from frugal.training import data, hub
+from frugal.training.data import Corpus
+from frugal.training.tokenizing import byte_tokenizer
+from tests.training.corpora import Load
+from tests.training.models import FACTORIES
+
+
+@pytest.fixture
+def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No network, and a working folder of its own."""
+    monkeypatch.setattr(hub, "unreachable_because", lambda: "HF_HUB_OFFLINE is set")
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def load(tmp_path: Path, offline: None) -> Load:
+    """`data.load` with the byte tokenizer, a cache of its own, no network, and short relative paths."""
+
+    def load(*where: str, task: str = "causal-lm", seq_len: int = 64, **options: Any) -> Corpus:
+        options = {"tokenizer": byte_tokenizer(), "cache_dir": tmp_path / "cache", **options}
+        return data.load(where, task=task, seq_len=seq_len, **options)
+
+    return load
+
+
+@pytest.fixture
+def factories(tmp_path: Path) -> None:
+    """Functions that make models, and some that do not, in `my_models.py`."""
+    (tmp_path / "my_models.py").write_text(FACTORIES)

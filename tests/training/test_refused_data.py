@@ -1,0 +1,204 @@
+"""Data that cannot be trained on: each row named, each way out said."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+
+from frugal.training import preparation, sources
+from frugal.training.sources import Columns
+from tests.training.corpora import ROWS, Load, refusal, texts, write, write_jsonl
+
+
+def test_missing_data(load: Load) -> None:
+    assert refusal(lambda: load("nope/a.txt")) == "there is no data at nope/a.txt\n  because no such file or folder"
+
+
+def test_no_data_at_all(load: Load) -> None:
+    assert refusal(load) == "no data was given\n\nhint: pass --data PATH, or --data stdlib for Python's own library"
+
+
+def test_a_name_that_is_neither_a_file_nor_known_to_the_hub(load: Load) -> None:
+    assert refusal(lambda: load("somebody/some-data")) == (
+        "there is no data at somebody/some-data\n"
+        "  because no such file or folder\n"
+        "  because the hub cannot be asked (HF_HUB_OFFLINE is set), and its local cache does not have it\n"
+        "\n"
+        "hint: pass --data PATH, or --data stdlib for Python's own library"
+    )
+
+
+def test_a_glob_without_matches(load: Load, tmp_path: Path) -> None:
+    assert refusal(lambda: load("*.jsonl")) == f"no file matches *.jsonl\n  because it was looked for from {tmp_path}"
+
+
+def test_an_empty_folder(load: Load, tmp_path: Path) -> None:
+    (tmp_path / "texts").mkdir()
+    assert refusal(lambda: load("texts")) == "the folder texts is empty\n  because it has no file that is not hidden"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "reason"),
+    [
+        ("a.txt", "", "a.txt has no rows"),
+        ("a.jsonl", "\n\n", "a.jsonl has no rows"),
+        ("a.csv", "text\n", "a.csv has no rows"),
+        ("a.jsonl", '{"text": ""}\n{"text": ""}\n', "a.jsonl has 2 rows without text"),
+    ],
+)
+def test_empty_data(name: str, content: str, reason: str, load: Load, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(content)
+    assert refusal(lambda: load(name)) == f"there is no text in the data\n  because {reason}"
+
+
+def test_nothing_left_after_leaving_out_bad_rows(load: Load, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text("{\n[\n")
+    assert refusal(lambda: load("a.jsonl", skip_bad_rows=True)) == (
+        "there is no text in the data\n  because a.jsonl has 2 rows that cannot be read"
+    )
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet", "saved"])
+def test_a_missing_column_is_answered_with_those_there_are(kind: str, load: Load, tmp_path: Path) -> None:
+    name = write(kind, tmp_path)
+    said = refusal(lambda: load(name, columns=Columns(text="content")))
+    columns = {"csv": "id, text", "parquet": "text, other"}.get(kind, "text")
+    assert said == (
+        f"{name} has no column `content`\n"
+        f"  because its columns are {columns}\n"
+        "\n"
+        f"hint: choose one, such as --text-column {columns.split(',')[0]}"
+    )
+
+
+def test_plain_text_has_no_pairs(load: Load, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("text")
+    assert refusal(lambda: load("a.txt", task="seq2seq")) == (
+        "a.txt has no column `source`\n  because its columns are text\n\nhint: choose one, such as --source-column text"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "where", "reason"),
+    [
+        ("a.jsonl", b'{"text": "ok"}\n{"text": \n', 2, "Input data was truncated"),
+        ("a.jsonl", b'{"text": "ok"}\n[1]\n', 2, "a list, not an object"),
+        ("a.jsonl", b'{"text": "ok"}\n\n{"text": 5}\n', 3, "`text` is a number, not text"),
+        ("a.jsonl", b'{"text": "ok"}\n{"text": null}\n', 2, "`text` is nothing, not text"),
+        ("a.jsonl", b'{"text": "ok"}\n{"txet": "x"}\n', 2, "no `text`"),
+        ("a.csv", b'id,text\n1,"two\nlines"\n2\n', 4, "1 fields, the header has 2"),
+        ("a.csv", b"id,text\n1,ok\n2,a,b,c\n", 3, "4 fields, the header has 2"),
+        ("a.csv", b"text\nok\n\xff\xfe\n", 3, "`text` is not UTF-8 text"),
+        ("a.txt", b"good\nbad \xff\n", 2, "not UTF-8 text"),
+    ],
+)
+def test_a_bad_row_is_named_by_file_and_line(
+    name: str, content: bytes, where: int, reason: str, load: Load, tmp_path: Path
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    assert refusal(lambda: load(name)) == (
+        f"1 row of the data cannot be read\n"
+        f"  because {name}:{where}: {reason}\n"
+        "\n"
+        "hint: repair them, or leave them out with --skip-bad-rows"
+    )
+
+
+def test_many_bad_rows_are_counted_and_the_first_is_named(load: Load, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "ok"}\n' + "{\n" * 1234)
+    assert refusal(lambda: load("a.jsonl")) == (
+        "1234 rows of the data cannot be read\n"
+        "  because the first is a.jsonl:2: Input data was truncated\n"
+        "\n"
+        "hint: repair them, or leave them out with --skip-bad-rows"
+    )
+
+
+def test_bad_rows_are_left_out_only_if_asked_and_then_reported(load: Load, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "ok"}\n{\n{"text": ""}\n{"text": "too"}\n')
+    corpus = load("a.jsonl", skip_bad_rows=True)
+    assert texts(corpus) == ["ok", "too"]
+    assert (corpus.report.bad_rows, corpus.report.empty_rows) == (1, 1)
+    assert corpus.report.first_bad == ("a.jsonl:2: Input data was truncated",)
+    refusal(lambda: load("a.jsonl"))  # also when the cache has them
+
+
+def test_a_broken_parquet_file(load: Load, tmp_path: Path) -> None:
+    (tmp_path / "a.parquet").write_bytes(b"nonsense")
+    assert re.match(r"a\.parquet is not a parquet file\n  because ArrowInvalid: ", refusal(lambda: load("a.parquet")))
+
+
+def test_a_saved_dataset_without_a_training_split(load: Load, tmp_path: Path) -> None:
+    datasets.DatasetDict({"test": datasets.Dataset.from_list(ROWS)}).save_to_disk(str(tmp_path / "splits"))
+    assert refusal(lambda: load("splits")) == (
+        "the dataset splits has no split `train`\n"
+        "  because its splits are test\n"
+        "\n"
+        "hint: give one of them: --data splits/test"
+    )
+
+
+def test_pairs_that_are_too_long(load: Load, tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "a.jsonl", [{"source": "x" * n, "target": "y"} for n in (5, 70, 90)])
+    assert refusal(lambda: load("a.jsonl", task="seq2seq")) == (
+        "2 of 3 samples are longer than --seq-len\n"
+        "  because the longest, a.jsonl:3, has 91 tokens with special ones, --seq-len is 64\n"
+        "\n"
+        "hint: use --seq-len 91, or --too-long truncate, or --too-long skip"
+    )
+
+
+@pytest.mark.parametrize(("choice", "lengths"), [("truncate", [6, 64, 64]), ("skip", [6])])
+def test_pairs_that_are_too_long_can_be_truncated_or_left_out(
+    choice: str, lengths: list[int], load: Load, tmp_path: Path
+) -> None:
+    write_jsonl(tmp_path / "a.jsonl", [{"source": "x" * n, "target": "y"} for n in (5, 70, 90)])
+    corpus = load("a.jsonl", task="seq2seq", too_long=choice)
+    assert corpus.train.lengths.tolist() == lengths
+    assert corpus.report.too_long_rows == 2
+
+
+@pytest.mark.parametrize(
+    ("labels", "said"),
+    [
+        ([0, "yes"], "a.jsonl:2: `label` is `yes`, other rows have numbers"),
+        (["yes", 0], "a.jsonl:2: `label` is 0, other rows have names"),
+        ([0, -1], "a.jsonl:2: `label` is -1, classes are numbered from 0"),
+        ([0, 0.5], "a.jsonl:2: `label` is a number, not a class"),
+    ],
+)
+def test_classes_that_are_none(labels: list[Any], said: str, load: Load, tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "a.jsonl", [{"text": "x", "label": label} for label in labels])
+    assert f"  because {said}\n" in refusal(lambda: load("a.jsonl", task="sequence-classification"))
+
+
+def test_a_full_disk(load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_space(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    (tmp_path / "a.txt").write_text("text")
+    monkeypatch.setattr(preparation, "_write", no_space)
+    assert refusal(lambda: load("a.txt")) == (
+        f"the tokenised data cannot be written to {tmp_path}/cache\n"
+        "  because No space left on device\n"
+        "\n"
+        "hint: free some space, or set XDG_CACHE_HOME to a folder on another disk"
+    )
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+@pytest.mark.parametrize(("task", "shortest"), [("causal-lm", 2), ("masked-lm", 3), ("seq2seq", 2)])
+def test_a_sequence_too_short_to_learn_from(task: str, shortest: int, load: Load, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("text")
+    assert refusal(lambda: load("a.txt", task=task, seq_len=shortest - 1)) == (
+        f"--seq-len {shortest - 1} leaves no token to learn from\n\nhint: use at least {shortest}"
+    )
+
+
+def test_the_library_of_a_python_without_sources(load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources.sysconfig, "get_path", lambda _: str(tmp_path))
+    assert refusal(lambda: load("stdlib")) == (
+        f"Python's library has no sources here\n  because {tmp_path} has no .py file\n\nhint: pass --data PATH"
+    )
