@@ -18,7 +18,8 @@ from pathlib import Path
 
 from tests.multinode import cluster
 from tests.multinode.cluster import SSH_PORT, Hosts
-from tests.multinode.conftest import plan, prepare, start
+from tests.multinode.conftest import plan, start
+from tests.runs import prepared
 
 RESULTS = Path(__file__).parent / "results" / "nodes-cpu.json"
 PATIENCE_SECONDS = 180
@@ -84,7 +85,7 @@ def main() -> int:
     if (reason := cluster.why_not()) is not None:
         raise SystemExit(f"this needs hosts: {reason}")
     with tempfile.TemporaryDirectory() as place:
-        prepare(Path(place))
+        prepared(Path(place))
         hosts = Hosts(2, Path(place))
         try:
             outcomes = [disturbed(hosts, fault) for fault in FAULTS]

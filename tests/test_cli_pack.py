@@ -1,6 +1,5 @@
 """`frugal train --pack` from end to end: packed documents are the same ones after a stop, under any launcher."""
 
-import json
 import signal
 import subprocess
 from pathlib import Path
@@ -8,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.test_cli_train import TINY, command, environment, frugal_train, records, torchrun
+from tests.runs import command, environment, frugal_train, prepared, records, torchrun
 
 STEPS = 150
 RUN = (
@@ -28,9 +27,7 @@ def trajectory(path: Path) -> list[tuple[Any, ...]]:
 
 @pytest.mark.exhaustive
 def test_a_packed_run_that_was_stopped_goes_on_under_torchrun_as_if_it_had_not_been(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(TINY))
-    rows = [{"text": f"line {i}: " + "to be or not to be, " * (i % 7)} for i in range(300)]
-    (tmp_path / "text.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    prepared(tmp_path, documents=300)
     code, output, errors = frugal_train(
         tmp_path, "--ranks", 2, "--mem", "1G", "--model", "config.json", "--seq-len", 64, "--global-batch", 8,
         "--precision", "fp32", "--pack", *RUN, "--out", "whole",

@@ -8,7 +8,7 @@ import pytest
 from bench.guard import MOST, RESULTS, in_turns, summary
 from tests.plans import plan_by_hand
 from tests.ranks import Ranks
-from tests.test_cli_train import TINY
+from tests.runs import TINY
 
 
 def test_votes_are_counted_and_both_ways_are_timed(tmp_path: Path, two_ranks: Ranks) -> None:

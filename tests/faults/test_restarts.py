@@ -1,6 +1,5 @@
 """Whole runs that end early: a killed rank, fewer devices, a full disk. They go on from what was saved, exactly."""
 
-import json
 import re
 import signal
 import subprocess
@@ -11,7 +10,7 @@ from pathlib import Path
 import psutil  # type: ignore[import-untyped]  # has no types
 import pytest
 
-from tests.test_cli_train import TINY, command, environment, frugal_train, plan, records
+from tests.runs import command, environment, frugal_train, prepared, records
 
 pytestmark = pytest.mark.exhaustive  # each starts several runs
 
@@ -21,12 +20,7 @@ RUN = ("--data", "text.jsonl", "--steps", 30, "--save-every", 5, "--validation-f
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model without dropout, whose masks would depend on the ranks; text, and a plan for two CPU ranks."""
-    folder = tmp_path_factory.mktemp("restarts")
-    (folder / "config.json").write_text(json.dumps({**TINY, "resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}))
-    rows = [{"text": f"line {i}: " + "to be or not to be, " * (i % 7)} for i in range(200)]
-    (folder / "text.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "plan2.json").write_bytes(plan(folder, 2).to_json())
-    return folder
+    return prepared(tmp_path_factory.mktemp("restarts"), 2, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)
 
 
 def losses(run: Path) -> list[tuple[int, float]]:

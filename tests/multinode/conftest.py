@@ -17,8 +17,8 @@ from frugal.planning.plan import Plan
 from tests.multinode import cluster
 from tests.multinode.cluster import SSH_PORT, Hosts
 from tests.plans import plan_by_hand
+from tests.runs import prepared
 
-TINY = {"model_type": "gpt2", "n_layer": 2, "n_embd": 32, "n_head": 2, "vocab_size": 260, "n_positions": 64}
 RUN = ("--data", "text.jsonl", "--steps", "4", "--save-every", "2", "--eval-every", "0")
 
 
@@ -34,17 +34,10 @@ def three_hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
     yield from _up(tmp_path_factory.mktemp("three"), 3)
 
 
-def prepare(folder: Path) -> None:
-    """A tiny model's config.json, and text."""
-    (folder / "config.json").write_text(json.dumps(TINY))
-    rows = [{"text": f"line {i}: " + "to be or not to be, " * (i % 7)} for i in range(200)]
-    (folder / "text.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
 def _up(folder: Path, number: int) -> Iterator[Hosts]:
     if (reason := cluster.why_not()) is not None:
         pytest.skip(reason)
-    prepare(folder)
+    prepared(folder)
     up = Hosts(number, folder)
     try:
         yield up

@@ -1,0 +1,204 @@
+"""What `frugal train` refuses, and with which words."""
+
+import fcntl
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from frugal import cli
+from frugal.planning.cluster import Cluster, Node
+from frugal.planning.plan import Plan
+from tests.runs import command, environment, frugal_train, plan, prepared
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model's config.json, text to train on, and plans for one and two CPU ranks."""
+    return prepared(tmp_path_factory.mktemp("train"), 1, 2)
+
+
+def message(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    """Exit code and message of a call that fails before anything is started."""
+    code = cli.run(["train", *map(str, arguments)])
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    return f"{code}: {printed.err}"
+
+
+def test_plan_and_planning_flags_together(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert message(capsys, "--plan", folder / "plan2.json", "--global-batch", 4) == (
+        "2: error: --plan was given together with --global-batch\n"
+        "  because a plan is a decision already made\n\nhint: leave one of them out\n"
+    )
+
+
+def test_ranks_and_gpus_together(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert message(capsys, "--ranks", 2, "--gpus", 2, "--out", folder / "new") == (
+        "2: error: --ranks was given together with --gpus\n"
+        "  because --ranks 2 means 2 processes on this machine's CPU\n\nhint: leave one of them out\n"
+    )
+
+
+def test_a_plan_for_another_number_of_ranks(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert message(capsys, "--plan", folder / "plan2.json", "--ranks", 3, "--out", folder / "new") == (
+        "4: error: the plan is for 2 CPU ranks, this run has 3 CPU ranks\n\n"
+        "hint: leave --ranks out, or plan again: frugal plan --device cpu --gpus 3\n"
+    )
+
+
+def test_a_missing_a_broken_and_a_changed_plan(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    anew = "\n\nhint: make a new one with `frugal plan -o DIR`\n"
+    path = tmp_path / "plan.json"
+    assert message(capsys, "--plan", path) == (
+        f"2: error: cannot read the plan {path}\n  because No such file or directory"
+        "\n\nhint: make one with `frugal plan -o DIR`\n"
+    )
+    path.write_text("{")
+    assert message(capsys, "--plan", path) == (
+        f"2: error: {path} is not a plan\n  because Input data was truncated{anew}"
+    )
+    path.write_text((folder / "plan2.json").read_text().replace('"learning_rate": 0.0025', '"learning_rate": 0.1'))
+    assert message(capsys, "--plan", path) == (
+        f"4: error: {path} was changed after it was made\n  because its digest does not match its content{anew}"
+    )
+
+
+def test_a_plan_for_gpus_or_for_several_nodes(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made = plan(folder, 2)
+    device = made.cluster.devices[0]
+    path = tmp_path / "plan.json"
+    gpus = (msgspec.convert(msgspec.to_builtins(device) | {"kind": "cuda"}, type(device)),) * 2
+    path.write_bytes(_on(made, (Node(devices=gpus),)).to_json())
+    if torch.cuda.device_count() < 2:
+        assert message(capsys, "--plan", path, "--out", tmp_path / "new") == (
+            f"4: error: the plan is for 2 GPUs, there are {torch.cuda.device_count()} here\n\n"
+            "hint: plan for what is here: frugal plan --gpus N, or frugal train --ranks N for CPU processes\n"
+        )
+    path.write_bytes(_on(made, (Node(devices=(device,)),) * 2).to_json())
+    assert message(capsys, "--plan", path, "--out", tmp_path / "new") == (
+        "4: error: the plan is for 2 nodes, and nothing names them\n\n"
+        "hint: name them with --hostfile HOSTS, a line `NAME slots=GPUS` for each; or start the ranks yourself: "
+        "--print slurm, or torchrun, openmpi, no-ssh\n"
+    )
+
+
+def _on(made: Plan, nodes: tuple[Node, ...]) -> Plan:
+    cluster = Cluster(nodes=nodes, intra_bandwidth=1e9, inter_bandwidth=1e9)
+    values = msgspec.to_builtins(made) | {"cluster": msgspec.to_builtins(cluster)}
+    return msgspec.convert(values, Plan).sealed()
+
+
+def test_a_port_in_use(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as sock:
+        sock.bind(("", 0))
+        sock.listen()
+        port = sock.getsockname()[1]
+        assert message(capsys, "--plan", folder / "plan2.json", "--master-port", port, "--out", folder / "new") == (
+            f"2: error: port {port} cannot be used\n  because Address already in use\n\nhint: leave --master-port out\n"
+        )
+
+
+def test_a_port_that_cannot_be(capsys: pytest.CaptureFixture[str]) -> None:
+    assert message(capsys, "--master-port", 99999) == (
+        "2: error: invalid value for '--master-port': 99999 is not in the range 1<=x<=65535\n\n"
+        "hint: see `frugal train --help`\n"
+    )
+
+
+def test_a_folder_with_another_run(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "checkpoints" / "step-000005").mkdir(parents=True)
+    assert message(capsys, "--plan", folder / "plan2.json", "--out", tmp_path) == (
+        f"2: error: {tmp_path} holds a run already\n  because its newest checkpoint is step-000005\n\n"
+        "hint: continue it with --resume, or choose another folder with --out\n"
+    )
+
+
+def test_resuming_where_nothing_was_saved(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert message(capsys, "--resume", "--out", folder / "new") == (
+        f"6: error: there is no checkpoint in {folder}/new/checkpoints\n\nhint: start without --resume\n"
+    )
+
+
+def test_two_runs_in_one_folder(folder: Path, tmp_path: Path) -> None:
+    held = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(held, fcntl.LOCK_EX)  # as a run does while it writes there
+    told = frugal_train(folder, "--plan", "plan1.json", "--data", "text.jsonl", "--steps", 1, "--out", tmp_path)
+    os.close(held)
+    assert told == (
+        2,
+        "",
+        f"error: another run is writing to {tmp_path}\n"
+        "  because two runs in one folder would overwrite each other's checkpoints\n\n"
+        "hint: wait for it to end, or choose another folder with --out\n",
+    )
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_run_keeps_its_folder_also_when_memory_has_been_measured(folder: Path, tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        command("--plan", "plan1.json", "--data", "text.jsonl", "--steps", 100, "--save-every", 0, "--out", tmp_path),
+        cwd=folder, env=environment(folder), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+    )  # fmt: skip
+    assert process.stdout is not None
+    lines = iter(process.stdout.readline, "")
+    assert any(line.startswith("memory: planned") for line in lines) and next(lines).startswith("step ")
+    mine = os.open(tmp_path, os.O_RDONLY)
+    with pytest.raises(BlockingIOError):
+        fcntl.flock(mine, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    os.close(mine)
+    process.kill()
+    process.wait()
+
+
+def test_a_wrong_table_in_frugal_toml(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "frugal.toml").write_text("[train]\nstep = 3\n")
+    assert message(capsys, "--config", tmp_path / "frugal.toml") == (
+        "2: error: unknown setting `step` in [train]\n\nhint: did you mean `steps`?\n"
+    )
+
+
+def test_missing_data_a_full_disk_and_another_model_are_said_by_the_run_itself(folder: Path, tmp_path: Path) -> None:
+    """One process for all three, because each needs torch."""
+    done = subprocess.run(
+        [sys.executable, "-c", _THREE, str(folder), str(tmp_path)], cwd=folder, env=environment(folder),
+        capture_output=True, text=True, timeout=200,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == (
+        "error: there is no data at nowhere.jsonl\n  because no such file or folder\n"
+        "error: cannot write to /proc/frugal\n  because No such file or directory\n\n"
+        "hint: choose another folder with --out\n"
+        f"error: the plan is for another model than {tmp_path}/config.json is now\n"
+        "  because it was made for 1 parameters, the model has 35,840\n\nhint: plan again\n"
+    )
+    assert done.stdout == "[2, 2, 4]\n"
+
+
+_THREE = """
+import sys
+from pathlib import Path
+import msgspec
+from frugal.cli import run
+from frugal.planning.plan import Plan
+
+folder, other = sys.argv[1:]
+(Path(other) / "config.json").write_text(Path(folder, "config.json").read_text())
+values = msgspec.json.decode(Path(folder, "plan1.json").read_bytes())
+values["request"]["model"] = other + "/config.json"
+values["model"]["parameters"] = 1
+Path(other, "plan.json").write_bytes(msgspec.convert(values, Plan).sealed().to_json())
+train = ["train", "--steps", "1", "--plan"]
+print([
+    run([*train, folder + "/plan1.json", "--data", "nowhere.jsonl", "--out", other + "/a"]),
+    run([*train, folder + "/plan1.json", "--data", "text.jsonl", "--out", "/proc/frugal"]),
+    run([*train, other + "/plan.json", "--data", "text.jsonl", "--out", other + "/b"]),
+])
+"""
