@@ -11,9 +11,8 @@ import pytest
 import frugal
 from frugal.cli import run
 from frugal.planning.plan import Plan
-from tests.planning.synthetic import rehearsing
+from tests.planning.synthetic import SMALL, rehearsing
 
-SMALL = {"parameters": 124_000_000, "flops_per_token": 8e8, "num_operators": 2500}
 CARDS = ["--gpus", "4", "--mem", "12G"]
 
 

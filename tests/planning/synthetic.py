@@ -3,13 +3,20 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 from frugal.errors import RequestError
+from frugal.planner import make_plan
 from frugal.planning.cluster import Cluster, Device
 from frugal.planning.memory import MemoryBreakdown
+from frugal.planning.plan import Plan
 from frugal.planning.request import Request
+from frugal.planning.settings import understand
 from frugal.planning.strategy import Strategy
 from frugal.planning.work import Line, Work
+
+SMALL = {"parameters": 124_000_000, "flops_per_token": 8e8, "num_operators": 2500}
+"""A model of gpt2's size."""
 
 KEPT = {"off": 1.0, "selective": 0.8, "full": 0.1, "offloaded": 0.05}
 """Share of the activations."""
@@ -163,3 +170,8 @@ def rehearsing(error: float = 1.0, **model: int | float):
         yield SyntheticSource(request, cluster, model, error)
 
     return rehearse
+
+
+def planned(*, error: float = 1.0, model: dict[str, Any] | None = None, **settings: Any) -> Plan:
+    """The plan for these settings and this model; `error`: what rehearsals take, by what profiles promise."""
+    return make_plan(*understand(settings), rehearse=rehearsing(error, **(model or {})))

@@ -1,0 +1,136 @@
+"""Where no strategy fits, that is proven, and every way out that is named works."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from frugal.errors import NothingFitsError
+from frugal.planning.choice import Choice, Nothing
+from frugal.planning.search import Search
+from frugal.planning.settings import understand
+from frugal.units import GIB
+from tests.planning.synthetic import SMALL, SyntheticSource, planned
+
+
+def test_offload_beyond_the_host_is_refused() -> None:
+    with pytest.raises(NothingFitsError) as caught:
+        planned(gpus=4, mem="4G", offload="optimizer", host_mem="8G")
+    assert str(caught.value) == (
+        "gpt2 does not fit into a node's host memory\n"
+        "  because with the optimizer in host memory ZeRO-2 lacks 6.90 GiB on the host, ZeRO-3 6.90 GiB on the host\n"
+        "  because the nearest of 8 strategies is ZeRO-2, activation checkpointing off, optimizer in host memory, "
+        "with 1 sample of 1024 tokens\n"
+        "  because it takes 3.60 GiB: parameters 1.86 GiB, activations 976.6 MiB, context 768.0 MiB, "
+        "communication 38.1 MiB\n"
+        "  because each node's host needs 14.90 GiB beside it\n"
+        "\n"
+        "hint: this would fit: --host-mem 15G, or --nodes 2"
+    )
+
+
+HOSTS = """
+big slots=4    # mem=24G host-mem=64G
+small slots=2  # mem=24G host-mem={}
+"""
+
+
+def test_each_node_is_held_against_its_own_ranks_and_host(tmp_path: Path) -> None:
+    hosts = tmp_path / "hosts"
+    wanted: dict[str, Any] = {
+        "hostfile": str(hosts),
+        "mem": "4G",
+        "offload": "optimizer",
+        "model": {"parameters": 10**9},
+    }
+    hosts.write_text(HOSTS.format("8G"))
+    made = planned(**wanted)
+    assert made.memory.host_bytes_per_node > 8 * GIB, "that is of four ranks, the small node has two"
+    hosts.write_text(HOSTS.format("4G"))
+    with pytest.raises(NothingFitsError) as caught:
+        planned(**wanted)
+    assert "because the host of 2 GPUs that has 4.00 GiB needs 4.97 GiB beside it" in str(caught.value)
+
+
+def test_cpu_ranks_share_their_host() -> None:
+    budget: dict[str, Any] = {"gpus": 2, "device": "cpu", "mem": "20G", "model": SMALL}
+    assert planned(**budget, host_mem="64G").memory.fits
+    with pytest.raises(NothingFitsError) as caught:
+        planned(**budget, host_mem="3G")
+    assert "does not fit into a node's host memory" in str(caught.value)
+    assert "2 such ranks and their processes take" in str(caught.value)
+
+
+def test_what_lives_on_disk_must_fit_there() -> None:
+    wanted: dict[str, Any] = {"gpus": 2, "mem": "24G", "offload": "nvme", "nvme_path": "/scratch"}
+    made = planned(**wanted, host_disk="100G")
+    assert made.strategy.offload_optimizer == "nvme"
+    assert not any("--host-disk" in note for note in made.warnings)
+    with pytest.raises(NothingFitsError) as caught:
+        planned(**wanted, host_disk="10G")
+    assert str(caught.value).startswith("gpt2 does not fit into the disk of a node\n")
+
+
+def test_activation_checkpointing_is_not_tried_where_the_states_alone_are_too_much() -> None:
+    request, cluster, _ = understand({"gpus": 4, "mem": "4G"})
+    source = SyntheticSource(request, cluster)
+    found = Search(request, cluster, source).run()
+    assert isinstance(found, Choice)
+    hopeless = [rejected for rejected in found.rejected if rejected.reason.startswith("cannot fit")]
+    assert {rejected.strategy.activation_checkpointing for rejected in hopeless} == {"full", "selective", "offloaded"}
+    assert not {rejected.strategy for rejected in hopeless} & set(source.profiled)
+
+
+def test_the_nearest_option_of_a_proof_is_really_the_nearest() -> None:
+    request, cluster, _ = understand({"gpus": 4, "mem": "4G", "offload": "none"})
+    found = Search(request, cluster, SyntheticSource(request, cluster)).run()
+    assert isinstance(found, Nothing)
+    assert found.nearest.strategy.activation_checkpointing == "offloaded"
+    assert found.nearest.strategy.zero_stage == 3
+    assert found.num_strategies == 8
+
+
+def test_a_cpu_rank_offloads_nothing_because_it_is_the_host() -> None:
+    with pytest.raises(NothingFitsError, match=r"does not fit into a CPU rank of 2\.00 GiB"):
+        planned(gpus=2, mem="2G", device="cpu")
+
+
+def test_nothing_fits_is_told_as_a_proof() -> None:
+    with pytest.raises(NothingFitsError) as caught:
+        planned(gpus=1, mem="12G", offload="none", precision="fp32")
+    assert str(caught.value) == (
+        "gpt2 does not fit into a GPU of 12.00 GiB\n"
+        "  because on the GPU alone ZeRO-0 lacks 5.95 GiB\n"
+        "  because the nearest of 4 strategies is ZeRO-0, activation checkpointing offloaded, with 1 sample of 1024 "
+        "tokens\n"
+        "  because it takes 17.35 GiB: optimizer 11.18 GiB, gradients 3.73 GiB, parameters 1.86 GiB, "
+        "context 512.0 MiB\n"
+        "  because 614.4 MiB stay free as margin\n"
+        "\n"
+        "hint: this would fit: --offload auto, or --mem 18.5G, or --gpus 2"
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "flag", "relaxed"),
+    [
+        ({"gpus": 1, "mem": "12G", "offload": "none"}, "--offload auto", {"offload": "auto"}),
+        ({"gpus": 1, "mem": "12G", "offload": "none"}, "--mem 18.5G", {"mem": "18.5G"}),
+        ({"gpus": 1, "mem": "12G", "offload": "none"}, "--gpus 2", {"gpus": 2}),
+        ({"gpus": 4, "mem": "24G", "seq_len": 32768, "activation_checkpointing": "off"},
+         "--activation-checkpointing auto", {"activation_checkpointing": "auto"}),
+        ({"gpus": 4, "mem": "24G", "seq_len": 32768, "activation_checkpointing": "selective"},
+         "--activation-checkpointing auto", {"activation_checkpointing": "auto"}),
+        ({"gpus": 4, "mem": "24G", "seq_len": 32768, "activation_checkpointing": "off"},
+         "--seq-len 16384", {"seq_len": 16384}),
+        ({"gpus": 4, "mem": "12G", "micro_batch": 512, "global_batch": 2048, "offload": "none"}, "no --micro-batch",
+         {"micro_batch": None}),
+        ({"gpus": 4, "mem": "12G", "offload": "none", "accumulation_steps": 1, "global_batch": 2048},
+         "no --accumulation-steps", {"accumulation_steps": None}),
+    ],
+)  # fmt: skip
+def test_every_way_out_that_is_named_works(settings: dict[str, Any], flag: str, relaxed: dict[str, Any]) -> None:
+    with pytest.raises(NothingFitsError) as caught:
+        planned(**settings)
+    assert flag in (caught.value.hint or "")
+    assert planned(**(settings | relaxed)).memory.fits

@@ -1,0 +1,84 @@
+"""What the user pins is kept, and pins that cannot be are refused with their numbers."""
+
+import pytest
+
+from frugal.errors import RequestError
+from tests.planning.synthetic import SMALL, planned
+
+
+@pytest.mark.parametrize("choice", ["off", "selective", "full", "offloaded"])
+def test_pinned_activation_checkpointing_is_kept(choice: str) -> None:
+    made = planned(gpus=4, mem="24G", activation_checkpointing=choice)
+    assert made.strategy.activation_checkpointing == choice
+    assert made.why[0].endswith("as asked")
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+def test_a_pinned_stage_is_kept(zero_stage: int) -> None:
+    assert planned(gpus=2, mem="80G", precision="fp32", zero_stage=zero_stage).strategy.zero_stage == zero_stage
+
+
+def test_caps_in_samples_and_tokens_bind() -> None:
+    assert max(planned(gpus=4, mem="80G", max_samples_per_gpu=4, model=SMALL).batch.micro_batch) == 4
+    made = planned(gpus=4, mem="80G", max_tokens_per_gpu=3000, model=SMALL)
+    assert max(made.batch.micro_batch) == 2
+    assert made.why[-1] == "--max-tokens-per-gpu binds: it allows 2 samples at once"
+
+
+def test_pinned_micro_batch_and_steps_are_kept() -> None:
+    made = planned(gpus=4, mem="80G", micro_batch=4, accumulation_steps=32, model=SMALL)
+    assert (set(made.batch.micro_batch), made.batch.accumulation_steps) == ({4}, 32)
+    assert planned(gpus=4, mem="80G", accumulation_steps=100, model=SMALL).batch.accumulation_steps == 100
+
+
+def test_a_micro_batch_that_is_never_full_is_told() -> None:
+    made = planned(gpus=4, mem="24G", micro_batch=16, global_batch=32, model=SMALL)
+    assert made.warnings == ("--micro-batch 16 is never full: no GPU gets more than 8 samples at once",)
+
+
+IMPOSSIBLE_PINS = {
+    "more than the batch": (
+        {"micro_batch": 8, "accumulation_steps": 32},
+        "--micro-batch 8 --accumulation-steps 32 on 4 GPUs is 1024, not 512\n"
+        "  because 8 x 32 x 4 = 1024 samples, and the global batch is 512\n\n"
+        "hint: use --micro-batch 4, or --accumulation-steps 16, or --global-batch 1024",
+    ),
+    "less than the batch": (
+        {"micro_batch": 2, "accumulation_steps": 16},
+        "--micro-batch 2 --accumulation-steps 16 on 4 GPUs is 128, not 512\n"
+        "  because 2 x 16 x 4 = 128 samples, and the global batch is 512\n\n"
+        "hint: use --micro-batch 8, or --accumulation-steps 64, or --global-batch 128",
+    ),
+    "one micro-step is already too much": (
+        {"micro_batch": 8, "accumulation_steps": 1, "global_batch": 10},
+        "--micro-batch 8 --accumulation-steps 1 on 4 GPUs is 32, not 10\n"
+        "  because 8 x 1 x 4 = 32 samples, and the global batch is 10\n\n"
+        "hint: use --micro-batch 3, or --global-batch 32",
+    ),
+    "more steps than samples": (
+        {"accumulation_steps": 600},
+        "--accumulation-steps 600 is more than the 512 samples of the global batch\n"
+        "  because every micro-step needs at least one sample\n\n"
+        "hint: use at most --accumulation-steps 512",
+    ),
+    "steps against a cap": (
+        {"accumulation_steps": 2, "max_samples_per_gpu": 32},
+        "--accumulation-steps 2 on 4 GPUs needs a micro-batch of 64\n"
+        "  because the caps allow 32\n\n"
+        "hint: use --accumulation-steps 4, or leave it out",
+    ),
+    "micro-batch against a cap": (
+        {"micro_batch": 8, "max_samples_per_gpu": 4},
+        "--micro-batch 8 is over the cap of --max-samples-per-gpu\n"
+        "  because --max-samples-per-gpu allows 4 samples of 1024 tokens\n\n"
+        "hint: leave one of them out, or use --micro-batch 4",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", IMPOSSIBLE_PINS)
+def test_impossible_pins_are_refused_with_their_numbers(case: str) -> None:
+    settings, message = IMPOSSIBLE_PINS[case]
+    with pytest.raises(RequestError) as caught:
+        planned(gpus=4, mem="80G", model=SMALL, **settings)
+    assert str(caught.value) == message
