@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from frugal.dryrun.attention import kernels_of
+from frugal.dryrun.cycles import not_collected
 from frugal.dryrun.meta import pretend
 from frugal.dryrun.rehearsal import Rehearsal
 from frugal.dryrun.tracker import Tracker
@@ -85,7 +86,7 @@ def _rehearse(
     with (
         pretend(rank=rank, world_size=world_size, side_stream=side_stream, pinning=pinning),
         kernels_of(kind),
-        _no_collection(),
+        not_collected(),
     ):
         with tracker:
             model = build()
@@ -141,21 +142,6 @@ def _train(
     gc.collect()
     tracker.relabel(engine.deepspeed.optimizer)
     return done.divided(num_micro_steps)
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """Cycles are collected between phases only, so that two rehearsals free in the same order.
-
-    What is there before is frozen, because going through all of transformers takes longer than a phase.
-    """
-    gc.freeze()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-        gc.unfreeze()
 
 
 @contextmanager

@@ -6,8 +6,8 @@ What DeepSpeed does with the gradients is added by arithmetic (`frugal.planning.
 
 import copy
 import gc
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from frugal.dryrun import zero3
 from frugal.dryrun.attention import kernels_of
+from frugal.dryrun.cycles import not_collected
 from frugal.dryrun.layers import layout, repetition, shortened
 from frugal.dryrun.tracker import Tracker
 from frugal.errors import FrugalError
@@ -135,7 +136,7 @@ def trace(
     """
     padding_masks.always_use()
     mode = _Mode(objective, seq_len, kind, activation_checkpointing_mode, loss, zero_stage == 3)
-    with kernels_of(kind), zero3.linear_of_zero3() if mode.is_zero3 else nullcontext(), _no_collection():
+    with kernels_of(kind), zero3.linear_of_zero3() if mode.is_zero3 else nullcontext(), not_collected():
         try:
             found = _spliced(model, mode) or _whole(model, mode)
         except (FrugalError, NotAffineError, NotImplementedError):
@@ -276,14 +277,3 @@ def _micro_step(recorder: Recorder, model: nn.Module, objective: Objective, exam
     recorder.mark(LOSS_ENDS)
     del loss
     gc.collect()
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    gc.freeze()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-        gc.unfreeze()
