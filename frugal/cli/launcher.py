@@ -25,7 +25,7 @@ from frugal.planning.plan import Plan
 from frugal.training.group import STARTER, free_port
 from frugal.training.manifest import newest
 from frugal.training.settings import Settings
-from frugal.training.stopping import SIGNALS
+from frugal.training.stopping import SIGNALS, handled
 
 INTERRUPTED = 130
 
@@ -176,12 +176,8 @@ def _forwarding(process: subprocess.Popen[bytes]) -> Iterator[None]:
                 rank.send_signal(number)
         told.append(number)
 
-    before = {number: signal.signal(number, tell) for number in (*SIGNALS, signal.SIGHUP)}
-    try:
+    with handled((*SIGNALS, signal.SIGHUP), tell):
         yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def visible_gpus() -> list[str]:

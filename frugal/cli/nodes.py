@@ -33,7 +33,7 @@ from frugal.training import failure, group
 from frugal.training.host_report import HostReport
 from frugal.training.manifest import newest
 from frugal.training.settings import Settings
-from frugal.training.stopping import SIGNALS
+from frugal.training.stopping import SIGNALS, handled
 
 SIGNAL_SECONDS = 30.0  # for a signal to reach all nodes
 LEAVE_SECONDS = failure.LINGER_SECONDS + 10  # for the others to end, once a rank has said why it failed
@@ -215,12 +215,8 @@ class Start:
                 raise KeyboardInterrupt
             told.append(number)
 
-        before = {number: signal.signal(number, tell) for number in (*SIGNALS, signal.SIGHUP)}
-        try:
+        with handled((*SIGNALS, signal.SIGHUP), tell):
             yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
 
 def _end_with_parent() -> None:

@@ -5,7 +5,7 @@ SIGTERM, too, when another rank has failed: then there is no next boundary, and 
 """
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
@@ -34,10 +34,19 @@ def listening() -> Iterator[None]:
         _is_told = True
 
     global _is_told
-    before = {number: signal.signal(number, note) for number in SIGNALS}
+    with handled(SIGNALS, note):
+        try:
+            yield
+        finally:
+            _is_told = False
+
+
+@contextmanager
+def handled(signals: Iterable[signal.Signals], handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Inside the `with` block `signals` call `handler`; afterwards they mean what they meant before."""
+    before = {number: signal.signal(number, handler) for number in signals}
     try:
         yield
     finally:
-        _is_told = False
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number, usual in before.items():
+            signal.signal(number, usual)
