@@ -10,16 +10,13 @@ does, where a CPU keeps them in bf16.
 
 import argparse
 import os
-import platform
 import statistics
 import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from functools import cache
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +24,7 @@ import msgspec
 
 os.environ |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "LOCAL_SIZE": "1"}
 
+from bench.circumstances import circumstances
 from frugal.dryrun.rehearse import rehearse
 from frugal.planning.plan import Plan
 from frugal.training.measure import Interval
@@ -214,14 +212,7 @@ def _summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _circumstances() -> dict[str, Any]:
-    return {
-        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-        "command": "python -m bench.accuracy",
-        "device": f"CPU, {platform.machine()}, {os.cpu_count()} cores",
-        "versions": {
-            "python": platform.python_version(),
-            **{name: version(name) for name in ("frugal-trainer", "torch", "deepspeed", "transformers")},
-        },
+    return circumstances("python -m bench.accuracy") | {
         "seq_len": SEQ_LEN,
         "micro_batch": MICRO_BATCH,
         "compared": "live tensor bytes at the peak of the fullest rank, over two optimizer steps",

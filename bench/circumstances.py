@@ -1,10 +1,14 @@
 """Under which circumstances something was measured."""
 
+import os
+import platform
 from datetime import UTC, datetime
 from importlib.metadata import version
 from typing import Any
 
 from frugal.training.circumstances import cpu_name
+
+PACKAGES = ("frugal-trainer", "torch", "deepspeed", "transformers")
 
 
 def circumstances(command: str) -> dict[str, Any]:
@@ -12,6 +16,6 @@ def circumstances(command: str) -> dict[str, Any]:
     return {
         "command": command,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "device": cpu_name(),
-        "versions": {name: version(name) for name in ("frugal-trainer", "torch", "deepspeed", "transformers")},
+        "device": f"{cpu_name()}, {os.cpu_count()} cores",
+        "versions": {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}},
     }

@@ -25,8 +25,6 @@ import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -36,12 +34,13 @@ os.environ |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE"
 import torch
 import transformers.models.gpt2.modeling_gpt2  # before the fork, so that all ranks have it
 
+from bench.circumstances import circumstances
 from bench.cpu_rank import rehearsed_as_process
 from frugal.dryrun.rehearse import rehearse
 from frugal.planning import host
 from frugal.planning.plan import Plan
 from frugal.training import group
-from frugal.training.circumstances import cpu_name, forget_peak_rss, peak_rss
+from frugal.training.circumstances import forget_peak_rss, peak_rss
 from frugal.training.engine import DTYPES, initialize
 from frugal.training.objectives import CausalLM
 from frugal.units import MIB
@@ -257,14 +256,8 @@ def _summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _circumstances() -> dict[str, Any]:
-    return {
-        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-        "command": "python -m bench.host_memory",
-        "device": f"{cpu_name()}, {os.cpu_count()} cores, {platform.libc_ver()[0]} {platform.libc_ver()[1]}",
-        "versions": {
-            "python": platform.python_version(),
-            **{name: version(name) for name in ("frugal-trainer", "torch", "deepspeed", "transformers")},
-        },
+    return circumstances("python -m bench.host_memory") | {
+        "libc": " ".join(platform.libc_ver()),
         "seq_len": SEQ_LEN,
         "micro_batch": MICRO_BATCH,
         "compared": "highest resident set of the fullest rank over two optimizer steps, offloaded to the host",

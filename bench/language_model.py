@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.circumstances import circumstances
+from bench.conclusion import concluded
 from frugal.training.log import METRICS
 
 COMMAND = "python -m bench.language_model --record"
@@ -76,11 +77,7 @@ def main() -> int:
         found = summary({ranks: trained(ranks, Path(folder) / str(ranks)) for ranks in WORLD_SIZES})
     result = circumstances(COMMAND) | found
     print(f"\n{table(result['ranks'])}\n")
-    for goal, reached in result["goals"].items():
-        print(f"{'reached' if reached else 'MISSED'}: {goal}")
-    if asked.record:
-        RESULTS.write_text(json.dumps(result, indent=2) + "\n")
-    return 0 if all(result["goals"].values()) else 1
+    return concluded(result, RESULTS if asked.record else None)
 
 
 if __name__ == "__main__":

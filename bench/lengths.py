@@ -12,7 +12,6 @@ import json
 import sys
 import time
 from collections.abc import Callable
-from datetime import UTC, datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -20,9 +19,10 @@ from typing import Any
 import numpy as np
 import pyarrow as pa  # type: ignore[import-untyped]  # it has no type hints
 
+from bench.circumstances import circumstances
+from bench.conclusion import concluded
 from frugal.planning import lengths
 from frugal.training.arrow import Samples
-from frugal.training.circumstances import cpu_name
 from frugal.training.samples import histogram
 
 RESULTS = Path(__file__).parent / "results" / "lengths-cpu.json"
@@ -62,18 +62,14 @@ def main() -> int:
     said = histogram(many, "data", []).source
     goals = {f"a million a second: {name}": rate >= GOAL for name, rate in rates.items()}
     goals |= {"a part of a huge set is said": said == "data; lengths of one sample in 2"}
-    result = {
-        "command": "python -m bench.lengths",
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "device": cpu_name(),
+    result = circumstances("python -m bench.lengths") | {
         "lengths_a_second_of_cpu_time": {name: round(rate) for name, rate in rates.items()},
         "said_of_200_million": said,
         "goals": goals,
     }
-    RESULTS.write_text(json.dumps(result, indent=2) + "\n")
     for name, rate in rates.items():
         sys.stdout.write(f"{name}: {rate / 1e6:.1f} million lengths a second\n")
-    return 0 if all(goals.values()) else 1
+    return concluded(result, RESULTS)
 
 
 if __name__ == "__main__":

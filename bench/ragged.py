@@ -23,16 +23,15 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 import frugal
+from bench.circumstances import circumstances
+from bench.conclusion import concluded
 from frugal.planning.plan import Plan
-from frugal.training.circumstances import cpu_name
 from frugal.units import format_bytes
 from tests.ranks import Ranks
 
@@ -203,11 +202,7 @@ def main() -> int:
         "the same losses": max(differences) < 1e-4,
     }
     assert all(type(reached) is bool for reached in goals.values())
-    result = {
-        "command": "python -m bench.ragged",
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "device": cpu_name(),
-        "versions": {name: version(name) for name in ("frugal-trainer", "torch", "deepspeed", "transformers")},
+    result = circumstances("python -m bench.ragged") | {
         "ranks": WORLD_SIZE,
         "samples": NUM_SAMPLES,
         "tokens": tokens,
@@ -230,14 +225,11 @@ def main() -> int:
         "largest_difference_of_losses": max(differences),
         "goals": goals,
     }
-    RESULTS.write_text(json.dumps(result, indent=2) + "\n")
     sys.stdout.write(
         f"padding {padding['fixed']:.2f} -> {padding['grouped']:.3f}, {result['ratio']:.2f}x tokens/s, peak "
         f"{format_bytes(max(rank['peak_bytes'] for rank in limits))} of {format_bytes(plan.memory.live_bytes)}\n"
     )
-    for goal, reached in goals.items():
-        sys.stdout.write(f"{'reached' if reached else 'MISSED'}: {goal}\n")
-    return 0 if all(goals.values()) else 1
+    return concluded(result, RESULTS)
 
 
 if __name__ == "__main__":

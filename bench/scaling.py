@@ -24,6 +24,7 @@ from typing import Any
 import frugal
 from bench import training_rank
 from bench.circumstances import circumstances
+from bench.conclusion import concluded
 from bench.training_rank import Text
 from frugal.planning.plan import Plan
 from tests.ranks import Ranks
@@ -134,11 +135,7 @@ def main() -> int:
             each.close()
     result = circumstances(COMMAND) | {"steps": asked.rounds * STEPS, **summary(found, perplexities)}
     print(f"after {result['steps']} steps\n\n{table(result['stages'])}\n")
-    for goal, reached in result["goals"].items():
-        print(f"{'reached' if reached else 'MISSED'}: {goal}")
-    if asked.record:
-        RESULTS.write_text(json.dumps(result, indent=2) + "\n")
-    return 0 if all(result["goals"].values()) else 1
+    return concluded(result, RESULTS if asked.record else None)
 
 
 if __name__ == "__main__":

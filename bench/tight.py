@@ -12,12 +12,9 @@ many bytes of tensors. Shown are
 
 import argparse
 import os
-import platform
 import sys
 from dataclasses import asdict, dataclass, replace
-from datetime import UTC, datetime
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -26,6 +23,7 @@ import msgspec
 
 os.environ |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "LOCAL_SIZE": "1"}
 
+from bench.circumstances import circumstances
 from frugal.dryrun.client import Rehearsals, workers
 from frugal.dryrun.pool import Pool
 from frugal.errors import NothingFitsError
@@ -247,14 +245,7 @@ def _block(row: dict[str, Any]) -> str:
 
 
 def _circumstances() -> dict[str, Any]:
-    return {
-        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-        "command": "python -m bench.tight",
-        "device": f"CPU, {platform.machine()}, {os.cpu_count()} cores",
-        "versions": {
-            "python": platform.python_version(),
-            **{name: version(name) for name in ("frugal-trainer", "torch", "deepspeed", "transformers")},
-        },
+    return circumstances("python -m bench.tight") | {
         "compared": "live tensor bytes at the peak of the fullest rank, and losses in fp32, over three optimizer steps",
     }
 

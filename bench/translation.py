@@ -28,6 +28,7 @@ from typing import Any
 import frugal
 from bench import training_rank
 from bench.circumstances import circumstances
+from bench.conclusion import concluded
 from bench.training_rank import Text
 from frugal.planning.lengths import Lengths
 from frugal.planning.plan import Plan
@@ -156,11 +157,7 @@ def main() -> int:
         f"{result['percentile_99_tokens']}; {result['pairs_a_step']:.0f} of them and "
         f"{statistics.mean(result['target_tokens']):.0f} target tokens a step\n\n{table(result)}\n"
     )
-    for goal, reached in result["goals"].items():
-        print(f"{'reached' if reached else 'MISSED'}: {goal}")
-    if asked.record:
-        RESULTS.write_text(json.dumps(result, indent=2) + "\n")
-    return 0 if all(result["goals"].values()) else 1
+    return concluded(result, RESULTS if asked.record else None)
 
 
 if __name__ == "__main__":
