@@ -98,6 +98,13 @@ class Request:
     pack: bool | None = None
 
     def __post_init__(self) -> None:
+        self._check_numbers()
+        self._check_precision()
+        self._check_places()
+        self._check_batch()
+
+    def _check_numbers(self) -> None:
+        """Each by itself."""
         if not self.model.strip():
             raise RequestError(
                 "--model is empty",
@@ -121,6 +128,9 @@ class Request:
                 raise RequestError(
                     f"--{name.replace('_', '-')} is {value:g}", because="it must be a finite number, at least 0"
                 )
+
+    def _check_precision(self) -> None:
+        """What DeepSpeed can train right."""
         if self.precision != "fp32" and self.zero_stage in (0, 1):
             raise RequestError(
                 f"--precision {self.precision} with --zero-stage {self.zero_stage} is not trained right by DeepSpeed",
@@ -145,6 +155,9 @@ class Request:
             zero_stage=self.zero_stage,
             offload=self.offload,
         )
+
+    def _check_places(self) -> None:
+        """Where optimizer and parameters are to live, and the bucket in which gradients travel."""
         if self.offload == "nvme" and not self.nvme_path:
             raise RequestError(
                 "--offload nvme was given without --nvme-path",
@@ -164,6 +177,9 @@ class Request:
                 because="DeepSpeed aligns its buckets to 2 elements",
                 hint=f"use --reduce-bucket-elements {self.reduce_bucket_elements + 1}",
             )
+
+    def _check_batch(self) -> None:
+        """The global batch, and the learning rate that goes with it."""
         if self.global_tokens is not None and self.global_tokens < self.seq_len:
             raise RequestError(
                 f"--global-tokens {self.global_tokens} is less than one sample",

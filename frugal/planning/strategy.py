@@ -134,6 +134,30 @@ def _places(offload: Offload) -> tuple[tuple[Place, Place], ...]:
     }[offload]  # type: ignore[return-value]  # literals, seen as text
 
 
+def _stages(request: Request, offload: Offload, world_size: int) -> tuple[int, ...]:
+    """The ZeRO stages to try; none where the pinned one cannot offload so much.
+
+    bf16 and fp16 take only stages 2 and 3, because stage 0 starts Adam at its second step and stage 1 loses gradients
+    under fp32 accumulation. On one GPU the stages split nothing, so the lowest is enough.
+    """
+    needed = {"none": 0, "optimizer": 1, "all": 3, "nvme": 3}[offload]
+    if request.zero_stage is not None:
+        return (request.zero_stage,) if request.zero_stage >= needed else ()
+    if request.optimizer == "adafactor":
+        return (0,)
+    lowest = max(needed, 2 if request.precision != "fp32" else 0)
+    return tuple(range(lowest, 4)) if world_size > 1 else (lowest,)
+
+
+def _modes(request: Request, can_recompute: bool, on_gpus: bool) -> tuple[ActivationCheckpointing, ...]:
+    """The modes of activation checkpointing to try; `offloaded` on GPUs only: a CPU rank has nowhere else to go."""
+    if request.activation_checkpointing != "auto":
+        return (request.activation_checkpointing,)
+    if not can_recompute:
+        return ("off",)
+    return ("off", "full", "selective", "offloaded") if on_gpus else ("off", "full", "selective")
+
+
 def candidates(
     request: Request,
     *,
@@ -148,26 +172,13 @@ def candidates(
 ) -> tuple[Strategy, ...]:
     """The strategies a request and its model allow at one level of offloading, simplest first.
 
-    `auto` tries every mode of activation checkpointing; `offloaded` on GPUs only, since a CPU rank has nowhere to move
-    anything to. Overlapped communication is for those who ask: what it holds back on CUDA's streams has not been
-    measured on a GPU, and a plan that does not fit is worse than one that is slower.
+    Overlapped communication is for those who ask: what it holds back on CUDA's streams has not been measured on a GPU,
+    and a plan that does not fit is worse than one that is slower.
 
     `small_buckets`: only these, for where the usual ones take much of the memory. Stage 0 has none.
-
-    Which ZeRO stages: bf16 and fp16 only stages 2 and 3, because stage 0 starts Adam at its second step and stage 1
-    loses gradients under fp32 accumulation. On one GPU the stages split nothing, so the lowest is enough.
     """
-    needed = {"none": 0, "optimizer": 1, "all": 3, "nvme": 3}[offload]
-    lowest = max(needed, 2 if request.precision != "fp32" else 0)
-    stages: tuple[int, ...] = tuple(range(lowest, 4)) if world_size > 1 else (lowest,)
-    if request.optimizer == "adafactor":
-        stages = (0,)
-    if request.zero_stage is not None:
-        stages = (request.zero_stage,) if request.zero_stage >= needed else ()
-    modes: tuple[ActivationCheckpointing, ...] = (request.activation_checkpointing,)  # type: ignore[assignment]  # or auto
-    if request.activation_checkpointing == "auto":
-        modes = ("off", "full", "selective") if can_recompute else ("off",)
-        modes += ("offloaded",) if can_recompute and on_gpus else ()
+    stages = _stages(request, offload, world_size)
+    modes = _modes(request, can_recompute, on_gpus)
     losses: tuple[Literal["plain", "tiled"], ...] = (
         (("plain", "tiled") if can_tile else ("plain",)) if request.loss == "auto" else (request.loss,)
     )
