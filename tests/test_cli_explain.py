@@ -4,27 +4,16 @@ from pathlib import Path
 
 import pytest
 
-from frugal.cli import run
-from tests.planning.synthetic import rehearsing
+from tests.commands import frugal, with_formulas
+from tests.planning.synthetic import SMALL
 
-SMALL = {"parameters": 124_000_000, "flops_per_token": 8e8, "num_operators": 2500, "drafts": True}
 CARDS = ["--gpus", "4", "--mem", "12G"]
 
 
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty folder to run in, formulas in place of rehearsals, and a cache that knows no other plans."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr("frugal.dryrun.client.Rehearsals", rehearsing(**SMALL))
-    return tmp_path
-
-
-def frugal(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-    """Exit code, stdout, stderr."""
-    code = run(arguments)
-    captured = capsys.readouterr()
-    return code, captured.out, captured.err
+    return with_formulas(tmp_path, monkeypatch, **SMALL, drafts=True)
 
 
 def titles(out: str) -> list[str]:

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from frugal.cli import run
 from frugal.dryrun import curve
 from frugal.planning.plan import Plan
 from frugal.planning.timeline import CATEGORIES
+from tests.commands import frugal
 
 CONFIG = {
     "model_type": "gpt2", "n_layer": 2, "n_embd": 64, "n_head": 2, "vocab_size": 256, "n_positions": 128,
@@ -26,13 +26,6 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     return tmp_path
-
-
-def frugal(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-    """Exit code, stdout, stderr."""
-    code = run(arguments)
-    captured = capsys.readouterr()
-    return code, captured.out, captured.err
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

@@ -1,0 +1,28 @@
+"""Commands of frugal, called in the test's own process."""
+
+from pathlib import Path
+
+import pytest
+
+from frugal.cli import run
+from tests.planning.synthetic import rehearsing
+
+
+def frugal(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    """Exit code, stdout, stderr."""
+    code = run(arguments)
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def frugal_plan(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    """The same of `frugal plan`."""
+    return frugal(capsys, "plan", *arguments)
+
+
+def with_formulas(folder: Path, monkeypatch: pytest.MonkeyPatch, **model: int | float) -> Path:
+    """`folder` to run in, formulas in place of rehearsals, and a cache that knows no other plans."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+    monkeypatch.setattr("frugal.dryrun.client.Rehearsals", rehearsing(**model))
+    return folder
