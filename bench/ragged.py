@@ -166,22 +166,9 @@ def under_a_limit(plan: Plan, limit_bytes: int, is_full: bool) -> dict[str, Any]
     return found
 
 
-def main() -> int:
-    """Plan, measure, write the results, and say whether the goals are reached."""
-    import tempfile
-
-    text = Text()
+def summary(plan: Plan, text: Text, by_rank: list[Any], limits: list[Any]) -> dict[str, Any]:
+    """What both engines made of the epoch, of every rank's steps; and what it took under a limit, spread and full."""
     median, percentile_99 = (float(np.percentile(text.lengths, share)) for share in (50, 99))
-    with tempfile.TemporaryDirectory() as folder:
-        plan = planned(Path(folder))
-        ranks = Ranks(WORLD_SIZE)
-        by_rank = ranks.run(in_turns, plan, timeout=3000)
-        limits = [
-            rank
-            for is_full in (False, True)
-            for rank in ranks.run(under_a_limit, plan, plan.memory.live_bytes, is_full, timeout=3000)
-        ]
-        ranks.close()
     padded = {
         name: sum(rows * width for rank in by_rank for step in rank for rows, width in step[name]["shapes"])
         for name in ("fixed", "grouped")
@@ -202,7 +189,7 @@ def main() -> int:
         "the same losses": max(differences) < 1e-4,
     }
     assert all(type(reached) is bool for reached in goals.values())
-    result = circumstances("python -m bench.ragged") | {
+    return {
         "ranks": WORLD_SIZE,
         "samples": NUM_SAMPLES,
         "tokens": tokens,
@@ -225,6 +212,25 @@ def main() -> int:
         "largest_difference_of_losses": max(differences),
         "goals": goals,
     }
+
+
+def main() -> int:
+    """Plan, measure, write the results, and say whether the goals are reached."""
+    import tempfile
+
+    text = Text()
+    with tempfile.TemporaryDirectory() as folder:
+        plan = planned(Path(folder))
+        ranks = Ranks(WORLD_SIZE)
+        by_rank = ranks.run(in_turns, plan, timeout=3000)
+        limits = [
+            rank
+            for is_full in (False, True)
+            for rank in ranks.run(under_a_limit, plan, plan.memory.live_bytes, is_full, timeout=3000)
+        ]
+        ranks.close()
+    result = circumstances("python -m bench.ragged") | summary(plan, text, by_rank, limits)
+    padding = result["padding"]
     sys.stdout.write(
         f"padding {padding['fixed']:.2f} -> {padding['grouped']:.3f}, {result['ratio']:.2f}x tokens/s, peak "
         f"{format_bytes(max(rank['peak_bytes'] for rank in limits))} of {format_bytes(plan.memory.live_bytes)}\n"
