@@ -53,6 +53,7 @@ def frugal_train(folder: Path, *arguments: object) -> tuple[int, str, str]:
 
 
 def records(path: Path) -> list[dict[str, Any]]:
+    """What a run has logged for programs."""
     return [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
 
 

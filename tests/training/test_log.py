@@ -1,0 +1,105 @@
+"""What people read of a run, and what programs do."""
+
+import io
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from frugal.errors import CheckpointError
+from frugal.training.engine import StepResult
+from frugal.training.evaluate import Evaluation
+from frugal.training.log import Log
+from tests.runs import records
+
+MIB = 1 << 20
+
+
+def result(loss: float = 2.5, targets: int = 1000) -> StepResult:
+    return StepResult(loss=loss, targets=targets, samples=8, grad_norm=0.5, learning_rate=3e-4)
+
+
+def logged(folder: Path, total_steps: int, *, terminal: bool = False, first_step: int = 0) -> tuple[Log, io.StringIO]:
+    written = io.StringIO()
+    console = Console(file=written, force_terminal=terminal, highlight=False, soft_wrap=True, width=120)
+    log = Log(folder, rank=0, planned_bytes=400 * MIB, total_steps=total_steps, first_step=first_step, console=console)
+    return log, written
+
+
+def test_what_people_and_programs_read(tmp_path: Path) -> None:
+    log, written = logged(tmp_path, 3)
+    with log:
+        log.step(1, result(), 0.5)
+        log.step(2, result(loss=float("nan")), 1.5)
+        log.memory(2, 396 * MIB)
+        log.evaluation(2, Evaluation(loss=1.0, targets=70, samples=7))
+    assert written.getvalue().splitlines() == [
+        "step 1/3  loss 2.5000  lr 3.00e-04  2,000 tokens/s  1.0 s left  memory 400.0 MiB",
+        "step 2/3  loss nan  lr 3.00e-04  1,000 tokens/s  1.0 s left  memory 400.0 MiB",
+        "memory: planned 400.0 MiB, measured 396.0 MiB (-1.0 %)",
+        "step 2/3  validation loss 1.0000  perplexity 2.72  (7 samples)",
+    ]
+    first, second, memory, evaluation = records(tmp_path)
+    assert first.pop("time") > 1e9
+    assert first == {
+        "event": "step", "step": 1, "loss": 2.5, "targets": 1000, "samples": 8, "learning_rate": 3e-4,
+        "grad_norm": 0.5, "tokens_per_second": 2000.0, "memory_bytes": None,
+    }  # fmt: skip
+    assert second["loss"] is None
+    assert (memory["planned_bytes"], memory["measured_bytes"]) == (400 * MIB, 396 * MIB)
+    assert (evaluation["event"], evaluation["perplexity"]) == ("evaluation", pytest.approx(2.718282))
+
+
+def test_a_long_run_prints_few_lines_where_there_is_no_terminal(tmp_path: Path) -> None:
+    log, written = logged(tmp_path, 1000)
+    with log:
+        for step in range(1, 1001):
+            log.step(step, result(), 0.1)
+    lines = written.getvalue().splitlines()
+    assert len(lines) == 41
+    assert (lines[0][:9], lines[-1][:14]) == ("step 1/10", "step 1000/1000")
+    assert len(records(tmp_path)) == 1000
+
+
+def test_a_terminal_shows_one_line_that_moves_and_keeps_what_is_said(tmp_path: Path) -> None:
+    log, written = logged(tmp_path, 9, terminal=True)
+    with log:
+        log.step(1, result(), 0.5)
+        log._progress.refresh()
+        log.say("this stays")
+    text = written.getvalue()
+    assert "step 1/9" in text
+    assert "2,000 tokens/s" in text
+    assert "\x1b[2K" in text.split("this stays")[0]  # the line of progress was erased to make room
+    assert "this stays\n" in text
+
+
+def test_other_ranks_write_nothing(tmp_path: Path) -> None:
+    with Log(tmp_path, rank=1, planned_bytes=1, total_steps=1) as log:
+        log.step(1, result(), 0.5)
+        log.memory(1, 1)
+        log.evaluation(1, Evaluation(loss=1.0, targets=1, samples=1))
+        log.say("nothing")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_resumed_run_drops_the_records_of_steps_that_are_done_again(tmp_path: Path) -> None:
+    log, _ = logged(tmp_path, 9)
+    with log:
+        for step in (1, 2, 3):
+            log.step(step, result(), 0.1)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"event": "step", "st')  # killed while writing
+    log, _ = logged(tmp_path, 9, first_step=2)
+    with log:
+        log.step(3, result(), 0.1)
+    assert [record["step"] for record in records(tmp_path)] == [1, 2, 3]
+
+
+def test_a_log_that_cannot_be_written_is_an_error_of_the_disk(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError) as raised:
+        Log(tmp_path / "nowhere", rank=0, planned_bytes=1, total_steps=1)
+    assert str(raised.value) == (
+        f"cannot write {tmp_path}/nowhere/metrics.jsonl\n  because No such file or directory\n\n"
+        "hint: make room, then continue with --resume, or choose another --out"
+    )

@@ -1,0 +1,93 @@
+"""What a run is asked for reaches every rank, and what cannot be is refused."""
+
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+
+from frugal.errors import RequestError
+from frugal.training import settings
+from frugal.training.settings import Settings
+
+SOME = Settings(
+    data=("a.txt", "b.txt"), validation_data=("c.txt",), test_data=("d.txt",), tokenizer="folder", limit=3,
+    skip_bad_rows=True, steps=7, too_long="skip", schedule="linear", warmup_steps=2, eval_every=3, save_every=0,
+    keep=5, async_save=True, on_nan="skip", seed=9, out=Path("there"), validation_fraction=0.25,
+    validation_samples=12, resume=True, accept_changed_data=True, text_column="t", label_column="l", source_column="s",
+    target_column="g",
+)  # fmt: skip
+
+
+def parsed(arguments: list[str]) -> Settings:
+    """What the ranks understand."""
+
+    @click.command()
+    @settings.options
+    def command(**flags: Any) -> None:
+        nonlocal understood
+        understood = settings.collect(flags, {})
+
+    understood = Settings()
+    command.main(arguments, standalone_mode=False)
+    return understood
+
+
+@pytest.mark.parametrize("asked", [Settings(), SOME, replace(Settings(), epochs=3)])
+def test_the_ranks_understand_what_was_asked(asked: Settings) -> None:
+    assert parsed(asked.arguments()) == asked
+
+
+def test_every_setting_is_tried_above() -> None:
+    assert [f.name for f in fields(Settings) if getattr(SOME, f.name) == f.default] == ["epochs"]
+
+
+def test_a_run_to_resume_need_not_be_told_again(tmp_path: Path) -> None:
+    (tmp_path / "train.json").write_bytes(replace(SOME, out=tmp_path).record())
+    flags = {"resume": True, "accept_changed_data": True, "epochs": 2, "data": ()}
+    resumed = settings.collect(flags, settings.earlier(tmp_path))
+    assert resumed == replace(SOME, out=tmp_path, steps=None, epochs=2)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"steps": 0}, "--steps is 0\n  because it must be at least 1"),
+        ({"save_every": -1}, "--save-every is -1\n  because it must be at least 0"),
+        (
+            {"validation_fraction": 1.0},
+            "--validation-fraction is 1.0\n"
+            "  because it is the part of the data that is not trained on: at least 0, less than 1",
+        ),
+        ({"steps": 3, "epochs": 3}, "--steps and --epochs were both given\n\nhint: leave one of them out"),
+        (
+            {"steps": 3, "warmup_steps": 4},
+            "--warmup-steps 4 is more than --steps 3\n  because the learning rate would never reach its peak",
+        ),
+    ],
+)
+def test_impossible_settings_are_refused(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(RequestError) as raised:
+        settings.collect(values, {})
+    assert str(raised.value) == message
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ({"stepps": 3}, "unknown setting `stepps` in [train]\n\nhint: did you mean `steps`?"),
+        ({"steps": "3"}, "`steps` in [train] is '3'\n  because it must be a whole number"),
+        ({"data": [1]}, "`data` in [train] is [1]\n  because it must be a path or a list of paths"),
+        ({"resume": 1}, "`resume` in [train] is 1\n  because it must be true or false"),
+        ({"tokenizer": 5}, "`tokenizer` in [train] is 5\n  because it must be text"),
+        (
+            {"schedule": "step"},
+            "`schedule` in [train] is 'step'\n  because it must be one of cosine, linear, constant",
+        ),
+    ],
+)
+def test_a_wrong_table_in_frugal_toml_is_refused(table: dict[str, Any], message: str) -> None:
+    with pytest.raises(RequestError) as raised:
+        settings.collect({}, table)
+    assert str(raised.value) == message
