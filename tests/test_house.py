@@ -120,6 +120,6 @@ def test_only_one_module_knows_deepspeeds_spelling() -> None:
 @pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(ROOT)))
 def test_files_are_short_and_say_what_they_are(path: Path) -> None:
     text = path.read_text()
-    assert text.count("\n") < 450
+    assert text.count("\n") < 320
     assert ast.get_docstring(ast.parse(text))
     assert not {"utils", "helpers", "common", "base", "manager", "misc"} & {path.stem, path.parent.stem}
