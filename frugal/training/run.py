@@ -82,15 +82,7 @@ def _train(plan: Plan, asked: Settings, device: "torch.device") -> None:
     from frugal.training.schedule import factor
 
     rank = int(os.environ["RANK"])
-    newest = manifest.newest(asked.checkpoints)
-    if newest is not None and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0:
-        asked = replace(asked, resume=True)  # torchrun --max-restarts gives every start the same flags
-    if newest is not None and not asked.resume:
-        raise in_use(asked, newest)
-    try:
-        asked.out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise _cannot_write(asked, error) from None
+    asked = _in_a_folder(asked)
     room.check(plan, asked)
     data = samples.read(plan, asked)
     if plan.batch.global_tokens is None:
@@ -118,11 +110,8 @@ def _train(plan: Plan, asked: Settings, device: "torch.device") -> None:
             log.say(_describe(plan, asked, data, total_steps, start.step))
             if changes:
                 log.say(continuation.describe(changes, start.step, asked.out))
-            for name, planned_with in plan.versions.items():
-                if planned_with != version(name):
-                    log.say(f"the plan was made with {name} {planned_with}, this is {version(name)}: memory may differ")
-            if (note := _other_lengths(plan, data)) is not None:
-                log.say(note)
+            for remark in _not_as_planned(plan, data):
+                log.say(remark)
             watch = None if asked.resume else loop.Watch(gauge, measuring)
             done = loop.train(
                 engine, batches, data.validation, asked, log, start=start, total_steps=total_steps, watch=watch
@@ -135,10 +124,33 @@ def _train(plan: Plan, asked: Settings, device: "torch.device") -> None:
         engine.destroy()
 
 
-def _other_lengths(plan: Plan, data: "Samples") -> str | None:
-    """What to say where the plan was told other lengths than the data has."""
+def _in_a_folder(asked: Settings) -> Settings:
+    """What was asked, as it is for this start. Its folder exists now.
+
+    Raises:
+        RequestError: it holds another run, or cannot be made.
+    """
+    newest = manifest.newest(asked.checkpoints)
+    if newest is not None and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0:
+        asked = replace(asked, resume=True)  # torchrun --max-restarts gives every start the same flags
+    if newest is not None and not asked.resume:
+        raise in_use(asked, newest)
+    try:
+        asked.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _cannot_write(asked, error) from None
+    return asked
+
+
+def _not_as_planned(plan: Plan, data: "Samples") -> Iterator[str]:
+    """What to say where versions or the lengths of the data are others than the plan was told."""
+    for name, planned_with in plan.versions.items():
+        if planned_with != version(name):
+            yield f"the plan was made with {name} {planned_with}, this is {version(name)}: memory may differ"
     planned, found = plan.request.lengths, data.training.lengths
-    return None if planned is None else lengths.unlike(planned, len(found), int(found.sum()))
+    note = None if planned is None else lengths.unlike(planned, len(found), int(found.sum()))
+    if note is not None:
+        yield note
 
 
 def _evaluate_at_the_end(engine: "Engine", data: "Samples", total_steps: int, log: "Log") -> None:
