@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil  # type: ignore[import-untyped]  # has no types
 import pytest
 
+from tests.disks import small_disk
 from tests.runs import command, environment, frugal_train, prepared, records
 
 pytestmark = pytest.mark.exhaustive  # each starts several runs
@@ -80,29 +81,24 @@ def test_elastic_goes_on_with_the_devices_that_are_left(folder: Path, whole: lis
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
+def disk(tmp_path: Path) -> Iterator[Path]:
     """A file system with room for few checkpoints."""
-    disk = tmp_path / "run"
-    disk.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1200k", "tmpfs", str(disk)], capture_output=True)
-    if mounted.returncode != 0:
-        pytest.skip("only root may mount a small tmpfs")
-    yield disk
-    subprocess.run(["umount", str(disk)], check=True)
+    with small_disk(tmp_path / "run", "1200k") as disk:
+        yield disk
 
 
 def test_a_full_disk_ends_the_command_with_6_and_it_goes_on_when_there_is_room(
-    folder: Path, whole: list[tuple[int, float]], small_disk: Path
+    folder: Path, whole: list[tuple[int, float]], disk: Path
 ) -> None:
-    code, output, errors = frugal_train(folder, "--plan", "plan2.json", *RUN, "--keep", 9, "--out", small_disk)
+    code, output, errors = frugal_train(folder, "--plan", "plan2.json", *RUN, "--keep", 9, "--out", disk)
     assert code == 6, output + errors
     lines = errors.splitlines()
-    latest = (small_disk / "checkpoints" / "latest").read_text().strip()
-    assert lines[0].startswith(f"error: cannot write the checkpoint {small_disk}/checkpoints/step-0000")
+    latest = (disk / "checkpoints" / "latest").read_text().strip()
+    assert lines[0].startswith(f"error: cannot write the checkpoint {disk}/checkpoints/step-0000")
     assert lines[-3:] == [
         f"  because the last good checkpoint is {latest}", "", "hint: make room, then continue with --resume"
     ]  # fmt: skip
-    subprocess.run(["mount", "-o", "remount,size=64m", str(small_disk)], check=True)
-    code, _, errors = frugal_train(folder, "--resume", "--out", small_disk)
+    subprocess.run(["mount", "-o", "remount,size=64m", str(disk)], check=True)
+    code, _, errors = frugal_train(folder, "--resume", "--out", disk)
     assert (code, errors) == (0, "")
-    assert losses(small_disk) == whole
+    assert losses(disk) == whole

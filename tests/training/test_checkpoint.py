@@ -1,16 +1,9 @@
 """A checkpoint is whole or not there, and a run that continues from one is the run that never stopped."""
 
-import errno
-import gc
-import hashlib
-import json
 import os
 import pickle
-import random
-import re
 import shutil
-import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,68 +12,14 @@ import msgspec
 import pytest
 import torch
 
-from frugal.errors import CheckpointError, FrugalError
-from frugal.planning.plan import Plan
-from frugal.training import checkpoint, manifest, reader, saving
+from frugal.errors import FrugalError
+from frugal.training import checkpoint, manifest, reader
 from frugal.training.batches import Position
 from frugal.training.checkpoint import Progress
-from frugal.training.engine import Engine, initialize
-from frugal.training.evaluate import evaluate
-from frugal.training.final_model import save_model
-from frugal.training.objectives import CausalLM
 from frugal.training.provenance import Provenance
 from tests.plans import plan_by_hand
 from tests.ranks import Ranks
-from tests.training.models import ragged_samples, tiny_gpt2
-
-GLOBAL_BATCH, WORLD_SIZE = 6, 2
-
-
-def plan_for(zero_stage: int, precision: str = "fp32", world_size: int = WORLD_SIZE, **strategy: Any) -> Plan:
-    return plan_by_hand(
-        world_size=world_size, global_batch=GLOBAL_BATCH, micro_batch=2, zero_stage=zero_stage,
-        request={"precision": precision, "learning_rate": 1e-2}, strategy=strategy,
-    )  # fmt: skip
-
-
-def start(plan: Plan, *, seed: int = 0, dropout: float = 0.1, **changes: Any) -> Engine:
-    """An engine with dropout, a decaying learning rate and generators seeded by rank."""
-    model = tiny_gpt2(seed=seed, resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout, **changes)
-    random.seed(seed)
-    torch.manual_seed(1000 * seed + torch.distributed.get_rank())
-    return initialize(model, plan, CausalLM(), learning_rate_schedule=lambda step: 1 / (1 + step))
-
-
-def stop(engine: Engine) -> None:
-    engine.destroy()
-    gc.collect()
-
-
-def steps(engine: Engine, first: int, last: int) -> list[tuple[float, float]]:
-    """Loss and learning rate of the steps from `first` to before `last`."""
-    results = [engine.train_step(ragged_samples(GLOBAL_BATCH, seed=step)) for step in range(first, last)]
-    return [(result.loss, result.learning_rate) for result in results]
-
-
-def weights(engine: Engine) -> str:
-    """A fingerprint of all weights and optimizer states of this rank."""
-    optimizer = engine.deepspeed.optimizer
-    return str(hashlib.sha256(repr(_numbers(optimizer.state_dict())).encode()).hexdigest())
-
-
-def _numbers(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.detach().double().flatten().tolist()
-    if isinstance(value, dict):
-        return {str(key): _numbers(each) for key, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_numbers(each) for each in value]
-    return value if isinstance(value, (int, float, str, bool, type(None))) else None
-
-
-def save_at(engine: Engine, folder: Path, step: int, **changes: Any) -> Path:
-    progress = Progress(step=step, position=Position(1, step), data=Provenance(fingerprint="corpus"), **changes)
-    return saving.save(engine, folder, progress)
+from tests.training.checkpoints import GLOBAL_BATCH, WORLD_SIZE, plan_for, save_at, start, steps, stop, weights
 
 
 def interrupted_and_not(folder: Path, zero_stage: int, precision: str, strategy: dict[str, Any]) -> tuple[Any, Any]:
@@ -316,146 +255,3 @@ def test_another_model_batch_length_or_optimizer_is_refused(saved: Path, two_ran
         f"4: {path} was made with precision fp32, this run has precision bf16\n\n"
         f"hint: resume with precision fp32, {anew}",
     ]
-
-
-def save_when_one_rank_cannot(folder: Path, zero_stage: int, failing_file: str) -> tuple[str, list[str], bool]:
-    """A good checkpoint, then one where the disk is full for rank 1 (or rank 0) at one file; runs on ranks."""
-    engine = start(plan_for(zero_stage), dropout=0.0)
-    save_at(engine, folder, 1)
-    usual, written = torch.save, Path.write_bytes
-
-    def torch_save(value: Any, path: Any, *args: Any, **kwargs: Any) -> None:
-        if re.search(failing_file, str(path)):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-        usual(value, path, *args, **kwargs)
-
-    def write_bytes(path: Path, data: bytes) -> int:
-        if re.search(failing_file, str(path)):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-        return written(path, data)
-
-    torch.save, Path.write_bytes = torch_save, write_bytes  # type: ignore[method-assign]  # the disk is full
-    try:
-        save_at(engine, folder, 2)
-        message = "saved"
-    except CheckpointError as error:
-        message = str(error)
-    finally:
-        torch.save, Path.write_bytes = usual, written  # type: ignore[method-assign]  # as before
-    loaded = checkpoint.load(engine, folder).progress.step
-    save_at(engine, folder, 3)  # the engine and the ranks still work together
-    names = sorted(path.name for path in folder.iterdir())
-    stop(engine)
-    return message, names, loaded == 1
-
-
-@pytest.mark.parametrize(
-    ("zero_stage", "rank", "failing_file", "left"),
-    [
-        (2, 1, "step-000002.*rank_1_mp.*optim", "step-000001"),
-        (3, 1, "step-000002.*rank_1_mp.*model", "step-000001"),
-        (1, 0, "step-000002.*mp_rank_00_model", "step-000001"),
-        (2, 1, "step-000002.*rng_rank_1", "step-000001"),
-        (2, 0, "step-000002.*training.json", "step-000001"),
-        (2, 0, "step-000002.*manifest.json", "step-000001"),
-        (0, 0, "latest.tmp", "step-000002"),  # whole, but the pointer never moved to it
-    ],
-)
-def test_a_full_disk_on_one_rank_is_an_error_on_all_and_the_last_checkpoint_stays(
-    zero_stage: int, rank: int, failing_file: str, left: str, tmp_path: Path, two_ranks: Ranks
-) -> None:
-    for message, names, loaded in two_ranks.run(save_when_one_rank_cannot, tmp_path, zero_stage, failing_file):
-        lines = message.splitlines()
-        assert lines[0] == f"cannot write the checkpoint {tmp_path}/step-000002"
-        assert re.fullmatch(rf"  because rank {rank}: No space left on device: .*", lines[1]), lines[1]
-        assert lines[2:] == [
-            "  because the last good checkpoint is step-000001",
-            "",
-            "hint: make room, then continue with --resume",
-        ]
-        assert names == ["latest", left, "step-000003"]
-        assert loaded
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system with room for one checkpoint and a half."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1536k", "tmpfs", str(disk)], capture_output=True)
-    if mounted.returncode != 0:
-        pytest.skip("only root may mount a small tmpfs")
-    yield disk
-    subprocess.run(["umount", str(disk)], check=True)
-
-
-def fill(folder: Path) -> list[str]:
-    """Save until the disk is full, then load; runs on ranks."""
-    engine = start(plan_for(2), dropout=0.0)
-    said = []
-    for step in (1, 2):
-        try:
-            save_at(engine, folder, step)
-            said.append(f"saved {step}")
-        except CheckpointError as error:
-            said.append(str(error).splitlines()[1])
-    said.append(f"loaded {checkpoint.load(engine, folder).progress.step}")
-    stop(engine)
-    return said
-
-
-def test_a_really_full_disk_leaves_the_last_checkpoint(small_disk: Path, two_ranks: Ranks) -> None:
-    for said in two_ranks.run(fill, small_disk / "checkpoints"):
-        assert (said[0], said[2]) == ("saved 1", "loaded 1")
-        assert re.search(r"rank \d: (No space left|.* cannot be written, .* MiB are free there)", said[1]), said
-
-
-class Reversed:
-    """A stand-in for a tokenizer."""
-
-    def save_pretrained(self, folder: Path) -> None:
-        (folder / "tokenizer.json").write_text("{}")
-
-
-def trained_and_saved(folder: Path, zero_stage: int, precision: str) -> tuple[float, bool]:
-    """Loss of the trained model before saving it; runs on ranks."""
-    engine = start(plan_for(zero_stage, precision), dropout=0.0)
-    steps(engine, 0, 3)
-    save_model(engine, folder, Reversed())
-    loss = evaluate(engine, ragged_samples(5)).loss
-    save_model(engine, folder, Reversed())  # in place of the first
-    tied = engine.module.get_input_embeddings().weight is engine.module.get_output_embeddings().weight
-    stop(engine)
-    return loss, tied
-
-
-def loss_of_pretrained(folder: Path, precision: torch.dtype) -> float:
-    """The loss of the saved model in one process, plain PyTorch."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(folder).eval()
-    assert model.dtype == precision
-    loss, targets = 0.0, 0
-    for sample in ragged_samples(5):
-        labels = torch.tensor(sample["labels"])[1:]
-        with torch.no_grad():
-            logits = model.double()(input_ids=torch.tensor([sample["input_ids"]])).logits[0, :-1]
-        loss += float(torch.nn.functional.cross_entropy(logits, labels, ignore_index=-100, reduction="sum"))
-        targets += int((labels != -100).sum())
-    return loss / targets
-
-
-@pytest.mark.parametrize(
-    ("zero_stage", "precision"), [(0, "fp32"), pytest.param(2, "bf16", marks=pytest.mark.exhaustive), (3, "bf16")]
-)
-def test_the_final_model_loads_with_from_pretrained_and_has_the_same_loss(
-    zero_stage: int, precision: str, tmp_path: Path, two_ranks: Ranks
-) -> None:
-    folder = tmp_path / "model"
-    (loss, tied), _ = two_ranks.run(trained_and_saved, folder, zero_stage, precision)
-    expected, tolerance = {"fp32": (torch.float32, 1e-6), "bf16": (torch.bfloat16, 2e-3)}[precision]
-    assert tied
-    assert loss_of_pretrained(folder, expected) == pytest.approx(loss, rel=tolerance)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
-    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {path.name for path in folder.iterdir()}
-    assert json.loads((folder / "config.json").read_text())["architectures"] == ["GPT2LMHeadModel"]

@@ -15,7 +15,7 @@ from frugal.training.checkpoint import Progress
 from frugal.training.saving import Saver
 from frugal.training.writer import Writer
 from tests.ranks import Ranks
-from tests.training.test_checkpoint import plan_for, start, steps, stop, weights
+from tests.training.checkpoints import plan_for, start, steps, stop, weights
 
 
 def saved_behind(folder: Path, zero_stage: int, precision: str, strategy: dict[str, Any]) -> list[Any]:
