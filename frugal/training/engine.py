@@ -233,6 +233,7 @@ class Engine:
     def destroy(self) -> None:
         """Free the engine's hooks and buffers, so that another can follow in this process."""
         self.deepspeed.destroy()
+        self.guard.ballot.close()
         if self.plan.strategy.zero_stage == 3:  # DeepSpeed leaves its own, which keeps inputs of frozen layers too
             F.linear = InsertPostInitMethodToModuleSubClasses.linear_bk
         if nvme.is_used(self.plan):

@@ -11,8 +11,6 @@ Left out: a stopped process (SIGSTOP), whose kernel goes on answering; a cut bet
 
 import errno
 import json
-import os
-import resource
 import secrets
 import selectors
 import socket
@@ -22,13 +20,13 @@ from contextlib import suppress
 
 from torch.distributed import Store
 
+from frugal.training import star
 from frugal.training.failure import LostRankError
 
 IDLE_SECONDS, PROBE_SECONDS, PROBES = 15, 5, 6
 SILENT_SECONDS = IDLE_SECONDS + PROBE_SECONDS * PROBES
 _KEY = "frugal/lifeline"
 _GOODBYE = b"."
-_HANDSHAKE_SECONDS = 10.0
 
 
 class Lifeline:
@@ -43,13 +41,11 @@ class Lifeline:
         self._peers: dict[socket.socket, tuple[int, str]] = {}  # rank and host
         server, secret = None, secrets.token_hex(16)
         if rank == 0:
-            server = _server(world_size)
+            server = star.server(world_size)
             store.set(_KEY, json.dumps([server.getsockname()[1], secret, socket.gethostname()]))
         else:
             port, secret, host = json.loads(store.get(_KEY))
-            sock = socket.create_connection((os.environ["MASTER_ADDR"], port), timeout=_HANDSHAKE_SECONDS)
-            sock.sendall(json.dumps([secret, rank, socket.gethostname()]).encode() + b"\n")
-            self._add(sock, 0, host)
+            self._add(star.connected(port, secret, rank, socket.gethostname()), 0, host)
         number = world_size - 1 if rank == 0 else 1
         threading.Thread(target=self._watch, args=(server, secret, number), name="lifeline", daemon=True).start()
 
@@ -77,7 +73,9 @@ class Lifeline:
                     sock = key.fileobj
                     assert isinstance(sock, socket.socket)
                     if sock is server:
-                        if (peer := self._accepted(server, secret)) is not None:
+                        if (found := star.accepted(server, secret)) is not None:
+                            peer, (rank, host) = found
+                            self._add(peer, rank, host)
                             selector.register(peer, selectors.EVENT_READ)
                         continue
                     selector.unregister(sock)
@@ -102,40 +100,9 @@ class Lifeline:
             f"rank {rank} on {host} is gone", why, is_elsewhere=host != socket.gethostname(), is_silent=is_silent
         )
 
-    def _accepted(self, server: socket.socket, secret: str) -> socket.socket | None:
-        """A rank's connection; that of somebody who does not know the secret is dropped, which closes it."""
-        with suppress(OSError, ValueError, TypeError):
-            sock, _ = server.accept()
-            sock.settimeout(_HANDSHAKE_SECONDS)
-            said, rank, host = json.loads(_line(sock))
-            if secrets.compare_digest(said, secret):
-                self._add(sock, rank, host)
-                return sock
-        return None
-
-
-def _server(world_size: int) -> socket.socket:
-    """A port for all ranks, on all interfaces, in the family of rank 0's address."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft < 4 * world_size + 1024 and hard > soft:  # this connection, the store's, gloo's or NCCL's of each rank
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    family = socket.getaddrinfo(os.environ["MASTER_ADDR"], None)[0][0]
-    return socket.create_server(("", 0), family=family, backlog=world_size)
-
 
 def _keep_alive(sock: socket.socket) -> None:
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (("IDLE", IDLE_SECONDS), ("INTVL", PROBE_SECONDS), ("CNT", PROBES)):
         if hasattr(socket, f"TCP_KEEP{option}"):  # Linux has them all
             sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, f"TCP_KEEP{option}"), value)
-
-
-def _line(sock: socket.socket) -> bytes:
-    """What comes before the first line end, up to a size that nobody honest needs."""
-    found = b""
-    while not found.endswith(b"\n") and len(found) < 1000:
-        more = sock.recv(1)
-        if not more:
-            break
-        found += more
-    return found

@@ -1,8 +1,8 @@
 """Out of memory on any rank, without a hang and without a wrong gradient.
 
 CUDA's allocator reports out-of-memory on the host, before the kernel is launched. So before each of DeepSpeed's
-collectives all ranks vote over gloo; a rank that failed votes "failed" instead of entering, and no rank enters. Then
-every rank abandons what it accumulated, and the same global batch is run again in smaller cells.
+collectives all ranks vote (see `ballot`); a rank that failed votes "failed" instead of entering, and no rank enters.
+Then every rank abandons what it accumulated, and the same global batch is run again in smaller cells.
 
 The optimizer step takes one vote more, between all that it allocates and the first weight it writes: see `update`.
 
@@ -19,6 +19,7 @@ import deepspeed.comm.comm as deepspeed_comm
 import torch
 import torch.distributed as dist
 
+from frugal.training.ballot import Ballot
 from frugal.training.shortage import Report, Shortage, is_out_of_memory, report
 
 T = TypeVar("T")
@@ -54,11 +55,12 @@ def again_after_cleaning(work: Callable[[], T], is_safe: Callable[[], bool] = la
 class Guard:
     """Lets all ranks fail together. One a process: it wraps DeepSpeed's communication backend.
 
-    `votes` is a gloo group of all ranks.
+    `group` is a gloo group of all ranks.
     """
 
-    def __init__(self, votes: dist.ProcessGroup | None) -> None:
-        self.votes = votes
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self.ballot = Ballot(group)
+        self._group = group
         self.watching = False
         self._inside = False
         backend = deepspeed_comm.cdb
@@ -80,21 +82,16 @@ class Guard:
             own = report(error, dist.get_rank())
         finally:
             self.watching = False
-        if not told and not self._any(own is not None):
+        if not told and not self.ballot.any(own is not None):
             return result
         reports: list[Report | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(reports, own, group=self.votes)
+        dist.all_gather_object(reports, own, group=self._group)
         return Shortage(tuple(each for each in reports if each is not None))
 
     def agree(self) -> None:
         """Return on every rank, or where one ran out of memory on none: `attempt` ends."""
-        if self._any(False):
+        if self.ballot.any(False):
             raise _PeerFailedError
-
-    def _any(self, failed: bool) -> bool:
-        vote = torch.tensor([failed], dtype=torch.uint8)
-        dist.all_reduce(vote, op=dist.ReduceOp.MAX, group=self.votes)
-        return bool(vote.item())
 
     def _guarded(self, collective: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(collective)
