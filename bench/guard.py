@@ -41,10 +41,10 @@ WORLD_SIZE, SEQ_LEN, MICRO_BATCH, MICRO_STEPS = 2, 256, 4, 4
 VOTES, VOTERS, MOST = 2000, (2, 4, 8), 0.01
 SMALL, LARGER = {"n_layer": 2, "n_embd": 128, "n_head": 4}, {"n_layer": 4, "n_embd": 256, "n_head": 4}
 CASES = {  # ZeRO stage, shape, steps of either kind
-    "ZeRO-2, 2 layers of 128": (2, SMALL, 40),
-    "ZeRO-3, 2 layers of 128": (3, SMALL, 40),
-    "ZeRO-2, 4 layers of 256": (2, LARGER, 16),
-    "ZeRO-3, 4 layers of 256": (3, LARGER, 16),
+    "ZeRO-2, 2 layers of 128": (2, SMALL, 30),
+    "ZeRO-3, 2 layers of 128": (3, SMALL, 30),
+    "ZeRO-2, 4 layers of 256": (2, LARGER, 12),
+    "ZeRO-3, 4 layers of 256": (3, LARGER, 12),
 }
 
 

@@ -5,6 +5,7 @@ collectives all ranks vote (see `ballot`); a rank that failed votes "failed" ins
 Then every rank abandons what it accumulated, and the same global batch is run again in smaller cells.
 
 The optimizer step takes one vote more, between all that it allocates and the first weight it writes: see `update`.
+After it ZeRO-3 gathers each persistent parameter by itself, hundreds of them; these take one vote together.
 
 Left out: a failure inside a collective that all ranks have entered.
 `abandon` resets private state of DeepSpeed 0.19.8; the tests compare weights bit by bit with undisturbed runs.
@@ -62,7 +63,8 @@ class Guard:
         self.ballot = Ballot(group)
         self._group = group
         self.watching = False
-        self._inside = False
+        self._is_agreed = False  # that the collectives which follow will be entered by all ranks
+        self._votes_once = False
         backend = deepspeed_comm.cdb
         for name in _COLLECTIVES:
             if hasattr(backend, name):
@@ -93,17 +95,30 @@ class Guard:
         if self.ballot.any(False):
             raise _PeerFailedError
 
+    def with_one_vote(self, work: Callable[..., T]) -> Callable[..., T]:
+        """`work`, with a vote before the first of its collectives alone: it allocates nothing between them."""
+
+        @functools.wraps(work)
+        def voting_once(*args: Any, **kwargs: Any) -> T:
+            self._votes_once = True
+            try:
+                return work(*args, **kwargs)
+            finally:
+                self._votes_once = self._is_agreed = False
+
+        return voting_once
+
     def _guarded(self, collective: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(collective)
         def guarded(*args: Any, **kwargs: Any) -> Any:
-            if not self.watching or self._inside:
+            if not self.watching or self._is_agreed:
                 return collective(*args, **kwargs)
             self.agree()
-            self._inside = True
+            self._is_agreed = True
             try:
                 return collective(*args, **kwargs)
             finally:
-                self._inside = False
+                self._is_agreed = self._votes_once
 
         return guarded
 

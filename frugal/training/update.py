@@ -31,6 +31,9 @@ class Update:
         while hasattr(self._optimizer, "optimizer"):  # ZeRO's, around torch's
             self._optimizer = self._optimizer.optimizer
         self._optimizer.step = self._step_by(self._optimizer.step)
+        zero = deepspeed_engine.optimizer
+        if hasattr(zero, "persistent_parameters"):  # ZeRO-3's, gathered last: first their memory, then one by one
+            zero._post_step = guard.with_one_vote(zero._post_step)
 
     def update(self) -> bool:
         """Do the step; False: the gradient is not finite, so nothing was changed but the count of steps. Collective."""

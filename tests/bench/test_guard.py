@@ -11,11 +11,13 @@ from tests.ranks import Ranks
 from tests.runs import TINY
 
 
-def test_votes_are_counted_and_both_ways_are_timed(tmp_path: Path, two_ranks: Ranks) -> None:
+@pytest.mark.parametrize("zero_stage", [2, 3])
+def test_votes_are_counted_and_both_ways_are_timed(zero_stage: int, tmp_path: Path, two_ranks: Ranks) -> None:
     (tmp_path / "config.json").write_text(json.dumps(TINY))
     plan = plan_by_hand(
-        world_size=2, global_batch=8, micro_batch=2, zero_stage=2, request={"model": str(tmp_path / "config.json")}
-    )
+        world_size=2, global_batch=8, micro_batch=2, zero_stage=zero_stage,
+        request={"model": str(tmp_path / "config.json")},
+    )  # fmt: skip
     kept = summary(two_ranks.run(in_turns, plan, 4))
     in_backward, in_step = 2 + 1, 2 + 1 + 1  # the bucket of each micro-step; norm, weights and before the first write
     assert kept["votes_a_step"] == in_backward + in_step, "each with one at the end"

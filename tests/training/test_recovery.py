@@ -214,19 +214,21 @@ def no_memory(*_args: Any, **_kwargs: Any) -> Any:
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
 
-def third_step(where: str = "") -> tuple[str, bool, float | None]:
+def third_step(where: str = "", zero_stage: int = 2) -> tuple[str, bool, float | None]:
     """Two steps, then no memory on rank 1: what is said, whether weights were written to, and, if not, the third
     loss once there is memory; runs on ranks."""
     plan = plan_by_hand(
-        world_size=2, global_batch=4, micro_batch=1, zero_stage=2,
+        world_size=2, global_batch=4, micro_batch=1, zero_stage=zero_stage,
         strategy={"activation_checkpointing": "full"}, request={"optimizer_implementation": "for-loop"},
     )  # fmt: skip
     engine = initialize(tiny_gpt2(), plan, CausalLM())
     for step in range(2):
         engine.train_step(ragged_samples(4, seed=step))
+    zero = engine.deepspeed.optimizer
     owner, name = {
-        "update": (engine.deepspeed.optimizer, "unscale_and_clip_grads"),
+        "update": (zero, "unscale_and_clip_grads"),
         "writing": (torch.Tensor, "sqrt"),  # what Adam takes when it has written the first moment
+        "gathering": (getattr(zero, "persistent_parameters", [None])[0], "all_gather"),  # ZeRO-3's last of a step
     }.get(where, (engine.module.transformer.h[1], "forward"))
     usual, message = getattr(owner, name), ""
     if where and engine.rank == 1:
@@ -254,6 +256,11 @@ def test_what_cannot_be_recovered_ends_on_every_rank_and_says_whether_the_weight
     ):
         expected = (message, is_begun, None if is_begun else loss)
         assert two_ranks.run(third_step, where, timeout=60) == [expected] * 2, where
+
+
+def test_no_memory_to_gather_what_zero_3_keeps_whole_ends_on_every_rank(two_ranks: Ranks) -> None:
+    expected = ("5 out of memory in the midst of writing weights", True, None)
+    assert two_ranks.run(third_step, "gathering", 3, timeout=60) == [expected] * 2
 
 
 def train(folder: Path, failures: int, *, resume: bool = False) -> tuple[str, tuple[int, ...], list[float]]:
