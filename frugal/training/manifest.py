@@ -156,6 +156,8 @@ def first_damage(folder: Path, manifest: Manifest, rank: int, world_size: int) -
                 return f"{path} has {num_bytes} bytes instead of {file.num_bytes}"
             if checksum(path) != file.sha256:
                 return f"{path} does not have the content that was written (SHA-256 differs)"
+        except FileNotFoundError:
+            return f"{path} is not there; rank {file.rank} of {manifest.world_size} wrote it"
         except OSError as error:
             return f"{path}: {error.strerror}"
     return None

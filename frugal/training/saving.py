@@ -6,7 +6,9 @@ have all of their files there, and not before.
 """
 
 import contextlib
+import errno
 import shutil
+import socket
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -51,6 +53,7 @@ class Saver:
         writer = Writer(later=self._in_background)
         with self._explained(aside):
             together(lambda: _make_room(aside) if engine.rank == 0 else None, engine.votes)
+            together(lambda: _find(aside) if engine.rank != 0 else None, engine.votes)
             together(lambda: _collect(engine, writer, aside, progress), engine.votes)
         made_by = origin(engine, progress.step, {})
         if self._in_background:
@@ -114,6 +117,23 @@ def _make_room(aside: Path) -> None:
     if aside.exists():
         shutil.rmtree(aside)
     aside.mkdir(parents=True)
+
+
+def _find(aside: Path) -> None:
+    """Whether this rank sees the folder that rank 0 made. Asked by making it, which no cache of a network disk answers.
+
+    Otherwise each host would keep a part of the checkpoint to itself, and lose it with its disk.
+    """
+    try:
+        aside.mkdir()
+        aside.rmdir()
+    except FileExistsError:
+        return
+    except FileNotFoundError:
+        pass
+    raise OSError(
+        errno.ENOENT, f"{socket.gethostname()} does not see what rank 0 made, and --out must be shared", str(aside)
+    )
 
 
 def _collect(engine: "Engine", writer: Writer, aside: Path, progress: Progress) -> None:

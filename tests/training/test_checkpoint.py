@@ -206,12 +206,12 @@ def test_the_pointer_decides_and_a_lost_pointer_is_no_loss(saved: Path, tmp_path
 def test_nothing_whole_is_an_error_that_names_everything(saved: Path, tmp_path: Path, two_ranks: Ranks) -> None:
     broken = tmp_path / "broken"
     shutil.copytree(saved, broken)
-    (broken / "step-000004" / "training.json").unlink()
+    (broken / "step-000004" / "rng_rank_1.pt").unlink()
     (broken / "step-000002" / "manifest.json").write_text("{")
     empty = tmp_path / "empty"
     assert two_ranks.run(load_each, [broken, empty])[0] == [
         f"CheckpointError: no checkpoint in {broken} is whole\n"
-        f"  because {broken}/step-000004/training.json: No such file or directory\n"
+        f"  because {broken}/step-000004/rng_rank_1.pt is not there; rank 1 of 2 wrote it\n"
         f"  because {broken}/step-000002/manifest.json is not a manifest: Input data was truncated\n\n"
         "hint: start again with another --out",
         f"CheckpointError: there is no checkpoint in {empty}\n\nhint: start without --resume",
