@@ -101,7 +101,7 @@ def main() -> int:
     print("| fault on two hosts | command ends after | no rank is left after | exit code |\n|---|---|---|---|")
     for each in outcomes:
         print(f"| {each.fault} | {each.ended_seconds:.0f} s | {each.gone_seconds:.0f} s | {each.exit_code} |")
-    return 0 if all(each.gone_seconds < 90 for each in outcomes) else 1
+    return 0 if all(each.gone_seconds < 60 for each in outcomes) else 1
 
 
 if __name__ == "__main__":
