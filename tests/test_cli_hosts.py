@@ -1,6 +1,7 @@
 """What `frugal train` prints for other launchers, and what is wrong with what hosts answer."""
 
 import dataclasses
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -124,7 +125,7 @@ def test_what_hosts_lack_is_said_of_each() -> None:
     assert found[2:] == [
         "b has no GPU that torch can use; CPU ranks take --device cpu",
         "c does not answer: ssh: connect to host c port 22: Connection timed out",
-        f"d has torch 2.12.1, this machine has {versions()['torch']}",
+        f"d has torch 2.12.1; {socket.gethostname()}, this machine, has {versions()['torch']}",
     ]
     assert "d has no network interface eth0 with an address; it has ib0" in hosts.problems(
         named, reports, Access(nic="eth0"), "cuda"

@@ -30,7 +30,7 @@ FULL = said(1, 6, "error: cannot write the checkpoint")
         (247, LOST, (137, "a rank was ended by SIGKILL", False)),
         (-9, None, (137, "a rank was ended by SIGKILL", False)),
         (1, BUG, (1, "rank 1 failed (KeyError: 3)", False)),
-        (1, LOST, (1, "rank 0 failed (rank 1 is gone)", False)),
+        (1, LOST, (1, "rank 1 is gone", False)),
         (1, FULL, (6, "", True)),
         (130, None, (130, "", True)),
         (2, None, (2, "", True)),

@@ -4,6 +4,7 @@ import os
 import re
 import secrets
 import shlex
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -20,6 +21,7 @@ from frugal.planning.cards import DeviceKind
 from frugal.planning.hostfile import Host
 from frugal.training.circumstances import versions
 from frugal.training.host_report import HostReport
+from frugal.training.settings import Settings
 from frugal.units import format_bytes
 
 CONNECT_SECONDS = 10
@@ -85,20 +87,25 @@ class Silent:
     why: str
 
 
-def ask(hosts: Sequence[Host], access: Access, folder: Path, kind: DeviceKind) -> list[HostReport | Silent]:
-    """What each host has, or why it does not say; all are asked at once. `folder` is the run's."""
+def ask(
+    hosts: Sequence[Host], access: Access, folder: Path, kind: DeviceKind, *, probe: bool = False
+) -> list[HostReport | Silent]:
+    """What each host has, or why it does not say; all are asked at once. `folder` is the run's; `probe`: each GPU, too.
+
+    Shared must be the folder of the run's checkpoints; where that is not there yet, the one that it will be in.
+    """
     environment = {name: value for name, value in access.environment().items() if name.startswith("PYTHON")}
-    with _token(folder) as token, ThreadPoolExecutor(min(len(hosts), 64)) as pool:
+    with _token(Settings(out=folder).checkpoints) as token, ThreadPoolExecutor(min(len(hosts), 64)) as pool:
         command = remote(
             [
                 sys.executable, "-m", "frugal.training.host_report", "--folder", str(folder), "--token", str(token),
-                *(["--cuda"] if kind == "cuda" else []),
+                *(["--cuda"] if kind == "cuda" else []), *(["--probe"] if probe and kind == "cuda" else []),
             ],
             environment,
         )  # fmt: skip
         found = list(pool.map(lambda host: _ask(host, access, command), hosts))
         return [
-            Silent(f"does not see {folder}, the run's folder, as this machine does: it must be shared by all")
+            Silent(f"does not see {token.parent} as this machine does: the run's folder must be shared by all")
             if isinstance(report, HostReport) and report.token != token.name
             else report
             for report in found
@@ -129,10 +136,10 @@ def _ask(host: Host, access: Access, command: str) -> HostReport | Silent:
 
 @contextmanager
 def _token(folder: Path) -> Iterator[Path]:
-    """A file in the run's folder, or where that will be, which holds its own name."""
-    path = folder
+    """A file in the folder, or where that will be, which holds its own name."""
+    path = folder.absolute()
     while not path.is_dir():
-        path = path.absolute().parent
+        path = path.parent
     path = path / f".frugal-{secrets.token_hex(8)}"
     try:
         path.write_text(path.name)
@@ -150,7 +157,7 @@ def problems(
     hosts: Sequence[Host], reports: Sequence[HostReport | Silent], access: Access, kind: DeviceKind
 ) -> list[str]:
     """What would stop a run, a line each."""
-    ours = versions()
+    ours, here = versions(), socket.gethostname()
     found = []
     for host, report in zip(hosts, reports, strict=True):
         if isinstance(report, Silent):
@@ -158,7 +165,7 @@ def problems(
             continue
         for name, version in ours.items():
             if report.versions.get(name) != version:
-                found.append(f"{host.name} has {name} {report.versions.get(name)}, this machine has {version}")
+                found.append(f"{host.name} has {name} {report.versions.get(name)}; {here}, this machine, has {version}")
         found += [f"{host.name} {text}" for text in _lacking(host, report, kind)]
         if access.nic is not None and access.nic not in report.networks:
             there = ", ".join(report.networks) or "none"
@@ -185,6 +192,15 @@ def _lacking(host: Host, report: HostReport, kind: DeviceKind) -> Iterator[str]:
     ):
         if says is not None and there < 0.9 * says:
             yield f"has {format_bytes(there)} of {what}, its line says {format_bytes(says)}"
+
+
+@dataclass(frozen=True)
+class Place:
+    """A host that is ready for ranks: what it has, and which of its GPUs they use, by their numbers there."""
+
+    host: Host
+    report: HostReport
+    gpus: tuple[int, ...]
 
 
 def meeting_place(reports: Sequence[HostReport], access: Access) -> str:

@@ -15,28 +15,29 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import FrameType
 from typing import IO
 
 import click
+import psutil  # type: ignore[import-untyped]  # has no types
 
-from frugal.cli import hosts
-from frugal.cli.hosts import Access, Silent
+from frugal.cli import hosts, supervisor
+from frugal.cli.hosts import Access, Place, Silent
 from frugal.errors import FrugalError, PlanMismatchError, RequestError
+from frugal.planning.cards import DeviceKind
 from frugal.planning.files import write_plan
 from frugal.planning.hostfile import Host
 from frugal.planning.plan import Plan
 from frugal.training import failure, group
 from frugal.training.host_report import HostReport
-from frugal.training.manifest import newest
 from frugal.training.settings import Settings
 from frugal.training.stopping import SIGNALS, handled
 
 SIGNAL_SECONDS = 30.0  # for a signal to reach all nodes
-LEAVE_SECONDS = failure.LINGER_SECONDS + 10  # for the others to end, once a rank has said why it failed
+LEAVE_SECONDS = 10.0  # for the others to note in their logs what they saw, once a rank has said why it failed
 _DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
 
 
@@ -60,61 +61,90 @@ def _nodes(slots: Sequence[int]) -> str:
     return f"{len(slots)} node{'s' * (len(slots) != 1)} with {', '.join(map(str, slots))} GPUs"
 
 
-def ready(plan: Plan, named: Sequence[Host], access: Access, folder: Path) -> list[HostReport]:
-    """What each host has, asked before anything is started.
+def ready(plan: Plan, named: Sequence[Host], access: Access, folder: Path) -> list[Place]:
+    """All hosts with all their slots, asked before anything is started.
 
     Raises:
         RequestError: a host does not answer, or lacks something; all that is wrong, on all hosts.
     """
     kind = plan.cluster.devices[0].kind
-    reports = hosts.ask(named, access, folder, kind)
+    return places(named, hosts.ask(named, access, folder, kind), access, kind)
+
+
+def places(
+    named: Sequence[Host], reports: Sequence[HostReport | Silent], access: Access, kind: DeviceKind
+) -> list[Place]:
+    """All hosts with all their slots. Raises as `ready`."""
     if found := hosts.problems(named, reports, access, kind):
         raise RequestError(
             "not all hosts are ready", because=found, hint="frugal doctor --hostfile HOSTS shows what each host has"
         )
-    return [report for report in reports if not isinstance(report, Silent)]
+    return [
+        Place(host, report, tuple(range(host.slots)))
+        for host, report in zip(named, reports, strict=True)
+        if not isinstance(report, Silent)
+    ]
 
 
-def launch(plan: Plan, named: Sequence[Host], access: Access, asked: Settings, master_port: int | None) -> int:
-    """Train on all hosts; the exit code of the rank that failed first, or 0."""
+def make_folder(asked: Settings) -> None:
+    """Have the run's folder, down to where its checkpoints will be, so that hosts can be asked whether they see it.
+
+    Raises:
+        RequestError: it cannot be made.
+    """
     try:
-        asked.out.mkdir(parents=True, exist_ok=True)
+        asked.checkpoints.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise RequestError(
             f"cannot write to {asked.out}", because=str(error.strerror), hint="choose another folder with --out"
         ) from None
-    reports = ready(plan, named, access, asked.out)
-    address, port = hosts.meeting_place(reports, access), master_port or reports[0].free_port
+
+
+def launch(plan: Plan, named: Sequence[Host], access: Access, asked: Settings, master_port: int | None) -> int:
+    """Train on all hosts; 0, or an exit code for how it ended."""
+    make_folder(asked)
+    code, report = run(plan, ready(plan, named, access, asked.out), access, asked, master_port)
+    return supervisor.ended(code, report, asked).code
+
+
+def run(
+    plan: Plan, on: Sequence[Place], access: Access, asked: Settings, master_port: int | None
+) -> tuple[int, failure.Report | None]:
+    """Train there; 0 if the run came to its end, otherwise an exit code and what the rank said that failed first.
+
+    Says so where no rank said anything.
+    """
+    address = hosts.meeting_place([place.report for place in on], access)
+    port = master_port or on[0].report.free_port
     # In the run's folder, which all nodes see; its name is that of this start in every command line on them.
     with TemporaryDirectory(
         prefix=".start-", suffix=secrets.token_hex(4), dir=asked.out, ignore_cleanup_errors=True
     ) as folder:
         written, _ = write_plan(plan, Path(folder))
         arguments = ["--module", "frugal.training.run", "--plan", str(written), *asked.arguments()]
-        start = Start(named, access, Path(folder))
-        code = start.run(_line(plan, named, access, address, port, Path(folder), arguments))
-        if (report := failure.reported(Path(folder))) is not None:
-            return report.code
+        start = Start([place.host for place in on], access, Path(folder))
+        code = start.run(_line(plan, on, access, address, port, Path(folder), arguments))
         if failure.is_done(Path(folder)):
-            return 0
-    saved = newest(asked.checkpoints)
-    silence = FrugalError(
-        "the run ended without a word from its ranks",
-        because=start.said or f"pdsh ended with {code}",
-        hint=f"see {asked.out}/logs" + (f", and continue from {saved.name} with --resume" if saved else ""),
-    )
-    click.echo(f"error: {silence}", err=True)
-    return code or 1
+            return 0, None
+        report = failure.reported(Path(folder))
+    if report is None:
+        silence = FrugalError(
+            "the run ended without a word from its ranks",
+            because=start.said or f"pdsh ended with {code}",
+            hint=f"see {asked.out}/logs",
+        )
+        click.echo(f"error: {silence}", err=True)
+    return code or 1, report
 
 
 def _line(
-    plan: Plan, named: Sequence[Host], access: Access, address: str, port: int, folder: Path, arguments: Sequence[str]
+    plan: Plan, on: Sequence[Place], access: Access, address: str, port: int, folder: Path, arguments: Sequence[str]
 ) -> str:
     """What every node's shell runs; pdsh puts the node's number in for `%n`."""
     environment = access.environment() | {failure.REPORT: str(folder.absolute()), group.OVER_SSH: "1"}
     if plan.cluster.devices[0].kind == "cpu":
         environment["DS_ACCELERATOR"] = "cpu"
-    world = {host.name: list(range(host.slots)) for host in named}
+    world = {place.host.name: place.gpus for place in on}
     words = [
         sys.executable, "-u", "-m", "deepspeed.launcher.launch", "--log_level=critical",
         f"--world_info={base64.urlsafe_b64encode(json.dumps(world).encode()).decode()}", f"--master_addr={address}",
@@ -164,8 +194,7 @@ class Start:
         finally:
             if code:
                 self._signal("KILL", of="")  # of everything, launchers and ranks that wait for the one that failed
-            process.kill()
-            process.wait()
+            _kill(process)
             passing.join(timeout=SIGNAL_SECONDS)
         return code
 
@@ -217,6 +246,16 @@ class Start:
 
         with handled((*SIGNALS, signal.SIGHUP), tell):
             yield
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """End pdsh and its ssh, which would wait for a host that is silent."""
+    with suppress(psutil.NoSuchProcess):
+        for each in psutil.Process(process.pid).children(recursive=True):
+            with suppress(psutil.NoSuchProcess):
+                each.kill()
+    process.kill()
+    process.wait()
 
 
 def _end_with_parent() -> None:

@@ -6,10 +6,7 @@ user, and what ended at the same step in the same way as the time before.
 """
 
 import os
-import subprocess
-import sys
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -23,8 +20,8 @@ from frugal.planning.plan import Plan
 from frugal.training import failure
 from frugal.training.manifest import newest
 from frugal.training.settings import METRICS, Settings
+from frugal.training.working_gpus import working
 
-PROBE_SECONDS = 60
 FOR_THE_USER = (2, 3, 4, 5, 6, 7, INTERRUPTED)  # exit codes of `frugal.errors`: these would come again
 
 Start = Callable[[Plan, Settings], tuple[int, "failure.Report | None"]]
@@ -66,8 +63,9 @@ def supervise(
             return end.code
         where = f"going on from {end.checkpoint}" if end.checkpoint else "starting anew, as there is no checkpoint"
         click.echo(f"restart {restart + 1} of {max_restarts}: {end.why} after step {end.step}; {where}", err=True)
-        before, asked = end, replace(asked, resume=end.checkpoint is not None)
-        plan = plan_for_rest(plan)
+        asked = replace(asked, resume=end.checkpoint is not None)
+        plan, failed = plan_for_rest(plan), plan
+        before = end if plan.digest == failed.digest else None  # the same again on other devices is another failure
     raise AssertionError("the loop returns")
 
 
@@ -99,16 +97,18 @@ def ended(code: int, report: "failure.Report | None", asked: Settings) -> End:
     if number := ended_by(code):
         return End(128 + number, f"a rank was ended by {number.name}", False, step, checkpoint)
     if report is not None:
-        return End(code, f"rank {report.rank} failed ({_gist(report.text)})", False, step, checkpoint)
+        return End(report.code, _why(report), False, step, checkpoint)
     if code in FOR_THE_USER:  # refused before there was a rank
         return End(code, "", True, step, checkpoint)
     return End(code, "the run ended without a word from its ranks", False, step, checkpoint)
 
 
-def _gist(text: str) -> str:
-    """Of an error its first line, of a traceback the exception, above the line that names the rank."""
-    lines = text.splitlines()
-    return lines[0].removeprefix("error: ") if lines[0].startswith("error: ") else lines[max(0, len(lines) - 2)]
+def _why(report: "failure.Report") -> str:
+    """A message for people is about a rank that is gone; of a traceback the exception, above its last line."""
+    lines = report.text.splitlines()
+    if lines[0].startswith("error: "):
+        return lines[0].removeprefix("error: ")
+    return f"rank {report.rank} failed ({lines[max(0, len(lines) - 2)]})"
 
 
 def _last_step(metrics: Path) -> int:
@@ -124,24 +124,9 @@ def _last_step(metrics: Path) -> int:
 
 
 def devices_left(plan: Plan) -> int:
-    """How many of a plan's devices on this machine still work; those that do not are hidden from what is started.
-
-    A GPU that has fallen off the bus may still be counted by the driver, so each one is asked for a few bytes.
-    """
+    """How many of a plan's devices on this machine still work; those that do not are hidden from what is started."""
     if plan.cluster.devices[0].kind == "cpu":
         return plan.batch.world_size
-    names = visible_gpus()
-    with ThreadPoolExecutor(max(1, len(names))) as threads:
-        work = list(threads.map(_works, names))
-    left = [name for name, works in zip(names, work, strict=True) if works]
+    left = working(visible_gpus())
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(left)
     return min(len(left), plan.batch.world_size)
-
-
-def _works(gpu: str) -> bool:
-    probe = [sys.executable, "-c", "import torch; torch.zeros(1, device='cuda').item()"]
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": gpu}
-    try:
-        return subprocess.run(probe, env=environment, capture_output=True, timeout=PROBE_SECONDS).returncode == 0
-    except subprocess.TimeoutExpired:
-        return False

@@ -15,13 +15,15 @@ from frugal.cli import config, launcher, nodes, printing, supervisor
 from frugal.cli.hosts import Access
 from frugal.cli.options import collect, planning_options
 from frugal.cli.plan import waiting, with_lengths
+from frugal.cli.remaining import Remaining
 from frugal.errors import CheckpointError, PlanMismatchError, RequestError
 from frugal.planning import hostfile
+from frugal.planning.cluster import Cluster
 from frugal.planning.files import write_plan
 from frugal.planning.hostfile import Host
 from frugal.planning.plan import Plan
 from frugal.planning.report import report
-from frugal.planning.settings import NAMES
+from frugal.planning.settings import NAMES, REQUEST_NAMES, requested
 from frugal.training import manifest, settings
 from frugal.training.launched import PORT
 from frugal.training.run import in_use, run
@@ -41,7 +43,7 @@ PLAN = "plan.json"
     help="Start nothing; print the commands that do, one for each node or one for all.",
 )  # fmt: skip
 @click.option("--max-restarts", type=click.IntRange(0), default=0, help="After a crash, go on so many times.")
-@click.option("--elastic", is_flag=True, help="With --max-restarts: plan anew when a GPU of this machine is gone.")
+@click.option("--elastic", is_flag=True, help="With --max-restarts: plan anew when GPUs or hosts are gone.")
 @settings.options
 @planning_options
 def command(
@@ -89,12 +91,11 @@ def command(
         click.echo(printing.commands(printed, told))
         return 0
     if named and not _is_this_machine(named):
-        if elastic:
-            raise RequestError("--elastic cannot plan anew for several nodes", hint="leave it out")
-        start = partial(_start_on, named=named, access=access, master_port=master_port)
         if not max_restarts:
-            return start(plan, asked)[0]
-        return supervisor.supervise(start, plan, asked, max_restarts, lambda before: before)
+            return nodes.launch(plan, named, access, asked, master_port)
+        plan_for = partial(_plan_on, before=plan, values=values, file=file) if elastic else None
+        on = Remaining(plan, named, access, asked, master_port, plan_for)
+        return supervisor.supervise(on.start, plan, asked, max_restarts, on.rest)
     launcher.check(plan, master_port)
     if max_restarts:
         rest = partial(_plan_for_rest, values=values, file=file) if elastic else lambda before: before
@@ -107,10 +108,17 @@ def command(
     return 0
 
 
-def _start_on(
-    plan: Plan, asked: Settings, *, named: Sequence[Host], access: Access, master_port: int | None
-) -> tuple[int, None]:
-    return nodes.launch(plan, named, access, asked, master_port), None  # it has looked at the ranks' reports
+def _plan_on(cluster: Cluster, *, before: Plan, values: dict[str, Any], file: config.Config) -> Plan:
+    """The plan for a part of the hosts that a run began on."""
+    from frugal.planner import make_plan
+
+    given = file.plan | {name: value for name, value in values.items() if value is not None}
+    wanted = _trained(before) | {name: value for name, value in given.items() if name in REQUEST_NAMES}
+    request, defaults = requested(wanted)
+    with waiting(f"rehearsing {request.model}"):
+        plan = make_plan(request, cluster, defaults)
+    click.echo(report(plan) + "\n")
+    return plan
 
 
 def _plan_for_rest(before: Plan, *, values: dict[str, Any], file: config.Config) -> Plan:
@@ -120,8 +128,9 @@ def _plan_for_rest(before: Plan, *, values: dict[str, Any], file: config.Config)
         return before
     click.echo(f"{number} of {before.batch.world_size} devices are left: planning anew", err=True)
     on_cpu = before.cluster.devices[0].kind == "cpu"
-    values = values | {"nodes": None, "gpu": None, "device": None, "gpus": None if on_cpu else number}
-    file = replace(file, plan=_trained(before) | file.plan)
+    values = values | {"nodes": None, "hostfile": None, "gpu": None, "device": None, "gpus": None if on_cpu else number}
+    described = {name: value for name, value in file.plan.items() if name != "hostfile"}
+    file = replace(file, plan=_trained(before) | described)
     plan = _make_plan(number if on_cpu else None, values, file, is_new=False)
     click.echo(report(plan) + "\n")
     return plan

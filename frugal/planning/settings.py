@@ -61,6 +61,13 @@ def understand(
     Raises:
         RequestError: an unknown name, a value of the wrong kind, or no GPUs or memory given.
     """
+    request, defaults = requested(settings)
+    given = {name: value for name, value in settings.items() if value is not None}
+    return request, machines(given, request.precision, calibration), defaults
+
+
+def requested(settings: Mapping[str, Any]) -> tuple[Request, tuple[str, ...]]:
+    """Of `understand` what is asked for, without what there is to run it on. Raises as `understand`."""
     for name, value in settings.items():
         check(name, value)
     given = {name: value for name, value in settings.items() if value is not None}
@@ -79,7 +86,7 @@ def understand(
         if field.name not in given
         and (field.default is not None or (field.name == "global_batch" and "global_tokens" not in given))
     )
-    return request, machines(given, request.precision, calibration), defaults
+    return request, defaults
 
 
 def check(name: str, value: Any, *, source: str = "") -> None:

@@ -18,6 +18,7 @@ import psutil  # type: ignore[import-untyped]  # has no types
 
 from frugal.training import circumstances
 from frugal.training.group import free_port
+from frugal.training.working_gpus import working
 from frugal.units import MIB
 
 
@@ -42,6 +43,7 @@ class HostReport(msgspec.Struct):
         free_memory_bytes: that may still be taken, by the container's limit, too.
         free_disk_bytes: of the run's folder.
         cuda_devices: GPUs that torch can use; None where nobody asked.
+        working_gpus: those of them that give memory, by their numbers; None where nobody asked.
         compilers: the C++ compiler and nvcc, which DeepSpeed's own operators need; what was found.
         token: what the token file says, None where there is none: then the folder is not shared.
         free_port: one that nobody listens on.
@@ -60,13 +62,14 @@ class HostReport(msgspec.Struct):
     gpus: list[Gpu]
     driver: str
     cuda_devices: int | None
+    working_gpus: list[int] | None
     compilers: dict[str, str]
     token: str | None
     free_port: int
 
 
-def report(folder: Path, token: Path | None, *, cuda: bool) -> HostReport:
-    """This host, now."""
+def report(folder: Path, token: Path | None, *, cuda: bool, probe: bool = False) -> HostReport:
+    """This host, now. With `cuda` torch is asked for GPUs, with `probe` each of them, too, which takes seconds."""
     connection = os.environ.get("SSH_CONNECTION", "").split()
     while not folder.exists():  # it will be made
         folder = folder.absolute().parent
@@ -80,6 +83,7 @@ def report(folder: Path, token: Path | None, *, cuda: bool) -> HostReport:
     if token is not None:
         with suppress(OSError):
             content = token.read_text()
+    cuda_devices = _cuda_devices() if cuda else None
     return HostReport(
         host=socket.gethostname(),
         address=connection[2] if len(connection) == 4 else "",
@@ -93,7 +97,8 @@ def report(folder: Path, token: Path | None, *, cuda: bool) -> HostReport:
         free_disk_bytes=shutil.disk_usage(folder).free,
         gpus=_gpus(),
         driver=circumstances.cuda_driver(),
-        cuda_devices=_cuda_devices() if cuda else None,
+        cuda_devices=cuda_devices,
+        working_gpus=[int(name) for name in working([*map(str, range(cuda_devices or 0))])] if probe else None,
         compilers=_compilers(),
         token=content,
         free_port=free_port(),
@@ -132,9 +137,10 @@ def _compilers() -> dict[str, str]:
 @click.option("--folder", type=click.Path(path_type=Path), default=Path())
 @click.option("--token", type=click.Path(path_type=Path))
 @click.option("--cuda", is_flag=True)
-def command(folder: Path, token: Path | None, cuda: bool) -> None:
+@click.option("--probe", is_flag=True)
+def command(folder: Path, token: Path | None, cuda: bool, probe: bool) -> None:
     """Print this host's report."""
-    sys.stdout.buffer.write(msgspec.json.encode(report(folder, token, cuda=cuda)) + b"\n")
+    sys.stdout.buffer.write(msgspec.json.encode(report(folder, token, cuda=cuda, probe=probe)) + b"\n")
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import fcntl
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
@@ -24,7 +25,7 @@ from frugal.errors import PlanMismatchError, RequestError
 from frugal.planning import lengths
 from frugal.planning.files import write_plan
 from frugal.planning.plan import Plan
-from frugal.training import continuation, failure, group, manifest, settings, stopping
+from frugal.training import continuation, failure, group, manifest, rank_log, settings, stopping
 from frugal.training.settings import Settings
 from frugal.units import format_count
 
@@ -178,19 +179,38 @@ def _nobody_else_in(asked: Settings) -> Iterator[None]:
     """Keep the run's folder for this run; the kernel lets go of it when the process ends, however that comes about."""
     folder = os.open(asked.out, os.O_RDONLY)
     try:
-        try:
-            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        is_ours = _is_ours(folder)
+        if not is_ours and asked.resume and group.OVER_SSH in os.environ:
+            rank_log.say(f"waiting for {asked.out}, which another run still holds")
+            end = time.monotonic() + LEASE_SECONDS
+            while not is_ours and time.monotonic() < end:
+                time.sleep(1)
+                is_ours = _is_ours(folder)
+        if not is_ours:
             raise RequestError(
                 f"another run is writing to {asked.out}",
                 because="two runs in one folder would overwrite each other's checkpoints",
                 hint="wait for it to end, or choose another folder with --out",
-            ) from None
-        except OSError:  # a file system without locks, as NFS may be: then nobody is told
-            pass
+            )
         yield
     finally:
         os.close(folder)
+
+
+LEASE_SECONDS = 120.0
+"""So long a run on several hosts that goes on waits for its folder: a cluster's file system keeps the locks of a host
+that is gone for a minute or two."""
+
+
+def _is_ours(folder: int) -> bool:
+    """Take an open folder, unless somebody else has it."""
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without locks, as NFS may be: then nobody is told
+        pass
+    return True
 
 
 def _record(plan: Plan, asked: Settings) -> None:

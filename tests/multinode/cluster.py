@@ -69,6 +69,16 @@ class Hosts:
         """Cut a host off the network (`down`), on the switch's side, or let it back (`up`)."""
         _call("nsenter", "-t", self._switch, "-n", "ip", "link", "set", f"p{name.removeprefix('n')}", state)
 
+    def close_to_ssh(self, name: str) -> None:
+        """Have a host answer no more logins, while those there are stay."""
+        (self.folder / name / "closed").touch()
+        self.run(name, "pkill", "-KILL", "-f", "^sshd: /usr/sbin/sshd -D", check=True)
+
+    def open_to_ssh(self, name: str) -> None:
+        """Let a host answer again."""
+        (self.folder / name / "closed").unlink(missing_ok=True)
+        _until(lambda: _listens(self, name))
+
     def processes(self, name: str) -> list[str]:
         """Command lines of what runs on a host, without its sshd and this question."""
         listed = self.run(name, "ps", "-eo", "args", "--no-headers", text=True, check=True).stdout.splitlines()
@@ -106,7 +116,8 @@ class Hosts:
             f"mount --bind {self.folder}/hosts /etc/hosts\n"
             f"mount --bind {own}/ssh /etc/ssh\n"
             f"mount --bind {self.folder}/nsswitch /etc/nsswitch.conf\n"  # no DNS: it would be waited for
-            f"exec /usr/sbin/sshd -D -e -f {own}/sshd_config\n"
+            "set +e\n"
+            f"while :; do [ -e {own}/closed ] || /usr/sbin/sshd -D -e -f {own}/sshd_config; sleep 0.1; done\n"
         )
         with (own / "log").open("wb") as log:
             outer = self._start(

@@ -4,7 +4,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ def three_hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
 def _up(folder: Path, number: int) -> Iterator[Hosts]:
     if (reason := cluster.why_not()) is not None:
         pytest.skip(reason)
-    prepared(folder)
+    prepared(folder, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)  # masks would depend on the number of ranks
     up = Hosts(number, folder)
     try:
         yield up
@@ -92,6 +92,19 @@ def start(hosts: Hosts, name: str, *words: object) -> subprocess.Popen[str]:
         hosts.inside(name, *words), env=environment(hosts), text=True, stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
+
+
+def by_hand(hosts: Hosts, plans: Sequence[Path], *words: object) -> tuple[list[int], str]:
+    """Exit codes and stderr of ranks that were started without a launcher, one on each host, each with its plan."""
+    ranks = [
+        start(
+            hosts, name, "env", f"RANK={rank}", f"WORLD_SIZE={len(plans)}", "LOCAL_RANK=0", "LOCAL_SIZE=1",
+            "MASTER_ADDR=n1", "MASTER_PORT=29500", sys.executable, "-m", "frugal.training.run", "--plan", path, *words,
+        )
+        for rank, (name, path) in enumerate(zip(hosts.names, plans, strict=True))
+    ]  # fmt: skip
+    said = [rank.communicate(timeout=120) for rank in ranks]
+    return [rank.returncode for rank in ranks], "".join(errors for _, errors in said)
 
 
 def losses(folder: Path) -> list[float]:

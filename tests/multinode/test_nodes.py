@@ -2,12 +2,14 @@
 
 import re
 import sys
+from collections.abc import Iterator
+from importlib.metadata import distribution, version
 from pathlib import Path
 
 import pytest
 
 from tests.multinode.cluster import SSH_PORT, Hosts
-from tests.multinode.conftest import RUN, environment, frugal, losses, plan, start, train
+from tests.multinode.conftest import RUN, by_hand, environment, frugal, losses, plan, start, train
 
 LAUNCH = Path(__file__).parents[2] / "launch"
 
@@ -43,8 +45,8 @@ def test_all_that_is_wrong_with_the_hosts_is_said_before_anything_starts(hosts: 
     assert errors == (
         "error: not all hosts are ready\n"
         "  because n7 does not answer: ssh: Could not resolve hostname n7: Name or service not known\n"
-        f"  because n2 does not see {path.parent}/never, the run's folder, as this machine does: "
-        "it must be shared by all\n\n"
+        f"  because n2 does not see {path.parent}/never/checkpoints as this machine does: "
+        "the run's folder must be shared by all\n\n"
         "hint: frugal doctor --hostfile HOSTS shows what each host has\n"
     )
 
@@ -52,20 +54,45 @@ def test_all_that_is_wrong_with_the_hosts_is_said_before_anything_starts(hosts: 
 def test_hosts_with_different_plans_are_named(hosts: Hosts) -> None:
     """Ranks started by hand, one of them with another plan."""
     paths = plan(hosts, 1, 1), plan(hosts, 1, 1, global_batch=4)
-    ranks = [
-        start(
-            hosts, name, "env", f"RANK={rank}", "WORLD_SIZE=2", "LOCAL_RANK=0", "LOCAL_SIZE=1", "MASTER_ADDR=n1",
-            "MASTER_PORT=29500", sys.executable, LAUNCH / "train.py", "--plan", path, *RUN, "--out", "never",
-        )
-        for rank, (name, path) in enumerate(zip(hosts.names, paths, strict=True))
-    ]  # fmt: skip
-    said = [rank.communicate(timeout=120) for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [4, 4]
+    codes, errors = by_hand(hosts, paths, *RUN, "--out", "never")
+    assert codes == [4, 4]
     assert re.search(
         r"error: the ranks were given different plans\n"
         r"  because n1 \(rank 0\) holds plan \w{12}\n  because n2 \(rank 1\) holds plan \w{12}\n\n"
-        r"hint: give every node the same plan.json\n", "".join(errors for _, errors in said),
+        r"hint: give every node the same plan.json\n", errors,
     )  # fmt: skip
+
+
+@pytest.fixture
+def older_on_n2(hosts: Hosts) -> Iterator[None]:
+    """On n2 the package's own record, mounted over the installed one, says that frugal is another version."""
+    record = next(path for path in distribution("frugal-trainer").files or () if path.name in ("METADATA", "PKG-INFO"))
+    there = Path(str(record.locate())).resolve()
+    other = hosts.folder / "METADATA"
+    other.write_text(re.sub(r"(?m)^Version: .*$", "Version: 0.0.9", there.read_text(), count=1))
+    hosts.run("n2", "mount", "--bind", other, there, check=True)
+    yield
+    hosts.run("n2", "umount", there, check=True)
+
+
+def test_a_host_with_another_version_is_named_before_anything_starts(hosts: Hosts, older_on_n2: None) -> None:
+    code, output, errors = train(hosts, plan(hosts, 1, 1), "never")
+    assert (code, output) == (2, "")
+    assert errors == (
+        "error: not all hosts are ready\n"
+        f"  because n2 has frugal 0.0.9; n1, this machine, has {version('frugal-trainer')}\n\n"
+        "hint: frugal doctor --hostfile HOSTS shows what each host has\n"
+    )
+
+
+@pytest.mark.exhaustive
+def test_ranks_with_different_versions_are_named_with_their_hosts(hosts: Hosts, older_on_n2: None) -> None:
+    codes, errors = by_hand(hosts, [plan(hosts, 1, 1)] * 2, *RUN, "--out", "never")
+    assert codes == [4, 4]
+    assert (
+        "error: the hosts do not run the same versions\n"
+        f"  because n1 (rank 0) has frugal {version('frugal-trainer')}; n2 (rank 1) has frugal 0.0.9\n"
+    ) in errors
 
 
 @pytest.mark.exhaustive
