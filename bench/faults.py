@@ -25,6 +25,7 @@ from pathlib import Path
 import psutil  # type: ignore[import-untyped]  # has no types
 
 from bench.circumstances import circumstances
+from bench.conclusion import concluded
 
 RESULTS = Path(__file__).parent / "results" / "faults-cpu.json"
 MODEL = {"model_type": "gpt2", "n_layer": 2, "n_embd": 64, "n_head": 2, "vocab_size": 260, "n_positions": 128}
@@ -245,10 +246,13 @@ def main() -> int:
         "steps": STEPS,
         "save_every": SAVE_EVERY,
         "outcomes": [asdict(each) for each in outcomes],
+        "goals": {
+            "every run is resumed bit for bit": all(each.is_exact for each in outcomes),
+            "every run ends within a minute": all(each.seconds < 60 for each in outcomes),
+        },
     }
-    RESULTS.write_text(json.dumps(result, indent=2) + "\n")
     print(table(outcomes))
-    return 0 if all(each.is_exact and each.seconds < 60 for each in outcomes) else 1
+    return concluded(result, RESULTS)
 
 
 if __name__ == "__main__":

@@ -16,15 +16,12 @@ Goal: at most 1 % of the step.
 
 import gc
 import json
-import os
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -32,8 +29,9 @@ from unittest.mock import patch
 import numpy as np
 
 import frugal
+from bench.circumstances import circumstances
+from bench.conclusion import concluded
 from frugal.planning.plan import Plan
-from frugal.training.circumstances import cpu_name
 from tests.ranks import Ranks
 
 RESULTS = Path(__file__).parent / "results" / "guard-cpu.json"
@@ -205,24 +203,15 @@ def main() -> int:
         ranks.close()
         told = ", ".join(f"{1e6 * seconds:.0f} us {way}" for way, seconds in alone[str(number)].items())
         sys.stdout.write(f"a vote of {number} ranks: {told}\n")
-    goals = {f"at most 1 %: {name}": case["share"]["median"] <= MOST for name, case in cases.items()}
-    result = {
-        "command": "python -m bench.guard",
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "device": cpu_name(),
-        "cores": len(os.sched_getaffinity(0)),
-        "versions": {name: version(name) for name in ("frugal-trainer", "torch", "deepspeed", "transformers")},
+    result = circumstances("python -m bench.guard") | {
         "ranks": WORLD_SIZE,
         "micro_batch": [MICRO_BATCH, SEQ_LEN],
         "micro_steps": MICRO_STEPS,
         "cases": cases,
         "seconds_of_a_vote_alone": alone,
-        "goals": goals,
+        "goals": {f"at most 1 %: {name}": case["share"]["median"] <= MOST for name, case in cases.items()},
     }
-    RESULTS.write_text(json.dumps(result, indent=2) + "\n")
-    for goal, reached in goals.items():
-        sys.stdout.write(f"{'reached' if reached else 'MISSED'}: {goal}\n")
-    return 0 if all(goals.values()) else 1
+    return concluded(result, RESULTS)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,6 @@ import sys
 import sysconfig
 import tempfile
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -34,9 +33,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 import frugal
+from bench.circumstances import circumstances
+from bench.conclusion import concluded
 from bench.throughput_rank import run
 from frugal.planning.plan import Plan
-from frugal.training.circumstances import cpu_name
 from frugal.training.order import permutation
 from tests.ranks import Ranks
 
@@ -158,7 +158,7 @@ def _padded(micro_batches: list[NDArray[Any]]) -> float:
 def summary(
     plan: Plan, found: list[dict[str, list[dict[str, Any]]]], tokens: int, goals: dict[str, float]
 ) -> dict[str, Any]:
-    """The kept record of one number of ranks."""
+    """The kept record of one number of ranks and one setting."""
     seconds = {name: [turn[name][0]["seconds"] for turn in found] for name in found[0]}
     drawn = {name: {sum(rank["tokens"] for rank in turn[name]) for turn in found} for name in found[0]}
     assert all(each == {tokens} for name, each in drawn.items() if name != "trainer, grouped"), (tokens, drawn)
@@ -167,13 +167,10 @@ def summary(
     }
     middle = {name: statistics.median(each) for name, each in ratios.items()}
     losses = {name: found[0][name][0]["losses"] for name in found[0]}
-    return {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "device": cpu_name(),
-        "versions": {
-            name: version(name) for name in ("frugal-trainer", "torch", "deepspeed", "transformers", "accelerate")
-        },
-        "full_length_samples_in_memory": plan.batch.micro_batch[0],
+    world_size, micro_batch = plan.batch.world_size, plan.batch.micro_batch[0]
+    return circumstances(f"python -m bench.throughput --ranks {world_size} --room {micro_batch}") | {
+        "accelerate": version("accelerate"),
+        "full_length_samples_in_memory": micro_batch,
         "global_batch": plan.batch.global_batch,
         "tokens_of_an_epoch": tokens,
         "seconds": seconds,
@@ -214,16 +211,13 @@ def main() -> int:
     result = summary(plan, found, int(samples.lengths.sum()), setting.goals)
     result["padded_for_each_token_of_all_docstrings"] = padding_of_everything(plan, SEQ_LEN)
     kept = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    kept["command"] = "python -m bench.throughput --ranks N --room M"
     kept[f"{asked.ranks} ranks, room for {asked.room}"] = result
     RESULTS.write_text(json.dumps(kept, indent=2) + "\n")
     for name, ratio in result["frugal_is_faster"].items():
         print(
             f"{ratio['median']:.2f}x the tokens/s of {name} ({min(ratio['rounds']):.2f} to {max(ratio['rounds']):.2f})"
         )
-    for goal, reached in result["goals"].items():
-        print(f"{'reached' if reached else 'MISSED'}: {goal}")
-    return 0 if all(result["goals"].values()) else 1
+    return concluded(result)
 
 
 if __name__ == "__main__":

@@ -30,9 +30,8 @@ class Ballot:
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self._group = group
-        is_alone = (
-            dist.get_world_size(group) == 1 or dist.get_backend(group) == "fake"
-        )  # in a rehearsal nobody is there
+        is_rehearsed = dist.get_backend(group) == "fake"
+        is_alone = is_rehearsed or dist.get_world_size(group) == 1
         self._counts = is_alone or dist.get_rank(group) == 0
         self._peers = [] if is_alone else _met(group)
 
