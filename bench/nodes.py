@@ -7,15 +7,15 @@ the command runs on the first. For each fault: seconds until the command has end
 its exit code and its first line of error. Results go to `bench/results/nodes-cpu.json`; the README's table is printed.
 """
 
-import json
 import sys
 import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
 from pathlib import Path
 
+from bench.circumstances import circumstances
+from bench.conclusion import concluded
 from tests.multinode import cluster
 from tests.multinode.cluster import SSH_PORT, Hosts
 from tests.multinode.conftest import plan, start
@@ -80,6 +80,14 @@ def disturbed(hosts: Hosts, fault: str) -> Outcome:
     )  # fmt: skip
 
 
+def table(outcomes: list[Outcome]) -> str:
+    """The README's."""
+    lines = ["| fault on two hosts | command ends after | no rank is left after | exit code |", "|---|---|---|---|"]
+    for each in outcomes:
+        lines.append(f"| {each.fault} | {each.ended_seconds:.0f} s | {each.gone_seconds:.0f} s | {each.exit_code} |")
+    return "\n".join(lines)
+
+
 def main() -> int:
     """Disturb, time, and keep what came of it."""
     if (reason := cluster.why_not()) is not None:
@@ -91,17 +99,13 @@ def main() -> int:
             outcomes = [disturbed(hosts, fault) for fault in FAULTS]
         finally:
             hosts.close()
-    result = {
-        "command": "python -m bench.nodes",
-        "versions": {name: version(name) for name in ("torch", "deepspeed")},
+    result = circumstances("python -m bench.nodes") | {
         "hosts": 2,
         "outcomes": [asdict(each) for each in outcomes],
+        "goals": {"nothing is left after a minute": all(each.gone_seconds < 60 for each in outcomes)},
     }
-    RESULTS.write_text(json.dumps(result, indent=2) + "\n")
-    print("| fault on two hosts | command ends after | no rank is left after | exit code |\n|---|---|---|---|")
-    for each in outcomes:
-        print(f"| {each.fault} | {each.ended_seconds:.0f} s | {each.gone_seconds:.0f} s | {each.exit_code} |")
-    return 0 if all(each.gone_seconds < 60 for each in outcomes) else 1
+    print(table(outcomes))
+    return concluded(result, RESULTS)
 
 
 if __name__ == "__main__":

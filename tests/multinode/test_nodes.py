@@ -3,7 +3,7 @@
 import re
 import sys
 from collections.abc import Iterator
-from importlib.metadata import distribution, version
+from importlib.metadata import distributions, version
 from pathlib import Path
 
 import pytest
@@ -65,14 +65,21 @@ def test_hosts_with_different_plans_are_named(hosts: Hosts) -> None:
 
 @pytest.fixture
 def older_on_n2(hosts: Hosts) -> Iterator[None]:
-    """On n2 the package's own record, mounted over the installed one, says that frugal is another version."""
-    record = next(path for path in distribution("frugal-trainer").files or () if path.name in ("METADATA", "PKG-INFO"))
-    there = Path(str(record.locate())).resolve()
+    """On n2 the package's own records, mounted over the installed ones, say that frugal is another version."""
+    # A checkout has one more than site-packages, of the same installation; which is read depends on the process.
+    records = {
+        Path(str(file.locate())).resolve()
+        for found in distributions(name="frugal-trainer")
+        for file in found.files or ()
+        if file.name in ("METADATA", "PKG-INFO")
+    }
     other = hosts.folder / "METADATA"
-    other.write_text(re.sub(r"(?m)^Version: .*$", "Version: 0.0.9", there.read_text(), count=1))
-    hosts.run("n2", "mount", "--bind", other, there, check=True)
+    for there in records:
+        other.write_text(re.sub(r"(?m)^Version: .*$", "Version: 0.0.9", there.read_text(), count=1))
+        hosts.run("n2", "mount", "--bind", other, there, check=True)
     yield
-    hosts.run("n2", "umount", there, check=True)
+    for there in records:
+        hosts.run("n2", "umount", there, check=True)
 
 
 def test_a_host_with_another_version_is_named_before_anything_starts(hosts: Hosts, older_on_n2: None) -> None:

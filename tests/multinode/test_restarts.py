@@ -57,6 +57,7 @@ def wait(is_true: Callable[[], bool], process: "subprocess.Popen[str] | None" = 
         time.sleep(0.02)
 
 
+@pytest.mark.exhaustive
 def test_a_killed_rank_on_another_host_costs_the_steps_since_the_last_checkpoint(
     hosts: Hosts, undisturbed: list[float]
 ) -> None:
