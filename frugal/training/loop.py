@@ -56,11 +56,11 @@ def train(
     The first step has no optimizer states before it, so memory is compared with the plan after the second.
     """
     now, numbers = start, Numbers(settings, log)
-    saver = Saver(engine, settings.checkpoints, keep=settings.keep, in_background=settings.async_save)
     to_come = islice(batches.iterate(start.position), total_steps - start.step)
     prepared = ahead(((batch, engine.prepare(batch)) for batch in to_come), engine.device)
+    saver = Saver(engine, settings.checkpoints, keep=settings.keep, in_background=settings.async_save)
     try:
-        with closing(prepared):
+        with closing(prepared), saver:
             for step in range(start.step + 1, total_steps + 1):
                 began = time.perf_counter()
                 batch, cut = next(prepared)
@@ -80,7 +80,6 @@ def train(
                     saver.save(now)
                 if engine.is_to_stop:
                     break
-        saver.finish()
     except OutOfMemoryError as error:
         raise _with_what_is_left(error, engine, saver, settings, now) from None
     return now

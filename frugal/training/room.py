@@ -48,7 +48,7 @@ def _lacking(plan: Plan, asked: Settings, name: str, num_ranks: int) -> list[str
     found = []
     needed, free = host_bytes(plan) * num_ranks, available_bytes()
     if asked.async_save:
-        needed += copied_bytes(plan, num_ranks)
+        needed += copied_bytes(plan, num_ranks, has_rank_0=os.environ.get("RANK", "0") == "0")
         ranks += " and the copy of --async-save"
     if needed > free:
         found.append(f"{name} has {format_bytes(free)} of memory left, and {ranks} will take {format_bytes(needed)}")
@@ -70,10 +70,17 @@ def host_bytes(plan: Plan) -> int:
     return max(0, whole - host.PROCESS_BYTES[node.devices[0].kind])
 
 
-def copied_bytes(plan: Plan, num_ranks: int) -> int:
-    """What a host with so many ranks holds of a checkpoint that is written in the background."""
-    whole = disk.checkpoint_bytes(plan.request, plan.strategy, plan.model)
-    return whole if plan.strategy.zero_stage == 0 else whole * num_ranks // plan.batch.world_size
+def copied_bytes(plan: Plan, num_ranks: int, *, has_rank_0: bool) -> int:
+    """What a host with so many ranks holds of a checkpoint that is written in the background.
+
+    Each rank has its share of the optimizer's states. Rank 0 alone has the weights, where they are not partitioned, and
+    all states under ZeRO-0.
+    """
+    whole, stage = disk.checkpoint_bytes(plan.request, plan.strategy, plan.model), plan.strategy.zero_stage
+    if stage == 0:
+        return whole * has_rank_0
+    weights = _element(plan) * plan.model.parameters * (stage < 3)
+    return (whole - weights) * num_ranks // plan.batch.world_size + weights * has_rank_0
 
 
 def saved_bytes(plan: Plan, asked: Settings) -> int:
@@ -83,8 +90,13 @@ def saved_bytes(plan: Plan, asked: Settings) -> int:
     """
     there = len(manifest.candidates(asked.checkpoints))
     copies = max(1, (asked.keep + 1 if asked.save_every else 1) - there)
-    element = 4 if plan.request.precision == "fp32" else 2
-    return copies * disk.checkpoint_bytes(plan.request, plan.strategy, plan.model) + element * plan.model.parameters
+    weights = _element(plan) * plan.model.parameters
+    return copies * disk.checkpoint_bytes(plan.request, plan.strategy, plan.model) + weights
+
+
+def _element(plan: Plan) -> int:
+    """Bytes of a weight as it is trained."""
+    return 4 if plan.request.precision == "fp32" else 2
 
 
 def _on_disk(name: str, folder: Path, needed: int, what: str) -> list[str]:

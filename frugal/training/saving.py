@@ -13,7 +13,8 @@ import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
 
 import msgspec
 import torch.distributed as dist
@@ -30,7 +31,10 @@ if TYPE_CHECKING:
 
 
 class Saver:
-    """Writes a run's checkpoints into `folder`, keeping the `keep` newest and the best. Collective."""
+    """Writes a run's checkpoints into `folder`, keeping the `keep` newest and the best. Collective.
+
+    Use it in a `with` block, which does not end, with an error or without, before what was begun is written.
+    """
 
     def __init__(self, engine: "Engine", folder: Path, *, keep: int = 2, in_background: bool = False) -> None:
         self._engine = engine
@@ -41,6 +45,17 @@ class Saver:
         self._votes = dist.new_group(backend="gloo") if in_background else engine.votes
         self._writing: threading.Thread | None = None
         self._failure: BaseException | None = None
+
+    def __enter__(self) -> Self:
+        """Nothing is begun yet."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Wait; an error that is on its way is the one to tell."""
+        with contextlib.nullcontext() if error is None else contextlib.suppress(Exception):
+            self.finish()
 
     def save(self, progress: Progress) -> Path:
         """Write `step-N` and point `latest` to it. In the background: begin to, once the one before is written.

@@ -12,7 +12,7 @@ import pytest
 from frugal.errors import NothingFitsError
 from frugal.planning import disk
 from frugal.planning.plan import Plan
-from frugal.training import room
+from frugal.training import manifest, room
 from frugal.training.circumstances import available_bytes
 from frugal.training.engine import initialize
 from frugal.training.objectives import CausalLM
@@ -74,8 +74,8 @@ def test_what_is_left_is_no_more_than_the_machine_has() -> None:
     assert GIB // 4 < available_bytes() <= psutil.virtual_memory().total
 
 
-def saved(plan: Plan, folder: Path) -> tuple[int, int]:
-    """Bytes of a checkpoint that was really saved, and parameters; runs on ranks."""
+def saved(plan: Plan, folder: Path) -> tuple[list[int], int]:
+    """Bytes of a checkpoint that was really saved, by the rank that wrote them, and parameters; runs on ranks."""
     model = tiny_gpt2(n_embd=128, n_head=2, n_layer=2, vocab_size=2048, n_positions=64)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     engine = initialize(model, plan, CausalLM())
@@ -84,12 +84,17 @@ def saved(plan: Plan, folder: Path) -> tuple[int, int]:
     engine.destroy()
     del engine, model
     gc.collect()
-    return sum(file.stat().st_size for file in path.iterdir()), parameters
+    files = manifest.read(path).files.values()
+    written = [sum(file.num_bytes for file in files if file.rank == rank) for rank in range(plan.batch.world_size)]
+    return written, parameters
 
 
 @pytest.mark.parametrize("zero_stage", [0, 1, 3])
-def test_a_saved_checkpoint_is_as_large_as_was_said(zero_stage: int, one_rank: Ranks, tmp_path: Path) -> None:
-    plan = plan_by_hand(world_size=1, global_batch=4, micro_batch=2, zero_stage=zero_stage)
-    ((size, parameters),) = one_rank.run(saved, plan, tmp_path)
-    model = replace(plan.model, parameters=parameters, trainable_parameters=parameters)
-    assert size == pytest.approx(disk.checkpoint_bytes(plan.request, plan.strategy, model), rel=0.05)
+def test_a_saved_checkpoint_is_as_large_as_was_said(zero_stage: int, two_ranks: Ranks, tmp_path: Path) -> None:
+    plan = plan_by_hand(world_size=2, global_batch=4, micro_batch=2, zero_stage=zero_stage)
+    written, parameters = two_ranks.run(saved, plan, tmp_path)[0]
+    plan = replace(plan, model=replace(plan.model, parameters=parameters, trainable_parameters=parameters))
+    whole = disk.checkpoint_bytes(plan.request, plan.strategy, plan.model)
+    assert sum(written) == pytest.approx(whole, rel=0.05)
+    copied = [room.copied_bytes(plan, 1, has_rank_0=rank == 0) for rank in (0, 1)]
+    assert written == pytest.approx(copied, rel=0.05, abs=whole / 50)

@@ -3,6 +3,7 @@
 import errno
 import os
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,30 @@ def test_what_is_written_in_the_background_is_what_was_there_when_it_began(
     for whole, was_there, resumed in two_ranks.run(saved_behind, tmp_path, zero_stage, precision, strategy):
         assert not was_there
         assert resumed == whole
+
+
+def an_error_while_it_is_written(folder: Path) -> bool:
+    """Whether a checkpoint that was begun is there once an error has passed; runs on ranks."""
+    engine = start(plan_for(2))
+    steps(engine, 0, 1)
+    finish = Writer.finish
+
+    def finish_slowly(writer: Writer) -> list[Path]:
+        time.sleep(0.5)
+        return finish(writer)
+
+    Writer.finish = finish_slowly  # type: ignore[method-assign]
+    with pytest.raises(ZeroDivisionError), Saver(engine, folder, in_background=True) as saver:
+        saver.save(Progress(step=1))
+        raise ZeroDivisionError
+    Writer.finish = finish  # type: ignore[method-assign]
+    is_there = checkpoint.load(engine, folder).progress.step == 1
+    stop(engine)
+    return is_there
+
+
+def test_what_was_begun_before_an_error_is_there(tmp_path: Path, two_ranks: Ranks) -> None:
+    assert two_ranks.run(an_error_while_it_is_written, tmp_path, timeout=60) == [True, True]
 
 
 def full_disk_in_background(folder: Path) -> tuple[str, int, bool]:
