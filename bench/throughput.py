@@ -42,6 +42,14 @@ from tests.ranks import Ranks
 
 RESULTS = Path(__file__).parent / "results" / "throughput-cpu.json"
 SEQ_LEN, ROUNDS = 512, 5
+NAMES = {
+    "by hand": "a loop by hand on DeepSpeed, frugal's micro-batches",
+    "trainer": "HF Trainer, random order",
+    "trainer, grouped": "HF Trainer, `group_by_length`",
+    "accelerate": "Accelerate's loop, random order",
+}
+"""What the README calls the peers."""
+
 NOISE = 0.03  # of the ratio to the loop by hand: both do the same work
 
 
@@ -194,6 +202,23 @@ def summary(
     }
 
 
+def table(kept: dict[str, Any]) -> str:
+    """The README's, of the records for one rank and for two."""
+    lines = ["| room for | | padded positions a token | 1 rank | 2 ranks |", "|---|---|---|---|---|"]
+    for room, setting in SETTINGS.items():
+        records = [kept[f"{ranks} ranks, room for {room}"] for ranks in (1, 2)]
+        for name in setting.goals:
+            padded = dict.fromkeys(f"{record['padded_for_each_token'][name]:.2f}" for record in records)
+            cells = [room, NAMES[name], ", ".join(padded), *(_faster(record, name) for record in records)]
+            lines.append(f"| {' | '.join(map(str, cells))} |")
+    return "\n".join(lines)
+
+
+def _faster(record: dict[str, Any], name: str) -> str:
+    ratio = record["frugal_is_faster"][name]
+    return f"{ratio['median']:.2f} ({min(ratio['rounds']):.2f} to {max(ratio['rounds']):.2f})"
+
+
 def main() -> int:
     """Measure, keep, and say whether the goals are reached."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -213,10 +238,10 @@ def main() -> int:
     kept = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     kept[f"{asked.ranks} ranks, room for {asked.room}"] = result
     RESULTS.write_text(json.dumps(kept, indent=2) + "\n")
-    for name, ratio in result["frugal_is_faster"].items():
-        print(
-            f"{ratio['median']:.2f}x the tokens/s of {name} ({min(ratio['rounds']):.2f} to {max(ratio['rounds']):.2f})"
-        )
+    for name in result["frugal_is_faster"]:
+        print(f"{_faster(result, name)} times the tokens/s of {name}")
+    if len(kept) == 2 * len(SETTINGS):
+        print(f"\n{table(kept)}\n")
     return concluded(result)
 
 

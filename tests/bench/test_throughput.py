@@ -2,10 +2,11 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from bench.throughput import MODEL, RESULTS, USUAL, Docstrings, rounds, summary
+from bench.throughput import MODEL, RESULTS, USUAL, Docstrings, rounds, summary, table
 from bench.throughput_rank import CONTENDERS
 from tests.plans import plan_by_hand
 from tests.ranks import Ranks
@@ -28,6 +29,11 @@ def test_every_contender_trains_every_token_and_the_loop_by_hand_has_the_same_lo
     assert {name: len(each) for name, each in losses.items()} == dict.fromkeys(CONTENDERS, 2)
     assert losses["frugal"][0] == pytest.approx(losses["trainer"][0], rel=0.02)  # other samples, the same weights
     assert kept["padded_for_each_token"]["frugal"] < kept["padded_for_each_token"]["trainer"]
+
+
+def test_the_readme_has_the_kept_table() -> None:
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    assert table(json.loads(RESULTS.read_text())) in readme
 
 
 @pytest.mark.parametrize("ranks", ["1 ranks, room for 8", "2 ranks, room for 8"])
