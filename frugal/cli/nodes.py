@@ -31,7 +31,7 @@ from frugal.planning.cards import DeviceKind
 from frugal.planning.files import write_plan
 from frugal.planning.hostfile import Host
 from frugal.planning.plan import Plan
-from frugal.training import failure, group
+from frugal.training import failure, group, run_folder
 from frugal.training.host_report import HostReport
 from frugal.training.settings import Settings
 from frugal.training.stopping import SIGNALS, handled
@@ -92,12 +92,7 @@ def make_folder(asked: Settings) -> None:
     Raises:
         RequestError: it cannot be made.
     """
-    try:
-        asked.checkpoints.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise RequestError(
-            f"cannot write to {asked.out}", because=str(error.strerror), hint="choose another folder with --out"
-        ) from None
+    run_folder.make(asked, asked.checkpoints)
 
 
 def launch(plan: Plan, named: Sequence[Host], access: Access, asked: Settings, master_port: int | None) -> int:

@@ -26,7 +26,8 @@ from frugal.planning.report import report
 from frugal.planning.settings import NAMES, REQUEST_NAMES, requested
 from frugal.training import manifest, settings
 from frugal.training.launched import PORT
-from frugal.training.run import in_use, run
+from frugal.training.run import run
+from frugal.training.run_folder import in_use
 from frugal.training.settings import Settings
 
 PLAN = "plan.json"

@@ -7,14 +7,11 @@ Started by `frugal train`, by DeepSpeed's launcher, torchrun, OpenMPI, MPICH or 
     mpirun -x MASTER_ADDR -n 2 python -m frugal.training.run --plan run/plan.json --data corpus.jsonl --steps 100
 """
 
-import fcntl
 import os
 import signal
 import sys
-import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import replace
+from contextlib import ExitStack, nullcontext
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,9 +20,8 @@ import click
 
 from frugal.errors import PlanMismatchError, RequestError
 from frugal.planning import lengths
-from frugal.planning.files import write_plan
 from frugal.planning.plan import Plan
-from frugal.training import continuation, failure, group, manifest, rank_log, settings, stopping
+from frugal.training import continuation, failure, group, run_folder, settings, stopping
 from frugal.training.settings import Settings
 from frugal.units import format_count
 
@@ -83,7 +79,7 @@ def _train(plan: Plan, asked: Settings, device: "torch.device") -> None:
     from frugal.training.schedule import factor
 
     rank = int(os.environ["RANK"])
-    asked = _in_a_folder(asked)
+    asked = run_folder.begin(asked)
     room.check(plan, asked)
     data = samples.read(plan, asked)
     if plan.batch.global_tokens is None:
@@ -96,7 +92,7 @@ def _train(plan: Plan, asked: Settings, device: "torch.device") -> None:
         return factor(step, schedule=asked.schedule, warmup_steps=asked.warmup_steps, total_steps=total_steps)
 
     # The loop takes the gauge off after two steps; the folder stays ours to the end.
-    with _nobody_else_in(asked) if rank == 0 else nullcontext(), ExitStack() as measuring:
+    with run_folder.nobody_else_in(asked) if rank == 0 else nullcontext(), ExitStack() as measuring:
         gauge = measuring.enter_context(measure.gauge(device))
         model = data.spec.build(dtype=DTYPES[plan.request.precision], device="cpu", seed=asked.seed)
         _refuse_other_model(plan, model)
@@ -105,7 +101,7 @@ def _train(plan: Plan, asked: Settings, device: "torch.device") -> None:
         generators.seed_all(asked.seed * 1_000_003 + rank)
         start, changes = _start(engine, asked, data.provenance)
         if rank == 0:
-            _record(plan, asked)
+            run_folder.record(plan, asked)
         planned = plan.memory.live_bytes
         with Log(asked.out, rank=rank, planned_bytes=planned, total_steps=total_steps, first_step=start.step) as log:
             log.say(_describe(plan, asked, data, total_steps, start.step))
@@ -123,24 +119,6 @@ def _train(plan: Plan, asked: Settings, device: "torch.device") -> None:
                 _evaluate_at_the_end(engine, data, total_steps, log)
                 log.say(f"model written to {save_model(engine, asked.out / 'model', data.tokenizer)}")
         engine.destroy()
-
-
-def _in_a_folder(asked: Settings) -> Settings:
-    """What was asked, as it is for this start. Its folder exists now.
-
-    Raises:
-        RequestError: it holds another run, or cannot be made.
-    """
-    newest = manifest.newest(asked.checkpoints)
-    if newest is not None and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0:
-        asked = replace(asked, resume=True)  # torchrun --max-restarts gives every start the same flags
-    if newest is not None and not asked.resume:
-        raise in_use(asked, newest)
-    try:
-        asked.out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise _cannot_write(asked, error) from None
-    return asked
 
 
 def _not_as_planned(plan: Plan, data: "Samples") -> Iterator[str]:
@@ -163,69 +141,6 @@ def _evaluate_at_the_end(engine: "Engine", data: "Samples", total_steps: int, lo
         known = Drawn.from_all(data.training, len(data.validation) or len(data.test))
         for name, samples in (("train", known), ("test", data.test)):
             log.evaluation(total_steps, evaluate(engine, samples), of=name)
-
-
-def in_use(asked: Settings, newest: Path) -> RequestError:
-    """The folder has another run in it."""
-    return RequestError(
-        f"{asked.out} holds a run already",
-        because=f"its newest checkpoint is {newest.name}",
-        hint="continue it with --resume, or choose another folder with --out",
-    )
-
-
-@contextmanager
-def _nobody_else_in(asked: Settings) -> Iterator[None]:
-    """Keep the run's folder for this run; the kernel lets go of it when the process ends, however that comes about."""
-    folder = os.open(asked.out, os.O_RDONLY)
-    try:
-        is_ours = _is_ours(folder)
-        if not is_ours and asked.resume and group.OVER_SSH in os.environ:
-            rank_log.say(f"waiting for {asked.out}, which another run still holds")
-            end = time.monotonic() + LEASE_SECONDS
-            while not is_ours and time.monotonic() < end:
-                time.sleep(1)
-                is_ours = _is_ours(folder)
-        if not is_ours:
-            raise RequestError(
-                f"another run is writing to {asked.out}",
-                because="two runs in one folder would overwrite each other's checkpoints",
-                hint="wait for it to end, or choose another folder with --out",
-            )
-        yield
-    finally:
-        os.close(folder)
-
-
-LEASE_SECONDS = 120.0
-"""So long a run on several hosts that goes on waits for its folder: a cluster's file system keeps the locks of a host
-that is gone for a minute or two."""
-
-
-def _is_ours(folder: int) -> bool:
-    """Take an open folder, unless somebody else has it."""
-    try:
-        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:  # a file system without locks, as NFS may be: then nobody is told
-        pass
-    return True
-
-
-def _record(plan: Plan, asked: Settings) -> None:
-    """What the run is, in its folder: the plan, its print-out for DeepSpeed, and what was asked for."""
-    write_plan(plan, asked.out)
-    try:
-        manifest.write(asked.out / settings.RECORD, asked.record())
-    except OSError as error:
-        raise _cannot_write(asked, error) from None
-
-
-def _cannot_write(asked: Settings, error: OSError) -> RequestError:
-    return RequestError(
-        f"cannot write to {asked.out}", because=str(error.strerror), hint="choose another folder with --out"
-    )
 
 
 def _refuse_other_model(plan: Plan, model: "torch.nn.Module") -> None:
