@@ -25,13 +25,13 @@ import msgspec
 os.environ |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "LOCAL_SIZE": "1"}
 
 from bench.circumstances import circumstances
-from frugal.dryrun.rehearse import rehearse
+from frugal.deepspeed_adapter.kernels import DTYPES
+from frugal.dryrun.run import dry_run
 from frugal.planning.plan import Plan
-from frugal.training.measure import Interval
-from frugal.training.model_spec import ModelSpec
-from frugal.training.models import resolve
-from frugal.training.precision import DTYPES
-from frugal.training.trial import phase_peaks, trial
+from frugal.training.measure.memory_gauge import PhaseInterval
+from frugal.training.measure.two_steps import phase_peaks, trial
+from frugal.training.models.resolve import resolve
+from frugal.training.models.spec import ModelSpec
 from tests.plans import plan_by_hand
 from tests.ranks import Ranks
 
@@ -105,7 +105,7 @@ def spec(model: str) -> ModelSpec:
     return resolve(model)
 
 
-def measure(plan: Plan) -> list[Interval]:
+def measure(plan: Plan) -> list[PhaseInterval]:
     """What one rank measures. Runs on ranks."""
     found = spec(plan.request.model)
     dtype = DTYPES[plan.request.precision]
@@ -116,7 +116,7 @@ def predict(plan: Plan, rank: int) -> dict[str, int]:
     """The peak of each phase of one rank, bytes."""
     found = spec(plan.request.model)
     dtype = DTYPES[plan.request.precision]
-    return rehearse(
+    return dry_run(
         lambda: found.build(dtype=dtype, device="meta"),
         found.objective(),
         plan.request,

@@ -28,19 +28,18 @@ os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": 
 from bench import choice_cases
 from bench.choice_cases import Case
 from bench.choice_worker import Job, Timed
-from frugal.cli import launcher
-from frugal.cli.calibrate import calibrate
-from frugal.dryrun.client import Rehearsals, workers
+from frugal.cli.measure import calibrate
+from frugal.config.calibration import Calibration
+from frugal.config.cluster import Cluster, DeviceKind
+from frugal.config.local_host import cpu_name
+from frugal.config.request import Request
+from frugal.config.schema import understand
+from frugal.dryrun.client import DryRunSource, workers
 from frugal.dryrun.pool import Pool
-from frugal.planning.calibration import Calibration
-from frugal.planning.cards import DeviceKind
-from frugal.planning.choice import Choice, Option
-from frugal.planning.cluster import Cluster
+from frugal.launch import local
 from frugal.planning.plan import Plan
-from frugal.planning.request import Request
-from frugal.planning.search import Search
-from frugal.planning.settings import understand
-from frugal.training.circumstances import cpu_name
+from frugal.planning.search.candidate import Choice, Option
+from frugal.planning.search.search import Search
 
 RESULTS = Path(__file__).parent / "results"
 ROOM = 1.02  # of what the binding strategy takes
@@ -74,7 +73,7 @@ def decide(case: Case, kind: DeviceKind, calibration: Calibration | None, pool: 
     """Rehearse the strategy that binds, take its memory as the budget, and choose. `folder` keeps what was traced."""
     plenty = 1 << 40
     request, cluster, _ = understand(settings(case, kind, plenty), calibration)
-    with Rehearsals(request, cluster, folder, pool=pool) as source:
+    with DryRunSource(request, cluster, folder, pool=pool) as source:
         search = Search(request, cluster, source)
         (binding,) = (
             strategy
@@ -87,7 +86,7 @@ def decide(case: Case, kind: DeviceKind, calibration: Calibration | None, pool: 
         needed = ROOM * source.rehearse(binding, case.micro_batch, steps).total_bytes + device.margin_bytes
         budget = int(needed if kind == "cpu" else needed / (1 - device.margin_bytes / device.memory_bytes))
     request, cluster, _ = understand(settings(case, kind, budget), calibration)
-    with Rehearsals(request, cluster, folder, pool=pool) as source:
+    with DryRunSource(request, cluster, folder, pool=pool) as source:
         search = Search(request, cluster, source)
         choice = search.run()
         assert isinstance(choice, Choice), f"nothing fits: {case.name}"
@@ -134,7 +133,7 @@ def measure(decisions: Sequence[Decision], kind: DeviceKind, folder: Path) -> di
             msgspec.json.encode([Job(d.case.name, tuple(plan.to_json().decode() for plan in d.plans)) for d in mine])
         )
         arguments = ["--jobs", str(jobs), "--out", str(out)]
-        code = launcher.start_ranks(kind, world_size, "bench.choice_worker", arguments, stdout=STDERR)
+        code = local.start_ranks(kind, world_size, "bench.choice_worker", arguments, stdout=STDERR)
         lines = out.read_bytes().splitlines() if out.exists() else []
         found |= {timed.name: timed for timed in (msgspec.json.decode(line, type=Timed) for line in lines)}
         if code:

@@ -16,13 +16,13 @@ import msgspec
 import torch
 import torch.distributed as dist
 
+from frugal.deepspeed_adapter.kernels import DTYPES
+from frugal.distributed import first_failure, process_group
 from frugal.planning.plan import Plan
-from frugal.training import failure, group
 from frugal.training.engine import Engine, initialize
-from frugal.training.loss import Batch
-from frugal.training.model_spec import ModelSpec
-from frugal.training.models import resolve
-from frugal.training.precision import DTYPES
+from frugal.training.models.resolve import resolve
+from frugal.training.models.spec import ModelSpec
+from frugal.training.objectives import Batch
 
 TURNS, STEPS, FAR = 3, 2, 1.5
 
@@ -46,7 +46,7 @@ def timed(plans: Sequence[Plan], turns: int = TURNS, steps: int = STEPS) -> list
 
     Every plan has its first turn. What took half as long again as the fastest so far is not asked again.
     """
-    device = group.join(plans[0])
+    device = process_group.join(plans[0])
     spec = resolve(plans[0].request.model, plans[0].request.task)
     seconds: list[list[float]] = [[] for _ in plans]
     for _ in range(turns):
@@ -114,4 +114,4 @@ def command(jobs: Path, out: Path, _local_rank: int | None) -> None:
 
 
 if __name__ == "__main__":
-    failure.live(command)
+    first_failure.live(command)

@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from frugal.dryrun import gathering
-from frugal.dryrun.tracker import Tracker
+from frugal.deepspeed_adapter import zero3_graph
+from frugal.dryrun.trace.recorder import Tracker
 
 aten = torch.ops.aten
 
@@ -29,7 +29,7 @@ aten = torch.ops.aten
 @contextmanager
 def rehearsed_as_process() -> Iterator[None]:
     """Inside the `with` block rehearsals on kind `cpu` count what a process holds."""
-    reduce_scatter, all_gather = gathering._reduce_scatter_coalesced, dist.all_gather_into_tensor
+    reduce_scatter, all_gather = zero3_graph._reduce_scatter_coalesced, dist.all_gather_into_tensor
 
     @torch.no_grad()
     def reduce_a_copy(tensors: Sequence[Tensor], group: Any = None) -> list[Tensor]:
@@ -43,8 +43,8 @@ def rehearsed_as_process() -> Iterator[None]:
         return all_gather(output_tensor, *args, **kwargs)
 
     with (
-        patch("frugal.dryrun.rehearse.Tracker", OneMemory),
-        patch.object(gathering, "_reduce_scatter_coalesced", reduce_a_copy),
+        patch("frugal.dryrun.run.Tracker", OneMemory),
+        patch.object(zero3_graph, "_reduce_scatter_coalesced", reduce_a_copy),
         patch.object(dist, "all_gather_into_tensor", gather_a_copy),
     ):
         yield

@@ -7,10 +7,9 @@ from typing import Any
 
 import msgspec
 
-from frugal.planning.cards import DeviceKind
-from frugal.planning.cluster import Cluster, Device, Node
+from frugal.config.cluster import Cluster, Device, DeviceKind, Node
+from frugal.config.request import Precision, Request
 from frugal.planning.plan import Batch, Plan
-from frugal.planning.request import Precision, Request
 from frugal.planning.strategy import BUCKET_ELEMENTS, ActivationCheckpointing, Strategy
 from tests.plans import plan_by_hand
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from frugal.dryrun.attention import cuda_workspace
+from frugal.dryrun.trace.cuda_kernels import cuda_workspace
 
 
 def constants() -> dict[str, Any]:

@@ -9,13 +9,13 @@ from typing import Any
 import msgspec
 
 from bench.gpu_configurations import Configuration, cluster, device
-from frugal.dryrun.client import Rehearsals, workers
+from frugal.config.cluster import DeviceKind
+from frugal.dryrun.client import DryRunSource, workers
+from frugal.dryrun.compare import predicted
 from frugal.dryrun.figures import Figures
-from frugal.dryrun.measurement import predicted
 from frugal.errors import FrugalError
-from frugal.planning.cards import DeviceKind
-from frugal.planning.replay import Replays
-from frugal.planning.timeline import NotAffineError, Timeline
+from frugal.planning.memory.allocator import Replays
+from frugal.planning.memory.timeline import NotAffineError, Timeline
 
 LARGEST_SHARE = 0.9  # of the device's memory, for the largest micro-batch
 MOST_SAMPLES = 256  # of the largest micro-batch, so that its two steps stay short
@@ -51,7 +51,7 @@ def predict(chosen: list[Configuration], kind: DeviceKind, memory_bytes: int, fo
 
 
 def _predict(asked: Configuration, here: Any, folder: Path, pool: Any) -> Prediction:
-    with Rehearsals(asked.request(folder), cluster(here), pool=pool) as source:
+    with DryRunSource(asked.request(folder), cluster(here), pool=pool) as source:
         facts = source.facts()
         strategy = asked.strategy(facts.trainable_parameters)
         steps = asked.accumulation_steps

@@ -12,7 +12,7 @@ from typing import IO
 import msgspec
 
 from bench.gpu_worker import Answer, Constants, Run
-from frugal.planning.cards import DeviceKind
+from frugal.config.cluster import DeviceKind
 
 ROOT = Path(__file__).parents[1]
 EXPANDABLE = "expandable_segments:True"

@@ -7,9 +7,9 @@ from typing import Any
 
 from bench.gpu_configurations import cluster, device
 from bench.gpu_report import Row
-from frugal.dryrun.measurement import Measurement
-from frugal.planning.cards import DeviceKind
-from frugal.planning.measurement import Capped, Measured, RankMeasurement
+from frugal.config.cluster import DeviceKind
+from frugal.dryrun.compare import Measurement
+from frugal.training.measure.record import Capped, Measured, RankMeasurement
 
 MOST = 12
 """Records of one run, spread over the ZeRO stages: each costs the tests a rehearsal."""

@@ -43,9 +43,9 @@ from bench.gpu_process import Process
 from bench.gpu_records import records
 from bench.gpu_report import Finished, Row, summary, table
 from bench.gpu_worker import Answer, Constants, Run
-from frugal.planning.allocator import LARGE_SEGMENT
-from frugal.planning.cards import DeviceKind
-from frugal.training import circumstances
+from frugal.config import local_host
+from frugal.config.cluster import DeviceKind
+from frugal.planning.memory.allocator import LARGE_SEGMENT
 from frugal.units import GIB, MIB, parse_bytes
 
 RESULTS = Path(__file__).parent / "results"
@@ -269,8 +269,8 @@ def _circumstances(device_name: str, kind: DeviceKind) -> dict[str, Any]:
     return {
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "command": " ".join(["python -m bench.gpu_truth", *sys.argv[1:]]),
-        "device": device_name if kind == "cuda" else circumstances.cpu_name(),
-        "driver": circumstances.cuda_driver() if kind == "cuda" else "",
+        "device": device_name if kind == "cuda" else local_host.cpu_name(),
+        "driver": local_host.cuda_driver() if kind == "cuda" else "",
         "versions": versions,
     }
 

@@ -17,7 +17,7 @@ from unittest.mock import patch
 import msgspec
 
 from bench.gpu_configurations import Configuration, device
-from frugal.planning.measurement import ModelDefinition
+from frugal.training.measure.record import ModelDefinition
 
 WEIGHT = 0.01
 LEFT_BYTES = 65_536  # that a run may leave behind, so that one small segment is the most it takes from the next
@@ -110,14 +110,15 @@ def _protect_stdout() -> BinaryIO:
 def _run(question: Run, kind: str) -> Answer:
     import torch
 
-    from frugal.training import circumstances, group
-    from frugal.training.models import resolve
-    from frugal.training.precision import DTYPES
-    from frugal.training.quiet import quiet
-    from frugal.training.trial import definition, phase_peaks, watched
+    from frugal.config import local_host
+    from frugal.deepspeed_adapter.kernels import DTYPES
+    from frugal.distributed import process_group
+    from frugal.distributed.env import quiet
+    from frugal.training.measure.two_steps import definition, phase_peaks, watched
+    from frugal.training.models.resolve import resolve
 
     quiet()
-    group.form()
+    process_group.form()
     here = torch.device("cuda", 0) if kind == "cuda" else torch.device("cpu")
     blank = device("cuda" if kind == "cuda" else "cpu", 1 << 50, 0)
     plan = question.configuration.plan(Path(question.folder), blank, question.trainable_parameters)
@@ -126,7 +127,7 @@ def _run(question: Run, kind: str) -> Answer:
         torch.cuda.set_device(here)
         total = torch.cuda.mem_get_info(here)[1]
         torch.cuda.set_per_process_memory_fraction((question.cap_bytes or total) / total, here)
-    before = circumstances.forget_peak_rss()
+    before = local_host.forget_peak_rss()
     start = time.perf_counter()
     chosen: set[Attention] = set()
     try:
@@ -138,7 +139,7 @@ def _run(question: Run, kind: str) -> Answer:
     return Answer(
         model=definition(spec),
         rss_before_bytes=before,
-        rss_peak_bytes=circumstances.peak_rss(),
+        rss_peak_bytes=local_host.peak_rss(),
         phases=phase_peaks(intervals),
         of_gpu=of_gpu,
         attention=tuple(sorted(chosen)),
@@ -182,7 +183,7 @@ def _watching_attention(chosen: set[Attention], kind: str) -> Iterator[None]:
     import torch.nn.functional as F
     from torch.nn.attention import SDPBackend
 
-    from frugal.dryrun.attention import chosen_for_cuda
+    from frugal.dryrun.trace.cuda_kernels import chosen_for_cuda
 
     attention = F.scaled_dot_product_attention
     names = {

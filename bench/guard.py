@@ -61,11 +61,11 @@ def planned(folder: Path, zero_stage: int, shape: dict[str, Any], micro_steps: i
 @contextmanager
 def unguarded(engine: Any) -> Iterator[None]:
     """As if memory could not run out: no vote, nothing kept to go back to."""
-    from frugal.training import generators
+    from frugal.training import rng
 
     with (
         patch.object(engine.guard, "attempt", lambda work: work()),
-        patch.object(generators, "state", lambda device: {}),
+        patch.object(rng, "state", lambda device: {}),
     ):
         yield
 
@@ -73,7 +73,7 @@ def unguarded(engine: Any) -> Iterator[None]:
 @contextmanager
 def timed(engine: Any) -> Iterator[dict[str, list[tuple[float, float]]]]:
     """When this rank came to each vote and left it, and likewise when it kept the generators' state; in seconds."""
-    from frugal.training import generators
+    from frugal.training import rng
 
     kept: dict[str, list[tuple[float, float]]] = {"votes": [], "states": []}
 
@@ -89,7 +89,7 @@ def timed(engine: Any) -> Iterator[dict[str, list[tuple[float, float]]]]:
     ballot = engine.guard.ballot
     with (
         patch.object(ballot, "any", timing("votes", ballot.any)),
-        patch.object(generators, "state", timing("states", generators.state)),
+        patch.object(rng, "state", timing("states", rng.state)),
     ):
         yield kept
 
@@ -100,7 +100,7 @@ def in_turns(plan: Plan, turns: int) -> dict[str, list[Any]]:
     import torch.distributed as dist
 
     from frugal.training.engine import initialize
-    from frugal.training.models import resolve
+    from frugal.training.models.resolve import resolve
     from frugal.training.objectives import CausalLM
 
     spec = resolve(plan.request.model, None)
@@ -166,10 +166,10 @@ def votes_alone(number: int) -> dict[str, float]:
     """Seconds of one vote, as it is and over gloo, where nobody does anything else; runs on ranks."""
     import torch.distributed as dist
 
-    from frugal.training.ballot import Ballot
+    from frugal.distributed.vote import Vote
 
     found = {}
-    ballot = Ballot(None)
+    ballot = Vote(None)
     for name in ("to rank 0 and back", "gloo"):
         if name == "gloo":
             ballot.close()

@@ -1,10 +1,10 @@
 """`python -m bench.host_memory`: predicted resident sets of offloaded runs against measured ones, on CPU ranks.
 
-Predicted: `frugal.planning.host.rank_bytes` of the peak that a rehearsal finds. On a CPU rank host and device are one,
-so the peak is that of all tensors, with the copies that gloo makes and without those between host and device
-(`bench.cpu_rank`); on a machine with GPUs the same formula takes those that live on the host.
-Measured: the highest resident set (VmHWM of /proc/self/status) over two optimizer steps of frugal's engine on real
-weights and gloo ranks, in processes forked from one that has imported everything. Goal: at most 5 % off.
+Predicted: `frugal.planning.memory.breakdown.rank_host_bytes` of the peak that a dry run finds. On a CPU rank host and
+device are one, so the peak is that of all tensors, with the copies that gloo makes and without those between host and
+device (`bench.cpu_rank`); on a machine with GPUs the same formula takes those that live on the host. Measured: the
+highest resident set (VmHWM of /proc/self/status) over two optimizer steps of frugal's engine on real weights and gloo
+ranks, in processes forked from one that has imported everything. Goal: at most 5 % off.
 
 The constant of the formula, a process without tensors, is measured beside it: what is resident after two steps of a
 model of 50 thousand parameters. Linux only.
@@ -36,11 +36,11 @@ import transformers.models.gpt2.modeling_gpt2  # before the fork, so that all ra
 
 from bench.circumstances import circumstances
 from bench.cpu_rank import rehearsed_as_process
-from frugal.dryrun.rehearse import rehearse
-from frugal.planning import host
+from frugal.config.local_host import forget_peak_rss, peak_rss
+from frugal.distributed import process_group
+from frugal.dryrun.run import dry_run
+from frugal.planning.memory import breakdown
 from frugal.planning.plan import Plan
-from frugal.training import group
-from frugal.training.circumstances import forget_peak_rss, peak_rss
 from frugal.training.engine import DTYPES, initialize
 from frugal.training.objectives import CausalLM
 from frugal.units import MIB
@@ -167,7 +167,7 @@ def _on_rank(rank: int, port: int, plan: Plan, shape: dict[str, int]) -> tuple[i
         "LOCAL_SIZE": str(plan.batch.world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
     }  # fmt: skip
     torch.set_num_threads(1)
-    group.form()
+    process_group.form()
     train(plan, TINY)
     ctypes.CDLL(None).malloc_trim(0)
     before = forget_peak_rss()
@@ -184,13 +184,13 @@ def predict(plan: Plan, shape: dict[str, int]) -> tuple[int, int]:
 
     with rehearsed_as_process():
         peaks = [
-            rehearse(
+            dry_run(
                 on_meta, CausalLM(), plan.request, plan.strategy,
                 micro_batch=MICRO_BATCH, accumulation_steps=1, world_size=plan.batch.world_size, rank=rank, kind="cpu",
             ).peak.total_bytes
             for rank in range(plan.batch.world_size)
         ]  # fmt: skip
-    return max(peaks), host.rank_bytes(max(peaks), "cpu")
+    return max(peaks), breakdown.rank_host_bytes(max(peaks), "cpu")
 
 
 def main() -> int:

@@ -18,7 +18,7 @@ from typing import Any
 
 from bench.circumstances import circumstances
 from bench.conclusion import concluded
-from frugal.training.log import METRICS
+from frugal.training.metrics import METRICS
 
 COMMAND = "python -m bench.language_model --record"
 ROOT = Path(__file__).parents[1]

@@ -126,7 +126,7 @@ def _watch(pid: int, peak: list[int]) -> None:
 def _plan(*flags: str) -> dict[str, Any]:
     """`frugal plan`, which also says when the table was ready, and how many strategies were ranked."""
     from frugal import cli
-    from frugal.planning.search import Search
+    from frugal.planning.search.search import Search
 
     found: dict[str, Any] = {}
     rehearsed = Search.rehearsed
@@ -152,7 +152,7 @@ def _memtracker(model: str) -> dict[str, Any]:
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.distributed._tools.mem_tracker import MemTracker
 
-    from frugal.training.models import resolve
+    from frugal.training.models.resolve import resolve
 
     spec = resolve(model, None)
     with FakeTensorMode():
@@ -175,7 +175,7 @@ def _accelerate(model: str) -> dict[str, Any]:
     from accelerate import init_empty_weights
     from accelerate.utils import calculate_maximum_sizes
 
-    from frugal.training.models import resolve
+    from frugal.training.models.resolve import resolve
 
     config = resolve(model, None).build(dtype=None, device="meta").config
     with init_empty_weights():

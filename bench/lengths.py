@@ -21,9 +21,9 @@ import pyarrow as pa  # type: ignore[import-untyped]  # it has no type hints
 
 from bench.circumstances import circumstances
 from bench.conclusion import concluded
-from frugal.planning import lengths
-from frugal.training.arrow import Samples
-from frugal.training.samples import histogram
+from frugal.config import sample_lengths
+from frugal.training.data.arrow_store import ArrowSamples
+from frugal.training.data.corpus import histogram
 
 RESULTS = Path(__file__).parent / "results" / "lengths-cpu.json"
 IN_A_FILE, ON_DISK, MANY = 2_000_000, 20_000_000, 200_000_000
@@ -51,13 +51,13 @@ def main() -> int:
     with TemporaryDirectory() as name:
         file = Path(name) / "lengths.json"
         file.write_text(json.dumps(drawn(IN_A_FILE).tolist()))
-        rates["a JSON list"] = IN_A_FILE / seconds(lambda: lengths.of(file))
+        rates["a JSON list"] = IN_A_FILE / seconds(lambda: sample_lengths.of(file))
         arrow = Path(name) / "samples.arrow"
         column = pa.record_batch({"length": pa.array(drawn(ON_DISK))})
         with pa.OSFile(str(arrow), "wb") as out, pa.ipc.new_stream(out, column.schema) as stream:
             for start in range(0, ON_DISK, 100_000):
                 stream.write_batch(column.slice(start, 100_000))
-        rates["tokenised data"] = ON_DISK / seconds(lambda: histogram(Samples(arrow, "").lengths, "data", []))
+        rates["tokenised data"] = ON_DISK / seconds(lambda: histogram(ArrowSamples(arrow, "").lengths, "data", []))
     many = np.broadcast_to(np.int32(100), MANY)
     said = histogram(many, "data", []).source
     goals = {f"a million a second: {name}": rate >= GOAL for name, rate in rates.items()}

@@ -35,9 +35,9 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from frugal.dryrun.client import Rehearsals
-from frugal.planning.search import Search
-from frugal.planning.settings import understand
+from frugal.config.schema import understand
+from frugal.dryrun.client import DryRunSource
+from frugal.planning.search.search import Search
 
 RESULTS = Path(__file__).parent / "results" / "search.json"
 CASES = (
@@ -78,7 +78,7 @@ def measured(repeats: int, model: str, global_batch: int, *cards: str) -> dict[s
         lines = (f"node{i} slots={GPUS}  # gpu={cards[i * len(cards) // NODES]}\n" for i in range(NODES))
         hosts.write_text("".join(lines))
         request, cluster, _ = understand({"hostfile": str(hosts), "model": model, "global_batch": global_batch})
-    with Rehearsals(request, cluster, cache=False, will_rehearse=False) as source:
+    with DryRunSource(request, cluster, cache=False, will_rehearse=False) as source:
         search = Search(request, cluster, source)
         levels = {level: search.strategies(level) for level in search.levels}
         strategies = [strategy for level in levels.values() for strategy in level]
@@ -118,7 +118,7 @@ def measured(repeats: int, model: str, global_batch: int, *cards: str) -> dict[s
     }
 
 
-def forget_replays(source: Rehearsals) -> None:
+def forget_replays(source: DryRunSource) -> None:
     """The same profiles, as they are before the allocator is replayed over any."""
     for key, profile in source._profiles.items():
         source._profiles[key] = replace(profile, ranks=tuple(replace(rank) for rank in profile.ranks))

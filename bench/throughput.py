@@ -37,7 +37,7 @@ from bench.circumstances import circumstances
 from bench.conclusion import concluded
 from bench.throughput_rank import run
 from frugal.planning.plan import Plan
-from frugal.training.order import permutation
+from frugal.training.data.global_batches import permutation
 from tests.ranks import Ranks
 
 RESULTS = Path(__file__).parent / "results" / "throughput-cpu.json"
@@ -132,8 +132,8 @@ def padding_of_everything(plan: Plan, seq_len: int) -> dict[str, float]:
     import torch
     from transformers.trainer_pt_utils import get_length_grouped_indices
 
-    from frugal.training.batches import GlobalBatches
-    from frugal.training.cells import Limits, share
+    from frugal.training.data.global_batches import GlobalBatches
+    from frugal.training.data.micro_batches import MicroBatchLimits, share
 
     samples = Docstrings(sys.maxsize, seq_len)
     batch = plan.batch
@@ -142,7 +142,7 @@ def padding_of_everything(plan: Plan, seq_len: int) -> dict[str, float]:
         (number * batch.global_batch, cell)
         for number in range(len(samples) // batch.global_batch)
         for rank in range(batch.world_size)
-        for cell in share(batches.at(batches.after(number)), Limits.of(plan), rank, batch).places
+        for cell in share(batches.at(batches.after(number)), MicroBatchLimits.of(plan), rank, batch).places
     ]
     order = np.array(permutation(len(samples), seed=0, epoch=0)[:])
     grouped = get_length_grouped_indices(

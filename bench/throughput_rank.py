@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from frugal.planning.ds_config import ADAM_BETAS, ADAM_EPSILON, deepspeed_config
+from frugal.deepspeed_adapter.json_config import ADAM_BETAS, ADAM_EPSILON, deepspeed_config
 from frugal.planning.plan import Plan
 from frugal.training.objectives import CausalLM
 
@@ -70,12 +70,12 @@ def frugal_loop(meter: Meter, plan: Plan, shape: dict[str, Any], samples: Any, s
     import msgspec
     from rich.console import Console
 
+    from frugal.config.run import Settings
     from frugal.training import loop
-    from frugal.training.batches import GlobalBatches
-    from frugal.training.checkpoint import Progress
+    from frugal.training.checkpoint.loading import Progress
+    from frugal.training.data.global_batches import GlobalBatches
     from frugal.training.engine import initialize
-    from frugal.training.log import METRICS, Log
-    from frugal.training.settings import Settings
+    from frugal.training.metrics import METRICS, Log
 
     engine = initialize(model_of(shape), plan, CausalLM())
     meter.on(engine.module)
@@ -97,8 +97,8 @@ def by_hand(meter: Meter, plan: Plan, shape: dict[str, Any], samples: Any, steps
     """A loop on DeepSpeed alone, with frugal's micro-batches and its JSON; it logs nothing but the loss."""
     import deepspeed
 
-    from frugal.training.batches import GlobalBatches
-    from frugal.training.cells import Limits, share
+    from frugal.training.data.global_batches import GlobalBatches
+    from frugal.training.data.micro_batches import MicroBatchLimits, share
 
     model = model_of(shape)
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=deepspeed_config(plan))
@@ -108,7 +108,7 @@ def by_hand(meter: Meter, plan: Plan, shape: dict[str, Any], samples: Any, steps
     meter.begin()
     for _ in range(steps):
         batch = next(batches)
-        places = share(batch, Limits.of(plan), rank, plan.batch).places
+        places = share(batch, MicroBatchLimits.of(plan), rank, plan.batch).places
         cells = [objective.collate([batch[i] for i in cell] or [objective.dummy()]) for cell in places]
         targets = torch.tensor(sum(map(objective.count, cells)))
         dist.all_reduce(targets)

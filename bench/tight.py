@@ -24,12 +24,12 @@ import msgspec
 os.environ |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "LOCAL_SIZE": "1"}
 
 from bench.circumstances import circumstances
-from frugal.dryrun.client import Rehearsals, workers
+from frugal.config.schema import understand
+from frugal.dryrun.client import DryRunSource, workers
+from frugal.dryrun.planner import make_plan
 from frugal.dryrun.pool import Pool
 from frugal.errors import NothingFitsError
-from frugal.planner import make_plan
 from frugal.planning.plan import Plan
-from frugal.planning.settings import understand
 from frugal.units import format_bytes, parse_bytes
 from tests.ranks import Ranks
 
@@ -135,7 +135,7 @@ def plan(case: Case, folder: Path, pool: Pool, **pins: Any) -> Plan:
     asked = {"model": str(path), "task": case.task, "seq_len": case.seq_len, "global_batch": case.global_batch}
     here = {"device": "cpu", "gpus": case.ranks, "mem": case.memory, "precision": "fp32"}
     settings = understand({**asked, **here, "learning_rate": 1e-3, **pins})
-    return make_plan(*settings, rehearse=partial(Rehearsals, pool=pool))
+    return make_plan(*settings, rehearse=partial(DryRunSource, pool=pool))
 
 
 def train(made: Plan, vocabulary: int) -> tuple[list[float], int]:
@@ -143,9 +143,9 @@ def train(made: Plan, vocabulary: int) -> tuple[list[float], int]:
     import torch
 
     from frugal.training.engine import initialize
-    from frugal.training.measure import gauge
-    from frugal.training.models import resolve
-    from frugal.training.trial import settled_collectives
+    from frugal.training.measure.memory_gauge import gauge
+    from frugal.training.measure.two_steps import settled_collectives
+    from frugal.training.models.resolve import resolve
 
     generator = torch.Generator().manual_seed(0)
     length = made.request.seq_len

@@ -12,13 +12,14 @@ from typing import Any
 
 import torch.distributed as dist
 
+from frugal.deepspeed_adapter.kernels import DTYPES
 from frugal.planning.plan import Plan
-from frugal.training import data, models, tokenizing
-from frugal.training.batches import GlobalBatches, Position
-from frugal.training.data import Corpus
+from frugal.training.data import corpus as data
+from frugal.training.data import tokenizer as tokenizing
+from frugal.training.data.corpus import Corpus, Drawn
+from frugal.training.data.global_batches import GlobalBatches, Position
 from frugal.training.engine import Engine, initialize
-from frugal.training.precision import DTYPES
-from frugal.training.samples import Drawn
+from frugal.training.models import resolve
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Text:
 
     def load(self) -> Corpus:
         """The samples; pairs with a side of more than `seq_len` tokens are left out."""
-        return data.load(
+        return data.load_corpus(
             self.sources, tokenizer=tokenizing.byte_tokenizer(), task=self.task, seq_len=self.seq_len, too_long="skip",
             limit=self.limit, validation_fraction=self.validation_fraction, cache_dir=self.cache,
         )  # fmt: skip
@@ -72,7 +73,7 @@ _RUNS: dict[str, _Run] = {}
 def begin(name: str, plan: Plan, text: Text) -> None:
     """Initialise the run `name`, from the same weights each time. Collective, as all others here."""
     tokenizer, corpus = tokenizing.byte_tokenizer(), text.load()
-    spec = models.resolve(plan.request.model, plan.request.task).for_tokenizer(tokenizer)
+    spec = resolve.resolve(plan.request.model, plan.request.task).for_tokenizer(tokenizer)
     model = spec.build(dtype=DTYPES[plan.request.precision], device="cpu", seed=0)
     size = {"global_batch": plan.batch.global_batch}
     if plan.batch.global_tokens is not None:

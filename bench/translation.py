@@ -30,9 +30,9 @@ from bench import training_rank
 from bench.circumstances import circumstances
 from bench.conclusion import concluded
 from bench.training_rank import Text
-from frugal.planning.lengths import Lengths
+from frugal.config.sample_lengths import Lengths
 from frugal.planning.plan import Plan
-from frugal.training import samples
+from frugal.training.data import corpus as samples
 from tests.ranks import Ranks
 
 COMMAND = "python -m bench.translation --record"

@@ -8,12 +8,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from frugal.dryrun.client import Rehearsals, workers
+from frugal.config.schema import understand
+from frugal.deepspeed_adapter.json_config import deepspeed_config
+from frugal.dryrun.client import DryRunSource, workers
+from frugal.dryrun.planner import make_plan
 from frugal.errors import NothingFitsError
-from frugal.planner import make_plan
-from frugal.planning.ds_config import deepspeed_config
 from frugal.planning.report import report
-from frugal.planning.settings import understand
 
 HERE = Path(__file__).parent
 
@@ -29,7 +29,7 @@ def generate(folder: Path, wanted: dict[str, dict[str, Any]]) -> None:
     with closing(workers()) as pool:  # one for all: starting processes takes longer than most plans
         for name, settings in wanted.items():
             try:
-                plan = make_plan(*understand(settings), rehearse=partial(Rehearsals, pool=pool))
+                plan = make_plan(*understand(settings), rehearse=partial(DryRunSource, pool=pool))
             except NothingFitsError as error:
                 (folder / f"{name}.txt").write_text(f"error: {error}\n")
                 continue

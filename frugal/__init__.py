@@ -10,8 +10,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from frugal.dryrun.planner import plan
     from frugal.errors import FrugalError
-    from frugal.planner import plan
     from frugal.planning.plan import Plan
     from frugal.training.engine import Engine, initialize
 
@@ -24,7 +24,7 @@ _HOMES = {
     "FrugalError": "frugal.errors",
     "Plan": "frugal.planning.plan",
     "initialize": "frugal.training.engine",
-    "plan": "frugal.planner",
+    "plan": "frugal.dryrun.planner",
 }
 
 

@@ -24,5 +24,5 @@ def with_formulas(folder: Path, monkeypatch: pytest.MonkeyPatch, **model: int | 
     """`folder` to run in, formulas in place of rehearsals, and a cache that knows no other plans."""
     monkeypatch.chdir(folder)
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
-    monkeypatch.setattr("frugal.dryrun.client.Rehearsals", rehearsing(**model))
+    monkeypatch.setattr("frugal.dryrun.client.DryRunSource", rehearsing(**model))
     return folder

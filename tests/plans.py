@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from frugal.planning.cluster import Cluster, Device, Node
-from frugal.planning.memory import MemoryBreakdown
+from frugal.config.cluster import Cluster, Device, Node
+from frugal.config.request import Request
+from frugal.planning.memory.breakdown import MemoryBreakdown
 from frugal.planning.plan import Batch, ModelSummary, Plan, StepTime
-from frugal.planning.request import Request
 from frugal.planning.strategy import Strategy
 
 

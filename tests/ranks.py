@@ -83,12 +83,12 @@ def _serve(rank: int, world_size: int, port: int, connection: Connection) -> Non
     warnings.filterwarnings("ignore")
     import torch
 
-    from frugal.training import group
+    from frugal.distributed import process_group
 
     gc.freeze()  # DeepSpeed collects at every start of an engine: what was imported need not be looked at again
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     torch.set_num_threads(1)
-    group.form()
+    process_group.form()
     while True:
         try:
             function, args, kwargs = connection.recv()

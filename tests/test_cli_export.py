@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from frugal import cli
-from frugal.planning.ds_config import deepspeed_config
+from frugal.deepspeed_adapter.json_config import deepspeed_config
 from frugal.planning.plan import Plan
 from tests.plans import plan_by_hand
 from tests.ranks import Ranks, free_port
@@ -104,11 +104,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model with weights, eight samples, and programs of somebody who uses other trainers."""
     import torch
 
-    from frugal.training import models
+    from frugal.training.models import resolve
 
     folder = tmp_path_factory.mktemp("export")
     (folder / "config.json").write_text(json.dumps(TINY))
-    models.resolve(str(folder / "config.json")).build(dtype=torch.float32).save_pretrained(folder / "model")
+    resolve.resolve(str(folder / "config.json")).build(dtype=torch.float32).save_pretrained(folder / "model")
     rows = [{"input_ids": random.Random(i).choices(range(260), k=6 * i + 5)} for i in range(8)]
     for name, some in (("samples", rows), ("seven", rows[:7])):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in some))
@@ -130,9 +130,9 @@ def two_losses(folder: str, made: Plan) -> list[float]:
     import torch
 
     import frugal
-    from frugal.training import models
+    from frugal.training.models import resolve
 
-    spec = models.resolve(f"{folder}/model")
+    spec = resolve.resolve(f"{folder}/model")
     engine = frugal.initialize(spec.build(dtype=torch.float32), made, spec.objective())
     lines = Path(folder, "samples.jsonl").read_text().splitlines()[: made.batch.global_batch]
     losses = [engine.train_step([json.loads(line) for line in lines]).loss for _ in range(2)]

@@ -10,15 +10,14 @@ import msgspec
 import pytest
 
 from frugal import cli
-from frugal.cli import hosts
-from frugal.cli.hosts import Access, Silent
+from frugal.config.cluster import Cluster, Node
+from frugal.config.hostfile import parse_hostfile
+from frugal.config.local_host import versions
 from frugal.errors import RequestError
-from frugal.planning.cluster import Cluster, Node
-from frugal.planning.hostfile import parse
+from frugal.launch import host_report, ssh
+from frugal.launch.host_report import Gpu, HostReport
+from frugal.launch.ssh import Access, Silent
 from frugal.planning.plan import Plan
-from frugal.training import host_report
-from frugal.training.circumstances import versions
-from frugal.training.host_report import Gpu, HostReport
 from frugal.units import GIB
 from tests.plans import plan_by_hand
 
@@ -107,7 +106,7 @@ def report(**values: object) -> HostReport:
 
 
 def test_what_hosts_lack_is_said_of_each() -> None:
-    named = parse("a slots=2 # mem=12G host-mem=64G\nb slots=1\nc slots=1\nd slots=1\n")
+    named = parse_hostfile("a slots=2 # mem=12G host-mem=64G\nb slots=1\nc slots=1\nd slots=1\n")
     good = Gpu("card", 12 * GIB - 200_000_000, 11 * GIB)
     reports = [
         report(gpus=[good, Gpu("small", 8 * GIB, 8 * GIB)], cuda_devices=2, memory_bytes=32 * GIB),
@@ -117,17 +116,17 @@ def test_what_hosts_lack_is_said_of_each() -> None:
             gpus=[good], cuda_devices=1, versions=versions() | {"torch": "2.12.1"}, networks={"ib0": ["10.0.0.1/8"]}
         ),
     ]
-    assert hosts.problems(named, reports, Access(nic="lo0"), "cuda")[:2] == [
+    assert ssh.problems(named, reports, Access(nic="lo0"), "cuda")[:2] == [
         "a has 8.00 GiB on GPU 1 (small), its line says 12.00 GiB",
         "a has 32.00 GiB of host memory, its line says 64.00 GiB",
     ]
-    found = hosts.problems(named, reports, Access(), "cuda")
+    found = ssh.problems(named, reports, Access(), "cuda")
     assert found[2:] == [
         "b has no GPU that torch can use; CPU ranks take --device cpu",
         "c does not answer: ssh: connect to host c port 22: Connection timed out",
         f"d has torch 2.12.1; {socket.gethostname()}, this machine, has {versions()['torch']}",
     ]
-    assert "d has no network interface eth0 with an address; it has ib0" in hosts.problems(
+    assert "d has no network interface eth0 with an address; it has ib0" in ssh.problems(
         named, reports, Access(nic="eth0"), "cuda"
     )
 
@@ -136,18 +135,18 @@ def test_rank_0_is_met_on_the_network_the_others_are_on() -> None:
     """Not at what its name means there, 127.0.1.1 on Debian, nor on a network of containers."""
     first = report(address="127.0.1.1", networks={"docker0": ["172.17.0.1/16"], "eth0": ["10.0.0.1/24"]})
     other = report(address="10.0.0.2", networks={"eth0": ["10.0.0.2/24"]})
-    assert hosts.meeting_place([first, other], Access()) == "10.0.0.1"
-    assert hosts.meeting_place([first, other], Access(nic="docker0")) == "172.17.0.1"
-    assert hosts.meeting_place([report(address="10.1.0.9", networks={})], Access()) == "10.1.0.9"
+    assert ssh.meeting_place([first, other], Access()) == "10.0.0.1"
+    assert ssh.meeting_place([first, other], Access(nic="docker0")) == "172.17.0.1"
+    assert ssh.meeting_place([report(address="10.1.0.9", networks={})], Access()) == "10.1.0.9"
 
 
 def test_words_survive_a_shell_on_the_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     odd = ["a b", "$HOME", "`id`", "x;y", "'", '"', "*", "100%n", "\\", ""]
-    line = hosts.remote([sys.executable, "-c", "import sys; print(sys.argv[1:])", *odd], {"A B": "c d"})
+    line = ssh.remote([sys.executable, "-c", "import sys; print(sys.argv[1:])", *odd], {"A B": "c d"})
     done = subprocess.run(["ssh-would-run", "-c", line], executable="/bin/sh", capture_output=True, text=True)
     assert done.stdout == f"{odd}\n", done.stderr
-    assert hosts.literal(line).replace("%%", "%") == line
+    assert ssh.literal(line).replace("%%", "%") == line
 
 
 def test_deepspeeds_file_of_variables_is_passed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

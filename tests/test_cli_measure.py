@@ -9,13 +9,14 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from frugal.cli import launcher, measure, run
+from frugal.cli import measure, run
+from frugal.config.cluster import Node
+from frugal.dryrun.compare import Measurement
 from frugal.dryrun.figures import Figures
-from frugal.dryrun.measurement import Measurement
 from frugal.errors import OutOfMemoryError
-from frugal.planning.cluster import Node
-from frugal.planning.measurement import ModelDefinition, RankMeasurement, Trial
+from frugal.launch import local
 from frugal.planning.plan import Plan
+from frugal.training.measure.record import ModelDefinition, RankMeasurement, Trial
 from frugal.units import GIB, MIB
 from tests.plans import plan_by_hand
 
@@ -73,8 +74,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, int]:
         categories={"parameters": 3 * GIB}, phases={"forward": 3 * GIB}, host_bytes_per_node=GIB, operator="mm",
         phase="forward",
     )  # fmt: skip
-    monkeypatch.setattr(launcher, "check", lambda plan, port: None)
-    monkeypatch.setattr(launcher, "start", start)
+    monkeypatch.setattr(local, "check", lambda plan, port: None)
+    monkeypatch.setattr(local, "start", start)
     monkeypatch.setattr(measure, "_expected", lambda plan, pool: figures)
     blank = plan_by_hand(world_size=1, global_batch=4, micro_batch=4, zero_stage=0)
     device = replace(

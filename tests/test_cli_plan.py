@@ -144,7 +144,7 @@ def test_a_settings_file_may_be_named(capsys: pytest.CaptureFixture[str], here: 
 def test_a_default_length_gives_way_to_what_the_model_can_read(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("frugal.dryrun.client.Rehearsals", rehearsing(**SMALL, max_positions=512))
+    monkeypatch.setattr("frugal.dryrun.client.DryRunSource", rehearsing(**SMALL, max_positions=512))
     _, out, _ = frugal_plan(capsys, *CARDS)
     assert "note\n  samples have 512 tokens instead of 1024: gpt2 has no more positions\n" in out
     code, _, err = frugal_plan(capsys, *CARDS, "--seq-len", "1024")
@@ -196,4 +196,4 @@ def test_the_command_really_rehearses(here: Path) -> None:
         [sys.executable, "-X", "importtime", *command[1:]], capture_output=True, text=True, cwd=here, env=environment
     )
     assert again.stdout == done.stdout, "a plan that was made before is the same"
-    assert "frugal.planner" in again.stderr and "torch" not in again.stderr and "numpy" not in again.stderr
+    assert "frugal.dryrun.planner" in again.stderr and "torch" not in again.stderr and "numpy" not in again.stderr

@@ -162,7 +162,7 @@ def test_an_interrupt_exits_with_130(capsys: pytest.CaptureFixture[str], monkeyp
     def interrupted(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("frugal.dryrun.client.Rehearsals", interrupted)
+    monkeypatch.setattr("frugal.dryrun.client.DryRunSource", interrupted)
     assert frugal_plan(capsys, *CARDS)[0] == 130
 
 
@@ -170,6 +170,6 @@ def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: Any, **__: Any) -> None:
         raise ZeroDivisionError("ours")
 
-    monkeypatch.setattr("frugal.dryrun.client.Rehearsals", broken)
+    monkeypatch.setattr("frugal.dryrun.client.DryRunSource", broken)
     with pytest.raises(ZeroDivisionError, match="ours"):
         run(["plan", *CARDS])

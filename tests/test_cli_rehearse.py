@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from frugal.dryrun import curve
+from frugal.dryrun import figures
+from frugal.planning.memory.timeline import CATEGORIES
 from frugal.planning.plan import Plan
-from frugal.planning.timeline import CATEGORIES
 from tests.commands import frugal
 
 CONFIG = {
@@ -77,7 +77,7 @@ def test_what_holds_activations_adds_up_and_the_timeline_passes_through_the_peak
     assert held["transformer.h.0.mlp.act"] >= 2 * (4 * 64 * 4 * 64)
     with (here / "curve.csv").open() as file:
         events = list(csv.DictReader(file))
-    assert tuple(events[0]) == curve.COLUMNS
+    assert tuple(events[0]) == figures.TIMELINE_COLUMNS
     peak = max(events, key=lambda event: int(event["total"]))
     live = {name: size for name, size in categories.items() if name != "rounding"}
     assert int(peak["total"]) == sum(live.values()) == found["peak_allocated_bytes"] - categories["rounding"]
@@ -94,7 +94,7 @@ def test_layers_that_differ_in_their_number_are_one_line(capsys: pytest.CaptureF
     assert re.fullmatch(r" +[\d.]+ MiB +[\d.]+%  transformer\.h\.\*\.ln_1 +2 x [\d.]+ MiB", line)
     assert out.endswith("\n\nwrote c.json\n")
     columns = json.loads((here / "c.json").read_text())
-    assert tuple(columns) == curve.COLUMNS
+    assert tuple(columns) == figures.TIMELINE_COLUMNS
     assert len({len(column) for column in columns.values()}) == 1
     assert columns["total"] == [sum(sizes) for sizes in zip(*(columns[name] for name in CATEGORIES), strict=True)]
     assert min(columns["total"]) >= 0
@@ -110,7 +110,7 @@ def test_what_does_not_fit_is_rehearsed_all_the_same(capsys: pytest.CaptureFixtu
 MASKS = """
 import torch
 from torch import nn
-from frugal.training.loss import SummedLoss
+from frugal.training.objectives import SummedLoss
 
 class Masks(nn.Module):
     def __init__(self):

@@ -6,19 +6,19 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from frugal.cli import remaining
-from frugal.cli.hosts import Access, Silent
-from frugal.cli.remaining import choose, part
+from frugal.config.cluster import Cluster, Node
+from frugal.config.hostfile import parse_hostfile
+from frugal.config.local_host import versions
+from frugal.config.run import Settings
 from frugal.errors import RequestError
-from frugal.planning.cluster import Cluster, Node
-from frugal.planning.hostfile import parse
-from frugal.training import host_report
-from frugal.training.circumstances import versions
-from frugal.training.host_report import HostReport
-from frugal.training.settings import Settings
+from frugal.launch import elastic as remaining
+from frugal.launch import host_report
+from frugal.launch.elastic import choose, part
+from frugal.launch.host_report import HostReport
+from frugal.launch.ssh import Access, Silent
 from tests.plans import plan_by_hand
 
-NAMED = parse("a slots=2\nb slots=3\nc slots=1\nd slots=1\ne slots=2\n")
+NAMED = parse_hostfile("a slots=2\nb slots=3\nc slots=1\nd slots=1\ne slots=2\n")
 
 
 def report(**values: object) -> HostReport:
@@ -70,9 +70,9 @@ def test_hosts_that_stay_away_end_the_run_and_are_named(
     """A name that cannot exist (RFC 6761) is a host that does not answer."""
     monkeypatch.setattr(remaining, "RETURN_SECONDS", 0.1)
     monkeypatch.setattr(remaining, "AGAIN_SECONDS", 0.1)
-    monkeypatch.setattr(remaining.nodes, "ready", lambda *_: [])  # as it was when the run began
+    monkeypatch.setattr(remaining.pdsh, "ready", lambda *_: [])  # as it was when the run began
     plan = plan_by_hand(world_size=1, global_batch=1, micro_batch=1, zero_stage=2)
-    named = parse("nowhere.invalid slots=1\n")
+    named = parse_hostfile("nowhere.invalid slots=1\n")
     on = remaining.Remaining(
         plan, named, Access(), Settings(out=tmp_path / "run"), None, (lambda _: plan) if elastic else None
     )

@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 
-from frugal.cli import supervisor
-from frugal.cli.supervisor import End, ended
-from frugal.training.failure import Report
-from frugal.training.settings import Settings
+from frugal.config.run import Settings
+from frugal.distributed.first_failure import FailureReport
+from frugal.launch import local
+from frugal.launch.local import End, ended
 from tests.plans import plan_by_hand
 
 
-def said(rank: int, code: int, text: str) -> Report:
-    return Report(rank=rank, host="here", code=code, text=text)
+def said(rank: int, code: int, text: str) -> FailureReport:
+    return FailureReport(rank=rank, host="here", code=code, text=text)
 
 
 BUG = said(1, 1, "Traceback (most recent call last):\n  File\nKeyError: 3\n(rank 1 on here)")
@@ -37,7 +37,7 @@ FULL = said(1, 6, "error: cannot write the checkpoint")
     ],
 )
 def test_what_the_ranks_reported_decides(
-    code: int, report: Report | None, expected: tuple[int, str, bool], tmp_path: Path
+    code: int, report: FailureReport | None, expected: tuple[int, str, bool], tmp_path: Path
 ) -> None:
     end = ended(code, report, Settings(out=tmp_path))
     assert (end.code, end.why, end.is_final) == expected
@@ -52,8 +52,8 @@ def test_a_folder_says_how_far_a_run_came(tmp_path: Path) -> None:
 
 def test_an_exit_code_of_0_without_a_word_from_the_ranks_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = plan_by_hand(world_size=2, global_batch=2, micro_batch=1, zero_stage=2)
-    monkeypatch.setattr(supervisor, "start", lambda *_: 0)  # as launchers say of ranks that were killed
-    assert supervisor.on_this_machine(None)(plan, Settings()) == (1, None)
+    monkeypatch.setattr(local, "start", lambda *_: 0)  # as launchers say of ranks that were killed
+    assert local.on_this_machine(None)(plan, Settings()) == (1, None)
 
 
 def killed(step: int, checkpoint: str | None = "step-000002", why: str = "a rank was ended by SIGKILL") -> End:
@@ -103,9 +103,9 @@ def test_a_run_is_started_again_as_often_as_it_may(
         resumed.append(asked.resume)
         return 0, None
 
-    monkeypatch.setattr(supervisor, "ended", lambda *_: next(coming))
+    monkeypatch.setattr(local, "ended", lambda *_: next(coming))
     plan = plan_by_hand(world_size=2, global_batch=2, micro_batch=1, zero_stage=2)
-    assert supervisor.supervise(start, plan, Settings(), 2, lambda before: before) == code
+    assert local.supervise(start, plan, Settings(), 2, lambda before: before) == code
     assert capsys.readouterr().err == "".join(line + "\n" for line in said)
     assert next(coming, None) is None
     assert resumed == [False, *(end.checkpoint is not None for end in ends[:-1])]

@@ -242,7 +242,7 @@ def test_the_plan_it_makes_is_that_of_frugal_plan_for_the_lengths_of_the_data(
 )
 def test_a_step_is_as_large_as_was_asked(folder: Path, task: str, tokens: int | None, steps: int, said: str) -> None:
     from frugal.training import run
-    from frugal.training.preparation import Report
+    from frugal.training.data.build import BuildReport
 
     made = plan(folder, 1)
     made = dataclasses.replace(
@@ -250,7 +250,7 @@ def test_a_step_is_as_large_as_was_asked(folder: Path, task: str, tokens: int | 
         model=dataclasses.replace(made.model, task=task),
         batch=dataclasses.replace(made.batch, global_tokens=tokens),
     )
-    data: Any = SimpleNamespace(training=range(9), validation=range(2), report=Report(bad_rows=1))
+    data: Any = SimpleNamespace(training=range(9), validation=range(2), report=BuildReport(bad_rows=1))
     asked: Any = SimpleNamespace(too_long="error")
     assert run._describe(made, asked, data, steps, 0) == (
         f"training {folder}/config.json (0 parameters) for {said} on 1 rank; 9 samples, 2 for validation; "

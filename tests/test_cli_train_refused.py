@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from frugal import cli
-from frugal.planning.cluster import Cluster, Node
+from frugal.config.cluster import Cluster, Node
 from frugal.planning.plan import Plan
 from tests.runs import command, environment, frugal_train, plan, prepared
 

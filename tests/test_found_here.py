@@ -3,8 +3,8 @@
 from types import SimpleNamespace
 
 from frugal.cli.options import described
-from frugal.planning.settings import understand
-from frugal.training.circumstances import held
+from frugal.config.local_host import held
+from frugal.config.schema import understand
 from frugal.units import GIB, MIB
 
 FIRST, SECOND = "0b4f1a2c-1111-2222-3333-444455556666", "9e0d1a2c-aaaa-bbbb-cccc-ddddeeeeffff"

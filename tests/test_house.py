@@ -10,7 +10,9 @@ import pytest
 import frugal
 
 ROOT = Path(frugal.__file__).parent
-FLOORS = ["errors", "units", "planning", "training", "dryrun", "relief", "decision", "planner", "cli"]
+FLOORS = [
+    "errors", "units", "config", "planning", "deepspeed_adapter", "distributed", "training", "dryrun", "launch", "cli",
+]  # fmt: skip
 """From the ground up: a module imports from its own floor and from those below."""
 
 HEAVY = {"torch", "deepspeed", "transformers", "datasets", "accelerate"}
@@ -63,7 +65,11 @@ def test_imports_only_go_down(path: Path) -> None:
             assert FLOORS.index(parts[1]) <= own, f"{path.name} reaches up to {name}"
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "planning").glob("*.py")), ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "path",
+    [path for path in modules() if floor_of(path) == "planning"],
+    ids=lambda path: str(path.relative_to(ROOT)),
+)
 def test_planning_knows_neither_torch_nor_clock_nor_chance(path: Path) -> None:
     roots = {name.split(".")[0] for name in imported(path)}
     assert not roots & (HEAVY | {"time", "datetime", "random", "subprocess"})
@@ -71,9 +77,10 @@ def test_planning_knows_neither_torch_nor_clock_nor_chance(path: Path) -> None:
 
 @pytest.mark.parametrize(
     "path",
-    [path for path in modules() if floor_of(path) in ("errors", "units", "planner", "decision", "relief")]
+    [path for path in modules() if floor_of(path) in ("errors", "units", "config", "planning")]
     + [
         ROOT / "dryrun" / "client.py",
+        ROOT / "dryrun" / "planner.py",
         ROOT / "cli" / "__init__.py",
         ROOT / "cli" / "options.py",
         ROOT / "cli" / "plan.py",
@@ -114,12 +121,12 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 
 def test_only_one_module_knows_deepspeeds_spelling() -> None:
     spelled = [path for path in modules() if "train_micro_batch_size_per_gpu" in path.read_text()]
-    assert [path.name for path in spelled] == ["ds_config.py"]
+    assert [path.name for path in spelled] == ["json_config.py"]
 
 
 @pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(ROOT)))
 def test_files_are_short_and_say_what_they_are(path: Path) -> None:
     text = path.read_text()
-    assert text.count("\n") < 320
+    assert text.count("\n") <= 500
     assert ast.get_docstring(ast.parse(text))
     assert not {"utils", "helpers", "common", "base", "manager", "misc"} & {path.stem, path.parent.stem}

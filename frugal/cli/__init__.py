@@ -16,7 +16,7 @@ COMMANDS = {
     "explain": ("frugal.cli.explain", "Say why a plan is what it is, and what would help."),
     "export": ("frugal.cli.export", "Hand a plan to transformers' Trainer, Accelerate or a DeepSpeed script."),
     "measure": ("frugal.cli.measure", "Run a plan for two steps, and hold its memory against the rehearsal."),
-    "rehearse": ("frugal.cli.rehearse", "Run a step on tensors without storage, and say what fills the memory."),
+    "rehearse": ("frugal.cli.dryrun", "Run a step on tensors without storage, and say what fills the memory."),
     "train": ("frugal.cli.train", "Train as planned; without a plan, plan first."),
 }
 

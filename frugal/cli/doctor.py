@@ -8,15 +8,14 @@ from pathlib import Path
 import click
 import msgspec
 
-from frugal.cli import config, hosts
-from frugal.cli.hosts import Access, Silent
+from frugal.config import hostfile, schema
+from frugal.config.cluster import DeviceKind
+from frugal.config.hostfile import HostfileEntry
+from frugal.config.run import Settings
 from frugal.errors import RequestError
-from frugal.planning import hostfile
-from frugal.planning.cards import DeviceKind
-from frugal.planning.hostfile import Host
-from frugal.training import host_report
-from frugal.training.host_report import HostReport
-from frugal.training.settings import Settings
+from frugal.launch import host_report, ssh
+from frugal.launch.host_report import HostReport
+from frugal.launch.ssh import Access, Silent
 from frugal.units import format_bytes
 
 NOT_READY = RequestError.exit_code
@@ -35,7 +34,7 @@ def command(
     as_json: bool,
 ) -> int:  # fmt: skip
     """Look at what this machine, or each host of a hostfile, has for a run; exit code 2 if something would stop it."""
-    settings = config.read(file)
+    settings = schema.read_toml(file)
     path = path or (Path(settings.plan["hostfile"]) if "hostfile" in settings.plan else None)
     kind: DeviceKind = "cpu" if (device or settings.plan.get("device")) == "cpu" else "cuda"
     folder = out or Path(settings.train.get("out", Settings.out))
@@ -43,12 +42,12 @@ def command(
     reports: list[HostReport | Silent]
     if path is None:
         here = host_report.report(folder, None, cuda=kind == "cuda")
-        named: Sequence[Host] = (Host(name=here.host, slots=1),)
+        named: Sequence[HostfileEntry] = (HostfileEntry(name=here.host, slots=1),)
         reports = [here]
     else:
-        named = hostfile.read(path)
-        reports = hosts.ask(named, access, folder, kind)
-    found = hosts.problems(named, reports, access, kind)
+        named = hostfile.read_hostfile(path)
+        reports = ssh.ask(named, access, folder, kind)
+    found = ssh.problems(named, reports, access, kind)
     if path is not None and shutil.which("pdsh") is None:
         found.append("this machine has no pdsh, with which `frugal train --hostfile` starts the ranks")
     if as_json:
@@ -64,7 +63,7 @@ def command(
     return NOT_READY if found else 0
 
 
-def _table(host: Host, report: HostReport | Silent, folder: Path, *, is_shared: bool) -> Iterator[str]:
+def _table(host: HostfileEntry, report: HostReport | Silent, folder: Path, *, is_shared: bool) -> Iterator[str]:
     """One host, a line for each thing it has."""
     if isinstance(report, Silent):
         yield host.name

@@ -8,15 +8,15 @@ from typing import Any
 
 import click
 
-from frugal.cli import config
 from frugal.cli.options import collect, planning_options
 from frugal.cli.plan import WHAT_IF, waiting, with_lengths
+from frugal.config import schema
+from frugal.config.schema import NAMES
+from frugal.dryrun.planner import make_plan
 from frugal.errors import RequestError
-from frugal.planner import make_plan
-from frugal.planning.explanation import explanation, improvements, what_if
 from frugal.planning.plan import Plan
-from frugal.planning.settings import NAMES
-from frugal.planning.source import Rehearse
+from frugal.planning.report import explanation, improvements, what_if
+from frugal.planning.search.candidate import OpenSource
 from frugal.planning.what_if import axes_around, changes, grid, parse_axes, predicted, shorter
 
 
@@ -72,11 +72,11 @@ def _pool() -> Any:
     return workers()
 
 
-def _arithmetic(pool: Any) -> Rehearse:
+def _arithmetic(pool: Any) -> OpenSource:
     """Sources that are asked for drafts only: workers start where a trace is missing."""
-    from frugal.dryrun.client import Rehearsals
+    from frugal.dryrun.client import DryRunSource
 
-    return partial(Rehearsals, pool=pool, will_rehearse=False)
+    return partial(DryRunSource, pool=pool, will_rehearse=False)
 
 
 def _read(path: Path, values: dict[str, Any]) -> Plan:
@@ -91,7 +91,7 @@ def _read(path: Path, values: dict[str, Any]) -> Plan:
 
 
 def _made(values: dict[str, Any]) -> Plan:
-    file = config.read(values["config"])
+    file = schema.read_toml(values["config"])
     request, cluster, defaults = collect(values, file)
     request = with_lengths(request, values, file)
     with waiting(f"rehearsing {request.model}"):

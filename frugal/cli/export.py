@@ -7,10 +7,9 @@ from typing import Any, get_args
 
 import click
 
+from frugal.deepspeed_adapter.export import AUTO_CLASSES, Target, export
+from frugal.deepspeed_adapter.json_config import write_files
 from frugal.errors import RequestError
-from frugal.planning.export import export
-from frugal.planning.export_texts import AUTO_CLASSES, Target
-from frugal.planning.files import write_files
 from frugal.planning.plan import Plan
 
 _DTYPES = {"bf16": "torch.bfloat16", "fp16": "torch.float16", "fp32": "torch.float32"}
@@ -65,7 +64,7 @@ def _make_model(plan: Plan) -> str:
             because="it comes from a factory",
             hint="train it with `frugal train`, or use --to hf or --to accelerate with a script of your own",
         )
-    presets = tomllib.loads(files("frugal.training").joinpath("presets.toml").read_text())
+    presets = tomllib.loads(files("frugal.training.models").joinpath("presets.toml").read_text())
     if reference in presets:
         preset: dict[str, Any] = presets[reference]
         values = ", ".join(f"{name}={value!r}" for name, value in preset["config"].items())

@@ -1,5 +1,9 @@
-"""`frugal measure`."""
+"""`frugal measure`.
 
+`frugal measure --calibrate`: what this machine does, kept for the plans to come.
+"""
+
+import os
 import platform
 import shlex
 import sys
@@ -13,17 +17,18 @@ from typing import Any, get_args
 import click
 import msgspec
 
-from frugal.cli import calibrate, launcher
 from frugal.cli.plan import waiting
-from frugal.dryrun.client import Rehearsals, workers
+from frugal.config import calibration, local_host
+from frugal.config.calibration import Calibration, Probe, format_flops, read_all
+from frugal.config.cluster import DeviceKind, recognise_card
+from frugal.dryrun.client import DryRunSource, workers
+from frugal.dryrun.compare import Measurement, host_bytes_per_node, predicted
 from frugal.dryrun.figures import Figures
-from frugal.dryrun.measurement import Measurement, host_bytes_per_node, predicted
 from frugal.dryrun.pool import Pool
-from frugal.errors import OutOfMemoryError, RequestError
-from frugal.planning.calibration import Calibration
-from frugal.planning.cards import DeviceKind
-from frugal.planning.measurement import Capped, Measured, Trial
+from frugal.errors import FrugalError, OutOfMemoryError, RequestError
+from frugal.launch import local
 from frugal.planning.plan import Plan
+from frugal.training.measure.record import Capped, Measured, Trial
 from frugal.units import format_bytes
 
 STDERR = 2
@@ -72,16 +77,16 @@ def command(
         if found is not None:
             kind, num_ranks = found.cluster.devices[0].kind, found.batch.world_size
         else:
-            kind, num_ranks = calibrate.what_is_here(device, gpus)
-        calibration = calibrate.calibrate(kind, num_ranks, found)
-        calibrate.keep(calibration)
+            kind, num_ranks = what_is_here(device, gpus)
+        calibration = calibrate(kind, num_ranks, found)
+        keep(calibration)
     if as_json:
         content = {} if found is None else _summary(found)
         content |= {} if calibration is None else {"calibration": msgspec.to_builtins(calibration)}
         click.echo(msgspec.json.format(msgspec.json.encode(content), indent=2).decode())
     else:
         blocks = [] if found is None else [_report(found)]
-        blocks += [] if calibration is None else [calibrate.report(calibration)]
+        blocks += [] if calibration is None else [report(calibration)]
         blocks += [] if written is None else [[f"wrote {written}"]]
         click.echo("\n\n".join("\n".join(block) for block in blocks))
     enough = found is None or found.capped is None or found.capped.survived
@@ -110,7 +115,7 @@ def _measured(plan: Plan, path: Path, record: Path | None, capped: bool) -> tupl
             because="only the caching allocator of a GPU can be given less memory than there is",
             hint="leave --capped out",
         )
-    launcher.check(plan, None)
+    local.check(plan, None)
     pool = workers()
     try:
         with waiting(f"rehearsing {plan.request.model}"):
@@ -128,7 +133,7 @@ def _measured(plan: Plan, path: Path, record: Path | None, capped: bool) -> tupl
 
 
 def _expected(plan: Plan, pool: Pool) -> Figures:
-    with Rehearsals(plan.request, plan.cluster, pool=pool) as source:
+    with DryRunSource(plan.request, plan.cluster, pool=pool) as source:
         rehearsals = source.rehearsals(plan.strategy, plan.batch.largest_cell, plan.batch.accumulation_steps)
     return predicted(rehearsals, plan.cluster)
 
@@ -140,7 +145,7 @@ def _run(plan: Plan, path: Path, cap_bytes: int | None) -> Trial | int:
         arguments = ["--plan", str(path), "--out", str(out)]
         if cap_bytes is not None:
             arguments += ["--cap", str(cap_bytes)]
-        code = launcher.start(plan, "frugal.training.trial", arguments, stdout=STDERR)
+        code = local.start(plan, "frugal.training.measure.two_steps", arguments, stdout=STDERR)
         return code or msgspec.json.decode(out.read_bytes(), type=Trial)
 
 
@@ -228,3 +233,104 @@ def _report(found: Measurement) -> list[str]:
 def _row(name: str, expected: int, measured: int) -> tuple[str, str, str, str]:
     off = f"{expected / measured - 1:+.3%}" if measured else "none"
     return name, format_bytes(expected), format_bytes(measured), off
+
+
+def calibrate(kind: DeviceKind, num_ranks: int, of_plan: Measurement | None = None) -> Calibration:
+    """Probe this machine with `num_ranks` ranks; add what a measured plan took more than was predicted.
+
+    Raises:
+        FrugalError: a rank failed, and has said why.
+    """
+    with TemporaryDirectory(prefix="frugal-") as folder, waiting("calibrating"):
+        out = Path(folder) / "probe.json"
+        arguments = ["--kind", kind, "--out", str(out)]
+        code = local.start_ranks(kind, num_ranks, "frugal.training.measure.hardware_probe", arguments, stdout=STDERR)
+        if code:
+            raise FrugalError(f"the calibration ended with exit code {code}", because="its own message is above")
+        probe = msgspec.json.decode(out.read_bytes(), type=Probe)
+    device, card = _device(kind)
+    found = Calibration(
+        kind=kind,
+        device=device,
+        card=card,
+        driver=local_host.cuda_driver() if kind == "cuda" else "",
+        torch=calibration.torch_version(),
+        num_ranks=num_ranks,
+        date=datetime.now(UTC).strftime("%Y-%m-%d"),
+        command=shlex.join(["frugal", *sys.argv[1:]]),
+        probe=probe,
+    )
+    return _with_plans(found, of_plan)
+
+
+def _with_plans(found: Calibration, of_plan: Measurement | None) -> Calibration:
+    """What measured plans took, this one and those before: kernels that no probe loads, and bytes nobody foresaw."""
+    before = [each for each in read_all(calibration.calibration_folder())[0] if each.file_name == found.file_name]
+    for each in before:
+        found = replace(found, slack_bytes=max(found.slack_bytes, each.slack_bytes))
+    context = None if of_plan is None else of_plan.measured.context_bytes
+    if of_plan is None or context is None:
+        return found
+    expected, measured = of_plan.predicted, of_plan.measured
+    return found.of_plan(
+        context + measured.workspace_bytes,
+        max(0, measured.peak_reserved_bytes - measured.workspace_bytes - expected.peak_reserved_bytes),
+    )
+
+
+def _device(kind: DeviceKind) -> tuple[str, str | None]:
+    if kind == "cpu":
+        return local_host.cpu_name(), None
+    import torch
+
+    properties = torch.cuda.get_device_properties(0)
+    return properties.name, recognise_card(properties.name, properties.total_memory)
+
+
+def what_is_here(device: DeviceKind | None, num_ranks: int | None) -> tuple[DeviceKind, int]:
+    """What to calibrate where no plan says so: all GPUs, or two CPU ranks, so that a link is measured, too.
+
+    Raises:
+        RequestError: GPUs are asked for that are not here.
+    """
+    import torch
+
+    num_gpus = torch.cuda.device_count()
+    kind: DeviceKind = device or ("cuda" if num_gpus else "cpu")
+    if kind == "cpu":
+        return kind, num_ranks or min(2, len(os.sched_getaffinity(0)))
+    if not num_gpus or (num_ranks or 1) > num_gpus:
+        raise RequestError(
+            f"{num_ranks or 1} GPUs are to be calibrated, there are {num_gpus} here",
+            hint="calibrate what is here: frugal measure --calibrate",
+        )
+    return kind, num_ranks or num_gpus
+
+
+def report(found: Calibration) -> list[str]:
+    """The calibration for people."""
+    probe = found.probe
+    rows = [(f"matrix, {name}", format_flops(flops)) for name, flops in probe.matrix_flops.items()]
+    rows.append(("memory", f"{probe.memory_bandwidth / 1e9:.3g} GB/s"))
+    if probe.link_bandwidth is not None:
+        rows.append(("between ranks", f"{probe.link_bandwidth / 1e9:.3g} GB/s"))
+    if probe.hop_seconds is not None:
+        rows.append(("a collective", f"{probe.hop_seconds * 1e6:.1f} microseconds"))
+    rows.append(("host optimizer", f"{probe.host_bandwidth / 1e9:.3g} GB/s"))
+    if probe.host_link_bandwidth is not None:
+        rows.append(("to the host", f"{probe.host_link_bandwidth / 1e9:.3g} GB/s"))
+    rows.append(("an operator", f"{probe.operator_seconds * 1e6:.1f} microseconds"))
+    if probe.context_bytes is not None:
+        rows += [("context", format_bytes(probe.context_bytes)), ("slack", format_bytes(found.slack_bytes))]
+    ranks = f"{found.num_ranks} rank{'s' * (found.num_ranks > 1)}"
+    driver = f", driver {found.driver}" if found.driver else ""
+    return [
+        f"{found.device} with {ranks}{driver}, torch {found.torch}",
+        *(f"  {name:<16} {value:>18}" for name, value in rows),
+    ]
+
+
+def keep(found: Calibration) -> None:
+    """Write it where the next plan looks, and say so on standard error."""
+    path = found.write(calibration.calibration_folder())
+    click.echo(f"kept in {path}; plans for this device use it unless given --no-calibration", err=True)

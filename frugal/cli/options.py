@@ -6,15 +6,12 @@ from typing import Any, get_args
 
 import click
 
-from frugal.cli import config
-from frugal.planning import learning_rate, optimizers
-from frugal.planning import request as asked
-from frugal.planning.cards import CARDS, DeviceKind, recognise
-from frugal.planning.cluster import Cluster
-from frugal.planning.request import Request
-from frugal.planning.settings import NAMES, understand
-from frugal.training import calibrations
-from frugal.training.circumstances import held_on_gpus
+from frugal.config import calibration as calibrations
+from frugal.config import learning_rate, optimizers, request, schema
+from frugal.config.cluster import CARDS, Cluster, DeviceKind, recognise_card
+from frugal.config.local_host import held_on_gpus
+from frugal.config.request import Request
+from frugal.config.schema import NAMES, understand
 
 
 def _choice(literal: Any) -> click.Choice:
@@ -50,11 +47,11 @@ _OPTIONS = (
         "--model",
         help=f"Preset, config.json, model folder, package.module:factory or hub name.  [default: {Request.model}]",
     ),
-    click.option("--task", type=_choice(asked.Task), help="What is trained.  [default: what the model is for]"),
+    click.option("--task", type=_choice(request.Task), help="What is trained.  [default: what the model is for]"),
     click.option(
         "--global-batch",
         type=int,
-        help=f"Samples per optimizer step over all GPUs.  [default: {asked.DEFAULT_GLOBAL_BATCH}]",
+        help=f"Samples per optimizer step over all GPUs.  [default: {request.DEFAULT_GLOBAL_BATCH}]",
     ),
     click.option(
         "--global-tokens", type=int, help="Tokens per optimizer step, of pairs the target's; wins over --global-batch."
@@ -77,23 +74,23 @@ _OPTIONS = (
     click.option("--zero-stage", type=int, help="Pin the ZeRO stage, 0-3."),
     click.option(
         "--activation-checkpointing",
-        type=_choice(asked.ActivationCheckpointingChoice),
+        type=_choice(request.ActivationCheckpointingChoice),
         help=f"[default: {Request.activation_checkpointing}]",
     ),
-    click.option("--loss", type=_choice(asked.LossChoice), help=f"[default: {Request.loss}]"),
+    click.option("--loss", type=_choice(request.LossChoice), help=f"[default: {Request.loss}]"),
     click.option(
         "--offload",
-        type=_choice(asked.OffloadChoice),
+        type=_choice(request.OffloadChoice),
         help=f"What may live in host memory, or on disk.  [default: {Request.offload}]",
     ),
     click.option(
         "--prefer",
-        type=_choice(asked.Preference),
+        type=_choice(request.Preference),
         help="The fastest strategy that fits, or the simplest that takes at most 25 % longer.  "
         f"[default: {Request.prefer}]",
     ),
     click.option("--nvme-path", metavar="DIR", help="Folder on a local disk of each node, to use where memory ends."),
-    click.option("--precision", type=_choice(asked.Precision), help=f"[default: {Request.precision}]"),
+    click.option("--precision", type=_choice(request.Precision), help=f"[default: {Request.precision}]"),
     click.option("--optimizer", type=_choice(optimizers.OptimizerName), help=f"[default: {Request.optimizer}]"),
     click.option(
         "--optimizer-implementation",
@@ -120,7 +117,7 @@ _OPTIONS = (
     ),
     click.option(
         "--gradient-accumulation-dtype",
-        type=_choice(asked.AccumulationDtype),
+        type=_choice(request.AccumulationDtype),
         help="Of gradients summed over micro-steps; bf16 is smaller and less exact.  [default: fp32]",
     ),
     click.option(
@@ -139,7 +136,7 @@ def planning_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return command
 
 
-def collect(values: Mapping[str, Any], file: config.Config | None = None) -> tuple[Request, Cluster, tuple[str, ...]]:
+def collect(values: Mapping[str, Any], file: schema.TomlFile | None = None) -> tuple[Request, Cluster, tuple[str, ...]]:
     """Request, cluster, and the request's fields left to their defaults, from a command's `values`.
 
     Flags win over `file` (read from `values["config"]` if not given), the file over defaults. Where neither GPUs nor
@@ -150,7 +147,7 @@ def collect(values: Mapping[str, Any], file: config.Config | None = None) -> tup
         RequestError: the request is wrong.
     """
     if file is None:
-        file = config.read(values.get("config"))
+        file = schema.read_toml(values.get("config"))
     flags = {name: value for name, value in values.items() if name in NAMES and value is not None}
     settings = file.plan | flags
     is_described = bool({"gpu", "hostfile"} & settings.keys()) or {"gpus", "mem"} <= settings.keys()
@@ -195,7 +192,7 @@ def described(cards: Sequence[Any], held: Mapping[str, int], num_gpus: int | Non
         cards = [min(cards, key=lambda card: card.total_memory)] * num_gpus  # a plan for a larger machine of this kind
         held = {}
     settings: dict[str, Any] = {"gpus": len(cards), "mem": [card.total_memory for card in cards]}
-    known = [recognise(card.name, card.total_memory) for card in cards]
+    known = [recognise_card(card.name, card.total_memory) for card in cards]
     if all(known):
         settings["gpu"] = known[0] if len(set(known)) == 1 else ",".join(map(str, known))
     if held:

@@ -9,16 +9,15 @@ from typing import Any
 
 import click
 
-from frugal.cli import config
-from frugal.cli.config import Config
 from frugal.cli.options import collect, planning_options
+from frugal.config import run, schema
+from frugal.config.request import Request
+from frugal.config.run import SAMPLE_NAMES
+from frugal.config.schema import TomlFile
+from frugal.deepspeed_adapter.json_config import write_plan
+from frugal.dryrun.planner import make_plan
 from frugal.errors import RequestError
-from frugal.planner import make_plan
-from frugal.planning.files import write_plan
 from frugal.planning.report import report
-from frugal.planning.request import Request
-from frugal.training import settings
-from frugal.training.settings import SAMPLE_NAMES
 
 WHAT_IF = (
     "Also a table over GPUs x memory x sample length, predicted by arithmetic. Values may be named after it: "
@@ -37,7 +36,7 @@ def waiting(what: str) -> AbstractContextManager[Any]:
 
 @click.command("plan")
 @click.argument("axes", nargs=-1, metavar="[AXIS=...]")
-@settings.data_options
+@run.data_options
 @planning_options
 @click.option("--json", "as_json", is_flag=True, help="Print plan.json instead of the report.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Write plan.json and ds_config.json there.")
@@ -47,7 +46,7 @@ def command(axes: tuple[str, ...], as_json: bool, output: Path | None, with_tabl
     if axes and not with_table:
         raise click.UsageError(f"Got unexpected extra argument ({axes[0]})", click.get_current_context())
     named = _axes(axes) if with_table else {}
-    file = config.read(values["config"])
+    file = schema.read_toml(values["config"])
     request, cluster, defaults = collect(values, file)
     if values["data"] and request.lengths is not None:
         raise RequestError(
@@ -79,7 +78,7 @@ def _axes(words: tuple[str, ...]) -> dict[str, tuple[int, ...]]:
     return parse_axes(words)
 
 
-def with_lengths(request: Request, values: Mapping[str, Any], file: Config) -> Request:
+def with_lengths(request: Request, values: Mapping[str, Any], file: TomlFile) -> Request:
     """The request with the lengths of the samples that training will see, where flags or `file` name the data.
 
     Lengths that the request has win over data that the file names; what --too-long says holds for both. `values` are a
@@ -90,14 +89,14 @@ def with_lengths(request: Request, values: Mapping[str, Any], file: Config) -> R
     """
     flags = {name: values.get(name) for name in SAMPLE_NAMES}
     train = {name: value for name, value in file.train.items() if name in SAMPLE_NAMES}
-    asked = settings.collect(flags, train)
+    asked = run.collect(flags, train)
     if request.lengths is not None:
         is_said = flags["too_long"] is not None or "too_long" in train
         return replace(request, lengths=replace(request.lengths, too_long=asked.too_long)) if is_said else request
     if not flags["data"] and "data" not in train:
         return request
-    from frugal.training.quiet import quiet
-    from frugal.training.samples import lengths_of  # torch takes seconds
+    from frugal.distributed.env import quiet
+    from frugal.training.data.corpus import lengths_of  # torch takes seconds
 
     quiet()
     with waiting(f"tokenising {', '.join(asked.data)}"):

@@ -11,24 +11,25 @@ from typing import Any
 import click
 import psutil  # type: ignore[import-untyped]  # has no types
 
-from frugal.cli import config, launcher, nodes, printing, supervisor
-from frugal.cli.hosts import Access
 from frugal.cli.options import collect, planning_options
 from frugal.cli.plan import waiting, with_lengths
-from frugal.cli.remaining import Remaining
+from frugal.config import hostfile, schema
+from frugal.config import run as settings
+from frugal.config.cluster import Cluster
+from frugal.config.hostfile import HostfileEntry
+from frugal.config.run import Settings
+from frugal.config.schema import NAMES, REQUEST_NAMES, requested
+from frugal.deepspeed_adapter.json_config import write_plan
+from frugal.distributed.env import PORT
 from frugal.errors import CheckpointError, PlanMismatchError, RequestError
-from frugal.planning import hostfile
-from frugal.planning.cluster import Cluster
-from frugal.planning.files import write_plan
-from frugal.planning.hostfile import Host
+from frugal.launch import commands, local, pdsh
+from frugal.launch.elastic import Remaining
+from frugal.launch.ssh import Access
 from frugal.planning.plan import Plan
 from frugal.planning.report import report
-from frugal.planning.settings import NAMES, REQUEST_NAMES, requested
-from frugal.training import manifest, settings
-from frugal.training.launched import PORT
+from frugal.training.checkpoint import manifest
+from frugal.training.checkpoint.run_folder import in_use
 from frugal.training.run import run
-from frugal.training.run_folder import in_use
-from frugal.training.settings import Settings
 
 PLAN = "plan.json"
 
@@ -40,7 +41,7 @@ PLAN = "plan.json"
 @click.option("--ssh-port", type=click.IntRange(1, 65535), help="With --hostfile: where ssh listens on the nodes.")
 @click.option("--nic", metavar="NAME", help="Several nodes: the network interface to talk over, such as eth0.")
 @click.option(
-    "--print", "printed", type=click.Choice(list(printing.LAUNCHERS)),
+    "--print", "printed", type=click.Choice(list(commands.LAUNCHERS)),
     help="Start nothing; print the commands that do, one for each node or one for all.",
 )  # fmt: skip
 @click.option("--max-restarts", type=click.IntRange(0), default=0, help="After a crash, go on so many times.")
@@ -53,7 +54,7 @@ def command(
     master_port: int | None,
     ssh_port: int | None,
     nic: str | None,
-    printed: printing.Launcher | None,
+    printed: commands.Launcher | None,
     max_restarts: int,
     elastic: bool,
     **values: Any,
@@ -61,9 +62,9 @@ def command(
     """Train as planned; without a plan, plan first, as `frugal plan` with the same flags does."""
     if elastic and not max_restarts:
         raise RequestError("--elastic was given without --max-restarts", hint="add --max-restarts 3")
-    file = config.read(values.get("config"))
+    file = schema.read_toml(values.get("config"))
     hosts_path = values.get("hostfile") or file.plan.get("hostfile")
-    named = hostfile.read(Path(hosts_path)) if hosts_path else ()
+    named = hostfile.read_hostfile(Path(hosts_path)) if hosts_path else ()
     asked = settings.collect(values, file.train)
     if asked.resume:
         if manifest.newest(asked.checkpoints) is None:
@@ -80,38 +81,38 @@ def command(
         click.echo(report(plan) + "\n", err=printed is not None)
     _check_ranks(plan, ranks)
     if named:
-        nodes.check(plan, named)
+        pdsh.check(plan, named)
     access = Access(ssh_port=ssh_port, nic=nic)
     if printed is not None:
         if is_new:
             plan_path, _ = write_plan(plan, asked.out)
-        told = printing.Asked(
+        told = commands.Asked(
             plan=plan, plan_path=plan_path or asked.out / PLAN, hosts=named, settings=asked, access=access,
             hostfile=Path(hosts_path) if hosts_path else None, port=master_port or PORT,
         )  # fmt: skip
-        click.echo(printing.commands(printed, told))
+        click.echo(commands.commands(printed, told))
         return 0
     if named and not _is_this_machine(named):
         if not max_restarts:
-            return nodes.launch(plan, named, access, asked, master_port)
+            return pdsh.launch(plan, named, access, asked, master_port)
         plan_for = partial(_plan_on, before=plan, values=values, file=file) if elastic else None
         on = Remaining(plan, named, access, asked, master_port, plan_for)
-        return supervisor.supervise(on.start, plan, asked, max_restarts, on.rest)
-    launcher.check(plan, master_port)
+        return local.supervise(on.start, plan, asked, max_restarts, on.rest)
+    local.check(plan, master_port)
     if max_restarts:
         rest = partial(_plan_for_rest, values=values, file=file) if elastic else lambda before: before
-        return supervisor.supervise(supervisor.on_this_machine(master_port), plan, asked, max_restarts, rest)
+        return local.supervise(local.on_this_machine(master_port), plan, asked, max_restarts, rest)
     if plan.batch.world_size > 1:
         with TemporaryDirectory(prefix="frugal-") as folder:
             written, _ = write_plan(plan, Path(folder))
-            return launcher.launch(plan, written, asked, master_port)
+            return local.launch(plan, written, asked, master_port)
     run(plan, asked)
     return 0
 
 
-def _plan_on(cluster: Cluster, *, before: Plan, values: dict[str, Any], file: config.Config) -> Plan:
+def _plan_on(cluster: Cluster, *, before: Plan, values: dict[str, Any], file: schema.TomlFile) -> Plan:
     """The plan for a part of the hosts that a run began on."""
-    from frugal.planner import make_plan
+    from frugal.dryrun.planner import make_plan
 
     given = file.plan | {name: value for name, value in values.items() if value is not None}
     wanted = _trained(before) | {name: value for name, value in given.items() if name in REQUEST_NAMES}
@@ -122,9 +123,9 @@ def _plan_on(cluster: Cluster, *, before: Plan, values: dict[str, Any], file: co
     return plan
 
 
-def _plan_for_rest(before: Plan, *, values: dict[str, Any], file: config.Config) -> Plan:
+def _plan_for_rest(before: Plan, *, values: dict[str, Any], file: schema.TomlFile) -> Plan:
     """The plan for the devices of this machine that are left; the one before, if these are all."""
-    number = supervisor.devices_left(before)
+    number = local.devices_left(before)
     if number == before.batch.world_size:
         return before
     click.echo(f"{number} of {before.batch.world_size} devices are left: planning anew", err=True)
@@ -137,14 +138,14 @@ def _plan_for_rest(before: Plan, *, values: dict[str, Any], file: config.Config)
     return plan
 
 
-def _is_this_machine(named: Sequence[Host]) -> bool:
+def _is_this_machine(named: Sequence[HostfileEntry]) -> bool:
     """Whether this machine alone is named, which needs no ssh."""
     here = {"localhost", "127.0.0.1", "::1", socket.gethostname(), socket.getfqdn()}
     return len(named) == 1 and named[0].name in here
 
 
 def _given_plan(
-    path: Path | None, values: dict[str, Any], asked: Settings, ranks: int | None, named: Sequence[Host]
+    path: Path | None, values: dict[str, Any], asked: Settings, ranks: int | None, named: Sequence[HostfileEntry]
 ) -> Plan | None:
     """A plan that was made before: the one given, or that of a run to resume, unless flags ask for another.
 
@@ -196,9 +197,9 @@ def _check_ranks(plan: Plan, ranks: int | None) -> None:
         )
 
 
-def _make_plan(ranks: int | None, values: dict[str, Any], file: config.Config, *, is_new: bool) -> Plan:
+def _make_plan(ranks: int | None, values: dict[str, Any], file: schema.TomlFile, *, is_new: bool) -> Plan:
     """A plan for what flags and `file` describe. Only for a new run the data is asked how long its samples are."""
-    from frugal.planner import make_plan
+    from frugal.dryrun.planner import make_plan
 
     if ranks is not None:
         for name in ("gpus", "nodes", "gpu", "device"):

@@ -1,1 +1,1 @@
-"""Rehearsal: the training engine on meta tensors, which have shapes and no storage."""
+"""The training step on meta tensors, which have shapes and no storage: memory without a GPU."""

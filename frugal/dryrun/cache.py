@@ -14,12 +14,12 @@ import msgspec
 import platformdirs
 
 import frugal
-from frugal.planning.request import Request
+from frugal.config.request import Request
 
 T = TypeVar("T")
 
 _ROOT = Path(frugal.__file__).parent
-_PACKAGES = ("torch", "deepspeed", "transformers")
+_PACKAGES = ("frugal-trainer", "torch", "deepspeed", "transformers")
 
 
 class Cache:
@@ -70,11 +70,10 @@ def model_key(request: Request) -> Any:
 
 @functools.cache
 def _versions() -> tuple[str, ...]:
-    """Of everything that runs in a rehearsal; for frugal its sources, which change more often than its version."""
+    """Of everything that a dry run and a plan depend on; for frugal also its sources, which change more often."""
     sources = hashlib.sha256()
-    for room in ("planning", "training", "dryrun"):
-        for path in sorted((_ROOT / room).rglob("*.py")):
-            sources.update(path.read_bytes())
+    for path in sorted(_ROOT.rglob("*.py")):
+        sources.update(path.read_bytes())
     return (*(f"{name} {importlib.metadata.version(name)}" for name in _PACKAGES), sources.hexdigest())
 
 
@@ -83,7 +82,7 @@ def _definition(model: str) -> str | None:
 
     None for a transformers model type or a hub name, whose definition comes with the versions or with the name.
     """
-    presets = tomllib.loads((_ROOT / "training" / "presets.toml").read_text())
+    presets = tomllib.loads((_ROOT / "training" / "models" / "presets.toml").read_text())
     if model in presets:
         return digest(presets[model])
     file: Path | None = Path(model).expanduser()

@@ -1,4 +1,10 @@
-"""Profiles and rehearsals for planning: from the cache, or from worker processes. No torch here."""
+"""Profiles and rehearsals for planning: from the cache, or from worker processes. No torch here.
+
+Profiles by arithmetic: the model's step traced once for each way to run it, and DeepSpeed simulated over it.
+
+No torch here: traces come from the cache or from worker processes. What the simulation does not cover, and models
+that give no trace, have no draft; they are rehearsed.
+"""
 
 import os
 from collections.abc import Sequence
@@ -9,21 +15,21 @@ from typing import Any
 
 import msgspec
 
+from frugal.config.cluster import Cluster, Device
+from frugal.config.request import Request
+from frugal.deepspeed_adapter.simulate.engine import covers, simulate
 from frugal.dryrun import shipped
 from frugal.dryrun.cache import Cache, digest, model_key
-from frugal.dryrun.drafts import Drafts
-from frugal.dryrun.messages import Answer, Describe, Rehearse, WarmUp
+from frugal.dryrun.figures import likely_fullest
+from frugal.dryrun.messages import Answer, AskDryRun, AskFacts, AskTrace, DryRun, ModelFacts, Traced, WarmUp
 from frugal.dryrun.pool import Pool
-from frugal.dryrun.ranks import likely_fullest
-from frugal.dryrun.rehearsal import ModelFacts, Rehearsal
-from frugal.planning.cluster import Cluster, Device
-from frugal.planning.memory import MemoryBreakdown
-from frugal.planning.profile import MemoryProfile, RankMemory, fullest
-from frugal.planning.request import Request
+from frugal.errors import FrugalError
+from frugal.planning.cost import between
+from frugal.planning.memory.breakdown import MemoryBreakdown
+from frugal.planning.memory.model_trace import ModelTrace
+from frugal.planning.memory.profile import DeviceKind, MemoryProfile, RankMemory, fullest
+from frugal.planning.memory.timeline import NotAffineError, Timeline
 from frugal.planning.strategy import Strategy
-from frugal.planning.timeline import NotAffineError, Timeline
-from frugal.planning.work import between
-from frugal.planning.zero.simulation import simulate
 
 MICRO_BATCHES = (2, 3)
 """Samples; the two that are rehearsed for a timeline. One sample has a slightly different stream."""
@@ -32,8 +38,8 @@ SAMPLED_MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
 """Samples; rehearsed one by one for a model whose storages are no affine functions of the micro-batch."""
 
 MAX_RANKS_SEARCHED, MAX_RANKS_REHEARSED, MAX_RANKS_DRAFTED = 2, 4, 2
-"""Ranks that a profile is made of, those of one exact rehearsal (see `frugal.dryrun.ranks`), and how many of these are
-left where arithmetic tells which are the fullest."""
+"""Ranks that a profile is made of, those of one exact rehearsal (see `frugal.dryrun.figures`), and how many of these
+are left where arithmetic tells which are the fullest."""
 
 MAX_WORKERS = 8
 """Half a GiB each."""
@@ -44,14 +50,14 @@ def workers() -> Pool:
     return Pool(min(os.cpu_count() or 1, MAX_WORKERS))
 
 
-class Rehearsed(msgspec.Struct, frozen=True):
+class DryRunBreakdown(msgspec.Struct, frozen=True):
     """A rehearsal as it is kept: what the fullest rank takes, and what was assumed where that depends on data."""
 
     memory: MemoryBreakdown
     notes: tuple[str, ...]
 
 
-class Rehearsals:
+class DryRunSource:
     """Rehearsals of one request's model on one cluster. Close it, or use it as a context manager.
 
     `notes`: what the last rehearsal assumed.
@@ -84,7 +90,7 @@ class Rehearsals:
         self.notes: tuple[str, ...] = ()
         self._profiles: dict[tuple[Strategy, bool], MemoryProfile] = {}
 
-    def __enter__(self) -> "Rehearsals":
+    def __enter__(self) -> "DryRunSource":
         return self
 
     def __exit__(
@@ -154,19 +160,19 @@ class Rehearsals:
         key = digest(
             "rehearsed", model_key(self.request), self._key(), strategy, micro_batch, min(accumulation_steps, 2), world
         )
-        found = self._cache.read(key, Rehearsed)
+        found = self._cache.read(key, DryRunBreakdown)
         if found is None:
             rehearsals = self.rehearsals(strategy, micro_batch, accumulation_steps)
             ranks = _rank_memories(rehearsals, range(len(rehearsals)))
             memory = fullest(ranks, micro_batch, device, self._ranks_per_node)
             first = max(rehearsals, key=lambda rehearsal: rehearsal.peak.total_bytes)
             memory = replace(memory, phase_peaks=first.timeline.phase_peaks(micro_batch))
-            found = Rehearsed(memory, tuple(dict.fromkeys(note for each in rehearsals for note in each.notes)))
+            found = DryRunBreakdown(memory, tuple(dict.fromkeys(note for each in rehearsals for note in each.notes)))
             self._cache.write(key, found)
         self.notes = found.notes
         return found.memory
 
-    def rehearsals(self, strategy: Strategy, micro_batch: int, accumulation_steps: int) -> list[Rehearsal]:
+    def rehearsals(self, strategy: Strategy, micro_batch: int, accumulation_steps: int) -> list[DryRun]:
         """The same, whole: one rehearsal for each rank that may be the fullest. Raises as `profile`."""
         steps = min(accumulation_steps, 2)
         ranks = self._ranks(strategy, MAX_RANKS_REHEARSED)
@@ -181,7 +187,7 @@ class Rehearsals:
         key = digest("model", model_key(self.request))
         found = self._cache.read(key, ModelFacts) or shipped.facts(self.request)
         if found is None:
-            answer, *_ = self._pool.ask_all(Describe(self.request))  # all, so that all have their imports done
+            answer, *_ = self._pool.ask_all(AskFacts(self.request))  # all, so that all have their imports done
             assert answer.describe is not None
             found = answer.describe
             self._cache.write(key, found)
@@ -258,10 +264,10 @@ class Rehearsals:
 
     def _rehearse(
         self, strategy: Strategy, micro_batches: Sequence[int], accumulation_steps: int, ranks: Sequence[int]
-    ) -> list[Rehearsal]:
+    ) -> list[DryRun]:
         """One rehearsal a micro-batch and rank, micro-batches outermost."""
         questions = [
-            Rehearse(
+            AskDryRun(
                 request=self.request,
                 strategy=strategy,
                 micro_batch=micro_batch,
@@ -296,14 +302,78 @@ class Rehearsals:
         return max(len(node.devices) for node in self.cluster.nodes)
 
 
-def _rehearsal(answer: Answer) -> Rehearsal:
+def _rehearsal(answer: Answer) -> DryRun:
     assert answer.rehearse is not None
     return answer.rehearse
 
 
-def _rank_memories(rehearsals: Sequence[Rehearsal], ranks: Sequence[int]) -> tuple[RankMemory, ...]:
+def _rank_memories(rehearsals: Sequence[DryRun], ranks: Sequence[int]) -> tuple[RankMemory, ...]:
     """Of rehearsals in the order of `ranks`, which may be gone through several times."""
     return tuple(
         RankMemory(rank=ranks[i % len(ranks)], timeline=rehearsal.timeline, host_bytes=rehearsal.host_bytes)
         for i, rehearsal in enumerate(rehearsals)
     )
+
+
+class Drafts:
+    """The traces of one request's model."""
+
+    def __init__(self, request: Request, kind: DeviceKind, cache: Cache, pool: Pool) -> None:
+        self._request = request
+        self._kind = kind
+        self._cache = cache
+        self._pool = pool
+        self._traces: dict[AskTrace, ModelTrace | FrugalError | None] = {}
+
+    def prepare(self, strategies: Sequence[Strategy]) -> None:
+        """Trace the model for all these strategies, in parallel.
+
+        Raises:
+            WorkerError: a trace crashed.
+        """
+        wanted = {self._question(strategy): None for strategy in strategies if covers(self._request, strategy)}
+        missing = []
+        for question in wanted:
+            if question not in self._traces:
+                found = self._cache.read(self._key(question), Traced) or shipped.trace(question)
+                if found is None:
+                    missing.append(question)
+                else:
+                    self._traces[question] = found.trace
+        if not missing:
+            return
+        for question, answer in zip(missing, self._pool.attempt(missing), strict=True):
+            if isinstance(answer, FrugalError):
+                self._traces[question] = answer
+                continue
+            assert answer.traced is not None
+            self._cache.write(self._key(question), answer.traced)
+            self._traces[question] = answer.traced.trace
+
+    def trace(self, strategy: Strategy) -> ModelTrace | None:
+        """The model's step under `strategy`; None where it has no trace, or the simulation does not cover it.
+
+        Raises:
+            FrugalError: the model cannot be built, or not be trained like that.
+        """
+        if not covers(self._request, strategy):
+            return None
+        self.prepare([strategy])
+        trace = self._traces[self._question(strategy)]
+        if isinstance(trace, FrugalError):
+            raise trace
+        return trace if trace is not None and covers(self._request, strategy, trace) else None
+
+    def _question(self, strategy: Strategy) -> AskTrace:
+        mode = strategy.activation_checkpointing
+        return AskTrace(
+            request=self._request,
+            activation_checkpointing="full" if mode == "offloaded" and self._kind == "cpu" else mode,
+            loss=strategy.loss,
+            zero_stage=3 if strategy.zero_stage == 3 else 2,
+            kind=self._kind,
+        )
+
+    def _key(self, question: AskTrace) -> str:
+        mode = (question.activation_checkpointing, question.loss, question.zero_stage, question.kind)
+        return digest("trace", model_key(self._request), self._request.precision, mode)

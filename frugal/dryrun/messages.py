@@ -1,23 +1,79 @@
-"""What client and worker say to each other: one of these as JSON a line."""
+"""What a rehearsal finds out. Plain data: no torch here.
 
+What client and worker say to each other: one of these as JSON a line.
+"""
+
+from dataclasses import dataclass
 from typing import Literal
 
 import msgspec
 
-from frugal.dryrun.rehearsal import ModelFacts, Rehearsal
-from frugal.planning.profile import DeviceKind
-from frugal.planning.request import Request
+from frugal.config.request import Request
+from frugal.planning.cost import Counts
+from frugal.planning.memory.model_trace import ModelTrace
+from frugal.planning.memory.profile import DeviceKind
+from frugal.planning.memory.timeline import Peak, Recording, Timeline
 from frugal.planning.strategy import ActivationCheckpointing, Strategy
-from frugal.planning.zero.trace import ModelTrace
 
 
-class Describe(msgspec.Struct, frozen=True, tag="describe"):
+@dataclass(frozen=True, kw_only=True)
+class ModelFacts:
+    """What is known of a model before it runs. Parameters are counted in elements.
+
+    `trainable_sizes`: those of each trainable parameter, in the model's order.
+    `can_recompute`: whether it takes activation checkpointing; `can_tile`: whether it takes the tiled loss.
+    """
+
+    task: str
+    max_positions: int | None
+    parameters: int
+    trainable_parameters: int
+    trainable_sizes: tuple[int, ...]
+    largest_parameter: int
+    can_recompute: bool
+    can_tile: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class DryRun:
+    """What one rank does in two optimizer steps of equal micro-steps.
+
+    `counts` are those of one micro-step. `host_bytes` is the peak of the rank's tensors on its host.
+    `notes`: what was assumed where memory depends on data, see `frugal.dryrun.trace.stand_ins`.
+    """
+
+    recording: Recording
+    host_bytes: int
+    counts: Counts
+    notes: tuple[str, ...] = ()
+
+    @property
+    def timeline(self) -> Timeline:
+        """The recording, with sizes that do not depend on the micro-batch."""
+        return Timeline.constant(self.recording)
+
+    @property
+    def peak(self) -> Peak:
+        """The fullest moment."""
+        return self.timeline.peak(self.recording.micro_batch)
+
+    @property
+    def phases(self) -> dict[str, int]:
+        """The peak of each phase, bytes."""
+        return self.timeline.phase_peaks(self.recording.micro_batch)
+
+    def explain(self, category: str) -> list[tuple[str, int]]:
+        """The modules (dotted names) that hold the bytes of a category at the peak, largest first."""
+        return self.timeline.holders(self.recording.micro_batch, category)
+
+
+class AskFacts(msgspec.Struct, frozen=True, tag="describe"):
     """What is the request's model?"""
 
     request: Request
 
 
-class Rehearse(msgspec.Struct, frozen=True, tag="rehearse", kw_only=True):
+class AskDryRun(msgspec.Struct, frozen=True, tag="rehearse", kw_only=True):
     """What does this rank do under this strategy?"""
 
     request: Request
@@ -30,7 +86,7 @@ class Rehearse(msgspec.Struct, frozen=True, tag="rehearse", kw_only=True):
     first_micro_steps: int | None = None
 
 
-class Trace(msgspec.Struct, frozen=True, tag="trace", kw_only=True):
+class AskTrace(msgspec.Struct, frozen=True, tag="trace", kw_only=True):
     """What does one step of the model alone do, for any micro-batch? `zero_stage`: 3, or 2 for all others."""
 
     request: Request
@@ -44,7 +100,7 @@ class WarmUp(msgspec.Struct, frozen=True, tag="warm-up"):
     """A rehearsal will be asked for: make ready for it."""
 
 
-Question = Describe | Rehearse | Trace | WarmUp
+Question = AskFacts | AskDryRun | AskTrace | WarmUp
 
 
 class Traced(msgspec.Struct, frozen=True):
@@ -66,7 +122,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     """One of its fields. `crash` is a traceback: our bug, or an exception in the user's model."""
 
     describe: ModelFacts | None = None
-    rehearse: Rehearsal | None = None
+    rehearse: DryRun | None = None
     traced: Traced | None = None
     mistake: Mistake | None = None
     crash: str | None = None

@@ -17,15 +17,14 @@ from pathlib import Path
 import msgspec
 
 import frugal
-from frugal.dryrun.messages import Describe, Trace, Traced
+from frugal.config.request import Request
+from frugal.dryrun.messages import AskFacts, AskTrace, ModelFacts, Traced
 from frugal.dryrun.pool import Pool
-from frugal.dryrun.rehearsal import ModelFacts
 from frugal.errors import FrugalError
-from frugal.planning.request import Request
 from frugal.planning.strategy import ActivationCheckpointing
 
 FOLDER = Path(__file__).parent / "shipped_traces"
-PRESETS = Path(frugal.__file__).parent / "training" / "presets.toml"
+PRESETS = Path(frugal.__file__).parent / "training" / "models" / "presets.toml"
 MODES: tuple[ActivationCheckpointing, ...] = ("off", "selective", "full", "offloaded")  # those that `auto` tries
 
 
@@ -44,7 +43,7 @@ def facts(request: Request) -> ModelFacts | None:
     return None if shipment is None else shipment.facts
 
 
-def trace(question: Trace) -> Traced | None:
+def trace(question: AskTrace) -> Traced | None:
     """The answer to `question`, if it is shipped."""
     request = question.request
     if request.task is not None or request.pack or request.precision != "bf16":
@@ -84,7 +83,7 @@ def _versions() -> tuple[str, ...]:
     return tuple(importlib.metadata.version(name).partition("+")[0] for name in ("torch", "transformers"))
 
 
-def _name(question: Trace) -> str:
+def _name(question: AskTrace) -> str:
     mode = (question.activation_checkpointing, question.loss, f"ZeRO-{question.zero_stage}", question.kind)
     return " ".join([str(question.request.seq_len), *mode])
 
@@ -92,7 +91,7 @@ def _name(question: Trace) -> str:
 def make(model: str, mode: ActivationCheckpointing, pool: Pool) -> Shipment:
     """The shipment of a preset in a mode, traced anew."""
     request = Request(model=model)
-    (described,) = pool.ask([Describe(request)])
+    (described,) = pool.ask([AskFacts(request)])
     assert described.describe is not None
     longest = described.describe.max_positions or request.seq_len
     request = replace(request, seq_len=longest) if longest < request.seq_len else request
@@ -105,10 +104,10 @@ def make(model: str, mode: ActivationCheckpointing, pool: Pool) -> Shipment:
     return Shipment(_versions(), _definition(model), described.describe, traces)
 
 
-def _questions(request: Request, found: ModelFacts, mode: ActivationCheckpointing) -> Iterator[Trace]:
+def _questions(request: Request, found: ModelFacts, mode: ActivationCheckpointing) -> Iterator[AskTrace]:
     for stage in (2, 3):
         for loss in ("plain", "tiled") if found.can_tile else ("plain",):
-            yield Trace(request=request, activation_checkpointing=mode, loss=loss, zero_stage=stage, kind="cuda")
+            yield AskTrace(request=request, activation_checkpointing=mode, loss=loss, zero_stage=stage, kind="cuda")
 
 
 def main() -> None:

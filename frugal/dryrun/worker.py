@@ -12,13 +12,13 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from frugal.dryrun.messages import Answer, Describe, Mistake, Question, Rehearse, Trace, Traced, WarmUp
+from frugal.dryrun.messages import Answer, AskDryRun, AskFacts, AskTrace, Mistake, Question, Traced, WarmUp
 
 
 def main() -> None:
     """Answer every question on standard input."""
     answers = _protect_stdout()
-    import frugal.dryrun.trace  # noqa: F401 - torch takes seconds, in which the first question is still on its way
+    import frugal.dryrun.trace.trace  # noqa: F401 - torch takes seconds, in which the first question is still on its way
 
     for line in sys.stdin.buffer:
         answers.write(msgspec.json.encode(_answer(line)) + b"\n")
@@ -40,20 +40,20 @@ def _answer(line: bytes) -> Answer:
     try:
         question: Question = msgspec.json.decode(line, type=Question)
         match question:
-            case Describe():
+            case AskFacts():
                 return Answer(describe=_describe(question))
-            case Trace():
+            case AskTrace():
                 return Answer(traced=_trace(question))
-            case Rehearse():
+            case AskDryRun():
                 return Answer(rehearse=_run(question))
             case WarmUp():
-                import frugal.dryrun.rehearse  # noqa: F401 - DeepSpeed takes seconds
+                import frugal.dryrun.run  # noqa: F401 - DeepSpeed takes seconds
 
                 return Answer()
     except FrugalError as error:
         return Answer(mistake=_mistake(error))
     except Exception as error:
-        from frugal.dryrun.forward_failure import failure_in_forward
+        from frugal.dryrun.run import failure_in_forward
 
         mistake = None if isinstance(question, WarmUp) else failure_in_forward(question.request.model, error)
         return Answer(crash=traceback.format_exc()) if mistake is None else Answer(mistake=_mistake(mistake))
@@ -65,28 +65,28 @@ def _mistake(error: Any) -> Mistake:
 
 @functools.lru_cache(maxsize=2)
 def _spec(model: str, task: str | None) -> Any:
-    from frugal.training.models import resolve
+    from frugal.training.models.resolve import resolve
 
     return resolve(model, task)
 
 
-def _resolved(question: Rehearse | Trace) -> Any:
-    from frugal.training.model_spec import check_sequence_length
+def _resolved(question: AskDryRun | AskTrace) -> Any:
+    from frugal.training.models.spec import check_sequence_length
 
     spec = _spec(question.request.model, question.request.task)
     check_sequence_length(spec, question.request.seq_len)
     return spec
 
 
-def _describe(question: Describe) -> Any:
+def _describe(question: AskFacts) -> Any:
     import torch
 
-    from frugal.dryrun.rehearsal import ModelFacts
-    from frugal.training import activation_checkpointing, packable, tiled_loss
+    from frugal.dryrun.messages import ModelFacts
+    from frugal.training.models import activation_checkpointing, packing_check, tiled_loss
 
     spec = _spec(question.request.model, question.request.task)  # whatever the length asked for
     if question.request.pack:
-        packable.check(spec)
+        packing_check.check(spec)
     model = spec.build(dtype=torch.bfloat16, device="meta")
     parameters = list(model.parameters())
     return ModelFacts(
@@ -104,15 +104,15 @@ def _describe(question: Describe) -> Any:
 @functools.lru_cache(maxsize=1)
 def _built(model: str, task: str | None, precision: str) -> Any:
     """The model on meta: building a large one takes longer than its trace."""
-    from frugal.dryrun.trace import built
-    from frugal.training.precision import DTYPES
+    from frugal.deepspeed_adapter.kernels import DTYPES
+    from frugal.dryrun.trace.trace import built
 
     return built(lambda: _spec(model, task).build(dtype=DTYPES[precision], device="meta"))
 
 
-def _trace(question: Trace) -> Traced:
-    from frugal.dryrun.trace import trace
-    from frugal.planning.timeline import NotAffineError
+def _trace(question: AskTrace) -> Traced:
+    from frugal.dryrun.trace.trace import trace
+    from frugal.planning.memory.timeline import NotAffineError
 
     spec = _resolved(question)
     model, building_bytes = _built(question.request.model, question.request.task, question.request.precision)
@@ -132,13 +132,13 @@ def _trace(question: Trace) -> Traced:
     return Traced(trace=found)
 
 
-def _run(question: Rehearse) -> Any:
-    from frugal.dryrun.rehearse import rehearse
-    from frugal.training.precision import DTYPES
+def _run(question: AskDryRun) -> Any:
+    from frugal.deepspeed_adapter.kernels import DTYPES
+    from frugal.dryrun.run import dry_run
 
     spec = _resolved(question)
     dtype = DTYPES[question.request.precision]
-    return rehearse(
+    return dry_run(
         lambda: spec.build(dtype=dtype, device="meta"),
         spec.objective(pack=bool(question.request.pack)),
         question.request,

@@ -1,1 +1,1 @@
-"""Arithmetic: what to run. No torch, no device, no clock, no randomness."""
+"""Arithmetic from a request to a plan. No torch, no device, no clock, no randomness."""

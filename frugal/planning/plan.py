@@ -1,22 +1,30 @@
 """The decision: the door between planning and training.
 
-`plan.json` is this module's `Plan`, encoded, with what repeats told once (`frugal.planning.packing`). Everything needed
+`plan.json` is this module's `Plan`, encoded, with what repeats told once (`frugal.planning.plan`). Everything needed
 to run it is in it; DeepSpeed's JSON is a print-out.
+
+What `plan.json` tells in few words: equal nodes once, and cells one by one only where they are few.
+
+    cluster.nodes   equal nodes that follow each other are one entry, with their `count`
+    batch.cells     samples of each rank in each micro-step, up to `MOST_CELLS` of them; beyond that null, because
+                    `batch.micro_steps` says the same for a thousand ranks and micro-steps in a few numbers
+
+Both work on what msgspec makes of a plan: dictionaries, lists and numbers.
 """
 
 import hashlib
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
+from frugal.config.cluster import MOST_RANKS, Cluster
+from frugal.config.request import Request
 from frugal.errors import PlanMismatchError, RequestError
 from frugal.planning.batch import Cells, MicroSteps, cells
-from frugal.planning.cluster import Cluster
-from frugal.planning.memory import MemoryBreakdown
-from frugal.planning.packing import MOST_CELLS, packed, unpacked
-from frugal.planning.request import Request
+from frugal.planning.memory.breakdown import MemoryBreakdown
 from frugal.planning.strategy import Strategy
 
 SCHEMA = 2
@@ -43,7 +51,7 @@ class Batch:
     Samples of different lengths: in a micro-batch, a sample counts as its own tokens, and at least as `shortest`, all
     padded to the longest and no more than `micro_batch` samples of full length; None: each counts as one of those.
     `overhead_tokens`: what a micro-step takes besides its tokens, in tokens of the same time; None: the fewest
-    micro-steps are wanted. See `frugal.planning.grouping`.
+    micro-steps are wanted. See `frugal.planning.length_bucketing`.
     """
 
     global_batch: int
@@ -258,7 +266,7 @@ class Plan:
 
     def _packed(self) -> bytes:
         few = self.batch.world_size * self.batch.accumulation_steps <= MOST_CELLS
-        return msgspec.json.encode(packed(msgspec.to_builtins(self), self.batch.cells if few else None))
+        return msgspec.json.encode(compacted(msgspec.to_builtins(self), self.batch.cells if few else None))
 
     @classmethod
     def read(cls, path: Path) -> "Plan":
@@ -286,7 +294,7 @@ class Plan:
                 raise PlanMismatchError(
                     f"{source} has schema {raw['schema']}, this frugal reads schema {SCHEMA}", hint=hint
                 )
-            plan = msgspec.convert(unpacked(raw), cls, strict=True)
+            plan = msgspec.convert(expanded(raw), cls, strict=True)
         except RequestError as error:
             raise RequestError(f"{source} is not a plan", because=(error.what, *error.because), hint=hint) from None
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -301,3 +309,36 @@ class Plan:
                 f"{source} was changed after it was made", because="its digest does not match its content", hint=hint
             )
         return plan
+
+
+MOST_CELLS = 8192
+
+
+def compacted(plan: dict[str, Any], cells: tuple[tuple[int, ...], ...] | None) -> dict[str, Any]:
+    """`plan` as it is written; `cells` are the batch's, None where they are too many."""
+    nodes: list[dict[str, Any]] = []
+    for node in plan["cluster"]["nodes"]:
+        if nodes and node == {name: value for name, value in nodes[-1].items() if name != "count"}:
+            nodes[-1]["count"] += 1
+        else:
+            nodes.append({"count": 1, **node})
+    return plan | {"cluster": plan["cluster"] | {"nodes": nodes}, "batch": plan["batch"] | {"cells": cells}}
+
+
+def expanded(raw: Any) -> Any:
+    """What was `packed`. Anything else is left as it is, for the types to complain about."""
+    if not isinstance(raw, dict) or not isinstance(raw.get("cluster"), dict) or not isinstance(raw.get("batch"), dict):
+        return raw
+    cluster, batch = raw["cluster"], {name: value for name, value in raw["batch"].items() if name != "cells"}
+    if not isinstance(cluster.get("nodes"), list):
+        return raw
+    nodes = [again for node in cluster["nodes"] for again in _each(node)]
+    return raw | {"cluster": cluster | {"nodes": nodes}, "batch": batch}
+
+
+def _each(node: Any) -> list[Any]:
+    """A node as often as it says."""
+    count = node.get("count") if isinstance(node, dict) else None
+    if type(count) is not int or not 1 <= count <= MOST_RANKS:
+        return [node]
+    return [{name: value for name, value in node.items() if name != "count"}] * count

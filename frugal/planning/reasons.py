@@ -3,9 +3,9 @@
 from collections.abc import Callable
 from math import ceil
 
-from frugal.planning.choice import TIE, Choice, Option
-from frugal.planning.cluster import Cluster
-from frugal.planning.request import Request
+from frugal.config.cluster import Cluster
+from frugal.config.request import Request
+from frugal.planning.search.candidate import TIE, Choice, Option
 from frugal.units import format_bytes, format_seconds
 
 

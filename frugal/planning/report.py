@@ -1,12 +1,20 @@
-"""A plan as people read it: plain text, the same in a terminal, a pipe and a log."""
+"""A plan as people read it: plain text, the same in a terminal, a pipe and a log.
+
+The strategies that were weighed, as a table: what each would take, and why it was not taken.
+
+Why a plan is what it is, and what would change it, as people read it.
+"""
 
 from collections import Counter
+from collections.abc import Mapping, Sequence
 
-from frugal.planning.cluster import Node
-from frugal.planning.ladder import ladder
-from frugal.planning.memory import MemoryBreakdown
-from frugal.planning.plan import Plan
-from frugal.planning.request import Request
+from frugal.config.cluster import Node
+from frugal.config.request import Request
+from frugal.planning.memory.breakdown import MemoryBreakdown
+from frugal.planning.plan import Plan, Rejected, StepTime
+from frugal.planning.search.candidate import TIE, Option
+from frugal.planning.strategy import Strategy
+from frugal.planning.what_if import Case
 from frugal.units import format_bytes, format_count, format_seconds
 
 SHOWN_REJECTED = 7
@@ -21,7 +29,7 @@ def report(plan: Plan) -> str:
         _memory(plan),
         _list("why", plan.why),
         _list("note", plan.warnings),
-        ladder(plan, shown=SHOWN_REJECTED) if plan.rejected else [],
+        strategy_table(plan, shown=SHOWN_REJECTED) if plan.rejected else [],
         _list("defaults", [", ".join(_default(plan, name) for name in plan.defaults)] if plan.defaults else []),
         _list("assumed", _assumptions(plan)),
     ]
@@ -220,3 +228,201 @@ def _s(number: int) -> str:
 def _list(title: str, lines: object) -> list[str]:
     texts = list(lines) if isinstance(lines, list | tuple) else []
     return [title, *(f"  {text}" for text in texts)] if texts else []
+
+
+HEAD = ("step", "", "batch", "peak", "headroom", "")
+
+
+def strategy_table(plan: Plan, *, shown: int | None = None) -> list[str]:
+    """The chosen strategy, then the others, fastest first; at most `shown` of these.
+
+    A batch is micro-batch x accumulation steps.
+    """
+    rejected = plan.rejected if shown is None else plan.rejected[:shown]
+    lines = aligned([HEAD, _chosen(plan), *(_row(plan, each) for each in rejected)])
+    rest = len(plan.rejected) - len(rejected)
+    notes = ["> at least, < at most: known without a closer look"] if any(each.is_bound for each in rejected) else []
+    notes += [f"{rest} more: `frugal explain`"] if rest else []
+    return ["strategies", *lines, *(["  " + "; ".join(notes)] if notes else [])]
+
+
+def short_name(strategy: Strategy) -> str:
+    """A strategy without what it does not do."""
+    plain = strategy.activation_checkpointing == "off"
+    return str(strategy).replace(", activation checkpointing off", "") if plain else str(strategy)
+
+
+def aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """Rows as lines, indented; all columns but the last aligned to the right."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]
+    return [
+        "  " + "  ".join([*(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=False)), row[-1]]).rstrip()
+        for row in rows
+    ]
+
+
+def _chosen(plan: Plan) -> tuple[str, ...]:
+    batch, memory = plan.batch, plan.memory
+    return (
+        format_seconds(plan.time.total_seconds),
+        "1.00x",
+        f"{batch.largest_cell} x {batch.accumulation_steps}",
+        format_bytes(memory.total_bytes),
+        format_bytes(memory.headroom_bytes),
+        f"{short_name(plan.strategy)}: chosen",
+    )
+
+
+def _row(plan: Plan, rejected: Rejected) -> tuple[str, ...]:
+    bound = ">" * rejected.is_bound
+    seconds, headroom = rejected.step_seconds, rejected.headroom_bytes
+    fits = seconds is not None and (headroom is None or headroom >= 0)
+    steps = f" x {rejected.accumulation_steps}" if rejected.accumulation_steps else ""
+    peak = f"{bound}{format_bytes(rejected.peak_bytes)}" if rejected.peak_bytes is not None else ""
+    room = format_bytes(headroom) if headroom is not None else ""
+    return (
+        f"{bound}{format_seconds(seconds)}" if fits and seconds is not None else "-",
+        _times(seconds, plan.time.total_seconds) if fits and seconds is not None else "",
+        f"{rejected.micro_batch}{steps}",
+        peak,
+        f"<{room}" if bound and room else room,
+        f"{short_name(rejected.strategy)}: {_verdict(plan.time, rejected)}",
+    )
+
+
+def _times(seconds: float, chosen: float) -> str:
+    return f"{seconds / chosen:.2f}x" if chosen else ""
+
+
+def _verdict(chosen: StepTime, rejected: Rejected) -> str:
+    """The reason in few words, and the part of the step that is longer."""
+    if rejected.reason.startswith("cannot fit"):
+        return "cannot fit"
+    if rejected.time is None or not rejected.reason.startswith(("slower", "cannot be faster")):
+        return rejected.reason
+    parts = {
+        name: getattr(rejected.time, f"{name}_seconds") - getattr(chosen, f"{name}_seconds")
+        for name in ("compute", "recompute", "communication", "offload", "optimizer")
+    }
+    longest = max(parts, key=lambda name: parts[name])
+    return f"{rejected.reason}, {longest} +{format_seconds(parts[longest])}" if parts[longest] > 0 else rejected.reason
+
+
+NOT_REHEARSED = "predicted, not rehearsed"
+
+_LETTERS = {
+    "a": "activation checkpointing full",
+    "s": "activation checkpointing selective",
+    "h": "activation checkpointing offloaded",
+    "t": "tiled loss",
+    "o": "optimizer in host memory",
+    "p": "parameters in host memory",
+    "n": "optimizer on NVMe",
+    "q": "parameters on NVMe",
+}
+
+
+def explanation(plan: Plan) -> list[list[str]]:
+    """What the plan itself knows: what binds, why, and all strategies that were weighed."""
+    return [
+        [arithmetic(plan), f"{plan.strategy}: {format_seconds(plan.time.total_seconds)} a step"],
+        binding(plan),
+        ["why", *(f"  {sentence}" for sentence in plan.why[:-1])],
+        strategy_table(plan),
+    ]
+
+
+def binding(plan: Plan) -> list[str]:
+    """What keeps the micro-batch from being larger; the fullest moment, and the phases that come next."""
+    memory = plan.memory
+    device = "GPU" if plan.cluster.devices[0].kind == "cuda" else "rank"
+    operator = memory.operator.removeprefix("aten.").removesuffix(".default")
+    parts = sorted(((getattr(memory, name), name) for name in memory.CATEGORIES), reverse=True)
+    largest = ", ".join(f"{name} {format_bytes(size)} ({size / memory.total_bytes:.0%})" for size, name in parts[:3])
+    limit = memory.total_bytes + memory.headroom_bytes
+    lines = [
+        "what binds",
+        *(f"  {sentence}" for sentence in plan.why[-1:]),
+        f"  the peak of a {device} is in {memory.phase}{f' ({operator})' if operator else ''}: "
+        f"{format_bytes(memory.total_bytes)} of {format_bytes(limit)} that may be used",
+        f"  most of it: {largest}",
+    ]
+    phases = sorted(memory.phase_peaks.items(), key=lambda phase: -phase[1])
+    others = [(name, size) for name, size in phases if name != memory.phase][:2]
+    if others:
+        below = ", ".join(f"{name} {format_bytes(max(0, memory.live_bytes - size))} lower" for name, size in others)
+        lines.append(f"  next would be {below}")
+    host = min((node.host_memory_bytes for node in plan.cluster.nodes if node.host_memory_bytes), default=None)
+    if plan.strategy.offload_optimizer != "none":
+        there = f" of {format_bytes(host)}" if host is not None else "; what it has is not known, see --host-mem"
+        lines.append(f"  the host of a node holds {format_bytes(memory.host_bytes_per_node)}{there}")
+    return lines
+
+
+def improvements(plan: Plan, cases: Sequence[Case], found: Sequence[Option | None]) -> list[str]:
+    """One line a change: what it would bring, with a sample's tokens taken into account."""
+    before = plan.time.total_seconds / plan.request.seq_len
+    rows = []
+    for case, option in zip(cases, found, strict=True):
+        if option is None:
+            rows.append((case.name, "", "", "", "only a rehearsal could tell"))
+        elif not option.fits or option.batch is None:
+            rows.append((case.name, "-", "", "", f"does not fit, {format_bytes(-(option.headroom_bytes or 0))} short"))
+        else:
+            change = 100 * (option.seconds / case.request.seq_len / before - 1)
+            a_token = " a token" if case.request.seq_len != plan.request.seq_len else ""
+            batch = f"{option.batch.largest_cell} x {option.batch.accumulation_steps}"
+            gain = f"{change:+.0f} %{a_token}" if abs(change) > 100 * (TIE - 1) else "no gain"
+            strategy = "same strategy" if option.strategy == plan.strategy else short_name(option.strategy)
+            rows.append((case.name, format_seconds(option.seconds), gain, batch, strategy))
+    return [f"what would help ({NOT_REHEARSED})", *aligned(rows)] if rows else []
+
+
+def what_if(
+    plan: Plan,
+    axes: Mapping[str, Sequence[int]],
+    cases: Mapping[tuple[int, int, int], Case],
+    found: Mapping[tuple[int, int, int], Option | None],
+) -> list[str]:
+    """A table a sample length, memory by GPUs: seconds a step, tokens/s of a GPU, and the strategy's letters."""
+    kind = "GPU" if plan.cluster.devices[0].kind == "cuda" else "rank"
+    each = " a node" if len(plan.cluster.nodes) > 1 else ""
+    used: set[str] = set()
+    lines = [f"what if: a step of {plan.batch.global_batch} samples ({NOT_REHEARSED})"]
+    for seq_len in axes["seq-len"]:
+        head = ("", *(f"{number} {kind}{'s' * (number > 1)}{each}" for number in axes["gpus"]), "")
+        rows = [head]
+        for memory in axes["mem"]:
+            row = [format_bytes(memory)]
+            for num_gpus in axes["gpus"]:
+                key = (num_gpus, memory, seq_len)
+                row.append(_cell(cases[key], found[key], used) if key in cases else "-")
+            rows.append((*row, ""))
+        lines += ["", f"samples of {seq_len} tokens", *aligned(rows)]
+    legend = [f"{letter} {meaning}" for letter, meaning in _LETTERS.items() if letter in used]
+    lines += ["", "  seconds a step, tokens/s of each device, Z ZeRO stage" + "".join(f"; {each}" for each in legend)]
+    return lines
+
+
+def _cell(case: Case, option: Option | None, used: set[str]) -> str:
+    if option is None:
+        return "?"
+    if not option.fits:
+        return f"- {format_bytes(-(option.headroom_bytes or 0))} short"
+    letters = _letters(option.strategy)
+    used.update(letters)
+    rate = case.request.batch_samples * case.request.seq_len / option.seconds / case.cluster.world_size
+    return f"{format_seconds(option.seconds)} {_rate(rate)} Z{option.strategy.zero_stage}{letters}"
+
+
+def _rate(tokens_per_second: float) -> str:
+    return f"{tokens_per_second / 1000:.1f}k/s" if tokens_per_second >= 1000 else f"{tokens_per_second:.0f}/s"
+
+
+def _letters(strategy: Strategy) -> str:
+    return (
+        {"off": "", "full": "a", "selective": "s", "offloaded": "h"}[strategy.activation_checkpointing]
+        + "t" * (strategy.loss == "tiled")
+        + {"none": "", "cpu": "o", "nvme": "n"}[strategy.offload_optimizer]
+        + {"none": "", "cpu": "p", "nvme": "q"}[strategy.offload_parameters]
+    )

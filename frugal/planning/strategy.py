@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from frugal.planning.request import Request
+from frugal.config.request import Request
 
 Place = Literal["none", "cpu", "nvme"]
 ActivationCheckpointing = Literal["off", "selective", "full", "offloaded"]
@@ -117,7 +117,7 @@ def offload_levels(request: Request, *, on_gpus: bool = True) -> tuple[Offload, 
     """
     if request.offload != "auto":
         return (request.offload,)
-    if request.optimizer == "adafactor":  # only whole parameters, see `frugal.planning.optimizers`
+    if request.optimizer == "adafactor":  # only whole parameters, see `frugal.config.optimizers`
         return ("none",)
     if not on_gpus:
         return ("none",)

@@ -7,14 +7,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from frugal.config.cluster import NCCL_BYTES, Cluster, Device
+from frugal.config.request import Request
 from frugal.errors import FrugalError, RequestError
-from frugal.planning.cards import NCCL_BYTES
-from frugal.planning.choice import Option
-from frugal.planning.cluster import Cluster, Device
 from frugal.planning.plan import Plan
-from frugal.planning.request import Request
-from frugal.planning.search import Search
-from frugal.planning.source import Rehearse
+from frugal.planning.search.candidate import OpenSource, Option
+from frugal.planning.search.search import Search
 from frugal.units import GIB, format_bytes, parse_bytes
 
 AXES = ("gpus", "mem", "seq-len")
@@ -33,7 +31,7 @@ class Case:
     cluster: Cluster
 
 
-def predicted(cases: Sequence[Case], rehearse: Rehearse) -> list[Option | None]:
+def predicted(cases: Sequence[Case], rehearse: OpenSource) -> list[Option | None]:
     """What would be chosen in each case, or what misses by least; None where only a rehearsal could tell, or where the
     request contradicts itself."""
     groups: dict[tuple[Request, tuple[int, ...]], list[int]] = {}

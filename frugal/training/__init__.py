@@ -1,1 +1,1 @@
-"""The real thing: models, data and the engine that runs a plan. torch and DeepSpeed live here."""
+"""The real run: the engine, its loop, and what happens when memory runs out. torch lives here."""

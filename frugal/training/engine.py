@@ -20,32 +20,23 @@ import torch.nn.functional as F
 from deepspeed.runtime.zero.partition_parameters import InsertPostInitMethodToModuleSubClasses
 from torch import Tensor, nn
 
+from frugal.config import local_host
+from frugal.deepspeed_adapter import kernels
+from frugal.deepspeed_adapter.json_config import deepspeed_config
+from frugal.deepspeed_adapter.kernels import DTYPES, check_precision
+from frugal.distributed import process_group, signals
 from frugal.errors import PlanMismatchError, RequestError
-from frugal.planning.ds_config import deepspeed_config
 from frugal.planning.plan import Plan
-from frugal.training import (
-    activation_checkpointing,
-    checkpoint,
-    generators,
-    group,
-    host,
-    nvme,
-    optimizers,
-    padding_masks,
-    saving,
-    stopping,
-    tiled_loss,
-)
-from frugal.training.caution import Caution
-from frugal.training.cells import Limits, Share, share
-from frugal.training.checkpoint import Progress
+from frugal.training import rng
+from frugal.training.checkpoint import loading, saving
+from frugal.training.checkpoint.loading import Progress
+from frugal.training.data.micro_batches import MicroBatchLimits, Share, pin, share
 from frugal.training.evaluate import Evaluation, evaluate
-from frugal.training.loss import Batch, Objective, Sample
-from frugal.training.precision import DTYPES, check_precision
-from frugal.training.prefetch import pinned
-from frugal.training.recovery import Guard, abandon
-from frugal.training.shortage import Shortage
-from frugal.training.update import Update
+from frugal.training.models import activation_checkpointing, tiled_loss, transformers_internals
+from frugal.training.objectives import Batch, Objective, Sample
+from frugal.training.oom_limits import AdaptiveLimits, OutOfMemory
+from frugal.training.oom_retry import Guard, abandon
+from frugal.training.optimizer_step import Update
 
 logger = logging.getLogger("frugal")
 
@@ -70,7 +61,7 @@ class Prepared:
     """A global batch, and what this rank takes of it under `limits`: its micro-batches, and the targets in them."""
 
     samples: Sequence[Sample]
-    limits: Limits
+    limits: MicroBatchLimits
     batches: list[Batch]
     targets: int
 
@@ -87,7 +78,7 @@ class Engine:
         self.votes = votes  # a gloo group: small sums between hosts, without touching the device
         self.guard = Guard(votes)
         self.update = Update(deepspeed_engine, self.guard)
-        self.caution = Caution(plan, deepspeed_engine.module)
+        self.caution = AdaptiveLimits(plan, deepspeed_engine.module)
         self.wants_to_stop = False  # for a reason of this rank's own
         self.is_to_stop = False  # whether any rank wants or was told to; equal on all ranks, after each step
         self.rank = dist.get_rank()
@@ -100,12 +91,12 @@ class Engine:
         return self.deepspeed.module
 
     @property
-    def limits(self) -> Limits:
+    def limits(self) -> MicroBatchLimits:
         """What a micro-batch may take: the plan's word, lowered where memory ran out all the same."""
         return self.caution.limits
 
     @limits.setter
-    def limits(self, limits: Limits) -> None:
+    def limits(self, limits: MicroBatchLimits) -> None:
         self.caution.limits = limits
 
     def micro_batches(self, samples: Sequence[Sample]) -> list[Batch]:
@@ -116,16 +107,17 @@ class Engine:
         """All that `train_step` does on the host alone; another thread may do it while a step runs."""
         limits = self.limits
         cells = ([samples[place] for place in cell] for cell in self._share(samples, limits).places)
-        batches = [pinned(self.objective.collate(cell or [self.objective.dummy()]), self.device) for cell in cells]
+        batches = [pin(self.objective.collate(cell or [self.objective.dummy()]), self.device) for cell in cells]
         return Prepared(samples, limits, batches, sum(map(self.objective.count, batches)))
 
     def train_step(self, batch: Sequence[Sample] | Prepared) -> StepResult:
         """One optimizer step on the samples of a global batch, given whole and equal on every rank, or prepared.
 
-        Only this rank's cells are read, so they may be loaded on access. Where `batch.lengths` has the tokens of
-        each, samples of like length share a micro-batch; see `frugal.training.cells`. If memory runs out on any rank,
-        all run the same samples again in smaller cells, and keep these for a while; see `frugal.training.caution`.
-        Where loss or gradient are not finite, nothing is updated, and the result says so. Collective.
+        Only this rank's cells are read, so they may be loaded on access. Where `batch.lengths` has the tokens of each,
+        samples of like length share a micro-batch; see `frugal.training.data.micro_batches`. If memory runs out on any
+        rank, all run the same samples again in smaller cells, and keep these for a while; see
+        `frugal.training.oom_limits`. Where loss or gradient are not finite, nothing is updated, and the result says so.
+        Collective.
 
         Raises:
             RequestError: no sample, or no target in any of them.
@@ -145,12 +137,12 @@ class Engine:
                 because=f"every label of its {len(samples)} samples is ignored",
             )
         learning_rate = self.deepspeed.get_lr()[0]
-        before = generators.state(self.device)
+        before = rng.state(self.device)
         attempts = 0
-        while isinstance(done := self._try(batches, int(targets)), Shortage):
+        while isinstance(done := self._try(batches, int(targets)), OutOfMemory):
             attempts += 1
             abandon(self.deepspeed)
-            generators.restore(before, self.device)
+            rng.restore(before, self.device)
             self._say(self._make_room(done, samples, attempts))
             batches = self.micro_batches(samples)
         loss_sum, is_finite = done
@@ -165,24 +157,24 @@ class Engine:
             is_finite=is_finite,
         )
 
-    def _try(self, batches: Sequence[Batch], targets: int) -> tuple[float, bool] | Shortage:
+    def _try(self, batches: Sequence[Batch], targets: int) -> tuple[float, bool] | OutOfMemory:
         """A whole step: the loss summed over the ranks, and whether all numbers are finite. Collective."""
         self.update.is_begun = False
         local_loss = self.guard.attempt(partial(self.accumulate, batches, targets))
-        if isinstance(local_loss, Shortage):
+        if isinstance(local_loss, OutOfMemory):
             return local_loss
-        loss_sum, num_told = self._sum(local_loss.item(), self.wants_to_stop or stopping.is_told())
+        loss_sum, num_told = self._sum(local_loss.item(), self.wants_to_stop or signals.is_told())
         self.is_to_stop = num_told > 0
         if not math.isfinite(loss_sum):
             abandon(self.deepspeed)
             return loss_sum, self.update.leave_out()
         is_finite = self.guard.attempt(self.update.update)
-        if isinstance(is_finite, Shortage):
+        if isinstance(is_finite, OutOfMemory):
             return is_finite
         self.update.is_begun = False
         return loss_sum, is_finite
 
-    def _make_room(self, shortage: Shortage, samples: Sequence[Sample], attempts: int) -> str:
+    def _make_room(self, shortage: OutOfMemory, samples: Sequence[Sample], attempts: int) -> str:
         """After a global batch ran out of memory for the `attempts`-th time: change what may help, and say what."""
         if shortage.is_in_update:
             return self.caution.retry_update(shortage, attempts, is_begun=self.update.is_begun)
@@ -208,7 +200,7 @@ class Engine:
             self.deepspeed.backward(loss * (self.world_size / targets), scale_wrt_gas=False)
         return total
 
-    def _share(self, samples: Sequence[Sample], limits: Limits) -> Share:
+    def _share(self, samples: Sequence[Sample], limits: MicroBatchLimits) -> Share:
         """This rank's cells of a global batch."""
         return share(samples, limits, self.rank, self.plan.batch)
 
@@ -223,12 +215,12 @@ class Engine:
         return evaluate(self, samples)
 
     def save(self, folder: str | Path, progress: Progress | None = None, *, keep: int = 2) -> Path:
-        """Write a checkpoint into `folder`, whole or not at all; see `frugal.training.saving.Saver`."""
+        """Write a checkpoint into `folder`, whole or not at all; see `frugal.training.checkpoint.saving.Saver`."""
         return saving.save(self, Path(folder), progress or Progress(step=self.deepspeed.global_steps), keep=keep)
 
     def load(self, folder: str | Path) -> Progress:
-        """Continue from the newest good checkpoint in `folder`; see `frugal.training.checkpoint.load`."""
-        return checkpoint.load(self, Path(folder)).progress
+        """Continue from the newest good checkpoint in `folder`; see `frugal.training.checkpoint.loading.load`."""
+        return loading.load(self, Path(folder)).progress
 
     def destroy(self) -> None:
         """Free the engine's hooks and buffers, so that another can follow in this process."""
@@ -236,8 +228,8 @@ class Engine:
         self.guard.ballot.close()
         if self.plan.strategy.zero_stage == 3:  # DeepSpeed leaves its own, which keeps inputs of frozen layers too
             F.linear = InsertPostInitMethodToModuleSubClasses.linear_bk
-        if nvme.is_used(self.plan):
-            nvme.remove_folder(self.plan)
+        if kernels.uses_nvme(self.plan):
+            kernels.remove_nvme_folder(self.plan)
 
 
 def initialize(
@@ -256,7 +248,7 @@ def initialize(
         PlanMismatchError: the plan is for another number of ranks, or ranks hold different plans.
         RequestError: the device cannot do the precision, or its optimizer's library, a compiler or the disk is missing.
     """
-    group.form()
+    process_group.form()
     if dist.get_world_size() != plan.batch.world_size:
         raise PlanMismatchError(
             f"the plan is for {plan.batch.world_size} ranks, this run has {dist.get_world_size()}",
@@ -273,7 +265,7 @@ def initialize(
             hint="give every node the same plan.json",
         )
     check_precision(plan.request.precision)
-    padding_masks.always_use()
+    transformers_internals.always_use()
     activation_checkpointing.apply(model, plan.strategy.activation_checkpointing)
     if plan.strategy.loss == "tiled":
         tiled_loss.apply(model)
@@ -284,12 +276,12 @@ def initialize(
             return torch.optim.lr_scheduler.LambdaLR(optimizer, learning_rate_schedule)
 
     if plan.strategy.offload_optimizer != "none":
-        host.give_back_large_blocks()
-    if nvme.is_used(plan):
-        plan = nvme.with_own_folder(plan, votes)
+        local_host.give_back_large_blocks()
+    if kernels.uses_nvme(plan):
+        plan = kernels.with_own_nvme_folder(plan, votes)
     config = deepspeed_config(plan)
-    optimizers.leave_muon_uncompiled()
-    optimizer = optimizers.ready_made(plan)
+    kernels.leave_muon_uncompiled()
+    optimizer = kernels.ready_made(plan)
     if plan.strategy.zero_stage == 3:
         _partition(model, config, DTYPES[plan.request.precision])
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]

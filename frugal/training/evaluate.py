@@ -12,12 +12,11 @@ import torch
 import torch.distributed as dist
 
 from frugal.errors import RequestError
-from frugal.training import generators
-from frugal.training.cells import share
-from frugal.training.loss import Batch, Sample
-from frugal.training.prefetch import ahead, pinned
-from frugal.training.recovery import abandon
-from frugal.training.shortage import Shortage
+from frugal.training import rng
+from frugal.training.data.micro_batches import pin, prefetch, share
+from frugal.training.objectives import Batch, Sample
+from frugal.training.oom_limits import OutOfMemory
+from frugal.training.oom_retry import abandon
 
 if TYPE_CHECKING:
     from frugal.training.engine import Engine
@@ -55,14 +54,14 @@ def evaluate(engine: "Engine", samples: Sequence[Sample]) -> Evaluation:
         raise RequestError(
             "there is no sample to evaluate on", hint="give validation data, or a larger part of the data"
         )
-    before = generators.state(engine.device)
+    before = rng.state(engine.device)
     while True:
         cut = share(samples, engine.caution.evaluation, engine.rank)
         found = engine.guard.attempt(partial(_evaluated, engine, samples, cut.places))
-        if not isinstance(found, Shortage):
+        if not isinstance(found, OutOfMemory):
             break
         abandon(engine.deepspeed)
-        generators.restore(before, engine.device)
+        rng.restore(before, engine.device)
         message = engine.caution.lower_evaluation(found, cut.largest)
         if engine.rank == 0:
             logger.warning(message)
@@ -83,7 +82,7 @@ def _evaluated(engine: "Engine", samples: Sequence[Sample], cells: Sequence[Sequ
     targets = 0
     was_training = engine.module.training
     engine.module.eval()
-    collated = ahead(_collated(engine, samples, cells), engine.device)
+    collated = prefetch(_collated(engine, samples, cells), engine.device)
     try:
         with torch.no_grad(), closing(collated):
             for batch in collated:
@@ -98,4 +97,4 @@ def _evaluated(engine: "Engine", samples: Sequence[Sample], cells: Sequence[Sequ
 def _collated(engine: "Engine", samples: Sequence[Sample], cells: Sequence[Sequence[int]]) -> Iterator[Batch]:
     for places in cells:
         cell = [samples[place] for place in places]
-        yield pinned(engine.objective.collate(cell or [engine.objective.dummy()]), engine.device)
+        yield pin(engine.objective.collate(cell or [engine.objective.dummy()]), engine.device)

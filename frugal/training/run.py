@@ -18,22 +18,24 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from frugal.config import run as settings
+from frugal.config import sample_lengths
+from frugal.config.run import Settings
+from frugal.distributed import first_failure, process_group, signals
 from frugal.errors import PlanMismatchError, RequestError
-from frugal.planning import lengths
 from frugal.planning.plan import Plan
-from frugal.training import continuation, failure, group, run_folder, settings, stopping
-from frugal.training.settings import Settings
+from frugal.training.checkpoint import loading, run_folder
 from frugal.units import format_count
 
 if TYPE_CHECKING:
     import torch
 
-    from frugal.training.checkpoint import Progress
+    from frugal.distributed.peer_watch import PeerWatch
+    from frugal.training.checkpoint.loading import Progress
+    from frugal.training.data.corpus import Samples
+    from frugal.training.data.sources import Provenance
     from frugal.training.engine import Engine
-    from frugal.training.lifeline import Lifeline
-    from frugal.training.log import Log
-    from frugal.training.provenance import Provenance
-    from frugal.training.samples import Samples
+    from frugal.training.metrics import Log
 
 
 def run(plan: Plan, asked: Settings) -> None:
@@ -42,7 +44,7 @@ def run(plan: Plan, asked: Settings) -> None:
     Raises:
         FrugalError: the plan, the data, the folder or the memory does not allow it.
     """
-    device = group.join(plan, asked.out)
+    device = process_group.join(plan, asked.out)
     import torch.distributed as dist
 
     alone = dist.get_world_size() == 1
@@ -50,7 +52,7 @@ def run(plan: Plan, asked: Settings) -> None:
     try:
         _train(plan, asked, device)
         dist.barrier()
-        failure.done()
+        first_failure.done()
         if lifeline is not None:
             lifeline.close()
     except BaseException:
@@ -60,28 +62,30 @@ def run(plan: Plan, asked: Settings) -> None:
     dist.destroy_process_group()
 
 
-def _hold_on() -> "Lifeline":
-    from frugal.training import meeting
-    from frugal.training.lifeline import Lifeline
+def _hold_on() -> "PeerWatch":
+    from frugal.distributed import rendezvous
+    from frugal.distributed.peer_watch import PeerWatch
 
-    store = meeting.store()
+    store = rendezvous.store()
     assert store is not None
-    return Lifeline(store, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), failure.end)
+    return PeerWatch(store, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), first_failure.end)
 
 
 def _train(plan: Plan, asked: Settings, device: "torch.device") -> None:
-    from frugal.training import generators, loop, measure, room, samples
-    from frugal.training.batches import GlobalBatches
+    from frugal.config.learning_rate import schedule_factor
+    from frugal.deepspeed_adapter.kernels import DTYPES
+    from frugal.training import loop, rng
+    from frugal.training.checkpoint.saving import save_model
+    from frugal.training.data import corpus
+    from frugal.training.data.global_batches import GlobalBatches
     from frugal.training.engine import initialize
-    from frugal.training.final_model import save_model
-    from frugal.training.log import Log
-    from frugal.training.precision import DTYPES
-    from frugal.training.schedule import factor
+    from frugal.training.measure import memory_gauge
+    from frugal.training.metrics import Log
 
     rank = int(os.environ["RANK"])
     asked = run_folder.begin(asked)
-    room.check(plan, asked)
-    data = samples.read(plan, asked)
+    run_folder.check_space(plan, asked)
+    data = corpus.read_samples(plan, asked)
     if plan.batch.global_tokens is None:
         batches = GlobalBatches(data.training, global_batch=plan.batch.global_batch, seed=asked.seed)
     else:
@@ -89,16 +93,16 @@ def _train(plan: Plan, asked: Settings, device: "torch.device") -> None:
     total_steps = loop.steps_of(batches, asked)
 
     def learning_rate(step: int) -> float:
-        return factor(step, schedule=asked.schedule, warmup_steps=asked.warmup_steps, total_steps=total_steps)
+        return schedule_factor(step, schedule=asked.schedule, warmup_steps=asked.warmup_steps, total_steps=total_steps)
 
     # The loop takes the gauge off after two steps; the folder stays ours to the end.
     with run_folder.nobody_else_in(asked) if rank == 0 else nullcontext(), ExitStack() as measuring:
-        gauge = measuring.enter_context(measure.gauge(device))
+        gauge = measuring.enter_context(memory_gauge.gauge(device))
         model = data.spec.build(dtype=DTYPES[plan.request.precision], device="cpu", seed=asked.seed)
         _refuse_other_model(plan, model)
         objective = data.spec.objective(data.tokenizer, seed=asked.seed, pack=bool(plan.request.pack))
         engine = initialize(model, plan, objective, learning_rate_schedule=learning_rate)
-        generators.seed_all(asked.seed * 1_000_003 + rank)
+        rng.seed_all(asked.seed * 1_000_003 + rank)
         start, changes = _start(engine, asked, data.provenance)
         if rank == 0:
             run_folder.record(plan, asked)
@@ -106,7 +110,7 @@ def _train(plan: Plan, asked: Settings, device: "torch.device") -> None:
         with Log(asked.out, rank=rank, planned_bytes=planned, total_steps=total_steps, first_step=start.step) as log:
             log.say(_describe(plan, asked, data, total_steps, start.step))
             if changes:
-                log.say(continuation.describe(changes, start.step, asked.out))
+                log.say(loading.describe_changes(changes, start.step, asked.out))
             for remark in _not_as_planned(plan, data):
                 log.say(remark)
             watch = None if asked.resume else loop.Watch(gauge, measuring)
@@ -127,15 +131,15 @@ def _not_as_planned(plan: Plan, data: "Samples") -> Iterator[str]:
         if planned_with != version(name):
             yield f"the plan was made with {name} {planned_with}, this is {version(name)}: memory may differ"
     planned, found = plan.request.lengths, data.training.lengths
-    note = None if planned is None else lengths.unlike(planned, len(found), int(found.sum()))
+    note = None if planned is None else sample_lengths.unlike(planned, len(found), int(found.sum()))
     if note is not None:
         yield note
 
 
 def _evaluate_at_the_end(engine: "Engine", data: "Samples", total_steps: int, log: "Log") -> None:
     """What it makes of data kept for the end, and of as many samples that it knows as it was validated with."""
+    from frugal.training.data.corpus import Drawn
     from frugal.training.evaluate import evaluate
-    from frugal.training.samples import Drawn
 
     if len(data.test) > 0:
         known = Drawn.from_all(data.training, len(data.validation) or len(data.test))
@@ -157,12 +161,12 @@ def _refuse_other_model(plan: Plan, model: "torch.nn.Module") -> None:
 
 def _start(engine: "Engine", asked: Settings, data: "Provenance") -> "tuple[Progress, tuple[str, ...]]":
     """Where to begin, and what is not as it was when the run stopped."""
-    from frugal.training import checkpoint
+    from frugal.training.checkpoint import loading
 
     if not asked.resume:
-        return checkpoint.Progress(step=0, seed=asked.seed, data=data), ()
-    loaded = checkpoint.load(engine, asked.checkpoints)
-    start, data_changes = continuation.on_data(loaded.progress, data, asked)
+        return loading.Progress(step=0, seed=asked.seed, data=data), ()
+    loaded = loading.load(engine, asked.checkpoints)
+    start, data_changes = loading.on_data(loaded.progress, data, asked)
     return start, loaded.changes + data_changes
 
 
@@ -200,19 +204,19 @@ def command(plan_path: Path, _local_rank: int | None, **flags: Any) -> None:
 
 def main() -> None:
     """The rank's whole life."""
-    group.end_with_starter()
+    process_group.end_with_starter()
     # Not as an exception, which is lost where it meets a finalizer.
-    signal.signal(signal.SIGINT, lambda _number, _frame: failure.end(KeyboardInterrupt()))
-    with stopping.listening():
+    signal.signal(signal.SIGINT, lambda _number, _frame: first_failure.end(KeyboardInterrupt()))
+    with signals.listening():
         try:
             with command.make_context("frugal.training.run", list(sys.argv[1:])) as context:
                 command.invoke(context)
         except click.exceptions.Exit:
             return
         except click.ClickException as error:
-            failure.end(RequestError(error.format_message()))
+            first_failure.end(RequestError(error.format_message()))
         except BaseException as error:  # whatever it is, the other ranks must not wait for this one
-            failure.end(error)
+            first_failure.end(error)
 
 
 if __name__ == "__main__":

@@ -3,14 +3,14 @@
 import torch
 
 from bench.cpu_rank import rehearsed_as_process
-from frugal.dryrun.rehearsal import Rehearsal
-from frugal.dryrun.rehearse import rehearse
+from frugal.dryrun.messages import DryRun
+from frugal.dryrun.run import dry_run
 from frugal.training.objectives import CausalLM
 from tests.plans import plan_by_hand
 from tests.training.models import tiny_gpt2
 
 
-def rehearsed(zero_stage: int, offload: str) -> Rehearsal:
+def rehearsed(zero_stage: int, offload: str) -> DryRun:
     plan = plan_by_hand(
         world_size=1, global_batch=1, micro_batch=1, zero_stage=zero_stage, request={"precision": "bf16"},
         strategy={"offload_optimizer": "cpu", "offload_parameters": offload, "reduce_bucket_elements": 300_000},
@@ -20,7 +20,7 @@ def rehearsed(zero_stage: int, offload: str) -> Rehearsal:
         with torch.device("meta"):
             return tiny_gpt2(n_embd=128, n_layer=2, vocab_size=2048).to(torch.bfloat16)
 
-    return rehearse(
+    return dry_run(
         build, CausalLM(), plan.request, plan.strategy,
         micro_batch=1, accumulation_steps=1, world_size=1, rank=0, kind="cpu",
     )  # fmt: skip

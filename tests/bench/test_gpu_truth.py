@@ -14,8 +14,8 @@ from bench.gpu_predictions import Prediction
 from bench.gpu_report import summary
 from bench.gpu_truth import Bench
 from bench.gpu_worker import Answer, Attention, Constants, Run
+from frugal.dryrun.compare import Measurement, is_true
 from frugal.dryrun.figures import Figures
-from frugal.dryrun.measurement import Measurement, is_true
 from frugal.units import GIB, MIB
 
 ROOT = Path(__file__).parents[2]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from bench.language_model import EVENTS, RESULTS, ROOT, summary, table, trained
-from frugal.training import factories
+from frugal.training.models import factories
 
 LM = ROOT / "launch" / "lm"
 README = ROOT / "README.md"

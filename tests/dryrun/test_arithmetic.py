@@ -4,11 +4,10 @@ import pytest
 import torch
 from torch import nn
 
-from frugal.dryrun.rehearse import rehearse
-from frugal.planning.optimizers import state_bytes_per_element
-from frugal.planning.timeline import CATEGORIES, LOGITS, Timeline
-from frugal.training.loss import SummedLoss
-from frugal.training.objectives import CausalLM
+from frugal.config.optimizers import state_bytes_per_element
+from frugal.dryrun.run import dry_run
+from frugal.planning.memory.timeline import CATEGORIES, LOGITS, Timeline
+from frugal.training.objectives import CausalLM, SummedLoss
 from tests.plans import plan_by_hand
 from tests.training.models import tiny_gpt2
 
@@ -34,7 +33,7 @@ def test_logits_of_40000_words_250_tokens_32_samples_and_their_gradient() -> Non
         with torch.device("meta"):
             return tiny_gpt2(n_layer=1, vocab_size=40_000, n_positions=250)
 
-    found = rehearse(
+    found = dry_run(
         build, CausalLM(), plan.request, plan.strategy,
         micro_batch=32, accumulation_steps=1, world_size=1, rank=0, kind="cuda",
     )  # fmt: skip
@@ -90,7 +89,7 @@ def test_zeros_figure_1(zero_stage: int, gigabytes: float) -> None:
     def summed(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         return model(batch["x"].bfloat16()).float().sum()
 
-    found = rehearse(
+    found = dry_run(
         build, SummedLoss(summed, example={"x": torch.zeros(WIDTH)}), plan.request, plan.strategy,
         micro_batch=1, accumulation_steps=2, world_size=RANKS, rank=0, kind="cuda",
     )  # fmt: skip

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from frugal.dryrun.cache import Cache
-from frugal.planning.memory import MemoryBreakdown
+from frugal.planning.memory.breakdown import MemoryBreakdown
 
 GOOD = MemoryBreakdown(
     parameters=1, gradients=2, optimizer=3, activations=4, logits=0, communication=0, temporary=0, slack=0, context=0,

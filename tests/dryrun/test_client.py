@@ -10,13 +10,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from frugal.config.cluster import Cluster, Device, Node
+from frugal.config.request import Request
 from frugal.dryrun import client
-from frugal.dryrun.client import Rehearsals
+from frugal.dryrun.client import DryRunSource
 from frugal.dryrun.pool import WorkerError
 from frugal.errors import RequestError
-from frugal.planning.cluster import Cluster, Device, Node
-from frugal.planning.profile import MemoryProfile
-from frugal.planning.request import Request
+from frugal.planning.memory.profile import MemoryProfile
 from frugal.planning.strategy import Strategy
 from frugal.units import GIB, MIB
 
@@ -76,17 +76,17 @@ def request_(folder: Path) -> Request:
 
 
 @pytest.fixture(scope="module")
-def rehearsals(request_: Request, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rehearsals]:
-    with Rehearsals(request_, cluster(), cache=tmp_path_factory.mktemp("cache")) as made:
+def rehearsals(request_: Request, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DryRunSource]:
+    with DryRunSource(request_, cluster(), cache=tmp_path_factory.mktemp("cache")) as made:
         yield made
 
 
 @pytest.fixture(scope="module")
-def profile(rehearsals: Rehearsals) -> MemoryProfile:
+def profile(rehearsals: DryRunSource) -> MemoryProfile:
     return rehearsals.profile(STRATEGY, True)
 
 
-def entries(rehearsals: Rehearsals) -> list[Path]:
+def entries(rehearsals: DryRunSource) -> list[Path]:
     assert rehearsals._cache.folder is not None
     return sorted(rehearsals._cache.folder.glob("*.json"))
 
@@ -96,7 +96,7 @@ SCALARS = 1e-4  # arithmetic leaves out norms and counters of a few bytes
 
 @pytest.mark.parametrize("micro_batch", [1, 7])
 def test_a_profile_by_arithmetic_is_a_direct_rehearsal(
-    rehearsals: Rehearsals, profile: MemoryProfile, micro_batch: int
+    rehearsals: DryRunSource, profile: MemoryProfile, micro_batch: int
 ) -> None:
     direct = rehearsals.rehearse(STRATEGY, micro_batch, accumulation_steps=8)
     fitted = profile.memory(micro_batch, device())
@@ -106,8 +106,8 @@ def test_a_profile_by_arithmetic_is_a_direct_rehearsal(
     assert fitted.host_bytes_per_node == pytest.approx(direct.host_bytes_per_node, rel=SCALARS)
 
 
-def test_what_is_distrusted_is_profiled_by_rehearsals_to_the_byte(rehearsals: Rehearsals, request_: Request) -> None:
-    made = Rehearsals(request_, rehearsals.cluster, rehearsals._cache.folder, pool=rehearsals._pool)  # type: ignore[arg-type]  # it has one
+def test_what_is_distrusted_is_profiled_by_rehearsals_to_the_byte(rehearsals: DryRunSource, request_: Request) -> None:
+    made = DryRunSource(request_, rehearsals.cluster, rehearsals._cache.folder, pool=rehearsals._pool)  # type: ignore[arg-type]  # it has one
     assert made.draft(STRATEGY, True) is not None
     assert made.distrust(STRATEGY)
     direct = made.rehearse(STRATEGY, 4, accumulation_steps=8)
@@ -134,13 +134,13 @@ def test_a_draft_leaves_out_what_the_allocator_wastes(profile: MemoryProfile) ->
     ],
     ids=str,
 )
-def test_so_it_is_under_other_strategies(rehearsals: Rehearsals, strategy: Strategy) -> None:
+def test_so_it_is_under_other_strategies(rehearsals: DryRunSource, strategy: Strategy) -> None:
     direct = rehearsals.rehearse(strategy, 5, accumulation_steps=1)
     profile = rehearsals.profile(strategy, False)
     assert profile.memory(5, device()).live_bytes == pytest.approx(direct.live_bytes, rel=SCALARS)
 
 
-def test_offloaded_optimizer_states_are_on_the_host(rehearsals: Rehearsals, profile: MemoryProfile) -> None:
+def test_offloaded_optimizer_states_are_on_the_host(rehearsals: DryRunSource, profile: MemoryProfile) -> None:
     offloaded = rehearsals.profile(replace(STRATEGY, offload_optimizer="cpu"), False)
     there, here = offloaded.memory(2, device()), profile.memory(2, device())
     assert there.optimizer < 1000 < here.optimizer
@@ -165,7 +165,7 @@ def test_flops_are_six_for_each_weight_and_token_and_attention(profile: MemoryPr
 
 
 @pytest.mark.parametrize("zero_stage", [2, 3])
-def test_recomputation_is_counted_apart(rehearsals: Rehearsals, profile: MemoryProfile, zero_stage: int) -> None:
+def test_recomputation_is_counted_apart(rehearsals: DryRunSource, profile: MemoryProfile, zero_stage: int) -> None:
     strategy = Strategy(zero_stage=zero_stage, activation_checkpointing="full", reduce_bucket_elements=100_000)
     recomputing = rehearsals.profile(strategy, False)
     assert recomputing.work.flops_per_sample == profile.work.flops_per_sample
@@ -182,25 +182,25 @@ def test_the_largest_micro_batch_fits_and_the_next_does_not(profile: MemoryProfi
     assert profile.largest_micro_batch(device(memory_bytes=61 * MIB), 100) == 0
 
 
-def test_a_cpu_has_no_allocator_slack(rehearsals: Rehearsals, request_: Request) -> None:
-    made = Rehearsals(request_, cluster(2, 2, kind="cpu"), cache=False, pool=rehearsals._pool)
+def test_a_cpu_has_no_allocator_slack(rehearsals: DryRunSource, request_: Request) -> None:
+    made = DryRunSource(request_, cluster(2, 2, kind="cpu"), cache=False, pool=rehearsals._pool)
     memory = made.profile(STRATEGY, False).memory(3, device("cpu"))
     assert memory.slack == memory.host_bytes_per_node == 0
     assert memory.total_bytes == memory.live_bytes
 
 
-def test_a_cached_profile_needs_no_worker_and_no_torch(rehearsals: Rehearsals, profile: MemoryProfile) -> None:
+def test_a_cached_profile_needs_no_worker_and_no_torch(rehearsals: DryRunSource, profile: MemoryProfile) -> None:
     program = f"""
 import sys, msgspec
 from pathlib import Path
-from frugal.dryrun.client import Rehearsals
-from frugal.planning.request import Request
-from frugal.planning.cluster import Cluster
+from frugal.dryrun.client import DryRunSource
+from frugal.config.request import Request
+from frugal.config.cluster import Cluster
 from frugal.planning.strategy import Strategy
 import frugal.dryrun.pool
 frugal.dryrun.pool.Pool.ask = None
 decode = msgspec.json.decode
-made = Rehearsals(decode({msgspec.json.encode(rehearsals.request)!r}, type=Request),
+made = DryRunSource(decode({msgspec.json.encode(rehearsals.request)!r}, type=Request),
     decode({msgspec.json.encode(rehearsals.cluster)!r}, type=Cluster), cache=Path({str(rehearsals._cache.folder)!r}))
 profile = made.profile(decode({msgspec.json.encode(STRATEGY)!r}, type=Strategy), True)
 assert profile.memory(3, made.cluster.devices[0]).fits
@@ -212,10 +212,12 @@ print(profile.ranks[0].timeline.peak_bytes(3))
     assert int(done.stdout) == profile.ranks[0].timeline.peak_bytes(3)
 
 
-def test_a_damaged_cache_entry_is_made_again(rehearsals: Rehearsals, profile: MemoryProfile, request_: Request) -> None:
+def test_a_damaged_cache_entry_is_made_again(
+    rehearsals: DryRunSource, profile: MemoryProfile, request_: Request
+) -> None:
     for path in entries(rehearsals):
         path.write_bytes(path.read_bytes()[:100])
-    again = Rehearsals(request_, cluster(), rehearsals._cache.folder, pool=rehearsals._pool)  # type: ignore[arg-type]  # a folder
+    again = DryRunSource(request_, cluster(), rehearsals._cache.folder, pool=rehearsals._pool)  # type: ignore[arg-type]  # a folder
     assert again.profile(STRATEGY, True) == profile
     assert len([path for path in entries(again) if path.stat().st_size > 100]) == 2  # the trace and the model's facts
 
@@ -229,13 +231,13 @@ def test_the_model_file_is_part_of_the_key(tmp_path: Path, request_: Request) ->
     assert len(keys) == 2
 
 
-def test_a_mistake_in_the_request_comes_back_as_it_was_raised(rehearsals: Rehearsals, folder: Path) -> None:
+def test_a_mistake_in_the_request_comes_back_as_it_was_raised(rehearsals: DryRunSource, folder: Path) -> None:
     for model, words in (
         ("gpt3", "gpt3"),
         (f"{folder}/factories.py:broken", "no such layer"),
         (f"{folder}/factories.py:picky", "unexpected keyword argument 'input_ids'"),
     ):
-        made = Rehearsals(Request(model=model, seq_len=64), cluster(), cache=False, pool=rehearsals._pool)
+        made = DryRunSource(Request(model=model, seq_len=64), cluster(), cache=False, pool=rehearsals._pool)
         with pytest.raises(RequestError) as error:
             made.profile(STRATEGY, True)
         assert error.value.exit_code == 2
@@ -250,7 +252,7 @@ def one_worker(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("one_worker")
 def test_a_worker_that_dies_tells_its_last_words_and_is_replaced(folder: Path) -> None:
-    with Rehearsals(Request(model=f"{folder}/factories.py:dies", seq_len=64), cluster(), cache=False) as made:
+    with DryRunSource(Request(model=f"{folder}/factories.py:dies", seq_len=64), cluster(), cache=False) as made:
         for _ in range(2):
             with pytest.raises(WorkerError, match=r"ended with exit code 9\n(.*\n)*.*last words"):
                 made.profile(STRATEGY, True)
@@ -258,7 +260,7 @@ def test_a_worker_that_dies_tells_its_last_words_and_is_replaced(folder: Path) -
 
 @pytest.mark.usefixtures("one_worker")
 def test_closing_ends_the_processes(request_: Request) -> None:
-    made = Rehearsals(request_, cluster(), cache=False)
+    made = DryRunSource(request_, cluster(), cache=False)
     made.facts()
     pids = [worker._process.pid for worker in made._pool._workers]
     made.close()
@@ -268,9 +270,9 @@ def test_closing_ends_the_processes(request_: Request) -> None:
             os.kill(pid, 0)
 
 
-def test_a_cached_rehearsal_needs_no_worker(rehearsals: Rehearsals, request_: Request) -> None:
+def test_a_cached_rehearsal_needs_no_worker(rehearsals: DryRunSource, request_: Request) -> None:
     made = rehearsals.rehearse(STRATEGY, 5, 4)
-    again = Rehearsals(request_, cluster(), cache=rehearsals._cache.folder)  # type: ignore[arg-type]  # a folder
+    again = DryRunSource(request_, cluster(), cache=rehearsals._cache.folder)  # type: ignore[arg-type]  # a folder
     assert again.rehearse(STRATEGY, 5, 4) == made
     assert again._pool._workers == []
 
@@ -281,6 +283,6 @@ def test_a_model_file_that_plans_when_imported_is_refused_instead_of_rehearsed_f
     file.write_text(
         f"import frugal\n\ndef model():\n    pass\n\nfrugal.plan(model={str(file) + ':model'!r}, gpus=1, mem='1G')\n"
     )
-    made = Rehearsals(Request(model=f"{file}:model", seq_len=64), cluster(), cache=False)
+    made = DryRunSource(Request(model=f"{file}:model", seq_len=64), cluster(), cache=False)
     with made, pytest.raises(RequestError, match="the model's file makes a plan while it is imported"):
         made.facts()

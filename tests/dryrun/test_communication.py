@@ -6,7 +6,7 @@ from typing import Any, Literal
 import pytest
 import torch
 
-from frugal.dryrun.rehearse import rehearse
+from frugal.dryrun.run import dry_run
 from frugal.planning.plan import Plan
 from frugal.training.objectives import CausalLM
 from tests.dryrun.test_truth import SMALL_BUCKETS, TOLERANCE, measured, rehearsed
@@ -73,7 +73,7 @@ def backward_peak(plan: Plan, kind: Literal["cuda", "cpu"]) -> int:
         with torch.device("meta"):
             return tiny_gpt2().to(torch.bfloat16)
 
-    found = rehearse(
+    found = dry_run(
         build, CausalLM(), plan.request, plan.strategy,
         micro_batch=1, accumulation_steps=1, world_size=2, rank=0, kind=kind,
     )  # fmt: skip

@@ -9,13 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from frugal.dryrun import data_dependent
-from frugal.dryrun.rehearsal import Rehearsal
-from frugal.dryrun.rehearse import rehearse
+from frugal.dryrun.messages import DryRun
+from frugal.dryrun.run import dry_run
+from frugal.dryrun.trace import stand_ins
 from frugal.training.engine import DTYPES
-from frugal.training.loss import SummedLoss
-from frugal.training.objectives import CausalLM, SequenceClassification
-from frugal.training.trial import phase_peaks, trial
+from frugal.training.measure.two_steps import phase_peaks, trial
+from frugal.training.objectives import CausalLM, SequenceClassification, SummedLoss
 from tests.dryrun.test_truth import SEQ_LEN, TOLERANCE, plan_for
 from tests.ranks import Ranks
 from tests.training.models import TINY, Block
@@ -70,13 +69,13 @@ def an_expert_chosen_by_data(x: Tensor) -> Tensor:
 
 
 CASES = {
-    chosen_by_a_mask: data_dependent.EVERYTHING,
-    chosen_by_positions: data_dependent.EVERYTHING,
-    selected: data_dependent.EVERYTHING,
-    unique: data_dependent.ALL_DIFFERENT,
+    chosen_by_a_mask: stand_ins.EVERYTHING,
+    chosen_by_positions: stand_ins.EVERYTHING,
+    selected: stand_ins.EVERYTHING,
+    unique: stand_ins.ALL_DIFFERENT,
     under_a_condition: "an `if` depends on data: counted as if its condition were true",
     as_long_as_data_says: "an integer is read from data: counted as if it were 64",
-    counted: data_dependent.AS_MANY_BINS,
+    counted: stand_ins.AS_MANY_BINS,
     an_expert_chosen_by_data: "an integer is read from data: counted as if it were 1",
 }
 
@@ -96,14 +95,14 @@ def measured(case: Callable[[Tensor], Tensor]) -> dict[str, int]:
     return phase_peaks(trial(lambda: Custom(case).to(torch.bfloat16), objective(), plan))
 
 
-def rehearsed(build: Callable[[], nn.Module], objective: Any, precision: str, mode: str = "off") -> Rehearsal:
+def rehearsed(build: Callable[[], nn.Module], objective: Any, precision: str, mode: str = "off") -> DryRun:
     plan = plan_for(1, 4, 1, 2 if precision == "bf16" else 0, precision, mode)
 
     def on_meta() -> nn.Module:
         with torch.device("meta"):
             return build().to(DTYPES[precision])
 
-    return rehearse(
+    return dry_run(
         on_meta, objective, plan.request, plan.strategy,
         micro_batch=4, accumulation_steps=1, world_size=1, rank=0, kind="cpu",
     )  # fmt: skip
@@ -152,7 +151,7 @@ def test_classifiers_that_look_for_their_end_token_are_rehearsed_as_an_upper_bou
     family: str, one_rank: Ranks
 ) -> None:
     found = rehearsed(partial(classifier, family), SequenceClassification(0, end_id=2), "fp32")
-    assert found.notes == (data_dependent.ALL_EQUAL, data_dependent.EVERYTHING)
+    assert found.notes == (stand_ins.ALL_EQUAL, stand_ins.EVERYTHING)
     truth = one_rank.run(measured_classifier, family)[0]
     every_state = 4 * SEQ_LEN * 32 * 4  # samples, tokens, width, fp32: selected instead of one a sample
     for phase, peak in found.phases.items():

@@ -1,20 +1,20 @@
 """The figures of several ranks: each the largest of any of them."""
 
 from frugal.dryrun.figures import figures, fullest
-from frugal.dryrun.rehearsal import Rehearsal
-from frugal.planning import host
-from frugal.planning.timeline import ACTIVATIONS, PARAMETERS, Recording
-from frugal.planning.work import Counts
+from frugal.dryrun.messages import DryRun
+from frugal.planning.cost import Counts
+from frugal.planning.memory import breakdown
+from frugal.planning.memory.timeline import ACTIVATIONS, PARAMETERS, Recording
 from frugal.units import MIB
 
 
-def rehearsal(held: int, step: int, host: int = 0) -> Rehearsal:
+def rehearsal(held: int, step: int, host: int = 0) -> DryRun:
     """`held` bytes live throughout; `step` more for a moment of the second phase."""
     recording = Recording(
         micro_batch=1, sizes=(held, step), categories=(PARAMETERS, ACTIVATIONS), operators=(0, 1), modules=(2, 2),
         names=("make", "use", "layer"), events=(0, 1, 1), phases=(("forward", 0), ("optimizer step", 1)),
     )  # fmt: skip
-    return Rehearsal(recording=recording, host_bytes=host, counts=Counts(num_operators=2))
+    return DryRun(recording=recording, host_bytes=host, counts=Counts(num_operators=2))
 
 
 def test_each_phase_is_that_of_the_rank_fullest_then() -> None:
@@ -33,4 +33,4 @@ def test_on_cuda_blocks_and_segments_count() -> None:
     assert found.phases == {"forward": 1024, "optimizer step": 3 * MIB + 1024}
     assert found.categories["rounding"] == 1024 - 700
     assert found.peak_reserved_bytes == 2 * MIB + 20 * MIB  # a small segment and a large one
-    assert found.host_bytes_per_node == 2 * host.rank_bytes(MIB, "cuda")
+    assert found.host_bytes_per_node == 2 * breakdown.rank_host_bytes(MIB, "cuda")

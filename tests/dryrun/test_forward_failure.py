@@ -7,9 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from frugal.dryrun import tracker
-from frugal.dryrun.forward_failure import failure_in_forward
-from frugal.dryrun.rehearse import rehearse
+from frugal.dryrun.run import dry_run, failure_in_forward
+from frugal.dryrun.trace import recorder
 from frugal.training.objectives import CausalLM
 from tests.dryrun.test_truth import plan_for
 
@@ -51,7 +50,7 @@ def failure(build: Callable[[], nn.Module]) -> Exception:
             return build()
 
     with pytest.raises(Exception) as caught:
-        rehearse(
+        dry_run(
             on_meta, CausalLM(), plan.request, plan.strategy,
             micro_batch=4, accumulation_steps=1, world_size=1, rank=0, kind="cpu",
         )  # fmt: skip
@@ -64,7 +63,7 @@ def line_of(body: Callable[..., Any]) -> int:
 
 INPUTS = (
     "\n\nhint: if it takes or returns something else, give a factory that returns (module, objective), for example "
-    "frugal.training.loss.SummedLoss(loss, example=...)"
+    "frugal.training.objectives.SummedLoss(loss, example=...)"
 )
 VALUES = "\n\nhint: a rehearsal knows shapes, not values: what depends on values has to come in with the batch"
 
@@ -105,7 +104,7 @@ def test_a_failing_forward_is_told_with_its_line(build: Callable[[], nn.Module],
 
 
 def test_a_bug_of_ours_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tracker.data_dependent, "stand_in", None)
+    monkeypatch.setattr(recorder.stand_ins, "stand_in", None)
     error = failure(lambda: Model(lambda x: x[x > 0]))
     assert str(error) == "'NoneType' object is not callable"
     assert failure_in_forward("mine.py:model", error) is None

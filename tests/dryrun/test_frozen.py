@@ -8,11 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from frugal.dryrun.rehearse import rehearse
+from frugal.dryrun.run import dry_run
 from frugal.training.engine import DTYPES, initialize
-from frugal.training.models import resolve
+from frugal.training.measure.two_steps import trial
+from frugal.training.models.resolve import resolve
 from frugal.training.objectives import CausalLM
-from frugal.training.trial import trial
 from tests.dryrun.test_truth import FAMILIES, TOLERANCE, plan_for
 from tests.ranks import Ranks
 from tests.training.models import ragged_samples
@@ -90,7 +90,7 @@ def test_frozen_parameters_are_as_rehearsed(
             return MODELS[name]().to(DTYPES[precision])
 
     for rank, truth in enumerate(ranks.run(measured, name, zero_stage, precision, mode)):
-        found = rehearse(
+        found = dry_run(
             on_meta, CausalLM(), plan.request, plan.strategy,
             micro_batch=4, accumulation_steps=2, world_size=world_size, rank=rank, kind="cpu",
         )  # fmt: skip

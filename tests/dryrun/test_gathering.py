@@ -7,16 +7,16 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from frugal.dryrun.rehearsal import Rehearsal
-from frugal.dryrun.rehearse import rehearse
-from frugal.planning.request import Request
+from frugal.config.request import Request
+from frugal.deepspeed_adapter.kernels import DTYPES
+from frugal.dryrun.messages import DryRun
+from frugal.dryrun.run import dry_run
 from frugal.planning.strategy import Strategy
 from frugal.training.objectives import CausalLM
-from frugal.training.precision import DTYPES
 from tests.training.models import tiny_gpt2
 
 
-def rehearsed(stage: int, world_size: int = 4, rank: int = 1, precision: Any = "bf16", **more: Any) -> Rehearsal:
+def rehearsed(stage: int, world_size: int = 4, rank: int = 1, precision: Any = "bf16", **more: Any) -> DryRun:
     def build() -> Any:
         with torch.device("meta"):
             return tiny_gpt2().to(DTYPES[precision])
@@ -30,7 +30,7 @@ def rehearsed(stage: int, world_size: int = 4, rank: int = 1, precision: Any = "
         persistence_threshold_elements=100,
     )
     request = Request(precision=precision, seq_len=32)
-    return rehearse(
+    return dry_run(
         build, CausalLM(), request, strategy,
         micro_batch=2, accumulation_steps=2, world_size=world_size, rank=rank, kind="cuda", **more,
     )  # fmt: skip
@@ -39,7 +39,7 @@ def rehearsed(stage: int, world_size: int = 4, rank: int = 1, precision: Any = "
 @pytest.mark.parametrize(("world_size", "rank"), [(2, 0), (3, 2), (64, 63)])
 def test_collectives_at_once_make_the_same_storages_as_deepspeeds_loops_over_ranks(world_size: int, rank: int) -> None:
     ours = rehearsed(3, world_size, rank).recording
-    with patch("frugal.dryrun.gathering.at_once", nullcontext):
+    with patch("frugal.deepspeed_adapter.zero3_graph.at_once", nullcontext):
         theirs = rehearsed(3, world_size, rank).recording
     assert sorted(ours.sizes) == sorted(theirs.sizes)
     assert ours.events == theirs.events and ours.phases == theirs.phases

@@ -4,8 +4,8 @@ from typing import Any
 
 import torch
 
-from frugal.dryrun.rehearse import rehearse
-from frugal.planning import host
+from frugal.dryrun.run import dry_run
+from frugal.planning.memory import breakdown
 from frugal.planning.plan import Plan
 from frugal.training.objectives import CausalLM
 from frugal.units import GIB, MIB
@@ -29,7 +29,7 @@ def host_bytes(zero_stage: int, world_size: int = 1, **strategy: Any) -> int:
         with torch.device("meta"):
             return model().to(torch.bfloat16)
 
-    return rehearse(
+    return dry_run(
         build, CausalLM(), plan.request, plan.strategy,
         micro_batch=1, accumulation_steps=1, world_size=world_size, rank=0, kind="cuda",
     ).host_bytes  # fmt: skip
@@ -77,6 +77,6 @@ def test_parameters_on_disk_pass_through_buffers_that_hold_any_of_them() -> None
 
 
 def test_a_nodes_ranks_are_processes_too() -> None:
-    assert host.node_bytes(10 * GIB, "cuda", 8) == 8 * (2 * GIB + int(10 * GIB * 1.03))
-    assert host.node_bytes(10 * GIB, "cpu", 8) == 0
-    assert host.rank_bytes(0, "cpu") == 372 * MIB
+    assert breakdown.node_host_bytes(10 * GIB, "cuda", 8) == 8 * (2 * GIB + int(10 * GIB * 1.03))
+    assert breakdown.node_host_bytes(10 * GIB, "cpu", 8) == 0
+    assert breakdown.rank_host_bytes(0, "cpu") == 372 * MIB

@@ -3,13 +3,13 @@
 import psutil
 import torch
 
-from frugal.dryrun.host_pages import untouched
+from frugal.dryrun.trace.stand_ins import untouched_host_tensor
 
 
 def test_a_tensor_twice_the_size_of_the_machine_is_only_address_space() -> None:
     elements = 2 * psutil.virtual_memory().total // 4
     before = psutil.Process().memory_info().rss
-    made = untouched((elements // 8, 8), None, torch.float32)
+    made = untouched_host_tensor((elements // 8, 8), None, torch.float32)
     assert (made.shape, made.dtype, made.device.type) == ((elements // 8, 8), torch.float32, "cpu")
     assert made.untyped_storage().nbytes() == elements // 8 * 8 * 4
     assert made._base is None, "a view would keep the memory when the tensor is given other"
@@ -17,4 +17,4 @@ def test_a_tensor_twice_the_size_of_the_machine_is_only_address_space() -> None:
 
 
 def test_strides_are_kept() -> None:
-    assert untouched((4, 3), (1, 4), torch.bfloat16).stride() == (1, 4)
+    assert untouched_host_tensor((4, 3), (1, 4), torch.bfloat16).stride() == (1, 4)

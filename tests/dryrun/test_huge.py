@@ -12,11 +12,11 @@ LLAMA_405B = {
 }  # fmt: skip
 DESCRIBE = """
 import sys
-from frugal.dryrun.messages import Describe
+from frugal.dryrun.messages import AskFacts
 from frugal.dryrun.worker import _describe
-from frugal.planning.request import Request
+from frugal.config.request import Request
 
-print(_describe(Describe(Request(model=sys.argv[1], seq_len=8192))).parameters)
+print(_describe(AskFacts(Request(model=sys.argv[1], seq_len=8192))).parameters)
 print(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).split()[1])
 """
 

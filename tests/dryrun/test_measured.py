@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from frugal.dryrun.measurement import Measurement, is_true
+from frugal.dryrun.compare import Measurement, is_true
 from frugal.dryrun.pool import Pool
 from frugal.errors import RequestError
 

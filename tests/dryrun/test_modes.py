@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from frugal.dryrun.rehearsal import Rehearsal
-from frugal.dryrun.rehearse import rehearse
-from frugal.dryrun.tracker import Tracker
+from frugal.deepspeed_adapter.kernels import DTYPES
+from frugal.dryrun.messages import DryRun
+from frugal.dryrun.run import dry_run
+from frugal.dryrun.trace.recorder import Tracker
 from frugal.planning.strategy import Strategy
-from frugal.training import activation_checkpointing
-from frugal.training.measure import gauge
-from frugal.training.precision import DTYPES
+from frugal.training.measure.memory_gauge import gauge
+from frugal.training.models import activation_checkpointing
 from tests.dryrun.test_truth import FAMILIES, SMALL_BUCKETS, TOLERANCE, measured, plan_for, rehearsed, tiny
 from tests.ranks import Ranks
 
@@ -32,7 +32,7 @@ def test_selective_is_as_rehearsed(family: str, zero_stage: int, precision: str,
             assert (phase, live) == (phase, pytest.approx(true_live, rel=TOLERANCE))
 
 
-def on_gpu(mode: Any, build: Callable[[], Any], *, zero_stage: int = 2, kind: Any = "cuda") -> Rehearsal:
+def on_gpu(mode: Any, build: Callable[[], Any], *, zero_stage: int = 2, kind: Any = "cuda") -> DryRun:
     """The rehearsal of one GPU in bf16."""
 
     def on_meta() -> Any:
@@ -41,7 +41,7 @@ def on_gpu(mode: Any, build: Callable[[], Any], *, zero_stage: int = 2, kind: An
 
     plan = plan_for(1, 4, 1, zero_stage, "bf16", mode)
     strategy = Strategy(zero_stage=zero_stage, activation_checkpointing=mode, **SMALL_BUCKETS)
-    return rehearse(
+    return dry_run(
         on_meta, FAMILIES["llama"][1](), plan.request, strategy,
         micro_batch=4, accumulation_steps=1, world_size=1, rank=0, kind=kind,
     )  # fmt: skip

@@ -1,6 +1,6 @@
 """Which ranks are rehearsed: a rank keeps the gradient of every parameter that its part of the row touches."""
 
-from frugal.dryrun.ranks import likely_fullest, touched_elements
+from frugal.dryrun.figures import likely_fullest, touched_elements
 
 
 def test_a_parameter_counts_whole_on_every_rank_that_it_reaches() -> None:

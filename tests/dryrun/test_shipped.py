@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from frugal.config import cluster as cards
+from frugal.config.request import Request
+from frugal.config.schema import understand
 from frugal.dryrun import shipped
-from frugal.dryrun.client import Rehearsals
-from frugal.dryrun.messages import Trace
+from frugal.dryrun.client import DryRunSource
+from frugal.dryrun.messages import AskTrace
 from frugal.dryrun.pool import Pool
-from frugal.planning import cards
-from frugal.planning.request import Request
-from frugal.planning.settings import understand
 from frugal.planning.strategy import ActivationCheckpointing, Strategy
 
 
@@ -46,9 +46,9 @@ def test_a_trace_made_here_is_the_shipped_one(model: str, mode: ActivationCheckp
     assert shipped.make(model, mode, pool) == shipped._shipment(model, mode), "`python -m frugal.dryrun.shipped`"
 
 
-def question(**changes: object) -> Trace:
+def question(**changes: object) -> AskTrace:
     request = Request(**({"model": "gpt2"} | changes))  # type: ignore[arg-type]  # fields of a request
-    return Trace(request=request, activation_checkpointing="off", loss="plain", zero_stage=2, kind="cuda")
+    return AskTrace(request=request, activation_checkpointing="off", loss="plain", zero_stage=2, kind="cuda")
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_for_other_versions_nothing_is_shipped(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_preset_is_drafted_without_a_worker(tmp_path: Path) -> None:
     request, cluster, _ = understand({"gpus": 4, "mem": "12G"})
-    with Rehearsals(request, cluster, tmp_path) as made:
+    with DryRunSource(request, cluster, tmp_path) as made:
         drafted = made.draft(Strategy(zero_stage=2), True)
         assert drafted is not None and drafted.parameters == 124_439_808
         assert made._pool._workers == []
@@ -85,7 +85,7 @@ def test_whole_steps_reach_the_share_of_the_peak_that_is_published(
 ) -> None:
     request, cluster, _ = understand({"model": model, "gpus": 1, "gpu": card})
     traced = shipped.trace(
-        Trace(request=request, activation_checkpointing="selective", loss="plain", zero_stage=2, kind="cuda")
+        AskTrace(request=request, activation_checkpointing="selective", loss="plain", zero_stage=2, kind="cuda")
     )
     assert traced is not None and traced.trace is not None
     work, device = traced.trace.work, cluster.devices[0]

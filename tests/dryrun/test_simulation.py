@@ -6,15 +6,14 @@ from typing import Any
 import pytest
 import torch
 
-from frugal.dryrun.rehearse import rehearse
-from frugal.dryrun.trace import built, trace
-from frugal.planning.request import Request
+from frugal.config.request import Request
+from frugal.deepspeed_adapter.simulate.engine import covers, simulate
+from frugal.dryrun.run import dry_run
+from frugal.dryrun.trace.trace import built, trace
+from frugal.planning.memory.model_trace import ModelTrace
 from frugal.planning.strategy import Strategy
-from frugal.planning.zero.simulation import covers, simulate
-from frugal.planning.zero.trace import ModelTrace
 from frugal.training.engine import DTYPES
-from frugal.training.loss import SummedLoss
-from frugal.training.objectives import CausalLM, MaskedLM, Seq2Seq
+from frugal.training.objectives import CausalLM, MaskedLM, Seq2Seq, SummedLoss
 
 TOLERANCE = 0.001  # of a phase's bytes; operators on scalars are left out, which is seen on models this small
 SEQ_LEN, MICRO_BATCH = 40, 4  # traced are 2 and 3 samples
@@ -92,7 +91,7 @@ def compare(
     """Peak and live bytes of every phase, host bytes, and the categories at the peak."""
     asked = Request(precision=precision, seq_len=SEQ_LEN, **(request or {}))
     way = Strategy(zero_stage=zero_stage, **strategy)
-    rehearsed = rehearse(
+    rehearsed = dry_run(
         builder(family, precision),
         FAMILIES[family][1](),
         asked,
@@ -231,7 +230,7 @@ def test_frozen_parameters_are_simulated_below_zero_3_only() -> None:
     request, strategy = Request(seq_len=SEQ_LEN), Strategy(zero_stage=2, **SMALL_BUCKETS)
     assert covers(request, strategy, alone)
     assert not covers(request, Strategy(zero_stage=3), alone)
-    rehearsed = rehearse(
+    rehearsed = dry_run(
         build, CausalLM(), request, strategy,
         micro_batch=MICRO_BATCH, accumulation_steps=1, world_size=2, rank=0, kind="cuda",
     )  # fmt: skip

@@ -8,13 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from frugal.dryrun import trace as tracing
-from frugal.dryrun.layers import repetition
-from frugal.dryrun.trace import trace
-from frugal.planning.timeline import NotAffineError
-from frugal.planning.zero.trace import ModelTrace
-from frugal.training.loss import Objective, SummedLoss
-from frugal.training.objectives import CausalLM, MaskedLM, Seq2Seq
+from frugal.dryrun.trace import trace as tracing
+from frugal.dryrun.trace.trace import repetition, trace
+from frugal.planning.memory.model_trace import ModelTrace
+from frugal.planning.memory.timeline import NotAffineError
+from frugal.training.objectives import CausalLM, MaskedLM, Objective, Seq2Seq, SummedLoss
 
 SEQ_LEN = 40
 

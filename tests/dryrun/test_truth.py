@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from frugal.dryrun.rehearse import rehearse
+from frugal.deepspeed_adapter.kernels import DTYPES
+from frugal.dryrun.run import dry_run
+from frugal.planning.memory.timeline import Timeline
 from frugal.planning.plan import Plan
-from frugal.planning.timeline import Timeline
+from frugal.training.measure.two_steps import trial
 from frugal.training.objectives import CausalLM, MaskedLM, Seq2Seq
-from frugal.training.precision import DTYPES
-from frugal.training.trial import trial
 from tests.plans import plan_by_hand
 from tests.ranks import Ranks
 from tests.training.models import tiny_gpt2
@@ -98,7 +98,7 @@ def rehearsed(plan: Plan, rank: int, family: str = "gpt2") -> Timeline:
         with torch.device("meta"):
             return FAMILIES[family][0]().to(dtype)
 
-    return rehearse(
+    return dry_run(
         build,
         FAMILIES[family][1](),
         plan.request,

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from frugal.errors import FrugalError
-from frugal.training import checkpoint, saving
-from frugal.training.checkpoint import Progress
+from frugal.training.checkpoint import loading, saving
+from frugal.training.checkpoint.loading import Progress
+from frugal.training.checkpoint.saving import Saver
 from frugal.training.engine import Engine, initialize
 from frugal.training.objectives import CausalLM
-from frugal.training.saving import Saver
 from tests.plans import plan_by_hand
 from tests.ranks import Ranks
 from tests.training.models import ragged_samples, tiny_gpt2
@@ -95,7 +95,7 @@ def load_all(folders: list[Path], zero_stage: int) -> list[str]:
     answers = []
     for folder in folders:
         try:
-            answers.append(str(checkpoint.load(engine, folder).progress.step))
+            answers.append(str(loading.load(engine, folder).progress.step))
         except FrugalError as error:
             answers.append(str(error))
     engine.destroy()

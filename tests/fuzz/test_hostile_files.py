@@ -11,18 +11,17 @@ from typing import Any
 import msgspec
 import pytest
 
-from frugal.cli import config
+from frugal.config import hostfile, run, sample_lengths, schema
+from frugal.config.schema import understand
+from frugal.deepspeed_adapter.json_config import deepspeed_config
 from frugal.errors import FrugalError
-from frugal.planning import hostfile, lengths
-from frugal.planning.ds_config import deepspeed_config
-from frugal.planning.plan import Plan, unpacked
+from frugal.planning.plan import Plan, expanded
 from frugal.planning.report import report
-from frugal.planning.settings import understand
-from frugal.training import manifest, settings
-from frugal.training.caution import Learnt
-from frugal.training.cells import Limits
-from frugal.training.checkpoint import TRAINING, Progress, read_progress
-from frugal.training.manifest import File, Manifest
+from frugal.training.checkpoint import manifest
+from frugal.training.checkpoint.loading import TRAINING, Progress, read_progress
+from frugal.training.checkpoint.manifest import File, Manifest
+from frugal.training.data.micro_batches import MicroBatchLimits
+from frugal.training.oom_limits import LearntLimits
 from tests.fuzz.hostile import bytes_like, documents_like, json_like
 from tests.plans import plan_by_hand
 
@@ -74,7 +73,7 @@ def test_plan_json(tmp_path: Path) -> None:
     def resealed(document: Any) -> Any:
         """With the digest of what it says now, where it says anything."""
         with suppress(Exception):
-            document["digest"] = msgspec.convert(unpacked(document), Plan, strict=True).compute_digest()
+            document["digest"] = msgspec.convert(expanded(document), Plan, strict=True).compute_digest()
         return document
 
     def use(path: Path) -> None:
@@ -106,9 +105,9 @@ validation-fraction = 0.1
 
 def test_frugal_toml(tmp_path: Path) -> None:
     def use(path: Path) -> None:
-        file = config.read(path)
+        file = schema.read_toml(path)
         understand(file.plan)
-        settings.collect({}, file.train)
+        run.collect({}, file.train)
 
     def texts() -> Iterator[bytes]:
         yield from bytes_like(TOML, NUMBER // 2)
@@ -143,13 +142,13 @@ def test_hostfile(tmp_path: Path) -> None:
 
     path = tmp_path / "hosts"
     path.write_bytes(HOSTS)
-    assert len(hostfile.read(path)) == 3
+    assert len(hostfile.read_hostfile(path)) == 3
     survives(use, path, bytes_like(HOSTS, NUMBER), refused=NUMBER // 3)
 
 
 def test_lengths(tmp_path: Path) -> None:
     def use(path: Path) -> None:
-        found = lengths.of(str(path), too_long="skip")
+        found = sample_lengths.of(str(path), too_long="skip")
         understand({"model": "gpt2", "gpus": 2, "mem": "12G", "lengths": found})
 
     path = tmp_path / "lengths.json"
@@ -178,8 +177,8 @@ def test_manifest(tmp_path: Path) -> None:
 
 
 def test_record_of_a_run(tmp_path: Path) -> None:
-    limits = Limits(max_samples=(4, 4), seq_len=16, shortest=2, overhead=None)
-    learnt = Learnt(planned=limits, limits=limits, larger=(limits,), evaluation=limits)
+    limits = MicroBatchLimits(max_samples=(4, 4), seq_len=16, shortest=2, overhead=None)
+    learnt = LearntLimits(planned=limits, limits=limits, larger=(limits,), evaluation=limits)
 
     def use(path: Path) -> None:
         try:
@@ -196,14 +195,14 @@ ROWS = b'{"text": "to be or not to be"}\n{"text": "that is the question", "n": 3
 
 @SOME
 def test_jsonl(number: int, tmp_path: Path) -> None:
-    from frugal.training import data
-    from frugal.training.tokenizing import load_tokenizer
+    from frugal.training.data import corpus
+    from frugal.training.data.tokenizer import load_tokenizer
 
     tokenizer, turns = load_tokenizer(), iter(range(number))
 
     def use(path: Path) -> None:
         is_tolerant = next(turns) % 2 == 0
-        found = data.load(
+        found = corpus.load_corpus(
             [str(path)], tokenizer=tokenizer, task="causal-lm", seq_len=16, skip_bad_rows=is_tolerant,
             cache_dir=tmp_path / "cache",
         )  # fmt: skip
@@ -224,7 +223,7 @@ CONFIG = {
 def test_config_json(number: int, tmp_path: Path) -> None:
     import torch
 
-    from frugal.training.models import resolve
+    from frugal.training.models.resolve import resolve
 
     def use(path: Path) -> None:
         spec = resolve(str(path))

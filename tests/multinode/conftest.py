@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from frugal.planning.cluster import Cluster, Node
+from frugal.config.cluster import Cluster, Node
 from frugal.planning.plan import Plan
 from tests.multinode import cluster
 from tests.multinode.cluster import SSH_PORT, Hosts

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from frugal.training.lifeline import SILENT_SECONDS
+from frugal.distributed.peer_watch import SILENT_SECONDS
 from tests.multinode.cluster import SSH_PORT, Hosts
 from tests.multinode.conftest import plan, start
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from frugal.training.lifeline import SILENT_SECONDS
+from frugal.distributed.peer_watch import SILENT_SECONDS
 from tests.multinode.cluster import SSH_PORT, Hosts
 from tests.multinode.conftest import by_hand, frugal, losses, plan, start
 

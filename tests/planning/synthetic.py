@@ -5,15 +5,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from frugal.config.cluster import Cluster, Device
+from frugal.config.request import Request
+from frugal.config.schema import understand
+from frugal.dryrun.planner import make_plan
 from frugal.errors import RequestError
-from frugal.planner import make_plan
-from frugal.planning.cluster import Cluster, Device
-from frugal.planning.memory import MemoryBreakdown
+from frugal.planning.cost import Line, Work
+from frugal.planning.memory.breakdown import MemoryBreakdown
 from frugal.planning.plan import Plan
-from frugal.planning.request import Request
-from frugal.planning.settings import understand
 from frugal.planning.strategy import Strategy
-from frugal.planning.work import Line, Work
 
 SMALL = {"parameters": 124_000_000, "flops_per_token": 8e8, "num_operators": 2500}
 """A model of gpt2's size."""

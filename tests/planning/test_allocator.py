@@ -5,8 +5,7 @@ from itertools import pairwise
 
 import pytest
 
-from frugal.planning.allocator import ENDLESS, CachingAllocator
-from frugal.planning.replay import Replay, Replays, replay_one_by_one
+from frugal.planning.memory.allocator import ENDLESS, CachingAllocator, Replay, Replays, replay_one_by_one
 from frugal.units import KIB, MIB
 
 

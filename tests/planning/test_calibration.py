@@ -7,9 +7,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from frugal.planning import cards
-from frugal.planning.calibration import Calibration, Probe, find, notes, read_all
-from frugal.planning.settings import understand
+from frugal.config import cluster as cards
+from frugal.config.calibration import Calibration, Probe, find, notes, read_all
+from frugal.config.schema import understand
 from frugal.units import GIB, MIB
 
 GPU = Calibration(

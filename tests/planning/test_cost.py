@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 
+from frugal.config.cluster import Cluster, Device, Node
+from frugal.config.request import Request
 from frugal.planning import cost
-from frugal.planning.cluster import Cluster, Device, Node
+from frugal.planning.cost import Line, Work
 from frugal.planning.plan import Batch, StepTime
-from frugal.planning.request import Request
 from frugal.planning.strategy import Strategy
-from frugal.planning.work import Line, Work
 
 
 @dataclass

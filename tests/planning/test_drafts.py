@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from frugal.planning.choice import TIE, Choice, Nothing
-from frugal.planning.search import Search
-from frugal.planning.settings import understand
+from frugal.config.schema import understand
+from frugal.planning.search.candidate import TIE, Choice, Nothing
+from frugal.planning.search.search import Search
 from frugal.planning.strategy import Strategy
 from tests.planning.synthetic import SyntheticProfile, SyntheticSource
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from frugal.planning.ds_config import deepspeed_config
+from frugal.deepspeed_adapter.json_config import deepspeed_config
 from frugal.planning.plan import Plan
 from tests.plans import plan_by_hand
 from tests.ranks import Ranks

@@ -7,12 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from frugal.config.cluster import Node
+from frugal.deepspeed_adapter.export import Target, export, nearest
+from frugal.deepspeed_adapter.json_config import deepspeed_config
 from frugal.errors import RequestError
 from frugal.planning.batch import cells
-from frugal.planning.cluster import Node
-from frugal.planning.ds_config import deepspeed_config
-from frugal.planning.export import export, nearest
-from frugal.planning.export_texts import Target
 from frugal.planning.plan import Plan
 from tests.plans import plan_by_hand
 

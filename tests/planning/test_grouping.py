@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from frugal.planning.batch import cells
-from frugal.planning.grouping import EVENNESS, MOST_SAMPLES, TokenBudget, grouped, padded_tokens, work
+from frugal.planning.length_bucketing import EVENNESS, MOST_SAMPLES, TokenBudget, grouped, padded_tokens, work
 
 SEQ_LEN = 64
 samples = st.lists(st.integers(1, SEQ_LEN), min_size=1, max_size=200).map(lambda lengths: sorted(lengths, reverse=True))

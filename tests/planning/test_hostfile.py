@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 
+from frugal.config import cluster as cards
+from frugal.config.hostfile import HostfileEntry, parse_hostfile
+from frugal.config.schema import understand
+from frugal.dryrun.planner import make_plan
 from frugal.errors import RequestError
-from frugal.planner import make_plan
-from frugal.planning import cards
-from frugal.planning.hostfile import Host, parse
 from frugal.planning.report import report
-from frugal.planning.settings import understand
 from frugal.units import GIB
 from tests.planning.synthetic import rehearsing
 
@@ -25,10 +25,10 @@ fast  slots=2 gpu=a100-40g,a100-80g
 def test_lines_become_hosts_in_the_order_of_the_ranks() -> None:
     node = {"slots": 4, "memory": (12 * GIB,), "cards": ("rtx3060-12g",)}
     room = {"host_memory_bytes": 64 * GIB, "disk_bytes": 500 * GIB}
-    assert parse(TEXT) == (
-        Host(name="node1", **node, **room),
-        Host(name="node2", **node, **room),
-        Host(name="fast", slots=2, cards=("a100-40g", "a100-80g")),
+    assert parse_hostfile(TEXT) == (
+        HostfileEntry(name="node1", **node, **room),
+        HostfileEntry(name="node2", **node, **room),
+        HostfileEntry(name="fast", slots=2, cards=("a100-40g", "a100-80g")),
     )
 
 
@@ -37,7 +37,7 @@ def test_deepspeed_reads_the_same_hosts_and_slots_from_the_same_file(tmp_path: P
 
     path = tmp_path / "hosts"
     path.write_text(TEXT)
-    assert dict(fetch_hostfile(str(path))) == {host.name: host.slots for host in parse(TEXT)}
+    assert dict(fetch_hostfile(str(path))) == {host.name: host.slots for host in parse_hostfile(TEXT)}
 
 
 def test_nodes_may_differ_and_equal_ones_are_equal(tmp_path: Path) -> None:
@@ -100,7 +100,7 @@ BAD = {
 def test_what_is_wrong_is_said_with_its_line(case: str) -> None:
     text, message = BAD[case]
     with pytest.raises(RequestError) as caught:
-        parse(text, source="hosts")
+        parse_hostfile(text, source="hosts")
     assert str(caught.value) == message
 
 

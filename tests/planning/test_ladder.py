@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
+from frugal.config.schema import understand
+from frugal.dryrun.planner import make_plan
 from frugal.errors import NothingFitsError
-from frugal.planner import make_plan
-from frugal.planning.ladder import ladder
 from frugal.planning.plan import Plan, Rejected, StepTime
-from frugal.planning.settings import understand
+from frugal.planning.report import strategy_table
 from frugal.planning.strategy import Strategy
 from tests.planning.synthetic import rehearsing
 from tests.plans import plan_by_hand
@@ -50,7 +50,7 @@ def by_hand() -> Plan:
 
 
 def test_every_strategy_has_a_row_with_time_batch_and_room() -> None:
-    assert ladder(by_hand()) == [
+    assert strategy_table(by_hand()) == [
         "strategies",
         "    step         batch       peak    headroom",
         "   2.0 s  1.00x  2 x 4    0.0 MiB    8.00 GiB  ZeRO-2: chosen",
@@ -63,7 +63,7 @@ def test_every_strategy_has_a_row_with_time_batch_and_room() -> None:
 
 
 def test_a_report_shows_the_first_ones_and_counts_the_rest() -> None:
-    assert ladder(by_hand(), shown=1)[-1] == (
+    assert strategy_table(by_hand(), shown=1)[-1] == (
         "  > at least, < at most: known without a closer look; 2 more: `frugal explain`"
     )
 

@@ -4,13 +4,13 @@ from typing import Any
 
 import pytest
 
+from frugal.config.request import Request
+from frugal.config.schema import understand
+from frugal.deepspeed_adapter.json_config import deepspeed_config
+from frugal.dryrun.planner import make_plan
 from frugal.errors import RequestError
-from frugal.planner import make_plan
-from frugal.planning.ds_config import deepspeed_config
 from frugal.planning.plan import Plan
 from frugal.planning.report import report
-from frugal.planning.request import Request
-from frugal.planning.settings import understand
 from tests.planning.synthetic import rehearsing
 
 

@@ -7,20 +7,20 @@ from typing import Any
 
 import pytest
 
+from frugal.config import sample_lengths
+from frugal.config.sample_lengths import MOST_BINS, Lengths
 from frugal.errors import RequestError
-from frugal.planning import lengths
-from frugal.planning.lengths import MOST_BINS, Lengths
 
 
 def test_a_list_and_a_table_of_the_same_samples_are_the_same(tmp_path: Path) -> None:
     file = tmp_path / "lengths.json"
     file.write_text(json.dumps({"7": 2, "3": 1}))
-    assert lengths.of([7, 3, 7]) == lengths.of({3: 1, 7: 2, 5: 0})
-    assert lengths.of(str(file)) == lengths.of([3, 7, 7], source=str(file))
+    assert sample_lengths.of([7, 3, 7]) == sample_lengths.of({3: 1, 7: 2, 5: 0})
+    assert sample_lengths.of(str(file)) == sample_lengths.of([3, 7, 7], source=str(file))
 
 
 def test_mean_quantiles_and_typical_samples() -> None:
-    found = lengths.of({10: 50, 20: 49, 1000: 1})
+    found = sample_lengths.of({10: 50, 20: 49, 1000: 1})
     assert (found.num_samples, found.num_tokens, found.longest) == (100, 2480, 1000)
     assert [found.quantile(share) for share in (0.5, 0.51, 0.99, 1.0)] == [10, 20, 20, 1000]
     assert found.typical(100) == [1000, *[20] * 49, *[10] * 50]
@@ -28,7 +28,7 @@ def test_mean_quantiles_and_typical_samples() -> None:
 
 
 def test_the_longest_of_some_is_what_drawing_them_gives() -> None:
-    found, generator = lengths.of({1: 70, 5: 20, 40: 10}), random.Random(0)
+    found, generator = sample_lengths.of({1: 70, 5: 20, 40: 10}), random.Random(0)
     population = [1] * 70 + [5] * 20 + [40] * 10
     drawn = [max(generator.choices(population, k=4)) for _ in range(20_000)]
     assert found.expected_longest(4) == pytest.approx(sum(drawn) / len(drawn), rel=0.02)
@@ -37,7 +37,7 @@ def test_the_longest_of_some_is_what_drawing_them_gives() -> None:
 def test_many_lengths_become_few_and_hardly_change() -> None:
     generator = random.Random(0)
     exact = [round(generator.lognormvariate(6, 1)) + 1 for _ in range(50_000)]
-    found = lengths.of(exact)
+    found = sample_lengths.of(exact)
     assert len(found.tokens) <= MOST_BINS + 10
     assert found.num_samples == len(exact)
     assert found.longest == max(exact)
@@ -66,18 +66,18 @@ def test_what_is_no_histogram_is_refused(content: str, message: str, tmp_path: P
     file.write_text(content)
     form = 'it must be {"tokens": samples, ...} or a list with the tokens of each sample'
     with pytest.raises(RequestError) as raised:
-        lengths.of(file)
+        sample_lengths.of(file)
     assert str(raised.value) == message.replace("FILE", str(file)).replace("FORM", form)
 
 
 def test_a_missing_file_is_said() -> None:
     with pytest.raises(RequestError) as raised:
-        lengths.of("nowhere.json")
+        sample_lengths.of("nowhere.json")
     assert str(raised.value) == "cannot read the lengths nowhere.json\n  because No such file or directory"
 
 
 def of(too_long: Any) -> Lengths:
-    return lengths.of({10: 5, 70: 2, 90: 1}, too_long=too_long)
+    return sample_lengths.of({10: 5, 70: 2, 90: 1}, too_long=too_long)
 
 
 def test_samples_that_are_too_long_are_named_longest_first() -> None:
@@ -101,9 +101,9 @@ def test_what_is_cut_or_left_out_is_counted() -> None:
 
 
 def test_data_of_other_lengths_than_planned_is_said() -> None:
-    planned = lengths.of({10: 50, 20: 50}, source="lengths.json")
-    assert lengths.unlike(planned, 7, 7 * 16) is None
-    assert lengths.unlike(planned, 7, 7 * 40) == (
+    planned = sample_lengths.of({10: 50, 20: 50}, source="lengths.json")
+    assert sample_lengths.unlike(planned, 7, 7 * 16) is None
+    assert sample_lengths.unlike(planned, 7, 7 * 40) == (
         "the plan is for samples of 15 tokens on average (lengths.json), this data has 40: memory holds for both, "
         "the seconds of a step do not"
     )

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from frugal.planning.measurement import Measured, ModelDefinition, RankMeasurement
+from frugal.training.measure.record import Measured, ModelDefinition, RankMeasurement
 from frugal.units import GIB, MIB
 
 GPUS = [

@@ -2,9 +2,9 @@
 
 import pytest
 
+from frugal.config.request import Request
+from frugal.deepspeed_adapter.json_config import strategy_config
 from frugal.errors import RequestError
-from frugal.planning.ds_config import strategy_config
-from frugal.planning.request import Request
 from frugal.planning.strategy import Strategy, candidates, offload_levels
 
 

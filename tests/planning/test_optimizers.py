@@ -2,9 +2,9 @@
 
 import pytest
 
+from frugal.config.optimizers import IMPLEMENTATIONS, OptimizerName, implementation, state_bytes_per_element
+from frugal.config.request import Request
 from frugal.errors import RequestError
-from frugal.planning.optimizers import IMPLEMENTATIONS, OptimizerName, implementation, state_bytes_per_element
-from frugal.planning.request import Request
 from frugal.planning.strategy import candidates, offload_levels
 
 

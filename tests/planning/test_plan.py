@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from frugal.config.schema import understand
+from frugal.deepspeed_adapter.json_config import write_plan
+from frugal.dryrun.planner import make_plan
 from frugal.errors import PlanMismatchError, RequestError
-from frugal.planner import make_plan
-from frugal.planning.files import write_plan
 from frugal.planning.plan import Plan
-from frugal.planning.settings import understand
 from tests.planning.synthetic import rehearsing
 
 

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
+from frugal.config import sample_lengths
+from frugal.config.schema import understand
+from frugal.dryrun.planner import make_plan
 from frugal.errors import RequestError
-from frugal.planner import make_plan
-from frugal.planning import lengths
 from frugal.planning.plan import Plan
 from frugal.planning.report import report
-from frugal.planning.settings import understand
 from tests.planning.synthetic import rehearsing
 
 SMALL = {"parameters": 124_000_000, "flops_per_token": 8e8, "num_operators": 100}
@@ -88,7 +88,7 @@ def test_a_token_target_counts_the_tokens_there_are() -> None:
 
 
 def test_a_token_target_counts_only_the_target_of_pairs() -> None:
-    of_pairs = replace(lengths.of(heavy_tailed()), counted_mean=20.0)
+    of_pairs = replace(sample_lengths.of(heavy_tailed()), counted_mean=20.0)
     found = plan(global_tokens=1 << 18, lengths=of_pairs).grouping
     assert found is not None
     assert found.step_samples == (1 << 18) // 20

@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
+from frugal.config.schema import understand
 from frugal.errors import RequestError
-from frugal.planning.choice import Choice
-from frugal.planning.search import Search
-from frugal.planning.settings import understand
+from frugal.planning.search.candidate import Choice
+from frugal.planning.search.search import Search
 from frugal.units import GIB
 from tests.planning.synthetic import SMALL, SyntheticSource, planned
 

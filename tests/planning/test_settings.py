@@ -2,9 +2,9 @@
 
 import pytest
 
+from frugal.config import cluster as cards
+from frugal.config.schema import understand
 from frugal.errors import RequestError
-from frugal.planning import cards
-from frugal.planning.settings import understand
 from frugal.units import GIB
 
 
@@ -68,7 +68,7 @@ def test_a_known_card_brings_its_memory_and_speed() -> None:
     ],
 )
 def test_cards_are_recognised_by_the_drivers_name(driver_name: str, gib: float, card: str | None) -> None:
-    assert cards.recognise(driver_name, int(gib * GIB)) == card
+    assert cards.recognise_card(driver_name, int(gib * GIB)) == card
 
 
 def test_defaults_are_the_fields_nobody_set() -> None:
@@ -160,8 +160,8 @@ def test_what_is_wrong_is_said(case: str) -> None:
 
 def test_every_setting_has_a_flag_and_no_flag_is_without_a_setting() -> None:
     from frugal.cli.plan import command
-    from frugal.planning.settings import NAMES
-    from frugal.training.settings import DATA_NAMES
+    from frugal.config.run import DATA_NAMES
+    from frugal.config.schema import NAMES
 
     flags = {parameter.name for parameter in command.params}
     assert flags - set(NAMES) == {"config", "as_json", "output", "with_table", "axes", *DATA_NAMES}

@@ -2,8 +2,8 @@
 
 import pytest
 
+from frugal.config.request import Request
 from frugal.errors import RequestError
-from frugal.planning.request import Request
 from frugal.planning.strategy import Strategy, candidates
 
 

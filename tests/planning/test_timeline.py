@@ -5,7 +5,15 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from frugal.planning.timeline import ACTIVATIONS, GRADIENTS, PARAMETERS, TEMPORARY, NotAffineError, Recording, Timeline
+from frugal.planning.memory.timeline import (
+    ACTIVATIONS,
+    GRADIENTS,
+    PARAMETERS,
+    TEMPORARY,
+    NotAffineError,
+    Recording,
+    Timeline,
+)
 
 
 def recording(micro_batch: int, **changes: object) -> Recording:

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
+from frugal.config.schema import understand
+from frugal.dryrun.planner import make_plan
 from frugal.errors import RequestError
-from frugal.planner import make_plan
-from frugal.planning.explanation import binding, explanation, improvements, what_if
 from frugal.planning.plan import Plan
-from frugal.planning.settings import understand
+from frugal.planning.report import binding, explanation, improvements, what_if
 from frugal.planning.what_if import axes_around, changes, grid, parse_axes, predicted, shorter, with_gpus, with_memory
 from frugal.units import GIB
 from tests.planning.synthetic import rehearsing

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 
 from frugal.planning.plan import Plan
-from frugal.training import saving
-from frugal.training.batches import Position
-from frugal.training.checkpoint import Progress
+from frugal.training.checkpoint import saving
+from frugal.training.checkpoint.loading import Progress
+from frugal.training.data.global_batches import Position
+from frugal.training.data.sources import Provenance
 from frugal.training.engine import Engine, initialize
 from frugal.training.objectives import CausalLM
-from frugal.training.provenance import Provenance
 from tests.plans import plan_by_hand
 from tests.training.models import ragged_samples, tiny_gpt2
 

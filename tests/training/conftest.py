@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 
-from frugal.training import data, hub
-from frugal.training.data import Corpus
-from frugal.training.tokenizing import byte_tokenizer
+from frugal.training.data import corpus
+from frugal.training.data.corpus import Corpus
+from frugal.training.data.tokenizer import byte_tokenizer
+from frugal.training.models import factories as hub
 from tests.training.corpora import Load
 from tests.training.models import FACTORIES
 
@@ -15,7 +16,7 @@ from tests.training.models import FACTORIES
 @pytest.fixture
 def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """No network, and a working folder of its own."""
-    monkeypatch.setattr(hub, "unreachable_because", lambda: "HF_HUB_OFFLINE is set")
+    monkeypatch.setattr(hub, "hub_unreachable_because", lambda: "HF_HUB_OFFLINE is set")
     monkeypatch.chdir(tmp_path)
 
 
@@ -25,7 +26,7 @@ def load(tmp_path: Path, offline: None) -> Load:
 
     def load(*where: str, task: str = "causal-lm", seq_len: int = 64, **options: Any) -> Corpus:
         options = {"tokenizer": byte_tokenizer(), "cache_dir": tmp_path / "cache", **options}
-        return data.load(where, task=task, seq_len=seq_len, **options)
+        return corpus.load_corpus(where, task=task, seq_len=seq_len, **options)
 
     return load
 

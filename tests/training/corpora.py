@@ -11,8 +11,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from frugal.errors import RequestError
-from frugal.training.data import Corpus
-from frugal.training.tokenizing import byte_tokenizer
+from frugal.training.data.corpus import Corpus
+from frugal.training.data.tokenizer import byte_tokenizer
 
 Load = Callable[..., Corpus]
 

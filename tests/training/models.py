@@ -27,7 +27,7 @@ def tiny(task: str, family: str, seed: int = 0) -> nn.Module:
     """A model of two layers and width 32 without dropout, from the family's own configuration."""
     import transformers
 
-    from frugal.training.model_spec import _AUTO
+    from frugal.training.models.spec import _AUTO
 
     torch.manual_seed(seed)
     config = transformers.CONFIG_MAPPING[family].from_dict(TINY[family])
@@ -125,7 +125,7 @@ def points(number: int, seed: int = 0) -> list[dict[str, torch.Tensor]]:
 
 def skip_net() -> tuple[nn.Module, Any]:
     """A factory: the plain module and its loss."""
-    from frugal.training.loss import SummedLoss
+    from frugal.training.objectives import SummedLoss
 
     return SkipNet(), SummedLoss(squared_error, example=points(1)[0])
 
@@ -133,7 +133,7 @@ def skip_net() -> tuple[nn.Module, Any]:
 FACTORIES = """
 import torch
 from torch import nn
-from frugal.training.loss import SummedLoss
+from frugal.training.objectives import SummedLoss
 
 def mine():
     loss = lambda model, batch: model(batch["x"]).sum()

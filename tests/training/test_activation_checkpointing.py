@@ -4,11 +4,11 @@ import pytest
 import torch
 from torch import nn
 
+from frugal.deepspeed_adapter.kernels import DTYPES
 from frugal.errors import RequestError
-from frugal.training import activation_checkpointing
 from frugal.training.engine import initialize
-from frugal.training.measure import gauge
-from frugal.training.precision import DTYPES
+from frugal.training.measure.memory_gauge import gauge
+from frugal.training.models import activation_checkpointing
 from tests.dryrun.test_truth import FAMILIES
 from tests.plans import plan_by_hand
 from tests.ranks import Ranks

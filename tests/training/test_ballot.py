@@ -5,7 +5,7 @@ import os
 import pytest
 import torch.distributed as dist
 
-from frugal.training.ballot import Ballot
+from frugal.distributed.vote import Vote
 from tests.ranks import Ranks
 
 
@@ -14,7 +14,7 @@ def answers(rank_0: str) -> tuple[bool, list[bool]]:
     yes, and then none; runs on ranks."""
     before, os.environ["MASTER_ADDR"] = os.environ["MASTER_ADDR"], rank_0
     try:
-        ballot = Ballot(None)
+        ballot = Vote(None)
     finally:
         os.environ["MASTER_ADDR"] = before
     found = [ballot.any(dist.get_rank() == number) for number in range(dist.get_world_size() + 1)]
@@ -43,7 +43,7 @@ def test_one_rank_that_does_not_reach_rank_0_is_enough_for_all_to_use_gloo(three
 
 def error_where_a_rank_is_gone(gone: int) -> str:
     """What a rank is told; runs on ranks."""
-    ballot = Ballot(None)
+    ballot = Vote(None)
     if dist.get_rank() == gone:
         ballot.close()
         return ""

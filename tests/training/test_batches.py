@@ -11,9 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from frugal.errors import RequestError
-from frugal.training import batches
-from frugal.training.batches import GlobalBatch, GlobalBatches, Position
-from frugal.training.order import permutation
+from frugal.training.data import global_batches
+from frugal.training.data.global_batches import GlobalBatch, GlobalBatches, Position, permutation
 
 
 class Recorder(Sequence[dict[str, int]]):
@@ -136,11 +135,11 @@ def test_no_data_is_refused() -> None:
     assert str(caught.value) == "there is no sample to train on\n\nhint: check what --data points to"
 
 
-@pytest.mark.parametrize("stretch", [1, 7, 64, batches._STRETCH])
+@pytest.mark.parametrize("stretch", [1, 7, 64, global_batches._STRETCH])
 def test_the_steps_of_epochs_of_tokens_are_those_that_walking_them_counts(
     stretch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(batches, "_STRETCH", stretch)
+    monkeypatch.setattr(global_batches, "_STRETCH", stretch)
     for n, tokens in ((1, 60), (5, 60), (20, 100), (50, 5000), (200, 128)):
         lengths = np.random.default_rng(n).integers(1, 60, n)
         found = GlobalBatches(range(n), global_tokens=tokens, lengths=lengths, seed=n)

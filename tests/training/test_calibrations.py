@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from frugal.training import calibrations, circumstances
+from frugal.config import calibration, local_host
 from tests.planning.test_calibration import CPU, GPU
 
 DRIVER = """NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.95.05  Tue Sep 23 10:11:16 UTC 2025
@@ -17,44 +17,44 @@ GCC version:  gcc version 12.2.0 (Debian 12.2.0-14)
 def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """This machine's CPU and one GPU are calibrated; the driver is that of the GPU's calibration."""
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
-    version = calibrations.torch_version()
-    replace(CPU, device=circumstances.cpu_name(), torch=version).write(calibrations.folder())
-    replace(GPU, torch=version).write(calibrations.folder())
+    version = calibration.torch_version()
+    replace(CPU, device=local_host.cpu_name(), torch=version).write(calibration.calibration_folder())
+    replace(GPU, torch=version).write(calibration.calibration_folder())
     (tmp_path / "version").write_text(DRIVER)
-    monkeypatch.setattr(circumstances, "_DRIVER", tmp_path / "version")
+    monkeypatch.setattr(local_host, "_DRIVER", tmp_path / "version")
 
 
 def test_gpus_found_here_go_by_name_and_driver(tmp_path: Path) -> None:
-    found, notes = calibrations.chosen({}, "NVIDIA A100-SXM4-80GB")
+    found, notes = calibration.chosen({}, "NVIDIA A100-SXM4-80GB")
     assert (found is not None and found.device, notes) == ("NVIDIA A100-SXM4-80GB", [])
-    assert calibrations.chosen({}, "NVIDIA L4")[0] is None
+    assert calibration.chosen({}, "NVIDIA L4")[0] is None
     (tmp_path / "version").write_text(DRIVER.replace("580.95.05", "590.10"))
-    assert calibrations.chosen({}, "NVIDIA A100-SXM4-80GB")[0] is None
+    assert calibration.chosen({}, "NVIDIA A100-SXM4-80GB")[0] is None
 
 
 def test_a_card_that_is_named_goes_by_its_name() -> None:
-    assert calibrations.chosen({"gpu": "a100-80g", "gpus": 4})[0] is not None
-    assert calibrations.chosen({"gpu": "h100-80g"})[0] is None
-    assert calibrations.chosen({"gpus": 4, "mem": "12G"})[0] is None
+    assert calibration.chosen({"gpu": "a100-80g", "gpus": 4})[0] is not None
+    assert calibration.chosen({"gpu": "h100-80g"})[0] is None
+    assert calibration.chosen({"gpus": 4, "mem": "12G"})[0] is None
 
 
 def test_cpu_ranks_go_by_this_machines_processor() -> None:
-    found, _ = calibrations.chosen({"device": "cpu", "gpus": 2, "mem": "2G"})
+    found, _ = calibration.chosen({"device": "cpu", "gpus": 2, "mem": "2G"})
     assert found is not None and found.kind == "cpu"
 
 
 def test_none_is_used_where_none_is_wanted() -> None:
-    assert calibrations.chosen({"gpu": "a100-80g", "calibration": False}) == (None, [])
+    assert calibration.chosen({"gpu": "a100-80g", "calibration": False}) == (None, [])
 
 
 def test_the_driver_names_its_version_and_no_driver_names_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert circumstances.cuda_driver() == "580.95.05"
-    monkeypatch.setattr(circumstances, "_DRIVER", tmp_path / "none")
-    assert circumstances.cuda_driver() == ""
+    assert local_host.cuda_driver() == "580.95.05"
+    monkeypatch.setattr(local_host, "_DRIVER", tmp_path / "none")
+    assert local_host.cuda_driver() == ""
 
 
 def test_the_peak_of_the_resident_set_follows_what_a_process_takes() -> None:
-    before = circumstances.forget_peak_rss()
+    before = local_host.forget_peak_rss()
     taken = bytearray(b"x" * 50_000_000)
     del taken
-    assert circumstances.peak_rss() - before >= 49_000_000
+    assert local_host.peak_rss() - before >= 49_000_000

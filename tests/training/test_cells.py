@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from frugal.planning.plan import Batch
-from frugal.training.cells import Limits, share
+from frugal.training.data.micro_batches import MicroBatchLimits, share
 from frugal.training.engine import initialize
 from frugal.training.evaluate import evaluate
 from frugal.training.objectives import CausalLM
@@ -31,9 +31,9 @@ class Known(list[Any]):
         return np.array([len(sample["input_ids"]) for sample in self])
 
 
-def limits(*max_samples: int, shortest: int = 64, overhead: int | None = None) -> Limits:
+def limits(*max_samples: int, shortest: int = 64, overhead: int | None = None) -> MicroBatchLimits:
     """Of samples of up to 64 tokens."""
-    return Limits(max_samples=max_samples, seq_len=64, shortest=shortest, overhead=overhead)
+    return MicroBatchLimits(max_samples=max_samples, seq_len=64, shortest=shortest, overhead=overhead)
 
 
 def found(zero_stage: int, *, is_known: bool) -> tuple[Gradient, float, float, list[list[int]]]:

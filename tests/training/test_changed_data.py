@@ -8,13 +8,15 @@ from typing import Any
 
 import pytest
 
+from frugal.config.run import Settings
 from frugal.errors import FrugalError
-from frugal.training import continuation, data
-from frugal.training.batches import Position
-from frugal.training.checkpoint import Progress
-from frugal.training.provenance import Provenance
-from frugal.training.settings import Settings
-from frugal.training.tokenizing import byte_tokenizer
+from frugal.training.checkpoint import loading
+from frugal.training.checkpoint.loading import Progress
+from frugal.training.data import build
+from frugal.training.data import corpus as data
+from frugal.training.data.global_batches import Position
+from frugal.training.data.sources import Provenance
+from frugal.training.data.tokenizer import byte_tokenizer
 
 
 @pytest.fixture
@@ -31,7 +33,7 @@ def write(name: str, texts: list[str]) -> None:
 
 
 def read(*sources: str, tokenizer: Any = None, **options: Any) -> Provenance:
-    corpus = data.load(
+    corpus = data.load_corpus(
         sources,
         tokenizer=tokenizer or byte_tokenizer(),
         task="causal-lm",
@@ -76,7 +78,7 @@ PROGRESS = Progress(step=40, position=Position(2, 5), data=DATA, seed=1)
 
 def go_on(now: Provenance, *, seed: int = 1, accept: bool = False) -> tuple[Progress, tuple[str, ...]]:
     asked = Settings(seed=seed, accept_changed_data=accept, out=Path("run"), resume=True)
-    return continuation.on_data(PROGRESS, now, asked)
+    return loading.on_data(PROGRESS, now, asked)
 
 
 def test_changed_data_and_another_seed_are_refused() -> None:
@@ -103,7 +105,7 @@ def test_changed_data_and_another_seed_are_refused() -> None:
 def test_accepted_data_begins_an_epoch() -> None:
     progress, changed = go_on(OTHER, accept=True)
     assert progress == replace(PROGRESS, data=OTHER, position=Position(3, 0))
-    assert continuation.describe(changed, 40, Path("run")) == (
+    assert loading.describe_changes(changed, 40, Path("run")) == (
         "resumed at step 40 of run: the data (a.txt has other content; it had 3 documents, 3 samples, 9 tokens, now "
         "it has 3 documents, 3 samples, 10 tokens), which begins with epoch 4; "
         "global batch and learning rate are unchanged"
@@ -114,9 +116,9 @@ def test_what_is_not_trained_on_is_told(folder: Path) -> None:
     write("a.jsonl", ["one", "", "", "t"])
     bare = copy.deepcopy(byte_tokenizer())
     bare.bos_token = bare.eos_token = None  # around no text
-    corpus = data.load(["a.jsonl"], tokenizer=bare, task="causal-lm", seq_len=16, cache_dir=Path("cache"))
+    corpus = data.load_corpus(["a.jsonl"], tokenizer=bare, task="causal-lm", seq_len=16, cache_dir=Path("cache"))
     assert corpus.report.left_out("error") == ["2 rows without text left out", "1 row of one token left out"]
-    assert data.Report(bad_rows=1, too_long_rows=2).left_out("truncate") == [
+    assert build.BuildReport(bad_rows=1, too_long_rows=2).left_out("truncate") == [
         "1 row that cannot be read left out", "2 rows longer than --seq-len truncated"
     ]  # fmt: skip
-    assert data.Report(too_long_rows=1).left_out("skip") == ["1 row longer than --seq-len left out"]
+    assert build.BuildReport(too_long_rows=1).left_out("skip") == ["1 row longer than --seq-len left out"]

@@ -12,11 +12,12 @@ import msgspec
 import pytest
 import torch
 
+from frugal.deepspeed_adapter import checkpoint_files
 from frugal.errors import FrugalError
-from frugal.training import checkpoint, manifest, reader
-from frugal.training.batches import Position
-from frugal.training.checkpoint import Progress
-from frugal.training.provenance import Provenance
+from frugal.training.checkpoint import loading, manifest
+from frugal.training.checkpoint.loading import Progress
+from frugal.training.data.global_batches import Position
+from frugal.training.data.sources import Provenance
 from tests.plans import plan_by_hand
 from tests.ranks import Ranks
 from tests.training.checkpoints import GLOBAL_BATCH, WORLD_SIZE, plan_for, save_at, start, steps, stop, weights
@@ -31,7 +32,7 @@ def interrupted_and_not(folder: Path, zero_stage: int, precision: str, strategy:
     whole = (first + steps(engine, 3, 6), weights(engine))
     stop(engine)
     engine = start(plan, seed=1)  # other weights, other generators: all must come from the checkpoint
-    progress = checkpoint.load(engine, folder).progress
+    progress = loading.load(engine, folder).progress
     assert progress == Progress(step=3, position=Position(1, 3), data=Provenance(fingerprint="corpus"))
     resumed = (first + steps(engine, 3, 6), weights(engine))
     stop(engine)
@@ -118,7 +119,7 @@ def load_each(folders: list[Path]) -> list[str]:
     answers = []
     for folder in folders:
         try:
-            loaded = checkpoint.load(engine, folder)
+            loaded = loading.load(engine, folder)
         except FrugalError as error:
             answers.append(f"{type(error).__name__}: {error}")
         else:
@@ -182,7 +183,7 @@ def test_a_file_that_would_run_code_is_refused_and_nothing_runs(saved: Path, tmp
     refused = f"{hostile} holds posix.mkdir, which frugal does not save and could run any code"
     assert answers == [[f"step 2: {refused}"]] * 2
     with pytest.raises(pickle.UnpicklingError):
-        reader.read(hostile)
+        checkpoint_files.read(hostile)
     assert not mark.exists()
 
 
@@ -229,7 +230,7 @@ def load_elsewhere(folder: Path, changes: list[dict[str, Any]]) -> list[str]:
         )  # fmt: skip
         engine = start(plan, dropout=0.0, n_embd=width)
         try:
-            checkpoint.load(engine, folder)
+            loading.load(engine, folder)
         except FrugalError as error:
             answers.append(f"{error.exit_code}: {error}")
         stop(engine)

@@ -12,12 +12,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from frugal.training import data
-from frugal.training.batches import GlobalBatches
+from frugal.training.data import corpus as data
+from frugal.training.data.global_batches import GlobalBatches
+from frugal.training.data.sources import Columns
+from frugal.training.data.tokenizer import byte_tokenizer, load_tokenizer
+from frugal.training.models.tiled_loss import IGNORED
 from frugal.training.objectives import CausalLM, Seq2Seq, SequenceClassification
-from frugal.training.sources import Columns
-from frugal.training.tiled_loss import IGNORED
-from frugal.training.tokenizing import byte_tokenizer, load_tokenizer
 from tests.training.corpora import ROWS, TEXTS, Load, refusal, texts, write, write_jsonl
 
 PAD, EOS, BOS = 0, 1, 2

@@ -14,7 +14,7 @@ from frugal.errors import RequestError
 from frugal.training import run
 from frugal.training.engine import initialize
 from frugal.training.evaluate import Evaluation, evaluate
-from frugal.training.log import Log
+from frugal.training.metrics import Log
 from frugal.training.objectives import CausalLM
 from tests.plans import plan_by_hand
 from tests.ranks import Ranks

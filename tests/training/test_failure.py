@@ -5,26 +5,26 @@ import subprocess
 import sys
 from pathlib import Path
 
-from frugal.training import rank_log
+from frugal.distributed import rank_logs
 
 
 def test_a_reader_that_has_left_is_no_bug() -> None:
     """rich raises SystemExit(1) where standard output is closed, as in `frugal train | head`."""
-    program = "from frugal.training import failure; failure.end(SystemExit(1))"
+    program = "from frugal.distributed import first_failure; first_failure.end(SystemExit(1))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (1, "")
 
 
 def test_a_rank_whose_log_is_on_a_full_disk_is_heard_on_the_console(tmp_path: Path) -> None:
-    log = rank_log.path(tmp_path, 1)
+    log = rank_logs.path(tmp_path, 1)
     log.parent.mkdir()
     log.symlink_to("/dev/full")
     program = """
 import sys; from pathlib import Path
 from frugal.errors import CheckpointError
-from frugal.training import failure, rank_log
-rank_log.keep(Path(sys.argv[1]), 1)
-failure.end(CheckpointError("step 15 cannot be saved", hint="make room"))
+from frugal.distributed import first_failure, rank_logs
+rank_logs.keep(Path(sys.argv[1]), 1)
+first_failure.end(CheckpointError("step 15 cannot be saved", hint="make room"))
 """
     done = subprocess.run(
         [sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True,

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from frugal.training.checkpoint.saving import save_model
 from frugal.training.evaluate import evaluate
-from frugal.training.final_model import save_model
 from tests.ranks import Ranks
 from tests.training.checkpoints import plan_for, start, steps, stop
 from tests.training.models import ragged_samples

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from frugal.errors import CheckpointError
-from frugal.training import checkpoint
+from frugal.training.checkpoint import loading
 from tests.disks import small_disk
 from tests.ranks import Ranks
 from tests.training.checkpoints import plan_for, save_at, start, stop
@@ -40,7 +40,7 @@ def save_when_one_rank_cannot(folder: Path, zero_stage: int, failing_file: str) 
         message = str(error)
     finally:
         torch.save, Path.write_bytes = usual, written  # type: ignore[method-assign]  # as before
-    loaded = checkpoint.load(engine, folder).progress.step
+    loaded = loading.load(engine, folder).progress.step
     save_at(engine, folder, 3)  # the engine and the ranks still work together
     names = sorted(path.name for path in folder.iterdir())
     stop(engine)
@@ -85,7 +85,7 @@ def fill(folder: Path) -> list[str]:
             said.append(f"saved {step}")
         except CheckpointError as error:
             said.append(str(error).splitlines()[1])
-    said.append(f"loaded {checkpoint.load(engine, folder).progress.step}")
+    said.append(f"loaded {loading.load(engine, folder).progress.step}")
     stop(engine)
     return said
 

@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 
+from frugal.deepspeed_adapter.kernels import DTYPES
 from frugal.planning.strategy import Strategy
-from frugal.training import tiled_loss
 from frugal.training.engine import initialize
+from frugal.training.models import tiled_loss
 from frugal.training.objectives import CausalLM
-from frugal.training.precision import DTYPES
 from tests.plans import plan_by_hand
 from tests.ranks import Ranks
 from tests.training.models import ragged_samples, tiny_gpt2

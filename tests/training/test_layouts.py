@@ -9,11 +9,11 @@ import pytest
 
 from frugal.errors import RequestError
 from frugal.planning.batch import cells
-from frugal.training import data
-from frugal.training.batches import GlobalBatches, Position
-from frugal.training.data import Corpus
-from frugal.training.sources import find
-from frugal.training.tokenizing import byte_tokenizer
+from frugal.training.data import corpus
+from frugal.training.data.corpus import Corpus
+from frugal.training.data.global_batches import GlobalBatches, Position
+from frugal.training.data.sources import find
+from frugal.training.data.tokenizer import byte_tokenizer
 
 TEXTS = [f"{i:03} " + "word " * (i % 5) for i in range(101)]
 STREAM = """
@@ -75,7 +75,7 @@ def stream(folder: Path) -> str:
 
 
 def read(source: str, **options: object) -> Corpus:
-    return data.load(
+    return corpus.load_corpus(
         [source], tokenizer=byte_tokenizer(), task="causal-lm", seq_len=64, cache_dir=Path("cache"), **options
     )  # type: ignore[arg-type]  # a limit
 

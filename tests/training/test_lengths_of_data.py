@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from frugal.config.request import Request
+from frugal.config.run import Settings
 from frugal.errors import RequestError
-from frugal.planning.request import Request
-from frugal.training.samples import lengths_of
-from frugal.training.settings import Settings
+from frugal.training.data.corpus import lengths_of
 
 
 @pytest.fixture(autouse=True)

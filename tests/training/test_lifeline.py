@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import pytest
 from torch.distributed import HashStore
 
-from frugal.training.failure import LostRankError
-from frugal.training.lifeline import SILENT_SECONDS, Lifeline
+from frugal.distributed.first_failure import LostRankError
+from frugal.distributed.peer_watch import SILENT_SECONDS, PeerWatch
 
 
 class Held:
@@ -20,7 +20,7 @@ class Held:
         store = HashStore()
         self.told: list[list[LostRankError]] = [[], [], []]
         self.heard = threading.Event()
-        self.ranks = [Lifeline(store, rank, 3, lambda error, rank=rank: self._lost(rank, error)) for rank in range(3)]
+        self.ranks = [PeerWatch(store, rank, 3, lambda error, rank=rank: self._lost(rank, error)) for rank in range(3)]
         while len(self.ranks[0]._peers) < 2:
             time.sleep(0.01)
 
@@ -69,7 +69,7 @@ def test_a_silent_host_is_given_up_within_a_minute(held: Held) -> None:
 
 def test_who_does_not_know_the_secret_is_no_rank(held: Held) -> None:
     store = HashStore()
-    rank_0 = Lifeline(store, 0, 2, lambda error: held._lost(0, error))
+    rank_0 = PeerWatch(store, 0, 2, lambda error: held._lost(0, error))
     port, _, _ = json.loads(store.get("frugal/lifeline"))
     for said in (b'["wrong", 1, "there"]\n', b"GET / HTTP/1.1\n", b"[]\n", b"\xff\n", b""):
         with socket.create_connection(("127.0.0.1", port), timeout=10) as stranger:

@@ -9,7 +9,7 @@ from rich.console import Console
 from frugal.errors import CheckpointError
 from frugal.training.engine import StepResult
 from frugal.training.evaluate import Evaluation
-from frugal.training.log import Log
+from frugal.training.metrics import Log
 from tests.runs import records
 
 MIB = 1 << 20

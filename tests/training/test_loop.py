@@ -11,14 +11,16 @@ from typing import Any
 import pytest
 import torch
 
-from frugal.training import checkpoint, generators, loop, stopping
-from frugal.training.batches import GlobalBatches, Position
-from frugal.training.checkpoint import Progress
+from frugal.config.learning_rate import schedule_factor
+from frugal.config.run import Settings
+from frugal.distributed import signals
+from frugal.training import loop, rng
+from frugal.training.checkpoint import loading
+from frugal.training.checkpoint.loading import Progress
+from frugal.training.data.global_batches import GlobalBatches, Position
 from frugal.training.engine import initialize
-from frugal.training.log import Log
+from frugal.training.metrics import Log
 from frugal.training.objectives import CausalLM
-from frugal.training.schedule import factor
-from frugal.training.settings import Settings
 from tests.plans import plan_by_hand
 from tests.ranks import Ranks
 from tests.runs import records
@@ -45,11 +47,13 @@ def train(
     total_steps = loop.steps_of(batches, asked)
     engine = initialize(
         model, plan, CausalLM(),
-        learning_rate_schedule=lambda step: factor(step, schedule="cosine", warmup_steps=2, total_steps=total_steps),
+        learning_rate_schedule=lambda step: schedule_factor(
+            step, schedule="cosine", warmup_steps=2, total_steps=total_steps
+        ),
     )  # fmt: skip
-    generators.seed_all(rank)
+    rng.seed_all(rank)
     random.seed(rank)
-    start = checkpoint.load(engine, asked.checkpoints).progress if asked.resume else Progress(step=0)
+    start = loading.load(engine, asked.checkpoints).progress if asked.resume else Progress(step=0)
     if die == "in a step" and rank == 1:
         _kill_in(engine.deepspeed, "backward", signal.SIGKILL, when=lambda: engine.deepspeed.global_steps == 5)
     if die == "told to stop" and rank == 1:
@@ -57,7 +61,7 @@ def train(
     if die == "in a save" and rank == 1:
         _kill_in(torch, "save", signal.SIGKILL, when=lambda: engine.deepspeed.global_steps == 6)
     log = Log(folder, rank=rank, planned_bytes=1, total_steps=total_steps, first_step=start.step)
-    with log, stopping.listening():
+    with log, signals.listening():
         loop.train(engine, batches, SAMPLES[:5], asked, log, start=start, total_steps=total_steps)
     engine.destroy()
     gc.collect()

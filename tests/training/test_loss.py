@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from frugal.training.loss import SummedLoss
+from frugal.training.objectives import SummedLoss
 
 
 def regression() -> tuple[nn.Module, SummedLoss]:

@@ -4,18 +4,18 @@ from dataclasses import replace
 
 import pytest
 
+from frugal.config.cluster import Node
+from frugal.distributed import rendezvous
+from frugal.distributed.rendezvous import RankDescription, compare, ranks_in_words
 from frugal.errors import RequestError
-from frugal.planning.cluster import Node
-from frugal.training import meeting
-from frugal.training.meeting import Card, compare, ranks_in_words
 from tests.plans import plan_by_hand
 from tests.ranks import free_port
 
 V = {"frugal": "0.1.0", "torch": "2.13.0"}
 
 
-def card(host: str, digest: str = "a" * 64, **versions: str) -> Card:
-    return Card(host, V | versions, digest)
+def card(host: str, digest: str = "a" * 64, **versions: str) -> RankDescription:
+    return RankDescription(host, V | versions, digest)
 
 
 def test_ranks_that_are_alike_are_not_spoken_of() -> None:
@@ -45,9 +45,9 @@ def test_a_rank_that_does_not_come_is_named_with_its_node(monkeypatch: pytest.Mo
         "RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()),
     }.items():  # fmt: skip
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(meeting, "_store", None)
+    monkeypatch.setattr(rendezvous, "_store", None)
     with pytest.raises(RequestError) as caught:
-        meeting.meet(made, wait_seconds=1)
+        rendezvous.rendezvous(made, wait_seconds=1)
     assert str(caught.value) == (
         "not all ranks came within 1 s\n  because node 1 of the plan: ranks 1-2\n\n"
         "hint: start the command on every node; what these ranks said is in logs/ of the run's folder on their host"

@@ -10,9 +10,9 @@ import torch
 import frugal
 from frugal.planning.plan import Plan
 from frugal.training.engine import initialize
-from frugal.training.measure import gauge
-from frugal.training.models import resolve
-from frugal.training.trial import settled_collectives
+from frugal.training.measure.memory_gauge import gauge
+from frugal.training.measure.two_steps import settled_collectives
+from frugal.training.models.resolve import resolve
 from tests.plans import plan_by_hand
 from tests.ranks import Ranks
 

@@ -7,12 +7,11 @@ import pytest
 import torch
 from torch import nn
 
-from frugal.training import model_spec
-from frugal.training.loss import SummedLoss
-from frugal.training.model_spec import heads
-from frugal.training.models import presets, resolve
-from frugal.training.objectives import CausalLM, MaskedLM, Seq2Seq, SequenceClassification
-from frugal.training.tokenizing import byte_tokenizer
+from frugal.training.data.tokenizer import byte_tokenizer
+from frugal.training.models import spec as model_spec
+from frugal.training.models.resolve import presets, resolve
+from frugal.training.models.spec import heads
+from frugal.training.objectives import CausalLM, MaskedLM, Seq2Seq, SequenceClassification, SummedLoss
 from tests.training.models import TINY, tiny_gpt2
 
 pytestmark = pytest.mark.usefixtures("offline")

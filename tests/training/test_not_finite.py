@@ -7,16 +7,16 @@ from typing import Any
 import pytest
 import torch
 
+from frugal.config.run import Settings
 from frugal.errors import NumbersError
-from frugal.training import checkpoint, loop
-from frugal.training.batches import GlobalBatches
-from frugal.training.checkpoint import Progress
+from frugal.training import loop
+from frugal.training.checkpoint import loading
+from frugal.training.checkpoint.loading import Progress
+from frugal.training.data.global_batches import GlobalBatches
 from frugal.training.engine import Engine, initialize
-from frugal.training.log import Log
-from frugal.training.loss import Batch
-from frugal.training.not_finite import MOST_IN_A_ROW, shown
-from frugal.training.objectives import CausalLM
-from frugal.training.settings import Settings
+from frugal.training.loop import MOST_IN_A_ROW, shown
+from frugal.training.metrics import Log
+from frugal.training.objectives import Batch, CausalLM
 from tests.faults.disturbed import weights
 from tests.plans import plan_by_hand
 from tests.ranks import Ranks
@@ -139,7 +139,7 @@ def train(folder: Path, on_nan: str, *, resume: bool = False, all_spoilt: bool =
     engine = initialize(tiny_gpt2(), plan, Spoiling())
     samples = spoilt_samples(20, tuple(range(20))) if all_spoilt else SAMPLES
     batches = GlobalBatches(samples, global_batch=6)
-    start = checkpoint.load(engine, asked.checkpoints).progress if resume else Progress(step=0)
+    start = loading.load(engine, asked.checkpoints).progress if resume else Progress(step=0)
     message = ""
     log = Log(folder, rank=engine.rank, planned_bytes=1, total_steps=asked.steps or 0, first_step=start.step)
     try:

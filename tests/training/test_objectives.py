@@ -9,12 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from frugal.training import padding_masks
+from frugal.training.data.tokenizer import byte_tokenizer
 from frugal.training.engine import initialize
-from frugal.training.loss import Objective, Sample
-from frugal.training.objectives import CausalLM, MaskedLM, Seq2Seq, SequenceClassification
-from frugal.training.tiled_loss import IGNORED
-from frugal.training.tokenizing import byte_tokenizer
+from frugal.training.models import transformers_internals
+from frugal.training.models.tiled_loss import IGNORED
+from frugal.training.objectives import CausalLM, MaskedLM, Objective, Sample, Seq2Seq, SequenceClassification
 from tests.plans import plan_by_hand
 from tests.ranks import Ranks
 from tests.training.models import VOCABULARY, ragged_samples, tiny
@@ -35,7 +34,7 @@ CASES = [
 
 @pytest.fixture(autouse=True, scope="module")
 def masks_as_in_training() -> None:
-    padding_masks.always_use()
+    transformers_internals.always_use()
 
 
 def objective_for(task: str, family: str) -> Objective:
@@ -164,7 +163,7 @@ STEPS, GLOBAL_BATCH = 3, 3
 
 def losses_on_ranks(task: str, family: str, zero_stage: int) -> list[float]:
     """Three SGD steps of three samples on two ranks, one at a time: the last cell is a dummy. Runs on ranks."""
-    padding_masks.always_use()
+    transformers_internals.always_use()
     plan = plan_by_hand(
         world_size=2, global_batch=GLOBAL_BATCH, micro_batch=1, zero_stage=zero_stage,
         request={"optimizer": "sgd", "learning_rate": 0.1, "weight_decay": 0.0, "gradient_clipping": 0.0},

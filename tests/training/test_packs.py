@@ -12,18 +12,20 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from frugal.config.request import Request
+from frugal.config.run import Settings
 from frugal.errors import RequestError
-from frugal.planning.request import Request
-from frugal.training import continuation, data, packable, packs
+from frugal.training.checkpoint import loading
+from frugal.training.checkpoint.manifest import Manifest
+from frugal.training.data import corpus, packing
+from frugal.training.data.corpus import lengths_of
+from frugal.training.data.packing import Packer
+from frugal.training.data.tokenizer import byte_tokenizer
 from frugal.training.engine import initialize
-from frugal.training.manifest import Manifest
-from frugal.training.models import resolve
+from frugal.training.models import packing_check
+from frugal.training.models.resolve import resolve
+from frugal.training.models.tiled_loss import IGNORED
 from frugal.training.objectives import CausalLM
-from frugal.training.packs import Packer
-from frugal.training.samples import lengths_of
-from frugal.training.settings import Settings
-from frugal.training.tiled_loss import IGNORED
-from frugal.training.tokenizing import byte_tokenizer
 from tests.plans import plan_by_hand
 from tests.ranks import Ranks
 from tests.training.gradients import SGD, Gradient, applied, relative_error, weights
@@ -52,7 +54,7 @@ def pieces_of(pack: dict[str, Any]) -> list[bytes]:
 def test_every_piece_is_in_one_pack_and_none_is_too_full(sizes: list[int], most_open: int) -> None:
     pieces = [np.full(size, number, dtype=np.int32) for number, size in enumerate(sizes)]
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(packs, "MOST_OPEN", most_open)
+        patched.setattr(packing, "MOST_OPEN", most_open)
         found = packed(pieces)
     assert sorted(piece for pack in found for piece in pieces_of(pack)) == sorted(piece.tobytes() for piece in pieces)
     assert all(pack["length"] == len(pack["input_ids"]) == sum(pack["documents"]) <= SEQ_LEN for pack in found)
@@ -125,7 +127,7 @@ def test_the_gradient_is_that_of_the_documents_alone(
 
 @pytest.mark.parametrize("name", ["gpt2", "llama-3.1-70b", "mistral", "gemma3_text", "mixtral"])
 def test_models_that_keep_documents_apart_may_pack(name: str) -> None:
-    packable.check(resolve(name))
+    packing_check.check(resolve(name))
 
 
 @pytest.mark.parametrize(
@@ -139,7 +141,7 @@ def test_models_that_keep_documents_apart_may_pack(name: str) -> None:
 )
 def test_other_models_are_refused_with_the_reason(name: str, reason: str) -> None:
     with pytest.raises(RequestError) as caught:
-        packable.check(resolve(name))
+        packing_check.check(resolve(name))
     assert str(caught.value) == (
         f"--pack is impossible for {name}\n  because {reason}\n\n"
         "hint: leave --pack out: samples of like length share a micro-batch, which pads little"
@@ -153,7 +155,7 @@ def test_text_on_disk_is_packed_once_and_a_plan_is_told_how_full(
     path = tmp_path / "text.jsonl"
     path.write_text("".join(json.dumps({"text": "x" * size}) + "\n" for size in (10, 200, 30, 40, 5)))
     load = {"tokenizer": byte_tokenizer(), "task": "causal-lm", "seq_len": SEQ_LEN, "cache_dir": tmp_path}
-    plain, pack = (data.load([str(path)], pack=pack, **load) for pack in (False, True))
+    plain, pack = (corpus.load_corpus([str(path)], pack=pack, **load) for pack in (False, True))
     windows = sorted(plain.train[i]["input_ids"].tobytes() for i in range(len(plain.train)))
     assert sorted(piece for sample in pack.train for piece in pieces_of(sample)) == windows
     assert pack.report.tokens == plain.report.tokens and len(pack.train) < len(plain.train)
@@ -166,6 +168,6 @@ def test_text_on_disk_is_packed_once_and_a_plan_is_told_how_full(
 
 def test_a_packed_run_can_be_resumed() -> None:
     made = plan_by_hand(world_size=1, global_batch=1, micro_batch=1, zero_stage=1, request={"pack": True})
-    recipe = continuation.recipe(made)
+    recipe = loading.recipe(made)
     assert recipe["pack"] is True
     assert msgspec.json.decode(msgspec.json.encode(recipe), type=get_type_hints(Manifest)["recipe"]) == recipe

@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from frugal.training.batches import GlobalBatches
-from frugal.training.cells import Limits
+from frugal.training.data.global_batches import GlobalBatches
+from frugal.training.data.micro_batches import MicroBatchLimits, prefetch
 from frugal.training.engine import initialize
 from frugal.training.objectives import CausalLM
-from frugal.training.prefetch import ahead
 from tests.plans import plan_by_hand
 from tests.ranks import Ranks
 from tests.training.models import ragged_samples, tiny_gpt2
@@ -23,8 +22,8 @@ def threads() -> list[str]:
 
 
 def test_the_same_items_come_in_the_same_order_and_no_thread_is_left() -> None:
-    assert list(ahead(range(50))) == list(range(50))
-    assert list(ahead([])) == []
+    assert list(prefetch(range(50))) == list(range(50))
+    assert list(prefetch([])) == []
     assert not threads()
 
 
@@ -36,7 +35,7 @@ def test_one_item_is_made_while_the_last_is_worked_on_and_never_more() -> None:
             event.set()
             yield number
 
-    items = ahead(making())
+    items = prefetch(making())
     assert next(items) == 0
     assert made[1].wait(60)  # nobody has asked for it yet
     assert not made[2].is_set()
@@ -50,7 +49,7 @@ def test_a_failure_is_raised_once_where_its_item_would_have_come() -> None:
         yield from range(2)
         raise ValueError("row 2 is broken")
 
-    items, found = ahead(making()), []
+    items, found = prefetch(making()), []
     with pytest.raises(ValueError, match="row 2 is broken"):
         for item in items:
             found.append(item)
@@ -68,11 +67,11 @@ def prepared_and_plain() -> dict[str, Any]:
         plan = plan_by_hand(world_size=1, global_batch=8, micro_batch=4, zero_stage=2)
         engine = initialize(tiny_gpt2(), plan, CausalLM())
         to_come = [batch for batch, _ in zip(batches.iterate(), range(3), strict=False)]
-        steps = ahead(map(engine.prepare, to_come)) if way == "ahead" else iter(to_come)
+        steps = prefetch(map(engine.prepare, to_come)) if way == "ahead" else iter(to_come)
         losses = []
         for number, batch in enumerate(steps):
             if number == 1:  # the next batch is prepared, and now too large
-                engine.limits = Limits(max_samples=(1,), seq_len=64, shortest=64, overhead=None)
+                engine.limits = MicroBatchLimits(max_samples=(1,), seq_len=64, shortest=64, overhead=None)
             losses.append(engine.train_step(batch).loss)
         weights = torch.cat([parameter.detach().flatten() for parameter in engine.module.parameters()])
         found[way] = losses, weights.numpy()

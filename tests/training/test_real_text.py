@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from frugal.training import data, tokenizing
-from frugal.training.batches import GlobalBatches, Position
+from frugal.training.data import corpus as data
+from frugal.training.data import tokenizer
+from frugal.training.data.global_batches import GlobalBatches, Position
 from frugal.training.engine import initialize
 from frugal.training.objectives import CausalLM
 from tests.plans import plan_by_hand
@@ -14,8 +15,8 @@ from tests.training.models import tiny_gpt2
 
 def perplexities(world_size: int, micro_batch: int, zero_stage: int) -> tuple[float, float]:
     """On 50 validation samples, before and after 60 steps of 24 ragged samples. Runs on ranks."""
-    corpus = data.load(
-        ["stdlib"], tokenizer=tokenizing.byte_tokenizer(), task="causal-lm", seq_len=128, limit=40,
+    corpus = data.load_corpus(
+        ["stdlib"], tokenizer=tokenizer.byte_tokenizer(), task="causal-lm", seq_len=128, limit=40,
         validation_fraction=0.1,
     )  # fmt: skip
     assert corpus.validation is not None

@@ -9,18 +9,18 @@ from typing import Any
 import pytest
 import torch
 
+from frugal.config.run import Settings
 from frugal.errors import FrugalError, OutOfMemoryError
 from frugal.planning.plan import Plan
-from frugal.training import caution, checkpoint, loop
-from frugal.training.batches import GlobalBatches
-from frugal.training.caution import Caution, Learnt
-from frugal.training.checkpoint import Progress
+from frugal.training import loop, oom_limits
+from frugal.training.checkpoint import loading
+from frugal.training.checkpoint.loading import Progress
+from frugal.training.data.global_batches import GlobalBatches
 from frugal.training.engine import Engine, initialize
 from frugal.training.evaluate import evaluate
-from frugal.training.log import Log
+from frugal.training.metrics import Log
 from frugal.training.objectives import CausalLM
-from frugal.training.settings import Settings
-from frugal.training.shortage import Report, Shortage, report
+from frugal.training.oom_limits import AdaptiveLimits, LearntLimits, OutOfMemory, OutOfMemoryReport, report_of
 from tests.plans import plan_by_hand
 from tests.ranks import Ranks
 from tests.training.models import SkipNet, points, ragged_samples, skip_net, tiny_gpt2
@@ -28,8 +28,8 @@ from tests.training.models import SkipNet, points, ragged_samples, skip_net, tin
 MIB = 1 << 20
 
 
-def a_report(rank: int = 1, request: int | None = 2 << 30, allocated: int = 0, reserved: int = 0) -> Report:
-    return Report(rank, request, allocated, reserved, "backward", "models/gpt2.py:7 (forward)")
+def a_report(rank: int = 1, request: int | None = 2 << 30, allocated: int = 0, reserved: int = 0) -> OutOfMemoryReport:
+    return OutOfMemoryReport(rank, request, allocated, reserved, "backward", "models/gpt2.py:7 (forward)")
 
 
 def a_plan(total_bytes: int = 0, **strategy: Any) -> Plan:
@@ -56,7 +56,7 @@ def raised(error: Exception) -> Exception:
     ],
 )  # fmt: skip
 def test_the_request_is_read_from_the_error(text: str, number: int | None) -> None:
-    found = report(raised(RuntimeError(text)), rank=3)
+    found = report_of(raised(RuntimeError(text)), rank=3)
     assert (found.rank, found.request_bytes, found.phase) == (3, number, "forward")
     assert found.where.startswith("training/test_recovery.py:")
 
@@ -64,34 +64,34 @@ def test_the_request_is_read_from_the_error(text: str, number: int | None) -> No
 def test_the_allocators_own_error_on_a_cpu_is_understood() -> None:
     with pytest.raises(RuntimeError) as caught:
         torch.empty(1 << 50)
-    assert report(caught.value, rank=0).request_bytes == 1 << 52
+    assert report_of(caught.value, rank=0).request_bytes == 1 << 52
 
 
 def test_fragmentation_is_where_enough_is_held_and_not_in_use() -> None:
     assert a_report(request=MIB, allocated=5 * MIB, reserved=6 * MIB).is_fragmentation
     assert not a_report(request=2 * MIB, allocated=5 * MIB, reserved=6 * MIB).is_fragmentation
-    assert not Shortage((a_report(request=MIB, reserved=MIB), a_report())).is_fragmentation  # one really needs more
+    assert not OutOfMemory((a_report(request=MIB, reserved=MIB), a_report())).is_fragmentation  # one really needs more
 
 
 # What is tried.
 
 
 def test_cells_are_halved_and_grow_again_one_at_a_time() -> None:
-    found = Caution(a_plan(), SkipNet())
-    shortage, sizes = Shortage((a_report(),)), []
+    found = AdaptiveLimits(a_plan(), SkipNet())
+    shortage, sizes = OutOfMemory((a_report(),)), []
     assert found.lower(shortage, 8) == "out of memory: the global batch is run again with at most 4 samples a cell"
     assert found.lower(shortage, 4) == "out of memory: the global batch is run again with at most 2 samples a cell"
-    for _ in range(3 * caution.PATIENCE):
+    for _ in range(3 * oom_limits.PATIENCE):
         sizes.append(found.limits.max_samples[0])
         found.after_step()
     assert sizes == [2] * 100 + [4] * 100 + [8] * 100
 
 
 def test_growing_too_early_makes_it_wait_twice_as_long() -> None:
-    found = Caution(a_plan(), SkipNet())
+    found = AdaptiveLimits(a_plan(), SkipNet())
     waited = []
     for _ in range(3):
-        found.lower(Shortage((a_report(),)), 8)
+        found.lower(OutOfMemory((a_report(),)), 8)
         steps = 1
         while found.after_step() is None:
             steps += 1
@@ -100,25 +100,25 @@ def test_growing_too_early_makes_it_wait_twice_as_long() -> None:
 
 
 def test_what_was_learnt_holds_under_the_same_plan_only() -> None:
-    found = Caution(a_plan(), SkipNet())
+    found = AdaptiveLimits(a_plan(), SkipNet())
     assert found.learnt() is None
-    found.lower(Shortage((a_report(),)), 8)
+    found.lower(OutOfMemory((a_report(),)), 8)
     for _ in range(7):
         found.after_step()
     learnt = found.learnt()
-    assert isinstance(learnt, Learnt)
-    again = Caution(a_plan(), SkipNet())
+    assert isinstance(learnt, LearntLimits)
+    again = AdaptiveLimits(a_plan(), SkipNet())
     again.recall(learnt)
     assert (again.learnt(), again.limits.max_samples) == (learnt, (4, 4))
-    other = Caution(plan_by_hand(world_size=1, global_batch=16, micro_batch=8, zero_stage=2), SkipNet())
+    other = AdaptiveLimits(plan_by_hand(world_size=1, global_batch=16, micro_batch=8, zero_stage=2), SkipNet())
     other.recall(learnt)
     assert (other.learnt(), other.limits.max_samples) == (None, (8,))
 
 
 def test_a_request_beyond_the_whole_plan_is_not_tried_again() -> None:
-    found = Caution(a_plan(total_bytes=100 * MIB), SkipNet())
+    found = AdaptiveLimits(a_plan(total_bytes=100 * MIB), SkipNet())
     with pytest.raises(OutOfMemoryError) as error:
-        found.lower(Shortage((a_report(request=101 * MIB),)), 8)
+        found.lower(OutOfMemory((a_report(request=101 * MIB),)), 8)
     assert str(error.value) == (
         "a single request for more memory than the whole plan\n"
         "  because rank 1 asked for 101.0 MiB in backward, models/gpt2.py:7 (forward)\n"
@@ -129,9 +129,9 @@ def test_a_request_beyond_the_whole_plan_is_not_tried_again() -> None:
 
 
 def test_nothing_left_to_lower_ends_with_the_arithmetic() -> None:
-    found = Caution(a_plan(total_bytes=3 << 30, activation_checkpointing="full"), SkipNet())
+    found = AdaptiveLimits(a_plan(total_bytes=3 << 30, activation_checkpointing="full"), SkipNet())
     with pytest.raises(OutOfMemoryError) as error:
-        found.lower(Shortage((a_report(allocated=MIB, reserved=MIB),)), 1)
+        found.lower(OutOfMemory((a_report(allocated=MIB, reserved=MIB),)), 1)
     assert str(error.value) == (
         "out of memory with a micro-batch of one sample\n"
         "  because rank 1 asked for 2.00 GiB with 1.0 MiB of 1.0 MiB in use in backward, models/gpt2.py:7 (forward)\n"
@@ -274,7 +274,7 @@ def train(folder: Path, failures: int, *, resume: bool = False) -> tuple[str, tu
         world_size=2, global_batch=8, micro_batch=4, zero_stage=2, strategy={"activation_checkpointing": "full"}
     )
     engine = initialize(tiny_gpt2(), plan, CausalLM())
-    start = checkpoint.load(engine, asked.checkpoints).progress if resume else Progress(step=0)
+    start = loading.load(engine, asked.checkpoints).progress if resume else Progress(step=0)
     usual = engine.train_step
 
     def third_fails(batch: Any) -> Any:

@@ -7,8 +7,8 @@ from typing import Any
 import datasets
 import pytest
 
-from frugal.training import preparation, sources
-from frugal.training.sources import Columns
+from frugal.training.data import build, sources
+from frugal.training.data.sources import Columns
 from tests.training.corpora import ROWS, Load, refusal, texts, write, write_jsonl
 
 
@@ -179,7 +179,7 @@ def test_a_full_disk(load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         raise OSError(28, "No space left on device")
 
     (tmp_path / "a.txt").write_text("text")
-    monkeypatch.setattr(preparation, "_write", no_space)
+    monkeypatch.setattr(build, "_write", no_space)
     assert refusal(lambda: load("a.txt")) == (
         f"the tokenised data cannot be written to {tmp_path}/cache\n"
         "  because No space left on device\n"

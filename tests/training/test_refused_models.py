@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from frugal.errors import RequestError
-from frugal.training import hub
-from frugal.training.model_spec import check_sequence_length
-from frugal.training.models import resolve
-from frugal.training.tokenizing import byte_tokenizer
+from frugal.training.data.tokenizer import byte_tokenizer
+from frugal.training.models import factories
+from frugal.training.models.resolve import resolve
+from frugal.training.models.spec import check_sequence_length
 from tests.training.models import TINY, tiny_gpt2
 
 pytestmark = pytest.mark.usefixtures("offline")
@@ -131,7 +131,8 @@ def test_a_broken_configuration(text: str, said: str, tmp_path: Path) -> None:
             "my_models.py:module_only",
             "my_models.py:module_only makes a Linear, but does not say how to train it\n"
             "\n"
-            "hint: return (module, objective) from it; frugal.training.loss.SummedLoss makes one of a loss function",
+            "hint: return (module, objective) from it; frugal.training.objectives.SummedLoss makes one of a loss "
+            "function",
         ),
     ],
 )
@@ -234,9 +235,9 @@ def test_an_unreachable_hub_costs_no_time(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr("socket.getaddrinfo", no_address)
     for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy"):
         monkeypatch.delenv(name, raising=False)
-    hub.unreachable_because.cache_clear()
+    factories.hub_unreachable_because.cache_clear()
     try:
         assert "the network does not reach it" in message("gtp2")
         assert len(asked) == 1
     finally:
-        hub.unreachable_because.cache_clear()
+        factories.hub_unreachable_because.cache_clear()

@@ -10,11 +10,11 @@ import pytest
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from frugal.training import checkpoint, continuation, manifest, resharding, saving
-from frugal.training.batches import GlobalBatches, Position
-from frugal.training.checkpoint import Progress
+from frugal.training.checkpoint import loading, manifest, reshard, saving
+from frugal.training.checkpoint.loading import Progress
+from frugal.training.checkpoint.manifest import Manifest
+from frugal.training.data.global_batches import GlobalBatches, Position
 from frugal.training.engine import Engine, initialize
-from frugal.training.manifest import Manifest
 from frugal.training.objectives import CausalLM
 from tests.plans import plan_by_hand
 from tests.ranks import Ranks
@@ -78,7 +78,7 @@ def continued(
         world_size = torch.distributed.get_world_size()
         engine = start(world_size, zero_stage, seed=1, **how)  # other weights: all must come from the checkpoint
         for folder in folders:
-            progress = checkpoint.load(engine, folder).progress
+            progress = loading.load(engine, folder).progress
             if save:
                 saving.save(engine, folder.with_name(f"{folder.name}-to-{world_size}-{zero_stage}"), progress)
             found[folder.name, zero_stage], _ = steps(engine, progress.position, END - progress.step)
@@ -140,10 +140,10 @@ def states(folder: Path) -> dict[tuple[str, str], torch.Tensor]:
     """Every state of every parameter in a checkpoint, whole."""
     path = manifest.newest(folder)
     assert path is not None
-    saved = resharding.Saved(path, manifest.read(path))
+    saved = reshard.Saved(path, manifest.read(path))
     many, _ = saved.optimizer_states()
     found = {}
-    for frozen, kinds in ((False, [resharding.MASTER, *many]), (True, [resharding.FROZEN])):
+    for frozen, kinds in ((False, [reshard.MASTER, *many]), (True, [reshard.FROZEN])):
         for name, num_elements in saved.parameters(frozen=frozen).items():
             for kind in kinds:
                 found[name, kind] = torch.empty(num_elements)
@@ -175,11 +175,11 @@ def test_no_element_changes(variation: str, tmp_path: Path, one_rank: Ranks, two
     tolerance = 1e-6 if before.get("request", {}).get("precision") is None else 1e-2
     assert [loss for loss, _ in found["2-2", 3]] == pytest.approx([loss for loss, _ in whole[STOP:]], rel=tolerance)
     was, now = states(tmp_path / "2-2"), states(tmp_path / "2-2-to-1-3")
-    assert len({kind for _, kind in was} - {resharding.MASTER, resharding.FROZEN}) == num_states
+    assert len({kind for _, kind in was} - {reshard.MASTER, reshard.FROZEN}) == num_states
     assert was.keys() == now.keys()
     for key, tensor in was.items():
         assert torch.equal(tensor, now[key]), key
-    assert all(tensor.abs().max() > 0 for (_, kind), tensor in was.items() if kind == resharding.MASTER)
+    assert all(tensor.abs().max() > 0 for (_, kind), tensor in was.items() if kind == reshard.MASTER)
 
 
 def made_by(world_size: int, strategy: str, offload: tuple[str, str] = ("none", "none"), **values: Any) -> Manifest:
@@ -193,29 +193,29 @@ def made_by(world_size: int, strategy: str, offload: tuple[str, str] = ("none", 
 def test_it_is_said_what_changes_and_what_does_not() -> None:
     before = made_by(4, "ZeRO-2, activation checkpointing off")
     after = made_by(1, "ZeRO-3, activation checkpointing full, optimizer in host memory")
-    assert continuation.describe(continuation.changes(before, after), 40, Path("run")) == (
+    assert loading.describe_changes(loading.resume_changes(before, after), 40, Path("run")) == (
         "resumed at step 40 of run: 4 ranks -> 1 rank, ZeRO-2 -> ZeRO-3, activation checkpointing off -> activation "
         "checkpointing full, optimizer in host memory; global batch, order and learning rate are unchanged"
     )
     slower = made_by(4, "ZeRO-2, activation checkpointing off", learning_rate=1e-4, momentum=0.9)
-    assert continuation.describe(continuation.changes(before, slower), 40, Path("run")) == (
+    assert loading.describe_changes(loading.resume_changes(before, slower), 40, Path("run")) == (
         "resumed at step 40 of run: learning rate 0.001 -> 0.0001, no momentum -> 0.9; "
         "global batch and order are unchanged"
     )
-    assert continuation.changes(before, before) == ()
+    assert loading.resume_changes(before, before) == ()
 
 
 def test_states_that_cannot_be_cut_anew_are_refused() -> None:
     before, after = (made_by(number, "ZeRO-2, activation checkpointing off") for number in (2, 4))
-    assert continuation.refuse_other_layout(Path("run"), before, after) is None
+    assert loading.refuse_other_layout(Path("run"), before, after) is None
     eight_bit = made_by(4, "ZeRO-2, activation checkpointing off", optimizer="adamw-8bit")
-    assert str(continuation.refuse_other_layout(Path("run"), before, eight_bit)) == (
+    assert str(loading.refuse_other_layout(Path("run"), before, eight_bit)) == (
         "run cannot be continued on another layout\n"
         "  because it would change: 2 ranks -> 4 ranks\n"
         "  because adamw-8bit keeps states of many elements together, which cannot be cut anew\n\n"
         "hint: resume with the plan the run was started with, or start anew with another --out"
     )
     on_disk = made_by(2, "ZeRO-2, activation checkpointing off, optimizer on NVMe", ("nvme", "none"))
-    assert str(continuation.refuse_other_layout(Path("run"), before, on_disk)).splitlines()[2] == (
+    assert str(loading.refuse_other_layout(Path("run"), before, on_disk)).splitlines()[2] == (
         "  because states on NVMe are in files that only the layout which wrote them can read"
     )

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
+from frugal.config.local_host import available_bytes
+from frugal.config.run import Settings
 from frugal.errors import NothingFitsError
-from frugal.planning import disk
+from frugal.planning.memory import breakdown
 from frugal.planning.plan import Plan
-from frugal.training import manifest, room
-from frugal.training.circumstances import available_bytes
+from frugal.training.checkpoint import manifest, run_folder
 from frugal.training.engine import initialize
 from frugal.training.objectives import CausalLM
-from frugal.training.settings import Settings
 from frugal.units import GIB
 from tests.plans import plan_by_hand
 from tests.ranks import Ranks
@@ -38,7 +38,7 @@ def plan_of(world_size: int, *, tensors: int = 0, parameters: int = 0, **strateg
 def refusal(plan: Plan, asked: Settings) -> str:
     """What the check says; runs on ranks."""
     try:
-        room.check(plan, asked)
+        run_folder.check_space(plan, asked)
     except NothingFitsError as error:
         return str(error)
     return ""
@@ -94,7 +94,7 @@ def test_a_saved_checkpoint_is_as_large_as_was_said(zero_stage: int, two_ranks: 
     plan = plan_by_hand(world_size=2, global_batch=4, micro_batch=2, zero_stage=zero_stage)
     written, parameters = two_ranks.run(saved, plan, tmp_path)[0]
     plan = replace(plan, model=replace(plan.model, parameters=parameters, trainable_parameters=parameters))
-    whole = disk.checkpoint_bytes(plan.request, plan.strategy, plan.model)
+    whole = breakdown.checkpoint_bytes(plan.request, plan.strategy, plan.model)
     assert sum(written) == pytest.approx(whole, rel=0.05)
-    copied = [room.copied_bytes(plan, 1, has_rank_0=rank == 0) for rank in (0, 1)]
+    copied = [run_folder.copied_bytes(plan, 1, has_rank_0=rank == 0) for rank in (0, 1)]
     assert written == pytest.approx(copied, rel=0.05, abs=whole / 50)

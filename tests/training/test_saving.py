@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
+from frugal.deepspeed_adapter.checkpoint_files import CheckpointWriter
 from frugal.errors import CheckpointError
-from frugal.training import checkpoint
-from frugal.training.checkpoint import Progress
-from frugal.training.saving import Saver
-from frugal.training.writer import Writer
+from frugal.training.checkpoint import loading
+from frugal.training.checkpoint.loading import Progress
+from frugal.training.checkpoint.saving import Saver
 from tests.ranks import Ranks
 from tests.training.checkpoints import plan_for, start, steps, stop, weights
 
@@ -24,23 +24,23 @@ def saved_behind(folder: Path, zero_stage: int, precision: str, strategy: dict[s
     plan = plan_for(zero_stage, precision, **strategy)
     engine = start(plan)
     steps(engine, 0, 2)
-    trained, finish = threading.Event(), Writer.finish
+    trained, finish = threading.Event(), CheckpointWriter.finish
 
-    def finish_late(writer: Writer) -> list[Path]:
+    def finish_late(writer: CheckpointWriter) -> list[Path]:
         trained.wait()
         return finish(writer)
 
-    Writer.finish = finish_late  # type: ignore[method-assign]
+    CheckpointWriter.finish = finish_late  # type: ignore[method-assign]
     saver = Saver(engine, folder, in_background=True)
     path = saver.save(Progress(step=2))
     whole = (steps(engine, 2, 4), weights(engine))
     was_there = path.exists()
     trained.set()
     saver.finish()
-    Writer.finish = finish  # type: ignore[method-assign]
+    CheckpointWriter.finish = finish  # type: ignore[method-assign]
     stop(engine)
     engine = start(plan, seed=1)  # other weights, other generators
-    checkpoint.load(engine, folder)
+    loading.load(engine, folder)
     resumed = (steps(engine, 2, 4), weights(engine))
     stop(engine)
     return [whole, was_there, resumed]
@@ -67,18 +67,18 @@ def an_error_while_it_is_written(folder: Path) -> bool:
     """Whether a checkpoint that was begun is there once an error has passed; runs on ranks."""
     engine = start(plan_for(2))
     steps(engine, 0, 1)
-    finish = Writer.finish
+    finish = CheckpointWriter.finish
 
-    def finish_slowly(writer: Writer) -> list[Path]:
+    def finish_slowly(writer: CheckpointWriter) -> list[Path]:
         time.sleep(0.5)
         return finish(writer)
 
-    Writer.finish = finish_slowly  # type: ignore[method-assign]
+    CheckpointWriter.finish = finish_slowly  # type: ignore[method-assign]
     with pytest.raises(ZeroDivisionError), Saver(engine, folder, in_background=True) as saver:
         saver.save(Progress(step=1))
         raise ZeroDivisionError
-    Writer.finish = finish  # type: ignore[method-assign]
-    is_there = checkpoint.load(engine, folder).progress.step == 1
+    CheckpointWriter.finish = finish  # type: ignore[method-assign]
+    is_there = loading.load(engine, folder).progress.step == 1
     stop(engine)
     return is_there
 
@@ -110,7 +110,7 @@ def full_disk_in_background(folder: Path) -> tuple[str, int, bool]:
     torch.save = torch_save
     with pytest.raises(CheckpointError) as caught:
         saver.finish()
-    is_good = checkpoint.load(engine, folder).progress.step == 1 and not (folder / "step-000002.tmp").exists()
+    is_good = loading.load(engine, folder).progress.step == 1 and not (folder / "step-000002.tmp").exists()
     stop(engine)
     return str(caught.value), done, is_good
 

@@ -4,12 +4,12 @@ from typing import Any
 
 import pytest
 
-from frugal.training.schedule import factor
+from frugal.config.learning_rate import schedule_factor
 
 
 def rates(schedule: Any, warmup_steps: int, total_steps: int) -> list[float]:
     return [
-        factor(step, schedule=schedule, warmup_steps=warmup_steps, total_steps=total_steps)
+        schedule_factor(step, schedule=schedule, warmup_steps=warmup_steps, total_steps=total_steps)
         for step in range(total_steps)
     ]
 
@@ -25,4 +25,4 @@ def test_linear_and_cosine_fall_from_the_peak_and_never_reach_zero_in_a_step() -
 
 
 def test_steps_beyond_the_end_keep_the_last_value() -> None:
-    assert factor(9, schedule="cosine", warmup_steps=0, total_steps=5) == 0.0
+    assert schedule_factor(9, schedule="cosine", warmup_steps=0, total_steps=5) == 0.0

@@ -7,9 +7,9 @@ from typing import Any
 import click
 import pytest
 
+from frugal.config import run
+from frugal.config.run import Settings
 from frugal.errors import RequestError
-from frugal.training import settings
-from frugal.training.settings import Settings
 
 SOME = Settings(
     data=("a.txt", "b.txt"), validation_data=("c.txt",), test_data=("d.txt",), tokenizer="folder", limit=3,
@@ -24,10 +24,10 @@ def parsed(arguments: list[str]) -> Settings:
     """What the ranks understand."""
 
     @click.command()
-    @settings.options
+    @run.options
     def command(**flags: Any) -> None:
         nonlocal understood
-        understood = settings.collect(flags, {})
+        understood = run.collect(flags, {})
 
     understood = Settings()
     command.main(arguments, standalone_mode=False)
@@ -46,7 +46,7 @@ def test_every_setting_is_tried_above() -> None:
 def test_a_run_to_resume_need_not_be_told_again(tmp_path: Path) -> None:
     (tmp_path / "train.json").write_bytes(replace(SOME, out=tmp_path).record())
     flags = {"resume": True, "accept_changed_data": True, "epochs": 2, "data": ()}
-    resumed = settings.collect(flags, settings.earlier(tmp_path))
+    resumed = run.collect(flags, run.earlier(tmp_path))
     assert resumed == replace(SOME, out=tmp_path, steps=None, epochs=2)
 
 
@@ -69,7 +69,7 @@ def test_a_run_to_resume_need_not_be_told_again(tmp_path: Path) -> None:
 )
 def test_impossible_settings_are_refused(values: dict[str, Any], message: str) -> None:
     with pytest.raises(RequestError) as raised:
-        settings.collect(values, {})
+        run.collect(values, {})
     assert str(raised.value) == message
 
 
@@ -89,5 +89,5 @@ def test_impossible_settings_are_refused(values: dict[str, Any], message: str) -
 )
 def test_a_wrong_table_in_frugal_toml_is_refused(table: dict[str, Any], message: str) -> None:
     with pytest.raises(RequestError) as raised:
-        settings.collect({}, table)
+        run.collect({}, table)
     assert str(raised.value) == message

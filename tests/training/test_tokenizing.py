@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from frugal.training.tokenizing import byte_tokenizer, encode, fingerprint, load_tokenizer
+from frugal.training.data.tokenizer import byte_tokenizer, encode, fingerprint, load_tokenizer
 from tests.training.corpora import refusal
 
 PAD, EOS, BOS, MASK = 0, 1, 2, 3

@@ -1,0 +1,208 @@
+"""`frugal rehearse`."""
+
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import click
+import msgspec
+
+from frugal.cli.options import collect, planning_options
+from frugal.cli.plan import waiting
+from frugal.config.cluster import Cluster
+from frugal.config.request import Request, check_pins
+from frugal.config.schema import NAMES
+from frugal.dryrun import figures as curve
+from frugal.dryrun.client import DryRunSource
+from frugal.dryrun.figures import Figures, figures, fullest
+from frugal.errors import RequestError
+from frugal.planning.memory.timeline import CATEGORIES
+from frugal.planning.plan import Batch, Plan
+from frugal.planning.strategy import Strategy, candidates, offload_levels
+from frugal.units import format_bytes
+
+SHOWN_MODULES = 20
+_NUMBER = re.compile(r"\.\d+(?=\.|$)")  # of a layer in a dotted name
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Subject:
+    """What is rehearsed. `promised_bytes`: what its plan says that live tensors take; None where there is no plan."""
+
+    request: Request
+    cluster: Cluster
+    strategy: Strategy
+    batch: Batch
+    promised_bytes: int | None = None
+
+
+@click.command("rehearse")
+@click.argument("what", metavar="PLAN|MODEL")
+@planning_options
+@click.option("--json", "as_json", is_flag=True, help="Print the figures for programs.")
+@click.option("--explain", type=click.Choice(CATEGORIES), help="Name the modules that hold it at the peak.")
+@click.option(
+    "--timeline",
+    type=click.Path(path_type=Path),
+    help="Write the live bytes of each category after every event into this .csv or .json file, for plotting.",
+)
+def command(what: str, as_json: bool, explain: str | None, timeline: Path | None, **values: Any) -> None:
+    """Run a step on tensors without storage, and say what fills the memory.
+
+    A plan.json is rehearsed exactly. A model is rehearsed with the planning flags given: what they leave open is as
+    simple as possible (the lowest ZeRO stage, nothing recomputed or moved to the host, one sample a micro-step).
+    """
+    if timeline is not None:
+        curve.check_timeline_file(timeline)
+    with waiting(f"rehearsing {what}"):
+        subject = _plan(Path(what), values) if _is_plan(what) else None
+        if subject is not None:
+            with DryRunSource(subject.request, subject.cluster) as source:
+                rehearsals = _rehearse(source, subject)
+        else:
+            request, cluster, defaults = collect({**values, "model": _model(what, values)})
+            with DryRunSource(request, cluster) as source:
+                subject = _simplest(request, cluster, defaults, source)
+                rehearsals = _rehearse(source, subject)
+    kind = subject.cluster.devices[0].kind
+    found = figures(rehearsals, kind, max(len(node.devices) for node in subject.cluster.nodes))
+    held = fullest(rehearsals, kind).explain(explain) if explain is not None else None
+    if timeline is not None:
+        curve.write_timeline(fullest(rehearsals, kind).recording, timeline)
+    notes = list(dict.fromkeys(note for each in rehearsals for note in each.notes))
+    if as_json:
+        content = msgspec.to_builtins(found) | {"notes": notes} | ({} if held is None else {"explained": dict(held)})
+        click.echo(msgspec.json.format(msgspec.json.encode(content), indent=2).decode())
+        return
+    blocks = [_title(subject), *_report(found, subject)]
+    if notes:
+        blocks.append(["assumed, because it depends on data", *(f"  {note}" for note in notes)])
+    if held is not None:
+        blocks.append(_holders(held, str(explain)))
+    if timeline is not None:
+        blocks.append([f"wrote {timeline}"])
+    click.echo("\n\n".join("\n".join(block) for block in blocks))
+
+
+def _is_plan(what: str) -> bool:
+    """A .json file is a plan unless it is a model's configuration."""
+    path = Path(what)
+    if path.suffix != ".json" or path.is_dir():
+        return False
+    try:
+        content = msgspec.json.decode(path.read_bytes())
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return True  # reading it as a plan says what is wrong
+    return not (isinstance(content, dict) and "model_type" in content and "schema" not in content)
+
+
+def _plan(path: Path, values: dict[str, Any]) -> _Subject:
+    for name in ("config", *NAMES):
+        if values.get(name) is not None:
+            raise RequestError(
+                f"{path} was given together with --{name.replace('_', '-')}",
+                because="a plan is a decision already made",
+                hint="leave one of them out",
+            )
+    plan = Plan.read(path)
+    return _Subject(
+        request=plan.request,
+        cluster=plan.cluster,
+        strategy=plan.strategy,
+        batch=plan.batch,
+        promised_bytes=plan.memory.live_bytes,
+    )
+
+
+def _model(what: str, values: dict[str, Any]) -> str:
+    if values.get("model") is not None:
+        raise RequestError(f"{what} was given together with --model", hint="leave one of them out")
+    return what
+
+
+def _simplest(request: Request, cluster: Cluster, defaults: tuple[str, ...], source: DryRunSource) -> _Subject:
+    """The first strategy that the search would look at, with one sample a micro-step where none are pinned."""
+    facts = source.facts()
+    if "seq_len" in defaults and facts.max_positions is not None:
+        request = source.request = replace(request, seq_len=min(request.seq_len, facts.max_positions))
+    check_pins(request, cluster.world_size)
+    strategies = candidates(
+        request,
+        world_size=cluster.world_size,
+        offload=offload_levels(request)[0],
+        trainable_parameters=facts.trainable_parameters,
+    )
+    micro_batch = request.micro_batch or 1
+    if request.accumulation_steps is not None and request.micro_batch is None:
+        micro_batch = -(-request.batch_samples // (request.accumulation_steps * cluster.world_size))
+    return _Subject(
+        request=request,
+        cluster=cluster,
+        strategy=strategies[0],
+        batch=Batch.of(request.batch_samples, (micro_batch,) * cluster.world_size),
+    )
+
+
+def _rehearse(source: DryRunSource, subject: _Subject) -> list[Any]:
+    return source.rehearsals(subject.strategy, subject.batch.largest_cell, subject.batch.accumulation_steps)
+
+
+def _title(subject: _Subject) -> list[str]:
+    batch, kind = subject.batch, "GPU" if subject.cluster.devices[0].kind == "cuda" else "rank"
+    return [
+        f"{subject.request.model} in {subject.request.precision}, samples of {subject.request.seq_len} tokens",
+        f"{subject.strategy}",
+        f"{batch.world_size} {kind}{'s' * (batch.world_size > 1)}, micro-batch {batch.largest_cell}, "
+        f"{batch.accumulation_steps} accumulation step{'s' * (batch.accumulation_steps > 1)}",
+    ]
+
+
+def _report(found: Figures, subject: _Subject) -> list[list[str]]:
+    operator = found.operator.removeprefix("aten.").removesuffix(".default")
+    device = min(subject.cluster.devices, key=lambda device: device.usable_bytes)
+    totals = {
+        "allocated": found.peak_allocated_bytes,
+        "reserved": found.peak_reserved_bytes,
+        "smallest": found.smallest_capacity_bytes,
+        "usable": device.usable_bytes,
+    }
+    if subject.promised_bytes is not None:
+        totals["promised"] = subject.promised_bytes
+    if device.kind == "cuda":
+        totals["host, a node"] = found.host_bytes_per_node
+    missing = found.smallest_capacity_bytes - device.usable_bytes
+    verdict = "it fits" if missing <= 0 else f"it does not fit: {format_bytes(missing)} short"
+    return [
+        [f"at its peak, in {found.phase} ({operator})", *_table(found.categories, found.peak_allocated_bytes)],
+        ["peak of each phase", *_table(found.phases)],
+        ["memory of the fullest device", *_table(totals)],
+        [verdict],
+    ]
+
+
+def _table(rows: dict[str, int], total: int | None = None) -> list[str]:
+    rows = {name: size for name, size in rows.items() if size}
+    if total is not None:
+        rows["total"] = total
+    return [f"  {name:<16} {format_bytes(size):>12}" for name, size in rows.items()]
+
+
+def _holders(held: list[tuple[str, int]], category: str) -> list[str]:
+    """The modules, layers that differ in their number only in one line; then what is made outside of the model."""
+    groups: dict[str, list[int]] = {}
+    for name, size in held:
+        groups.setdefault(_NUMBER.sub(".*", name), []).append(size)
+    rows = sorted(((sum(sizes), len(sizes), name) for name, sizes in groups.items()), reverse=True)
+    total = sum(size for _, size in held)
+    lines = [f"{category} at the peak, by the module that made them"]
+    for size, count, name in rows[:SHOWN_MODULES]:
+        operator = name.removeprefix("(aten.").removesuffix(")").removesuffix(".default")
+        where = f"outside of the model ({operator.strip('(')})" if name.startswith("(") else name
+        times = f"{count} x {format_bytes(size // count)}" if count > 1 else ""
+        lines.append(f"  {format_bytes(size):>12} {size / total:>6.1%}  {where:<44} {times}".rstrip())
+    rest = rows[SHOWN_MODULES:]
+    if rest:
+        lines.append(f"  {format_bytes(sum(size for size, *_ in rest)):>12}         {len(rest)} more, in --json")
+    lines.append(f"  {format_bytes(total):>12}         total" if held else "  none")
+    return lines

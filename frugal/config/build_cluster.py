@@ -1,0 +1,189 @@
+"""From settings to a cluster: flags describe nodes that are all alike, a hostfile nodes that may differ."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from frugal.config import cluster, hostfile
+from frugal.config.calibration import Calibration
+from frugal.config.cluster import MOST_RANKS, Cluster, Device, Node
+from frugal.config.hostfile import HostfileEntry
+from frugal.config.request import Precision
+from frugal.errors import RequestError
+from frugal.units import parse_bytes
+
+Amounts = str | int | list[str | int] | tuple[str | int, ...]
+
+
+def machines(given: Mapping[str, Any], precision: Precision, calibration: Calibration | None) -> Cluster:
+    """The cluster that the settings in `given` describe. What a line of a hostfile says wins over a flag.
+
+    Raises:
+        RequestError: it is not known how many GPUs there are or how large they are, or settings contradict each other.
+    """
+    hosts = _of_hostfile(given) if "hostfile" in given else _alike(given)
+    world_size = sum(host.slots for host in hosts)
+    kinds = {host: _node(host, given, precision, world_size) for host in {replace(host, name="") for host in hosts}}
+    links = [_link(device) for node in kinds.values() for device in node.devices]
+    measured = None
+    if calibration is not None:
+        measured = calibration.probe.link_bandwidth
+        kinds = {
+            host: replace(
+                node,
+                devices=tuple(
+                    calibration.apply(device, precision, num_ranks=world_size, ranks_per_node=host.slots)
+                    for device in node.devices
+                ),
+            )
+            for host, node in kinds.items()
+        }
+    return Cluster(
+        nodes=tuple(kinds[replace(host, name="")] for host in hosts),
+        intra_bandwidth=min(links) if measured is None else measured,
+        inter_bandwidth=cluster.INTER_NODE_BANDWIDTH,
+        links_measured=measured is not None,
+        **({} if calibration is None else calibration.of_cluster()),
+    )
+
+
+def _of_hostfile(given: Mapping[str, Any]) -> tuple[HostfileEntry, ...]:
+    for name in ("gpus", "nodes"):
+        if name in given:
+            raise RequestError(
+                f"--{name} was given together with --hostfile",
+                because="the hostfile says how many there are",
+                hint="leave one of them out",
+            )
+    hosts = hostfile.read_hostfile(Path(given["hostfile"]))
+    if (total := sum(host.slots for host in hosts)) > MOST_RANKS:
+        raise _too_many(f"{given['hostfile']} has {total} GPUs, which")
+    return hosts
+
+
+def _too_many(what: str) -> RequestError:
+    return RequestError(
+        f"{what} is more than frugal plans for", because=f"a plan names every GPU, and can do so for {MOST_RANKS:,}"
+    )
+
+
+def _alike(given: Mapping[str, Any]) -> tuple[HostfileEntry, ...]:
+    """The nodes that flags describe."""
+    for name in ("gpus", "nodes"):
+        if given.get(name, 1) < 1:
+            raise RequestError(f"--{name} is {given[name]}", because="it must be at least 1")
+    num_nodes = given.get("nodes", 1)
+    if given.get("gpus", 1) * num_nodes > MOST_RANKS:
+        raise _too_many(f"{num_nodes} node{'s' * (num_nodes > 1)} with {given.get('gpus', 1)} GPUs")
+    if "mem" not in given and given.get("device") == "cpu":
+        raise RequestError(
+            "the memory of a CPU rank is not known",
+            because="--mem was not given",
+            hint=f"frugal plan --device cpu --gpus {given.get('gpus', 2)} --mem 2G",
+        )
+    if "mem" not in given and "gpu" not in given:
+        raise RequestError(
+            "the memory of a GPU is not known",
+            because="--mem was not given, and no GPU was found here",
+            hint="frugal plan --gpus 4 --mem 12G",
+        )
+    lists = {
+        "amounts of memory": ("mem", _amounts(given.get("mem", ()))),
+        "cards": ("gpu", _names(given.get("gpu"))),
+        "amounts that are held": ("held", _amounts(given.get("held", ()))),
+    }
+    several = {what: len(values) for what, (_, values) in lists.items() if len(values) > 1}
+    num_gpus = given.get("gpus", next(iter(several.values()), None))
+    if num_gpus is None:
+        raise RequestError(
+            "the number of GPUs is not known",
+            because="--gpus was not given, and no GPU was found here",
+            hint="frugal plan --gpus 4 --mem 12G",
+        )
+    for what, number in several.items():
+        if number != num_gpus:
+            name = lists[what][0]
+            raise RequestError(
+                f"--gpus {num_gpus} does not go with {number} {what}",
+                because=f"--{name} names one {'card' if name == 'gpu' else 'amount'} for all GPUs of a node, or one "
+                "for each",
+            )
+    return (HostfileEntry(name="", slots=num_gpus),) * num_nodes
+
+
+def _node(host: HostfileEntry, given: Mapping[str, Any], precision: Precision, world_size: int) -> Node:
+    """What a host has; flags fill in what its line does not say."""
+    where = f"{host.slots} slots of a node" if "hostfile" in given else ""
+    memory = _for_each(host.memory or _amounts(given.get("mem", ())), host.slots, "mem", where)
+    names = _for_each(host.cards or _names(given.get("gpu")), host.slots, "gpu", where)
+    held = _for_each(_amounts(given.get("held", ())), host.slots, "held", where)
+    host_memory = _amounts(given.get("host_mem", ()))
+    disk = _amounts(given.get("host_disk", ()))
+    for name, amounts, example in (("host-mem", host_memory, "64G"), ("host-disk", disk, "500G")):
+        if len(amounts) > 1:
+            raise RequestError(
+                f"--{name} names {len(amounts)} amounts",
+                because="all nodes are alike",
+                hint=f"give one, such as --{name} {example}",
+            )
+    return Node(
+        devices=tuple(
+            replace(_device(given, precision, world_size, *each), held_bytes=taken or 0)
+            for *each, taken in zip(memory, names, held, strict=True)
+        ),
+        host_memory_bytes=host.host_memory_bytes or next(iter(host_memory), None),
+        host_disk_bytes=host.disk_bytes or next(iter(disk), None),
+    )
+
+
+def _device(
+    given: Mapping[str, Any], precision: Precision, world_size: int, memory: int | None, name: str | None
+) -> Device:
+    if given.get("device", "cuda") == "cpu":
+        if memory is None:
+            raise RequestError(
+                "--gpu names a card, but --device is cpu", hint="give the budget of a CPU rank: --mem 2G"
+            )
+        return cluster.cpu_rank(memory)
+    if memory is None and name is None:
+        raise RequestError(
+            "the memory of a GPU is not known",
+            because="neither a line of the hostfile nor --mem says it",
+            hint="write it behind the slots: NAME slots=4  # mem=12G",
+        )
+    card = cluster.GENERIC if name is None else cluster.find_card(name)
+    return card.device(precision, num_gpus=world_size, memory_bytes=memory)
+
+
+def _link(device: Device) -> float:
+    """Bytes/s between two such devices of a node."""
+    if device.kind == "cpu":
+        return cluster.CPU_LINK_BANDWIDTH
+    return cluster.CARDS.get(device.name, cluster.GENERIC).link_bandwidth
+
+
+def _for_each(values: tuple[Any, ...], slots: int, name: str, where: str) -> tuple[Any, ...]:
+    """One value a slot, of one for all, one for each, or none."""
+    if len(values) in (0, 1):
+        return (values or (None,)) * slots
+    if len(values) != slots:
+        raise RequestError(
+            f"--{name} has {len(values)} values, for {where}",
+            because="it has one for all GPUs of a node, or one for each",
+            hint=f"write `{name}` behind the slots of each line" if name != "held" else None,
+        )
+    return values
+
+
+def _names(value: str | None) -> tuple[str, ...]:
+    return () if value is None else tuple(name.strip() for name in value.split(","))
+
+
+def _amounts(value: Amounts) -> tuple[int, ...]:
+    """Bytes of each amount in `value`."""
+    if isinstance(value, str):
+        return tuple(parse_bytes(part) for part in value.split(","))
+    if isinstance(value, int):
+        return (value,)
+    return tuple(part if isinstance(part, int) else parse_bytes(part) for part in value)

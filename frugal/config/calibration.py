@@ -1,0 +1,245 @@
+"""What a machine was measured to do, and how a plan uses it instead of what is assumed of its device.
+
+The calibrations of this machine: where they are kept, and which one a request is planned with. No torch here.
+"""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import platformdirs
+
+from frugal.config.cluster import NCCL_BYTES, Cluster, Device, DeviceKind
+from frugal.config.local_host import cpu_name, cuda_driver
+from frugal.config.request import Precision
+from frugal.errors import RequestError
+from frugal.units import GIB, format_bytes
+
+MOST_CONTEXT_BYTES = 8 * GIB
+"""More than any driver takes: a measurement of a device that others used, too."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Probe:
+    """A short measurement of one rank while all ranks of the machine do the same.
+
+    Attributes:
+        matrix_flops: FLOP/s of a layer's matrix products, forward and backward, by precision; fp16 only on a GPU.
+        memory_bandwidth: bytes/s read and written by operators between them.
+        link_bandwidth: bytes/s that a rank sends in a ring; None with one rank.
+        hop_seconds: latency of a collective for each doubling of the ranks; None with one rank.
+        operator_seconds: host time of one tiny operator, with its share of autograd.
+        host_bandwidth: bytes/s that all ranks of the node reach together in AdamW on the host.
+        host_link_bandwidth: on a GPU bytes/s of copies to pinned host memory and back.
+        context_bytes: on a GPU what the driver counts beyond the allocator's segments, and cuBLAS's workspaces in them.
+    """
+
+    matrix_flops: dict[Precision, float]
+    memory_bandwidth: float
+    link_bandwidth: float | None
+    hop_seconds: float | None
+    operator_seconds: float
+    host_bandwidth: float
+    host_link_bandwidth: float | None
+    context_bytes: int | None
+
+    def __post_init__(self) -> None:
+        speeds = [*self.matrix_flops.values(), self.memory_bandwidth, self.operator_seconds, self.host_bandwidth]
+        some = (self.link_bandwidth, self.hop_seconds, self.host_link_bandwidth)
+        speeds += [speed for speed in some if speed is not None]
+        if not self.matrix_flops or not all(isfinite(speed) and speed > 0 for speed in speeds):
+            raise ValueError("a speed is not positive")
+        if not 0 <= (self.context_bytes or 0) <= MOST_CONTEXT_BYTES:
+            raise ValueError(f"a context of {self.context_bytes} bytes is none")
+
+    @classmethod
+    def slowest(cls, ranks: Sequence["Probe"]) -> "Probe":
+        """The rank that all others wait for, in each respect."""
+        links = [rank.link_bandwidth for rank in ranks if rank.link_bandwidth is not None]
+        hops = [rank.hop_seconds for rank in ranks if rank.hop_seconds is not None]
+        to_hosts = [rank.host_link_bandwidth for rank in ranks if rank.host_link_bandwidth is not None]
+        contexts = [rank.context_bytes for rank in ranks if rank.context_bytes is not None]
+        return cls(
+            matrix_flops={name: min(rank.matrix_flops[name] for rank in ranks) for name in ranks[0].matrix_flops},
+            memory_bandwidth=min(rank.memory_bandwidth for rank in ranks),
+            link_bandwidth=min(links, default=None),
+            hop_seconds=max(hops, default=None),
+            operator_seconds=max(rank.operator_seconds for rank in ranks),
+            host_bandwidth=min(rank.host_bandwidth for rank in ranks),
+            host_link_bandwidth=min(to_hosts, default=None),
+            context_bytes=max(contexts, default=None),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibration:
+    """A probe with its circumstances. Device, driver and torch are its key: another of them, another calibration.
+
+    Attributes:
+        kind: of device.
+        device: as the driver, or for a CPU the kernel, calls it.
+        card: the known card that it is.
+        driver: its version; empty on a CPU.
+        torch: its version.
+        num_ranks: ranks that were at it at the same time.
+        date: of the measurement.
+        command: that made it.
+        probe: what was measured.
+        slack_bytes: the most by which a measured plan took more from the allocator than was predicted.
+    """
+
+    kind: DeviceKind
+    device: str
+    card: str | None
+    driver: str
+    torch: str
+    num_ranks: int
+    date: str
+    command: str
+    probe: Probe
+    slack_bytes: int = 0
+
+    @property
+    def file_name(self) -> str:
+        """Its place in a folder: one file a key."""
+        key = msgspec.json.encode([self.kind, self.device, self.driver, self.torch])
+        return f"{self.kind}-{hashlib.sha256(key).hexdigest()[:12]}.json"
+
+    def of_plan(self, context_bytes: int, slack_bytes: int) -> "Calibration":
+        """With what a whole plan took on this machine: it loads more kernels than a probe."""
+        return replace(
+            self,
+            probe=replace(self.probe, context_bytes=max(self.probe.context_bytes or 0, context_bytes)),
+            slack_bytes=max(self.slack_bytes, slack_bytes),
+        )
+
+    def apply(self, device: Device, precision: Precision, *, num_ranks: int, ranks_per_node: int) -> Device:
+        """`device` with measured numbers.
+
+        Ranks on CPUs share one machine: its FLOP/s and bytes/s are divided anew among as many as are planned. Measured
+        on one GPU, NCCL's buffers are still those assumed.
+        """
+        probe = self.probe
+        share = self.num_ranks / ranks_per_node if self.kind == "cpu" else 1.0
+        context = device.context_bytes
+        if probe.context_bytes is not None:
+            context = probe.context_bytes + (NCCL_BYTES if num_ranks > 1 and self.num_ranks == 1 else 0)
+        return replace(
+            device,
+            context_bytes=context,
+            margin_bytes=max(device.margin_bytes, self.slack_bytes),
+            matrix_flops=probe.matrix_flops.get(precision, min(probe.matrix_flops.values())) * share,
+            memory_bandwidth=probe.memory_bandwidth * share,
+            operator_seconds=probe.operator_seconds,
+            host_link_bandwidth=probe.host_link_bandwidth or device.host_link_bandwidth,
+            measured_on=self.date,
+        )
+
+    def of_cluster(self) -> dict[str, float]:
+        """The fields of a `Cluster` that were measured, besides its link."""
+        hop = {} if self.probe.hop_seconds is None else {"hop_seconds": self.probe.hop_seconds}
+        return {"host_bandwidth": self.probe.host_bandwidth, **hop}
+
+    def write(self, folder: Path) -> Path:
+        """Keep it in `folder`; the file.
+
+        Raises:
+            RequestError: the folder cannot be written to.
+        """
+        path = folder / self.file_name
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=2) + b"\n")
+        except OSError as error:
+            raise RequestError(f"cannot keep the calibration in {folder}", because=str(error.strerror)) from None
+        return path
+
+
+def read_all(folder: Path) -> tuple[list[Calibration], list[str]]:
+    """The calibrations in `folder`, and a note for each file that is damaged."""
+    found, notes = [], []
+    for path in sorted(folder.glob("*.json")):
+        try:
+            found.append(msgspec.json.decode(path.read_bytes(), type=Calibration))
+        except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+            notes.append(f"the calibration {path} cannot be read and is ignored: {error}")
+    return found, notes
+
+
+def find(
+    known: Sequence[Calibration],
+    *,
+    kind: DeviceKind,
+    torch: str,
+    device: str | None = None,
+    driver: str | None = None,
+    card: str | None = None,
+) -> Calibration | None:
+    """The newest calibration of this device under this driver and torch; without a device, that of a known card."""
+    matching = [
+        each
+        for each in known
+        if each.kind == kind
+        and each.torch == torch
+        and ((each.device, each.driver) == (device, driver) if device is not None else each.card == card is not None)
+    ]
+    return max(matching, key=lambda each: each.date, default=None)
+
+
+def format_flops(flops: float) -> str:
+    """A speed for people: `412 TFLOP/s`, `15.1 GFLOP/s`."""
+    return f"{flops / 1e12:.3g} TFLOP/s" if flops >= 1e12 else f"{flops / 1e9:.3g} GFLOP/s"
+
+
+def notes(cluster: Cluster) -> list[str]:
+    """What a plan says of a calibrated cluster."""
+    device = cluster.devices[0]
+    if device.measured_on is None:
+        return []
+    parts = [f"context {format_bytes(device.context_bytes)}"] if device.kind == "cuda" else []
+    parts += [
+        format_flops(device.matrix_flops),
+        f"{device.memory_bandwidth / 1e9:.3g} GB/s of memory",
+        f"{device.operator_seconds * 1e6:.1f} microseconds an operator",
+    ]
+    parts.append(f"{cluster.host_bandwidth / 1e9:.3g} GB/s in an optimizer on the host")
+    if device.kind == "cuda":
+        parts.append(f"{device.host_link_bandwidth / 1e9:.3g} GB/s to the host")
+    if cluster.links_measured:
+        parts.append(f"{cluster.intra_bandwidth / 1e9:.3g} GB/s between {'GPUs' if device.kind == 'cuda' else 'ranks'}")
+    return [f"{', '.join(parts)}: as measured on this machine on {device.measured_on}"]
+
+
+def calibration_folder() -> Path:
+    """In the user's configuration folder, because a calibration is dear and nothing makes it again by itself."""
+    return Path(platformdirs.user_config_dir("frugal")) / "calibration"
+
+
+def torch_version() -> str:
+    """Of the torch that is installed; empty without one."""
+    try:
+        return version("torch")
+    except PackageNotFoundError:
+        return ""
+
+
+def chosen(settings: Mapping[str, Any], gpu_name: str | None = None) -> tuple[Calibration | None, list[str]]:
+    """The calibration for a cluster of these settings, and notes about damaged ones.
+
+    `gpu_name` is what the driver calls the GPUs found here; without it the card that `settings` name is looked up.
+    """
+    if settings.get("calibration") is False:
+        return None, []
+    known, notes = read_all(calibration_folder())
+    if settings.get("device", "cuda") == "cpu":
+        found = find(known, kind="cpu", torch=torch_version(), device=cpu_name(), driver="")
+    elif gpu_name is not None:
+        found = find(known, kind="cuda", torch=torch_version(), device=gpu_name, driver=cuda_driver())
+    else:
+        found = find(known, kind="cuda", torch=torch_version(), card=settings.get("gpu"))
+    return found, notes

@@ -1,0 +1,308 @@
+"""What there is to run on.
+
+Known cards, and what is assumed of an unknown one.
+
+Sources: peaks and bandwidths are the vendor's data sheets (dense, 16-bit with fp32 accumulation; fp32 without TF32,
+as torch runs it by default). Memory is the capacity that PyTorch's own out-of-memory message names for the card, which
+is less than what is printed on the box.
+"""
+
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import cached_property
+from typing import Literal
+
+from frugal.config.request import Precision
+from frugal.errors import RequestError
+from frugal.units import GIB, MIB, format_bytes
+
+OPERATOR_SECONDS = 10e-6
+"""Assumed host seconds of one operator in eager PyTorch: dispatch, autograd, launch. Today's CPUs take 5 to 20e-6."""
+
+MOST_RANKS = 65_536
+"""Over all nodes; beyond it a plan would be all names of GPUs."""
+
+
+HOST_LINK_BANDWIDTH = 12e9
+"""Assumed bytes/s between a GPU and pinned host memory: half of what PCIe 4.0 x16 promises."""
+
+HOST_BANDWIDTH = 50e9
+"""Assumed bytes/s that one node's CPUs reach in an optimizer, all its ranks together: a quarter of 8-channel DDR4."""
+
+HOP_SECONDS = 20e-6
+"""Assumed latency of one message between two GPUs, with the launch of its kernel."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """One GPU, or one CPU rank.
+
+    Attributes:
+        name: for people.
+        kind: `cuda` or `cpu`; decides which kernels a rehearsal assumes.
+        memory_bytes: as the driver reports it; for a CPU rank, its budget.
+        context_bytes: taken before the first tensor: CUDA context, cuBLAS workspace, NCCL buffers.
+        margin_bytes: left free on purpose.
+        matrix_flops: FLOP/s that large matrix products reach in the planned precision.
+        memory_bandwidth: bytes/s that operators without products reach, read and written.
+        operator_seconds: host time of one operator, however small.
+        host_link_bandwidth: bytes/s to and from pinned host memory, while all ranks of the node copy.
+        held_bytes: what other processes keep of its memory.
+        measured_on: the date of the calibration that the last five and the context are from; None: they are assumed.
+    """
+
+    name: str
+    kind: Literal["cuda", "cpu"]
+    memory_bytes: int
+    context_bytes: int
+    margin_bytes: int
+    matrix_flops: float
+    memory_bandwidth: float
+    operator_seconds: float = OPERATOR_SECONDS
+    host_link_bandwidth: float = HOST_LINK_BANDWIDTH
+    measured_on: str | None = None
+    held_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        if self.usable_bytes <= 0:
+            raise RequestError(
+                f"{format_bytes(self.memory_bytes)} is less than a {self.kind} device needs before the first tensor",
+                because=f"context takes {format_bytes(self.context_bytes)}, margin {format_bytes(self.margin_bytes)}"
+                + (f", and other processes hold {format_bytes(self.held_bytes)}" if self.held_bytes else ""),
+            )
+
+    @property
+    def usable_bytes(self) -> int:
+        """What tensors may take: memory minus context, margin and what others hold."""
+        return self.memory_bytes - self.context_bytes - self.margin_bytes - self.held_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Node:
+    """One machine: its devices, its host memory and free disk in bytes (None: not known, not checked)."""
+
+    devices: tuple[Device, ...]
+    host_memory_bytes: int | None = None
+    host_disk_bytes: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """All machines. `intra_bandwidth` is bytes/s between two devices of a node, `inter_bandwidth` between nodes.
+
+    `hop_seconds` is the latency of a collective for each doubling of the ranks, `host_bandwidth` bytes/s that the CPUs
+    of a node reach in an optimizer. `links_measured`: whether what is within a node is from a calibration.
+    """
+
+    nodes: tuple[Node, ...]
+    intra_bandwidth: float
+    inter_bandwidth: float
+    links_measured: bool = False
+    hop_seconds: float = HOP_SECONDS
+    host_bandwidth: float = HOST_BANDWIDTH
+
+    @cached_property
+    def devices(self) -> tuple[Device, ...]:
+        """Every device, in rank order."""
+        return tuple(device for node in self.nodes for device in node.devices)
+
+    @cached_property
+    def kinds(self) -> tuple[Device, ...]:
+        """The devices that differ, in the order of their first ranks."""
+        return tuple(dict.fromkeys(self.devices))
+
+    @cached_property
+    def kind_of_rank(self) -> tuple[int, ...]:
+        """Where in `kinds` each rank's device is."""
+        numbers = {device: number for number, device in enumerate(self.kinds)}
+        return tuple(numbers[device] for device in self.devices)
+
+    @property
+    def world_size(self) -> int:
+        """Ranks, one a device."""
+        return len(self.devices)
+
+
+MATRIX_SHARE, HOPPER_SHARE = 0.7, 0.55
+"""Share of its peak that a card reaches in the matrix products of training; from Hopper on power limits it.
+
+Chosen so that whole steps come out as published, together with the bytes between the products: Llama 3 8B, 8192 tokens,
+selective activation checkpointing, 2973 tokens/s on an A100 (torchtitan, docs/performance.md) and 5762 in eager mode
+on an H100 with 2.4 TB/s (torchtitan, benchmarks/llama3_h100_202412_torchtitan.md). A calibration replaces both."""
+
+MEMORY_SHARE = 0.85
+"""Share of the memory's nominal bytes/s that operators reach; measured ones lie between 0.8 and 0.92."""
+
+CUDA_CONTEXT_BYTES = 512 * MIB
+"""Assumed: driver context, loaded kernels, cuBLAS workspace. 300-600 MiB depending on card and driver."""
+
+NCCL_BYTES = 256 * MIB
+"""Assumed: NCCL's channels and buffers, where there is more than one GPU."""
+
+MARGIN = 0.05
+"""Share of a GPU's memory left free: fragmentation, side streams, the gap between nominal and reported capacity."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Card:
+    """One model of GPU: bytes, peak FLOP/s in 16 bit and in fp32, bytes/s of its memory and of its links.
+
+    `link_bandwidth` is what one GPU sends to another of the same node in a ring: NVLink, or PCIe x16.
+    `host_link_bandwidth` is what it exchanges with its host. `has_bf16`: whether its tensor cores know bf16.
+
+    Left out: that cards before Ampere have no flash attention; a rehearsal takes its kernel for granted.
+    """
+
+    name: str
+    memory_bytes: int
+    half_flops: float
+    fp32_flops: float
+    memory_bandwidth: float
+    link_bandwidth: float = 12e9
+    host_link_bandwidth: float = HOST_LINK_BANDWIDTH
+    matrix_share: float = MATRIX_SHARE
+    has_bf16: bool = True
+
+    def device(self, precision: Precision, *, num_gpus: int, memory_bytes: int | None = None) -> Device:
+        """This card as a device among `num_gpus`; `memory_bytes` replaces the card's own.
+
+        Raises:
+            RequestError: the card does not know this precision.
+        """
+        if precision == "bf16" and not self.has_bf16:
+            raise RequestError(
+                f"--gpu {self.name} cannot train in bf16",
+                because="its tensor cores know fp16 only: bf16 came with compute capability 8.0 (Ampere)",
+                hint="use --precision fp16, or --precision fp32",
+            )
+        memory = self.memory_bytes if memory_bytes is None else memory_bytes
+        return Device(
+            name=self.name,
+            kind="cuda",
+            memory_bytes=memory,
+            context_bytes=CUDA_CONTEXT_BYTES + (NCCL_BYTES if num_gpus > 1 else 0),
+            margin_bytes=int(memory * MARGIN),
+            matrix_flops=self.matrix_share * (self.fp32_flops if precision == "fp32" else self.half_flops),
+            memory_bandwidth=MEMORY_SHARE * self.memory_bandwidth,
+            host_link_bandwidth=self.host_link_bandwidth,
+        )
+
+
+PCIE = {3: 6e9, 4: HOST_LINK_BANDWIDTH, 5: 24e9}
+"""Assumed bytes/s of x16 by generation, to the host or to another GPU through it, while all GPUs of the node are at it:
+two fifths of what the standard promises."""
+
+NVLINK_SHARE = 0.8
+"""Share of NVLink's bytes/s in one direction that a ring reaches."""
+
+
+def _card(
+    name: str,
+    gib: float,
+    half: float,
+    fp32: float,
+    bandwidth: float,
+    *,
+    pcie: int = 4,
+    nvlink: float = 0,
+    share: float = MATRIX_SHARE,
+    has_bf16: bool = True,
+    to_host: float | None = None,
+) -> Card:
+    """From GiB, TFLOP/s, TFLOP/s, GB/s; `nvlink` are GB/s in both directions together, as data sheets name them."""
+    return Card(
+        name=name,
+        memory_bytes=int(gib * GIB),
+        half_flops=half * 1e12,
+        fp32_flops=fp32 * 1e12,
+        memory_bandwidth=bandwidth * 1e9,
+        link_bandwidth=nvlink / 2 * NVLINK_SHARE * 1e9 if nvlink else PCIE[pcie],
+        host_link_bandwidth=PCIE[pcie] if to_host is None else to_host * 1e9,
+        matrix_share=share,
+        has_bf16=has_bf16,
+    )
+
+
+CARDS = {
+    card.name: card
+    for card in (
+        # Volta and Turing: whitepapers WP-08608 and WP-09183, data sheets of V100 and T4
+        _card("v100-16g", 15.77, 125, 15.7, 900, pcie=3, nvlink=300, has_bf16=False),
+        _card("v100-32g", 31.74, 125, 15.7, 900, pcie=3, nvlink=300, has_bf16=False),
+        _card("t4-16g", 14.56, 65, 8.1, 320, pcie=3, has_bf16=False),
+        _card("rtx2080ti-11g", 10.75, 53.8, 13.4, 616, pcie=3, has_bf16=False),
+        # Ampere: whitepapers of A100 and GA102, data sheets of A10, A40, RTX A6000
+        _card("rtx3060-12g", 11.76, 25.5, 12.7, 360),
+        _card("rtx3080-10g", 9.77, 59.5, 29.8, 760),
+        _card("rtx3090-24g", 23.69, 71, 35.6, 936),
+        _card("a10-24g", 22.06, 125, 31.2, 600),
+        _card("a40-48g", 44.42, 149.7, 37.4, 696),
+        _card("a6000-48g", 47.54, 154.8, 38.7, 768),
+        _card("a100-40g", 39.39, 312, 19.5, 1555, nvlink=600),
+        _card("a100-80g", 79.15, 312, 19.5, 2039, nvlink=600),
+        # Ada: whitepaper of AD102, product pages, data sheets of L4 and L40S
+        _card("rtx4060ti-16g", 15.70, 44.1, 22.1, 288),
+        _card("rtx4070-12g", 11.73, 58.3, 29.1, 504),
+        _card("rtx4080-16g", 15.70, 97.5, 48.7, 717),
+        _card("rtx4090-24g", 23.64, 165, 82.6, 1008),
+        _card("l4-24g", 22.03, 121, 30.3, 300),
+        _card("l40s-48g", 44.39, 362, 91.6, 864),
+        # Hopper: data sheets of H100 SXM, H200 and GH200, which reaches its host over NVLink-C2C
+        _card("h100-80g", 79.10, 989, 67, 3350, pcie=5, nvlink=900, share=HOPPER_SHARE),
+        _card("h200-141g", 139.80, 989, 67, 4800, pcie=5, nvlink=900, share=HOPPER_SHARE),
+        _card("gh200-96g", 94.50, 989, 67, 4000, pcie=5, nvlink=900, share=HOPPER_SHARE, to_host=180),
+        # Blackwell: whitepaper of GB202, data sheet of DGX B200
+        _card("rtx5090-32g", 31.36, 209.5, 104.8, 1792, pcie=5),
+        _card("b200-180g", 178.35, 2250, 75, 8000, pcie=5, nvlink=1800, share=HOPPER_SHARE),
+    )
+}
+
+GENERIC = _card("generic card", 0, 100, 25, 700)
+"""Where only the memory is known: between a 3090 and a 4090, on PCIe 4.0. Only the predicted seconds depend on it."""
+
+INTER_NODE_BANDWIDTH = 10e9
+"""Assumed between nodes: 100 Gbit/s, of which 80 % arrive. Bytes/s of one node."""
+
+
+def find_card(name: str) -> Card:
+    """The card called `name`.
+
+    Raises:
+        RequestError: no such card.
+    """
+    if name not in CARDS:
+        close = get_close_matches(name, CARDS, n=1)
+        raise RequestError(
+            f"--gpu {name} is no known card",
+            because=f"known are {', '.join(CARDS)}",
+            hint=f"use --gpu {close[0]}, or give its memory: --mem 24G" if close else "give its memory: --mem 24G",
+        )
+    return CARDS[name]
+
+
+def recognise_card(driver_name: str, memory_bytes: int) -> str | None:
+    """The card that the driver calls `driver_name`, such as `NVIDIA A100-SXM4-80GB`, if it is a known one."""
+    words = driver_name.lower().replace(" ", "")
+    for name, card in CARDS.items():
+        if name.split("-")[0] in words and abs(card.memory_bytes / memory_bytes - 1) < 0.05:
+            return name
+    return None
+
+
+def cpu_rank(memory_bytes: int) -> Device:
+    """A CPU rank. Its memory is a budget for tensors, so nothing is taken before the first one."""
+    return Device(
+        name="CPU rank",
+        kind="cpu",
+        memory_bytes=memory_bytes,
+        context_bytes=0,
+        margin_bytes=0,
+        matrix_flops=5e10,
+        memory_bandwidth=1e10,
+    )
+
+
+CPU_LINK_BANDWIDTH = 2e9
+"""Assumed between two processes of one host through gloo, bytes/s."""
+
+DeviceKind = Literal["cuda", "cpu"]

@@ -1,0 +1,1 @@
+"""The only place that knows DeepSpeed: its JSON, private names, checkpoint files and behaviour."""

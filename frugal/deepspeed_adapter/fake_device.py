@@ -1,0 +1,392 @@
+"""A device and a process group that pretend: any world size and rank, in one process, without a device.
+
+DeepSpeed asks an accelerator object for everything it wants to know about the device, so one that answers `meta`
+runs the engine on meta tensors. torch's fake process group completes every collective at once, with any world size;
+what ranks would agree on by communication is patched to this rank's own value. Everything is put back at the end.
+
+Kernels that a rehearsal has no use for: they keep what the real ones keep, and compute and move nothing.
+
+CUDA streams that DeepSpeed works on beside the one that computes, and how long they hold what it frees there.
+
+What is made there, or freed there, is freed before that work is done, and the allocator keeps it until then
+(`record_stream` in stage_1_and_2.py:1531 and 2430, stage3.py:1639, partition_parameters.py:327). The computing
+stream waits for the work before (stage_1_and_2.py:1608), so one piece of it is under way, and the host, which runs
+ahead, may not have seen the end of one more: what was freed lives until the second next begins. ZeRO-3 lets it run no
+further ahead (`max_param_reduce_events`, stage3.py:1666). A piece of work makes something: a reduced bucket, a
+gathered parameter. Copies into a bucket belong to the next one.
+"""
+
+import copy
+import os
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
+from tempfile import TemporaryDirectory
+from types import SimpleNamespace
+from typing import Any, ClassVar
+from unittest.mock import patch
+
+import deepspeed.accelerator.real_accelerator as real_accelerator
+import deepspeed.comm.comm as deepspeed_comm
+import deepspeed.runtime.zero.linear as zero_linear
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+from deepspeed.runtime.zero import parameter_offload, partition_parameters, partitioned_param_coordinator, stage3
+from deepspeed.utils import groups
+from torch import Tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from frugal.config.optimizers import EIGHT_BIT_BLOCK
+from frugal.deepspeed_adapter import kernels, zero3_graph
+from frugal.planning.plan import Plan
+
+SideStream = Callable[[str], AbstractContextManager[Any]]
+Pinning = Callable[[], AbstractContextManager[Any]]
+
+ENDLESS_BYTES = 1 << 50  # so that DeepSpeed never takes a path for devices that are nearly full
+
+
+class MetaAccelerator(CPU_Accelerator):
+    """Meta tensors as DeepSpeed's accelerator: synchronous, half precision of both kinds, memory without end."""
+
+    def __init__(self, side_stream: SideStream | None = None, pinning: Pinning | None = None) -> None:
+        super().__init__()
+        self._side_stream = side_stream
+        self._pinning = pinning
+        self._name = "meta"
+        self._communication_backend_name = "fake"
+
+    def device_name(self, device_index: int | None = None) -> str:
+        """Without an index: there is only one meta device."""
+        return "meta"
+
+    def current_device(self) -> str:
+        """The same."""
+        return "meta"
+
+    def current_device_name(self) -> str:
+        """The same."""
+        return "meta"
+
+    def device_count(self) -> int:
+        """Of this node; nothing depends on it."""
+        return 8
+
+    def available_memory(self, device_index: int | None = None) -> int:
+        """Bytes."""
+        return ENDLESS_BYTES
+
+    def total_memory(self, device_index: int | None = None) -> int:
+        """Bytes."""
+        return ENDLESS_BYTES
+
+    def is_fp16_supported(self) -> bool:
+        """As on every GPU frugal plans for."""
+        return True
+
+    def pin_memory(self, tensor: Tensor, make_copy: bool = True, match_shape: bool = True) -> Tensor:
+        """A copy, as on a host with a GPU, in a block whose size is the next power of two.
+
+        torch/include/ATen/core/CachingHostAllocator.h:305. A host without a GPU pins nothing.
+        """
+        if self._pinning is None or tensor.is_meta or not tensor.nbytes:
+            return tensor
+        block_bytes = 1 << (tensor.nbytes - 1).bit_length()
+        with self._pinning():
+            block = torch.empty(block_bytes // tensor.element_size(), dtype=tensor.dtype)
+        pinned = block[: tensor.numel()]
+        # No view: as one it would keep the block when DeepSpeed gives the tensor other memory.
+        return (pinned.view(tensor.shape) if match_shape else pinned).data
+
+    def is_pinned(self, tensor: Tensor) -> bool:
+        """Whatever is asked for counts as pinned."""
+        return True
+
+    def stream(self, stream: Any) -> AbstractContextManager[Any]:
+        """DeepSpeed asks for none but its side streams: ZeRO-3 gathers on one, and all stages reduce on another.
+
+        The object does not tell them apart: to an accelerator without streams both are None.
+        """
+        if self._side_stream is None:
+            return nullcontext()
+        gathers = sys._getframe(1).f_code.co_filename.endswith("partitioned_param_coordinator.py")
+        return self._side_stream("gather" if gathers else "reduce")
+
+    def on_accelerator(self, tensor: Tensor) -> bool:
+        """Whether it is on the pretended device."""
+        return tensor.device.type == "meta"
+
+
+@contextmanager
+def pretend(
+    *, rank: int, world_size: int, side_stream: SideStream | None = None, pinning: Pinning | None = None
+) -> Iterator[None]:
+    """Be `rank` of `world_size`, on a meta device, inside the `with` block.
+
+    `side_stream`: entered where the engine works on a stream beside the computing one; None: it has only one.
+    `pinning`: entered where pinned host memory is made; None: the host pins nothing.
+    """
+    with ExitStack() as stack:
+        environment = {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(world_size), "LOCAL_SIZE": "1"}
+        stack.enter_context(patch.dict(os.environ, environment))
+        stack.enter_context(_accelerator(MetaAccelerator(side_stream, pinning)))
+        stack.enter_context(patch("deepspeed.comm.torch.build_shm_op", lambda: None))  # would call a compiler
+        stack.enter_context(_process_group(rank, world_size))
+        stack.enter_context(_agreement())
+        stack.enter_context(_autocast())
+        stack.enter_context(_fused_optimizers())
+        stack.enter_context(zero3_graph.at_once())
+        stack.enter_context(patch("deepspeed.utils.nvtx.enable_nvtx", False))  # asks torch.compile at every call
+        stack.enter_context(without_kernels())
+        stack.enter_context(patch.object(F, "linear", F.linear))  # ZeRO-3 replaces it and leaves it so
+        yield
+
+
+@contextmanager
+def _accelerator(accelerator: CPU_Accelerator) -> Iterator[None]:
+    before = real_accelerator.get_accelerator()
+    real_accelerator.set_accelerator(accelerator)
+    try:
+        yield
+    finally:
+        real_accelerator.set_accelerator(before)
+
+
+@contextmanager
+def _process_group(rank: int, world_size: int) -> Iterator[None]:
+    names = [name for name in vars(groups) if name.isupper()]  # process groups that DeepSpeed makes and keeps
+    before = {name: copy.copy(getattr(groups, name)) for name in names}
+    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+        deepspeed_comm.cdb = None
+        for name, value in before.items():
+            setattr(groups, name, value)
+
+
+@contextmanager
+def _agreement() -> Iterator[None]:
+    """What ranks find out about each other: they are all like this one."""
+
+    def gather(objects: list[Any], mine: Any, group: Any = None) -> None:
+        objects[:] = [mine] * len(objects)
+
+    make_group = dist.new_group
+
+    def new_group(*args: Any, backend: Any = None, **kwargs: Any) -> Any:
+        return dist.group.WORLD if backend == "gloo" else make_group(*args, **kwargs)
+
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(dist, "all_gather_object", gather))
+        stack.enter_context(patch.object(dist, "new_group", new_group))
+        for module in (partitioned_param_coordinator, partition_parameters, stage3, parameter_offload):
+            if hasattr(module, "assert_ints_same_as_other_ranks"):
+                stack.enter_context(patch.object(module, "assert_ints_same_as_other_ranks", lambda _ints: None))
+        yield
+
+
+@contextmanager
+def _autocast() -> Iterator[None]:
+    """torch refuses autocast on meta; frugal trains without it, and DeepSpeed only makes sure that it is off."""
+    autocast = torch.autocast
+
+    def on_meta(device_type: str, *args: Any, **kwargs: Any) -> Any:
+        return nullcontext() if device_type == "meta" else autocast(device_type, *args, **kwargs)
+
+    with (
+        patch.object(torch, "autocast", on_meta),
+        patch.object(zero_linear, "_is_autocast_enabled", lambda _device: False),
+        patch.object(zero_linear, "_get_autocast_dtype", lambda _device: torch.bfloat16),
+    ):
+        yield
+
+
+@contextmanager
+def _fused_optimizers() -> Iterator[None]:
+    """torch lets only devices with a fused kernel ask for one; the tracker stands for the kernel."""
+    with (
+        patch("torch.optim.adam._device_dtype_check_for_fused", lambda *_args, **_kwargs: None),
+        patch("torch.optim.sgd._device_dtype_check_for_fused", lambda *_args, **_kwargs: None),
+    ):
+        yield
+
+
+SMALLEST_EIGHT_BIT = 4096
+"""Elements; bitsandbytes keeps fp32 moments of smaller parameters (`min_8bit_size`)."""
+
+
+class AdamW8bit(torch.optim.Optimizer):
+    """The states of bitsandbytes 0.50.2's `AdamW8bit`, so that a plan needs no such library.
+
+    `Optimizer2State.init_state` in bitsandbytes/optim/optimizer.py: `state1` and `state2` of one byte an element,
+    `absmax1` and `absmax2` of four bytes a block of 256 elements, and two maps of 256 fp32 values that all parameters
+    share. Its kernel updates all of them and the parameter in place (csrc/kernels.cu,
+    `kOptimizerStatic8bit2StateBlockwise`), so a step takes no other memory.
+    """
+
+    def __init__(self, params: Iterable[Any], **defaults: Any) -> None:
+        super().__init__(params, defaults)
+        self._maps = [torch.zeros(256), torch.zeros(256)]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # no closure is ever given
+        """Make the states of parameters that have none yet."""
+        for parameter in (parameter for group in self.param_groups for parameter in group["params"]):
+            state = self.state[parameter]
+            if parameter.grad is None or state:
+                continue
+            if parameter.numel() < SMALLEST_EIGHT_BIT:
+                state["state1"], state["state2"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
+                continue
+            self._maps = [values.to(parameter.device) for values in self._maps]
+            blocks = -(-parameter.numel() // EIGHT_BIT_BLOCK)
+            for number, values in zip((1, 2), self._maps, strict=True):
+                state[f"state{number}"] = torch.zeros_like(parameter, dtype=torch.uint8)
+                state[f"qmap{number}"] = values
+            for number in (1, 2):
+                state[f"absmax{number}"] = torch.zeros(blocks, dtype=torch.float32, device=parameter.device)
+
+
+class _Compiled:
+    """In place of the builder of one of DeepSpeed's kernels, which all update in place and take no memory.
+
+    csrc/adam/multi_tensor_adam.cu and csrc/adam/cpu_adam_impl.cpp: neither makes a tensor.
+    """
+
+    def load(self, verbose: bool = True) -> SimpleNamespace:
+        """The kernels' names."""
+
+        def nothing(*_args: Any) -> None:
+            return None
+
+        return SimpleNamespace(
+            multi_tensor_adam=nothing, create_adam=nothing, adam_update=nothing, destroy_adam=nothing
+        )
+
+
+class _Disk:
+    """In place of DeepSpeed's asynchronous I/O: buffers on the host are real, reading and writing takes no memory.
+
+    A buffer is a page-locked block outside of torch's allocator (csrc/aio/py_lib/deepspeed_pin_tensor.h), here a
+    tensor that the tracker sees.
+    """
+
+    _pinned: ClassVar[set[int]] = set()  # addresses of live storages
+
+    def __init__(self, **_options: Any) -> None:
+        self._pending = 0
+
+    def load(self, verbose: bool = True) -> SimpleNamespace:
+        """The one class that DeepSpeed takes from the library."""
+        return SimpleNamespace(aio_handle=_Disk)
+
+    def new_cpu_locked_tensor(self, elements: int, example: Tensor) -> Tensor:
+        """A pinned buffer on the host."""
+        buffer = torch.empty(int(elements), dtype=example.dtype)
+        storage = buffer.untyped_storage()
+        self._pinned.add(storage._cdata)
+        weakref.finalize(storage, self._pinned.discard, storage._cdata).atexit = False
+        return buffer
+
+    def free_cpu_locked_tensor(self, buffer: Tensor) -> bool:
+        """It ends with its last view."""
+        return True
+
+    def is_pinned(self, tensor: Tensor) -> bool:
+        """Whether it is part of such a buffer."""
+        return tensor.untyped_storage()._cdata in self._pinned
+
+    def async_pread(self, buffer: Tensor, path: str, offset: int) -> int:
+        """Begin to read."""
+        self._pending += 1
+        return 0
+
+    async_pwrite = async_pread
+
+    def wait(self) -> int:
+        """How many reads and writes are done."""
+        done, self._pending = self._pending, 0
+        return done
+
+
+@contextmanager
+def without_kernels() -> Iterator[None]:
+    """Neither a library nor a compiler is needed inside the `with` block."""
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(kernels, "adamw_8bit", lambda: AdamW8bit))
+        stack.enter_context(patch.object(kernels, "compile_kernels", lambda **_: None))
+        stack.enter_context(patch("deepspeed.ops.adam.fused_adam.FusedAdamBuilder", _Compiled))
+        stack.enter_context(patch("deepspeed.ops.adam.cpu_adam.CPUAdamBuilder", _Compiled))
+        for module in ("partitioned_optimizer_swapper", "partitioned_param_swapper"):
+            stack.enter_context(patch(f"deepspeed.runtime.swap_tensor.{module}.AsyncIOBuilder", _Disk))
+        folder = stack.enter_context(TemporaryDirectory(prefix="frugal-"))  # DeepSpeed makes and removes folders
+
+        def elsewhere(plan: Plan, _votes: Any) -> Plan:
+            return replace(plan, strategy=replace(plan.strategy, nvme_path=folder))
+
+        stack.enter_context(patch.object(kernels, "with_own_nvme_folder", elsewhere))
+        stack.enter_context(patch("cpuinfo.get_cpu_info", dict))  # asks the system for a second
+        yield
+
+
+WORKS_IN_FLIGHT = 2
+"""How many pieces of work on a side stream may be unfinished when the host frees what they used."""
+
+
+class SideStreams:
+    """What work is under way on them. Storages go by their address while they live, and by their index."""
+
+    def __init__(self) -> None:
+        self._working = ""  # the stream that works now
+        self._is_idle = True  # nothing was made yet in the block that works now
+        self._works: dict[str, int] = {}  # stream -> pieces of work begun
+        self._made_on: dict[int, str] = {}  # address of a live storage -> the stream it was made on
+        self._unfinished: dict[str, list[tuple[int, int]]] = {}  # stream -> (work when it was freed, storage's index)
+
+    @contextmanager
+    def at_work(self, name: str) -> Iterator[None]:
+        """Inside the `with` block DeepSpeed works on the stream `name`."""
+        before = self._working, self._is_idle
+        self._working, self._is_idle = name, True
+        self._works.setdefault(name, 0)
+        self._unfinished.setdefault(name, [])
+        try:
+            yield
+        finally:
+            self._working, self._is_idle = before
+
+    def born(self, address: int) -> list[int]:
+        """A storage begins; the indices of those that are free at last because a piece of work begins with it."""
+        stream = self._working
+        if not stream:
+            return []
+        self._made_on[address] = stream
+        if not self._is_idle:
+            return []
+        self._is_idle = False
+        self._works[stream] += 1
+        return self._finish(stream, self._works[stream] - WORKS_IN_FLIGHT)
+
+    def keeps(self, address: int, index: int) -> bool:
+        """Whether a storage that ends now is kept until work on a side stream is done."""
+        stream = self._made_on.pop(address, self._working)
+        if not stream:
+            return False
+        self._unfinished[stream].append((self._works[stream], index))
+        return True
+
+    def join(self) -> list[int]:
+        """All streams are waited for; the indices of the storages that are free then."""
+        return [index for stream, works in self._works.items() for index in self._finish(stream, works)]
+
+    def _finish(self, stream: str, work: int) -> list[int]:
+        """All of a stream's work up to number `work` is done, so what it held is free."""
+        held = self._unfinished[stream]
+        self._unfinished[stream] = [(number, index) for number, index in held if number > work]
+        return [index for number, index in held if number <= work]

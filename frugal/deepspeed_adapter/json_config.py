@@ -1,0 +1,184 @@
+"""A plan in DeepSpeed's spelling. The only module that knows it.
+
+Keys and defaults are those of DeepSpeed 0.19.8. Every size is explicit: DeepSpeed's own default for
+`reduce_bucket_size` reserves 1 to 2 GB on every rank.
+
+A plan on disk: `plan.json`, which is everything, and `ds_config.json`, its print-out for DeepSpeed.
+"""
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from frugal.config import optimizers
+from frugal.config.request import Request
+from frugal.errors import RequestError
+from frugal.planning.plan import Plan
+from frugal.planning.strategy import Strategy
+
+ADAM_BETAS, ADAM_EPSILON = (0.9, 0.95), 1e-8
+"""Of every AdamW; the second moment forgets sooner than by default, as is usual for language models."""
+
+NVME_OPTIMIZER_BUFFERS = 4
+"""Each holds the largest sub-group in fp32: master weight, gradient and both moments are on the host at once."""
+
+NVME_PARAMETER_BUFFERS = 5
+"""DeepSpeed's own number: the parameters of a module, and those of the next ones."""
+
+_AIO = {
+    "block_size": 1 << 20, "queue_depth": 8, "intra_op_parallelism": 1, "single_submit": False, "overlap_events": True,
+}  # fmt: skip
+"""DeepSpeed's own numbers."""
+
+
+def deepspeed_config(plan: Plan) -> dict[str, Any]:
+    """The DeepSpeed JSON of a plan.
+
+    Where the global batch does not divide, the three batch keys state the capacity of the cells, because DeepSpeed
+    insists on `micro x accumulation x world = batch`; frugal's engine runs the cells themselves.
+    """
+    batch = plan.batch
+    return {
+        "train_batch_size": batch.capacity,
+        "train_micro_batch_size_per_gpu": batch.largest_cell,
+        "gradient_accumulation_steps": batch.accumulation_steps,
+        **strategy_config(plan.request, plan.strategy),
+    }
+
+
+def strategy_config(request: Request, strategy: Strategy) -> dict[str, Any]:
+    """Everything but the batch."""
+    optimizer = _optimizer(request)
+    config: dict[str, Any] = {
+        **({} if optimizer is None else {"optimizer": optimizer}),
+        "gradient_clipping": request.gradient_clipping,
+        "zero_optimization": _zero(strategy),
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        **({"aio": _AIO} if "nvme" in (strategy.offload_optimizer, strategy.offload_parameters) else {}),
+        "steps_per_print": 1_000_000_000,  # frugal writes the log
+        "wall_clock_breakdown": False,
+    }
+    if request.precision != "fp32":
+        config[request.precision] = {"enabled": True}
+        config["data_types"] = {"grad_accum_dtype": strategy.gradient_accumulation_dtype}
+    return config
+
+
+def _optimizer(request: Request) -> dict[str, Any] | None:
+    """None for an optimizer that DeepSpeed does not know by name; training hands it over ready made.
+
+    `torch_adam` keeps DeepSpeed from putting its own kernels in place of torch's. Without it the same type is its
+    FusedAdam, and DeepSpeedCPUAdam where the optimizer is offloaded.
+    """
+    kernels = optimizers.implementation(request.optimizer, request.optimizer_implementation)
+    how = {"fused": {"fused": True}, "foreach": {"foreach": True}, "for-loop": {"foreach": False}}.get(str(kernels), {})
+    common = {"lr": request.scaled_learning_rate, "weight_decay": request.weight_decay}
+    if request.optimizer == "adamw":
+        torchs = {} if kernels == "deepspeed" else {"torch_adam": True, **how}
+        return {
+            "type": "AdamW",
+            "params": {
+                "lr": request.scaled_learning_rate,
+                "betas": list(ADAM_BETAS),
+                "eps": ADAM_EPSILON,
+                "weight_decay": request.weight_decay,
+                **torchs,
+            },
+        }
+    if request.optimizer == "sgd":
+        momentum = {} if request.momentum is None else {"momentum": request.momentum}
+        return {"type": "SGD", "params": {**common, **momentum, **how}}
+    if request.optimizer == "adafactor":
+        return {"type": "Adafactor", "params": {**common, **how}}
+    return None
+
+
+def _zero(strategy: Strategy) -> dict[str, Any]:
+    zero: dict[str, Any] = {"stage": strategy.zero_stage}
+    if strategy.zero_stage == 0:
+        return zero
+    zero |= {
+        "overlap_comm": strategy.overlap_comm,
+        "contiguous_gradients": True,
+        "reduce_bucket_size": strategy.reduce_bucket_elements,
+        "allgather_bucket_size": strategy.reduce_bucket_elements,
+    }
+    if strategy.zero_stage == 3:
+        zero |= {
+            "stage3_prefetch_bucket_size": strategy.prefetch_bucket_elements,
+            "stage3_max_live_parameters": strategy.max_live_elements,
+            "stage3_max_reuse_distance": strategy.max_live_elements,
+            "stage3_param_persistence_threshold": strategy.persistence_threshold_elements,
+            "sub_group_size": strategy.sub_group_elements,
+            "stage3_gather_16bit_weights_on_model_save": True,
+        }
+    if strategy.offload_optimizer == "cpu":
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
+    elif strategy.offload_optimizer == "nvme":
+        zero["offload_optimizer"] = {
+            "device": "nvme",
+            "nvme_path": strategy.nvme_path,
+            "pin_memory": True,
+            "buffer_count": NVME_OPTIMIZER_BUFFERS,
+        }
+    if strategy.offload_parameters == "cpu":
+        zero["offload_param"] = {"device": "cpu", "pin_memory": True}
+    elif strategy.offload_parameters == "nvme":
+        zero["offload_param"] = {
+            "device": "nvme",
+            "nvme_path": strategy.nvme_path,
+            "pin_memory": True,
+            "buffer_count": NVME_PARAMETER_BUFFERS,
+            "buffer_size": strategy.nvme_buffer_elements,
+            "max_in_cpu": 0,
+        }
+    return zero
+
+
+def write_plan(plan: Plan, folder: Path) -> tuple[Path, Path]:
+    """Write both files, each whole or not at all; their paths. Makes the folder.
+
+    Raises:
+        RequestError: they cannot be written: no space left, no permission.
+    """
+    config = json.dumps(deepspeed_config(plan), indent=2).encode() + b"\n"
+    plan_path, config_path = write_files(folder, {"plan.json": plan.to_json(), "ds_config.json": config})
+    return plan_path, config_path
+
+
+def write_files(folder: Path, texts: Mapping[str, bytes]) -> tuple[Path, ...]:
+    """Write files by name, each whole or not at all; their paths. Makes the folder.
+
+    Raises:
+        RequestError: as `write_plan`.
+    """
+    written = tuple(folder / name for name in texts)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for path, text in zip(written, texts.values(), strict=True):
+            _write(path, text)
+    except OSError as error:
+        raise RequestError(
+            f"cannot write {error.filename or folder}",
+            because=(error.strerror or str(error)).lower(),
+            hint="choose another folder with -o",
+        ) from None
+    return written
+
+
+def _write(path: Path, text: bytes) -> None:
+    """Aside, to disk, then into place, so that `path` never holds half of it."""
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with aside.open("wb") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        aside.replace(path)
+    except OSError as error:
+        aside.unlink(missing_ok=True)
+        error.filename = str(path)
+        raise

@@ -1,0 +1,172 @@
+"""The optimizers that DeepSpeed cannot make from its JSON, and whether those that it compiles can be had.
+
+What lives on an NVMe disk while training: the folder of a run, and the asynchronous I/O of DeepSpeed.
+
+The precisions a request can name.
+"""
+
+import shutil
+import socket
+import uuid
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime import compiler
+
+from frugal.config.request import Request
+from frugal.deepspeed_adapter.json_config import ADAM_BETAS, ADAM_EPSILON
+from frugal.errors import RequestError
+from frugal.planning.plan import Plan
+
+MakeOptimizer = Callable[[Iterable[Any]], torch.optim.Optimizer]
+
+
+def ready_made(plan: Plan) -> MakeOptimizer | None:
+    """What makes the plan's optimizer of parameters; None where DeepSpeed makes it itself.
+
+    Raises:
+        RequestError: its library is not installed, or its kernels cannot be compiled here.
+    """
+    request = plan.request
+    if request.optimizer == "adamw-8bit":
+        kind = adamw_8bit()
+        return lambda parameters: kind(
+            parameters,
+            lr=request.scaled_learning_rate,
+            betas=ADAM_BETAS,
+            eps=ADAM_EPSILON,
+            weight_decay=request.weight_decay,
+        )
+    if request.optimizer_implementation == "deepspeed":
+        compile_kernels(on_host=plan.strategy.offload_optimizer != "none")
+    return None
+
+
+def leave_muon_uncompiled() -> None:
+    """Import DeepSpeed's Muon, which ZeRO looks for whatever the optimizer is, without compiling it.
+
+    It asks for torch.compile when imported, and that for Inductor: some three seconds of every rank's start.
+    """
+    compile_function = compiler.compile
+    compiler.compile = lambda *_args, **_kwargs: lambda function: function
+    try:
+        import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401  # for what the import leaves behind
+    finally:
+        compiler.compile = compile_function
+
+
+def adamw_8bit() -> Callable[..., torch.optim.Optimizer]:
+    """bitsandbytes' class. Its blocks of 256 elements, which share a scale, are cut from ZeRO's flat partitions.
+
+    Raises:
+        RequestError: the library is not installed.
+    """
+    try:
+        from bitsandbytes.optim import AdamW8bit  # optional: adamw-8bit alone needs it
+    except ImportError as error:
+        raise RequestError(
+            "--optimizer adamw-8bit needs bitsandbytes",
+            because=str(error),
+            hint="pip install bitsandbytes, or use --optimizer adamw",
+        ) from None
+    return AdamW8bit
+
+
+def compile_kernels(*, on_host: bool) -> None:
+    """Compile DeepSpeed's Adam, or load what was compiled before: minutes the first time on a machine.
+
+    Raises:
+        RequestError: it cannot be compiled.
+    """
+    name, called = ("CPUAdamBuilder", "DeepSpeedCPUAdam") if on_host else ("FusedAdamBuilder", "FusedAdam")
+    try:
+        get_accelerator().create_op_builder(name).load(verbose=False)
+    except Exception as error:  # whatever a compiler, a linker or a missing CUDA toolkit makes torch raise
+        raise RequestError(
+            f"DeepSpeed's {called} cannot be compiled here",
+            because=str(error).strip().splitlines()[0],
+            hint="install a C++ compiler, ninja and, for GPUs, the CUDA toolkit; or leave out "
+            "--optimizer-implementation: torch's fused kernels need none of them",
+        ) from None
+
+
+def describe_optimizer(request: Request) -> str:
+    """The optimizer in the words that a checkpoint keeps: states of one implementation may not suit another."""
+    asked = request.optimizer_implementation
+    return request.optimizer if asked in (None, "fused") else f"{request.optimizer} ({asked})"
+
+
+def uses_nvme(plan: Plan) -> bool:
+    """Whether anything of the plan lives on disk."""
+    return "nvme" in (plan.strategy.offload_optimizer, plan.strategy.offload_parameters)
+
+
+def with_own_nvme_folder(plan: Plan, votes: dist.ProcessGroup | None) -> Plan:
+    """The plan with a folder of this run alone in the one it names: DeepSpeed empties what it uses. Collective.
+
+    Raises:
+        RequestError: the folder cannot be made, or DeepSpeed's I/O cannot be compiled.
+    """
+    check_nvme_io()
+    names: list[Any] = [f"frugal-{uuid.uuid4().hex[:12]}"]
+    dist.broadcast_object_list(names, src=0, group=votes)
+    folder = Path(str(plan.strategy.nvme_path)).expanduser() / names[0]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RequestError(
+            f"cannot write to --nvme-path {plan.strategy.nvme_path}",
+            because=str(error.strerror),
+            hint="name a folder on a local disk of each node",
+        ) from None
+    return replace(plan, strategy=replace(plan.strategy, nvme_path=str(folder)))
+
+
+def check_nvme_io() -> None:
+    """Compile DeepSpeed's asynchronous I/O, or load what was compiled before: minutes the first time on a machine.
+
+    Raises:
+        RequestError: it cannot be compiled.
+    """
+    try:
+        get_accelerator().create_op_builder("AsyncIOBuilder").load(verbose=False)
+    except Exception as error:  # whatever a compiler, a linker or a missing library makes torch raise
+        raise RequestError(
+            "DeepSpeed's asynchronous I/O cannot be compiled here",
+            because=str(error).strip().splitlines()[0],
+            hint="install libaio with its headers (`apt install libaio-dev`), a C++ compiler and ninja; or plan "
+            "without --nvme-path",
+        ) from None
+
+
+def remove_nvme_folder(plan: Plan) -> None:
+    """Remove the folder of a run that is over; other ranks of the node may do the same."""
+    shutil.rmtree(str(plan.strategy.nvme_path), ignore_errors=True)
+
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+"""torch's types of them."""
+
+
+def check_precision(precision: str) -> None:
+    """Refuse what DeepSpeed does not train on this device.
+
+    Raises:
+        RequestError: with what it does.
+    """
+    from deepspeed.accelerator import get_accelerator  # takes seconds, and planning needs the types alone
+
+    device = get_accelerator()
+    supported = {"fp32": True, "bf16": device.is_bf16_supported(), "fp16": device.is_fp16_supported()}
+    if not supported[precision]:
+        others = " or ".join(f"--precision {name}" for name, is_supported in supported.items() if is_supported)
+        raise RequestError(
+            f"--precision {precision} cannot be trained here",
+            because=f"DeepSpeed does not support it on the {device.device_name()} of {socket.gethostname()}",
+            hint=f"use {others}",
+        )

@@ -1,0 +1,194 @@
+"""Without ZeRO (deepspeed/runtime/engine.py): every rank has everything, and torch's optimizer is called as it is.
+
+Two optimizer steps under DeepSpeed, by arithmetic: what a rehearsal records, from the trace of one micro-step.
+"""
+
+from frugal.config.optimizers import implementation
+from frugal.config.request import Request
+from frugal.deepspeed_adapter.simulate.stream import NUM_STATES, MicroStep, PinnedBlocks, Setting, Stream
+from frugal.deepspeed_adapter.simulate.zero3 import Split
+from frugal.deepspeed_adapter.simulate.zero12 import Partitioned
+from frugal.planning.memory.model_trace import ARRIVAL, BATCH_ENDS, LOSS_ENDS, ModelTrace
+from frugal.planning.memory.profile import DeviceKind, RankMemory
+from frugal.planning.memory.timeline import GRADIENTS, OPTIMIZER, PARAMETERS
+from frugal.planning.strategy import Strategy
+
+REDUCED_TOGETHER = 500_000_000
+"""Gradient elements that the engine concatenates for one all-reduce (engine.py:151)."""
+
+
+class Replicated:
+    """The optimizer of one rank at ZeRO stage 0, in fp32."""
+
+    def __init__(self, stream: Stream, setting: Setting) -> None:
+        self._stream = stream
+        self._setting = setting
+        self._is_boundary = True
+        self._gradients: dict[int, int] = {}  # parameter -> storage
+        self._has_states = False
+
+    def begin(self, *, is_boundary: bool) -> None:
+        """A backward begins; `is_boundary`: the optimizer step comes after it."""
+        self._is_boundary = is_boundary
+
+    def gradient(self, parameter: int, storage: int) -> None:
+        """See `Optimizer`. Later micro-steps are added in place."""
+        if parameter not in self._gradients:
+            self._stream.hold(storage)
+            self._stream.relabel(storage, GRADIENTS)
+            self._gradients[parameter] = storage
+
+    def module(self, what: int, number: int, hold: int) -> None:
+        """Modules have their parameters at hand."""
+
+    def end(self) -> None:
+        """Backward is over: gradients are all-reduced, several in one (engine.py:3828)."""
+        if not self._is_boundary:
+            return
+        group: list[int] = []
+        for n in self._setting.elements:
+            group.append(n)
+            if sum(group) > REDUCED_TOGETHER:
+                self._reduce(group)
+                group = []
+        self._reduce(group)
+
+    def _reduce(self, group: list[int]) -> None:
+        if len(group) > 1:
+            self._stream.flash(sum(group) * self._setting.element_bytes, "aten.cat.default")
+
+    def step(self) -> None:
+        """The optimizer step: states are made at the first."""
+        if not self._has_states:
+            for parameter in self._gradients:
+                for _ in range(self._setting.num_states):
+                    size_bytes = self._setting.elements[parameter] * self._setting.element_bytes
+                    self._stream.born(size_bytes, "aten.zeros_like.default", OPTIMIZER)
+            self._has_states = True
+        for storage in self._gradients.values():
+            self._stream.release(storage)
+        self._gradients.clear()
+
+
+Engine = Replicated | Partitioned | Split
+
+
+def covers(request: Request, strategy: Strategy, trace: ModelTrace | None = None) -> bool:
+    """Whether `simulate` knows what DeepSpeed does there; with a `trace`, also to this model.
+
+    It does not know: other optimizers than torch's fused ones, offloading to disks or in fp32, overlapping
+    communication, gradients not summed in fp32, half precision without gradient partitioning; and models whose memory
+    depends on data, with parameters of several types, without a gradient, or under ZeRO-3 frozen or used outside their
+    modules.
+    """
+    if request.optimizer not in NUM_STATES or implementation(request.optimizer, request.optimizer_implementation) != (
+        "fused"
+    ):
+        return False
+    if request.momentum or strategy.overlap_comm:
+        return False
+    levels = {strategy.offload_optimizer, strategy.offload_parameters}
+    if not levels <= {"none", "cpu"} or ("cpu" in levels and request.precision == "fp32"):
+        return False
+    if strategy.gradient_accumulation_dtype != "fp32" or (request.precision != "fp32" and strategy.zero_stage < 2):
+        return False
+    if trace is None:
+        return True
+    is_whole = all(trace.trainable) or strategy.zero_stage < 3
+    is_one_type = trace.element_bytes == (4 if request.precision == "fp32" else 2)
+    is_sure = trace.has_all_gradients and not trace.notes
+    return is_whole and is_one_type and is_sure and len(trace.trainable_index) > 1
+
+
+def simulate(
+    trace: ModelTrace,
+    request: Request,
+    strategy: Strategy,
+    *,
+    world_size: int,
+    rank: int,
+    accumulates: bool,
+    kind: DeviceKind,
+) -> RankMemory:
+    """The memory of `rank` under `strategy`, as `frugal.dryrun.run` would record it.
+
+    Activations in host memory are in pinned blocks of a power of two bytes, counted as up to twice what they hold.
+
+    Left out: operators on scalars, and what lives for the time of one operator on them.
+    """
+    stream = Stream(trace.stream.names)
+    setting = Setting(
+        zero_stage=strategy.zero_stage,
+        elements=trace.trainable_elements,
+        all_elements=trace.elements,
+        element_bytes=trace.element_bytes,
+        bucket_elements=strategy.reduce_bucket_elements,
+        prefetch_elements=strategy.prefetch_bucket_elements,
+        max_live_elements=strategy.max_live_elements,
+        persistence_elements=strategy.persistence_threshold_elements,
+        sub_group_elements=strategy.sub_group_elements,
+        num_states=NUM_STATES[request.optimizer],
+        offloads_optimizer=strategy.offload_optimizer == "cpu",
+        offloads_parameters=strategy.offload_parameters == "cpu",
+        world_size=world_size,
+        rank=rank,
+    )
+    stream.phase("initialisation")
+    host = PinnedBlocks(stream, kind)
+    optimizer = _initialised(stream, host, setting, trace, kind)
+    for num_micro_steps in (1, 2 if accumulates else 1):  # the first step only sets the stage for the second
+        _accumulate(stream, trace, optimizer, num_micro_steps, kind)
+        stream.phase("optimizer step")
+        optimizer.step()
+    return RankMemory(
+        rank=rank,
+        timeline=stream.timeline(),
+        host_bytes=host.peak_bytes,
+        host_bytes_per_sample=int(trace.work.moved_per_sample),  # down and up: twice what is there
+        gathers=optimizer.gathers if isinstance(optimizer, Split) else None,
+    )
+
+
+def _initialised(stream: Stream, host: PinnedBlocks, setting: Setting, trace: ModelTrace, kind: DeviceKind) -> Engine:
+    """The model is built on the host and comes to the device; the optimizer makes of it what it needs."""
+    size = trace.element_bytes
+    if kind == "cpu":
+        stream.flash(trace.building_bytes, "building", PARAMETERS)
+    else:
+        host.dies(host.born(trace.building_bytes, "building"))
+    if setting.zero_stage == 3:
+        split = Split(stream, host, setting, trace.own_parameters)
+        split.initialise(one_by_one=kind == "cuda")
+        for size_bytes in trace.buffer_bytes:
+            stream.born(size_bytes, "to device", PARAMETERS)
+        return split
+    arrived = [stream.born(n * size, "to device", PARAMETERS) for n in trace.elements]
+    for size_bytes in trace.buffer_bytes:
+        stream.born(size_bytes, "to device", PARAMETERS)
+    if setting.zero_stage == 0:
+        return Replicated(stream, setting)
+    optimizer = Partitioned(stream, host, setting)
+    optimizer.initialise([storage for storage, trained in zip(arrived, trace.trainable, strict=True) if trained])
+    return optimizer
+
+
+def _accumulate(stream: Stream, trace: ModelTrace, optimizer: Engine, num_steps: int, kind: DeviceKind) -> None:
+    """Forward and backward of the micro-steps; on a CPU all batches are there from the beginning."""
+    steps = [MicroStep(stream, trace) for _ in range(num_steps)]
+    for step in steps if kind == "cpu" else steps[:1]:
+        step.play(ARRIVAL, optimizer)
+    for i, step in enumerate(steps):
+        if i and kind != "cpu":
+            step.play(ARRIVAL, optimizer)
+            steps[i - 1].play(BATCH_ENDS, optimizer)
+        stream.phase("forward")
+        step.play("forward", optimizer)
+        if i:
+            steps[i - 1].play(LOSS_ENDS, optimizer)
+        stream.phase("backward")
+        optimizer.begin(is_boundary=i == num_steps - 1)
+        step.play("backward", optimizer)
+        optimizer.end()
+    for step in steps if kind == "cpu" else steps[-1:]:
+        step.play(BATCH_ENDS, optimizer)
+    steps[-1].play(LOSS_ENDS, optimizer)

@@ -1,0 +1,223 @@
+"""A stream of births and deaths in the making, with micro-steps of a trace played into it.
+
+What a ZeRO optimizer is told.
+"""
+
+from collections import Counter
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from frugal.planning.memory.model_trace import DEATH, GRADIENT, ModelTrace
+from frugal.planning.memory.profile import DeviceKind
+from frugal.planning.memory.timeline import TEMPORARY, EventLog, Timeline
+
+
+class Optimizer(Protocol):
+    """A ZeRO optimizer at work on a stream."""
+
+    def gradient(self, parameter: int, storage: int) -> None:
+        """Autograd has finished the gradient of a trainable parameter. Whoever wants to keep it holds `storage`."""
+        ...
+
+    def module(self, what: int, number: int, hold: int) -> None:
+        """One of the marks of ZeRO-3, see `frugal.planning.memory.model_trace`."""
+        ...
+
+
+class Stream:
+    """Births, deaths and phases, in order. A storage without bytes is none: its number is -1."""
+
+    def __init__(self, names: tuple[str, ...]) -> None:
+        self._log = EventLog(names)  # its sizes are those without a sample
+        self._per_sample: list[int] = []
+        self._held: dict[int, int] = {}  # storage -> how many hold it
+        self._over: set[int] = set()  # held although everybody else is done with it
+
+    def phase(self, name: str) -> None:
+        """From now on it is this phase."""
+        self._log.phase(name)
+
+    def born(self, size_bytes: int, operator: str, category: int = TEMPORARY) -> int:
+        """A storage begins; its number."""
+        if size_bytes == 0:
+            return -1
+        self._per_sample.append(0)
+        return self._log.born(size_bytes, category, operator)
+
+    def dies(self, storage: int) -> None:
+        """It is gone; or will be, when nobody holds it."""
+        if self._held.get(storage):
+            self._over.add(storage)
+        elif storage >= 0:
+            self._log.events.append(storage)
+
+    def hold(self, storage: int) -> None:
+        """Keep it beyond its death, until it is released as often."""
+        self._held[storage] = self._held.get(storage, 0) + 1
+
+    def release(self, storage: int) -> None:
+        """One holds it less."""
+        self._held[storage] -= 1
+        if not self._held[storage] and storage in self._over:
+            self._over.discard(storage)
+            self.dies(storage)
+
+    def flash(self, size_bytes: int, operator: str, category: int = TEMPORARY) -> None:
+        """A storage begins and ends at once."""
+        self.dies(self.born(size_bytes, operator, category))
+
+    def norm(self, elements: int, category: int = TEMPORARY) -> int:
+        """The norm of so many elements, taken of a copy in fp64 (zero/utils.py:59)."""
+        copy = self.born(elements * 8, "aten._to_copy.default", category)
+        norm = self.born(8, "aten.linalg_vector_norm.default", TEMPORARY)
+        self.dies(copy)
+        return norm
+
+    def relabel(self, storage: int, category: int) -> None:
+        """What it is for has changed."""
+        if storage >= 0:
+            self._log.categories[storage] = category
+
+    def timeline(self) -> Timeline:
+        """Everything so far."""
+        return replace(Timeline.constant(self._log.recording(0)), per_sample=tuple(self._per_sample))
+
+    def add(self, stream: Timeline) -> int:
+        """Make room for the storages of `stream`, whose names this stream was made with; the number of the first."""
+        first = len(self._log.sizes)
+        self._log.sizes += stream.fixed
+        self._per_sample += stream.per_sample
+        self._log.categories += stream.categories
+        self._log.operators += stream.operators
+        self._log.modules += stream.modules
+        return first
+
+    def extend(self, events: list[int]) -> None:
+        """What happens next."""
+        self._log.events += events
+
+
+class PinnedBlocks:
+    """The host's memory while it is used, bytes. On a CPU the host is the device, and all of it belongs to the stream.
+
+    Pinned memory comes in blocks of a power of two bytes, and a block that is freed is kept for the next one of its
+    size (torch/include/ATen/core/CachingHostAllocator.h:305, 358).
+    """
+
+    def __init__(self, stream: Stream, kind: DeviceKind) -> None:
+        self._stream = stream
+        self._is_device = kind == "cpu"
+        self._sizes: list[int] = []
+        self._pinned: set[int] = set()
+        self._free_pinned: Counter[int] = Counter()  # bytes of a block -> how many are kept
+        self._live_bytes = 0
+        self.peak_bytes = 0
+
+    def born(self, size_bytes: int, operator: str, category: int = TEMPORARY) -> int:
+        """A storage begins; its number."""
+        if self._is_device:
+            return self._stream.born(size_bytes, operator, category)
+        self._sizes.append(size_bytes)
+        self._live_bytes += size_bytes
+        self.peak_bytes = max(self.peak_bytes, self._live_bytes)
+        return len(self._sizes) - 1
+
+    def dies(self, storage: int) -> None:
+        """It is gone."""
+        if self._is_device:
+            self._stream.dies(storage)
+        elif storage in self._pinned:
+            self._free_pinned[self._sizes[storage]] += 1
+        else:
+            self._live_bytes -= self._sizes[storage]
+
+    def pinned(self, storage: int, *, keep: bool = False) -> int:
+        """A copy of a storage in pinned memory, in place of it unless it is kept; on a CPU itself."""
+        if self._is_device:
+            return storage
+        size_bytes = 1 << (self._sizes[storage] - 1).bit_length()
+        if self._free_pinned[size_bytes]:
+            self._free_pinned[size_bytes] -= 1
+            self._live_bytes -= size_bytes  # it is counted already
+        copy = self.born(size_bytes, "pin memory")
+        self._pinned.add(copy)
+        if not keep:
+            self.dies(storage)
+        return copy
+
+
+class MicroStep:
+    """One micro-step of a trace, played phase by phase into a stream."""
+
+    def __init__(self, stream: Stream, trace: ModelTrace) -> None:
+        self._stream = stream
+        self._first = stream.add(trace.stream)
+        self._events = [event + self._first for event in trace.stream.events]
+        self._stops = trace.stops
+        bounds = [first for _, first in trace.stream.phases] + [len(self._events)]
+        self._bounds = {name: bounds[i : i + 2] for i, (name, _) in enumerate(trace.stream.phases)}
+
+    def play(self, phase: str, optimizer: Optimizer) -> None:
+        """All events of one of the trace's phases; `optimizer` is told of the marks."""
+        position, end = self._bounds[phase]
+        stream, events = self._stream, self._events
+        for event, what, number, storage in self._stops[phase]:
+            stream.extend(events[position:event])
+            position = event
+            if what == DEATH:
+                stream.dies(storage + self._first)
+                position += 1
+            elif what == GRADIENT:
+                optimizer.gradient(number, storage if storage < 0 else storage + self._first)
+            else:
+                optimizer.module(what, number, storage)
+        stream.extend(events[position:end])
+
+
+NUM_STATES = {"adamw": 2, "sgd": 0}
+"""Optimizers whose fused kernels take no memory besides the states that they keep of each element."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """One rank's part in training.
+
+    Attributes:
+        zero_stage: 0-3.
+        elements: of every trainable parameter, in the model's order.
+        all_elements: of every parameter.
+        element_bytes: of the model's type.
+        bucket_elements: of the gradient bucket.
+        prefetch_elements: ZeRO-3, parameter elements gathered ahead of their use.
+        max_live_elements: ZeRO-3, gathered parameter elements at most, and how soon one must be used again to stay.
+        persistence_elements: ZeRO-3, parameters up to this size stay gathered.
+        sub_group_elements: ZeRO-3, elements updated together.
+        num_states: that the optimizer keeps of each element, fp32.
+        offloads_optimizer: whether optimizer states live on the host.
+        offloads_parameters: whether parameters live on the host, too, between uses.
+        world_size: ranks.
+        rank: this one.
+    """
+
+    zero_stage: int
+    elements: tuple[int, ...]
+    all_elements: tuple[int, ...]
+    element_bytes: int
+    bucket_elements: int
+    prefetch_elements: int
+    max_live_elements: int
+    persistence_elements: int
+    sub_group_elements: int
+    num_states: int
+    offloads_optimizer: bool
+    offloads_parameters: bool
+    world_size: int
+    rank: int
+
+    def part_elements(self, parameter: int) -> int:
+        """Of one of a parameter's equal parts."""
+        return -(-self.all_elements[parameter] // self.world_size)
+
+    def whole_elements(self, parameter: int) -> int:
+        """Of one parameter put together from equal parts."""
+        return self.part_elements(parameter) * self.world_size

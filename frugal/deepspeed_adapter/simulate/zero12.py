@@ -1,0 +1,257 @@
+"""ZeRO-1 and 2 (deepspeed/runtime/zero/stage_1_and_2.py, called z12 here): gradients and states cut into equal parts.
+
+All trainable parameters lie end to end in one flat tensor, padded to `2 * ranks` elements (z12:441); rank `r` owns its
+`r`-th part. Gradients are copied into a bucket as autograd finishes them (z12:1414); a full bucket is reduced.
+"""
+
+from frugal.deepspeed_adapter.simulate.stream import PinnedBlocks, Setting, Stream
+from frugal.planning.memory.timeline import COMMUNICATION, GRADIENTS, OPTIMIZER, PARAMETERS
+
+
+class Partitioned:
+    """The ZeRO-1 or ZeRO-2 optimizer of one rank."""
+
+    def __init__(self, stream: Stream, host: PinnedBlocks, setting: Setting) -> None:
+        self._stream = stream
+        self._host = host
+        self._setting = setting
+        self._is_boundary = True
+        elements = setting.elements
+        alignment = 2 * setting.world_size
+        self._padding = -sum(elements) % alignment
+        self._flat_elements = sum(elements) + self._padding
+        self._part = self._flat_elements // setting.world_size
+        self._starts = [0]
+        for n in elements:
+            self._starts.append(self._starts[-1] + n)
+        low, high = setting.rank * self._part, (setting.rank + 1) * self._part
+        # Of each parameter that the own part touches: how many of its elements lie in it.
+        self._own = {
+            i: min(start + n, high) - max(start, low)
+            for i, (start, n) in enumerate(zip(self._starts, elements, strict=False))
+            if n and min(start + n, high) > max(start, low)
+        }
+        # Gradients summed in fp32 while the model's are smaller live in one buffer (z12:1259); others stay as they are.
+        self._compact = setting.element_bytes < 4
+        self._bucket = -1
+        self._bucket_parameters: list[int] = []
+        self._bucket_elements = 0
+        self._oversized: dict[int, int] = {}  # parameter larger than the bucket -> storage of its gradient
+        self._averaged = -1  # the compact buffer
+        self._copies: list[int] = []  # buffers of own gradients, one a micro-step; what they sum up in is the first
+        self._copied = -1  # that of this micro-step
+        self._accumulated: dict[int, int] = {}  # ZeRO-1: parameter -> storage of its gradient
+        self._padding_zeros = -1
+        self._states: list[int] = []
+        self._norms: list[int] = []  # of own gradients that went to the host
+
+    def initialise(self, parameters: list[int]) -> None:
+        """From the model's trainable parameters on the device to the flat ones (z12:505-560, 935)."""
+        stream, setting = self._stream, self._setting
+        size = setting.element_bytes
+        padding = stream.born(self._padding * size, "aten.zeros.default")
+        stream.born(self._flat_elements * size, "aten.cat.default", PARAMETERS)
+        for parameter in parameters:
+            stream.dies(parameter)
+        stream.dies(padding)
+        if setting.offloads_optimizer:
+            self._initialise_on_host()
+        elif size == 4:
+            stream.born(self._part * 4, "aten.clone.default", OPTIMIZER)
+        else:
+            clone = stream.born(self._part * size, "aten.clone.default")
+            stream.born(self._part * 4, "aten._to_copy.default", OPTIMIZER)
+            stream.dies(clone)
+        if not setting.offloads_optimizer:
+            stream.flash(self._part * 4, "aten.zeros.default")
+
+    def _initialise_on_host(self) -> None:
+        """Master weights, their copy in the model's type and their gradient; buffers for the largest gradient on both
+        sides (z12:557-572, 650-661, 937)."""
+        stream, host, size = self._stream, self._host, self._setting.element_bytes
+        clone = stream.born(self._part * size, "aten.clone.default")
+        master = host.born(self._part * 4, "aten._to_copy.default", OPTIMIZER)
+        stream.dies(clone)
+        host.pinned(master)
+        copy = host.born(self._part * size, "aten.full.default", PARAMETERS)
+        pinned_copy = host.pinned(copy, keep=True)
+        largest = max(self._setting.elements) * size
+        host.pinned(host.born(largest, "aten.zeros.default", GRADIENTS))
+        stream.born(largest, "aten.zeros.default", GRADIENTS)
+        host.pinned(host.born(self._part * 4, "aten.zeros.default", GRADIENTS))
+        if pinned_copy != copy:
+            host.dies(copy)  # a local variable to the end
+
+    def begin(self, *, is_boundary: bool) -> None:
+        """A backward begins; `is_boundary`: the optimizer step comes after it."""
+        self._is_boundary = is_boundary
+
+    def gradient(self, parameter: int, storage: int) -> None:
+        """See `Optimizer` (z12:2284)."""
+        if self._bucket < 0:
+            size = self._setting.element_bytes
+            self._bucket = self._stream.born(
+                self._setting.bucket_elements * size, "aten.empty.memory_format", COMMUNICATION
+            )
+        if self._setting.zero_stage == 2:
+            self._stream.hold(storage)
+            self._into_bucket(parameter, storage)
+        elif parameter not in self._accumulated:  # later micro-steps are added in place
+            self._stream.hold(storage)
+            self._stream.relabel(storage, GRADIENTS)
+            self._accumulated[parameter] = storage
+
+    def module(self, what: int, number: int, hold: int) -> None:
+        """Modules have their parameters at hand."""
+
+    def end(self) -> None:
+        """Backward is over (z12:1017)."""
+        if self._setting.zero_stage == 1:
+            if not self._is_boundary:
+                return  # the bucket stays, too
+            for parameter in sorted(self._accumulated):
+                self._into_bucket(parameter, self._accumulated[parameter])
+            self._accumulated.clear()
+        self._flush()
+        if self._compact:
+            if self._is_boundary and not self._setting.offloads_optimizer:
+                self._compact_buffer()
+        elif self._is_boundary:
+            missing = self._part - sum(self._own.values())
+            self._padding_zeros = self._stream.born(missing * 4, "aten.zeros.default", GRADIENTS)
+        for storage in self._oversized.values():
+            self._stream.release(storage)
+        self._oversized.clear()
+        if self._copied >= 0 and self._copied != self._copies[0]:
+            self._stream.dies(self._copied)
+            self._copies.pop()
+        elif self._copied >= 0:
+            self._stream.relabel(self._copied, GRADIENTS)
+        self._copied = -1
+        self._stream.dies(self._bucket)
+        self._bucket = -1
+
+    def step(self) -> None:
+        """The optimizer step (z12:3013)."""
+        stream, setting = self._stream, self._setting
+        if setting.offloads_optimizer:
+            self._step_on_host()
+            return
+        for norm in [stream.norm(n) for n in self._own.values()]:
+            stream.dies(norm)
+        gradient = self._averaged
+        if not self._compact:
+            pieces = len(self._own) + (self._padding_zeros >= 0)
+            gradient = stream.born(self._part * 4, "aten.cat.default", GRADIENTS) if pieces > 1 else -1
+            if gradient >= 0:
+                self._drop_copies()
+        if not self._states:
+            self._states = [
+                stream.born(self._part * 4, "aten.zeros_like.default", OPTIMIZER) for _ in range(setting.num_states)
+            ]
+        self._drop_copies()
+        stream.dies(gradient)
+        self._averaged = -1
+
+    def _step_on_host(self) -> None:
+        if not self._states:
+            self._states = [
+                self._host.born(self._part * 4, "aten.zeros_like.default", OPTIMIZER)
+                for _ in range(self._setting.num_states)
+            ]
+        for norm in self._norms:
+            self._stream.dies(norm)
+        self._norms.clear()
+        self._stream.dies(self._averaged)
+        self._averaged = -1
+
+    def _drop_copies(self) -> None:
+        for copy in self._copies:
+            self._stream.dies(copy)
+        self._copies.clear()
+        self._stream.dies(self._padding_zeros)
+        self._padding_zeros = -1
+
+    def _into_bucket(self, parameter: int, storage: int) -> None:
+        """Copy a gradient, which is held, into the bucket; one that is too large waits for the flush (z12:1414)."""
+        n = self._setting.elements[parameter]
+        if self._bucket_elements + n > self._setting.bucket_elements:
+            self._flush()
+        if n > self._setting.bucket_elements:
+            self._oversized[parameter] = self._cloned(storage, n) if self._setting.offloads_optimizer else storage
+        else:
+            self._stream.release(storage)
+        self._bucket_elements += n
+        self._bucket_parameters.append(parameter)
+
+    def _cloned(self, storage: int, elements: int) -> int:
+        """A copy of a gradient that is held in its place (z12:1450)."""
+        clone = self._stream.born(elements * self._setting.element_bytes, "aten.clone.default", COMMUNICATION)
+        self._stream.hold(clone)
+        self._stream.dies(clone)  # when it is released
+        self._stream.release(storage)
+        return clone
+
+    def _flush(self) -> None:
+        """Reduce what is in the bucket and keep the own parts (z12:2205)."""
+        slices = self._slices()
+        if self._compact and any(is_own for _, is_own in slices):
+            self._compact_buffer()
+        group: list[tuple[int, bool]] = []
+        for piece in slices:
+            group.append(piece)
+            if sum(n for n, _ in group) > self._setting.bucket_elements:
+                self._reduce(group)
+                group = []
+        if group:
+            self._reduce(group)
+        for parameter in self._bucket_parameters:
+            if parameter in self._own:
+                if self._compact and self._setting.offloads_optimizer and self._is_boundary:
+                    self._norms.append(self._stream.norm(self._own[parameter], COMMUNICATION))
+                elif self._compact:
+                    continue  # an oversized gradient lives on to the end of backward
+                elif self._copied < 0:
+                    kept = sum(self._setting.elements[own] for own in self._own)
+                    self._copied = self._stream.born(kept * 4, "aten.empty.memory_format", COMMUNICATION)
+                    self._copies.append(self._copied)
+            elif self._setting.zero_stage == 1:
+                continue
+            if parameter in self._oversized:
+                self._stream.release(self._oversized.pop(parameter))
+        self._bucket_parameters.clear()
+        self._bucket_elements = 0
+
+    def _slices(self) -> list[tuple[int, bool]]:
+        """The bucket cut by owner: elements, and whether they are this rank's. Neighbours of one owner are merged,
+        but for own ones that have an output of their own (z12:1640)."""
+        slices: list[tuple[int, bool]] = []
+        previous = -1
+        for parameter in self._bucket_parameters:
+            start = self._starts[parameter]
+            end = start + self._setting.elements[parameter]
+            for owner in range(start // self._part, (end - 1) // self._part + 1):
+                n = min(end, (owner + 1) * self._part) - max(start, owner * self._part)
+                is_own = owner == self._setting.rank
+                if owner == previous and not (is_own and self._compact):
+                    slices[-1] = (slices[-1][0] + n, is_own)
+                else:
+                    slices.append((n, is_own))
+                previous = owner
+        return slices
+
+    def _reduce(self, group: list[tuple[int, bool]]) -> None:
+        """All-reduce slices together; own ones are added to the fp32 buffer (z12:1516, 2359)."""
+        size = self._setting.element_bytes
+        together = -1
+        if len(group) > 1:
+            together = self._stream.born(sum(n for n, _ in group) * size, "aten.cat.default", COMMUNICATION)
+        if self._compact:
+            for n, is_own in group:
+                if is_own:
+                    self._stream.flash(n * 4, "aten._to_copy.default", COMMUNICATION)
+        self._stream.dies(together)
+
+    def _compact_buffer(self) -> None:
+        if self._averaged < 0:
+            self._averaged = self._stream.born(self._part * 4, "aten.zeros.default", GRADIENTS)

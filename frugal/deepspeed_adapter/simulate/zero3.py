@@ -1,0 +1,231 @@
+"""ZeRO-3 (deepspeed/runtime/zero/stage3.py, z3 here): every parameter is cut into equal parts by itself."""
+
+from frugal.deepspeed_adapter.simulate.stream import PinnedBlocks, Setting, Stream
+from frugal.deepspeed_adapter.simulate.zero3_prefetch import Gathering
+from frugal.planning.memory.model_trace import (
+    FETCH,
+    FETCH_IN_BACKWARD,
+    FORWARD_BEGINS,
+    HOLD,
+    RELEASE,
+    RELEASE_IN_BACKWARD,
+)
+from frugal.planning.memory.timeline import COMMUNICATION, GRADIENTS, OPTIMIZER, PARAMETERS
+
+
+class Split:
+    """The ZeRO-3 optimizer of one rank."""
+
+    def __init__(
+        self, stream: Stream, host: PinnedBlocks, setting: Setting, own_parameters: tuple[tuple[int, ...], ...]
+    ) -> None:
+        self._stream = stream
+        self._host = host
+        self._micro_step = 0
+        self._is_boundary = True
+        self._setting = setting
+        self._gathering = Gathering(stream, setting, own_parameters)
+        self._parts = [-(-n // setting.world_size) for n in setting.elements]
+        self._groups = list(_sub_groups(self._parts, setting.sub_group_elements))
+        self._bucket_parameters: list[int] = []
+        self._bucket_elements = 0
+        self._oversized: dict[int, int] = {}  # parameter larger than the bucket -> storage of its gradient
+        self._held: dict[int, int] = {}  # number of a hold -> storage of the gathered parameter
+        self._norms: list[int] = []  # of own gradients that went to the host
+        self._has_states = False
+
+    def initialise(self, *, one_by_one: bool) -> None:
+        """Parameters are split, as they arrive `one_by_one` or all at once; the parts move together (z3:761, 913)."""
+        stream, setting = self._stream, self._setting
+        size = setting.element_bytes
+        parts = []
+        there = [] if one_by_one else [stream.born(n * size, "building", PARAMETERS) for n in setting.elements]
+        for i, n in enumerate(setting.elements):
+            whole = stream.born(n * size, "to device", PARAMETERS) if one_by_one else there[i]
+            part_bytes = -(-n // setting.world_size) * size
+            if setting.offloads_parameters:
+                parts.append(self._host.pinned(self._host.born(part_bytes, "aten.empty.memory_format", PARAMETERS)))
+            else:
+                parts.append(stream.born(part_bytes, "aten.empty.memory_format"))
+            stream.dies(whole)
+        if setting.offloads_parameters:
+            self._host.pinned(self._host.born(sum(self._parts) * size, "aten.empty.memory_format", PARAMETERS))
+        for part in parts:
+            (self._host if setting.offloads_parameters else stream).dies(part)
+        if not setting.offloads_parameters:
+            stream.born(sum(self._parts) * size, "aten._to_copy.default", PARAMETERS)
+        if setting.offloads_optimizer:
+            self._initialise_on_host()
+        else:
+            for group in self._groups:
+                converted = stream.born(group * 4, "aten._to_copy.default") if size < 4 else -1
+                stream.born(group * 4, "aten.clone.default", OPTIMIZER)
+                stream.dies(converted)
+            stream.flash(max(self._groups) * 4, "aten.zeros.default")
+        stream.born(setting.bucket_elements * size, "aten.empty.memory_format", COMMUNICATION)
+        if setting.offloads_optimizer:
+            self._host.pinned(self._host.born(sum(self._parts) * 4, "aten.zeros.default", GRADIENTS))
+        else:
+            stream.born(sum(self._parts) * 4, "aten.zeros.default", GRADIENTS)
+        largest = max(range(len(self._parts)), key=self._parts.__getitem__)
+        whole = stream.born(self._parts[largest] * setting.world_size * size, "aten.empty.memory_format")
+        if setting.offloads_parameters:
+            stream.flash(self._parts[largest] * size, "aten._to_copy.default")
+        stream.dies(whole)
+
+    def _initialise_on_host(self) -> None:
+        """Master weights and their gradients (z3:1170, 1301)."""
+        host = self._host
+        converted = -1
+        for group in self._groups:
+            following = host.born(group * 4, "aten._to_copy.default")
+            if converted >= 0:
+                host.dies(converted)
+            converted = following
+            host.born(group * 4, "aten.clone.default", OPTIMIZER)
+        host.dies(converted)
+        shared = host.born(max(self._groups) * 4, "aten.zeros.default")
+        for group in self._groups:
+            host.pinned(host.born(group * 4, "aten.zeros.default", GRADIENTS))
+        host.dies(shared)
+
+    @property
+    def gathers(self) -> tuple[int, int]:
+        """All-gathers of the last micro-step, and the elements they brought."""
+        return self._gathering.num_gathers, self._gathering.gathered_elements
+
+    def begin(self, *, is_boundary: bool) -> None:
+        """A backward begins; `is_boundary`: the optimizer step comes after it."""
+        self._is_boundary = is_boundary
+
+    def module(self, what: int, number: int, hold: int) -> None:
+        """See `Optimizer`."""
+        if what == FORWARD_BEGINS:
+            self._gathering.forward_begins()
+        elif what in (FETCH, FETCH_IN_BACKWARD):
+            self._gathering.fetch(number, in_backward=what == FETCH_IN_BACKWARD)
+        elif what in (RELEASE, RELEASE_IN_BACKWARD):
+            self._gathering.release(number, in_backward=what == RELEASE_IN_BACKWARD)
+        elif what == HOLD:
+            self._held[hold] = self._gathering.storage(number)
+            self._stream.hold(self._held[hold])
+        else:
+            self._stream.release(self._held.pop(hold))
+
+    def gradient(self, parameter: int, storage: int) -> None:
+        """See `Optimizer` (z3:1569, 1621)."""
+        n = self._setting.elements[parameter]
+        if self._bucket_elements and self._bucket_elements + n > self._setting.bucket_elements:
+            self._flush()
+        if n > self._setting.bucket_elements:
+            self._stream.hold(storage)
+            self._oversized[parameter] = storage
+        self._bucket_elements += n
+        self._bucket_parameters.append(parameter)
+
+    def end(self) -> None:
+        """Backward is over (z3:1407)."""
+        self._flush()
+        self._gathering.backward_ends()
+        self._micro_step += 1
+
+    def step(self) -> None:
+        """The optimizer step, one group of parts after the other (z3:2873)."""
+        stream = self._stream
+        self._gathering.split_all()
+        self._micro_step = 0
+        if self._setting.offloads_optimizer:
+            self._step_on_host()
+            self._gathering.gather_persistent()
+            return
+        for norm in [stream.norm(part) for part in self._parts]:
+            stream.dies(norm)
+        for group, num_parameters in zip(self._groups, self._group_lengths(), strict=True):
+            gradient = stream.born(group * 4, "aten.cat.default") if num_parameters > 1 else -1
+            if not self._has_states:
+                for _ in range(self._setting.num_states):
+                    stream.born(group * 4, "aten.zeros_like.default", OPTIMIZER)
+            stream.dies(gradient)
+        self._has_states = True
+        self._gathering.gather_persistent()
+
+    def _step_on_host(self) -> None:
+        if not self._has_states:
+            for group in self._groups:
+                for _ in range(self._setting.num_states):
+                    self._host.born(group * 4, "aten.zeros_like.default", OPTIMIZER)
+        self._has_states = True
+        for norm in self._norms:
+            self._stream.dies(norm)
+        self._norms.clear()
+
+    def _group_lengths(self) -> list[int]:
+        lengths, elements = [0], 0
+        for part in self._parts:
+            if elements == self._groups[len(lengths) - 1]:
+                lengths.append(0)
+                elements = 0
+            lengths[-1] += 1
+            elements += part
+        return lengths
+
+    def _flush(self) -> None:
+        """Reduce-scatter what is in the bucket; own parts are copied or added to the gradient buffer (z3:1648)."""
+        if not self._bucket_parameters:
+            return
+        stream, setting = self._stream, self._setting
+        size = setting.element_bytes
+        elements = [setting.elements[parameter] for parameter in sorted(self._bucket_parameters)]
+        together = -1
+        if len(elements) > 1 or elements[0] % setting.world_size:
+            padded = sum(-(-n // setting.world_size) * setting.world_size for n in elements)
+            together = stream.born(padded * size, "aten.new_empty.default", COMMUNICATION)
+        parts = [self._own_part(n) for n in elements]
+        copies = []
+        if size < 4:
+            copies = [stream.born(own * 4, "aten._to_copy.default", COMMUNICATION) for own in parts]
+            stream.dies(together)
+        if setting.offloads_optimizer:
+            self._to_host([own for own in parts if own])
+        for parameter in self._bucket_parameters:
+            if parameter in self._oversized:
+                stream.release(self._oversized.pop(parameter))
+        for copy in copies:
+            stream.dies(copy)
+        if size == 4:
+            stream.dies(together)
+        self._bucket_parameters.clear()
+        self._bucket_elements = 0
+
+    def _own_part(self, elements: int) -> int:
+        """Elements of a parameter that are really this rank's; the last ranks may have less than a part."""
+        part = -(-elements // self._setting.world_size)
+        return max(0, min(part, elements - part * self._setting.rank))
+
+    def _to_host(self, parts: list[int]) -> None:
+        """Gradients are added up on the device and kept on the host (z3:2006). The first micro-step only copies."""
+        stream = self._stream
+        previous = -1
+        for own in parts:
+            if self._micro_step == 0:
+                stream.dies(previous)
+            copy = stream.born(own * 4, "aten._to_copy.default", COMMUNICATION)
+            if self._micro_step > 0:
+                stream.dies(previous)
+            previous = copy
+            if self._is_boundary:
+                self._norms.append(stream.norm(own, COMMUNICATION))
+        stream.dies(previous)
+
+
+def _sub_groups(parts: list[int], most: int) -> list[int]:
+    """Elements of each group of parts that is updated together (z3:1210)."""
+    if most >= sum(parts):
+        return [sum(parts)]
+    groups, elements = [], 0
+    for number, part in enumerate(parts):
+        elements += part
+        if elements >= most or number == len(parts) - 1:
+            groups.append(elements)
+            elements = 0
+    return groups

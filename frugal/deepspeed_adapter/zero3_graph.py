@@ -1,0 +1,286 @@
+"""What ZeRO-3 changes in a model's graph, without DeepSpeed: its linear function, and its marks around modules.
+
+DeepSpeed puts an autograd function around every module's positional inputs and outputs, to know when its backward
+begins and ends (deepspeed/runtime/zero/parameter_offload.py), and replaces `F.linear` by a function of its own
+(linear.py). Both change which tensors live how long, so a trace for ZeRO-3 runs with the same.
+
+ZeRO-3's collectives without their loops over all ranks.
+
+To gather parameters and to scatter gradients DeepSpeed makes a view for each rank and parameter, which is nothing on
+a device and takes minutes to rehearse for a thousand ranks. The functions here allocate and free the same storages in
+the same order as `partition_parameters.AllGatherCoalescedHandle.wait` and `coalesced_collectives.
+reduce_scatter_coalesced` of DeepSpeed 0.19.8; a test holds them against those.
+"""
+
+import math
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.nn.functional as F
+from deepspeed import comm
+from deepspeed.runtime.zero import stage3
+from deepspeed.runtime.zero.partition_parameters import AllGatherCoalescedHandle, ZeroParamStatus
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from frugal.planning.memory.model_trace import (
+    FETCH,
+    FETCH_IN_BACKWARD,
+    FORWARD_BEGINS,
+    HOLD,
+    LET_GO,
+    RELEASE,
+    RELEASE_IN_BACKWARD,
+)
+
+Mark = Callable[[int, int, int], None]
+"""Takes what happens, the number of the module or parameter, and for the holds of parameters a number of the hold."""
+
+
+@contextmanager
+def linear_of_zero3() -> Iterator[None]:
+    """`F.linear` is ZeRO-3's inside the `with` block."""
+    with patch.object(F, "linear", lambda input, weight, bias=None: _Linear.apply(input, weight, bias)):
+        yield
+
+
+class _Linear(torch.autograd.Function):
+    """Operator for operator as `LinearFunctionForZeroStage3` (linear.py:67)."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        if input.dim() == 2 and bias is not None:
+            return torch.addmm(bias, input, weight.t())
+        output = input.matmul(weight.t())
+        if bias is not None:
+            output += bias
+        return output
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad_output,) = grads
+        input, weight, bias = ctx.saved_tensors
+        grad_input = grad_weight = grad_bias = None
+        dim = grad_output.dim()
+        if ctx.needs_input_grad[0]:
+            grad_input = grad_output.matmul(weight)
+        if ctx.needs_input_grad[1]:
+            if dim > 2:
+                rows = grad_output.reshape(-1, grad_output.shape[-1])
+                grad_weight = rows.t().matmul(input.reshape(-1, input.shape[-1]))
+                del rows
+            elif dim == 1:
+                grad_weight = grad_output.unsqueeze(-1) * input.unsqueeze(0)
+            else:
+                grad_weight = grad_output.t().matmul(input)
+        if bias is not None and ctx.needs_input_grad[2]:
+            if dim > 2:
+                grad_bias = grad_output.sum(list(range(dim - 1)))
+            else:
+                grad_bias = grad_output if dim == 1 else grad_output.sum(0)
+        return grad_input, grad_weight, grad_bias
+
+
+class _Parameters:
+    """Gives parameters new memory for each use, to find out which uses outlive the module that fetched it.
+
+    Recomputed layers keep detached parameters for backward, so releasing a parameter does not free it then.
+    """
+
+    def __init__(self, model: nn.Module, mark: Mark) -> None:
+        self._mark = mark
+        self._numbers = {id(parameter): number for number, parameter in enumerate(model.parameters())}
+        self._at_rest = [parameter.data for parameter in model.parameters()]
+        self.addresses_at_rest = {data.untyped_storage()._cdata for data in self._at_rest}
+        self._users: dict[int, int] = {}  # parameter -> modules that use it
+        self._uses: dict[int, Any] = {}  # parameter -> what tells whether its present memory is gone
+        self._num_uses = 0
+        self._holds: dict[int, int] = {}  # number of a use -> that of its hold
+
+    def fetch(self, module: nn.Module) -> None:
+        for parameter in module.parameters(recurse=False):
+            number = self._numbers[id(parameter)]
+            if number not in self._uses:
+                with _disable_current_modes():
+                    data = torch.empty_like(self._at_rest[number])
+                    self._uses[number] = weakref.finalize(data.untyped_storage(), self._gone, number, self._num_uses)
+                    self._num_uses += 1
+                    parameter.data = data
+                    del data
+            self._users[number] = self._users.get(number, 0) + 1
+
+    def release(self, module: nn.Module) -> None:
+        for parameter in module.parameters(recurse=False):
+            number = self._numbers[id(parameter)]
+            self._users[number] -= 1
+            if self._users[number] == 0:
+                with _disable_current_modes():
+                    parameter.data = self._at_rest[number]
+                use = self._uses.pop(number).peek()
+                if use is not None:  # somebody has it still
+                    self._holds[use[2][1]] = len(self._holds)
+                    self._mark(HOLD, number, len(self._holds) - 1)
+
+    def _gone(self, number: int, use: int) -> None:
+        if use in self._holds:
+            self._mark(LET_GO, number, self._holds[use])
+
+
+class _Module:
+    """What is known of one module while the model runs (parameter_offload.py:360-450)."""
+
+    def __init__(self, module: nn.Module, number: int, parameters: _Parameters, mark: Mark) -> None:
+        self.module = module
+        self.number = number
+        self.parameters = parameters
+        self._mark = mark
+        self.backwards_to_come = 0  # outputs whose backward will announce the module's
+        self.gradients_to_come = 0  # inputs whose gradients end the module's backward
+
+    def mark(self, what: int) -> None:
+        """Tell that this module begins or ends."""
+        if what in (FETCH, FETCH_IN_BACKWARD):
+            self.parameters.fetch(self.module)
+        else:
+            self.parameters.release(self.module)
+        self._mark(what, self.number, -1)
+
+    def before_forward(self, _module: nn.Module, inputs: Any) -> Any:
+        self.mark(FETCH)
+        self.gradients_to_come = 0
+        return _map_tensors(lambda tensor: _AfterBackward.apply(tensor, self), inputs)
+
+    def after_forward(self, _module: nn.Module, _inputs: Any, output: Any) -> Any:
+        self.mark(RELEASE)
+        return _map_tensors(lambda tensor: _BeforeBackward.apply(tensor, self), output)
+
+
+class _BeforeBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(output: Tensor, module: _Module) -> Tensor:
+        return output.detach()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.module = inputs[1]
+        ctx.module.backwards_to_come += 1
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.module.backwards_to_come > 0:
+            ctx.module.mark(FETCH_IN_BACKWARD)
+            ctx.module.backwards_to_come -= 1
+        return (*grads, None)
+
+
+class _AfterBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(input: Tensor, module: _Module) -> Tensor:
+        return input.detach()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.module = inputs[1]
+        if inputs[0].requires_grad:
+            ctx.module.gradients_to_come += 1
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.module.gradients_to_come -= 1
+        if ctx.module.gradients_to_come == 0:
+            ctx.module.mark(RELEASE_IN_BACKWARD)
+        return (*grads, None)
+
+
+def _map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
+    """`value` with every tensor in it replaced, dicts in place (utils.py:156)."""
+    if isinstance(value, (tuple, list)):
+        made = [_map_tensors(function, item) for item in value]
+        return type(value)(*made) if hasattr(value, "_fields") else type(value)(made)
+    if isinstance(value, dict):
+        for key in value:
+            value[key] = _map_tensors(function, value[key])
+        return value
+    return function(value) if isinstance(value, Tensor) else value
+
+
+def install(model: nn.Module, mark: Mark) -> set[int]:
+    """Have every module of `model` say when it fetches and releases its parameters.
+
+    The result: addresses of the parameters' storages while no module has fetched them. An operator that reads one uses
+    a parameter outside its module; DeepSpeed gathers that in a way of its own.
+    """
+    model.register_forward_pre_hook(lambda *_: mark(FORWARD_BEGINS, 0, -1))
+    parameters = _Parameters(model, mark)
+    for number, module in enumerate(model.modules()):
+        state = _Module(module, number, parameters, mark)
+        module.register_forward_pre_hook(state.before_forward)
+        module.register_forward_hook(state.after_forward)
+    return parameters.addresses_at_rest
+
+
+@contextmanager
+def at_once() -> Iterator[None]:
+    """Inside the `with` block a collective costs the same whatever the number of ranks."""
+    with (
+        patch.object(AllGatherCoalescedHandle, "wait", _wait),
+        patch.object(stage3, "reduce_scatter_coalesced", _reduce_scatter_coalesced),
+        patch.object(Tensor, "narrow", _narrow),
+    ):
+        yield
+
+
+def _narrow(tensor: Tensor, dim: int, start: int, length: int) -> Tensor:
+    """A view, made without asking the tracker: one a rank is made for every gathered bucket."""
+    with torch._C._DisableTorchDispatch():
+        return torch.narrow(tensor, dim, start, length)
+
+
+def _wait(handle: Any, handle_dependency: bool = True) -> None:
+    """Each parameter is put together from all ranks' parts of the bucket."""
+    if handle.complete:
+        return
+    for parameter in handle.params:
+        whole = torch.empty(parameter.ds_numel, dtype=handle.partitions[0].dtype, device=handle.partitions[0].device)
+        parameter.data = whole.view(parameter.ds_shape).to(parameter.ds_tensor.dtype)
+        parameter.ds_status = ZeroParamStatus.AVAILABLE
+    handle.complete = True
+
+
+@torch.no_grad()
+def _reduce_scatter_coalesced(tensors: Sequence[Tensor], group: Any = None) -> list[Tensor]:
+    """Every rank's part of each tensor, padded, in one flat buffer."""
+    rank, world_size = comm.get_rank(group), comm.get_world_size(group)
+    chunks = [math.ceil(tensor.numel() / world_size) for tensor in tensors]
+    if len(tensors) == 1 and tensors[0].numel() % world_size == 0:
+        flat = tensors[0].view(-1)
+    else:
+        padding = [
+            tensor.new_empty(missing)
+            for tensor, chunk in zip(tensors, chunks, strict=True)
+            for missing in _missing(tensor.numel(), chunk, world_size)
+        ]
+        flat = tensors[0].new_empty(world_size * sum(chunks))
+        del padding
+    mine = flat.view(-1).narrow(0, rank * sum(chunks), sum(chunks))
+    parts, offset = [], 0
+    for tensor, chunk in zip(tensors, chunks, strict=True):
+        parts.append(mine.narrow(0, offset, max(0, min(chunk, tensor.numel() - rank * chunk))))
+        offset += chunk
+    return parts
+
+
+def _missing(elements: int, chunk: int, world_size: int) -> Iterator[int]:
+    """The padding of each rank whose part is not full, elements."""
+    for rank in range(elements // chunk, world_size):
+        yield chunk - max(0, min(chunk, elements - rank * chunk))

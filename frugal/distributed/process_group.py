@@ -1,0 +1,147 @@
+"""How ranks come together."""
+
+import os
+import select
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil  # type: ignore[import-untyped]  # has no types
+
+from frugal.distributed import env, rank_logs
+from frugal.errors import PlanMismatchError, RequestError
+from frugal.planning.plan import Plan
+
+if TYPE_CHECKING:
+    import torch
+
+STARTER = "FRUGAL_STARTER_PID"
+OVER_SSH = "FRUGAL_OVER_SSH"
+"""In the environment of ranks that `frugal train --hostfile` started, and of no others."""
+
+
+def join(plan: Plan, out: Path | None = None) -> "torch.device":
+    """Enter the process group that the launcher describes, or one of this process alone; the device to work on.
+
+    What ranks print goes to their files in `out`, if it is given.
+
+    Raises:
+        PlanMismatchError: the plan is for other devices or another number of ranks, or ranks differ in what they hold.
+        RequestError: the port where ranks meet is taken, or some rank does not come.
+    """
+    env.translate()
+    kind = plan.cluster.devices[0].kind
+    if kind == "cpu":
+        os.environ["DS_ACCELERATOR"] = "cpu"
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    if world_size != plan.batch.world_size:
+        raise PlanMismatchError(
+            f"the plan is for {plan.batch.world_size} ranks, this run has {world_size}",
+            hint=f"plan again for {world_size} GPUs, or start {plan.batch.world_size} processes",
+        )
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # it warns of addresses that have no name, for one
+    env.number_on_node(plan.cluster)
+    env.share_cores()
+    if world_size > 1 and out is not None:
+        rank_logs.keep(out, int(os.environ["RANK"]))
+    import torch
+
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise PlanMismatchError(
+            "the plan is for GPUs, and there is none here", hint="plan for this machine's CPU: frugal plan --device cpu"
+        )
+    from frugal.distributed import rendezvous
+    from frugal.distributed.env import quiet
+
+    quiet()
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # else tokenizers warn of every fork
+    device = torch.device(kind, int(os.environ.get("LOCAL_RANK", "0"))) if kind == "cuda" else torch.device("cpu")
+    if kind == "cuda":
+        _refuse_missing_gpu(device)
+        torch.cuda.set_device(device)
+    if world_size > 1:
+        env.choose_nic()
+        rendezvous.rendezvous(plan)
+    form()
+    return device
+
+
+def _refuse_missing_gpu(device: "torch.device") -> None:
+    import torch
+
+    if device.index >= torch.cuda.device_count():
+        ranks = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or device.index + 1
+        raise PlanMismatchError(
+            f"{socket.gethostname()} has fewer GPUs than ranks",
+            because=f"of its GPUs {torch.cuda.device_count()} can be used, and {ranks} ranks were started",
+            hint="give its line in the hostfile as many slots, and plan again; under SLURM, let each task see all GPUs "
+            "of its node (--gpus-per-node, not --gpus-per-task)",
+        )
+
+
+def form() -> None:
+    """Enter the process group that a launcher describes, or one of this process alone; if in one, stay. Collective.
+
+    Without DeepSpeed's shared-memory kernel for CPU ranks, which costs more than it saves: it is compiled when first
+    used, a process killed while loading it leaves a lock that later runs wait on for ever, and its buffers (66 MiB a
+    rank) stay in /dev/shm after the run. gloo does the same sums.
+
+    Raises:
+        RequestError: the port where ranks meet is taken.
+    """
+    import deepspeed  # seconds, and a parent that only needs `free_port` is not to wait for it
+    from torch.distributed import DistNetworkError
+
+    alone = {
+        "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_SIZE": os.environ.get("LOCAL_WORLD_SIZE", "1"),
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()),
+    }  # fmt: skip
+    for name, value in alone.items():
+        os.environ.setdefault(name, value)
+    # Not `deepspeed.comm.torch.build_shm_op`: that attribute is torch itself.
+    setattr(sys.modules["deepspeed.comm.torch"], "build_shm_op", lambda: None)  # noqa: B010  # unknown to mypy
+    try:
+        deepspeed.init_distributed(auto_mpi_discovery=False)
+    except DistNetworkError as error:
+        if "EADDRINUSE" not in str(error):
+            raise
+        raise RequestError(
+            f"port {os.environ['MASTER_PORT']} is in use", hint="choose another port for the ranks to meet at"
+        ) from None
+
+
+def end_with_starter() -> None:
+    """End this rank soon after the command that started it has vanished, killed without a word.
+
+    `frugal train` names itself in the environment, which only ranks of its own machine get to see; to ranks that it
+    started over ssh it is what holds their standard input open. Started by another launcher, this does nothing.
+    """
+    if OVER_SSH in os.environ:
+        held = select.poll()
+        held.register(0, select.POLLIN)  # nothing is ever written there: what comes is its end
+
+        def wait() -> None:
+            held.poll()
+            os._exit(1)
+
+        threading.Thread(target=wait, name="starter", daemon=True).start()
+    starter = os.environ.get(STARTER)
+    if starter is None:
+        return
+
+    def watch() -> None:
+        while psutil.pid_exists(int(starter)):
+            time.sleep(1)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="starter", daemon=True).start()
+
+
+def free_port() -> int:
+    """A TCP port on loopback that nobody listens on now."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])

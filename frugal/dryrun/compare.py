@@ -1,0 +1,139 @@
+"""A real run beside its rehearsal, as a record that can be held against every later version. No torch here."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import msgspec
+
+from frugal.config.cluster import Cluster
+from frugal.config.request import Request
+from frugal.dryrun.client import DryRunSource
+from frugal.dryrun.figures import Figures, figures
+from frugal.dryrun.messages import DryRun
+from frugal.dryrun.pool import Pool
+from frugal.errors import RequestError
+from frugal.planning.plan import Batch
+from frugal.planning.strategy import Strategy
+from frugal.training.measure.record import Capped, Measured, ModelDefinition
+
+CPU_TOLERANCE = 0.005
+"""How much a prediction may be off on CPU ranks, as a share of what was measured."""
+
+CUDA_TOLERANCE, CUDA_LOW = 0.05, 0.02
+"""The same on GPUs, and how much it may be too low there."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """Two optimizer steps for real, beside their rehearsal, with all that it takes to rehearse them again.
+
+    `request.model` is the name by which `definition` is known. `command` is what measured it.
+    """
+
+    plan_digest: str
+    request: Request
+    definition: ModelDefinition
+    cluster: Cluster
+    strategy: Strategy
+    batch: Batch
+    predicted: Figures
+    measured: Measured
+    capped: Capped | None = None
+    device: str
+    driver: str
+    versions: dict[str, str]
+    date: str
+    command: str
+
+    @property
+    def kind(self) -> str:
+        """`cpu` or `cuda`."""
+        return self.cluster.devices[0].kind
+
+    @property
+    def error(self) -> float:
+        """How much more was predicted than measured, as a share of what was measured."""
+        return error(self.predicted, self.measured)
+
+    @property
+    def name(self) -> str:
+        """For people and files: `gpt2-cpu-zero2-on-2-5d41402a`."""
+        model = self.definition.factory or str((self.definition.config or {}).get("model_type", "model"))
+        words = (model, self.kind, f"zero{self.strategy.zero_stage}", "on", str(self.batch.world_size))
+        return "-".join((*words, self.plan_digest[:8]))
+
+    def predict(self, pool: Pool | None = None) -> Figures:
+        """Rehearse it again, from the definition alone and from no cache.
+
+        Raises:
+            FrugalError: the model cannot be made, or not be trained like that, any more.
+        """
+        with TemporaryDirectory(prefix="frugal-") as folder:
+            reference = self.definition.write(Path(folder))
+            task = self.request.task if self.definition.task is None else self.definition.task
+            request = replace(self.request, model=reference, task=task)
+            with DryRunSource(request, self.cluster, cache=False, pool=pool) as source:
+                rehearsals = source.rehearsals(self.strategy, self.batch.largest_cell, self.batch.accumulation_steps)
+        return predicted(rehearsals, self.cluster)
+
+    def encode(self) -> bytes:
+        """The text of a record."""
+        return msgspec.json.format(msgspec.json.encode(self), indent=2) + b"\n"
+
+    def write(self, folder: Path) -> Path:
+        """Keep it in `folder`; the file.
+
+        Raises:
+            RequestError: the folder cannot be written to.
+        """
+        path = folder / f"{self.name}.json"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(self.encode())
+        except OSError as error:
+            raise RequestError(f"cannot write to {folder}", because=str(error.strerror)) from None
+        return path
+
+    @classmethod
+    def read(cls, path: Path) -> "Measurement":
+        """The measurement in a file.
+
+        Raises:
+            RequestError: no such file, or no measurement.
+        """
+        try:
+            return msgspec.json.decode(path.read_bytes(), type=cls)
+        except OSError as error:
+            raise RequestError(f"cannot read the measurement {path}", because=str(error.strerror)) from None
+        except (msgspec.DecodeError, UnicodeDecodeError, AssertionError) as error:
+            raise RequestError(f"{path} is not a measurement", because=str(error) or "its numbers disagree") from None
+
+
+def predicted(rehearsals: Sequence[DryRun], cluster: Cluster) -> Figures:
+    """The figures of a cluster's rehearsals."""
+    return figures(rehearsals, cluster.devices[0].kind, max(len(node.devices) for node in cluster.nodes))
+
+
+def error(predicted: Figures, measured: Measured) -> float:
+    """How much more was predicted than measured, as a share of what was measured."""
+    return predicted.peak_allocated_bytes / measured.tensor_bytes - 1
+
+
+def host_bytes_per_node(predicted: Figures, cluster: Cluster) -> int:
+    """By how much the processes of a node are predicted to grow together.
+
+    On CPU ranks the device is the host: each rank grows by its live tensors. Left out: what malloc does not give back.
+    """
+    if cluster.devices[0].kind == "cuda":
+        return predicted.host_bytes_per_node
+    return max(predicted.host_bytes_per_node, predicted.peak_allocated_bytes * len(cluster.nodes[0].devices))
+
+
+def is_true(found: Measurement, again: Figures) -> bool:
+    """Whether a prediction is within the tolerance of what was measured."""
+    off = error(again, found.measured)
+    if found.kind == "cpu":
+        return abs(off) <= CPU_TOLERANCE
+    return -CUDA_LOW <= off <= CUDA_TOLERANCE

@@ -1,0 +1,62 @@
+"""From settings to a plan: one that was made before, or a new one."""
+
+import logging
+from contextlib import closing
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from frugal.config import calibration
+from frugal.config.cluster import Cluster
+from frugal.config.request import Request
+from frugal.config.schema import understand
+from frugal.dryrun.cache import Cache, digest, model_key
+from frugal.planning.plan import Plan
+
+if TYPE_CHECKING:
+    from frugal.planning.search.candidate import OpenSource
+
+logger = logging.getLogger("frugal")
+
+
+def plan(**settings: Any) -> Plan:
+    """The fastest plan that fits. Settings have the names of `frugal plan`'s flags: `plan(model="gpt2", gpus=4,
+    mem="12G", global_batch=512)`.
+
+    Raises:
+        RequestError: a setting is unknown or wrong, or settings contradict each other.
+        NothingFitsError: no strategy fits.
+    """
+    found, notes = calibration.chosen(settings)
+    for note in notes:
+        logger.warning(note)
+    return make_plan(*understand(settings, found))
+
+
+def make_plan(
+    request: Request, cluster: Cluster, defaults: tuple[str, ...] = (), *, rehearse: "OpenSource | None" = None
+) -> Plan:
+    """The plan for a request; `defaults` names its fields that nobody set, `rehearse` where profiles come from.
+
+    Plans are kept in the user's cache, except where `rehearse` is given.
+
+    Raises: as `plan`.
+    """
+    if rehearse is not None:
+        from frugal.planning.planner import decide
+
+        return decide(request, cluster, defaults, rehearse)
+    cache = Cache.of_user()
+    key = digest("plan", model_key(request), request, cluster, defaults)
+    found = cache.read(key, Plan)
+    if found is None or found.digest != found.compute_digest():
+        found = _decided(request, cluster, defaults)
+        cache.write(key, found)
+    return found
+
+
+def _decided(request: Request, cluster: Cluster, defaults: tuple[str, ...]) -> Plan:
+    from frugal.dryrun.client import DryRunSource, workers
+    from frugal.planning.planner import decide  # a tenth of a second that a kept plan does not need
+
+    with closing(workers()) as pool:
+        return decide(request, cluster, defaults, partial(DryRunSource, pool=pool))

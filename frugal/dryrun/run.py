@@ -1,0 +1,201 @@
+"""One rehearsal: the training engine itself, on a pretended device, for two optimizer steps.
+
+A model whose forward fails on the inputs of a rehearsal: whose fault it is, and what can be done.
+"""
+
+import gc
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal, cast
+from unittest.mock import patch
+
+from deepspeed.runtime.zero.partition_parameters import Init
+from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from frugal.config.request import Request
+from frugal.deepspeed_adapter.fake_device import pretend
+from frugal.dryrun.messages import DryRun
+from frugal.dryrun.trace.categories import package_folder
+from frugal.dryrun.trace.cuda_kernels import kernels_of
+from frugal.dryrun.trace.recorder import Tracker, not_collected
+from frugal.errors import RequestError
+from frugal.planning.cost import Counts
+from frugal.planning.plan import Batch, Plan
+from frugal.planning.strategy import Strategy
+from frugal.training.engine import Engine, initialize
+from frugal.training.measure.memory_gauge import mark_phases
+from frugal.training.models import factories
+from frugal.training.objectives import Objective
+
+
+@dataclass(frozen=True, kw_only=True)
+class _PlanStandIn:
+    """As much of a `Plan` as training needs."""
+
+    request: Request
+    strategy: Strategy
+    batch: Batch
+    digest: str = "rehearsal"
+
+
+def dry_run(
+    build: Callable[[], nn.Module],
+    objective: Objective,
+    request: Request,
+    strategy: Strategy,
+    *,
+    micro_batch: int,
+    accumulation_steps: int,
+    world_size: int,
+    rank: int,
+    kind: Literal["cuda", "cpu"],
+    first_micro_steps: int | None = None,
+) -> DryRun:
+    """Rehearse `rank`. `build` makes the model on meta; it is built anew, because ZeRO-3 takes models apart.
+
+    `first_micro_steps`: micro-steps of the first optimizer step, if not as many as in the second. It only sets the
+    stage for the second, so one of them is enough where time counts: a test holds that the peaks are the same.
+
+    A model that reads an integer from its data is told the longest dimension of a batch, and 1 if it rejects that.
+    """
+    batch = Batch.of(world_size * micro_batch * accumulation_steps, (micro_batch,) * world_size)
+    if kind == "cpu" and strategy.activation_checkpointing == "offloaded":
+        strategy = replace(strategy, activation_checkpointing="full")  # as it is where the host is the device
+    plan = cast(Plan, _PlanStandIn(request=request, strategy=strategy, batch=batch))
+    micro_steps = (first_micro_steps or accumulation_steps, accumulation_steps)
+    for integer in (None, 1):
+        tracker = Tracker(kind, integer)
+        try:
+            return _dry_run(tracker, build, objective, plan, micro_batch, micro_steps, rank)
+        except (IndexError, RuntimeError):
+            if integer is not None or not tracker.was_asked_for_integers:
+                raise
+    raise AssertionError("the loop returns or raises")
+
+
+def _dry_run(
+    tracker: Tracker,
+    build: Callable[[], nn.Module],
+    objective: Objective,
+    plan: Plan,
+    micro_batch: int,
+    micro_steps: tuple[int, int],
+    rank: int,
+) -> DryRun:
+    """One attempt."""
+    kind, strategy, world_size = tracker.kind, plan.strategy, plan.batch.world_size
+    side_stream = tracker.side_streams.at_work if kind == "cuda" and strategy.overlap_comm else None
+    pinning = tracker.host.pinning if kind == "cuda" else None
+    with (
+        pretend(rank=rank, world_size=world_size, side_stream=side_stream, pinning=pinning),
+        kernels_of(kind),
+        not_collected(),
+    ):
+        with tracker:
+            model = build()
+            tracker.watch(model)
+            if strategy.zero_stage < 3:
+                tracker.arrive(*model.parameters(), *model.buffers())
+            with _parameters_arrive_one_by_one(tracker):
+                engine = initialize(model, plan, objective)
+            tracker.arrive(*model.parameters(), *model.buffers())
+            gc.collect()
+            tracker.relabel(engine.deepspeed.optimizer)
+            counts = _train(tracker, engine, objective, micro_batch, micro_steps, plan.request.seq_len)
+        rehearsal = DryRun(
+            recording=tracker.recording(micro_batch),
+            host_bytes=tracker.host.peak_bytes,
+            notes=tracker.notes,
+            counts=counts,
+        )
+        engine.destroy()
+        del engine, model
+        gc.collect()
+    return rehearsal
+
+
+def _train(
+    tracker: Tracker,
+    engine: Engine,
+    objective: Objective,
+    micro_batch: int,
+    micro_steps: tuple[int, int],
+    seq_len: int,
+) -> Counts:
+    """An optimizer step of each number of micro-steps; what one micro-step of the last costs."""
+
+    def mark(phase: str) -> None:
+        gc.collect()
+        tracker.relabel(engine.deepspeed.optimizer)
+        tracker.mark(phase)
+
+    mark_phases(engine, mark)
+    with _disable_current_modes():  # made on the host, whatever their values cost
+        example = objective.example(micro_batch, seq_len)
+    tracker.expect(example)
+    for num_micro_steps in micro_steps:
+        batches = [example] * num_micro_steps
+        if tracker.kind == "cpu":  # there the host is the device, and holds all of them
+            batches = [{name: tensor.to("meta") for name, tensor in batch.items()} for batch in batches]
+        before = tracker.counts
+        engine.accumulate(batches, targets=1)
+        done = tracker.counts.minus(before)
+        del batches
+        engine.deepspeed.step()
+    gc.collect()
+    tracker.relabel(engine.deepspeed.optimizer)
+    return done.divided(num_micro_steps)
+
+
+@contextmanager
+def _parameters_arrive_one_by_one(tracker: Tracker) -> Iterator[None]:
+    """ZeRO-3 brings a parameter to the device and splits it before it turns to the next.
+
+    Model and device are both meta here, so the tracker is told what a real `.to(device)` would show.
+    """
+    split = Init._zero_init_param
+
+    def arrive_and_split(init: Init, parameter: nn.Parameter) -> None:
+        tracker.arrive(parameter.data)
+        split(init, parameter)
+
+    with patch.object(Init, "_zero_init_param", arrive_and_split):
+        yield
+
+
+_RUNS_A_FORWARD = ("loss_sum", "recompute_fn")  # of an objective, and of torch's activation checkpointing
+_READ_THE_OUTPUT = ("objectives.py",)  # of ours the only file that a model's outputs can make fail
+_NO_VALUES = ("meta tensor", "Meta tensor", "meta device", "register_meta")
+
+
+def failure_in_forward(model: str, error: Exception) -> RequestError | None:
+    """What to tell the user of `model`, if `error` comes from its forward; None if it is a bug of ours."""
+    frames = traceback.extract_tb(error.__traceback__)
+    runs = [i for i, frame in enumerate(frames) if frame.name in _RUNS_A_FORWARD]
+    if not runs or _is_of("deepspeed", frames[-1]):
+        return None
+    if _is_of("frugal", frames[-1]) and Path(frames[-1].filename).name not in _READ_THE_OUTPUT:
+        return None
+    if isinstance(error, NotImplementedError) or any(words in str(error) for words in _NO_VALUES):
+        hint = "a rehearsal knows shapes, not values: what depends on values has to come in with the batch"
+    else:
+        hint = (
+            "if it takes or returns something else, give a factory that returns (module, objective), for example "
+            "frugal.training.objectives.SummedLoss(loss, example=...)"
+        )
+    because = [factories.first_line(error)]
+    theirs = [each for each in frames[runs[0] + 1 :] if not any(_is_of(name, each) for name in _PACKAGES)]
+    if theirs:
+        because.append(f"{Path(theirs[-1].filename).name}, line {theirs[-1].lineno}, runs `{theirs[-1].line}`")
+    return RequestError(f"the forward of {model} fails in a rehearsal", because=because, hint=hint)
+
+
+_PACKAGES = ("torch", "frugal", "deepspeed")
+
+
+def _is_of(package: str, frame: traceback.FrameSummary) -> bool:
+    return Path(frame.filename).is_relative_to(package_folder(package))

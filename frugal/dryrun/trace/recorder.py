@@ -1,0 +1,252 @@
+"""Records every storage that a rehearsal makes, on the pretended device and on the host.
+
+Meta tensors stand for the device, CPU tensors for the host.
+
+Reference cycles, which Python collects when it likes, and with them storages of a rehearsal.
+"""
+
+import gc
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from frugal.deepspeed_adapter.fake_device import SideStreams
+from frugal.dryrun.trace import operator_cache, stand_ins
+from frugal.dryrun.trace.categories import DEEPSPEED, MODEL, Shapes, asked_by_transformers, asker, owned
+from frugal.dryrun.trace.cuda_kernels import cuda_workspace
+from frugal.dryrun.trace.stand_ins import HostMemory
+from frugal.planning.cost import Counts
+from frugal.planning.memory.timeline import PARAMETERS, TEMPORARY, EventLog, Recording
+from frugal.training.measure.memory_gauge import BACKWARD, FORWARD, INITIALISATION
+from frugal.training.measure.storage_watch import StorageWatch, cpu_pace
+
+aten = torch.ops.aten
+_FUSED_OPTIMIZERS = {
+    overload
+    for name in ("_fused_adamw_", "_fused_adam_", "_fused_sgd_")
+    for overload in (getattr(aten, name).default, getattr(aten, name).tensor_lr)
+}
+
+
+class Tracker(StorageWatch):
+    """The recording of one rehearsal in the making.
+
+    On kind `cpu` the host is the device, so everything is recorded and nothing is counted in `host`. `side_streams` are
+    to be told of work on them.
+    """
+
+    def __init__(self, kind: Literal["cuda", "cpu"], integer: int | None = None) -> None:
+        """`integer`: what a model that reads one from its data is told; None: the longest dimension of a batch."""
+        super().__init__()
+        self.kind = kind
+        self.phase = INITIALISATION
+        self.host = HostMemory()
+        self.side_streams = SideStreams()
+        self._log = EventLog()
+        self._log.phase(INITIALISATION)
+        self._storage: dict[int, int] = {}  # address of a live device storage -> its index
+        self._counted: Counter[str] = Counter()  # fields of `Counts`, but for operators
+        self._recomputed_from: int | None = None  # operators before the layer that is now recomputed
+        self._shapes: Shapes | None = None
+        self._model: nn.Module | None = None
+        self._running: list[str] = [""]  # names of the modules that run now, innermost last
+        self._own_metadata = False
+        self._assumptions: dict[str, str] = {}  # what is assumed -> the first module that makes it necessary
+        self._integer = integer
+        self.was_asked_for_integers = False
+        self._building = kind == "cuda"  # a model is built on the host
+        self._forward_from = 0  # operators before the phase
+        self._alone = False  # whether there is no DeepSpeed whose operators are not to be counted
+
+    # What happened
+
+    def recording(self, micro_batch: int) -> Recording:
+        """Everything so far."""
+        return self._log.recording(micro_batch)
+
+    def mark(self, phase: str) -> None:
+        """From now on it is `phase`."""
+        if phase != BACKWARD:  # the end of a backward waits for all streams (stage_1_and_2.py:1027, stage3.py:1414)
+            self._log.events += self.side_streams.join()
+        if self.phase == FORWARD:
+            self._counted["num_forward"] += self.num_operators - self._forward_from
+        self._forward_from = self.num_operators
+        self.phase = phase
+        self._log.phase(phase)
+
+    def watch(self, model: nn.Module) -> None:
+        """Tell gradients and logits by the shapes of `model`, and name what its modules make."""
+        self._shapes = Shapes(model)
+        self._model = model
+        self._building = False
+        for name, module in model.named_modules():
+            module.register_forward_pre_hook(lambda _module, _args, name=name: self._enter(name))
+            module.register_forward_hook(lambda *_: self._leave(), always_call=True)
+
+    def expect(self, batch: dict[str, Tensor]) -> None:
+        """Batches like this one will come."""
+        if self._integer is None:
+            self._integer = max((size for tensor in batch.values() for size in tensor.shape[1:]), default=1)
+
+    def arrive(self, *tensors: Tensor) -> None:
+        """The model's `tensors` move from the host to the device, where they are not there already."""
+        for tensor in tensors:
+            address = tensor.untyped_storage()._cdata
+            size_bytes = self.host.leave(address)
+            if size_bytes is not None:
+                self._storage[address] = self._record(size_bytes, PARAMETERS, "to device")
+
+    def relabel(self, optimizer: Any = None) -> None:
+        """Give what lives now the category of its owner."""
+        assert self._model is not None, "watch a model first"
+        seen: set[int] = set()
+        with _disable_current_modes():  # looking is no operator
+            for tensor, category in owned(self._model, optimizer):
+                index = self._storage.get(tensor.untyped_storage()._cdata)
+                if index is not None and index not in seen:
+                    seen.add(index)
+                    self._log.categories[index] = category
+
+    @property
+    def _recomputing(self) -> bool:
+        """Whether backward runs a module's forward again. Not seen by `is_grad_enabled`, which a `Function` clears."""
+        return self.phase == BACKWARD and len(self._running) > 1
+
+    def _enter(self, name: str) -> None:
+        self._running.append(name)
+        if self.phase == BACKWARD and len(self._running) == 2:
+            self._recomputed_from = self.num_operators
+
+    def _leave(self) -> None:
+        self._running.pop()
+        if self._recomputed_from is not None and len(self._running) == 1:
+            self._counted["num_recomputed"] += self.num_operators - self._recomputed_from
+            self._recomputed_from = None
+
+    # Births and deaths
+
+    def born(self, address: int, size_bytes: int, tensor: Tensor, operator: Any) -> None:
+        """Record it, on the device or on the host."""
+        if self._own_metadata:
+            return
+        if self._building or (self.kind == "cuda" and tensor.device.type == "cpu"):
+            self.host.born(address, size_bytes, is_waiting=self._building and tensor.is_meta)
+            return
+        if self._shapes is None:
+            category = TEMPORARY
+        else:
+            who = asker(sys._getframe(3))
+            category = self._shapes.category(tuple(tensor.shape), self.phase, who, recomputing=self._recomputing)
+        self._log.events += self.side_streams.born(address)
+        self._storage[address] = self._record(size_bytes, category, operator)
+
+    def died(self, address: int, size_bytes: int) -> None:
+        """Record its end."""
+        index = self._storage.pop(address, None)
+        if index is None:
+            self.host.died(address, size_bytes)
+        elif not self.side_streams.keeps(address, index):
+            self._log.events.append(index)
+
+    def _record(self, size_bytes: int, category: int, operator: Any) -> int:
+        return self._log.born(size_bytes, category, str(operator), self._running[-1])
+
+    # Operators
+
+    def execute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the operator returns, without touching host memory."""
+        if func is aten._local_scalar_dense.default and (args[0].is_meta or stand_ins.is_untouched(args[0])):
+            return self._scalar(args[0])
+        if func in _FUSED_OPTIMIZERS:
+            return None  # updates in place, and takes no memory
+        if (assumed := stand_ins.stand_in(func, args, kwargs)) is not None:
+            self._assume(assumed[1])
+            return assumed[0]
+        # DeepSpeed keeps shapes as meta tensors of its own (stage_1_and_2.py), which are nothing on a real device.
+        self._own_metadata = func is aten.zeros_like.default and "device" in kwargs and self.phase == INITIALISATION
+        out = stand_ins.host_stand_in(func, args, kwargs)
+        if out is not NotImplemented and self.kind == "cuda" and self.phase in (FORWARD, BACKWARD):
+            self._counted["moved"] += self._moved_bytes(func, args, out)
+        if out is NotImplemented:
+            out, (flops, traffic) = operator_cache.run_cached(func, args, kwargs)
+            if self.phase in (FORWARD, BACKWARD):
+                self._count(flops, int(traffic * cpu_pace(func)) if self.kind == "cpu" else traffic)
+        if self.kind == "cuda" and (workspace := cuda_workspace(func, args)):
+            self._log.events.append(self._record(workspace, TEMPORARY, func))
+        return out
+
+    def _count(self, flops: int, traffic: int) -> None:
+        """Add what one operator of the model costs. DeepSpeed's own is added by `frugal.planning.cost`."""
+        if not self._alone and traffic and asker(sys._getframe(3)) == DEEPSPEED:
+            return
+        prefix = "recompute_" if self._recomputing else ""
+        self._counted[prefix + "flops"] += flops
+        self._counted[prefix + "traffic"] += traffic
+
+    def _moved_bytes(self, func: Any, args: tuple[Any, ...], out: Any) -> int:
+        """Bytes that the model's copy moves between host and device."""
+        source, target = (args[1], args[0]) if func is aten.copy_.default else (args[0], out)
+        if func not in (aten.copy_.default, aten._to_copy.default) or source.device == target.device:
+            return 0
+        return 0 if not self._alone and asker(sys._getframe(3)) == DEEPSPEED else int(source.nbytes)
+
+    @property
+    def counts(self) -> Counts:
+        """What ran so far in forward and backward."""
+        counted = dict(self._counted)
+        if self.phase == FORWARD:
+            counted["num_forward"] = counted.get("num_forward", 0) + self.num_operators - self._forward_from
+        return Counts(**counted, num_operators=self.num_operators)
+
+    def _scalar(self, tensor: Tensor) -> bool | int | float:
+        """The answer to `.item()`, which decides what the program does next.
+
+        In forward: every mask is full and nothing is packed, so that the kernels without a mask are taken; what else
+        a model asks for is assumed, see `frugal.dryrun.trace.stand_ins`. After it: nothing overflowed, and norms are 1.
+        """
+        if tensor.dtype.is_floating_point:
+            return 1.0
+        if self.phase == INITIALISATION:
+            return True if tensor.dtype == torch.bool else 1
+        frame = sys._getframe(2)
+        if self.phase != FORWARD and not (self.phase == BACKWARD and asker(frame) == MODEL):
+            return False if tensor.dtype == torch.bool else 0
+        if tensor.dtype == torch.bool:
+            if not asked_by_transformers(frame):
+                self._assume("an `if` depends on data: counted as if its condition were true")
+            return True
+        self.was_asked_for_integers = True
+        integer = self._integer or 1
+        self._assume(f"an integer is read from data: counted as if it were {integer}")
+        return integer
+
+    def _assume(self, what: str) -> None:
+        """Note what the rehearsal assumes, once, with the first module that makes it."""
+        if self.phase in (INITIALISATION, FORWARD):
+            self._assumptions.setdefault(what, self._running[-1])
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the rehearsal assumes because no rehearsal can know it."""
+        return tuple(f"{module}: {what}" if module else what for what, module in self._assumptions.items())
+
+
+@contextmanager
+def not_collected() -> Iterator[None]:
+    """Inside the `with` block cycles are collected between phases only, so that two rehearsals free in the same order.
+
+    What is there before is frozen, because going through all of transformers takes longer than a phase.
+    """
+    gc.freeze()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        gc.unfreeze()

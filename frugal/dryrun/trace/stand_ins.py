@@ -1,0 +1,298 @@
+"""Stand-ins for operators that meta tensors reject because their results depend on data, and what they assume.
+
+Meta tensors have no values, so nobody can tell how many elements of a mask are set. Where a size depends on it, the
+largest one is taken, which makes the rehearsal an upper bound, and it says so in a note:
+
+| asked for                                | assumed                                                           |
+|------------------------------------------|-------------------------------------------------------------------|
+| `nonzero`, boolean indexing              | every element is set                                              |
+| `unique`                                 | all values differ                                                 |
+| `unique_consecutive`                     | all values are equal: transformers counts end tokens so           |
+| `bincount`                               | as many bins as asked for (`minlength`)                           |
+| an integer (`.item()`)                   | the longest dimension of a batch; 1 if the model rejects that     |
+| `if` on a tensor, outside of transformers| yes                                                               |
+
+The last three are no upper bounds for every model; the note says what was taken.
+
+The grouped matrix product of experts needs no assumption: its results do not depend on the routing. torch has a
+kernel for it on meta in bf16 only, and does not count its FLOPs.
+
+Operators on host tensors in a rehearsal: what they return, without reading or writing host memory.
+
+Host tensors of a rehearsal are real but never touched, so their pages cost nothing. Small ones may hold numbers that
+decide what the program does next; on those alone operators really run.
+
+Host tensors of a rehearsal: address space, but no memory, even where a machine would have to refuse so much.
+
+The host's memory in a rehearsal on a pretended GPU, counted while it is used.
+"""
+
+import math
+import mmap
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import flop_registry, register_flop_formula
+
+aten = torch.ops.aten
+
+Result = tuple[Any, str]  # what the operator returns, and what that assumes
+
+EVERYTHING = "what a mask selects depends on data: counted as if it selected everything"
+ALL_DIFFERENT = "how many different values there are depends on data: counted as if all were different"
+ALL_EQUAL = "how many runs of equal values there are depends on data: counted as if all values were equal"
+AS_MANY_BINS = "how many bins there are depends on data: counted as many as asked for (minlength)"
+
+
+def stand_in(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Result | None:
+    """The result of an operator that meta tensors reject; None if they take it."""
+    made = _STAND_INS.get(func)
+    return None if made is None else made(*args, **kwargs)
+
+
+def exact(func: Any) -> Callable[..., Any]:
+    """What to call for an operator on meta tensors: itself, or what returns the same."""
+    return _EXACT.get(func, func)
+
+
+def _nonzero(mask: Tensor) -> Result:
+    return torch.empty((mask.numel(), mask.dim()), dtype=torch.int64, device=mask.device), EVERYTHING
+
+
+def _masked_select(values: Tensor, mask: Tensor) -> Result:
+    shape = torch.broadcast_shapes(values.shape, mask.shape)
+    return values.new_empty(shape.numel()), EVERYTHING
+
+
+def _index(values: Tensor, indices: list[Tensor | None]) -> Result | None:
+    """Boolean indices as the integer ones that they stand for, one for each of their dimensions."""
+    if not any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in indices):
+        return None
+    integers: list[Tensor | None] = []
+    for index in indices:
+        if index is None or index.dtype not in (torch.bool, torch.uint8):
+            integers.append(index)
+        else:
+            integers += [torch.empty(index.numel(), dtype=torch.int64, device=index.device)] * index.dim()
+    return aten.index.Tensor(values, integers), EVERYTHING
+
+
+def _unique(values: Tensor, sorted: bool = True, return_inverse: bool = False, return_counts: bool = False) -> Result:
+    inverse, counts = (torch.empty(n, dtype=torch.int64, device=values.device) for n in (values.shape, values.numel()))
+    return (values.new_empty(values.numel()), inverse, counts), ALL_DIFFERENT
+
+
+def _unique_of_dimension(values: Tensor, dim: int, *_: Any, **__: Any) -> Result:
+    inverse, counts = (torch.empty(values.shape[dim], dtype=torch.int64, device=values.device) for _ in range(2))
+    return (torch.empty_like(values), inverse, counts), ALL_DIFFERENT
+
+
+def _unique_consecutive(
+    values: Tensor, return_inverse: bool = False, return_counts: bool = False, dim: int | None = None
+) -> Result:
+    shape = [1] if dim is None else [1 if i == dim % values.dim() else size for i, size in enumerate(values.shape)]
+    inverse = values.shape if dim is None else values.shape[dim]
+    made = (torch.empty(n, dtype=torch.int64, device=values.device) for n in (inverse, 1))
+    return (values.new_empty(shape), *made), ALL_EQUAL
+
+
+def _bincount(values: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Result | None:
+    if minlength < 1:
+        return None
+    dtype = torch.int64 if weights is None else torch.float64
+    return torch.empty(minlength, dtype=dtype, device=values.device), AS_MANY_BINS
+
+
+_STAND_INS: dict[Any, Callable[..., Result | None]] = {
+    aten.nonzero.default: _nonzero,
+    aten.masked_select.default: _masked_select,
+    aten.index.Tensor: _index,
+    aten._unique2.default: _unique,
+    aten.unique_dim.default: _unique_of_dimension,
+    aten.unique_consecutive.default: _unique_consecutive,
+    aten.bincount.default: _bincount,
+}
+
+
+def _grouped_mm(
+    left: Tensor,
+    right: Tensor,
+    offs: Tensor | None = None,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """`aten._grouped_mm` in any type: the shapes of `_create_grouped_mm_output_tensor` (GroupedMMUtils.h)."""
+    shape = _grouped_shape(left.shape, right.shape, None if offs is None else offs.shape)
+    return torch.empty(shape, dtype=out_dtype or left.dtype, device=left.device)
+
+
+def _grouped_shape(left: Any, right: Any, groups: Any) -> list[int]:
+    if len(left) == 2:
+        return [groups[0], left[0], right[1]] if len(right) == 2 else [left[0], right[-1]]
+    return [left[1], right[1]] if len(right) == 2 else [left[0], left[1], right[-1]]
+
+
+_EXACT: dict[Any, Callable[..., Any]] = {aten._grouped_mm.default: _grouped_mm}
+
+if aten._grouped_mm not in flop_registry:
+
+    @register_flop_formula(aten._grouped_mm)
+    def _grouped_flops(left: Any, right: Any, *_: Any, **__: Any) -> int:
+        """Each row meets the matrix of one group, each column of a gradient the rows of one."""
+        if len(left) == 2:
+            return 2 * int(left[0] * left[1] * right[-1])
+        return 2 * int(left[0] * left[1] * left[2] * right[-1] // (left[0] if len(right) == 2 else 1))
+
+
+UNTOUCHED_ELEMENTS = 1 << 14  # host tensors above this size are never read or written
+
+_FACTORIES = {aten.zeros.default, aten.full.default, aten.ones.default, aten.empty.memory_format}
+_CROSSING = {aten.copy_.default, aten._to_copy.default, *_FACTORIES}  # may lead from device to host
+
+
+def is_untouched(value: Any) -> bool:
+    """Whether it is a host tensor that must be neither read nor written."""
+    return isinstance(value, Tensor) and value.device.type == "cpu" and value.numel() > UNTOUCHED_ELEMENTS
+
+
+def host_stand_in(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The operator's result if it reads or writes big host tensors, or copies between host and device.
+
+    Nothing is copied and nothing written: outputs are uninitialised. `NotImplemented` where the operator may run.
+    """
+    return _result(func, args, kwargs) if func in _CROSSING or _reads_host(args) else NotImplemented
+
+
+def _reads_host(args: tuple[Any, ...]) -> bool:
+    for value in args:
+        if isinstance(value, Tensor):
+            if not value.is_meta:
+                return True
+        elif isinstance(value, (list, tuple)) and _reads_host(value):  # type: ignore[arg-type]  # of tensors or numbers
+            return True
+    return False
+
+
+def _result(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    target = kwargs.get("device")
+    to_host = target is not None and torch.device(target).type == "cpu"
+    if func is aten.copy_.default and args[0].device != args[1].device:
+        return args[0]
+    if func is aten._to_copy.default and to_host and args[0].is_meta:
+        dtype = kwargs.get("dtype") or args[0].dtype
+        return untouched_host_tensor(args[0].size(), args[0].stride(), dtype)
+    if func in _FACTORIES and to_host and math.prod(args[0]) > UNTOUCHED_ELEMENTS:
+        return untouched_host_tensor(args[0], None, kwargs.get("dtype") or torch.get_default_dtype())
+    if not any(is_untouched(value) for value in _flat(args)):
+        return NotImplemented
+    arguments = func._schema.arguments
+    if func._schema.is_mutable and arguments[0].alias_info is not None and arguments[0].alias_info.is_write:
+        return args[0]
+    if any(argument.alias_info is not None for argument in arguments):
+        return NotImplemented  # a view
+    return _uninitialised(func, args, kwargs, target)
+
+
+def _uninitialised(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> Any:
+    """A result of the right shape: computed on meta, made where it belongs."""
+    on_meta = func(*_to_meta(args), **{name: "meta" if name == "device" else value for name, value in kwargs.items()})
+    if not isinstance(on_meta, Tensor):
+        return NotImplemented
+    device = "cpu" if target is None else torch.device(target).type
+    if device == "cpu":
+        return untouched_host_tensor(on_meta.size(), on_meta.stride(), on_meta.dtype)
+    return torch.empty_strided(on_meta.size(), on_meta.stride(), dtype=on_meta.dtype, device=device)
+
+
+def _to_meta(values: Any) -> Any:
+    if isinstance(values, Tensor):
+        return values.to("meta")
+    return type(values)(map(_to_meta, values)) if isinstance(values, (tuple, list)) else values
+
+
+def _flat(values: Iterable[Any]) -> Iterable[Any]:
+    for value in values:
+        if isinstance(value, (tuple, list)):
+            yield from _flat(value)
+        else:
+            yield value
+
+
+MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # named in Python 3.13; the number is Linux's
+RESERVED_BYTES = 1 << 30
+"""From this size on Linux is asked not to reserve memory: it refuses single requests beyond what the machine has."""
+
+
+def untouched_host_tensor(size: Sequence[int], stride: Sequence[int] | None, dtype: torch.dtype) -> Tensor:
+    """An uninitialised tensor of this shape on the host. Nobody must read or write it."""
+    with torch._C._DisableTorchDispatch():
+        on_meta = torch.empty(tuple(size), dtype=dtype, device="meta")
+        if stride is not None:
+            on_meta = torch.empty_strided(tuple(size), tuple(stride), dtype=dtype, device="meta")
+        num_bytes = on_meta.untyped_storage().nbytes()
+        if num_bytes < RESERVED_BYTES:
+            return torch.empty_strided(on_meta.size(), on_meta.stride(), dtype=dtype, device="cpu")
+        pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)
+        storage = torch.frombuffer(pages, dtype=torch.uint8).untyped_storage()
+        return torch.empty(0, dtype=dtype).set_(storage, 0, on_meta.size(), on_meta.stride())
+
+
+class HostMemory:
+    """Bytes of the storages that live on the host, and the most that did at once."""
+
+    def __init__(self) -> None:
+        self.live_bytes = self.peak_bytes = 0
+        self._storages: set[int] = set()  # addresses of the live ones
+        self._waiting: dict[int, int] = {}  # address -> bytes of the model's storages that go to the device
+        self._is_pinning = False
+        self._pinned: set[int] = set()  # addresses of live pinned storages
+        self._free_pinned: Counter[int] = Counter()  # bytes of a pinned block -> how many are kept for reuse
+
+    @contextmanager
+    def pinning(self) -> Iterator[None]:
+        """What is made on the host inside the `with` block is pinned.
+
+        torch keeps a pinned block that is freed, for the next one of its size (CachingHostAllocator.h:358).
+        """
+        self._is_pinning = True
+        try:
+            yield
+        finally:
+            self._is_pinning = False
+
+    def born(self, address: int, size_bytes: int, *, is_waiting: bool = False) -> None:
+        """A storage begins. `is_waiting`: the model's, which goes to the device later."""
+        if is_waiting:
+            self._waiting[address] = size_bytes
+        else:
+            self._storages.add(address)
+        if self._is_pinning:
+            self._pinned.add(address)
+            if self._free_pinned[size_bytes]:
+                self._free_pinned[size_bytes] -= 1
+                return
+        self.live_bytes += size_bytes
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+
+    def leave(self, address: int) -> int | None:
+        """A storage goes to the device: its bytes; None if it does not wait for that."""
+        size_bytes = self._waiting.pop(address, None)
+        if size_bytes is not None:
+            self.live_bytes -= size_bytes
+        return size_bytes
+
+    def died(self, address: int, size_bytes: int) -> None:
+        """A storage ends, if it lives here."""
+        if address not in self._storages:
+            self.leave(address)
+            return
+        self._storages.discard(address)
+        if address in self._pinned:
+            self._pinned.discard(address)
+            self._free_pinned[size_bytes] += 1
+        else:
+            self.live_bytes -= size_bytes

@@ -1,0 +1,414 @@
+"""The model's step alone on meta tensors: no DeepSpeed, no optimizer, gradients dropped as soon as they are whole.
+
+What DeepSpeed does with the gradients is added by arithmetic (`frugal.planning.zero`), for any stage and world size.
+`import deepspeed` alone takes as long as all traces of a model.
+
+The repeated layers of a model: where they are, whether they are alike, and the same model with fewer of them.
+"""
+
+import copy
+import gc
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from frugal.deepspeed_adapter import zero3_graph
+from frugal.dryrun.trace.cuda_kernels import kernels_of
+from frugal.dryrun.trace.recorder import Tracker, not_collected
+from frugal.dryrun.trace.splice import LayerLayout, Marks, splice
+from frugal.errors import FrugalError
+from frugal.planning.cost import Counts, Work, between
+from frugal.planning.memory.model_trace import (
+    ARRIVAL,
+    BATCH_ENDS,
+    GRADIENT,
+    LAYER,
+    LOSS_ENDS,
+    Mark,
+    ModelTrace,
+    RawTrace,
+    fitted,
+)
+from frugal.planning.memory.timeline import EventLog, NotAffineError, Timeline
+from frugal.planning.strategy import ActivationCheckpointing
+from frugal.training.measure.memory_gauge import BACKWARD, FORWARD
+from frugal.training.measure.storage_watch import tensors_in
+from frugal.training.models import activation_checkpointing, tiled_loss, transformers_internals
+from frugal.training.objectives import Objective
+
+MICRO_BATCHES = (2, 3)
+"""Samples; one sample has a slightly different stream."""
+
+FEW_PERIODS = (5, 6)
+"""Periods of layers that stand for many, at the first and at the second micro-batch."""
+
+USED_OUTSIDE = "a parameter is used while its module does not run"
+
+
+class Recorder(Tracker):
+    """A tracker that also marks when gradients are whole."""
+
+    def __init__(self, kind: Literal["cuda", "cpu"]) -> None:
+        super().__init__(kind)
+        self.phase = ARRIVAL
+        self._log = EventLog()
+        self._log.phase(ARRIVAL)
+        self._building = False
+        self._alone = True
+        self.marks: list[list[Mark]] = [[]]
+        self.counts_at: dict[tuple[int, int], Counts] = {}
+        self.addresses_at_rest: set[int] = set()  # ZeRO-3: storages of parameters that nobody has fetched
+        self.uses_at_rest = False
+
+    def mark(self, phase: str) -> None:
+        """From now on it is `phase`."""
+        super().mark(phase)
+        self.marks.append([])
+
+    def execute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the operator returns."""
+        if self.addresses_at_rest and not self.uses_at_rest:
+            read = {tensor.untyped_storage()._cdata for tensor in tensors_in(args)}
+            self.uses_at_rest = not read.isdisjoint(self.addresses_at_rest)
+        return super().execute(func, args, kwargs)
+
+    def take_gradients(self, model: nn.Module) -> None:
+        """Mark and drop the gradient of every parameter of `model` when it is whole."""
+        for index, parameter in enumerate(model.parameters()):
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(
+                    lambda parameter, index=index: self._finished(parameter, index)
+                )
+
+    def mark_layers(self, layers: nn.Module) -> None:
+        """Mark when each of them begins in forward."""
+        for number, layer in enumerate(layers.children()):
+            layer.register_forward_pre_hook(lambda *_, number=number: self._begins(number))
+
+    def _begins(self, number: int) -> None:
+        if self.phase == FORWARD:
+            self.marks[-1].append((len(self._log.events), LAYER, number, -1))
+            self.counts_at.setdefault((LAYER, number), self.counts)
+
+    def _finished(self, parameter: Tensor, index: int) -> None:
+        assert parameter.grad is not None
+        storage = self._storage.get(parameter.grad.untyped_storage()._cdata, -1)
+        self.marks[-1].append((len(self._log.events), GRADIENT, index, storage))
+        self.counts_at[GRADIENT, index] = self.counts
+        parameter.grad = None
+
+    def module(self, what: int, number: int, hold: int) -> None:
+        """Mark what `frugal.deepspeed_adapter.zero3_graph` tells."""
+        self.marks[-1].append((len(self._log.events), what, number, hold))
+
+
+def built(build: Callable[[], nn.Module]) -> tuple[nn.Module, int]:
+    """A model on meta, and the peak of its storages while it was built, bytes."""
+    with Tracker("cuda") as tracker:
+        model = build()
+    return model, tracker.host.peak_bytes
+
+
+def trace(
+    model: nn.Module,
+    objective: Objective,
+    *,
+    seq_len: int,
+    kind: Literal["cuda", "cpu"],
+    activation_checkpointing_mode: ActivationCheckpointing,
+    loss: Literal["plain", "tiled"],
+    zero_stage: int,
+    building_bytes: int | None = None,
+) -> ModelTrace:
+    """One micro-step of `model`, which is on meta and is not changed.
+
+    `building_bytes`: the peak while it was built, see `built`; None: no more than it has in the end.
+
+    Raises:
+        NotAffineError: its memory is no affine function of the micro-batch, or it does not run by itself.
+        RequestError: the model cannot be trained like that.
+    """
+    transformers_internals.always_use()
+    mode = _Mode(objective, seq_len, kind, activation_checkpointing_mode, loss, zero_stage == 3)
+    with kernels_of(kind), zero3_graph.linear_of_zero3() if mode.is_zero3 else nullcontext(), not_collected():
+        try:
+            found = _spliced(model, mode) or _whole(model, mode)
+        except (FrugalError, NotAffineError, NotImplementedError):
+            raise
+        except Exception as error:  # whatever a model trips over: a rehearsal knows more ways, or says what is wrong
+            raise NotAffineError(f"the model's step alone cannot be traced: {error}") from error
+    parameters = list(model.parameters())
+    buffers = list(model.buffers())
+    sizes = {parameter.element_size() for parameter in parameters}
+    return ModelTrace(
+        **found,
+        own_parameters=_own_parameters(model) if mode.is_zero3 else (),
+        elements=tuple(parameter.numel() for parameter in parameters),
+        trainable=tuple(parameter.requires_grad for parameter in parameters),
+        element_bytes=sizes.pop() if len(sizes) == 1 else 0,
+        buffer_bytes=tuple(buffer.untyped_storage().nbytes() for buffer in buffers),
+        building_bytes=building_bytes or sum(tensor.untyped_storage().nbytes() for tensor in (*parameters, *buffers)),
+    )
+
+
+@dataclass(frozen=True)
+class _Mode:
+    """What is traced, apart from the model and the micro-batch."""
+
+    objective: Objective
+    seq_len: int
+    kind: Literal["cuda", "cpu"]
+    activation_checkpointing: ActivationCheckpointing
+    loss: Literal["plain", "tiled"]
+    is_zero3: bool
+
+
+def _whole(model: nn.Module, mode: _Mode) -> dict[str, Any]:
+    """What a `ModelTrace` says of one micro-step, from traces of the whole model."""
+    first, second = (_record(copy.deepcopy(model), "", mode, micro_batch) for micro_batch in MICRO_BATCHES)
+    stream, marks = fitted(first, second)
+    return _result(stream, marks, between(first.counts, second.counts, MICRO_BATCHES), first.notes)
+
+
+def _spliced(model: nn.Module, mode: _Mode) -> dict[str, Any] | None:
+    """The same from traces of few layers; None where they do not tell of many.
+
+    The second trace has a period more than the first, so that a storage whose size depends on the number of layers
+    is noticed: it would be no affine function of the micro-batch, or one with less than nothing at no sample.
+    """
+    repeated = repetition(model)
+    few, more = FEW_PERIODS
+    if repeated is None or repeated.num_periods <= more:
+        return None
+    raw = []
+    try:
+        for num_periods, micro_batch in zip(FEW_PERIODS, MICRO_BATCHES, strict=True):
+            raw.append(_record(shortened(model, repeated, num_periods), repeated.path, mode, micro_batch))
+        first, second = raw
+        longer = splice(Timeline.constant(first.recording), first.marks, layer_layout(model, repeated, few), more)
+        stream, marks = fitted(first.with_stream(*longer), second)
+        if min(stream.fixed) < 0:
+            return None
+        stream, marks = splice(stream, marks, layer_layout(model, repeated, more), repeated.num_periods)
+    except Exception:  # a model may count its layers by itself; what is wrong with the whole one will be said
+        return None
+    marks = tuple(tuple(mark for mark in phase if mark[1] != LAYER) for phase in marks)
+    counts = [
+        each.counts.plus(
+            _of_a_period(each, layer_layout(model, repeated, num_periods)), repeated.num_periods - num_periods
+        )
+        for each, num_periods in zip(raw, FEW_PERIODS, strict=True)
+    ]
+    return _result(stream, marks, between(counts[0], counts[1], MICRO_BATCHES), first.notes)
+
+
+def _of_a_period(raw: RawTrace, layers: LayerLayout) -> Counts:
+    """What one period in the middle costs: its forward, and the way from its last gradient to that of the one before.
+
+    Only called where splicing has found the periods alike.
+    """
+    middle = layers.num_periods // 2
+    begins = [raw.counts_at[LAYER, layers.first_layer + i * layers.period] for i in (middle, middle + 1)]
+    own = range(
+        layers.first_parameter + middle * layers.parameters, layers.first_parameter + layers.parameters * (middle + 1)
+    )
+    parameter = next(number for number in own if (GRADIENT, number) in raw.counts_at)
+    ends = [raw.counts_at[GRADIENT, number] for number in (parameter + layers.parameters, parameter)]
+    return begins[1].minus(begins[0]).plus(ends[1].minus(ends[0]))
+
+
+def _result(stream: Timeline, marks: Marks, work: Work, notes: tuple[str, ...]) -> dict[str, Any]:
+    return {"stream": stream, "marks": marks, "work": work, "notes": notes}
+
+
+def _own_parameters(model: nn.Module) -> tuple[tuple[int, ...], ...]:
+    """Of each module the numbers of the parameters it owns itself, in order."""
+    numbers = {id(parameter): number for number, parameter in enumerate(model.parameters())}
+    return tuple(
+        tuple(sorted({numbers[id(parameter)] for parameter in module.parameters(recurse=False)}))
+        for module in model.modules()
+    )
+
+
+def _record(model: nn.Module, layers: str, mode: _Mode, micro_batch: int) -> RawTrace:
+    """One micro-step of `model`, which is used up. `layers`: the name of a list whose modules are marked."""
+    activation_checkpointing.apply(model, mode.activation_checkpointing)
+    if mode.loss == "tiled":
+        tiled_loss.apply(model)
+    recorder = Recorder(mode.kind)
+    example = mode.objective.example(micro_batch, mode.seq_len)
+    recorder.expect(example)
+    recorder.watch(model)
+    recorder.take_gradients(model)
+    if layers:
+        recorder.mark_layers(model.get_submodule(layers))
+    if mode.is_zero3:
+        recorder.addresses_at_rest = zero3_graph.install(model, recorder.module)
+    with recorder:
+        _micro_step(recorder, model, mode.objective, example)
+    return RawTrace(
+        recording=recorder.recording(micro_batch),
+        marks=tuple(map(tuple, recorder.marks)),
+        counts=recorder.counts,
+        counts_at=recorder.counts_at,
+        notes=(*recorder.notes, *((USED_OUTSIDE,) if recorder.uses_at_rest else ())),
+    )
+
+
+def _micro_step(recorder: Recorder, model: nn.Module, objective: Objective, example: dict[str, Tensor]) -> None:
+    """As `Engine.accumulate` and DeepSpeed's `backward` do it, down to the scalars and to when cycles are collected."""
+    total = torch.zeros((), dtype=torch.float64, device="meta")
+    batch = {name: tensor.to("meta") for name, tensor in example.items()}
+    recorder.mark(FORWARD)
+    loss = objective.loss_sum(model, batch)
+    total += loss.detach()
+    gc.collect()
+    recorder.mark(BACKWARD)
+    scaled = loss * 1.0
+    scaled.backward()
+    del scaled
+    recorder.mark(BATCH_ENDS)
+    del batch, total
+    gc.collect()
+    recorder.mark(LOSS_ENDS)
+    del loss
+    gc.collect()
+
+
+_NUMBERS = {"layer_idx", "layer_id", "layer_index", "layer_number"}  # attributes by which a layer knows its place
+
+
+@dataclass(frozen=True)
+class Repetition:
+    """A list of layers that end in whole periods of layers of the same kinds.
+
+    Attributes:
+        path: name of the list.
+        layers: the list.
+        first: the layer that begins the first period.
+        period: layers in a period.
+    """
+
+    path: str
+    layers: nn.ModuleList
+    first: int
+    period: int
+
+    @property
+    def num_periods(self) -> int:
+        """Periods in the whole model."""
+        return (len(self.layers) - self.first) // self.period
+
+
+_known: "weakref.WeakKeyDictionary[nn.Module, Repetition | None]" = weakref.WeakKeyDictionary()
+
+
+def repetition(model: nn.Module) -> Repetition | None:
+    """The repeated layers of `model`; None where there is no list of them, or more than one, or nothing is repeated."""
+    if model not in _known:
+        _known[model] = _find(model)
+    return _known[model]
+
+
+def _find(model: nn.Module) -> Repetition | None:
+    lists = [(path, each) for path, each in _outermost_lists(model) if len(each) >= 3 and _is_composed(each[0])]
+    if len(lists) != 1:
+        return None
+    path, layers = lists[0]
+    if not _own_parameters_stand_together(model, layers):
+        return None
+    kinds = [_kind(layer) + _settings(model, i, len(layers)) for i, layer in enumerate(layers)]
+    for period in range(1, len(kinds) // 2 + 1):
+        first = len(kinds)
+        while first > 0 and (first + period > len(kinds) or kinds[first - 1] == kinds[first - 1 + period]):
+            first -= 1
+        first += (len(kinds) - first) % period
+        if (len(kinds) - first) // period >= 2 and first <= len(kinds) // 2:
+            return Repetition(path, layers, first, period)
+    return None
+
+
+def shortened(model: nn.Module, repeated: Repetition, num_periods: int) -> nn.Module:
+    """A copy of `model` with fewer periods, the first ones."""
+    parent = model.get_submodule(repeated.path.rpartition(".")[0])
+    name = repeated.path.rpartition(".")[2]
+    keep = repeated.first + num_periods * repeated.period
+    setattr(parent, name, nn.ModuleList(list(repeated.layers)[:keep]))
+    try:
+        config = getattr(model, "config", None)
+        return copy.deepcopy(model, {} if config is None else {id(config): config})
+    finally:
+        setattr(parent, name, repeated.layers)
+
+
+def layer_layout(model: nn.Module, repeated: Repetition, num_periods: int) -> LayerLayout:
+    """Where the layers are in the shortened model; the numbers of the first period are the same in the whole one."""
+    period = list(repeated.layers)[repeated.first : repeated.first + repeated.period]
+    parameters = {id(parameter): number for number, parameter in enumerate(model.parameters())}
+    modules = {id(module): number for number, module in enumerate(model.modules())}
+    own = [parameters[id(parameter)] for layer in period for parameter in layer.parameters()]
+    return LayerLayout(
+        path=repeated.path,
+        first_layer=repeated.first,
+        period=repeated.period,
+        num_periods=num_periods,
+        first_parameter=min(own),
+        parameters=len(own),
+        first_module=modules[id(period[0])],
+        modules=sum(1 for layer in period for _ in layer.modules()),
+    )
+
+
+def _outermost_lists(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.ModuleList]]:
+    if isinstance(module, nn.ModuleList):
+        yield path, module
+        return
+    for name, child in module.named_children():
+        yield from _outermost_lists(child, f"{path}.{name}" if path else name)
+
+
+def _is_composed(layer: nn.Module) -> bool:
+    return any(True for _ in layer.children())
+
+
+def _own_parameters_stand_together(model: nn.Module, layers: nn.ModuleList) -> bool:
+    """Whether the layers share no parameter, and follow each other in the model's order."""
+    numbers = {id(parameter): number for number, parameter in enumerate(model.parameters())}
+    own = [numbers[id(parameter)] for layer in layers for parameter in layer.parameters()]
+    return bool(own) and own == list(range(own[0], own[0] + len(own)))
+
+
+def _kind(layer: nn.Module) -> tuple[Any, ...]:
+    """Equal for layers of the same modules, parameters and settings."""
+    return tuple(
+        (
+            name,
+            type(module),
+            tuple((n, p.shape, p.dtype, p.requires_grad) for n, p in module.named_parameters(recurse=False)),
+            tuple((n, b.shape, b.dtype) for n, b in module.named_buffers(recurse=False)),
+            tuple(
+                (key, value)
+                for key, value in sorted(vars(module).items())
+                if key not in _NUMBERS and isinstance(value, str | int | float | bool | None)
+            ),
+        )
+        for name, module in layer.named_modules()
+    )
+
+
+def _settings(model: nn.Module, number: int, num_layers: int) -> tuple[Any, ...]:
+    """What the model's configuration says of one layer: items of lists that are as long as there are layers."""
+    config = getattr(model, "config", None)
+    if config is None or not hasattr(config, "get_text_config"):
+        return ()
+    values = sorted(vars(config.get_text_config()).items())
+    return tuple((key, str(value[number])) for key, value in values if _is_list(value) and len(value) == num_layers)
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str)

@@ -1,0 +1,1 @@
+"""Starting a plan's ranks on one host or many, and starting them again."""

@@ -1,0 +1,170 @@
+"""What one host has for a run, as JSON: what `frugal doctor` and `frugal train --hostfile` ask each host over ssh.
+
+python -m frugal.launch.host_report --folder run --token run/.token-1f2e --cuda
+
+Which GPUs of this machine still work. No torch here: each is asked by a process of its own.
+
+A GPU that has fallen off the bus may still be counted by the driver, and asking it may take for ever.
+"""
+
+import os
+import platform
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+
+import click
+import msgspec
+import psutil  # type: ignore[import-untyped]  # has no types
+
+from frugal.config import local_host
+from frugal.distributed.process_group import free_port
+from frugal.units import MIB
+
+
+class Gpu(msgspec.Struct):
+    """One GPU as the driver's tool tells it, bytes."""
+
+    name: str
+    memory_bytes: int
+    free_bytes: int
+
+
+class HostReport(msgspec.Struct):
+    """One host.
+
+    Attributes:
+        host: its own name.
+        address: by which ssh reached it; empty where it was not asked over ssh.
+        networks: addresses with their prefix, such as `10.0.0.1/24`, by interface; without loopback.
+        speeds: megabits/s of each interface; 0 where it does not say.
+        cores: that may be used.
+        memory_bytes: of the host.
+        free_memory_bytes: that may still be taken, by the container's limit, too.
+        free_disk_bytes: of the run's folder.
+        cuda_devices: GPUs that torch can use; None where nobody asked.
+        working_gpus: those of them that give memory, by their numbers; None where nobody asked.
+        compilers: the C++ compiler and nvcc, which DeepSpeed's own operators need; what was found.
+        token: what the token file says, None where there is none: then the folder is not shared.
+        free_port: one that nobody listens on.
+    """
+
+    host: str
+    address: str
+    python: str
+    versions: dict[str, str]
+    networks: dict[str, list[str]]
+    speeds: dict[str, int]
+    cores: int
+    memory_bytes: int
+    free_memory_bytes: int
+    free_disk_bytes: int
+    gpus: list[Gpu]
+    driver: str
+    cuda_devices: int | None
+    working_gpus: list[int] | None
+    compilers: dict[str, str]
+    token: str | None
+    free_port: int
+
+
+def report(folder: Path, token: Path | None, *, cuda: bool, probe: bool = False) -> HostReport:
+    """This host, now. With `cuda` torch is asked for GPUs, with `probe` each of them, too, which takes seconds."""
+    connection = os.environ.get("SSH_CONNECTION", "").split()
+    while not folder.exists():  # it will be made
+        folder = folder.absolute().parent
+    networks = {}
+    for name, addresses in psutil.net_if_addrs().items():
+        found = [each for each in addresses if each.family == socket.AF_INET and not each.address.startswith("127.")]
+        if found:
+            networks[name] = [f"{each.address}/{_prefix(each.netmask)}" for each in found]
+    stats = psutil.net_if_stats()
+    content = None
+    if token is not None:
+        with suppress(OSError):
+            content = token.read_text()
+    cuda_devices = _cuda_devices() if cuda else None
+    return HostReport(
+        host=socket.gethostname(),
+        address=connection[2] if len(connection) == 4 else "",
+        python=platform.python_version(),
+        versions=local_host.versions(),
+        networks=networks,
+        speeds={name: stats[name].speed for name in networks if name in stats},
+        cores=len(os.sched_getaffinity(0)),
+        memory_bytes=psutil.virtual_memory().total,
+        free_memory_bytes=local_host.available_bytes(),
+        free_disk_bytes=shutil.disk_usage(folder).free,
+        gpus=_gpus(),
+        driver=local_host.cuda_driver(),
+        cuda_devices=cuda_devices,
+        working_gpus=[int(name) for name in working_gpus([*map(str, range(cuda_devices or 0))])] if probe else None,
+        compilers=_compilers(),
+        token=content,
+        free_port=free_port(),
+    )
+
+
+def _prefix(netmask: str | None) -> int:
+    return sum(bin(int(part)).count("1") for part in (netmask or "255.255.255.255").split("."))
+
+
+def _gpus() -> list[Gpu]:
+    question = ["nvidia-smi", "--query-gpu=name,memory.total,memory.free", "--format=csv,noheader,nounits"]
+    found = []
+    with suppress(OSError, subprocess.SubprocessError, ValueError):
+        answer = subprocess.run(question, capture_output=True, text=True, timeout=20, check=True).stdout
+        for line in answer.splitlines():
+            name, total, free = (word.strip() for word in line.rsplit(",", 2))
+            found.append(Gpu(name, int(total) * MIB, int(free) * MIB))
+    return found
+
+
+def _cuda_devices() -> int:
+    import torch  # takes seconds: only where a plan is for GPUs
+
+    return torch.cuda.device_count()
+
+
+def _compilers() -> dict[str, str]:
+    """Path by name, of those that are there."""
+    nvcc = shutil.which("nvcc") or shutil.which("nvcc", path=f"{os.environ.get('CUDA_HOME', '/usr/local/cuda')}/bin")
+    found = {"c++": shutil.which(os.environ.get("CXX", "c++")), "nvcc": nvcc, "ninja": shutil.which("ninja")}
+    return {name: path for name, path in found.items() if path is not None}
+
+
+@click.command()
+@click.option("--folder", type=click.Path(path_type=Path), default=Path())
+@click.option("--token", type=click.Path(path_type=Path))
+@click.option("--cuda", is_flag=True)
+@click.option("--probe", is_flag=True)
+def command(folder: Path, token: Path | None, cuda: bool, probe: bool) -> None:
+    """Print this host's report."""
+    sys.stdout.buffer.write(msgspec.json.encode(report(folder, token, cuda=cuda, probe=probe)) + b"\n")
+
+
+PROBE_SECONDS = 60
+
+
+def working_gpus(names: Sequence[str]) -> list[str]:
+    """Those that give a few bytes; `names` as in CUDA_VISIBLE_DEVICES."""
+    with ThreadPoolExecutor(max(1, len(names))) as threads:
+        return [name for name, works in zip(names, threads.map(_gpu_works, names), strict=True) if works]
+
+
+def _gpu_works(gpu: str) -> bool:
+    probe = [sys.executable, "-c", "import torch; torch.zeros(1, device='cuda').item()"]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": gpu}
+    try:
+        return subprocess.run(probe, env=environment, capture_output=True, timeout=PROBE_SECONDS).returncode == 0
+    except subprocess.TimeoutExpired:
+        return False
+
+
+if __name__ == "__main__":
+    command()

@@ -1,0 +1,150 @@
+"""What fills a device at its fullest moment.
+
+What a training run takes of a node's host memory: its ranks' tensors, and what a process is without any.
+
+The resident set of a rank is
+
+    a process that has trained a tiny model once + the tensors that live at the peak + 3 % for the allocator
+
+which `bench/host_memory.py` measures on CPU ranks, where host and device are one. The first part is the interpreter,
+torch, DeepSpeed, transformers and what they load when they first work. It holds where large blocks go back to the
+system when they are freed, which frugal sees to in a run that offloads (`frugal.config.local_host`): with glibc's own
+settings, which keep blocks of up to 32 MiB, resident sets were up to 16 % larger than their tensors.
+
+Left out: the data, of which a rank holds its part of two global batches at a time, 16 bytes a token; worker
+processes; shared pages, which are counted in every rank that maps them, as the kernel does in a resident set.
+
+What a run takes of a node's disk: states that live on NVMe while it trains, and saved checkpoints.
+
+Left out: the cache of tokenised data, and logs.
+"""
+
+from dataclasses import dataclass, field, fields
+from typing import Protocol
+
+from frugal.config.cluster import Cluster, Node
+from frugal.config.optimizers import state_bytes_per_element
+from frugal.config.request import Request
+from frugal.planning.strategy import Strategy
+from frugal.units import GIB, MIB
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryBreakdown:
+    """Bytes on one device at the peak, by category, and on one node's host.
+
+    `slack` is what the caching allocator needs beyond the live tensors: rounding and blocks that do not fit the next
+    request. `context` is what is gone before the first tensor. `phase` says when the peak occurs, `operator` what
+    allocates there. `phase_peaks` has the most live bytes of each phase; only a rehearsal fills it in.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    activations: int
+    logits: int
+    communication: int
+    temporary: int
+    slack: int
+    context: int
+    total_bytes: int
+    usable_bytes: int
+    host_bytes_per_node: int
+    phase: str
+    operator: str
+    phase_peaks: dict[str, int] = field(default_factory=dict)
+
+    CATEGORIES = (
+        "parameters", "gradients", "optimizer", "activations", "logits",
+        "communication", "temporary", "slack", "context",
+    )  # fmt: skip
+
+    def __post_init__(self) -> None:
+        assert self.total_bytes == sum(getattr(self, name) for name in self.CATEGORIES), "the parts are not the whole"
+        assert all(getattr(self, f.name) >= 0 for f in fields(self) if f.name in self.CATEGORIES), self
+
+    @property
+    def live_bytes(self) -> int:
+        """Bytes of live tensors at the peak: without slack and context."""
+        return self.total_bytes - self.slack - self.context
+
+    @property
+    def headroom_bytes(self) -> int:
+        """What is left of the usable memory; negative: the shortfall. `usable_bytes` does not contain the context."""
+        return self.usable_bytes - (self.total_bytes - self.context)
+
+    @property
+    def fits(self) -> bool:
+        """Whether the device holds it."""
+        return self.headroom_bytes >= 0
+
+
+PROCESS_BYTES = {"cpu": 372 * MIB, "cuda": 2 * GIB}
+"""A rank without tensors. On the CPU measured, with torch 2.13 (bench/host_memory.py). With CUDA assumed:
+its libraries and context take 1 to 2 GiB of the host, depending on the driver; not measured yet."""
+
+ALLOCATOR_SHARE = 0.03
+"""Of the tensors: heap that small blocks keep, page ends, and memory that kernels take and return inside one call."""
+
+
+def rank_host_bytes(tensor_bytes: int, kind: str) -> int:
+    """The resident set of a rank whose tensors on the host take `tensor_bytes` at their peak."""
+    return PROCESS_BYTES[kind] + int(tensor_bytes * (1 + ALLOCATOR_SHARE))
+
+
+def node_host_bytes(tensor_bytes: int, kind: str, ranks_per_node: int) -> int:
+    """That of all ranks of a node, the tensors of the fullest taken for each.
+
+    A CPU rank's tensors are planned as those of its device, so nothing is counted twice: 0.
+    """
+    return 0 if kind == "cpu" else ranks_per_node * rank_host_bytes(tensor_bytes, kind)
+
+
+def needed_host_bytes(memory: MemoryBreakdown, node: Node, cluster: Cluster) -> int:
+    """What the ranks of `node` take of its host memory, each as much as the fullest.
+
+    On CPU ranks the device is the host: their tensors are those of `memory`.
+    """
+    if node.devices[0].kind == "cpu":
+        return len(node.devices) * rank_host_bytes(memory.live_bytes, "cpu")
+    most_ranks = max(len(other.devices) for other in cluster.nodes)
+    return memory.host_bytes_per_node // most_ranks * len(node.devices)
+
+
+class Sizes(Protocol):
+    """Elements of a model."""
+
+    @property
+    def parameters(self) -> int: ...
+    @property
+    def trainable_parameters(self) -> int: ...
+
+
+def nvme_bytes(request: Request, strategy: Strategy, model: Sizes, node: Node, cluster: Cluster) -> int:
+    """What the ranks of `node` keep on its NVMe disk.
+
+    Each rank keeps its share of what ZeRO-3 splits: master weights and the optimizer's states in fp32 and the summed
+    gradients, where the optimizer is offloaded; the parameters, where they are. Left out: that DeepSpeed aligns each
+    file to a block, a few KiB for each of a model's parameters.
+    """
+    a_rank = 0.0
+    if strategy.offload_optimizer == "nvme":
+        states = state_bytes_per_element(request.optimizer, request.momentum)
+        a_rank += (4 + states + 4) * model.trainable_parameters / cluster.world_size
+    if strategy.offload_parameters == "nvme":
+        a_rank += (4 if request.precision == "fp32" else 2) * model.parameters / cluster.world_size
+    return int(a_rank * len(node.devices))
+
+
+def checkpoint_bytes(request: Request, strategy: Strategy, model: Sizes) -> int:
+    """One saved checkpoint, of all ranks together.
+
+    The optimizer's states and the fp32 master weights, which only plain fp32 training (ZeRO-0) does without; beside
+    them the parameters as they are trained, of which ZeRO-3 saves only those that are not trained. DeepSpeed saves each
+    element once, whatever the world size. Held against real checkpoints in tests/training/test_space.py.
+    """
+    element = 4 if request.precision == "fp32" else 2
+    master = 0 if strategy.zero_stage == 0 and request.precision == "fp32" else 4
+    states = state_bytes_per_element(request.optimizer, request.momentum)
+    beside = model.parameters - (model.trainable_parameters if strategy.zero_stage == 3 else 0)
+    return int(element * beside + (master + states) * model.trainable_parameters)

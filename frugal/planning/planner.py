@@ -1,0 +1,169 @@
+"""From a request to a plan: rehearsals below, arithmetic above, and the proof where nothing fits."""
+
+from dataclasses import replace
+from importlib.metadata import PackageNotFoundError, version
+
+from frugal.config import calibration
+from frugal.config.cluster import Cluster
+from frugal.config.request import Request
+from frugal.errors import RequestError
+from frugal.planning import infeasible, length_bucketing
+from frugal.planning.memory import breakdown
+from frugal.planning.plan import Plan
+from frugal.planning.reasons import reasons
+from frugal.planning.search.candidate import Choice, Nothing, OpenSource
+from frugal.planning.search.search import Search
+from frugal.units import format_bytes
+
+MOST_HELD = 8
+"""GPUs of which a plan says one by one what others hold."""
+
+
+def decide(request: Request, cluster: Cluster, defaults: tuple[str, ...], rehearse: OpenSource) -> Plan:
+    """The fastest plan that fits; `defaults` names the request's fields that nobody set.
+
+    Raises:
+        RequestError: the request contradicts itself or its model.
+        NothingFitsError: no strategy fits.
+    """
+    request, notes = _readable(request, cluster, defaults, rehearse)
+    if request.lengths is not None:
+        lengths, more = request.lengths.within(request.seq_len)
+        request, notes = replace(request, lengths=lengths), notes + more
+    with rehearse(request, cluster) as source:
+        search = Search(request, cluster, source)
+        choice = search.run()
+        if isinstance(choice, Nothing):
+            ways = infeasible.remedies(request, cluster, search, choice, rehearse)
+            raise infeasible.nothing_fits(request, cluster, choice, ways)
+        if request.lengths is not None:
+            choice = _proven(search, choice, rehearse)
+    return _decided(request, cluster, defaults, choice, notes)
+
+
+def _readable(
+    request: Request, cluster: Cluster, defaults: tuple[str, ...], rehearse: OpenSource
+) -> tuple[Request, list[str]]:
+    """The request with samples that the model can read: a default length gives way, with a note; a wish is refused."""
+    with rehearse(request, cluster) as source:
+        longest = source.facts().max_positions
+    if longest is None or request.seq_len <= longest:
+        return request, []
+    if "seq_len" not in defaults:
+        raise RequestError(
+            f"--seq-len {request.seq_len} is longer than {request.model} can read",
+            because=f"it has {longest} positions",
+            hint=f"use --seq-len {longest}",
+        )
+    note = f"samples have {longest} tokens instead of {request.seq_len}: {request.model} has no more positions"
+    return replace(request, seq_len=longest), [note]
+
+
+def _proven(search: Search, choice: Choice, rehearse: OpenSource) -> Choice:
+    """The choice with as many short samples in a micro-batch as rehearsals prove to fit.
+
+    Its memory is that of the fuller end: few samples of full length, or many of the shortest.
+    """
+    option, request = choice.option, search.request
+    assert option.batch is not None
+    steps = max(2, option.batch.accumulation_steps)
+    memory, shortest = choice.memory, None
+    for length in length_bucketing.shortest_choices(request, option.batch):
+        loads = [
+            (length_bucketing.most_samples(micro, request.seq_len, length), device)
+            for device, micro in search.appraisal.fitting.loads(option.batch)
+        ]
+        with rehearse(replace(request, seq_len=length, lengths=None), search.cluster) as source:
+            try:
+                found = [source.rehearse(option.strategy, samples, steps, device) for samples, device in loads]
+            except RequestError:  # the model cannot read samples that short
+                continue
+        if all(each.fits for each in found):
+            memory = min((*found, memory), key=lambda memory: memory.headroom_bytes)
+            shortest = length
+            break
+    batch = replace(option.batch, shortest=shortest)
+    time = search.appraisal.time(search.source.profile(option.strategy, True), option.strategy, batch)
+    return replace(choice, option=replace(option, batch=batch, time=time), memory=memory)
+
+
+def _decided(request: Request, cluster: Cluster, defaults: tuple[str, ...], choice: Choice, notes: list[str]) -> Plan:
+    option = choice.option
+    assert option.batch is not None and option.time is not None
+    return Plan(
+        frugal_version=_version("frugal-trainer"),
+        versions={name: _version(name) for name in ("torch", "deepspeed", "transformers")},
+        request=request,
+        defaults=defaults,
+        model=choice.model,
+        cluster=cluster,
+        strategy=option.strategy,
+        batch=option.batch,
+        memory=choice.memory,
+        time=option.time,
+        why=tuple(filter(None, reasons(request, cluster, choice))),
+        warnings=(
+            *notes,
+            *calibration.notes(cluster),
+            *_of_machines(request, cluster, choice),
+            *_notes(request, option.micro_batch),
+            *choice.warnings,
+        ),
+        rejected=choice.rejected,
+        grouping=None
+        if request.lengths is None
+        else length_bucketing.grouping(request.lengths, option.batch, request.seq_len),
+    ).sealed()
+
+
+def _of_machines(request: Request, cluster: Cluster, choice: Choice) -> list[str]:
+    """What others hold, and what could not be checked because it is not known."""
+    held = [
+        f"GPU {number}{f' of node {name}' if len(cluster.nodes) > 1 else ''}: "
+        f"{format_bytes(device.held_bytes)} are held by other processes"
+        for name, node in enumerate(cluster.nodes)
+        for number, device in enumerate(node.devices)
+        if device.held_bytes
+    ]
+    if len(held) > MOST_HELD:
+        held = [*held[:MOST_HELD], f"and so are parts of {len(held) - MOST_HELD} other GPUs"]
+    strategy, memory = choice.option.strategy, choice.memory
+    unknown = []
+    if strategy.offload_optimizer != "none" and any(node.host_memory_bytes is None for node in cluster.nodes):
+        unknown.append(
+            f"each host must have {format_bytes(memory.host_bytes_per_node)} of memory free; give --host-mem to have "
+            "that checked"
+        )
+    disk_bytes = max(
+        breakdown.nvme_bytes(request, strategy, choice.model, node, cluster) for node in set(cluster.nodes)
+    )
+    if disk_bytes and any(node.host_disk_bytes is None for node in cluster.nodes):
+        unknown.append(
+            f"each node must have {format_bytes(disk_bytes)} of disk free; give --host-disk to have that checked"
+        )
+    return held + unknown
+
+
+def _notes(request: Request, largest_cell: int) -> list[str]:
+    """What was asked for and comes out otherwise than one might expect."""
+    notes = []
+    if request.global_tokens is not None and request.global_batch is not None:
+        notes.append(
+            f"--global-tokens and --global-batch were both given: tokens win, {request.global_tokens} tokens are "
+            f"{request.batch_samples} samples of {request.seq_len}"
+        )
+    if request.micro_batch is not None and largest_cell < request.micro_batch:
+        notes.append(
+            f"--micro-batch {request.micro_batch} is never full: no GPU gets more than {largest_cell} samples at once"
+        )
+    scaling = request.learning_rate_scaling
+    if scaling is not None and (note := scaling.note(request.optimizer)) is not None:
+        notes.append(note)
+    return notes
+
+
+def _version(distribution: str) -> str:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return "not installed"

@@ -1,0 +1,338 @@
+"""Checkpoints: all of a run's state, whole or not at all, verified when read.
+
+    checkpoints/
+      latest                      the name of the newest whole checkpoint
+      step-000100/
+        manifest.json             every file's length and SHA-256, and what the checkpoint is of
+        training.json             `Progress`: step, position in the data, validation loss
+        rng_rank_0.pt ...         random number generators of each rank, which DeepSpeed does not save
+        layout_rank_0.json ...    which elements of which parameters are where in its files, see `layout`
+        *_model_states.pt, *_optim_states.pt      DeepSpeed's own files
+
+`saving` writes them, this module reads. On the layout that wrote it a checkpoint is read by DeepSpeed and continued bit
+for bit; on another one `resharding` reads it.
+
+What a run that continues may change, what it may not, and how either is said.
+"""
+
+import hashlib
+import logging
+import pickle
+from dataclasses import dataclass, field, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import torch.distributed as dist
+
+from frugal.config.run import Settings
+from frugal.deepspeed_adapter import checkpoint_files, kernels, state_layout
+from frugal.distributed.vote import gather
+from frugal.errors import CheckpointError, PlanMismatchError, RequestError
+from frugal.planning.plan import Plan
+from frugal.training import rng
+from frugal.training.checkpoint import manifest, reshard
+from frugal.training.checkpoint.manifest import File, Manifest
+from frugal.training.data.global_batches import Position
+from frugal.training.data.sources import Provenance
+from frugal.training.oom_limits import LearntLimits
+
+if TYPE_CHECKING:
+    from frugal.training.engine import Engine
+
+    pass
+
+TRAINING = "training.json"
+logger = logging.getLogger("frugal")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """How far a run is.
+
+    Attributes:
+        step: optimizer steps done.
+        position: where the order of the data stands.
+        data: where the training data comes from.
+        seed: of the order of the data.
+        validation_loss: of exactly these weights, where it was measured.
+        learnt: what the run has learnt of the memory there is; saving fills it in.
+    """
+
+    step: int
+    position: Position = field(default_factory=Position)
+    data: Provenance = field(default_factory=Provenance)
+    seed: int = 0
+    validation_loss: float | None = None
+    learnt: LearntLimits | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loaded:
+    """What was loaded from where; why newer checkpoints were `refused`, and what `changes` in the run that goes on."""
+
+    progress: Progress
+    folder: Path
+    refused: tuple[str, ...]
+    changes: tuple[str, ...]
+
+
+def load(engine: "Engine", folder: Path) -> Loaded:
+    """Bring the engine and this rank's generators to the newest good checkpoint in `folder`. Collective.
+
+    Raises:
+        CheckpointError: there is none, or none that is whole.
+        PlanMismatchError: it is of another model, or trains it otherwise, or its states cannot be read on this layout.
+    """
+    folder = folder.absolute()
+    names: list[Any] = [[path.name for path in manifest.candidates(folder)]]
+    dist.broadcast_object_list(names, src=0, group=engine.votes)
+    refused: list[str] = []
+    for path in (folder / name for name in names[0]):
+        damage = [reason for reason in gather(_damage(engine, path), engine.votes) if reason]
+        if damage:
+            refused.append(damage[0])
+            if engine.rank == 0:
+                logger.warning("refused a checkpoint: %s", damage[0])
+            continue
+        made_by, this = manifest.read(path), origin(engine, 0, {})
+        check_resume(path, made_by, this)
+        progress = _restore(engine, path, made_by, this)
+        return Loaded(progress=progress, folder=path, refused=tuple(refused), changes=resume_changes(made_by, this))
+    if refused:
+        raise CheckpointError(
+            f"no checkpoint in {folder} is whole", because=refused, hint="start again with another --out"
+        )
+    raise CheckpointError(f"there is no checkpoint in {folder}", hint="start without --resume")
+
+
+def origin(engine: "Engine", step: int, listed: dict[str, File]) -> Manifest:
+    """What this run is, in the manifest's words."""
+    plan = engine.plan
+    shapes = [(name, tuple(getattr(p, "ds_shape", p.shape))) for name, p in engine.module.named_parameters()]
+    return Manifest(
+        step=step,
+        world_size=engine.world_size,
+        zero_stage=plan.strategy.zero_stage,
+        offload=(plan.strategy.offload_optimizer, plan.strategy.offload_parameters),
+        strategy=str(plan.strategy),
+        optimizer=kernels.describe_optimizer(plan.request),
+        model=plan.request.model,
+        shapes=hashlib.sha256(repr(shapes).encode()).hexdigest(),
+        recipe=recipe(plan),
+        plan_digest=plan.digest,
+        versions={name: version(name) for name in ("torch", "deepspeed", "transformers")},
+        files=listed,
+    )
+
+
+def _damage(engine: "Engine", path: Path) -> str | None:
+    """Why this rank cannot use the checkpoint, or None."""
+    try:
+        made_by = manifest.read(path)
+        read_progress(path)
+    except ValueError as error:
+        return str(error)
+    return manifest.first_damage(path, made_by, engine.rank, engine.world_size) or _foreign(engine, path, made_by)
+
+
+def _foreign(engine: "Engine", path: Path, made_by: Manifest) -> str | None:
+    """What no checkpoint of ours holds, in the files that this rank answers for."""
+    for name, file in made_by.files.items():
+        if name.endswith(".pt") and file.rank % engine.world_size == engine.rank:
+            try:
+                names = checkpoint_files.foreign(path / name)
+            except (RuntimeError, pickle.UnpicklingError) as error:
+                return f"{path / name} cannot be read: {error}"
+            if names:
+                return f"{path / name} holds {', '.join(names)}, which frugal does not save and could run any code"
+    return None
+
+
+def read_progress(path: Path) -> Progress:
+    """How far the run was at the checkpoint `path`.
+
+    Raises:
+        ValueError: its record cannot be read; the message says why.
+    """
+    try:
+        return msgspec.json.decode((path / TRAINING).read_bytes(), type=Progress)
+    except OSError as error:
+        raise ValueError(f"{path / TRAINING}: {error.strerror}") from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ValueError(f"{path / TRAINING} is no record of a run: {error}") from None
+
+
+def _restore(engine: "Engine", path: Path, made_by: Manifest, this: Manifest) -> Progress:
+    if all(gather(_fits(engine, path, made_by, this), engine.votes)):
+        with checkpoint_files.installed(engine.deepspeed):
+            engine.deepspeed.load_checkpoint(str(path.parent), tag=path.name)
+    elif (refusal := refuse_other_layout(path, made_by, this)) is not None:
+        raise refusal
+    else:
+        reshard.restore(engine, path, made_by)
+    _follow_plan(engine)
+    progress = read_progress(path)
+    engine.caution.recall(progress.learnt)
+    if made_by.world_size == this.world_size:
+        rng.restore(checkpoint_files.read(path / f"rng_rank_{engine.rank}.pt"), engine.device)
+    else:  # nobody's generators are this rank's, so it gets some that no rank had
+        rng.seed_all((progress.seed * 1_000_003 + progress.step) * 65_537 + engine.rank)
+    return progress
+
+
+def _fits(engine: "Engine", path: Path, made_by: Manifest, this: Manifest) -> bool:
+    """Whether this rank finds its states in one of the files, as it keeps them."""
+    if this.zero_stage > 0 and made_by.world_size != this.world_size:
+        return False
+    kinds = [(each.zero_stage, each.offload, each.optimizer) for each in (made_by, this)]
+    return kinds[0] == kinds[1] and reshard.read_layout(path, engine.rank % made_by.world_size) == state_layout.of(
+        engine.deepspeed, engine.plan.strategy.zero_stage
+    )
+
+
+def _follow_plan(engine: "Engine") -> None:
+    """Have the optimizer go on with the plan's settings, which DeepSpeed overwrites with those it saved."""
+    request, scheduler = engine.plan.request, engine.deepspeed.lr_scheduler
+    peak, factor = request.scaled_learning_rate, 1.0
+    if scheduler is not None:
+        scheduler.base_lrs = [peak] * len(scheduler.base_lrs)
+        factor = scheduler.lr_lambdas[0](scheduler.last_epoch)
+    for group in engine.deepspeed.optimizer.param_groups:
+        group["lr"] = peak * factor
+        group["weight_decay"] = request.weight_decay
+        if "momentum" in group:
+            group["momentum"] = request.momentum or 0.0
+
+
+_FIXED = {
+    "precision": "precision", "optimizer": "optimizer", "seq_len": "sequence length", "global_batch": "global batch",
+    "global_tokens": "global tokens", "pack": "packing",
+}  # fmt: skip
+_FREE = {
+    "learning_rate": "learning rate", "weight_decay": "weight decay", "momentum": "momentum",
+    "gradient_clipping": "gradient clipping",
+}  # fmt: skip
+
+
+def recipe(plan: Plan) -> dict[str, bool | int | float | str | None]:
+    """What decides which weights come out, by name."""
+    request, batch = plan.request, plan.batch
+    return {
+        "precision": request.precision,
+        "optimizer": request.optimizer,
+        "seq_len": request.seq_len,
+        "pack": request.pack or None,
+        "global_batch": batch.global_batch if batch.global_tokens is None else None,
+        "global_tokens": batch.global_tokens,
+        "learning_rate": request.scaled_learning_rate,
+        **{name: getattr(request, name) for name in _FREE if name != "learning_rate"},
+    }
+
+
+def check_resume(path: Path, made_by: Manifest, this: Manifest) -> None:
+    """Refuse a checkpoint of another run.
+
+    Raises:
+        PlanMismatchError: it is of another model, or was trained in a way that this run does not continue.
+    """
+    if made_by.shapes != this.shapes:
+        raise PlanMismatchError(
+            f"{path} is of another model",
+            because=f"it was made with {made_by.model}, this run trains {this.model}; its parameters differ",
+            hint="resume with the plan the run was started with, or start anew with another --out",
+        )
+    for name, word in _FIXED.items():
+        before, now = made_by.recipe.get(name), this.recipe[name]
+        if before != now:
+            raise PlanMismatchError(
+                f"{path} was made with {_value(word, before)}, this run has {_value(word, now)}",
+                hint=f"resume with {_value(word, before)}, or start anew with another --out",
+            )
+
+
+def refuse_other_layout(path: Path, made_by: Manifest, this: Manifest) -> PlanMismatchError | None:
+    """Why the states cannot be read on another layout than the one that wrote them; None where they can."""
+    changed = ", ".join(layout_changes(made_by, this)) or "its optimizer's implementation"
+    reason = None
+    if this.recipe["optimizer"] in ("adafactor", "adamw-8bit"):
+        reason = f"{this.recipe['optimizer']} keeps states of many elements together, which cannot be cut anew"
+    elif "nvme" in (*made_by.offload, *this.offload):
+        reason = "states on NVMe are in files that only the layout which wrote them can read"
+    if reason is None:
+        return None
+    return PlanMismatchError(
+        f"{path} cannot be continued on another layout",
+        because=[f"it would change: {changed}", reason],
+        hint="resume with the plan the run was started with, or start anew with another --out",
+    )
+
+
+def layout_changes(made_by: Manifest, this: Manifest) -> list[str]:
+    """What differs in how the run is laid out, in words."""
+    pairs = [(_ranks(made_by.world_size), _ranks(this.world_size))]
+    pairs += zip(made_by.strategy.split(", ", 1), this.strategy.split(", ", 1), strict=True)  # ZeRO-2, and the rest
+    return [f"{before} -> {now}" for before, now in pairs if before != now]
+
+
+def resume_changes(made_by: Manifest, this: Manifest) -> tuple[str, ...]:
+    """What differs between the run as it was and as it goes on, in words."""
+    values = [
+        f"{_value(word, made_by.recipe.get(name))} -> {this.recipe[name]}"
+        for name, word in _FREE.items()
+        if made_by.recipe.get(name) != this.recipe[name]
+    ]
+    return (*layout_changes(made_by, this), *values)
+
+
+def on_data(progress: "Progress", data: Provenance, asked: Settings) -> "tuple[Progress, tuple[str, ...]]":
+    """Where a run goes on in data of this provenance, and what is not as it was.
+
+    On other data the place in the order means nothing, so it begins an epoch: each sample comes once in it.
+
+    Raises:
+        RequestError: another seed.
+        PlanMismatchError: other data, and nobody said that this was all right.
+    """
+    if progress.seed != asked.seed:
+        raise RequestError(
+            f"the run in {asked.out} was started with another seed",
+            because=f"its seed is {progress.seed}, this one is {asked.seed}",
+            hint="resume with the same --seed, or start anew with another --out",
+        )
+    if progress.data.fingerprint == data.fingerprint:
+        return progress, ()
+    found = progress.data.changes(data)
+    if not asked.accept_changed_data:
+        raise PlanMismatchError(
+            f"the data of the run in {asked.out} has changed since step {progress.step}",
+            because=found,
+            hint="restore it, start anew with another --out, or go on with --accept-changed-data",
+        )
+    position = progress.position
+    if position.offset:
+        position = Position(position.epoch + 1, 0)
+    words = f"the data ({'; '.join(found)}), which begins with epoch {position.epoch + 1}"
+    return replace(progress, data=data, position=position), (words,)
+
+
+def describe_changes(changed: tuple[str, ...], step: int, out: Path) -> str:
+    """One line about a run that goes on otherwise than it was."""
+    same = [
+        name for name in ("global batch", "order", "learning rate") if not any(_tells(each, name) for each in changed)
+    ]
+    unchanged = f"{', '.join(same[:-1])} and {same[-1]} are unchanged" if same[1:] else f"{same[0]} is unchanged"
+    return f"resumed at step {step} of {out}: {', '.join(changed)}; {unchanged}"
+
+
+def _tells(change: str, name: str) -> bool:
+    return change.startswith({"order": "the data"}.get(name, name))
+
+
+def _ranks(number: int) -> str:
+    return f"{number} rank{'s' * (number != 1)}"
+
+
+def _value(word: str, value: object) -> str:
+    return f"no {word}" if value is None else f"{word} {value}"

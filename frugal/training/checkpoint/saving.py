@@ -1,0 +1,259 @@
+"""Writing checkpoints, in the step's way or behind it; `checkpoint` says what is in one and reads it.
+
+In the background a rank copies its states into its host's memory, which takes as long as that, and trains on while a
+thread of it writes the copy. What is on the disk at any moment is the same: a checkpoint has its name once all ranks
+have all of their files there, and not before.
+
+The trained model, as others load it: a folder for `from_pretrained`, or one file of weights for any module.
+"""
+
+import contextlib
+import errno
+import shutil
+import socket
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+import deepspeed
+import msgspec
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from frugal.deepspeed_adapter import state_layout
+from frugal.deepspeed_adapter.checkpoint_files import CheckpointWriter
+from frugal.distributed.vote import RanksFailed, together
+from frugal.errors import CheckpointError
+from frugal.training import rng
+from frugal.training.checkpoint import manifest, reshard
+from frugal.training.checkpoint.loading import TRAINING, Progress, origin, read_progress
+from frugal.training.checkpoint.manifest import File, Manifest, put_in_place
+
+if TYPE_CHECKING:
+    from frugal.training.engine import Engine
+
+
+class Saver:
+    """Writes a run's checkpoints into `folder`, keeping the `keep` newest and the best. Collective.
+
+    Use it in a `with` block, which does not end, with an error or without, before what was begun is written.
+    """
+
+    def __init__(self, engine: "Engine", folder: Path, *, keep: int = 2, in_background: bool = False) -> None:
+        self._engine = engine
+        self._folder = folder.absolute()
+        self._keep = keep
+        self._in_background = in_background
+        # A thread's votes would meet the step's in one group.
+        self._votes = dist.new_group(backend="gloo") if in_background else engine.votes
+        self._writing: threading.Thread | None = None
+        self._failure: BaseException | None = None
+
+    def __enter__(self) -> Self:
+        """Nothing is begun yet."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Wait; an error that is on its way is the one to tell."""
+        with contextlib.nullcontext() if error is None else contextlib.suppress(Exception):
+            self.finish()
+
+    def save(self, progress: Progress) -> Path:
+        """Write `step-N` and point `latest` to it. In the background: begin to, once the one before is written.
+
+        Raises:
+            CheckpointError: a rank could not write this one, or the one before; what was there is untouched.
+        """
+        self.finish()
+        engine, aside = self._engine, self._folder / f"step-{progress.step:06d}.tmp"
+        writer = CheckpointWriter(later=self._in_background)
+        with self._explained(aside):
+            together(lambda: _make_room(aside) if engine.rank == 0 else None, engine.votes)
+            together(lambda: _find(aside) if engine.rank != 0 else None, engine.votes)
+            together(lambda: _collect(engine, writer, aside, progress), engine.votes)
+        made_by = origin(engine, progress.step, {})
+        if self._in_background:
+            self._writing = threading.Thread(target=self._finish_later, args=(aside, writer, made_by), daemon=True)
+            self._writing.start()
+        else:
+            self._finish(aside, writer, made_by)
+        return aside.with_suffix("")
+
+    def finish(self) -> None:
+        """Wait until what was begun is written.
+
+        Raises:
+            CheckpointError: a rank could not write it.
+        """
+        if self._writing is not None:
+            self._writing.join()
+            self._writing = None
+        if self._failure is not None:
+            raise self._failure
+
+    def _finish(self, aside: Path, writer: CheckpointWriter, made_by: Manifest) -> None:
+        rank = self._engine.rank
+        with self._explained(aside):
+            shares = together(lambda: _listed(writer, rank), self._votes)
+            whole = replace(made_by, files={name: file for share in shares for name, file in share.items()})
+            together(lambda: _publish(aside, whole, self._keep) if rank == 0 else None, self._votes)
+
+    def _finish_later(self, aside: Path, writer: CheckpointWriter, made_by: Manifest) -> None:
+        """On a thread. All ranks fail together, and end at the step that they are at the end of together."""
+        try:
+            self._finish(aside, writer, made_by)
+        except BaseException as error:  # whatever it is, whoever asks next must know
+            self._failure = error
+            self._engine.wants_to_stop = True
+
+    @contextlib.contextmanager
+    def _explained(self, aside: Path) -> Iterator[None]:
+        try:
+            yield
+        except RanksFailed as failed:
+            if self._engine.rank == 0:
+                shutil.rmtree(aside, ignore_errors=True)
+            last = manifest.newest(self._folder)
+            raise CheckpointError(
+                f"cannot write the checkpoint {aside.with_suffix('')}",
+                because=[
+                    *failed.reasons,
+                    f"the last good checkpoint is {last.name}" if last else "there is no earlier checkpoint",
+                ],
+                hint="make room, then continue with --resume" if last else "make room, or choose another --out",
+            ) from None
+
+
+def save(engine: "Engine", folder: Path, progress: Progress, *, keep: int = 2) -> Path:
+    """Write one checkpoint into `folder`; see `Saver`. Collective."""
+    return Saver(engine, folder, keep=keep).save(progress)
+
+
+def _make_room(aside: Path) -> None:
+    if aside.exists():
+        shutil.rmtree(aside)
+    aside.mkdir(parents=True)
+
+
+def _find(aside: Path) -> None:
+    """Whether this rank sees the folder that rank 0 made. Asked by making it, which no cache of a network disk answers.
+
+    Otherwise each host would keep a part of the checkpoint to itself, and lose it with its disk.
+    """
+    try:
+        aside.mkdir()
+        aside.rmdir()
+    except FileExistsError:
+        return
+    except FileNotFoundError:
+        pass
+    raise OSError(
+        errno.ENOENT, f"{socket.gethostname()} does not see what rank 0 made, and --out must be shared", str(aside)
+    )
+
+
+def _collect(engine: "Engine", writer: CheckpointWriter, aside: Path, progress: Progress) -> None:
+    """Give this rank's states to the writer."""
+    with writer.installed(engine.deepspeed):
+        engine.deepspeed.save_checkpoint(str(aside.parent), tag=aside.name, save_latest=False)
+    writer.save(rng.state(engine.device), aside / f"rng_rank_{engine.rank}.pt")
+    writer.write(
+        msgspec.json.encode(state_layout.of(engine.deepspeed, engine.plan.strategy.zero_stage)),
+        aside / reshard.file_name(engine.rank),
+    )
+    if engine.rank == 0:
+        learnt = replace(progress, learnt=engine.caution.learnt())
+        writer.write(msgspec.json.encode(learnt), aside / TRAINING)
+    if writer.failure is not None:
+        raise writer.failure
+
+
+def _listed(writer: CheckpointWriter, rank: int) -> dict[str, File]:
+    """This rank's files, on the disk when this returns."""
+    return {path.name: manifest.describe(path, rank) for path in writer.finish()}
+
+
+def _publish(aside: Path, made_by: Manifest, keep: int) -> None:
+    final = manifest.seal(aside, made_by)
+    manifest.write(final.parent / manifest.POINTER, final.name.encode() + b"\n")
+    _prune(final, keep)
+
+
+def _prune(current: Path, keep: int) -> None:
+    """Remove all but the `keep` newest and the best, and whatever lies beyond `current`: a future given up."""
+    past = sorted(
+        (path for path in current.parent.glob("step-*") if not path.suffix and path.name <= current.name), reverse=True
+    )
+    losses = {path: loss for path in past if (loss := _validation_loss(path)) is not None}
+    kept = {*past[: max(keep, 1)], *([min(losses, key=lambda path: losses[path])] if losses else [])}
+    for path in current.parent.glob("step-*"):
+        if path not in kept:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _validation_loss(path: Path) -> float | None:
+    with contextlib.suppress(ValueError):
+        return read_progress(path).validation_loss
+    return None
+
+
+def save_model(engine: "Engine", folder: Path, tokenizer: Any = None) -> Path:
+    """Write the model in the precision it was trained in, and the tokenizer, to `folder`. Collective.
+
+    A transformers model becomes what `from_pretrained` loads; any other module a `model.safetensors` for
+    `load_state_dict`. An earlier model in `folder` is replaced at the end, not before.
+
+    Raises:
+        CheckpointError: the folder cannot be written.
+    """
+    folder = folder.absolute()
+    aside = folder.with_name(folder.name + ".tmp")
+    weights = _whole_weights(engine.module, keep=engine.rank == 0)
+    try:
+        together(lambda: _write(engine.module, weights, aside, tokenizer) if engine.rank == 0 else None, engine.votes)
+    except RanksFailed as failed:
+        if engine.rank == 0:
+            shutil.rmtree(aside, ignore_errors=True)
+        raise CheckpointError(
+            f"cannot write the model to {folder}", because=failed.reasons, hint="make room, then continue with --resume"
+        ) from None
+    return folder
+
+
+def _whole_weights(module: nn.Module, *, keep: bool) -> dict[str, Tensor]:
+    """Parameters and buffers by name, on the host, tied ones shared; empty unless `keep`. Collective.
+
+    ZeRO-3 gathers one parameter at a time, so no device ever holds more than the largest beside its share.
+    """
+    weights: dict[str, Tensor] = {}
+    parameters: dict[int, Tensor] = {}
+    for parameter in module.parameters():
+        with deepspeed.zero.GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
+            if keep:
+                parameters[id(parameter)] = parameter.detach().to("cpu", copy=True)
+    if keep:
+        for name, tensor in module.state_dict(keep_vars=True).items():
+            weights[name] = parameters[id(tensor)] if id(tensor) in parameters else tensor.detach().to("cpu", copy=True)
+    return weights
+
+
+def _write(module: nn.Module, weights: dict[str, Tensor], aside: Path, tokenizer: Any) -> None:
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+    try:
+        if hasattr(module, "save_pretrained"):
+            module.save_pretrained(aside, state_dict=weights)  # type: ignore[operator]  # a transformers model
+        else:
+            from safetensors.torch import save_file
+
+            save_file({name: tensor.clone() for name, tensor in weights.items()}, aside / "model.safetensors")
+        if tokenizer is not None:
+            tokenizer.save_pretrained(aside)
+    except Exception as error:  # safetensors has its own error for a full disk, tokenizers theirs
+        raise OSError(None, f"{type(error).__name__}: {error}") from error
+    put_in_place(aside)

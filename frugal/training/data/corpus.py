@@ -1,0 +1,256 @@
+"""From sources to samples on disk, made once.
+
+A document is one row of jsonl, csv, parquet or a saved dataset, or one text file (long ones: stretches of whole
+lines of about 64 KiB). Documents become samples of at most `seq_len` tokens, stored as Arrow under a name that is a
+hash of the data, the tokenizer and every option: memory-mapped when opened, made once, shared by all ranks.
+
+What a run learns from and is measured on, with the model and the tokenizer that belong to it.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import platformdirs
+import torch.distributed as dist
+
+from frugal.config import sample_lengths
+from frugal.config.request import Request
+from frugal.config.run import Settings
+from frugal.config.sample_lengths import Lengths
+from frugal.errors import RequestError
+from frugal.planning.plan import Plan
+from frugal.training.data import packing, sources
+from frugal.training.data import tokenizer as tokenizing
+from frugal.training.data.arrow_store import ArrowSamples
+from frugal.training.data.build import BuildReport, Cutter, TooLong, bad_rows_error, prepare
+from frugal.training.data.global_batches import permutation
+from frugal.training.data.sources import Columns, Provenance, find
+from frugal.training.models import resolve
+
+_FORMAT = 2  # of the files in the cache; another number is another cache
+
+
+@dataclass(frozen=True, kw_only=True)
+class Corpus:
+    """Samples to train on, samples kept back, what reading them met, and where they come from."""
+
+    train: ArrowSamples
+    validation: ArrowSamples | None
+    report: BuildReport
+    provenance: Provenance
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of all that made the samples."""
+        return self.provenance.fingerprint
+
+
+def load_corpus(
+    sources: Sequence[str],
+    *,
+    tokenizer: Any,
+    task: str,
+    seq_len: int,
+    pack: bool = False,
+    columns: Columns | None = None,
+    limit: int | None = None,
+    skip_bad_rows: bool = False,
+    too_long: TooLong = "error",
+    label_names: Sequence[str] = (),
+    validation_fraction: float = 0.0,
+    cache_dir: Path | None = None,
+) -> Corpus:
+    """The samples in `sources`: files, globs, folders, datasets saved to disk, hub names, or `stdlib`.
+
+    Language models: a document longer than `seq_len` tokens becomes several samples, each token being a target
+    once; with `pack`, shorter ones share a sample. Pairs and classes cannot be cut: `too_long` says what to do. `limit`
+    is in documents. A `validation_fraction` of the documents, evenly spread and at least one, is kept back.
+
+    Classes given as text are numbered as they come. For validation data of its own, pass `label_names` of the
+    training data's report, so that both have the same numbers.
+
+    Several processes may call at once; each may do the work, and the first to finish is kept.
+
+    Raises:
+        RequestError: nothing there, a column missing, nothing left, or (unless asked otherwise) a row that cannot be
+            read or is too long.
+    """
+    if not 0 <= validation_fraction < 1:
+        raise RequestError(
+            f"a validation fraction of {validation_fraction} is not possible",
+            because="it must be at least 0 and less than 1",
+        )
+    if limit is not None and limit < 1:
+        raise RequestError(f"a limit of {limit} documents leaves no data", hint="ask for at least 1 document")
+    columns = columns or Columns()
+    found = find(sources)
+    options = {
+        "format": _FORMAT, "task": task, "seq_len": seq_len, "columns": asdict(columns), "limit": limit,
+        "too_long": too_long, "labels": list(label_names), "validation": str(_fraction(validation_fraction)),
+        "tokenizer": tokenizing.fingerprint(tokenizer), "sources": [source.fingerprint for source in found],
+    }  # fmt: skip
+    if pack:
+        options["pack"] = packing.MOST_OPEN
+    key = hashlib.sha256(json.dumps(options, sort_keys=True).encode()).hexdigest()
+    cache = cache_dir or platformdirs.user_cache_path("frugal") / "data"
+    folder = cache / key[:32]
+    if not folder.exists():
+        cutter = Cutter(tokenizer, task, seq_len, columns, too_long, label_names)
+        try:
+            prepare(
+                found, cutter, folder, pack=pack, limit=limit, skip_bad_rows=skip_bad_rows,
+                validation=_fraction(validation_fraction),
+            )  # fmt: skip
+        except OSError as error:
+            raise RequestError(
+                f"the tokenised data cannot be written to {cache}",
+                because=error.strerror or str(error),
+                hint="free some space, or set XDG_CACHE_HOME to a folder on another disk",
+            ) from None
+    report = msgspec.json.decode((folder / "report.json").read_bytes(), type=BuildReport)
+    if report.bad_rows and not skip_bad_rows:
+        raise bad_rows_error(report)
+    validation = folder / "validation.arrow"
+    return Corpus(
+        train=ArrowSamples(folder / "train.arrow", key),
+        validation=ArrowSamples(validation, key) if validation.exists() else None,
+        report=report,
+        provenance=Provenance.of(
+            found, key, options, documents=report.documents, samples=report.samples, tokens=report.tokens
+        ),
+    )
+
+
+def _fraction(value: float) -> Fraction:
+    return Fraction(value).limit_denominator(1_000_000)
+
+
+MOST_READ = 100_000_000
+"""Lengths that a plan looks at: a second of counting."""
+
+
+@dataclass(frozen=True)
+class Samples:
+    """The model's spec with the tokenizer it is trained with, and the samples."""
+
+    spec: Any
+    tokenizer: Any
+    training: Any
+    validation: Sequence[Any]
+    test: Sequence[Any]
+    report: Any
+    provenance: Provenance
+
+
+def read_samples(plan: Plan, asked: Settings) -> Samples:
+    """Read, tokenise and split the data. One rank of each node does it, the others find it done. Collective.
+
+    Raises:
+        RequestError: the data, the tokenizer or the model cannot be used.
+    """
+    tokenizer = tokenizing.load_tokenizer(asked.tokenizer)
+    spec = resolve.resolve(plan.request.model, plan.request.task)
+
+    def load_all() -> tuple[Corpus, Any, Any]:
+        return _load(spec.task, tokenizer, plan.request.seq_len, bool(plan.request.pack), asked)
+
+    is_first = os.environ["LOCAL_RANK"] == "0"
+    loaded = load_all() if is_first else None
+    dist.barrier()
+    corpus, validation, test = loaded or load_all()
+    if corpus.report.num_labels:
+        spec = resolve.resolve(plan.request.model, plan.request.task, num_labels=corpus.report.num_labels)
+    return Samples(
+        spec=spec.for_tokenizer(tokenizer),
+        tokenizer=tokenizer,
+        training=corpus.train,
+        validation=Drawn.from_all(validation, asked.validation_samples),
+        test=test,
+        report=corpus.report,
+        provenance=corpus.provenance,
+    )
+
+
+def _load(task: str, tokenizer: Any, seq_len: int, pack: bool, asked: Settings) -> tuple[Corpus, Any, Any]:
+    """What to train on, what to evaluate on meanwhile, and at the end."""
+    columns = sources.Columns(
+        text=asked.text_column, label=asked.label_column, source=asked.source_column, target=asked.target_column
+    )
+
+    def load(paths: tuple[str, ...], validation_fraction: float = 0.0, label_names: Sequence[str] = ()) -> Corpus:
+        return load_corpus(
+            paths, tokenizer=tokenizer, task=task, seq_len=seq_len, pack=pack, columns=columns,
+            limit=asked.limit, skip_bad_rows=asked.skip_bad_rows, too_long=asked.too_long,
+            validation_fraction=validation_fraction, label_names=label_names,
+        )  # fmt: skip
+
+    corpus = load(asked.data, 0.0 if asked.validation_data else asked.validation_fraction)
+    validation, test = (
+        load(paths, label_names=corpus.report.label_names).train if paths else ()
+        for paths in (asked.validation_data, asked.test_data)
+    )
+    return corpus, validation or corpus.validation or (), test
+
+
+def lengths_of(request: Request, asked: Settings) -> Lengths:
+    """How long the samples are that a plan for `request` would train on; its source says what is left out.
+
+    The data is tokenised as training will do it, and kept for it. Of more than `MOST_READ` lengths some are read,
+    evenly spread.
+
+    Raises: as `read`.
+    """
+    spec = resolve.resolve(request.model, request.task)
+    seq_len = min(request.seq_len, spec.max_positions or request.seq_len)
+    corpus, *_ = _load(spec.task, tokenizing.load_tokenizer(asked.tokenizer), seq_len, bool(request.pack), asked)
+    return of_corpus(corpus, ", ".join(asked.data), corpus.report.left_out(asked.too_long))
+
+
+def of_corpus(corpus: Corpus, name: str, notes: Sequence[str]) -> Lengths:
+    """The lengths of its training samples; `name` and `notes` say where they are from."""
+    found, counted = histogram(corpus.train.lengths, name, notes), corpus.train.counted_tokens
+    return found if counted is corpus.train.lengths else replace(found, counted_mean=float(counted.mean()))
+
+
+def histogram(found: Any, name: str, notes: Sequence[str]) -> Lengths:
+    """Of `found`, tokens of each sample; `name` and `notes` say where they are from."""
+    every = -(-len(found) // MOST_READ)
+    numbers = np.bincount(found[::every])
+    counts = {int(tokens): int(numbers[tokens]) for tokens in np.flatnonzero(numbers)}
+    part = [f"lengths of one sample in {every}"] * (every > 1)
+    return sample_lengths.of_counts(counts, source="; ".join([name, *part, *notes]))
+
+
+@dataclass(frozen=True)
+class Drawn(Sequence[Any]):
+    """Some of `samples`, the same in every run on this data."""
+
+    samples: Sequence[Any]
+    indices: Sequence[int]
+
+    @classmethod
+    def from_all(cls, samples: Sequence[Any], number: int | None) -> "Drawn":
+        """`number` of them, drawn evenly from all documents; None: all."""
+        if number is None or number >= len(samples):
+            return cls(samples, range(len(samples)))
+        return cls(samples, sorted(map(int, permutation(len(samples), seed=0, epoch=0)[:number])))
+
+    @property
+    def lengths(self) -> Any:
+        """Tokens of each, shape `(samples,)`; None where they are not known."""
+        found = getattr(self.samples, "lengths", None)
+        return None if found is None else found[np.asarray(self.indices, dtype=np.int64)]
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.samples[self.indices[index]]

@@ -1,0 +1,1 @@
+"""What a real run takes on this machine, in bytes and seconds."""

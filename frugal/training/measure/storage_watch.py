@@ -1,0 +1,224 @@
+"""Every storage that an operator makes, seen from its birth to its death, without changing either.
+
+Not seen: memory that a kernel takes and returns inside one call.
+
+Bytes that an operator reads and writes in the device's memory: how long it takes, where FLOPs do not say so.
+
+Counted is what the kernel must move: every tensor that goes in, once, and every one that comes out. Kept in mind are
+operators that read only the part they return, and those that overwrite without reading. Left out: what stays in a
+cache between two operators, and kernels that go over their input more than once (a softmax of long rows, sorting).
+"""
+
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any, Self
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch._prims_common import is_non_overlapping_and_dense_or_false
+from torch.autograd.graph import _engine_run_backward
+from torch.utils._python_dispatch import TorchDispatchMode
+
+aten = torch.ops.aten
+
+
+class StorageWatch(TorchDispatchMode):
+    """Calls `born` for every new storage that an operator returns, and `died` when it is gone.
+
+    A storage that existed before the mode is not born, whatever views of it appear: an output is new only if no
+    input has its storage. The mode changes no value and no lifetime, with one correction: while any mode is active
+    autograd adds up gradients out of place, so `_added_in_place` does what it would do without.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_operators = 0
+        self._known: dict[int, int] = {}  # address of a live storage -> its bytes
+        self._random_states = (
+            patch.object(torch, "get_rng_state", partial(self._random_state, torch.get_rng_state)),
+            patch.object(torch.random, "fork_rng", partial(_forked, torch.random.fork_rng)),
+        )
+
+    def __enter__(self) -> Self:
+        """Watch from here on."""
+        for each in self._random_states:
+            each.start()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        """The end."""
+        super().__exit__(*exception)
+        for each in self._random_states:
+            each.stop()
+
+    def _random_state(self, get: Callable[[], Tensor]) -> Tensor:
+        """The state of the random generator, which no operator returns: activation checkpointing keeps one a layer."""
+        state = get()
+        self._see(state, "get_rng_state", ())
+        return state
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # the wrapper that keeps torch.compile out would hide the caller
+
+    def born(self, address: int, size_bytes: int, tensor: Tensor, operator: Any) -> None:
+        """A storage of `size_bytes` began to live as that of `tensor`, an output of `operator`."""
+
+    def died(self, address: int, size_bytes: int) -> None:
+        """The storage that was born at `address` is gone."""
+
+    def hold(self, tensors: Iterable[Tensor]) -> None:
+        """Count storages that are there already."""
+        for tensor in tensors:
+            self._see(tensor, None, ())
+
+    def execute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the operator returns."""
+        return func(*args, **kwargs)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        """Run one operator and look at what it returns."""
+        self.num_operators += 1
+        if func in _VIEWS or (func not in _OTHERS and _is_view(func)):
+            return func(*args, **(kwargs or {}))
+        if func is aten.add.Tensor and _added_in_place(args, sys._getframe(1)):
+            return aten.add_.Tensor(args[0], args[1])
+        out = self.execute(func, args, kwargs or {})
+        if isinstance(out, Tensor):
+            self._see(out, func, args)
+        else:
+            for tensor in tensors_in(out):
+                self._see(tensor, func, args)
+        return out
+
+    def _see(self, tensor: Tensor, operator: Any, inputs: tuple[Any, ...]) -> None:
+        storage = tensor.untyped_storage()
+        address, size = storage._cdata, storage.nbytes()
+        known = self._known.get(address)
+        if known == size:
+            return
+        if known is not None:  # resized: the old one ends, a new one begins
+            self.died(address, known)
+        elif any(address == other.untyped_storage()._cdata for other in tensors_in(inputs)):
+            return
+        else:
+            weakref.finalize(storage, self._gone, address).atexit = False
+        self._known[address] = size
+        self.born(address, size, tensor, operator)
+
+    def _gone(self, address: int) -> None:
+        self.died(address, self._known.pop(address))
+
+
+_VIEWS: set[Any] = set()
+_OTHERS: set[Any] = set()
+
+
+def _is_view(operator: Any) -> bool:
+    """Whether it only ever returns its input's storage, unchanged; remembered. `reshape` and its like may copy."""
+    returns = operator._schema.returns
+    views = bool(returns) and all(value.alias_info and not value.alias_info.is_write for value in returns)
+    views = views and not operator.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
+    (_VIEWS if views else _OTHERS).add(operator)
+    return views
+
+
+def tensors_in(values: Any) -> Iterator[Tensor]:
+    """Every tensor in an operator's arguments or results: lists of tensors are the deepest they go."""
+    if isinstance(values, Tensor):
+        yield values
+    elif isinstance(values, (tuple, list)):
+        for value in values:
+            yield from tensors_in(value)
+
+
+def _forked(fork: Callable[..., Any], *args: Any, device_type: str | None = None, **kwargs: Any) -> Any:
+    """`torch.random.fork_rng`; on meta, where it does nothing, it sets the host's state aside as on any device."""
+    return fork(*args, device_type="cpu" if device_type == "meta" else device_type, **kwargs)
+
+
+def _added_in_place(args: tuple[Any, ...], caller: Any) -> bool:
+    """Whether this `args[0] + args[1]` is autograd's own sum of two gradients, into a buffer nobody else holds.
+
+    Then, without a dispatch mode, `InputBuffer::accumulate` would add in place (torch/csrc/autograd/
+    input_buffer.cpp). It asks for one reference to tensor and storage; seen from here Python adds one reference to
+    the storage and the call itself three to the tensor. The caller must be the engine: Python code inside a hook
+    that adds two tensors holds neither of them less.
+    """
+    if caller.f_code is not _engine_run_backward.__code__ or torch.is_grad_enabled():
+        return False
+    buffer, other = args[0], args[1]
+    return (
+        isinstance(other, Tensor)
+        and buffer.shape == other.shape
+        and buffer.dtype == other.dtype
+        and torch._C._storage_Use_Count(buffer.untyped_storage()._cdata) <= 2
+        and buffer._use_count() <= 4
+        and is_non_overlapping_and_dense_or_false(buffer)
+    )
+
+
+_NOTHING = {
+    aten.empty.memory_format, aten.empty_strided.default, aten.empty_like.default, aten.new_empty.default,
+    aten.new_empty_strided.default, aten.set_.source_Tensor, aten.resize_.default, aten._local_scalar_dense.default,
+}  # fmt: skip
+_READS_WHAT_IT_RETURNS = {
+    aten.embedding.default, aten.index_select.default, aten.gather.default, aten.index.Tensor,
+    aten.nll_loss_forward.default, aten.nll_loss2d_forward.default,
+}  # fmt: skip
+_OVERWRITES = {aten.copy_.default, aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default}
+
+_STREAMS = {
+    aten.add.Tensor, aten.add_.Tensor, aten.sub.Tensor, aten.sub_.Tensor, aten.mul.Tensor, aten.mul_.Tensor,
+    aten.mul.Scalar, aten.mul_.Scalar, aten.div.Tensor, aten.div_.Tensor, aten.neg.default, aten.clone.default,
+    aten.copy_.default, aten._to_copy.default, aten.cat.default, aten.fill_.Scalar, aten.fill_.Tensor,
+    aten.zero_.default, aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default, aten.pow.Tensor_Scalar,
+    aten.sum.default, aten.sum.dim_IntList, aten.mean.dim, aten.amax.default, aten.exp_.default,
+    aten.constant_pad_nd.default,
+}  # fmt: skip
+_CPU_PACES = {
+    aten._log_softmax.default: 2.0, aten._softmax.default: 2.0, aten.native_dropout.default: 15.0,
+    aten.bernoulli_.float: 15.0,
+}  # fmt: skip
+
+
+def cpu_pace(func: Any) -> float:
+    """How long a CPU takes for a byte of this operator's traffic; 1 for GELU, SiLU and norms.
+
+    A GPU waits for its memory whatever it computes; one thread of a CPU is held up by the arithmetic: three passes and
+    exponentials of a softmax, random numbers of a dropout. `python -m bench.cpu_paces` measures them; these are rounded
+    from a Xeon at 2.5 GHz in fp32, and an EPYC is within a factor of 1.7 of all but `exp_`.
+    """
+    return 0.35 if func in _STREAMS else _CPU_PACES.get(func, 1.0)
+
+
+def traffic(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
+    """Bytes read and written by one call, which returned `out`. Views move nothing."""
+    if func in _NOTHING:
+        return 0
+    written = sum(map(_bytes, tensors_in(out)))
+    if func in _READS_WHAT_IT_RETURNS:
+        return 2 * written + sum(_bytes(value) for value in tensors_in(args[1:]))
+    inputs = list(tensors_in((*args, *kwargs.values())))
+    if func in _OVERWRITES:
+        return written + sum(map(_bytes, inputs[1:]))
+    if not func._schema.is_mutable and not _storages(tensors_in(out)).isdisjoint(_storages(inputs)):
+        return 0  # a view after all, such as `_unsafe_view`
+    return written + sum(map(_bytes, inputs))
+
+
+def _storages(tensors: Iterable[Tensor]) -> set[int]:
+    return {tensor.untyped_storage()._cdata for tensor in tensors}
+
+
+def _bytes(tensor: Tensor) -> int:
+    """Of its elements; what is broadcast is read once."""
+    elements = 1
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        if stride or not size:
+            elements *= size
+    return elements * tensor.element_size()

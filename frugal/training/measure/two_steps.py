@@ -1,0 +1,230 @@
+"""A few optimizer steps for real, measured: what a rehearsal is held against.
+
+As a program it is what `frugal measure` runs on every rank:
+`python -m frugal.training.measure.two_steps --plan P --out FILE`.
+Gloo's threads let go of a collective's tensors a moment after it is done, which would make a peak on CPU ranks a
+matter of luck. Here each collective is followed by a millisecond in which they do.
+"""
+
+import gc
+import inspect
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+from unittest.mock import patch
+
+import click
+import deepspeed.comm.comm as deepspeed_comm
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from frugal.config import local_host
+from frugal.config.request import Task
+from frugal.deepspeed_adapter.kernels import DTYPES
+from frugal.distributed import first_failure, process_group
+from frugal.errors import OutOfMemoryError
+from frugal.planning.plan import Batch, Plan
+from frugal.training.engine import initialize
+from frugal.training.measure.memory_gauge import CudaGauge, PhaseInterval, gauge, mark_phases
+from frugal.training.measure.record import ModelDefinition, RankMeasurement, Trial
+from frugal.training.models.resolve import resolve
+from frugal.training.models.spec import ModelSpec
+from frugal.training.objectives import Objective, SummedLoss
+
+WARM_UP_ELEMENTS = 1_000
+NUM_STEPS = 2  # as many as are rehearsed: optimizer states come to be in the first
+
+_BACKEND = ("all_gather_function", "reduce_scatter_function")
+_TORCH = ("broadcast", "all_reduce", "all_gather", "reduce", "reduce_scatter", "_all_gather_base")
+_SECONDS = 0.001
+
+
+def trial(
+    build: Callable[[], nn.Module],
+    objective: Objective,
+    plan: Plan,
+    device: torch.device | str = "cpu",
+    *,
+    most_micro_steps: int | None = None,
+) -> list[PhaseInterval]:
+    """Every phase of two optimizer steps on this rank, with synthetic samples of full length. Collective.
+
+    A rehearsal does no more than two micro-steps, since a third takes no more memory; `most_micro_steps` says so here.
+    """
+    intervals, _ = watched(build, objective, plan, torch.device(device), most_micro_steps)
+    return intervals
+
+
+def watched(
+    build: Callable[[], nn.Module],
+    objective: Objective,
+    plan: Plan,
+    device: torch.device,
+    most_micro_steps: int | None,
+) -> tuple[list[PhaseInterval], dict[str, int]]:
+    """The phases, and what only a GPU tells: fields of `RankMeasurement`."""
+    example = objective.example(plan.batch.largest_cell, plan.request.seq_len)
+    micro_steps = min(plan.batch.accumulation_steps, most_micro_steps or plan.batch.accumulation_steps)
+    gc.freeze()  # going through all of transformers takes longer than a phase
+    with settled_collectives() if device.type == "cpu" else nullcontext(), gauge(device) as found:
+
+        def mark(phase: str) -> None:
+            gc.collect()
+            found.mark(phase)
+
+        engine = initialize(build(), plan, objective)
+        mark_phases(engine, mark)
+        for _ in range(NUM_STEPS):
+            batches = [{name: tensor.clone() for name, tensor in example.items()} for _ in range(micro_steps)]
+            engine.accumulate(batches, targets=1)
+            del batches
+            engine.deepspeed.step()
+        gc.collect()
+        intervals = found.intervals
+        of_gpu = _gpu_bytes(found, device) if isinstance(found, CudaGauge) else {}
+    engine.destroy()
+    del engine
+    gc.collect()
+    gc.unfreeze()
+    return intervals, of_gpu
+
+
+def _gpu_bytes(gauge: CudaGauge, device: torch.device) -> dict[str, int]:
+    """What the allocator and the driver count at the end of a run, before anything is given back."""
+    torch.cuda.synchronize(device)
+    free, total = torch.cuda.mem_get_info(device)
+    outside = total - free - torch.cuda.memory_reserved(device)
+    before = torch.cuda.memory_allocated(device)
+    torch._C._cuda_clearCublasWorkspaces()  # they live in the allocator's blocks from the first product on
+    return {
+        "reserved_bytes": gauge.reserved_bytes,
+        "workspace_bytes": before - torch.cuda.memory_allocated(device),
+        "outside_bytes": outside,
+        "device_bytes": total,
+    }
+
+
+@contextmanager
+def settled_collectives() -> Iterator[None]:
+    """Wait after each collective until gloo's threads have let go of its tensors."""
+    backend = deepspeed_comm.cdb
+    with ExitStack() as stack:
+        for owner, names in ((backend, _BACKEND), (dist, _TORCH)):
+            for name in names:
+                stack.enter_context(patch.object(owner, name, _settled(getattr(owner, name))))
+        yield
+
+
+def _settled(function: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        work = function(*args, **kwargs)
+        if work is not None:
+            work.wait()
+        time.sleep(_SECONDS)
+        return work
+
+    return call
+
+
+def phase_peaks(intervals: Sequence[PhaseInterval]) -> dict[str, int]:
+    """The peak of each phase, bytes."""
+    peaks: dict[str, int] = {}
+    for interval in intervals:
+        peaks[interval.phase] = max(peaks.get(interval.phase, 0), interval.peak_bytes)
+    return peaks
+
+
+def measure(plan: Plan, cap_bytes: int | None = None) -> Trial:
+    """What every rank took. Collective over the ranks that a launcher has started.
+
+    `cap_bytes`: what the caching allocator may take at most, GPUs only.
+
+    Raises:
+        OutOfMemoryError: the device is too small, or the cap.
+    """
+    device = process_group.join(plan)
+    spec = resolve(plan.request.model, plan.request.task)
+    dtype = DTYPES[plan.request.precision]
+    spec.build(dtype=dtype, device="meta")  # what it imports is no memory of the model
+    if cap_bytes is not None:
+        torch.cuda.set_per_process_memory_fraction(cap_bytes / torch.cuda.mem_get_info(device)[1], device)
+    if device.type == "cpu":
+        _load_libraries(plan, device)
+    gc.collect()
+    before = local_host.forget_peak_rss()
+    objective = spec.objective(pack=bool(plan.request.pack))
+    try:
+        intervals, of_gpu = watched(lambda: spec.build(dtype=dtype), objective, plan, device, 2)
+    except torch.OutOfMemoryError as error:
+        raise OutOfMemoryError("out of memory while measuring", because=str(error).splitlines()[0]) from None
+    found = RankMeasurement(
+        phases=phase_peaks(intervals), rss_before_bytes=before, rss_peak_bytes=local_host.peak_rss(), **of_gpu
+    )
+    ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, found)
+    return Trial(
+        ranks=tuple(ranks),
+        model=definition(spec),
+        device=torch.cuda.get_device_name(device) if device.type == "cuda" else local_host.cpu_name(),
+        driver=local_host.cuda_driver() if device.type == "cuda" else "",
+    )
+
+
+def _load_libraries(plan: Plan, device: torch.device) -> None:
+    """Two steps of one small layer: what torch and DeepSpeed load then, some 70 MiB a rank, is not the model's.
+
+    On CPU ranks only: a GPU's first steps are to be those of the plan.
+    """
+    small = replace(
+        plan.strategy,
+        activation_checkpointing="off",
+        loss="plain",
+        offload_optimizer="none",
+        offload_parameters="none",
+        reduce_bucket_elements=WARM_UP_ELEMENTS,
+        prefetch_bucket_elements=WARM_UP_ELEMENTS,
+    )
+    world_size, dtype = plan.batch.world_size, DTYPES[plan.request.precision]
+    batch = Batch.of(world_size, (1,) * world_size)
+    objective = SummedLoss(
+        lambda model, batch: model(batch["x"]).square().sum(), example={"x": torch.ones(8, dtype=dtype)}
+    )
+    layer = nn.Linear(8, 8, dtype=dtype)
+    watched(lambda: layer, objective, replace(plan, strategy=small, batch=batch), device, 1)
+
+
+def definition(spec: ModelSpec) -> ModelDefinition:
+    """What makes the same model again, without the files it came from."""
+    task = cast(Task, spec.task) if spec.own_objective is None else None
+    if spec.factory is None:
+        return ModelDefinition(task=task, config=json.loads(spec.config.to_json_string(use_diff=False)))
+    source = inspect.getsourcefile(spec.factory)
+    return ModelDefinition(
+        task=task,
+        source=None if source is None else Path(source).read_text(encoding="utf-8"),
+        factory=spec.reference.rpartition(":")[2],
+    )
+
+
+@click.command("trial")
+@click.option("--plan", "plan_path", type=click.Path(path_type=Path), required=True, help="plan.json.")
+@click.option("--out", type=click.Path(path_type=Path), required=True, help="Where rank 0 writes what was measured.")
+@click.option("--cap", type=int, help="Bytes that the caching allocator may take.")
+@click.option("--local_rank", "--local-rank", "_local_rank", type=int, hidden=True)  # DeepSpeed's launcher adds it
+def command(plan_path: Path, out: Path, cap: int | None, _local_rank: int | None) -> None:
+    """Measure two optimizer steps, on one rank of a launcher."""
+    found = measure(Plan.read(plan_path), cap)
+    if dist.get_rank() == 0:
+        out.write_bytes(msgspec.json.encode(found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    first_failure.live(command)

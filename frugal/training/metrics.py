@@ -1,0 +1,206 @@
+"""Progress for people on rank 0's terminal, `metrics.jsonl` for programs.
+
+Each line of `metrics.jsonl` is one JSON object with an `event`:
+
+    step         step, loss (mean over targets), targets, samples, learning_rate, grad_norm (before clipping),
+                 tokens_per_second (target tokens, all ranks), memory_bytes (rank 0's peak so far), time (Unix seconds)
+    evaluation   step, loss, perplexity, targets, samples, time
+    left_out     step, why, samples (their indices in the training data), time: nothing was updated
+    memory       step, planned_bytes, measured_bytes (rank 0's peak over initialisation and two steps), time
+
+A resumed run appends, after dropping the records beyond the step it resumes from. A number that is not finite is null.
+"""
+
+import logging
+import math
+import time
+from collections import deque
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import msgspec
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+
+from frugal.config.run import METRICS
+from frugal.distributed import rank_logs
+from frugal.errors import CheckpointError
+from frugal.training.engine import StepResult
+from frugal.training.evaluate import Evaluation
+from frugal.units import format_bytes, format_seconds
+
+PLAIN_LINES = 40  # about so many lines of progress where there is no terminal
+logger = logging.getLogger("frugal")
+WINDOW = 20  # steps over which the speed is averaged
+
+
+class _Spoken(logging.Handler):
+    """What the training room logs, such as a recovery from out of memory, in one stream with the progress."""
+
+    def __init__(self, log: "Log") -> None:
+        super().__init__()
+        self._log = log
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Say it."""
+        self._log.say(record.getMessage())
+
+
+class Log:
+    """One run's log. On other ranks than 0 nothing is written. Use it in a `with` block."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        rank: int,
+        planned_bytes: int,
+        total_steps: int,
+        first_step: int = 0,
+        console: Console | None = None,
+    ) -> None:
+        self.speaking = rank == 0
+        self.memory_bytes: int | None = None
+        self._planned_bytes = planned_bytes
+        self._total_steps = total_steps
+        self._first_step = first_step
+        self._last_line = time.monotonic()
+        self._recent: deque[tuple[float, int]] = deque(maxlen=WINDOW)  # (seconds, targets) of each step
+        if not self.speaking:
+            return
+        self._console = console or Console(highlight=False, soft_wrap=True)
+        self._handler = _Spoken(self)
+        self._metrics = _continued(folder / METRICS, first_step)
+        self._progress = Progress(
+            TextColumn("step {task.completed}/{task.total}"), BarColumn(bar_width=20),
+            TextColumn("{task.fields[text]}"), console=self._console, transient=True,
+            disable=not self._console.is_terminal,
+        )  # fmt: skip
+        self._task = self._progress.add_task("", total=total_steps, completed=first_step, text="")
+
+    def __enter__(self) -> Self:
+        """Show the progress."""
+        if self.speaking:
+            self._progress.start()
+            logger.addHandler(self._handler)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Leave the terminal as it was."""
+        if self.speaking:
+            logger.removeHandler(self._handler)
+            self._progress.stop()
+            self._metrics.close()
+
+    def say(self, text: str) -> None:
+        """A line that stays."""
+        if self.speaking:
+            self._console.print(text, markup=False)
+            rank_logs.note(text)
+
+    def step(self, step: int, result: StepResult, seconds: float) -> None:
+        """Step number `step` (from 1) took `seconds`."""
+        if not self.speaking:
+            return
+        self._recent.append((seconds, result.targets))
+        self._record(
+            event="step", step=step, loss=result.loss, targets=result.targets, samples=result.samples,
+            learning_rate=result.learning_rate, grad_norm=result.grad_norm,
+            tokens_per_second=result.targets / seconds, memory_bytes=self.memory_bytes,
+        )  # fmt: skip
+        text = self._line(step, result)
+        if self._console.is_terminal:
+            self._progress.update(self._task, completed=step, text=text)
+        if self._is_due(step):
+            (rank_logs.note if self._console.is_terminal else self.say)(f"step {step}/{self._total_steps}  {text}")
+            self._last_line = time.monotonic()
+
+    def evaluation(self, step: int, evaluation: Evaluation, *, of: str = "validation") -> None:
+        """The model was evaluated after `step` steps, on what is called so."""
+        if self.speaking:
+            event = "evaluation" if of == "validation" else of
+            self._record(
+                event=event, step=step, loss=evaluation.loss, perplexity=evaluation.perplexity,
+                targets=evaluation.targets, samples=evaluation.samples,
+            )  # fmt: skip
+            self.say(
+                f"step {step}/{self._total_steps}  {of} loss {evaluation.loss:.4f}"
+                f"  perplexity {evaluation.perplexity:.2f}  ({evaluation.samples} samples)"
+            )
+
+    def left_out(self, step: int, why: str, samples: list[int], *, is_going_on: bool) -> None:
+        """Step number `step` updated nothing, because of what `samples` gave."""
+        if self.speaking:
+            self._record(event="left_out", step=step, why=why, samples=samples)
+            if is_going_on:
+                self.say(f"step {step}/{self._total_steps}  left out: {why}; its samples are listed in {METRICS}")
+
+    def memory(self, step: int, measured_bytes: int) -> None:
+        """Two steps are done, so everything that the plan counts has been allocated at least once."""
+        self.memory_bytes = measured_bytes
+        if self.speaking:
+            self._record(event="memory", step=step, planned_bytes=self._planned_bytes, measured_bytes=measured_bytes)
+            difference = (measured_bytes / self._planned_bytes - 1) * 100 if self._planned_bytes else math.inf
+            why = "; the plan is for batches of full-length samples" if difference < -2 else ""
+            self.say(
+                f"memory: planned {format_bytes(self._planned_bytes)}, measured {format_bytes(measured_bytes)}"
+                f" ({difference:+.1f} %{why})"
+            )
+
+    def _is_due(self, step: int) -> bool:
+        """Whether a plain line is: the first and the last, about `PLAIN_LINES` between, one a minute at least."""
+        return (
+            step % math.ceil(self._total_steps / PLAIN_LINES) == 0
+            or step in (self._first_step + 1, self._total_steps)
+            or time.monotonic() - self._last_line > 60
+        )
+
+    def _line(self, step: int, result: StepResult) -> str:
+        seconds = sum(seconds for seconds, _ in self._recent)
+        left = seconds / len(self._recent) * (self._total_steps - step)
+        memory = "" if self.memory_bytes is None else f"{format_bytes(self.memory_bytes)} of "
+        return (
+            f"loss {result.loss:.4f}  lr {result.learning_rate:.2e}"
+            f"  {sum(targets for _, targets in self._recent) / seconds:,.0f} tokens/s"
+            f"  {format_seconds(left)} left  memory {memory}{format_bytes(self._planned_bytes)}"
+        )
+
+    def _record(self, **values: Any) -> None:
+        line = msgspec.json.encode({**values, "time": round(time.time(), 3)}) + b"\n"
+        try:
+            self._metrics.write(line)
+        except OSError as error:
+            raise _cannot_write(Path(self._metrics.name), error) from None
+
+
+def _continued(path: Path, first_step: int) -> Any:
+    """The file of metrics, open to append to, without records of steps after `first_step` or half a record."""
+    try:
+        path.write_bytes(b"".join(_records_until(path, first_step)))
+        return path.open("ab", buffering=0)  # a line is on its way to the disk before the next step
+    except OSError as error:
+        raise _cannot_write(path, error) from None
+
+
+def _records_until(path: Path, last_step: int) -> list[bytes]:
+    kept = []
+    if path.exists():
+        for line in path.read_bytes().splitlines(keepends=True):
+            try:
+                record = msgspec.json.decode(line)
+            except msgspec.DecodeError:
+                continue
+            if record["step"] <= last_step:
+                kept.append(line)
+    return kept
+
+
+def _cannot_write(path: Path, error: OSError) -> CheckpointError:
+    return CheckpointError(
+        f"cannot write {path}",
+        because=error.strerror or str(error),
+        hint="make room, then continue with --resume, or choose another --out",
+    )

@@ -1,0 +1,1 @@
+"""From what `--model` says to a module that can be trained."""

@@ -1,0 +1,142 @@
+"""A user's own model: `package.module:name` or `path/to/file.py:name`, a callable that makes it.
+
+Whether the Hugging Face hub can be asked at all, so that a typo costs no half minute of retries.
+"""
+
+import difflib
+import functools
+import importlib
+import importlib.util
+import os
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import torch
+from torch import nn
+
+from frugal.errors import FrugalError, RequestError
+from frugal.training.objectives import Objective
+
+Factory = Callable[[], Any]
+
+
+def find(reference: str) -> Factory:
+    """The callable behind `package.module:name` or `path/to/file.py:name`."""
+    where, _, name = reference.rpartition(":")
+    try:
+        with _importable(Path.cwd()):
+            module = _import_file(Path(where)) if where.endswith(".py") else importlib.import_module(where)
+    except FrugalError:
+        raise
+    except (Exception, SystemExit) as error:  # a user's module may raise anything, and scripts like to exit
+        raise RequestError(
+            f"cannot import {where}",
+            because=first_line(error),
+            hint="a factory is package.module:name or path/to/file.py:name",
+        ) from None
+    try:
+        factory: Any = functools.reduce(getattr, name.split("."), module)
+    except AttributeError:
+        public = [n for n, value in vars(module).items() if callable(value) and not n.startswith("_")]
+        similar = difflib.get_close_matches(name, public, n=1)
+        raise RequestError(
+            f"{where} has no `{name}`", hint=f"did you mean {where}:{similar[0]}?" if similar else None
+        ) from None
+    if not callable(factory):
+        raise RequestError(f"{reference} cannot be called", because=f"its type is {type(factory).__name__}")
+    return factory
+
+
+def _import_file(path: Path) -> Any:
+    path = path.expanduser().resolve()
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no file {path}")
+    name = f"frugal_factory_{path.stem}"  # so that a `random.py` stands in nobody's way
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None, path
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and pickle look it up there
+    with _importable(path.parent):
+        spec.loader.exec_module(module)
+    return module
+
+
+@contextmanager
+def _importable(folder: Path) -> Iterator[None]:
+    """`folder` can be imported from, as with `python -m`."""
+    sys.path.insert(0, str(folder))
+    try:
+        yield
+    finally:
+        sys.path.remove(str(folder))
+
+
+def call(reference: str, factory: Factory, device: torch.device) -> tuple[nn.Module, Objective | None]:
+    """The module and, if it gives one, the objective that a factory makes on `device`."""
+    try:
+        with torch.device(device), _importable(Path.cwd()):
+            made = factory()
+    except FrugalError:
+        raise
+    except (Exception, SystemExit) as error:  # a user's factory may raise anything
+        raise RequestError(
+            f"{reference} failed",
+            because=first_line(error),
+            hint="it is also called with torch.device('meta') as default, so it must not read weights or values"
+            if device.type == "meta"
+            else None,
+        ) from None
+    module, objective = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    if not isinstance(module, nn.Module):
+        raise RequestError(
+            f"{reference} returned {'None' if module is None else f'an object of type {type(module).__name__}'}",
+            hint="return a torch.nn.Module, or (module, objective)",
+        )
+    return module, objective
+
+
+def hub_is_reachable() -> bool:
+    """Whether the hub can be asked."""
+    return hub_unreachable_because() is None
+
+
+@functools.cache
+def hub_unreachable_because() -> str | None:
+    """Why the hub cannot be asked: it is switched off, or its host has no address here and no proxy might know it."""
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        return "HF_HUB_OFFLINE is set"
+    if any(os.environ.get(name) for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")):
+        return None
+    try:
+        socket.getaddrinfo(urlsplit(constants.ENDPOINT).hostname, 443)
+    except OSError:
+        return "the network does not reach it"
+    return None
+
+
+def use_hub_cache_only() -> None:
+    """Make `datasets`, which cannot be told so in a call, look into its local cache only; for the whole process."""
+    import datasets
+    from huggingface_hub import constants
+
+    constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
+
+
+def why_hub_failed(error: Exception) -> str:
+    """One line about a failed look-up."""
+    if (reason := hub_unreachable_because()) is not None:
+        return f"the hub cannot be asked ({reason}), and its local cache does not have it"
+    return f"the hub answers: {first_line(error)}"
+
+
+def first_line(error: BaseException) -> str:
+    """The type and the first line of an error: `KeyError: 'n_layers'`."""
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__

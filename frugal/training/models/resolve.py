@@ -1,0 +1,243 @@
+"""What `--model` may say, and the module it stands for.
+
+A reference is, in this order: a preset (presets.toml), a transformers model type (its default configuration), a
+factory `package.module:name` or `path/to/file.py:name`, the path of a config.json or of a model folder, a hub name.
+"""
+
+import difflib
+import functools
+import json
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from frugal.errors import RequestError
+from frugal.training.models import factories
+from frugal.training.models.spec import OWN, TASKS, ModelSpec, heads, max_positions_of
+
+MOST_LAYERS = 10_000
+_WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model.bin.index.json")
+
+
+def resolve(
+    reference: str, task: str | None = None, *, num_labels: int | None = None, trust_remote_code: bool = False
+) -> ModelSpec:
+    """The model that `reference` names, for `task`; without a task, what its architecture is for.
+
+    `num_labels` counts the classes of sequence classification. Code that comes with a model runs only if
+    `trust_remote_code`.
+
+    Raises:
+        RequestError: nothing has this name, its factory fails, or its architecture cannot do the task.
+    """
+    if task is not None and task not in TASKS:
+        raise RequestError(f"there is no task `{task}`", hint=f"tasks are {', '.join(TASKS)}")
+    if reference in presets():
+        preset = presets()[reference]
+        config = _config_class(preset["type"]).from_dict(dict(preset["config"]))
+        return _of_config(reference, config, task or preset["task"], num_labels=num_labels)
+    if reference in _model_types():
+        return _of_config(reference, _config_class(reference)(), task, num_labels=num_labels)
+    if ":" in reference and not Path(reference).exists():
+        return _of_factory(reference, task)
+    path = Path(reference).expanduser()
+    if path.exists():
+        return _of_path(reference, path, task, num_labels=num_labels, trust_remote_code=trust_remote_code)
+    if reference.startswith((".", "/", "~")) or reference.endswith(".json") or reference.count("/") > 1:
+        raise RequestError(
+            f"there is no model at {reference}", hint="give a config.json, a model folder, or a preset such as gpt2"
+        )
+    return _of_hub(reference, task, num_labels=num_labels, trust_remote_code=trust_remote_code)
+
+
+@functools.cache
+def presets() -> Mapping[str, Mapping[str, Any]]:
+    """The models of presets.toml by name."""
+    return tomllib.loads((Path(__file__).parent / "presets.toml").read_text())
+
+
+@functools.cache
+def _model_types() -> Mapping[str, str]:
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    return CONFIG_MAPPING_NAMES
+
+
+def _config_class(model_type: str) -> Any:
+    from transformers import CONFIG_MAPPING
+
+    return CONFIG_MAPPING[model_type]
+
+
+def _tasks_of(model_type: str) -> list[str]:
+    return [task for task in TASKS if model_type in heads(task)]
+
+
+def _infer_task(config: Any) -> str | None:
+    """What `config.architectures` says, otherwise the first task that fits the architecture."""
+    architectures = getattr(config, "architectures", None)
+    for architecture in architectures if isinstance(architectures, list) else ():
+        for task in ("seq2seq", "masked-lm", "causal-lm", "sequence-classification"):
+            names = heads(task).get(config.model_type, ())
+            if architecture in ((names,) if isinstance(names, str) else names):
+                return task
+    possible = _tasks_of(config.model_type)
+    preferred = ("seq2seq",) if config.is_encoder_decoder else ("masked-lm", "causal-lm", "seq2seq")
+    return next((task for task in (*preferred, *possible) if task in possible), None)
+
+
+def _of_config(
+    reference: str,
+    config: Any,
+    task: str | None,
+    *,
+    num_labels: int | None = None,
+    weights: str | None = None,
+    trust_remote_code: bool = False,
+) -> ModelSpec:
+    """The spec of a transformers configuration, which it may change."""
+    own_code = trust_remote_code and bool(getattr(config, "auto_map", None))
+    possible = list(TASKS) if own_code else _tasks_of(config.model_type)
+    chosen = task or _infer_task(config) or ("causal-lm" if own_code else None)
+    if chosen is None or chosen not in possible:
+        raise RequestError(
+            f"{reference} cannot be trained as {chosen}" if chosen else f"{reference} cannot be trained on text",
+            because=f"transformers has {_listed(possible) if possible else 'no such model'} for `{config.model_type}`",
+            hint=f"use --task {possible[0]}" if possible else "give a factory that returns a module and its objective",
+        )
+    text = config.get_text_config()
+    layers = getattr(text, "num_hidden_layers", None)
+    if isinstance(layers, int) and layers > MOST_LAYERS:
+        raise RequestError(
+            f"{reference} has {layers} layers", because=f"building more than {MOST_LAYERS} one by one does not end"
+        )
+    for part in {id(config): config, id(text): text}.values():
+        if getattr(part, "use_cache", False):
+            part.use_cache = False
+    if chosen == "sequence-classification":
+        if num_labels is not None:
+            config.num_labels = num_labels
+        if getattr(config, "pad_token_id", None) is None:
+            config.pad_token_id = 0  # decoders look for the last token that is no padding
+    return ModelSpec(
+        reference=reference,
+        task=chosen,
+        max_positions=max_positions_of(config),
+        vocab_size=getattr(text, "vocab_size", None),
+        config=config,
+        weights=weights,
+        trust_remote_code=trust_remote_code,
+    )
+
+
+def _listed(tasks: list[str]) -> str:
+    return " and ".join(filter(None, (", ".join(tasks[:-1]), tasks[-1])))
+
+
+def _of_path(
+    reference: str, path: Path, task: str | None, *, num_labels: int | None, trust_remote_code: bool
+) -> ModelSpec:
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        raw = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise RequestError(f"{reference} is no model folder", because=f"{file}: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"{file} is not a model's configuration", because=f"it is no JSON: {error}") from None
+    model_type = raw.get("model_type") if isinstance(raw, dict) else None
+    if not isinstance(model_type, str):
+        raise RequestError(
+            f"{file} is not a model's configuration",
+            because="it has no `model_type`",
+            hint='add one that transformers knows, such as "model_type": "gpt2"',
+        )
+    weights = str(path) if path.is_dir() and any(any(path.glob(pattern)) for pattern in _WEIGHTS) else None
+    if raw.get("auto_map") and trust_remote_code:
+        from transformers import AutoConfig
+
+        config = AutoConfig.from_pretrained(file.parent, trust_remote_code=True)
+    elif model_type not in _model_types():
+        raise RequestError(
+            f"transformers does not know the model type `{model_type}` of {file}",
+            because="the code that comes with a model runs only if asked" if raw.get("auto_map") else (),
+            hint=_similar(model_type, _model_types()),
+        )
+    else:
+        try:
+            config = _config_class(model_type).from_dict(raw)
+        except Exception as error:  # configurations check their values each in its own way
+            raise RequestError(f"{file} is not a model's configuration", because=factories.first_line(error)) from None
+    return _of_config(
+        reference, config, task, num_labels=num_labels, weights=weights, trust_remote_code=trust_remote_code
+    )
+
+
+def _of_hub(reference: str, task: str | None, *, num_labels: int | None, trust_remote_code: bool) -> ModelSpec:
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(
+            reference, trust_remote_code=trust_remote_code, local_files_only=not factories.hub_is_reachable()
+        )
+    except (OSError, ValueError) as error:
+        raise RequestError(
+            f"there is no model `{reference}`",
+            because=(
+                "it is no preset, no transformers model type, no path and no factory",
+                factories.why_hub_failed(error),
+            ),
+            hint=_similar(reference.rpartition("/")[2], presets(), _model_types()),
+        ) from None
+    return _of_config(
+        reference, config, task, num_labels=num_labels, weights=reference, trust_remote_code=trust_remote_code
+    )
+
+
+def _similar(name: str, *known: Mapping[str, Any]) -> str:
+    """A hint with the closest names of the first that has some, otherwise what else could be given."""
+    for names in known:
+        if matches := difflib.get_close_matches(name.lower(), names, n=2, cutoff=0.6):
+            return f"did you mean {' or '.join(matches)}?"
+    return "give a preset such as gpt2 or llama-3.1-8b, a config.json, a model folder, or package.module:factory"
+
+
+def _of_factory(reference: str, task: str | None) -> ModelSpec:
+    """The spec of a user's factory, called once on meta to see what it makes."""
+    factory = factories.find(reference)
+    module, objective = factories.call(reference, factory, torch.device("meta"))
+    config = getattr(module, "config", None)
+    is_transformers = hasattr(config, "get_text_config")
+    if objective is None and task is None:
+        task = _infer_task_of_class(module)
+        if task is None:
+            raise RequestError(
+                f"{reference} makes a {type(module).__name__}, but does not say how to train it",
+                hint="return (module, objective) from it; frugal.training.objectives.SummedLoss makes one of a loss "
+                "function",
+            )
+    embedding = getattr(module, "get_input_embeddings", lambda: None)() if is_transformers else None
+    shapes = [(name, tuple(tensor.shape), tensor.requires_grad) for name, tensor in module.named_parameters()]
+    return ModelSpec(
+        reference=reference,
+        task=OWN if objective is not None else str(task),
+        max_positions=max_positions_of(config) if is_transformers else None,
+        vocab_size=embedding.num_embeddings if isinstance(embedding, nn.Embedding) else None,
+        config=config if is_transformers else None,
+        factory=factory,
+        structure=f"{module!r}\n{shapes}",
+        own_objective=objective,
+    )
+
+
+def _infer_task_of_class(module: nn.Module) -> str | None:
+    if hasattr(module, "get_base_model"):  # peft's wrapper
+        module = module.get_base_model()  # type: ignore[operator]  # a method
+    for task in ("seq2seq", "masked-lm", "causal-lm", "sequence-classification"):
+        names = heads(task).get(getattr(getattr(module, "config", None), "model_type", ""), ())
+        if type(module).__name__ in ((names,) if isinstance(names, str) else names):
+            return task
+    return None

@@ -1,0 +1,236 @@
+"""A model that can be built any number of times, for real or on meta; `frugal.training.models.resolve` finds it."""
+
+import functools
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, get_args
+
+import torch
+from torch import nn
+
+from frugal.config.request import Task
+from frugal.errors import RequestError
+from frugal.training.models import factories, transformers_internals
+from frugal.training.objectives import CausalLM, MaskedLM, Objective, Seq2Seq, SequenceClassification
+
+TASKS: tuple[str, ...] = get_args(Task)
+OWN = "own"  # the task of a factory that brings its own objective
+
+_AUTO = {
+    "causal-lm": ("AutoModelForCausalLM", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"),
+    "masked-lm": ("AutoModelForMaskedLM", "MODEL_FOR_MASKED_LM_MAPPING_NAMES"),
+    "seq2seq": ("AutoModelForSeq2SeqLM", "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES"),
+    "sequence-classification": (
+        "AutoModelForSequenceClassification",
+        "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
+    ),
+}
+_CLASSES = ("id2label", "label2id", "num_labels")
+_SPECIAL_IDS = (
+    "pad_token_id", "bos_token_id", "eos_token_id", "sep_token_id", "cls_token_id", "mask_token_id",
+    "decoder_start_token_id", "forced_bos_token_id", "forced_eos_token_id", "suppress_tokens", "begin_suppress_tokens",
+)  # fmt: skip
+# Position ids of these begin after the padding id (fairseq's habit), so that many positions are never used.
+_POSITIONS_AFTER_PADDING = {
+    "roberta", "xlm-roberta", "xlm-roberta-xl", "roberta-prelayernorm", "camembert", "longformer", "xmod",
+    "data2vec-text", "luke", "esm", "mpnet", "ibert",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSpec:
+    """A model that can be built any number of times, for real or on meta.
+
+    Attributes:
+        reference: what the user wrote.
+        task: one of `TASKS`, or `own` where a factory brings its objective.
+        max_positions: tokens in the longest sample it can read; None: no limit.
+        vocab_size: rows of the input embedding; None: it has none.
+        config: transformers' configuration; None for a factory that makes another kind of module.
+        weights: folder or hub name that the weights come from; None: random ones.
+    """
+
+    reference: str
+    task: str
+    max_positions: int | None
+    vocab_size: int | None
+    config: Any = None
+    weights: str | None = None
+    trust_remote_code: bool = False
+    factory: factories.Factory | None = None
+    structure: str = ""
+    own_objective: Objective | None = None
+
+    def fingerprint(self) -> str:
+        """SHA-256 of everything that memory and training depend on: the architecture and the task.
+
+        Neither the weights nor the ids of special tokens nor the number of classes are part of it.
+        """
+        if self.factory is None:
+            config = {name: value for name, value in self.config.to_dict().items() if name not in _NOT_ARCHITECTURE}
+            structure = json.dumps(config, sort_keys=True, default=str)
+        else:
+            structure = self.structure
+        return hashlib.sha256(f"{self.task}\n{structure}".encode()).hexdigest()
+
+    def build(self, *, dtype: torch.dtype, device: torch.device | str = "cpu", seed: int = 0) -> nn.Module:
+        """The module in training mode; the same seed gives the same weights. On `meta` it has shapes only.
+
+        Raises:
+            RequestError: its factory fails, or its weights cannot be read.
+        """
+        device = torch.device(device)
+        transformers_internals.always_use()
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            torch.manual_seed(seed)
+            if self.factory is not None:
+                module, _ = factories.call(self.reference, self.factory, device)
+                return module.to(dtype=dtype).train()
+            import transformers
+
+            auto = getattr(transformers, _AUTO[self.task][0])
+            if self.weights is None or device.type == "meta":
+                with torch.device(device), self._blamed():
+                    module = auto.from_config(self.config, dtype=dtype, trust_remote_code=self.trust_remote_code)
+                return module.train()
+            try:
+                module = auto.from_pretrained(
+                    self.weights,
+                    config=self.config,
+                    dtype=dtype,
+                    trust_remote_code=self.trust_remote_code,
+                    local_files_only=not factories.hub_is_reachable(),
+                )
+            except Exception as error:  # each file format fails in its own way
+                raise RequestError(
+                    f"the weights of {self.reference} cannot be loaded",
+                    because=factories.first_line(error),
+                    hint="to train from random weights give the path of its config.json",
+                ) from None
+            return module.to(device).train()
+
+    @contextmanager
+    def _blamed(self) -> Iterator[None]:
+        """What goes wrong inside is the configuration's fault: its values contradict each other, or are no numbers."""
+        try:
+            yield
+        except Exception as error:  # every model finds out in its own way
+            because = f"{type(error).__name__}: {factories.first_line(error)}"
+            raise RequestError(f"{self.reference} has a configuration that makes no model", because=because) from None
+
+    def objective(self, tokenizer: Any = None, *, seed: int = 0, pack: bool = False) -> Objective:
+        """What is trained; pads and masks with the tokenizer's special tokens, or with the configuration's.
+
+        `seed` is for objectives that draw something: which tokens are masked. `pack`: several documents in a sample.
+        """
+        if self.own_objective is not None:
+            return self.own_objective
+
+        def special(name: str, otherwise: int) -> int:
+            for owner in (tokenizer, self.config):
+                if (token_id := getattr(owner, name, None)) is not None:
+                    return int(token_id[0] if isinstance(token_id, list) else token_id)
+            return otherwise
+
+        pad_id = special("pad_token_id", 0)
+        match self.task:
+            case "causal-lm":
+                return CausalLM(pad_id, packed=pack)
+            case "masked-lm":
+                vocabulary = self.vocab_size or 1
+                return MaskedLM(
+                    pad_id=pad_id,
+                    mask_id=special("mask_token_id", vocabulary - 1),
+                    vocab_size=vocabulary if tokenizer is None else len(tokenizer),
+                    special_ids=() if tokenizer is None else tuple(tokenizer.all_special_ids),
+                    seed=seed,
+                )
+            case "seq2seq":
+                return Seq2Seq(pad_id, start_id=special("decoder_start_token_id", special("bos_token_id", pad_id)))
+            case "sequence-classification":
+                ends = self.config is not None and self.config.is_encoder_decoder
+                end_id = special("eos_token_id", pad_id) if ends else None
+                return SequenceClassification(pad_id, bidirectional=self._is_bidirectional(), end_id=end_id)
+        raise AssertionError(self.task)
+
+    def _is_bidirectional(self) -> bool:
+        """Whether tokens see later ones, so that padding has to be masked."""
+        return self.config is None or self.config.is_encoder_decoder or self.config.model_type in heads("masked-lm")
+
+    def for_tokenizer(self, tokenizer: Any) -> "ModelSpec":
+        """The same model with the tokenizer's special tokens, as training from text needs it.
+
+        Raises:
+            RequestError: the tokenizer has ids that the model has no embedding for.
+        """
+        if self.vocab_size is not None and len(tokenizer) > self.vocab_size:
+            raise RequestError(
+                f"the tokenizer has {len(tokenizer)} tokens, {self.reference} has embeddings for {self.vocab_size}",
+                hint="take the tokenizer that belongs to the model, or a config.json with a larger vocab_size",
+            )
+        if self.config is None or self.factory is not None:
+            return self
+        config = type(self.config).from_dict(self.config.to_dict())
+        # Knowing the padding, a causal model would look for it in every batch, a wait for the device, only to warn.
+        padding = () if self.task == "causal-lm" else ("pad_token_id",)
+        for name in (*padding, "bos_token_id", "eos_token_id"):
+            if (token_id := getattr(tokenizer, name, None)) is not None:
+                setattr(config, name, token_id)
+        if config.is_encoder_decoder and tokenizer.pad_token_id is not None and self.weights is None:
+            config.decoder_start_token_id = tokenizer.pad_token_id
+        return replace(self, config=config, max_positions=max_positions_of(config))
+
+    def for_labels(self, num_labels: int) -> "ModelSpec":
+        """The same model with at least `num_labels` classes; of use for sequence classification only."""
+        if self.task != "sequence-classification" or self.factory is not None or self.config.num_labels >= num_labels:
+            return self
+        config = type(self.config).from_dict(self.config.to_dict())
+        config.num_labels = num_labels
+        return replace(self, config=config)
+
+
+_NOT_ARCHITECTURE = {
+    "transformers_version",
+    "_name_or_path",
+    "architectures",
+    "dtype",
+    "torch_dtype",
+    *_SPECIAL_IDS,
+    *_CLASSES,
+}
+
+
+def check_sequence_length(spec: ModelSpec, seq_len: int) -> None:
+    """Refuse samples that the model has no positions for.
+
+    Raises:
+        RequestError: `seq_len` tokens are more than its positions.
+    """
+    if spec.max_positions is not None and seq_len > spec.max_positions:
+        raise RequestError(
+            f"--seq-len {seq_len} is longer than {spec.reference} can read",
+            because=f"it has {spec.max_positions} positions",
+            hint=f"use --seq-len {spec.max_positions} or less",
+        )
+
+
+@functools.cache
+def heads(task: str) -> Mapping[str, Any]:
+    """Model type -> class name (or names) of its model for `task`."""
+    from transformers.models.auto import modeling_auto
+
+    return getattr(modeling_auto, _AUTO[task][1])
+
+
+def max_positions_of(config: Any) -> int | None:
+    """Tokens that the position embeddings reach; None where positions are relative."""
+    text = config.get_text_config()
+    positions = getattr(text, "max_position_embeddings", None)
+    if not isinstance(positions, int) or positions <= 0:
+        return None
+    if text.model_type in _POSITIONS_AFTER_PADDING:
+        return positions - (text.pad_token_id or 0) - 1
+    return positions

@@ -1,0 +1,294 @@
+"""Memory ran out: whether an error says so, what it tells of the device, and the words for it.
+
+What a run has learnt of the memory there is: how small its cells have to be, and when to try larger ones again.
+
+Where memory runs out, cells are halved, down to one sample, then activation checkpointing is switched on. After
+`PATIENCE` steps without a failure the last halving is taken back, one at a time; where that was too early, the next
+attempt waits twice as long. All of it follows from what all ranks saw, and a checkpoint keeps it, so that a resumed
+run cuts its batches as the run that was never stopped.
+"""
+
+import re
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from frugal.errors import OutOfMemoryError
+from frugal.planning.plan import Plan
+from frugal.training.data.micro_batches import MicroBatchLimits
+from frugal.training.models import activation_checkpointing
+from frugal.units import format_bytes
+
+_SIGNS = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED", "Failed to CUDA calloc")
+UPDATE = "the optimizer step"
+_UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+_REQUEST = re.compile(r"[Tt]ried to allocate (\d+(?:\.\d+)?) (bytes|KiB|MiB|GiB|TiB)")
+_OTHERS_CODE = ("torch", "deepspeed", "contextlib.py", "functools.py")
+
+
+@dataclass(frozen=True)
+class OutOfMemoryReport:
+    """What one rank that ran out of memory knows.
+
+    Attributes:
+        rank: which one.
+        request_bytes: what it had asked for; None where the error does not say.
+        allocated_bytes: what its tensors took.
+        reserved_bytes: what torch's allocator held of the device for them; 0 on the host, which has no such allocator.
+        phase: forward, backward, the optimizer step or evaluation.
+        where: the line of code that asked.
+    """
+
+    rank: int
+    request_bytes: int | None
+    allocated_bytes: int
+    reserved_bytes: int
+    phase: str
+    where: str
+
+    @property
+    def is_fragmentation(self) -> bool:
+        """Whether enough was free inside what the allocator held, only not in one piece."""
+        return self.request_bytes is not None and self.reserved_bytes - self.allocated_bytes >= self.request_bytes
+
+    def __str__(self) -> str:
+        asked = "could not be given memory" if self.request_bytes is None else (
+            f"asked for {format_bytes(self.request_bytes)}"
+        )  # fmt: skip
+        held = f" with {format_bytes(self.allocated_bytes)} of {format_bytes(self.reserved_bytes)} in use"
+        return f"rank {self.rank} {asked}{held if self.reserved_bytes else ''} in {self.phase}, {self.where}"
+
+
+@dataclass(frozen=True)
+class OutOfMemory:
+    """Memory ran out on some ranks; the same on all of them."""
+
+    reports: tuple[OutOfMemoryReport, ...]
+
+    @property
+    def is_fragmentation(self) -> bool:
+        """Whether the same work may go well once the allocators have given back what they held."""
+        return all(report.is_fragmentation for report in self.reports)
+
+    @property
+    def is_in_update(self) -> bool:
+        """Whether it was in the optimizer step."""
+        return any(report.phase == UPDATE for report in self.reports)
+
+    def beyond(self, planned_bytes: int) -> OutOfMemoryReport | None:
+        """A single request for more than everything together was planned to take: a mistake, not a tight fit."""
+        for report in self.reports:
+            if planned_bytes and (report.request_bytes or 0) > planned_bytes:
+                return report
+        return None
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether `error` says that memory ran out, on the device, on the host or inside cuBLAS or NCCL."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
+        isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS)
+    )
+
+
+def report_of(error: BaseException, rank: int) -> OutOfMemoryReport:
+    """What this rank has to say of `error`, before what it held is given back."""
+    found = _REQUEST.search(str(error))
+    on_gpu = torch.cuda.is_available() and torch.cuda.is_initialized()
+    frames = traceback.extract_tb(error.__traceback__)
+    return OutOfMemoryReport(
+        rank=rank,
+        request_bytes=None if found is None else int(float(found[1]) * _UNITS[found[2]]),
+        allocated_bytes=torch.cuda.memory_allocated() if on_gpu else 0,
+        reserved_bytes=torch.cuda.memory_reserved() if on_gpu else 0,
+        phase=_phase(frames),
+        where=_where(frames),
+    )
+
+
+def _phase(frames: traceback.StackSummary) -> str:
+    files = {Path(frame.filename).name for frame in frames if Path(frame.filename).parent == Path(__file__).parent}
+    if "optimizer_step.py" in files:
+        return UPDATE
+    if "evaluate.py" in files:
+        return "evaluation"
+    return "backward" if any(frame.name == "backward" for frame in frames) else "forward"
+
+
+def _where(frames: traceback.StackSummary) -> str:
+    """The innermost line that is neither torch's nor DeepSpeed's."""
+    own = [frame for frame in frames if not set(Path(frame.filename).parts) & set(_OTHERS_CODE)] or list(frames)
+    if not own:
+        return "nobody knows where"
+    return f"{'/'.join(Path(own[-1].filename).parts[-2:])}:{own[-1].lineno} ({own[-1].name})"
+
+
+PATIENCE = 100  # optimizer steps
+
+
+@dataclass(frozen=True, kw_only=True)
+class LearntLimits:
+    """What a checkpoint keeps.
+
+    Attributes:
+        planned: the plan's limits; under another plan nothing was learnt.
+        limits: those in force in training.
+        larger: those they were lowered from, the plan's first.
+        evaluation: those in force in evaluation, where memory ran out in it.
+        clean_steps: optimizer steps since they last changed.
+        patience: clean steps until the next larger ones are tried.
+        has_grown: whether the last change was to larger ones.
+        recomputes: whether activation checkpointing was switched on.
+    """
+
+    planned: MicroBatchLimits
+    limits: MicroBatchLimits
+    larger: tuple[MicroBatchLimits, ...] = ()
+    evaluation: MicroBatchLimits | None = None
+    clean_steps: int = 0
+    patience: int = PATIENCE
+    has_grown: bool = False
+    recomputes: bool = False
+
+
+class AdaptiveLimits:
+    """The limits of one engine's micro-batches. What is done here is the same on all ranks."""
+
+    def __init__(self, plan: Plan, module: nn.Module) -> None:
+        self.limits = self.planned = MicroBatchLimits.of(plan)
+        self._plan = plan
+        self._module = module
+        self._larger: tuple[MicroBatchLimits, ...] = ()
+        self._evaluation: MicroBatchLimits | None = None
+        self._clean_steps = 0
+        self._patience = PATIENCE
+        self._has_grown = False
+        self._recomputes = False
+
+    @property
+    def evaluation(self) -> MicroBatchLimits:
+        """Limits of evaluation, which keeps no activations for backward."""
+        return self._evaluation or self.limits
+
+    def learnt(self) -> LearntLimits | None:
+        """For a checkpoint; None: nothing but what the plan says."""
+        if self.limits == self.planned and self._evaluation is None and not self._recomputes:
+            return None
+        return LearntLimits(
+            planned=self.planned, limits=self.limits, larger=self._larger, evaluation=self._evaluation,
+            clean_steps=self._clean_steps, patience=self._patience, has_grown=self._has_grown,
+            recomputes=self._recomputes,
+        )  # fmt: skip
+
+    def recall(self, learnt: LearntLimits | None) -> None:
+        """Go on with what a checkpoint kept, if it was learnt under this plan."""
+        if learnt is None or learnt.planned != self.planned:
+            return
+        self.limits, self._larger, self._evaluation = learnt.limits, learnt.larger, learnt.evaluation
+        self._clean_steps, self._patience, self._has_grown = learnt.clean_steps, learnt.patience, learnt.has_grown
+        if learnt.recomputes and not self._recomputes:
+            self._recompute()
+
+    def after_step(self) -> str | None:
+        """An optimizer step went well; what to say if larger cells are tried again from here on."""
+        if not self._larger:
+            return None
+        self._clean_steps += 1
+        if self._clean_steps < self._patience:
+            return None
+        self.limits, self._larger = self._larger[-1], self._larger[:-1]
+        done, self._clean_steps, self._has_grown = self._clean_steps, 0, True
+        return f"{done} steps without running out of memory: {_cells(self.limits)} again"
+
+    def lower(self, shortage: OutOfMemory, largest: int) -> str:
+        """Memory ran out in training, where the largest cell took as much as `largest` samples; what to say.
+
+        Raises:
+            OutOfMemoryError: there is nothing left to lower.
+        """
+        refuse_mistake(shortage, self._plan)
+        if self._has_grown:
+            self._patience *= 2
+        self._clean_steps, self._has_grown = 0, False
+        limits = self.limits.halved(largest)
+        if limits is not None:
+            self._larger = (*self._larger, self.limits)
+            self.limits = limits
+            return f"out of memory: the global batch is run again with {_cells(limits)}"
+        if self._can_recompute():
+            self._recompute()
+            self.limits, self._larger = self.planned, ()
+            return (
+                "out of memory with a micro-batch of one sample: from here on activation checkpointing is full, "
+                f"with {_cells(self.limits)}"
+            )
+        raise self._exhausted(shortage, "with a micro-batch of one sample")
+
+    def lower_evaluation(self, shortage: OutOfMemory, largest: int) -> str:
+        """The same in evaluation, which leaves the cells of training alone."""
+        refuse_mistake(shortage, self._plan)
+        limits = self.evaluation.halved(largest)
+        if limits is None:
+            raise self._exhausted(shortage, "in evaluation with one sample at a time")
+        self._evaluation = limits
+        return f"out of memory in evaluation: it is run again with {_cells(limits)}"
+
+    def retry_update(self, shortage: OutOfMemory, attempts: int, *, is_begun: bool) -> str:
+        """Memory ran out in the optimizer step; what to say if the same cells may be run again, once.
+
+        Smaller cells would not help: no activation lives then.
+
+        Raises:
+            OutOfMemoryError: it happened before, or weights may have been written to.
+        """
+        refuse_mistake(shortage, self._plan)
+        if is_begun:
+            raise self._exhausted(shortage, "in the midst of writing weights")
+        if attempts > 1:
+            raise self._exhausted(shortage, "in the optimizer step")
+        return "out of memory in the optimizer step, before a weight was written: the global batch is run again"
+
+    def _can_recompute(self) -> bool:
+        mode = self._plan.strategy.activation_checkpointing
+        return (
+            mode in ("off", "selective")
+            and not self._recomputes
+            and activation_checkpointing.is_supported(self._module)
+        )
+
+    def _recompute(self) -> None:
+        activation_checkpointing.apply(self._module, "full")
+        self._recomputes = True
+
+    def _exhausted(self, shortage: OutOfMemory, when: str) -> OutOfMemoryError:
+        memory, most = self._plan.memory, max(self._plan.batch.micro_batch)
+        planned = f"the plan promised {format_bytes(memory.total_bytes)} with {most} samples"
+        beside = f", of {format_bytes(memory.usable_bytes)} that may be used"
+        return OutOfMemoryError(
+            f"out of memory {when}",
+            because=[*map(str, shortage.reports), planned + beside],
+            hint="plan again with less memory, a shorter --seq-len, or --activation-checkpointing full",
+        )
+
+
+def refuse_mistake(shortage: OutOfMemory, plan: Plan) -> None:
+    """Do not try again what no plan would fit.
+
+    Raises:
+        OutOfMemoryError: a single request was for more than all that was planned.
+    """
+    report = shortage.beyond(plan.memory.total_bytes)
+    if report is not None:
+        planned = f"{format_bytes(plan.memory.total_bytes)} are planned for everything together, at the peak"
+        raise OutOfMemoryError(
+            "a single request for more memory than the whole plan",
+            because=[str(report), planned],
+            hint=f"look at {report.where}: smaller cells would not help; or plan with the data's own lengths",
+        )
+
+
+def _cells(limits: MicroBatchLimits) -> str:
+    most = max(limits.max_samples)
+    return f"at most {most} sample{'s' * (most != 1)} a cell"
