@@ -7,7 +7,7 @@ from frugal.dryrun.messages import DryRun
 from frugal.dryrun.run import dry_run
 from frugal.training.objectives import CausalLM
 from tests.plans import plan_by_hand
-from tests.training.models import tiny_gpt2
+from tests.training.small_models import tiny_gpt2
 
 
 def rehearsed(zero_stage: int, offload: str) -> DryRun:

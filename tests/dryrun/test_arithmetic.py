@@ -9,7 +9,7 @@ from frugal.dryrun.run import dry_run
 from frugal.planning.memory.timeline import CATEGORIES, LOGITS, Timeline
 from frugal.training.objectives import CausalLM, SummedLoss
 from tests.plans import plan_by_hand
-from tests.training.models import tiny_gpt2
+from tests.training.small_models import tiny_gpt2
 
 WIDTH, RANKS = 64, 64
 

@@ -23,7 +23,7 @@ from frugal.units import GIB, MIB
 FACTORY = """
 import torch
 from torch import nn
-from tests.training.models import tiny_gpt2
+from tests.training.small_models import tiny_gpt2
 
 def tiny():
     return tiny_gpt2()

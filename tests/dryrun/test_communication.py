@@ -12,7 +12,7 @@ from frugal.training.objectives import CausalLM
 from tests.dryrun.test_truth import SMALL_BUCKETS, TOLERANCE, measured, rehearsed
 from tests.plans import plan_by_hand
 from tests.ranks import Ranks
-from tests.training.models import tiny_gpt2
+from tests.training.small_models import tiny_gpt2
 
 MICRO_BATCH = 4
 

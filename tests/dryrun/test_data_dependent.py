@@ -17,7 +17,7 @@ from frugal.training.measure.two_steps import phase_peaks, trial
 from frugal.training.objectives import CausalLM, SequenceClassification, SummedLoss
 from tests.dryrun.test_truth import SEQ_LEN, TOLERANCE, plan_for
 from tests.ranks import Ranks
-from tests.training.models import TINY, Block
+from tests.training.small_models import TINY, Block
 
 
 class Custom(nn.Module):

@@ -15,7 +15,7 @@ from frugal.training.models.resolve import resolve
 from frugal.training.objectives import CausalLM
 from tests.dryrun.test_truth import FAMILIES, TOLERANCE, plan_for
 from tests.ranks import Ranks
-from tests.training.models import ragged_samples
+from tests.training.small_models import ragged_samples
 
 
 class Adapted(nn.Module):

@@ -11,7 +11,7 @@ from frugal.training.objectives import CausalLM
 from frugal.units import GIB, MIB
 from tests.dryrun.test_truth import SMALL_BUCKETS
 from tests.plans import plan_by_hand
-from tests.training.models import tiny_gpt2
+from tests.training.small_models import tiny_gpt2
 
 
 def host_bytes(zero_stage: int, world_size: int = 1, **strategy: Any) -> int:

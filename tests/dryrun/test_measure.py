@@ -9,7 +9,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from frugal.training.measure.memory_gauge import gauge
 from frugal.training.objectives import CausalLM
-from tests.training.models import tiny_gpt2
+from tests.training.small_models import tiny_gpt2
 
 SEQ_LEN = 64
 

@@ -14,7 +14,7 @@ from frugal.training.objectives import CausalLM
 from tests.dryrun.test_truth import SMALL_BUCKETS, assert_as_rehearsed, rehearsed
 from tests.plans import plan_by_hand
 from tests.ranks import Ranks
-from tests.training.models import ragged_samples, tiny_gpt2
+from tests.training.small_models import ragged_samples, tiny_gpt2
 
 _EXTENSIONS = Path(os.environ.get("TORCH_EXTENSIONS_DIR", Path.home() / ".cache" / "torch_extensions"))
 needs_compiled_adam = pytest.mark.skipif(

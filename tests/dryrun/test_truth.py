@@ -15,7 +15,7 @@ from frugal.training.measure.two_steps import trial
 from frugal.training.objectives import CausalLM, MaskedLM, Seq2Seq
 from tests.plans import plan_by_hand
 from tests.ranks import Ranks
-from tests.training.models import tiny_gpt2
+from tests.training.small_models import tiny_gpt2
 
 
 def tiny(auto: str, model_type: str, **config: Any) -> Callable[[], Any]:

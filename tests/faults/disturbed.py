@@ -11,7 +11,7 @@ from frugal.training.engine import Engine, initialize
 from frugal.training.evaluate import evaluate
 from frugal.training.objectives import CausalLM
 from tests.plans import plan_by_hand
-from tests.training.models import ragged_samples, tiny_gpt2
+from tests.training.small_models import ragged_samples, tiny_gpt2
 
 MICRO_BATCH, STEPS, DISTURBED_STEP = 4, 3, 1
 FAULTS = ("forward", "later forward", "backward", "later backward", "states", "clipping", "writing", "evaluation")

@@ -16,7 +16,7 @@ from frugal.training.data.sources import Provenance
 from frugal.training.engine import Engine, initialize
 from frugal.training.objectives import CausalLM
 from tests.plans import plan_by_hand
-from tests.training.models import ragged_samples, tiny_gpt2
+from tests.training.small_models import ragged_samples, tiny_gpt2
 
 GLOBAL_BATCH, WORLD_SIZE = 6, 2
 

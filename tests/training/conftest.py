@@ -10,7 +10,7 @@ from frugal.training.data.corpus import Corpus
 from frugal.training.data.tokenizer import byte_tokenizer
 from frugal.training.models import factories as hub
 from tests.training.corpora import Load
-from tests.training.models import FACTORIES
+from tests.training.small_models import FACTORIES
 
 
 @pytest.fixture

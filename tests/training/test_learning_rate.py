@@ -9,7 +9,7 @@ from frugal.training.engine import initialize
 from frugal.training.objectives import CausalLM
 from tests.plans import plan_by_hand
 from tests.ranks import Ranks
-from tests.training.models import ragged_samples, tiny_gpt2
+from tests.training.small_models import ragged_samples, tiny_gpt2
 
 SCALED = {"learning_rate": 0.05, "reference_batch": 3, "lr_rule": "linear"}
 

@@ -12,7 +12,7 @@ from frugal.training.engine import initialize
 from frugal.training.objectives import CausalLM
 from tests.plans import plan_by_hand
 from tests.ranks import Ranks
-from tests.training.models import ragged_samples, tiny_gpt2
+from tests.training.small_models import ragged_samples, tiny_gpt2
 
 WIDTH = 768  # its matrices reach the MiB below which DeepSpeed leaves parameters in memory
 _EXTENSIONS = Path(os.environ.get("TORCH_EXTENSIONS_DIR", Path.home() / ".cache" / "torch_extensions"))

@@ -16,7 +16,7 @@ from frugal.training.models.tiled_loss import IGNORED
 from frugal.training.objectives import CausalLM, MaskedLM, Objective, Sample, Seq2Seq, SequenceClassification
 from tests.plans import plan_by_hand
 from tests.ranks import Ranks
-from tests.training.models import VOCABULARY, ragged_samples, tiny
+from tests.training.small_models import VOCABULARY, ragged_samples, tiny
 
 CASES = [
     ("causal-lm", "gpt2"),

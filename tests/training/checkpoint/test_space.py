@@ -20,7 +20,7 @@ from frugal.training.objectives import CausalLM
 from frugal.units import GIB
 from tests.plans import plan_by_hand
 from tests.ranks import Ranks
-from tests.training.models import ragged_samples, tiny_gpt2
+from tests.training.small_models import ragged_samples, tiny_gpt2
 
 HUGE = 1 << 50
 

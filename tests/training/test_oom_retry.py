@@ -23,7 +23,7 @@ from frugal.training.objectives import CausalLM
 from frugal.training.oom_limits import AdaptiveLimits, LearntLimits, OutOfMemory, OutOfMemoryReport, report_of
 from tests.plans import plan_by_hand
 from tests.ranks import Ranks
-from tests.training.models import SkipNet, points, ragged_samples, skip_net, tiny_gpt2
+from tests.training.small_models import SkipNet, points, ragged_samples, skip_net, tiny_gpt2
 
 MIB = 1 << 20
 
@@ -58,7 +58,7 @@ def raised(error: Exception) -> Exception:
 def test_the_request_is_read_from_the_error(text: str, number: int | None) -> None:
     found = report_of(raised(RuntimeError(text)), rank=3)
     assert (found.rank, found.request_bytes, found.phase) == (3, number, "forward")
-    assert found.where.startswith("training/test_recovery.py:")
+    assert found.where.startswith("training/test_oom_retry.py:")
 
 
 def test_the_allocators_own_error_on_a_cpu_is_understood() -> None:

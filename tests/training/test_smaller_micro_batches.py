@@ -11,7 +11,7 @@ from frugal.training.models import tiled_loss
 from frugal.training.objectives import CausalLM
 from tests.plans import plan_by_hand
 from tests.ranks import Ranks
-from tests.training.models import ragged_samples, tiny_gpt2
+from tests.training.small_models import ragged_samples, tiny_gpt2
 
 SMALL = {
     "reduce_bucket_elements": 1000, "prefetch_bucket_elements": 0, "max_live_elements": 0,

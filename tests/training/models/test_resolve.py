@@ -12,7 +12,7 @@ from frugal.training.models import spec as model_spec
 from frugal.training.models.resolve import presets, resolve
 from frugal.training.models.spec import heads
 from frugal.training.objectives import CausalLM, MaskedLM, Seq2Seq, SequenceClassification, SummedLoss
-from tests.training.models import TINY, tiny_gpt2
+from tests.training.small_models import TINY, tiny_gpt2
 
 pytestmark = pytest.mark.usefixtures("offline")
 

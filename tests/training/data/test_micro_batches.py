@@ -16,7 +16,7 @@ from frugal.training.objectives import CausalLM
 from tests.plans import plan_by_hand
 from tests.ranks import Ranks
 from tests.training.gradients import SGD, Gradient, applied, relative_error, weights
-from tests.training.models import ragged_samples, tiny_gpt2
+from tests.training.small_models import ragged_samples, tiny_gpt2
 from tests.training.test_exactness import reference_gradient
 
 GLOBAL_BATCH = 20

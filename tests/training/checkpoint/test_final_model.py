@@ -10,7 +10,7 @@ from frugal.training.checkpoint.saving import save_model
 from frugal.training.evaluate import evaluate
 from tests.ranks import Ranks
 from tests.training.checkpoints import plan_for, start, steps, stop
-from tests.training.models import ragged_samples
+from tests.training.small_models import ragged_samples
 
 
 class Reversed:

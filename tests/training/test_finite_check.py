@@ -20,7 +20,7 @@ from frugal.training.objectives import Batch, CausalLM
 from tests.faults.disturbed import weights
 from tests.plans import plan_by_hand
 from tests.ranks import Ranks
-from tests.training.models import ragged_samples, tiny_gpt2
+from tests.training.small_models import ragged_samples, tiny_gpt2
 
 SPOILT_LENGTH = 71  # tokens of a sample that spoils its batch; all others are shorter
 

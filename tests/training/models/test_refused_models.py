@@ -11,7 +11,7 @@ from frugal.training.data.tokenizer import byte_tokenizer
 from frugal.training.models import factories
 from frugal.training.models.resolve import resolve
 from frugal.training.models.spec import check_sequence_length
-from tests.training.models import TINY, tiny_gpt2
+from tests.training.small_models import TINY, tiny_gpt2
 
 pytestmark = pytest.mark.usefixtures("offline")
 

@@ -10,7 +10,7 @@ from frugal.training.engine import initialize
 from frugal.training.objectives import CausalLM
 from tests.plans import plan_by_hand
 from tests.ranks import Ranks
-from tests.training.models import tiny_gpt2
+from tests.training.small_models import tiny_gpt2
 
 
 def perplexities(world_size: int, micro_batch: int, zero_stage: int) -> tuple[float, float]:

@@ -13,7 +13,7 @@ from frugal.dryrun.messages import DryRun
 from frugal.dryrun.run import dry_run
 from frugal.planning.strategy import Strategy
 from frugal.training.objectives import CausalLM
-from tests.training.models import tiny_gpt2
+from tests.training.small_models import tiny_gpt2
 
 
 def rehearsed(stage: int, world_size: int = 4, rank: int = 1, precision: Any = "bf16", **more: Any) -> DryRun:

@@ -143,7 +143,7 @@ def module_only():
     return nn.Linear(4, 1)
 
 def language_model():
-    from tests.training.models import tiny_gpt2
+    from tests.training.small_models import tiny_gpt2
     return tiny_gpt2()
 
 def fails():

@@ -29,7 +29,7 @@ from frugal.training.objectives import CausalLM
 from tests.plans import plan_by_hand
 from tests.ranks import Ranks
 from tests.training.gradients import SGD, Gradient, applied, relative_error, weights
-from tests.training.models import tiny
+from tests.training.small_models import tiny
 
 SEQ_LEN = 64
 

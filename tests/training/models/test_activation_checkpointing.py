@@ -12,7 +12,7 @@ from frugal.training.models import activation_checkpointing
 from tests.dryrun.test_truth import FAMILIES
 from tests.plans import plan_by_hand
 from tests.ranks import Ranks
-from tests.training.models import SkipNet, points, ragged_samples, skip_net, tiny_gpt2
+from tests.training.small_models import SkipNet, points, ragged_samples, skip_net, tiny_gpt2
 
 
 def losses_and_peak(zero_stage: int, mode: str) -> tuple[list[float], int]:

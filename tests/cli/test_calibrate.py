@@ -11,7 +11,7 @@ import pytest
 import frugal
 from frugal.cli import run
 from frugal.planning.plan import Plan
-from tests.test_cli_measure import CONFIG
+from tests.cli.test_measure import CONFIG
 
 ASKED = ["--model", "config.json", "--device", "cpu", "--gpus", "2", "--mem", "2G", "--seq-len", "64", "--precision",
          "fp32", "--global-batch", "16", "--micro-batch", "4", "--zero-stage", "2", "--activation-checkpointing", "off",

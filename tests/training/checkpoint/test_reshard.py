@@ -18,7 +18,7 @@ from frugal.training.engine import Engine, initialize
 from frugal.training.objectives import CausalLM
 from tests.plans import plan_by_hand
 from tests.ranks import Ranks
-from tests.training.models import ragged_samples, tiny_gpt2
+from tests.training.small_models import ragged_samples, tiny_gpt2
 
 DATA = ragged_samples(14, longest=24)
 STOP, END = 3, 5
