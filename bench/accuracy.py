@@ -1,6 +1,6 @@
 """`python -m bench.accuracy`: predicted peaks against measured ones, on CPU ranks.
 
-Predicted by a rehearsal on meta tensors; measured over two optimizer steps of frugal's engine on real weights and
+Predicted by a dry run on meta tensors; measured over two optimizer steps of frugal's engine on real weights and
 gloo ranks. Compared are the live tensor bytes at the peak of the fullest rank. Goals: at most 0.5 % off, never more
 than 0.2 % low.
 
@@ -136,7 +136,7 @@ def compare(configuration: Configuration, ranks: Ranks) -> dict[str, Any]:
     predicted = [predict(plan, rank) for rank in range(plan.batch.world_size if plan.strategy.zero_stage < 3 else 1)]
     middle = time.perf_counter()
     measured = [phase_peaks(intervals) for intervals in ranks.run(measure, plan, timeout=120)]
-    seconds = {"rehearsal_seconds": middle - start, "run_seconds": time.perf_counter() - middle}
+    seconds = {"dry_run_seconds": middle - start, "run_seconds": time.perf_counter() - middle}
     ours, truth = max(max(phases.values()) for phases in predicted), max(max(phases.values()) for phases in measured)
     return {
         "predicted_bytes": ours,

@@ -1,7 +1,7 @@
 """`python -m bench.choice`: is the strategy that frugal chooses the fastest that fits?
 
 The machine is probed once for each number of ranks, as `frugal measure --calibrate` does. For each case the budget is
-what one strategy takes in its rehearsal, and 2 % more; with it frugal plans. Then every strategy that fits, each with
+what one strategy takes in its dry run, and 2 % more; with it frugal plans. Then every strategy that fits, each with
 its own best batch from the search, really trains for a few optimizer steps, in turns; the best step counts, because
 other work on the machine only ever adds. Goal: the chosen one takes at most 5 % longer than the fastest, in 90 % of
 cases. On GPUs the cases are presets in bf16; that has not been run yet.
@@ -70,7 +70,7 @@ def settings(case: Case, kind: DeviceKind, memory_bytes: int) -> dict[str, Any]:
 
 
 def decide(case: Case, kind: DeviceKind, calibration: Calibration | None, pool: Pool, folder: Path) -> Decision:
-    """Rehearse the strategy that binds, take its memory as the budget, and choose. `folder` keeps what was traced."""
+    """Dry-run the strategy that binds, take its memory as the budget, and choose. `folder` keeps what was traced."""
     plenty = 1 << 40
     request, cluster, _ = understand(settings(case, kind, plenty), calibration)
     with DryRunSource(request, cluster, folder, pool=pool) as source:
@@ -83,7 +83,7 @@ def decide(case: Case, kind: DeviceKind, calibration: Calibration | None, pool: 
         )
         steps = case.global_batch // (case.micro_batch * case.world_size)
         device = cluster.devices[0]
-        needed = ROOM * source.rehearse(binding, case.micro_batch, steps).total_bytes + device.margin_bytes
+        needed = ROOM * source.dry_run(binding, case.micro_batch, steps).total_bytes + device.margin_bytes
         budget = int(needed if kind == "cpu" else needed / (1 - device.margin_bytes / device.memory_bytes))
     request, cluster, _ = understand(settings(case, kind, budget), calibration)
     with DryRunSource(request, cluster, folder, pool=pool) as source:

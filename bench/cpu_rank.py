@@ -1,10 +1,10 @@
-"""What the tensors of a rank on a CPU take that those of a rehearsal do not, and the other way round.
+"""What the tensors of a rank on a CPU take that those of a dry run do not, and the other way round.
 
-A rehearsal on kind `cpu` keeps device and host apart, as meta and CPU tensors, and its collectives take nothing. For a
+A dry run on kind `cpu` keeps device and host apart, as meta and CPU tensors, and its collectives take nothing. For a
 resident set three things are different, none of which a GPU's host has:
 
 - what DeepSpeed moves between host and device stays where it is: `tensor.to(device)` is the tensor itself, where a
-  rehearsal counts a second one (`offload_param`'s gathered parameters, gradients on their way to the optimizer);
+  dry run counts a second one (`offload_param`'s gathered parameters, gradients on their way to the optimizer);
 - gloo's reduce-scatter is an all-reduce of a copy of its input (ProcessGroupGloo.cpp), used by ZeRO-3 on any number of
   ranks. Measured with torch 2.13: 100 MiB for an input of 100 MiB, and 0 for all-reduce, reduce and broadcast;
 - gloo's all-gather puts the parts together in a copy of its output. Measured: 100 MiB for an output of 100 MiB.
@@ -27,8 +27,8 @@ aten = torch.ops.aten
 
 
 @contextmanager
-def rehearsed_as_process() -> Iterator[None]:
-    """Inside the `with` block rehearsals on kind `cpu` count what a process holds."""
+def dry_run_as_process() -> Iterator[None]:
+    """Inside the `with` block dry runs on kind `cpu` count what a process holds."""
     reduce_scatter, all_gather = zero3_graph._reduce_scatter_coalesced, dist.all_gather_into_tensor
 
     @torch.no_grad()
@@ -58,7 +58,7 @@ class OneMemory(Tracker):
         self._moved: dict[int, torch.UntypedStorage] = {}  # address of what it moved to -> what is kept alive by it
 
     def _see(self, tensor: Tensor, operator: Any, inputs: tuple[Any, ...]) -> None:
-        # Not in `execute`: what a rehearsal answers to `.item()` depends on the frames that call it.
+        # Not in `execute`: what a dry run answers to `.item()` depends on the frames that call it.
         if operator is aten._to_copy.default and inputs[0].dtype == tensor.dtype and inputs[0].device != tensor.device:
             self._moved[tensor.untyped_storage()._cdata] = inputs[0].untyped_storage()
         super()._see(tensor, operator, inputs)

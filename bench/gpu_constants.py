@@ -8,7 +8,7 @@ from frugal.dryrun.trace.cuda_kernels import cuda_workspace
 
 
 def constants() -> dict[str, Any]:
-    """Context, library workspaces, and what two kernels take inside: measured, beside what rehearsals assume."""
+    """Context, library workspaces, and what two kernels take inside: measured, beside what dry runs assume."""
     torch.zeros(1, device="cuda")
     total = torch.cuda.mem_get_info()[1]
     properties = torch.cuda.get_device_properties(0)

@@ -1,4 +1,4 @@
-"""What `bench/gpu_truth.py` expects of each configuration, by a rehearsal on meta tensors."""
+"""What `bench/gpu_truth.py` expects of each configuration, by a dry run on meta tensors."""
 
 import time
 from collections.abc import Iterator
@@ -35,7 +35,7 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def predict(chosen: list[Configuration], kind: DeviceKind, memory_bytes: int, folder: Path) -> Iterator[Prediction]:
-    """Rehearse every configuration; a micro-batch of 0 becomes the largest that fits."""
+    """Dry-run every configuration; a micro-batch of 0 becomes the largest that fits."""
     here = device(kind, memory_bytes, 0)
     pool = workers()
     try:
@@ -56,14 +56,14 @@ def _predict(asked: Configuration, here: Any, folder: Path, pool: Any) -> Predic
         strategy = asked.strategy(facts.trainable_parameters)
         steps = asked.accumulation_steps
         if asked.micro_batch == 0:
-            pair = [source.rehearsals(strategy, size, steps)[0] for size in (2, 3)]
+            pair = [source.dry_runs(strategy, size, steps)[0] for size in (2, 3)]
             asked = replace(asked, micro_batch=_largest([each.recording for each in pair], here.memory_bytes))
-        rehearsals = source.rehearsals(strategy, asked.micro_batch, steps)
-    timeline = rehearsals[0].timeline
+        dry_runs = source.dry_runs(strategy, asked.micro_batch, steps)
+    timeline = dry_runs[0].timeline
     sizes, events = timeline.sizes(asked.micro_batch), timeline.events
     return Prediction(
         configuration=asked,
-        figures=predicted(rehearsals, cluster(here)),
+        figures=predicted(dry_runs, cluster(here)),
         expandable_reserved_bytes=Replays(sizes, events, expandable_segments=True).under().peak_reserved_bytes,
         parameters=facts.parameters,
         trainable_parameters=facts.trainable_parameters,

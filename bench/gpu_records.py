@@ -12,10 +12,10 @@ from frugal.dryrun.compare import Measurement
 from frugal.training.measure.record import Capped, Measured, RankMeasurement
 
 MOST = 12
-"""Records of one run, spread over the ZeRO stages: each costs the tests a rehearsal."""
+"""Records of one run, spread over the ZeRO stages: each costs the tests a dry run."""
 
 LARGEST = 250_000_000
-"""Parameters (elements) of a recorded model, so that its rehearsal takes a second or two."""
+"""Parameters (elements) of a recorded model, so that its dry run takes a second or two."""
 
 
 def records(

@@ -7,7 +7,7 @@ tests/measured the small models become records, against which predictions are te
 
 Needs on both: torch, deepspeed, transformers, accelerate, msgspec, click, rich, psutil, platformdirs, numpy.
 
-Each configuration is rehearsed on meta tensors, then runs for two optimizer steps of frugal's engine, then again with
+Each configuration is dry-run on meta tensors, then runs for two optimizer steps of frugal's engine, then again with
 the caching allocator capped at the predicted capacity, and some a third time with expandable segments. Several run at
 once in processes of their own, where their predictions say that they fit together: allocators do not see each other.
 The context is measured before, alone.

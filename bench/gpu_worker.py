@@ -39,7 +39,7 @@ class Run(msgspec.Struct, frozen=True, tag="run", kw_only=True):
 
 
 class Attention(msgspec.Struct, frozen=True, order=True, kw_only=True):
-    """A kernel that CUDA chose in a run, and the one that a rehearsal assumes for the same tensors."""
+    """A kernel that CUDA chose in a run, and the one that a dry run assumes for the same tensors."""
 
     kernel: str
     predicted: str

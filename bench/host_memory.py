@@ -35,7 +35,7 @@ import torch
 import transformers.models.gpt2.modeling_gpt2  # before the fork, so that all ranks have it
 
 from bench.circumstances import circumstances
-from bench.cpu_rank import rehearsed_as_process
+from bench.cpu_rank import dry_run_as_process
 from frugal.config.local_host import forget_peak_rss, peak_rss
 from frugal.distributed import process_group
 from frugal.dryrun.run import dry_run
@@ -182,7 +182,7 @@ def predict(plan: Plan, shape: dict[str, int]) -> tuple[int, int]:
         with torch.device("meta"):
             return build(shape, plan.request.precision)
 
-    with rehearsed_as_process():
+    with dry_run_as_process():
         peaks = [
             dry_run(
                 on_meta, CausalLM(), plan.request, plan.strategy,

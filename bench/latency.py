@@ -3,7 +3,7 @@
 Each command is a process of its own, from its start to its end, imports included; all of them in turn, `--runs` times;
 medians and ratios. `frugal` plans over all strategies it knows:
 
-- cold: with an empty cache, to the ranked table and to the end, with the winner rehearsed by DeepSpeed on meta;
+- cold: with an empty cache, to the ranked table and to the end, with the winner dry-run by DeepSpeed on meta;
 - known: the model is in the cache, the cluster is new;
 - cached: the same plan again.
 
@@ -129,13 +129,13 @@ def _plan(*flags: str) -> dict[str, Any]:
     from frugal.planning.search.search import Search
 
     found: dict[str, Any] = {}
-    rehearsed = Search.rehearsed
+    dry_run_result = Search.dry_run_result
 
     def noted(search: Search, option: Any) -> Any:
         found.setdefault("table_seconds", time.time() - psutil.Process().create_time())
-        return rehearsed(search, option)
+        return dry_run_result(search, option)
 
-    Search.rehearsed = noted  # type: ignore[method-assign]  # the moment before the winner is rehearsed
+    Search.dry_run_result = noted  # type: ignore[method-assign]  # the moment before the winner is dry-run
     with tempfile.TemporaryDirectory() as folder:
         output = os.dup(1)
         os.dup2(2, 1)

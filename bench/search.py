@@ -1,13 +1,13 @@
 """`python -m bench.search`: how long the search itself takes on a thousand GPUs of two kinds, once there are profiles.
 
-The model's traces are there (they come with frugal), and nothing is rehearsed. Timed in one process:
+The model's traces are there (they come with frugal), and nothing is dry-run. Timed in one process:
 
 - profiles, once: DeepSpeed simulated over the traces, for every strategy of every level of offloading, and for one and
   for several micro-steps, with the fullest moment for every micro-batch;
 - ranking: every strategy of every level: the largest micro-batch each kind of GPU holds, cells balanced by memory and
   speed, seconds of a step. By drafts, which leave the allocator out;
 - closer look: those of the first level that fits that could be fastest, with CUDA's allocator replayed: what is left
-  of a search before the winner is rehearsed. It ranks that level once more, as a search does;
+  of a search before the winner is dry-run. It ranks that level once more, as a search does;
 - search: both together. Medians of several runs, each of which knows no replay of those before.
 
 Beside it what DeepSpeed has to say without a GPU: the bytes of model states under ZeRO-2 and 3 and each way to offload,
@@ -78,7 +78,7 @@ def measured(repeats: int, model: str, global_batch: int, *cards: str) -> dict[s
         lines = (f"node{i} slots={GPUS}  # gpu={cards[i * len(cards) // NODES]}\n" for i in range(NODES))
         hosts.write_text("".join(lines))
         request, cluster, _ = understand({"hostfile": str(hosts), "model": model, "global_batch": global_batch})
-    with DryRunSource(request, cluster, cache=False, will_rehearse=False) as source:
+    with DryRunSource(request, cluster, cache=False, will_dry_run=False) as source:
         search = Search(request, cluster, source)
         levels = {level: search.strategies(level) for level in search.levels}
         strategies = [strategy for level in levels.values() for strategy in level]

@@ -125,7 +125,7 @@ CASES = {
 
 
 def plan(case: Case, folder: Path, pool: Pool, **pins: Any) -> Plan:
-    """A plan for the case on CPU ranks that may hold so much; `pool` rehearses.
+    """A plan for the case on CPU ranks that may hold so much; `pool` dry-runs.
 
     Raises:
         NothingFitsError: there is none.
@@ -135,7 +135,7 @@ def plan(case: Case, folder: Path, pool: Pool, **pins: Any) -> Plan:
     asked = {"model": str(path), "task": case.task, "seq_len": case.seq_len, "global_batch": case.global_batch}
     here = {"device": "cpu", "gpus": case.ranks, "mem": case.memory, "precision": "fp32"}
     settings = understand({**asked, **here, "learning_rate": 1e-3, **pins})
-    return make_plan(*settings, rehearse=partial(DryRunSource, pool=pool))
+    return make_plan(*settings, dry_run=partial(DryRunSource, pool=pool))
 
 
 def train(made: Plan, vocabulary: int) -> tuple[list[float], int]:

@@ -29,7 +29,7 @@ def generate(folder: Path, wanted: dict[str, dict[str, Any]]) -> None:
     with closing(workers()) as pool:  # one for all: starting processes takes longer than most plans
         for name, settings in wanted.items():
             try:
-                plan = make_plan(*understand(settings), rehearse=partial(DryRunSource, pool=pool))
+                plan = make_plan(*understand(settings), dry_run=partial(DryRunSource, pool=pool))
             except NothingFitsError as error:
                 (folder / f"{name}.txt").write_text(f"error: {error}\n")
                 continue

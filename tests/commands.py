@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from frugal.cli import run
-from tests.planning.synthetic import rehearsing
+from tests.planning.synthetic import dry_running
 
 
 def frugal(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
@@ -21,8 +21,8 @@ def frugal_plan(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[in
 
 
 def with_formulas(folder: Path, monkeypatch: pytest.MonkeyPatch, **model: int | float) -> Path:
-    """`folder` to run in, formulas in place of rehearsals, and a cache that knows no other plans."""
+    """`folder` to run in, formulas in place of dry runs, and a cache that knows no other plans."""
     monkeypatch.chdir(folder)
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
-    monkeypatch.setattr("frugal.dryrun.client.DryRunSource", rehearsing(**model))
+    monkeypatch.setattr("frugal.dryrun.client.DryRunSource", dry_running(**model))
     return folder

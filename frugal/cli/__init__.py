@@ -15,8 +15,8 @@ COMMANDS = {
     "doctor": ("frugal.cli.doctor", "Look at what the hosts have for a run, and say what would stop it."),
     "explain": ("frugal.cli.explain", "Say why a plan is what it is, and what would help."),
     "export": ("frugal.cli.export", "Hand a plan to transformers' Trainer, Accelerate or a DeepSpeed script."),
-    "measure": ("frugal.cli.measure", "Run a plan for two steps, and hold its memory against the rehearsal."),
-    "rehearse": ("frugal.cli.dryrun", "Run a step on tensors without storage, and say what fills the memory."),
+    "measure": ("frugal.cli.measure", "Run a plan for two steps, and hold its memory against the dry run."),
+    "dryrun": ("frugal.cli.dryrun", "Run a step on tensors without storage, and say what fills the memory."),
     "train": ("frugal.cli.train", "Train as planned; without a plan, plan first."),
 }
 

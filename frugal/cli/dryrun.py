@@ -1,4 +1,4 @@
-"""`frugal rehearse`."""
+"""`frugal dryrun`."""
 
 import re
 from dataclasses import dataclass, replace
@@ -28,7 +28,7 @@ _NUMBER = re.compile(r"\.\d+(?=\.|$)")  # of a layer in a dotted name
 
 @dataclass(frozen=True, kw_only=True)
 class _Subject:
-    """What is rehearsed. `promised_bytes`: what its plan says that live tensors take; None where there is no plan."""
+    """What is dry-run. `promised_bytes`: what its plan says that live tensors take; None where there is no plan."""
 
     request: Request
     cluster: Cluster
@@ -37,7 +37,7 @@ class _Subject:
     promised_bytes: int | None = None
 
 
-@click.command("rehearse")
+@click.command("dryrun")
 @click.argument("what", metavar="PLAN|MODEL")
 @planning_options
 @click.option("--json", "as_json", is_flag=True, help="Print the figures for programs.")
@@ -50,27 +50,27 @@ class _Subject:
 def command(what: str, as_json: bool, explain: str | None, timeline: Path | None, **values: Any) -> None:
     """Run a step on tensors without storage, and say what fills the memory.
 
-    A plan.json is rehearsed exactly. A model is rehearsed with the planning flags given: what they leave open is as
+    A plan.json is dry-run exactly. A model is dry-run with the planning flags given: what they leave open is as
     simple as possible (the lowest ZeRO stage, nothing recomputed or moved to the host, one sample a micro-step).
     """
     if timeline is not None:
         curve.check_timeline_file(timeline)
-    with waiting(f"rehearsing {what}"):
+    with waiting(f"dry-running {what}"):
         subject = _plan(Path(what), values) if _is_plan(what) else None
         if subject is not None:
             with DryRunSource(subject.request, subject.cluster) as source:
-                rehearsals = _rehearse(source, subject)
+                dry_runs = _dry_run(source, subject)
         else:
             request, cluster, defaults = collect({**values, "model": _model(what, values)})
             with DryRunSource(request, cluster) as source:
                 subject = _simplest(request, cluster, defaults, source)
-                rehearsals = _rehearse(source, subject)
+                dry_runs = _dry_run(source, subject)
     kind = subject.cluster.devices[0].kind
-    found = figures(rehearsals, kind, max(len(node.devices) for node in subject.cluster.nodes))
-    held = fullest(rehearsals, kind).explain(explain) if explain is not None else None
+    found = figures(dry_runs, kind, max(len(node.devices) for node in subject.cluster.nodes))
+    held = fullest(dry_runs, kind).explain(explain) if explain is not None else None
     if timeline is not None:
-        curve.write_timeline(fullest(rehearsals, kind).recording, timeline)
-    notes = list(dict.fromkeys(note for each in rehearsals for note in each.notes))
+        curve.write_timeline(fullest(dry_runs, kind).recording, timeline)
+    notes = list(dict.fromkeys(note for each in dry_runs for note in each.notes))
     if as_json:
         content = msgspec.to_builtins(found) | {"notes": notes} | ({} if held is None else {"explained": dict(held)})
         click.echo(msgspec.json.format(msgspec.json.encode(content), indent=2).decode())
@@ -144,8 +144,8 @@ def _simplest(request: Request, cluster: Cluster, defaults: tuple[str, ...], sou
     )
 
 
-def _rehearse(source: DryRunSource, subject: _Subject) -> list[Any]:
-    return source.rehearsals(subject.strategy, subject.batch.largest_cell, subject.batch.accumulation_steps)
+def _dry_run(source: DryRunSource, subject: _Subject) -> list[Any]:
+    return source.dry_runs(subject.strategy, subject.batch.largest_cell, subject.batch.accumulation_steps)
 
 
 def _title(subject: _Subject) -> list[str]:

@@ -52,8 +52,8 @@ def help_for(plan: Plan) -> list[str]:
 def table(plan: Plan, given: dict[str, tuple[int, ...]]) -> list[str]:
     """The what-if table; axes that are not `given` lie around the plan."""
     with closing(_pool()) as pool:
-        rehearse = _arithmetic(pool)
-        with rehearse(plan.request, plan.cluster) as source:
+        dry_run = _arithmetic(pool)
+        with dry_run(plan.request, plan.cluster) as source:
             longest = source.facts().max_positions
         axes: dict[str, Sequence[int]] = {**axes_around(plan, longest), **given}
         if longest is not None and max(axes["seq-len"]) > longest:
@@ -62,7 +62,7 @@ def table(plan: Plan, given: dict[str, tuple[int, ...]]) -> list[str]:
                 because=f"it has {longest} positions",
             )
         cases = grid(plan, axes)
-        found = predicted(list(cases.values()), rehearse)
+        found = predicted(list(cases.values()), dry_run)
     return what_if(plan, axes, cases, dict(zip(cases, found, strict=True)))
 
 
@@ -76,7 +76,7 @@ def _arithmetic(pool: Any) -> OpenSource:
     """Sources that are asked for drafts only: workers start where a trace is missing."""
     from frugal.dryrun.client import DryRunSource
 
-    return partial(DryRunSource, pool=pool, will_rehearse=False)
+    return partial(DryRunSource, pool=pool, will_dry_run=False)
 
 
 def _read(path: Path, values: dict[str, Any]) -> Plan:
@@ -94,5 +94,5 @@ def _made(values: dict[str, Any]) -> Plan:
     file = schema.read_toml(values["config"])
     request, cluster, defaults = collect(values, file)
     request = with_lengths(request, values, file)
-    with waiting(f"rehearsing {request.model}"):
+    with waiting(f"dry-running {request.model}"):
         return make_plan(request, cluster, defaults)

@@ -59,7 +59,7 @@ def command(
     device: DeviceKind | None,
     gpus: int | None,
 ) -> int:
-    """Run a plan for two optimizer steps on synthetic samples, and hold its memory against the rehearsal.
+    """Run a plan for two optimizer steps on synthetic samples, and hold its memory against the dry run.
 
     Live tensor bytes on CPU ranks; on GPUs what the caching allocator and the driver count. More than two micro-steps
     count as two. With --calibrate the machine is measured, too, or alone.
@@ -118,7 +118,7 @@ def _measured(plan: Plan, path: Path, record: Path | None, capped: bool) -> tupl
     local.check(plan, None)
     pool = workers()
     try:
-        with waiting(f"rehearsing {plan.request.model}"):
+        with waiting(f"dry-running {plan.request.model}"):
             expected = _expected(plan, pool)
         trial = _run(plan, path, None)
         if isinstance(trial, int):
@@ -134,8 +134,8 @@ def _measured(plan: Plan, path: Path, record: Path | None, capped: bool) -> tupl
 
 def _expected(plan: Plan, pool: Pool) -> Figures:
     with DryRunSource(plan.request, plan.cluster, pool=pool) as source:
-        rehearsals = source.rehearsals(plan.strategy, plan.batch.largest_cell, plan.batch.accumulation_steps)
-    return predicted(rehearsals, plan.cluster)
+        dry_runs = source.dry_runs(plan.strategy, plan.batch.largest_cell, plan.batch.accumulation_steps)
+    return predicted(dry_runs, plan.cluster)
 
 
 def _run(plan: Plan, path: Path, cap_bytes: int | None) -> Trial | int:
@@ -197,7 +197,7 @@ def _record(found: Measurement, folder: Path, pool: Pool) -> Path:
 
 
 def _summary(found: Measurement) -> dict[str, Any]:
-    """The measured figures under the names of `frugal rehearse`, and the rehearsed ones beside them."""
+    """The measured figures under the names of `frugal dryrun`, and the dry-run ones beside them."""
     return {
         **msgspec.to_builtins(found.measured),
         "predicted": msgspec.to_builtins(found.predicted),

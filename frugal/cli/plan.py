@@ -55,7 +55,7 @@ def command(axes: tuple[str, ...], as_json: bool, output: Path | None, with_tabl
             hint="leave one of them out",
         )
     request = with_lengths(request, values, file)
-    with waiting(f"rehearsing {request.model}"):
+    with waiting(f"dry-running {request.model}"):
         plan = make_plan(request, cluster, defaults)
     written = write_plan(plan, output) if output is not None else ()
     if as_json:

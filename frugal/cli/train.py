@@ -117,7 +117,7 @@ def _plan_on(cluster: Cluster, *, before: Plan, values: dict[str, Any], file: sc
     given = file.plan | {name: value for name, value in values.items() if value is not None}
     wanted = _trained(before) | {name: value for name, value in given.items() if name in REQUEST_NAMES}
     request, defaults = requested(wanted)
-    with waiting(f"rehearsing {request.model}"):
+    with waiting(f"dry-running {request.model}"):
         plan = make_plan(request, cluster, defaults)
     click.echo(report(plan) + "\n")
     return plan
@@ -217,5 +217,5 @@ def _make_plan(ranks: int | None, values: dict[str, Any], file: schema.TomlFile,
     request, cluster, defaults = collect(values, file)
     if is_new:
         request = with_lengths(request, values, file)
-    with waiting(f"rehearsing {request.model}"):
+    with waiting(f"dry-running {request.model}"):
         return make_plan(request, cluster, defaults)

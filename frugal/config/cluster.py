@@ -39,7 +39,7 @@ class Device:
 
     Attributes:
         name: for people.
-        kind: `cuda` or `cpu`; decides which kernels a rehearsal assumes.
+        kind: `cuda` or `cpu`; decides which kernels a dry run assumes.
         memory_bytes: as the driver reports it; for a CPU rank, its budget.
         context_bytes: taken before the first tensor: CUDA context, cuBLAS workspace, NCCL buffers.
         margin_bytes: left free on purpose.
@@ -150,7 +150,7 @@ class Card:
     `link_bandwidth` is what one GPU sends to another of the same node in a ring: NVLink, or PCIe x16.
     `host_link_bandwidth` is what it exchanges with its host. `has_bf16`: whether its tensor cores know bf16.
 
-    Left out: that cards before Ampere have no flash attention; a rehearsal takes its kernel for granted.
+    Left out: that cards before Ampere have no flash attention; a dry run takes its kernel for granted.
     """
 
     name: str

@@ -4,7 +4,7 @@ DeepSpeed asks an accelerator object for everything it wants to know about the d
 runs the engine on meta tensors. torch's fake process group completes every collective at once, with any world size;
 what ranks would agree on by communication is patched to this rank's own value. Everything is put back at the end.
 
-Kernels that a rehearsal has no use for: they keep what the real ones keep, and compute and move nothing.
+Kernels that a dry run has no use for: they keep what the real ones keep, and compute and move nothing.
 
 CUDA streams that DeepSpeed works on beside the one that computes, and how long they hold what it frees there.
 

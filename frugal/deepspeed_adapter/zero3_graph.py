@@ -7,7 +7,7 @@ begins and ends (deepspeed/runtime/zero/parameter_offload.py), and replaces `F.l
 ZeRO-3's collectives without their loops over all ranks.
 
 To gather parameters and to scatter gradients DeepSpeed makes a view for each rank and parameter, which is nothing on
-a device and takes minutes to rehearse for a thousand ranks. The functions here allocate and free the same storages in
+a device and takes minutes to dry-run for a thousand ranks. The functions here allocate and free the same storages in
 the same order as `partition_parameters.AllGatherCoalescedHandle.wait` and `coalesced_collectives.
 reduce_scatter_coalesced` of DeepSpeed 0.19.8; a test holds them against those.
 """

@@ -36,8 +36,8 @@ class Vote:
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self._group = group
-        is_rehearsed = dist.get_backend(group) == "fake"
-        is_alone = is_rehearsed or dist.get_world_size(group) == 1
+        is_dry_run = dist.get_backend(group) == "fake"
+        is_alone = is_dry_run or dist.get_world_size(group) == 1
         self._counts = is_alone or dist.get_rank(group) == 0
         self._peers = [] if is_alone else _met(group)
 

@@ -1,4 +1,4 @@
-"""Profiles on disk. The key is a digest of everything a rehearsal depends on, so nothing in the cache goes stale."""
+"""Profiles on disk. The key is a digest of everything a dry run depends on, so nothing in the cache goes stale."""
 
 import contextlib
 import functools
@@ -64,7 +64,7 @@ def digest(*parts: Any) -> str:
 
 
 def model_key(request: Request) -> Any:
-    """What a rehearsal of the request's model depends on, found without torch."""
+    """What a dry run of the request's model depends on, found without torch."""
     return [request.model, request.task, request.seq_len, bool(request.pack), _definition(request.model), *_versions()]
 
 

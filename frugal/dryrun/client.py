@@ -1,9 +1,9 @@
-"""Profiles and rehearsals for planning: from the cache, or from worker processes. No torch here.
+"""Profiles and dry runs for planning: from the cache, or from worker processes. No torch here.
 
 Profiles by arithmetic: the model's step traced once for each way to run it, and DeepSpeed simulated over it.
 
 No torch here: traces come from the cache or from worker processes. What the simulation does not cover, and models
-that give no trace, have no draft; they are rehearsed.
+that give no trace, have no draft; they are dry-run.
 """
 
 import os
@@ -32,13 +32,13 @@ from frugal.planning.memory.timeline import NotAffineError, Timeline
 from frugal.planning.strategy import Strategy
 
 MICRO_BATCHES = (2, 3)
-"""Samples; the two that are rehearsed for a timeline. One sample has a slightly different stream."""
+"""Samples; the two that are dry-run for a timeline. One sample has a slightly different stream."""
 
 SAMPLED_MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
-"""Samples; rehearsed one by one for a model whose storages are no affine functions of the micro-batch."""
+"""Samples; dry-run one by one for a model whose storages are no affine functions of the micro-batch."""
 
-MAX_RANKS_SEARCHED, MAX_RANKS_REHEARSED, MAX_RANKS_DRAFTED = 2, 4, 2
-"""Ranks that a profile is made of, those of one exact rehearsal (see `frugal.dryrun.figures`), and how many of these
+MAX_RANKS_SEARCHED, MAX_RANKS_DRY_RUN, MAX_RANKS_DRAFTED = 2, 4, 2
+"""Ranks that a profile is made of, those of one exact dry run (see `frugal.dryrun.figures`), and how many of these
 are left where arithmetic tells which are the fullest."""
 
 MAX_WORKERS = 8
@@ -46,21 +46,21 @@ MAX_WORKERS = 8
 
 
 def workers() -> Pool:
-    """Processes that rehearse, none of them started yet."""
+    """Processes that dry-run, none of them started yet."""
     return Pool(min(os.cpu_count() or 1, MAX_WORKERS))
 
 
 class DryRunBreakdown(msgspec.Struct, frozen=True):
-    """A rehearsal as it is kept: what the fullest rank takes, and what was assumed where that depends on data."""
+    """A dry run as it is kept: what the fullest rank takes, and what was assumed where that depends on data."""
 
     memory: MemoryBreakdown
     notes: tuple[str, ...]
 
 
 class DryRunSource:
-    """Rehearsals of one request's model on one cluster. Close it, or use it as a context manager.
+    """Dry runs of one request's model on one cluster. Close it, or use it as a context manager.
 
-    `notes`: what the last rehearsal assumed.
+    `notes`: what the last dry run assumed.
     """
 
     def __init__(
@@ -70,12 +70,12 @@ class DryRunSource:
         cache: bool | Path = True,
         *,
         pool: Pool | None = None,
-        will_rehearse: bool = True,
+        will_dry_run: bool = True,
     ) -> None:
         """`cache`: whether to keep profiles in the user's cache folder, or another folder to keep them in.
 
-        `pool`: workers to share with others; they are left running at the end. `will_rehearse`: whether workers get
-        ready for a rehearsal while there is arithmetic to do.
+        `pool`: workers to share with others; they are left running at the end. `will_dry_run`: whether workers get
+        ready for a dry run while there is arithmetic to do.
         """
         self.request = request
         self.cluster = cluster
@@ -83,7 +83,7 @@ class DryRunSource:
         assert all(device.kind == self.kind for device in cluster.devices), "a cluster of CUDA and CPU ranks"
         self._cache = Cache(cache) if isinstance(cache, Path) else Cache.of_user() if cache else Cache(None)
         self._own_pool = pool is None
-        self._will_rehearse = will_rehearse
+        self._will_dry_run = will_dry_run
         self._pool = workers() if pool is None else pool
         self._drafts = Drafts(request, self.kind, self._cache, self._pool)
         self._distrusted: set[Strategy] = set()
@@ -106,15 +106,15 @@ class DryRunSource:
     def prepare(self, strategies: Sequence[Strategy]) -> None:
         """Find out at once what profiles of all these strategies need. Raises as `profile`."""
         self._drafts.prepare([strategy for strategy in strategies if strategy not in self._distrusted])
-        if self._will_rehearse:
-            self._pool.tell(WarmUp(), min(self.cluster.world_size, MAX_RANKS_DRAFTED))  # the winner will be rehearsed
+        if self._will_dry_run:
+            self._pool.tell(WarmUp(), min(self.cluster.world_size, MAX_RANKS_DRAFTED))  # the winner will be dry-run
 
     def profile(self, strategy: Strategy, accumulates: bool) -> MemoryProfile:
         """The costs of `strategy` for every micro-batch; `accumulates`: with more than one micro-step.
 
         Raises:
             FrugalError: the model cannot be built, or not be trained like that.
-            WorkerError: the rehearsal crashed.
+            WorkerError: the dry run crashed.
         """
         if (strategy, accumulates) not in self._profiles:
             found = None
@@ -126,7 +126,7 @@ class DryRunSource:
                 key = digest("profile", model, self._key(), strategy, world_size, accumulates, self.kind)
                 found = self._cache.read(key, MemoryProfile)
                 if found is None:
-                    found = self._rehearsed(strategy, accumulates)
+                    found = self._profile_by_dry_runs(strategy, accumulates)
                     self._cache.write(key, found)
             self._profiles[strategy, accumulates] = replace(found, ranks_per_node=self._ranks_per_node)
         return self._profiles[strategy, accumulates]
@@ -138,7 +138,7 @@ class DryRunSource:
         return self.profile(strategy, accumulates).draft
 
     def distrust(self, strategy: Strategy) -> bool:
-        """From now on profile `strategy` by rehearsals; false if that is so already."""
+        """From now on profile `strategy` by dry runs; false if that is so already."""
         if strategy in self._distrusted or self._drafts.trace(strategy) is None:
             return False
         self._distrusted.add(strategy)
@@ -146,7 +146,7 @@ class DryRunSource:
             self._profiles.pop((strategy, accumulates), None)
         return True
 
-    def rehearse(
+    def dry_run(
         self, strategy: Strategy, micro_batch: int, accumulation_steps: int, device: Device | None = None
     ) -> MemoryBreakdown:
         """The memory of exactly this on `device`, fullest rank; None: the smallest. More than two micro-steps count as
@@ -158,29 +158,29 @@ class DryRunSource:
         sizes = (device.usable_bytes, device.context_bytes)  # its speed changes no memory
         world = (self.cluster.world_size, self._ranks_per_node, device.kind, *sizes)
         key = digest(
-            "rehearsed", model_key(self.request), self._key(), strategy, micro_batch, min(accumulation_steps, 2), world
+            "dry-run", model_key(self.request), self._key(), strategy, micro_batch, min(accumulation_steps, 2), world
         )
         found = self._cache.read(key, DryRunBreakdown)
         if found is None:
-            rehearsals = self.rehearsals(strategy, micro_batch, accumulation_steps)
-            ranks = _rank_memories(rehearsals, range(len(rehearsals)))
+            dry_runs = self.dry_runs(strategy, micro_batch, accumulation_steps)
+            ranks = _rank_memories(dry_runs, range(len(dry_runs)))
             memory = fullest(ranks, micro_batch, device, self._ranks_per_node)
-            first = max(rehearsals, key=lambda rehearsal: rehearsal.peak.total_bytes)
+            first = max(dry_runs, key=lambda dry_run: dry_run.peak.total_bytes)
             memory = replace(memory, phase_peaks=first.timeline.phase_peaks(micro_batch))
-            found = DryRunBreakdown(memory, tuple(dict.fromkeys(note for each in rehearsals for note in each.notes)))
+            found = DryRunBreakdown(memory, tuple(dict.fromkeys(note for each in dry_runs for note in each.notes)))
             self._cache.write(key, found)
         self.notes = found.notes
         return found.memory
 
-    def rehearsals(self, strategy: Strategy, micro_batch: int, accumulation_steps: int) -> list[DryRun]:
-        """The same, whole: one rehearsal for each rank that may be the fullest. Raises as `profile`."""
+    def dry_runs(self, strategy: Strategy, micro_batch: int, accumulation_steps: int) -> list[DryRun]:
+        """The same, whole: one dry run for each rank that may be the fullest. Raises as `profile`."""
         steps = min(accumulation_steps, 2)
-        ranks = self._ranks(strategy, MAX_RANKS_REHEARSED)
+        ranks = self._ranks(strategy, MAX_RANKS_DRY_RUN)
         drafted = self._simulated(strategy, steps > 1, ranks) if len(ranks) > MAX_RANKS_DRAFTED else None
         if drafted is not None and strategy not in self._distrusted:
             by_peak = sorted(drafted.ranks, key=lambda rank: -rank.timeline.peak_bytes(micro_batch))
             ranks = tuple(sorted(rank.rank for rank in by_peak[:MAX_RANKS_DRAFTED]))
-        return self._rehearse(strategy, (micro_batch,), steps, ranks)
+        return self._dry_run(strategy, (micro_batch,), steps, ranks)
 
     def facts(self) -> ModelFacts:
         """What the model is. Raises as `profile`."""
@@ -217,13 +217,13 @@ class DryRunSource:
             ranks=simulated,
         )
 
-    def _rehearsed(self, strategy: Strategy, accumulates: bool) -> MemoryProfile:
-        """A profile by rehearsals at a few micro-batches."""
+    def _profile_by_dry_runs(self, strategy: Strategy, accumulates: bool) -> MemoryProfile:
+        """A profile by dry runs at a few micro-batches."""
         steps = 2 if accumulates else 1
         numbers = self._ranks(strategy, MAX_RANKS_SEARCHED)
         num_ranks = len(numbers)
-        rehearsals = self._rehearse(strategy, MICRO_BATCHES, steps, numbers)
-        small, large = rehearsals[0], rehearsals[num_ranks]
+        dry_runs = self._dry_run(strategy, MICRO_BATCHES, steps, numbers)
+        small, large = dry_runs[0], dry_runs[num_ranks]
         sampled: tuple[int, ...] = ()
         try:
             ranks = tuple(
@@ -232,11 +232,11 @@ class DryRunSource:
                     timeline=Timeline.fit(first.recording, second.recording),
                     host_bytes=max(first.host_bytes, second.host_bytes),
                 )
-                for rank, first, second in zip(numbers, rehearsals[:num_ranks], rehearsals[num_ranks:], strict=True)
+                for rank, first, second in zip(numbers, dry_runs[:num_ranks], dry_runs[num_ranks:], strict=True)
             )
         except NotAffineError:
             sampled = SAMPLED_MICRO_BATCHES
-            ranks = _rank_memories(self._rehearse(strategy, sampled, steps, numbers), numbers)
+            ranks = _rank_memories(self._dry_run(strategy, sampled, steps, numbers), numbers)
         return self._profile(
             strategy,
             accumulates,
@@ -262,10 +262,10 @@ class DryRunSource:
             **found,
         )
 
-    def _rehearse(
+    def _dry_run(
         self, strategy: Strategy, micro_batches: Sequence[int], accumulation_steps: int, ranks: Sequence[int]
     ) -> list[DryRun]:
-        """One rehearsal a micro-batch and rank, micro-batches outermost."""
+        """One dry run a micro-batch and rank, micro-batches outermost."""
         questions = [
             AskDryRun(
                 request=self.request,
@@ -280,7 +280,7 @@ class DryRunSource:
             for micro_batch in micro_batches
             for rank in ranks
         ]
-        return list(map(_rehearsal, self._pool.ask(questions)))
+        return list(map(_answered, self._pool.ask(questions)))
 
     def _ranks(self, strategy: Strategy, most: int) -> tuple[int, ...]:
         """At most `most` ranks that may be the fullest."""
@@ -292,7 +292,7 @@ class DryRunSource:
         return likely_fullest(self.facts().trainable_sizes, world_size, most)
 
     def _key(self) -> list[object]:
-        """What a rehearsal depends on of the request, besides the model."""
+        """What a dry run depends on of the request, besides the model."""
         request = self.request
         kernels = request.optimizer_implementation
         return [request.precision, request.optimizer, kernels, bool(request.momentum), request.gradient_clipping > 0]
@@ -302,16 +302,16 @@ class DryRunSource:
         return max(len(node.devices) for node in self.cluster.nodes)
 
 
-def _rehearsal(answer: Answer) -> DryRun:
-    assert answer.rehearse is not None
-    return answer.rehearse
+def _answered(answer: Answer) -> DryRun:
+    assert answer.dry_run is not None
+    return answer.dry_run
 
 
-def _rank_memories(rehearsals: Sequence[DryRun], ranks: Sequence[int]) -> tuple[RankMemory, ...]:
-    """Of rehearsals in the order of `ranks`, which may be gone through several times."""
+def _rank_memories(dry_runs: Sequence[DryRun], ranks: Sequence[int]) -> tuple[RankMemory, ...]:
+    """Of dry runs in the order of `ranks`, which may be gone through several times."""
     return tuple(
-        RankMemory(rank=ranks[i % len(ranks)], timeline=rehearsal.timeline, host_bytes=rehearsal.host_bytes)
-        for i, rehearsal in enumerate(rehearsals)
+        RankMemory(rank=ranks[i % len(ranks)], timeline=dry_run.timeline, host_bytes=dry_run.host_bytes)
+        for i, dry_run in enumerate(dry_runs)
     )
 
 

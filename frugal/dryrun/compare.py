@@ -1,4 +1,4 @@
-"""A real run beside its rehearsal, as a record that can be held against every later version. No torch here."""
+"""A real run beside its dry run, as a record that can be held against every later version. No torch here."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -27,7 +27,7 @@ CUDA_TOLERANCE, CUDA_LOW = 0.05, 0.02
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """Two optimizer steps for real, beside their rehearsal, with all that it takes to rehearse them again.
+    """Two optimizer steps for real, beside their dry run, with all that it takes to dry-run them again.
 
     `request.model` is the name by which `definition` is known. `command` is what measured it.
     """
@@ -65,7 +65,7 @@ class Measurement:
         return "-".join((*words, self.plan_digest[:8]))
 
     def predict(self, pool: Pool | None = None) -> Figures:
-        """Rehearse it again, from the definition alone and from no cache.
+        """Dry-run it again, from the definition alone and from no cache.
 
         Raises:
             FrugalError: the model cannot be made, or not be trained like that, any more.
@@ -75,8 +75,8 @@ class Measurement:
             task = self.request.task if self.definition.task is None else self.definition.task
             request = replace(self.request, model=reference, task=task)
             with DryRunSource(request, self.cluster, cache=False, pool=pool) as source:
-                rehearsals = source.rehearsals(self.strategy, self.batch.largest_cell, self.batch.accumulation_steps)
-        return predicted(rehearsals, self.cluster)
+                dry_runs = source.dry_runs(self.strategy, self.batch.largest_cell, self.batch.accumulation_steps)
+        return predicted(dry_runs, self.cluster)
 
     def encode(self) -> bytes:
         """The text of a record."""
@@ -111,9 +111,9 @@ class Measurement:
             raise RequestError(f"{path} is not a measurement", because=str(error) or "its numbers disagree") from None
 
 
-def predicted(rehearsals: Sequence[DryRun], cluster: Cluster) -> Figures:
-    """The figures of a cluster's rehearsals."""
-    return figures(rehearsals, cluster.devices[0].kind, max(len(node.devices) for node in cluster.nodes))
+def predicted(dry_runs: Sequence[DryRun], cluster: Cluster) -> Figures:
+    """The figures of a cluster's dry runs."""
+    return figures(dry_runs, cluster.devices[0].kind, max(len(node.devices) for node in cluster.nodes))
 
 
 def error(predicted: Figures, measured: Measured) -> float:

@@ -1,6 +1,6 @@
-"""What a rehearsal says in numbers, and a measurement under the same names. No torch here.
+"""What a dry run says in numbers, and a measurement under the same names. No torch here.
 
-The live bytes of a rehearsal over its events, for plotting. No torch here.
+The live bytes of a dry run over its events, for plotting. No torch here.
 
 One row an event, a storage that begins or ends to live. Columns:
 
@@ -14,7 +14,7 @@ One row an event, a storage that begins or ends to live. Columns:
 
 A .csv file has them as lines under a head, a .json file as one object with a list for each column.
 
-Which ranks may be the fullest, so that not all of them need to be rehearsed. No torch here.
+Which ranks may be the fullest, so that not all of them need to be dry-run. No torch here.
 
 ZeRO-1 and 2 lay all gradients end to end and cut the row into equal parts (stage_1_and_2.py), through parameters.
 Until the step a rank keeps the whole gradient of every parameter that its part touches, so the one whose part
@@ -69,21 +69,21 @@ class Figures:
         assert sum(self.categories.values()) == self.peak_allocated_bytes == max(self.phases.values())
 
 
-def fullest(rehearsals: Sequence[DryRun], kind: DeviceKind) -> DryRun:
+def fullest(dry_runs: Sequence[DryRun], kind: DeviceKind) -> DryRun:
     """The rank with most in live tensors."""
-    return max(rehearsals, key=lambda rehearsal: max(_phases(rehearsal, kind).values()))
+    return max(dry_runs, key=lambda dry_run: max(_phases(dry_run, kind).values()))
 
 
-def figures(rehearsals: Sequence[DryRun], kind: DeviceKind, ranks_per_node: int) -> Figures:
-    """The figures of a cluster's rehearsed ranks: each the largest of any rank, what holds the peak the fullest's."""
-    phases = [_phases(rehearsal, kind) for rehearsal in rehearsals]
+def figures(dry_runs: Sequence[DryRun], kind: DeviceKind, ranks_per_node: int) -> Figures:
+    """The figures of a cluster's dry-run ranks: each the largest of any rank, what holds the peak the fullest's."""
+    phases = [_phases(dry_run, kind) for dry_run in dry_runs]
     allocated = max(max(each.values()) for each in phases)
-    peak = fullest(rehearsals, kind).peak
+    peak = fullest(dry_runs, kind).peak
     categories = dict(peak.categories)
     reserved = capacity = allocated
     if kind == "cuda":
         categories["rounding"] = allocated - peak.total_bytes
-        replays = [Replays(*_stream(rehearsal)) for rehearsal in rehearsals]
+        replays = [Replays(*_stream(dry_run)) for dry_run in dry_runs]
         reserved = max(each.under().peak_reserved_bytes for each in replays)
         capacity = max(each.smallest_capacity() for each in replays)
     return Figures(
@@ -92,24 +92,22 @@ def figures(rehearsals: Sequence[DryRun], kind: DeviceKind, ranks_per_node: int)
         smallest_capacity_bytes=capacity,
         categories=categories,
         phases={name: max(each[name] for each in phases) for name in phases[0]},
-        host_bytes_per_node=breakdown.node_host_bytes(
-            max(each.host_bytes for each in rehearsals), kind, ranks_per_node
-        ),
+        host_bytes_per_node=breakdown.node_host_bytes(max(each.host_bytes for each in dry_runs), kind, ranks_per_node),
         operator=peak.operator,
         phase=peak.phase,
     )
 
 
-def _stream(rehearsal: DryRun) -> tuple[list[int], tuple[int, ...]]:
-    timeline = rehearsal.timeline
-    return timeline.sizes(rehearsal.recording.micro_batch), timeline.events
+def _stream(dry_run: DryRun) -> tuple[list[int], tuple[int, ...]]:
+    timeline = dry_run.timeline
+    return timeline.sizes(dry_run.recording.micro_batch), timeline.events
 
 
-def _phases(rehearsal: DryRun, kind: DeviceKind) -> dict[str, int]:
+def _phases(dry_run: DryRun, kind: DeviceKind) -> dict[str, int]:
     """The peak of each phase: live tensors, on CUDA in blocks. A CPU has no caching allocator."""
     if kind == "cpu":
-        return rehearsal.phases
-    timeline, (sizes, events) = rehearsal.timeline, _stream(rehearsal)
+        return dry_run.phases
+    timeline, (sizes, events) = dry_run.timeline, _stream(dry_run)
     allocator = CachingAllocator()
     live: dict[int, Any] = {}  # storage -> its block
     peaks: dict[str, int] = {}

@@ -1,4 +1,4 @@
-"""What a rehearsal finds out. Plain data: no torch here.
+"""What a dry run finds out. Plain data: no torch here.
 
 What client and worker say to each other: one of these as JSON a line.
 """
@@ -73,7 +73,7 @@ class AskFacts(msgspec.Struct, frozen=True, tag="describe"):
     request: Request
 
 
-class AskDryRun(msgspec.Struct, frozen=True, tag="rehearse", kw_only=True):
+class AskDryRun(msgspec.Struct, frozen=True, tag="dry_run", kw_only=True):
     """What does this rank do under this strategy?"""
 
     request: Request
@@ -97,7 +97,7 @@ class AskTrace(msgspec.Struct, frozen=True, tag="trace", kw_only=True):
 
 
 class WarmUp(msgspec.Struct, frozen=True, tag="warm-up"):
-    """A rehearsal will be asked for: make ready for it."""
+    """A dry run will be asked for: make ready for it."""
 
 
 Question = AskFacts | AskDryRun | AskTrace | WarmUp
@@ -122,7 +122,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     """One of its fields. `crash` is a traceback: our bug, or an exception in the user's model."""
 
     describe: ModelFacts | None = None
-    rehearse: DryRun | None = None
+    dry_run: DryRun | None = None
     traced: Traced | None = None
     mistake: Mistake | None = None
     crash: str | None = None

@@ -33,18 +33,18 @@ def plan(**settings: Any) -> Plan:
 
 
 def make_plan(
-    request: Request, cluster: Cluster, defaults: tuple[str, ...] = (), *, rehearse: "OpenSource | None" = None
+    request: Request, cluster: Cluster, defaults: tuple[str, ...] = (), *, dry_run: "OpenSource | None" = None
 ) -> Plan:
-    """The plan for a request; `defaults` names its fields that nobody set, `rehearse` where profiles come from.
+    """The plan for a request; `defaults` names its fields that nobody set, `dry-run` where profiles come from.
 
-    Plans are kept in the user's cache, except where `rehearse` is given.
+    Plans are kept in the user's cache, except where `dry-run` is given.
 
     Raises: as `plan`.
     """
-    if rehearse is not None:
+    if dry_run is not None:
         from frugal.planning.planner import decide
 
-        return decide(request, cluster, defaults, rehearse)
+        return decide(request, cluster, defaults, dry_run)
     cache = Cache.of_user()
     key = digest("plan", model_key(request), request, cluster, defaults)
     found = cache.read(key, Plan)

@@ -1,4 +1,4 @@
-"""Worker processes that rehearse: started when first needed, kept, and ended for certain."""
+"""Worker processes that dry-run: started when first needed, kept, and ended for certain."""
 
 import contextlib
 import os
@@ -17,15 +17,15 @@ import frugal.errors
 from frugal.dryrun.messages import Answer, Question
 from frugal.errors import FrugalError, RequestError
 
-MARK = "FRUGAL_REHEARSAL"
-"""Set in the environment of a worker: a rehearsal inside a rehearsal would never end."""
+MARK = "FRUGAL_DRY_RUN"
+"""Set in the environment of a worker: a dry run inside a dry run would never end."""
 
 STDERR_LINES = 20
 """Of a worker that died, how much of its standard error is told."""
 
 
 class WorkerError(Exception):
-    """A rehearsal crashed: a bug of ours, or an exception in the user's model. Its text ends in what was printed."""
+    """A dry run crashed: a bug of ours, or an exception in the user's model. Its text ends in what was printed."""
 
 
 class Pool:
@@ -37,7 +37,7 @@ class Pool:
         for _ in range(max_workers):
             self._idle.put(None)  # a place for a worker not yet started
         self._workers: list[_Worker] = []
-        self._threads = ThreadPoolExecutor(max_workers, thread_name_prefix="rehearsal")
+        self._threads = ThreadPoolExecutor(max_workers, thread_name_prefix="dry run")
         self._end = weakref.finalize(self, _end_all, self._workers)  # also at exit
 
     def ask_all(self, question: Question) -> list[Answer]:
@@ -97,7 +97,7 @@ class _Worker:
         if MARK in os.environ:
             raise RequestError(
                 "the model's file makes a plan while it is imported",
-                because="a rehearsal imports that file to build the model, and would never end",
+                because="a dry run imports that file to build the model, and would never end",
                 hint='put everything but the factory under `if __name__ == "__main__":`',
             )
         self._stderr: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process
@@ -133,13 +133,13 @@ class _Worker:
             raise
         if not line:
             code = self._process.wait()
-            raise WorkerError(f"the rehearsal's process ended with exit code {code}\n{self._last_words()}")
+            raise WorkerError(f"the dry run's process ended with exit code {code}\n{self._last_words()}")
         answer = msgspec.json.decode(line, type=Answer)
         if answer.mistake is not None:
             mistake = answer.mistake
             raise getattr(frugal.errors, mistake.kind)(mistake.what, because=mistake.because, hint=mistake.hint)
         if answer.crash is not None:
-            raise WorkerError(f"the rehearsal crashed\n{answer.crash}")
+            raise WorkerError(f"the dry run crashed\n{answer.crash}")
         return answer
 
     def end(self) -> None:

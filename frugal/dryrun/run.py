@@ -1,6 +1,6 @@
-"""One rehearsal: the training engine itself, on a pretended device, for two optimizer steps.
+"""One dry run: the training engine itself, on a pretended device, for two optimizer steps.
 
-A model whose forward fails on the inputs of a rehearsal: whose fault it is, and what can be done.
+A model whose forward fails on the inputs of a dry run: whose fault it is, and what can be done.
 """
 
 import gc
@@ -39,7 +39,7 @@ class _PlanStandIn:
     request: Request
     strategy: Strategy
     batch: Batch
-    digest: str = "rehearsal"
+    digest: str = "dry run"
 
 
 def dry_run(
@@ -55,7 +55,7 @@ def dry_run(
     kind: Literal["cuda", "cpu"],
     first_micro_steps: int | None = None,
 ) -> DryRun:
-    """Rehearse `rank`. `build` makes the model on meta; it is built anew, because ZeRO-3 takes models apart.
+    """Dry-run `rank`. `build` makes the model on meta; it is built anew, because ZeRO-3 takes models apart.
 
     `first_micro_steps`: micro-steps of the first optimizer step, if not as many as in the second. It only sets the
     stage for the second, so one of them is enough where time counts: a test holds that the peaks are the same.
@@ -106,7 +106,7 @@ def _dry_run(
             gc.collect()
             tracker.relabel(engine.deepspeed.optimizer)
             counts = _train(tracker, engine, objective, micro_batch, micro_steps, plan.request.seq_len)
-        rehearsal = DryRun(
+        recorded = DryRun(
             recording=tracker.recording(micro_batch),
             host_bytes=tracker.host.peak_bytes,
             notes=tracker.notes,
@@ -115,7 +115,7 @@ def _dry_run(
         engine.destroy()
         del engine, model
         gc.collect()
-    return rehearsal
+    return recorded
 
 
 def _train(
@@ -181,7 +181,7 @@ def failure_in_forward(model: str, error: Exception) -> RequestError | None:
     if _is_of("frugal", frames[-1]) and Path(frames[-1].filename).name not in _READ_THE_OUTPUT:
         return None
     if isinstance(error, NotImplementedError) or any(words in str(error) for words in _NO_VALUES):
-        hint = "a rehearsal knows shapes, not values: what depends on values has to come in with the batch"
+        hint = "a dry run knows shapes, not values: what depends on values has to come in with the batch"
     else:
         hint = (
             "if it takes or returns something else, give a factory that returns (module, objective), for example "
@@ -191,7 +191,7 @@ def failure_in_forward(model: str, error: Exception) -> RequestError | None:
     theirs = [each for each in frames[runs[0] + 1 :] if not any(_is_of(name, each) for name in _PACKAGES)]
     if theirs:
         because.append(f"{Path(theirs[-1].filename).name}, line {theirs[-1].lineno}, runs `{theirs[-1].line}`")
-    return RequestError(f"the forward of {model} fails in a rehearsal", because=because, hint=hint)
+    return RequestError(f"the forward of {model} fails in a dry run", because=because, hint=hint)
 
 
 _PACKAGES = ("torch", "frugal", "deepspeed")

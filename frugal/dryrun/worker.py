@@ -1,6 +1,6 @@
-"""`python -m frugal.dryrun.worker`: rehearses on request, until its input ends.
+"""`python -m frugal.dryrun.worker`: dry-runs on request, until its input ends.
 
-One JSON object a line comes in, one goes out. A process of its own, because a rehearsal gives DeepSpeed a pretended
+One JSON object a line comes in, one goes out. A process of its own, because a dry run gives DeepSpeed a pretended
 device, and whoever asks may want to train for real afterwards.
 """
 
@@ -45,7 +45,7 @@ def _answer(line: bytes) -> Answer:
             case AskTrace():
                 return Answer(traced=_trace(question))
             case AskDryRun():
-                return Answer(rehearse=_run(question))
+                return Answer(dry_run=_run(question))
             case WarmUp():
                 import frugal.dryrun.run  # noqa: F401 - DeepSpeed takes seconds
 

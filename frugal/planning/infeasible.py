@@ -108,7 +108,7 @@ def floor(memory: MemoryBreakdown) -> str:
     return ", ".join(f"{name} {format_bytes(size)}" for size, name in parts if size * 100 > memory.total_bytes)
 
 
-def remedies(request: Request, cluster: Cluster, search: Search, found: Nothing, rehearse: OpenSource) -> list[str]:
+def remedies(request: Request, cluster: Cluster, search: Search, found: Nothing, dry_run: OpenSource) -> list[str]:
     """Changes of one flag that make the request fit, cheapest first; each has been checked by computing it."""
     nearest = found.nearest
     ways = [flag for flag, relaxed in _relaxed(request) if _fits(relaxed, cluster, search.source, nearest.strategy)]
@@ -118,7 +118,7 @@ def remedies(request: Request, cluster: Cluster, search: Search, found: Nothing,
     for flag, other_request, other_cluster in _larger(request, cluster, nearest):
         if flag.split()[0] in " ".join(ways):
             continue  # a smaller change of the same kind is enough
-        with rehearse(other_request, other_cluster) as source:
+        with dry_run(other_request, other_cluster) as source:
             if _fits(other_request, other_cluster, source, nearest.strategy):
                 ways.append(flag)
     return ways

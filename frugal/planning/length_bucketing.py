@@ -8,8 +8,8 @@ l tokens, is padded to n x l. It may take the place of the proven one where
 What a step holds is a sum of parts that grow with n, l, n x l and n x l x l. Under this bound n x l is never more than
 was proven, nor is n x l x l <= (n x l) x seq_len. Parts that grow with n alone (a class for each sample, attention's
 statistics rounded up) could be: along n x l = B the bytes are a + b B + c B l + d B / l + e l, which is convex in l, so
-the most is at one of its two ends, l = seq_len and l = `shortest`. The plan was rehearsed at both. Where only the first
-was rehearsed `shortest` is `seq_len`: no micro-batch has more samples than planned, and short ones are merely together.
+the most is at one of its two ends, l = seq_len and l = `shortest`. The plan was dry-run at both. Where only the first
+was dry-run `shortest` is `seq_len`: no micro-batch has more samples than planned, and short ones are merely together.
 
 Left out: kernels that round lengths up, and what a caching allocator loses between micro-steps of different shapes. The
 longest come first, so that later ones find blocks that are large enough.
@@ -223,7 +223,7 @@ StepTimeOf = Callable[[Batch], StepTime]
 
 
 def shortest_choices(request: Request, batch: Batch) -> Iterator[int]:
-    """What `Batch.shortest` could be, the best first; each has to be rehearsed with `most_samples`.
+    """What `Batch.shortest` could be, the best first; each has to be dry-run with `most_samples`.
 
     No less than the data has, nor than what puts a whole global batch, or the most samples allowed, into one cell.
     """

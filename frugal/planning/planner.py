@@ -1,4 +1,4 @@
-"""From a request to a plan: rehearsals below, arithmetic above, and the proof where nothing fits."""
+"""From a request to a plan: dry runs below, arithmetic above, and the proof where nothing fits."""
 
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
@@ -19,33 +19,33 @@ MOST_HELD = 8
 """GPUs of which a plan says one by one what others hold."""
 
 
-def decide(request: Request, cluster: Cluster, defaults: tuple[str, ...], rehearse: OpenSource) -> Plan:
+def decide(request: Request, cluster: Cluster, defaults: tuple[str, ...], dry_run: OpenSource) -> Plan:
     """The fastest plan that fits; `defaults` names the request's fields that nobody set.
 
     Raises:
         RequestError: the request contradicts itself or its model.
         NothingFitsError: no strategy fits.
     """
-    request, notes = _readable(request, cluster, defaults, rehearse)
+    request, notes = _readable(request, cluster, defaults, dry_run)
     if request.lengths is not None:
         lengths, more = request.lengths.within(request.seq_len)
         request, notes = replace(request, lengths=lengths), notes + more
-    with rehearse(request, cluster) as source:
+    with dry_run(request, cluster) as source:
         search = Search(request, cluster, source)
         choice = search.run()
         if isinstance(choice, Nothing):
-            ways = infeasible.remedies(request, cluster, search, choice, rehearse)
+            ways = infeasible.remedies(request, cluster, search, choice, dry_run)
             raise infeasible.nothing_fits(request, cluster, choice, ways)
         if request.lengths is not None:
-            choice = _proven(search, choice, rehearse)
+            choice = _proven(search, choice, dry_run)
     return _decided(request, cluster, defaults, choice, notes)
 
 
 def _readable(
-    request: Request, cluster: Cluster, defaults: tuple[str, ...], rehearse: OpenSource
+    request: Request, cluster: Cluster, defaults: tuple[str, ...], dry_run: OpenSource
 ) -> tuple[Request, list[str]]:
     """The request with samples that the model can read: a default length gives way, with a note; a wish is refused."""
-    with rehearse(request, cluster) as source:
+    with dry_run(request, cluster) as source:
         longest = source.facts().max_positions
     if longest is None or request.seq_len <= longest:
         return request, []
@@ -59,8 +59,8 @@ def _readable(
     return replace(request, seq_len=longest), [note]
 
 
-def _proven(search: Search, choice: Choice, rehearse: OpenSource) -> Choice:
-    """The choice with as many short samples in a micro-batch as rehearsals prove to fit.
+def _proven(search: Search, choice: Choice, dry_run: OpenSource) -> Choice:
+    """The choice with as many short samples in a micro-batch as dry runs prove to fit.
 
     Its memory is that of the fuller end: few samples of full length, or many of the shortest.
     """
@@ -73,9 +73,9 @@ def _proven(search: Search, choice: Choice, rehearse: OpenSource) -> Choice:
             (length_bucketing.most_samples(micro, request.seq_len, length), device)
             for device, micro in search.appraisal.fitting.loads(option.batch)
         ]
-        with rehearse(replace(request, seq_len=length, lengths=None), search.cluster) as source:
+        with dry_run(replace(request, seq_len=length, lengths=None), search.cluster) as source:
             try:
-                found = [source.rehearse(option.strategy, samples, steps, device) for samples, device in loads]
+                found = [source.dry_run(option.strategy, samples, steps, device) for samples, device in loads]
             except RequestError:  # the model cannot read samples that short
                 continue
         if all(each.fits for each in found):

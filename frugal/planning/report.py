@@ -194,7 +194,7 @@ def _default(plan: Plan, name: str) -> str:
 
 
 def _assumptions(plan: Plan) -> list[str]:
-    """What no rehearsal can know."""
+    """What no dry run can know."""
     device = plan.cluster.devices[0]
     if device.measured_on is not None:
         return [f"margin {format_bytes(device.margin_bytes)} (fragmentation)"] if device.kind == "cuda" else []
@@ -308,7 +308,7 @@ def _verdict(chosen: StepTime, rejected: Rejected) -> str:
     return f"{rejected.reason}, {longest} +{format_seconds(parts[longest])}" if parts[longest] > 0 else rejected.reason
 
 
-NOT_REHEARSED = "predicted, not rehearsed"
+NOT_DRY_RUN = "predicted, not dry-run"
 
 _LETTERS = {
     "a": "activation checkpointing full",
@@ -365,7 +365,7 @@ def improvements(plan: Plan, cases: Sequence[Case], found: Sequence[Option | Non
     rows = []
     for case, option in zip(cases, found, strict=True):
         if option is None:
-            rows.append((case.name, "", "", "", "only a rehearsal could tell"))
+            rows.append((case.name, "", "", "", "only a dry run could tell"))
         elif not option.fits or option.batch is None:
             rows.append((case.name, "-", "", "", f"does not fit, {format_bytes(-(option.headroom_bytes or 0))} short"))
         else:
@@ -375,7 +375,7 @@ def improvements(plan: Plan, cases: Sequence[Case], found: Sequence[Option | Non
             gain = f"{change:+.0f} %{a_token}" if abs(change) > 100 * (TIE - 1) else "no gain"
             strategy = "same strategy" if option.strategy == plan.strategy else short_name(option.strategy)
             rows.append((case.name, format_seconds(option.seconds), gain, batch, strategy))
-    return [f"what would help ({NOT_REHEARSED})", *aligned(rows)] if rows else []
+    return [f"what would help ({NOT_DRY_RUN})", *aligned(rows)] if rows else []
 
 
 def what_if(
@@ -388,7 +388,7 @@ def what_if(
     kind = "GPU" if plan.cluster.devices[0].kind == "cuda" else "rank"
     each = " a node" if len(plan.cluster.nodes) > 1 else ""
     used: set[str] = set()
-    lines = [f"what if: a step of {plan.batch.global_batch} samples ({NOT_REHEARSED})"]
+    lines = [f"what if: a step of {plan.batch.global_batch} samples ({NOT_DRY_RUN})"]
     for seq_len in axes["seq-len"]:
         head = ("", *(f"{number} {kind}{'s' * (number > 1)}{each}" for number in axes["gpus"]), "")
         rows = [head]

@@ -1,4 +1,4 @@
-"""What other clusters and requests would come to: predicted from drafts and the allocator's replay, not rehearsed.
+"""What other clusters and requests would come to: predicted from drafts and the allocator's replay, not dry-run.
 
 Cases that differ in memory and links only share one source, whose profiles depend on neither.
 """
@@ -31,8 +31,8 @@ class Case:
     cluster: Cluster
 
 
-def predicted(cases: Sequence[Case], rehearse: OpenSource) -> list[Option | None]:
-    """What would be chosen in each case, or what misses by least; None where only a rehearsal could tell, or where the
+def predicted(cases: Sequence[Case], dry_run: OpenSource) -> list[Option | None]:
+    """What would be chosen in each case, or what misses by least; None where only a dry run could tell, or where the
     request contradicts itself."""
     groups: dict[tuple[Request, tuple[int, ...]], list[int]] = {}
     for i, case in enumerate(cases):
@@ -41,7 +41,7 @@ def predicted(cases: Sequence[Case], rehearse: OpenSource) -> list[Option | None
     found: list[Option | None] = [None] * len(cases)
     for indices in groups.values():
         first = cases[indices[0]]
-        with rehearse(first.request, first.cluster) as source:
+        with dry_run(first.request, first.cluster) as source:
             for i in indices:
                 try:
                     found[i] = Search(first.request, cases[i].cluster, source).predicted()

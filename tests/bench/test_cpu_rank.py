@@ -1,8 +1,8 @@
-"""What a CPU rank holds beside a rehearsal's tensors."""
+"""What a CPU rank holds beside a dry run's tensors."""
 
 import torch
 
-from bench.cpu_rank import rehearsed_as_process
+from bench.cpu_rank import dry_run_as_process
 from frugal.dryrun.messages import DryRun
 from frugal.dryrun.run import dry_run
 from frugal.training.objectives import CausalLM
@@ -10,7 +10,7 @@ from tests.plans import plan_by_hand
 from tests.training.small_models import tiny_gpt2
 
 
-def rehearsed(zero_stage: int, offload: str) -> DryRun:
+def dry_run_result(zero_stage: int, offload: str) -> DryRun:
     plan = plan_by_hand(
         world_size=1, global_batch=1, micro_batch=1, zero_stage=zero_stage, request={"precision": "bf16"},
         strategy={"offload_optimizer": "cpu", "offload_parameters": offload, "reduce_bucket_elements": 300_000},
@@ -27,13 +27,13 @@ def rehearsed(zero_stage: int, offload: str) -> DryRun:
 
 
 def test_gathered_parameters_that_are_on_the_host_already_take_nothing() -> None:
-    apart = rehearsed(3, "cpu").phases["forward"]
-    with rehearsed_as_process():
-        as_process = rehearsed(3, "cpu").phases["forward"]
+    apart = dry_run_result(3, "cpu").phases["forward"]
+    with dry_run_as_process():
+        as_process = dry_run_result(3, "cpu").phases["forward"]
     assert apart - as_process >= 2 * 2048 * 128  # the embedding in bf16
 
 
 def test_the_optimizer_steps_all_the_same() -> None:
-    apart = rehearsed(2, "none").peak.categories["optimizer"]
-    with rehearsed_as_process():
-        assert rehearsed(2, "none").peak.categories["optimizer"] == apart
+    apart = dry_run_result(2, "none").peak.categories["optimizer"]
+    with dry_run_as_process():
+        assert dry_run_result(2, "none").peak.categories["optimizer"] == apart

@@ -13,7 +13,7 @@ from tests.ranks import Ranks
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[Pool]:
-    """Processes that rehearse."""
+    """Processes that dry-run."""
     made = workers()
     yield made
     made.close()

@@ -1,4 +1,4 @@
-"""`frugal rehearse`: what a step holds, for a plan or a model, against what the plan promised."""
+"""`frugal dryrun`: what a step holds, for a plan or a model, against what the plan promised."""
 
 import csv
 import json
@@ -34,7 +34,7 @@ def test_a_plan_takes_what_it_promised(device: str, capsys: pytest.CaptureFixtur
     asked += ["--activation-checkpointing", "off", "--loss", "plain", "--offload", "none"]  # one candidate is enough
     frugal(capsys, "plan", *asked, "--global-batch", "16", "-o", ".")
     plan = Plan.read(here / "plan.json")
-    code, out, _ = frugal(capsys, "rehearse", "plan.json", "--json")
+    code, out, _ = frugal(capsys, "dryrun", "plan.json", "--json")
     found = json.loads(out)
     assert code == 0
     assert sum(found["categories"].values()) == found["peak_allocated_bytes"] == max(found["phases"].values())
@@ -45,9 +45,9 @@ def test_a_plan_takes_what_it_promised(device: str, capsys: pytest.CaptureFixtur
     assert found["notes"] == []
 
 
-def test_a_model_is_rehearsed_as_pinned_and_explained(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_is_dry_run_as_pinned_and_explained(capsys: pytest.CaptureFixture[str]) -> None:
     pins = ["--micro-batch", "4", "--zero-stage", "3", "--activation-checkpointing", "full", "--global-batch", "16"]
-    code, out, _ = frugal(capsys, "rehearse", "config.json", *ASKED, *pins, "--explain", "parameters")
+    code, out, _ = frugal(capsys, "dryrun", "config.json", *ASKED, *pins, "--explain", "parameters")
     assert code == 0
     assert out.startswith(
         "config.json in bf16, samples of 64 tokens\n"
@@ -65,7 +65,7 @@ def test_what_holds_activations_adds_up_and_the_timeline_passes_through_the_peak
     own_vocabulary = {**CONFIG, "vocab_size": 300}  # 256 are the MLP's width, whose activations would pass for logits
     (here / "config.json").write_text(json.dumps(own_vocabulary))
     pins = ["--micro-batch", "4", "--zero-stage", "2", "--activation-checkpointing", "off", "--loss", "plain"]
-    asked = ["rehearse", "config.json", *ASKED, *pins, "--global-batch", "16", "--explain", "activations"]
+    asked = ["dryrun", "config.json", *ASKED, *pins, "--global-batch", "16", "--explain", "activations"]
     code, out, _ = frugal(capsys, *asked, "--timeline", "curve.csv", "--json")
     found = json.loads(out)
     held, categories = found["explained"], found["categories"]
@@ -88,7 +88,7 @@ def test_what_holds_activations_adds_up_and_the_timeline_passes_through_the_peak
 
 
 def test_layers_that_differ_in_their_number_are_one_line(capsys: pytest.CaptureFixture[str], here: Path) -> None:
-    code, out, _ = frugal(capsys, "rehearse", "config.json", *ASKED, "--explain", "activations", "--timeline", "c.json")
+    code, out, _ = frugal(capsys, "dryrun", "config.json", *ASKED, "--explain", "activations", "--timeline", "c.json")
     assert code == 0
     (line,) = (line for line in out.splitlines() if "ln_1" in line)
     assert re.fullmatch(r" +[\d.]+ MiB +[\d.]+%  transformer\.h\.\*\.ln_1 +2 x [\d.]+ MiB", line)
@@ -100,9 +100,9 @@ def test_layers_that_differ_in_their_number_are_one_line(capsys: pytest.CaptureF
     assert min(columns["total"]) >= 0
 
 
-def test_what_does_not_fit_is_rehearsed_all_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_does_not_fit_is_dry_run_all_the_same(capsys: pytest.CaptureFixture[str]) -> None:
     asked = ["--device", "cpu", "--gpus", "1", "--mem", "2M", "--seq-len", "64", "--micro-batch", "8"]
-    code, out, _ = frugal(capsys, "rehearse", "config.json", *asked)
+    code, out, _ = frugal(capsys, "dryrun", "config.json", *asked)
     assert code == 0
     assert "\n\nit does not fit: " in out
 
@@ -129,7 +129,7 @@ def masks():
 
 def test_what_is_assumed_is_said(capsys: pytest.CaptureFixture[str], here: Path) -> None:
     (here / "masked.py").write_text(MASKS)
-    code, out, _ = frugal(capsys, "rehearse", "masked.py:masks", *ASKED, "--device", "cpu")
+    code, out, _ = frugal(capsys, "dryrun", "masked.py:masks", *ASKED, "--device", "cpu")
     assert code == 0
     assert out.endswith(
         "\n\nassumed, because it depends on data\n"
@@ -166,7 +166,7 @@ WRONG = {
         ["config.json", "--timeline", "none/curve.csv"], 2,
         "error: a timeline cannot be written to none/curve.csv\n  because there is no folder none\n",
     ),
-    "nothing": ([], 2, "error: missing argument 'PLAN|MODEL'\n\nhint: see `frugal rehearse --help`\n"),
+    "nothing": ([], 2, "error: missing argument 'PLAN|MODEL'\n\nhint: see `frugal dryrun --help`\n"),
 }  # fmt: skip
 
 
@@ -174,4 +174,4 @@ WRONG = {
 def test_each_mistake_has_its_message(case: str, capsys: pytest.CaptureFixture[str], here: Path) -> None:
     (here / "other.json").write_text('{"schema": 9}')
     arguments, code, message = WRONG[case]
-    assert frugal(capsys, "rehearse", *arguments) == (code, "", message)
+    assert frugal(capsys, "dryrun", *arguments) == (code, "", message)

@@ -12,7 +12,7 @@ CARDS = ["--gpus", "4", "--mem", "12G"]
 
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty folder to run in, formulas in place of rehearsals, and a cache that knows no other plans."""
+    """An empty folder to run in, formulas in place of dry runs, and a cache that knows no other plans."""
     return with_formulas(tmp_path, monkeypatch, **SMALL, drafts=True)
 
 
@@ -26,7 +26,7 @@ def test_a_plan_its_folder_and_its_flags_are_explained_alike(capsys: pytest.Capt
     assert (code, err) == (0, "")
     assert titles(out) == [
         "512 samples = 4 GPUs x 13 micro-steps of 9 or 10 samples",
-        "what binds", "why", "strategies", "what would help (predicted, not rehearsed)",
+        "what binds", "why", "strategies", "what would help (predicted, not dry-run)",
     ]  # fmt: skip
     assert frugal(capsys, "explain", "run") == frugal(capsys, "explain", "run/plan.json") == (0, out, "")
 
@@ -39,7 +39,7 @@ def test_what_if_adds_a_table_to_both_commands(capsys: pytest.CaptureFixture[str
     table = explained[explained.index("what if: ") :]
     assert planned.endswith("\n\n" + table)
     title, _, samples, gpus = table.splitlines()[:4]
-    assert title == "what if: a step of 512 samples (predicted, not rehearsed)"
+    assert title == "what if: a step of 512 samples (predicted, not dry-run)"
     assert samples == "samples of 1024 tokens"
     assert gpus.split() == ["2", "GPUs", "4", "GPUs"]
 

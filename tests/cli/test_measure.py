@@ -1,4 +1,4 @@
-"""`frugal measure`: two real steps through DeepSpeed's launcher, beside their rehearsal."""
+"""`frugal measure`: two real steps through DeepSpeed's launcher, beside their dry run."""
 
 import json
 import subprocess

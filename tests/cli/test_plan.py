@@ -11,14 +11,14 @@ import frugal
 from frugal.cli import run
 from frugal.planning.plan import Plan
 from tests.commands import frugal_plan, with_formulas
-from tests.planning.synthetic import SMALL, rehearsing
+from tests.planning.synthetic import SMALL, dry_running
 
 CARDS = ["--gpus", "4", "--mem", "12G"]
 
 
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty folder to run in, formulas in place of rehearsals, and a cache that knows no other plans."""
+    """An empty folder to run in, formulas in place of dry runs, and a cache that knows no other plans."""
     return with_formulas(tmp_path, monkeypatch, **SMALL)
 
 
@@ -144,7 +144,7 @@ def test_a_settings_file_may_be_named(capsys: pytest.CaptureFixture[str], here: 
 def test_a_default_length_gives_way_to_what_the_model_can_read(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("frugal.dryrun.client.DryRunSource", rehearsing(**SMALL, max_positions=512))
+    monkeypatch.setattr("frugal.dryrun.client.DryRunSource", dry_running(**SMALL, max_positions=512))
     _, out, _ = frugal_plan(capsys, *CARDS)
     assert "note\n  samples have 512 tokens instead of 1024: gpt2 has no more positions\n" in out
     code, _, err = frugal_plan(capsys, *CARDS, "--seq-len", "1024")
@@ -174,7 +174,7 @@ def test_python_plans_with_the_names_of_the_flags() -> None:
     assert plan.batch.global_batch == 256
 
 
-def test_the_command_really_rehearses(here: Path) -> None:
+def test_the_command_really_dry_runs(here: Path) -> None:
     """Nothing replaced: the real model and the real DeepSpeed on meta tensors, from an empty cache."""
     environment = {
         "PATH": "/usr/bin:/bin",
@@ -191,7 +191,7 @@ def test_the_command_really_rehearses(here: Path) -> None:
     assert plan.batch.accumulation_steps == 16
     assert (plan.strategy.activation_checkpointing, plan.strategy.loss) == ("off", "plain")
     assert plan.memory.fits
-    assert not plan.warnings, "the profile and the rehearsal agree"
+    assert not plan.warnings, "the profile and the dry run agree"
     again = subprocess.run(
         [sys.executable, "-X", "importtime", *command[1:]], capture_output=True, text=True, cwd=here, env=environment
     )

@@ -14,7 +14,7 @@ CARDS = ["--gpus", "4", "--mem", "12G"]
 
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty folder to run in, formulas in place of rehearsals, and a cache that knows no other plans."""
+    """An empty folder to run in, formulas in place of dry runs, and a cache that knows no other plans."""
     return with_formulas(tmp_path, monkeypatch, **SMALL)
 
 

@@ -11,7 +11,7 @@ from frugal.dryrun.planner import make_plan
 from frugal.errors import RequestError
 from frugal.planning.report import report
 from frugal.units import GIB
-from tests.planning.synthetic import rehearsing
+from tests.planning.synthetic import dry_running
 
 TEXT = """\
 # the old rack
@@ -135,7 +135,7 @@ def test_the_report_counts_equal_nodes_and_says_what_each_kind_of_rank_takes(tmp
     path.write_text(TEXT)
     made = make_plan(
         *understand({"hostfile": str(path), "global_batch": 100}),
-        rehearse=rehearsing(parameters=124_000_000, flops_per_token=8e8),
+        dry_run=dry_running(parameters=124_000_000, flops_per_token=8e8),
     )
     lines = report(made).splitlines()
     assert (

@@ -11,11 +11,11 @@ from frugal.dryrun.planner import make_plan
 from frugal.errors import RequestError
 from frugal.planning.plan import Plan
 from frugal.planning.report import report
-from tests.planning.synthetic import rehearsing
+from tests.planning.synthetic import dry_running
 
 
 def plan(**settings: Any) -> Plan:
-    return make_plan(*understand({"gpus": 4, "mem": "24G"} | settings), rehearse=rehearsing())
+    return make_plan(*understand({"gpus": 4, "mem": "24G"} | settings), dry_run=dry_running())
 
 
 @pytest.mark.parametrize(

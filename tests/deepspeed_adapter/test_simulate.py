@@ -1,4 +1,4 @@
-"""DeepSpeed by arithmetic takes the memory that a rehearsal of DeepSpeed takes, in every phase."""
+"""DeepSpeed by arithmetic takes the memory that a dry run of DeepSpeed takes, in every phase."""
 
 from collections.abc import Callable
 from typing import Any
@@ -91,7 +91,7 @@ def compare(
     """Peak and live bytes of every phase, host bytes, and the categories at the peak."""
     asked = Request(precision=precision, seq_len=SEQ_LEN, **(request or {}))
     way = Strategy(zero_stage=zero_stage, **strategy)
-    rehearsed = dry_run(
+    dry_run_result = dry_run(
         builder(family, precision),
         FAMILIES[family][1](),
         asked,
@@ -106,14 +106,14 @@ def compare(
     alone = traced(family, asked, way, kind)
     assert covers(asked, way, alone)
     simulated = simulate(alone, asked, way, world_size=world_size, rank=rank, accumulates=steps > 1, kind=kind)
-    expected = rehearsed.timeline.intervals(MICRO_BATCH)
+    expected = dry_run_result.timeline.intervals(MICRO_BATCH)
     found = simulated.timeline.intervals(MICRO_BATCH)
     assert [interval.phase for interval in found] == [interval.phase for interval in expected]
     for one, other in zip(found, expected, strict=True):
         assert one.peak_bytes == pytest.approx(other.peak_bytes, rel=TOLERANCE), other.phase
         assert one.live_bytes == pytest.approx(other.live_bytes, rel=TOLERANCE), other.phase
-    assert simulated.host_bytes == pytest.approx(rehearsed.host_bytes, rel=TOLERANCE)
-    peak = rehearsed.timeline.peak(MICRO_BATCH)
+    assert simulated.host_bytes == pytest.approx(dry_run_result.host_bytes, rel=TOLERANCE)
+    peak = dry_run_result.timeline.peak(MICRO_BATCH)
     for name, size_bytes in simulated.timeline.peak(MICRO_BATCH).categories.items():
         assert size_bytes == pytest.approx(peak.categories[name], abs=TOLERANCE * peak.total_bytes), name
 
@@ -135,7 +135,7 @@ LAYOUTS = [(1, 0, 1), (2, 1, 2), (8, 3, 2), (64, 63, 1)]
         ("gpt2", 3, "bf16"),
     ],
 )
-def test_every_phase_is_as_rehearsed(
+def test_every_phase_is_as_dry_run(
     family: str, zero_stage: int, precision: str, world_size: int, rank: int, steps: int
 ) -> None:
     small = world_size in (2, 64)
@@ -230,12 +230,12 @@ def test_frozen_parameters_are_simulated_below_zero_3_only() -> None:
     request, strategy = Request(seq_len=SEQ_LEN), Strategy(zero_stage=2, **SMALL_BUCKETS)
     assert covers(request, strategy, alone)
     assert not covers(request, Strategy(zero_stage=3), alone)
-    rehearsed = dry_run(
+    dry_run_result = dry_run(
         build, CausalLM(), request, strategy,
         micro_batch=MICRO_BATCH, accumulation_steps=1, world_size=2, rank=0, kind="cuda",
     )  # fmt: skip
     simulated = simulate(alone, request, strategy, world_size=2, rank=0, accumulates=False, kind="cuda")
-    assert simulated.timeline.peak_bytes(MICRO_BATCH) == pytest.approx(rehearsed.peak.total_bytes, rel=TOLERANCE)
+    assert simulated.timeline.peak_bytes(MICRO_BATCH) == pytest.approx(dry_run_result.peak.total_bytes, rel=TOLERANCE)
 
 
 def test_a_parameter_used_outside_its_module_is_not_simulated_under_zero_3() -> None:

@@ -1,4 +1,4 @@
-"""What is left out of a rehearsal to save time changes nothing in it."""
+"""What is left out of a dry run to save time changes nothing in it."""
 
 from contextlib import nullcontext
 from typing import Any
@@ -16,7 +16,7 @@ from frugal.training.objectives import CausalLM
 from tests.training.small_models import tiny_gpt2
 
 
-def rehearsed(stage: int, world_size: int = 4, rank: int = 1, precision: Any = "bf16", **more: Any) -> DryRun:
+def dry_run_result(stage: int, world_size: int = 4, rank: int = 1, precision: Any = "bf16", **more: Any) -> DryRun:
     def build() -> Any:
         with torch.device("meta"):
             return tiny_gpt2().to(DTYPES[precision])
@@ -38,17 +38,17 @@ def rehearsed(stage: int, world_size: int = 4, rank: int = 1, precision: Any = "
 
 @pytest.mark.parametrize(("world_size", "rank"), [(2, 0), (3, 2), (64, 63)])
 def test_collectives_at_once_make_the_same_storages_as_deepspeeds_loops_over_ranks(world_size: int, rank: int) -> None:
-    ours = rehearsed(3, world_size, rank).recording
+    ours = dry_run_result(3, world_size, rank).recording
     with patch("frugal.deepspeed_adapter.zero3_graph.at_once", nullcontext):
-        theirs = rehearsed(3, world_size, rank).recording
+        theirs = dry_run_result(3, world_size, rank).recording
     assert sorted(ours.sizes) == sorted(theirs.sizes)
     assert ours.events == theirs.events and ours.phases == theirs.phases
 
 
 @pytest.mark.parametrize(("stage", "precision"), [(0, "fp32"), (1, "fp32"), (2, "bf16"), (3, "bf16")])
 def test_one_micro_step_sets_the_stage_for_the_second_optimizer_step(stage: int, precision: str) -> None:
-    short = rehearsed(stage, precision=precision, first_micro_steps=1)
-    whole = rehearsed(stage, precision=precision)
+    short = dry_run_result(stage, precision=precision, first_micro_steps=1)
+    whole = dry_run_result(stage, precision=precision)
     assert len(short.recording.events) < len(whole.recording.events)
     assert short.phases == whole.phases
     assert short.peak == whole.peak

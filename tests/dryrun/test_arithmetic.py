@@ -1,4 +1,4 @@
-"""Sums that everybody does by hand come out of real rehearsals."""
+"""Sums that everybody does by hand come out of real dry runs."""
 
 import pytest
 import torch

@@ -76,29 +76,29 @@ def request_(folder: Path) -> Request:
 
 
 @pytest.fixture(scope="module")
-def rehearsals(request_: Request, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DryRunSource]:
+def dry_runs(request_: Request, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DryRunSource]:
     with DryRunSource(request_, cluster(), cache=tmp_path_factory.mktemp("cache")) as made:
         yield made
 
 
 @pytest.fixture(scope="module")
-def profile(rehearsals: DryRunSource) -> MemoryProfile:
-    return rehearsals.profile(STRATEGY, True)
+def profile(dry_runs: DryRunSource) -> MemoryProfile:
+    return dry_runs.profile(STRATEGY, True)
 
 
-def entries(rehearsals: DryRunSource) -> list[Path]:
-    assert rehearsals._cache.folder is not None
-    return sorted(rehearsals._cache.folder.glob("*.json"))
+def entries(dry_runs: DryRunSource) -> list[Path]:
+    assert dry_runs._cache.folder is not None
+    return sorted(dry_runs._cache.folder.glob("*.json"))
 
 
 SCALARS = 1e-4  # arithmetic leaves out norms and counters of a few bytes
 
 
 @pytest.mark.parametrize("micro_batch", [1, 7])
-def test_a_profile_by_arithmetic_is_a_direct_rehearsal(
-    rehearsals: DryRunSource, profile: MemoryProfile, micro_batch: int
+def test_a_profile_by_arithmetic_is_a_direct_dry_run(
+    dry_runs: DryRunSource, profile: MemoryProfile, micro_batch: int
 ) -> None:
-    direct = rehearsals.rehearse(STRATEGY, micro_batch, accumulation_steps=8)
+    direct = dry_runs.dry_run(STRATEGY, micro_batch, accumulation_steps=8)
     fitted = profile.memory(micro_batch, device())
     assert fitted.live_bytes == pytest.approx(direct.live_bytes, rel=SCALARS)
     assert fitted.phase == direct.phase
@@ -106,11 +106,11 @@ def test_a_profile_by_arithmetic_is_a_direct_rehearsal(
     assert fitted.host_bytes_per_node == pytest.approx(direct.host_bytes_per_node, rel=SCALARS)
 
 
-def test_what_is_distrusted_is_profiled_by_rehearsals_to_the_byte(rehearsals: DryRunSource, request_: Request) -> None:
-    made = DryRunSource(request_, rehearsals.cluster, rehearsals._cache.folder, pool=rehearsals._pool)  # type: ignore[arg-type]  # it has one
+def test_what_is_distrusted_is_profiled_by_dry_runs_to_the_byte(dry_runs: DryRunSource, request_: Request) -> None:
+    made = DryRunSource(request_, dry_runs.cluster, dry_runs._cache.folder, pool=dry_runs._pool)  # type: ignore[arg-type]  # it has one
     assert made.draft(STRATEGY, True) is not None
     assert made.distrust(STRATEGY)
-    direct = made.rehearse(STRATEGY, 4, accumulation_steps=8)
+    direct = made.dry_run(STRATEGY, 4, accumulation_steps=8)
     assert made.profile(STRATEGY, True).memory(4, device()).live_bytes == direct.live_bytes
     assert made.draft(STRATEGY, True) is None
     assert not made.distrust(STRATEGY)
@@ -134,14 +134,14 @@ def test_a_draft_leaves_out_what_the_allocator_wastes(profile: MemoryProfile) ->
     ],
     ids=str,
 )
-def test_so_it_is_under_other_strategies(rehearsals: DryRunSource, strategy: Strategy) -> None:
-    direct = rehearsals.rehearse(strategy, 5, accumulation_steps=1)
-    profile = rehearsals.profile(strategy, False)
+def test_so_it_is_under_other_strategies(dry_runs: DryRunSource, strategy: Strategy) -> None:
+    direct = dry_runs.dry_run(strategy, 5, accumulation_steps=1)
+    profile = dry_runs.profile(strategy, False)
     assert profile.memory(5, device()).live_bytes == pytest.approx(direct.live_bytes, rel=SCALARS)
 
 
-def test_offloaded_optimizer_states_are_on_the_host(rehearsals: DryRunSource, profile: MemoryProfile) -> None:
-    offloaded = rehearsals.profile(replace(STRATEGY, offload_optimizer="cpu"), False)
+def test_offloaded_optimizer_states_are_on_the_host(dry_runs: DryRunSource, profile: MemoryProfile) -> None:
+    offloaded = dry_runs.profile(replace(STRATEGY, offload_optimizer="cpu"), False)
     there, here = offloaded.memory(2, device()), profile.memory(2, device())
     assert there.optimizer < 1000 < here.optimizer
     assert there.host_bytes_per_node > here.host_bytes_per_node
@@ -165,9 +165,9 @@ def test_flops_are_six_for_each_weight_and_token_and_attention(profile: MemoryPr
 
 
 @pytest.mark.parametrize("zero_stage", [2, 3])
-def test_recomputation_is_counted_apart(rehearsals: DryRunSource, profile: MemoryProfile, zero_stage: int) -> None:
+def test_recomputation_is_counted_apart(dry_runs: DryRunSource, profile: MemoryProfile, zero_stage: int) -> None:
     strategy = Strategy(zero_stage=zero_stage, activation_checkpointing="full", reduce_bucket_elements=100_000)
-    recomputing = rehearsals.profile(strategy, False)
+    recomputing = dry_runs.profile(strategy, False)
     assert recomputing.work.flops_per_sample == profile.work.flops_per_sample
     assert 0.2 < recomputing.work.recompute_flops_per_sample / profile.work.flops_per_sample < 0.34
 
@@ -182,14 +182,14 @@ def test_the_largest_micro_batch_fits_and_the_next_does_not(profile: MemoryProfi
     assert profile.largest_micro_batch(device(memory_bytes=61 * MIB), 100) == 0
 
 
-def test_a_cpu_has_no_allocator_slack(rehearsals: DryRunSource, request_: Request) -> None:
-    made = DryRunSource(request_, cluster(2, 2, kind="cpu"), cache=False, pool=rehearsals._pool)
+def test_a_cpu_has_no_allocator_slack(dry_runs: DryRunSource, request_: Request) -> None:
+    made = DryRunSource(request_, cluster(2, 2, kind="cpu"), cache=False, pool=dry_runs._pool)
     memory = made.profile(STRATEGY, False).memory(3, device("cpu"))
     assert memory.slack == memory.host_bytes_per_node == 0
     assert memory.total_bytes == memory.live_bytes
 
 
-def test_a_cached_profile_needs_no_worker_and_no_torch(rehearsals: DryRunSource, profile: MemoryProfile) -> None:
+def test_a_cached_profile_needs_no_worker_and_no_torch(dry_runs: DryRunSource, profile: MemoryProfile) -> None:
     program = f"""
 import sys, msgspec
 from pathlib import Path
@@ -200,8 +200,8 @@ from frugal.planning.strategy import Strategy
 import frugal.dryrun.pool
 frugal.dryrun.pool.Pool.ask = None
 decode = msgspec.json.decode
-made = DryRunSource(decode({msgspec.json.encode(rehearsals.request)!r}, type=Request),
-    decode({msgspec.json.encode(rehearsals.cluster)!r}, type=Cluster), cache=Path({str(rehearsals._cache.folder)!r}))
+made = DryRunSource(decode({msgspec.json.encode(dry_runs.request)!r}, type=Request),
+    decode({msgspec.json.encode(dry_runs.cluster)!r}, type=Cluster), cache=Path({str(dry_runs._cache.folder)!r}))
 profile = made.profile(decode({msgspec.json.encode(STRATEGY)!r}, type=Strategy), True)
 assert profile.memory(3, made.cluster.devices[0]).fits
 assert "torch" not in sys.modules
@@ -212,12 +212,10 @@ print(profile.ranks[0].timeline.peak_bytes(3))
     assert int(done.stdout) == profile.ranks[0].timeline.peak_bytes(3)
 
 
-def test_a_damaged_cache_entry_is_made_again(
-    rehearsals: DryRunSource, profile: MemoryProfile, request_: Request
-) -> None:
-    for path in entries(rehearsals):
+def test_a_damaged_cache_entry_is_made_again(dry_runs: DryRunSource, profile: MemoryProfile, request_: Request) -> None:
+    for path in entries(dry_runs):
         path.write_bytes(path.read_bytes()[:100])
-    again = DryRunSource(request_, cluster(), rehearsals._cache.folder, pool=rehearsals._pool)  # type: ignore[arg-type]  # a folder
+    again = DryRunSource(request_, cluster(), dry_runs._cache.folder, pool=dry_runs._pool)  # type: ignore[arg-type]  # a folder
     assert again.profile(STRATEGY, True) == profile
     assert len([path for path in entries(again) if path.stat().st_size > 100]) == 2  # the trace and the model's facts
 
@@ -231,13 +229,13 @@ def test_the_model_file_is_part_of_the_key(tmp_path: Path, request_: Request) ->
     assert len(keys) == 2
 
 
-def test_a_mistake_in_the_request_comes_back_as_it_was_raised(rehearsals: DryRunSource, folder: Path) -> None:
+def test_a_mistake_in_the_request_comes_back_as_it_was_raised(dry_runs: DryRunSource, folder: Path) -> None:
     for model, words in (
         ("gpt3", "gpt3"),
         (f"{folder}/factories.py:broken", "no such layer"),
         (f"{folder}/factories.py:picky", "unexpected keyword argument 'input_ids'"),
     ):
-        made = DryRunSource(Request(model=model, seq_len=64), cluster(), cache=False, pool=rehearsals._pool)
+        made = DryRunSource(Request(model=model, seq_len=64), cluster(), cache=False, pool=dry_runs._pool)
         with pytest.raises(RequestError) as error:
             made.profile(STRATEGY, True)
         assert error.value.exit_code == 2
@@ -270,15 +268,15 @@ def test_closing_ends_the_processes(request_: Request) -> None:
             os.kill(pid, 0)
 
 
-def test_a_cached_rehearsal_needs_no_worker(rehearsals: DryRunSource, request_: Request) -> None:
-    made = rehearsals.rehearse(STRATEGY, 5, 4)
-    again = DryRunSource(request_, cluster(), cache=rehearsals._cache.folder)  # type: ignore[arg-type]  # a folder
-    assert again.rehearse(STRATEGY, 5, 4) == made
+def test_a_cached_dry_run_needs_no_worker(dry_runs: DryRunSource, request_: Request) -> None:
+    made = dry_runs.dry_run(STRATEGY, 5, 4)
+    again = DryRunSource(request_, cluster(), cache=dry_runs._cache.folder)  # type: ignore[arg-type]  # a folder
+    assert again.dry_run(STRATEGY, 5, 4) == made
     assert again._pool._workers == []
 
 
 @pytest.mark.usefixtures("one_worker")
-def test_a_model_file_that_plans_when_imported_is_refused_instead_of_rehearsed_for_ever(tmp_path: Path) -> None:
+def test_a_model_file_that_plans_when_imported_is_refused_instead_of_dry_run_for_ever(tmp_path: Path) -> None:
     file = tmp_path / "plans.py"
     file.write_text(
         f"import frugal\n\ndef model():\n    pass\n\nfrugal.plan(model={str(file) + ':model'!r}, gpus=1, mem='1G')\n"

@@ -1,4 +1,4 @@
-"""Buckets, overlapped communication, clipping and accumulation take the memory that was rehearsed."""
+"""Buckets, overlapped communication, clipping and accumulation take the memory that was dry-run."""
 
 from functools import partial
 from typing import Any, Literal
@@ -9,7 +9,7 @@ import torch
 from frugal.dryrun.run import dry_run
 from frugal.planning.plan import Plan
 from frugal.training.objectives import CausalLM
-from tests.dryrun.test_truth import SMALL_BUCKETS, TOLERANCE, measured, rehearsed
+from tests.dryrun.test_truth import SMALL_BUCKETS, TOLERANCE, dry_run_result, measured
 from tests.plans import plan_by_hand
 from tests.ranks import Ranks
 from tests.training.small_models import tiny_gpt2
@@ -56,10 +56,10 @@ IN_EVERY_RUN = (
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name in IN_EVERY_RUN else pytest.mark.exhaustive) for name in PLANS]
 )
-def test_every_phase_of_every_rank_is_as_rehearsed(name: str, two_ranks: Ranks) -> None:
+def test_every_phase_of_every_rank_is_as_dry_run(name: str, two_ranks: Ranks) -> None:
     plan = PLANS[name]
     for rank, truth in enumerate(two_ranks.run(partial(measured, plan))):
-        ours = [(i.phase, i.peak_bytes, i.live_bytes) for i in rehearsed(plan, rank).intervals(MICRO_BATCH)]
+        ours = [(i.phase, i.peak_bytes, i.live_bytes) for i in dry_run_result(plan, rank).intervals(MICRO_BATCH)]
         assert [phase for phase, *_ in ours] == [phase for phase, *_ in truth]
         for (phase, peak, live), (_, true_peak, true_live) in zip(ours, truth, strict=True):
             assert (phase, peak) == (phase, pytest.approx(true_peak, rel=TOLERANCE))

@@ -1,4 +1,4 @@
-"""Models whose memory depends on their data are rehearsed under assumptions that the rehearsal tells."""
+"""Models whose memory depends on their data are dry-run under assumptions that the dry run tells."""
 
 from collections.abc import Callable
 from functools import partial
@@ -95,7 +95,7 @@ def measured(case: Callable[[Tensor], Tensor]) -> dict[str, int]:
     return phase_peaks(trial(lambda: Custom(case).to(torch.bfloat16), objective(), plan))
 
 
-def rehearsed(build: Callable[[], nn.Module], objective: Any, precision: str, mode: str = "off") -> DryRun:
+def dry_run_result(build: Callable[[], nn.Module], objective: Any, precision: str, mode: str = "off") -> DryRun:
     plan = plan_for(1, 4, 1, 2 if precision == "bf16" else 0, precision, mode)
 
     def on_meta() -> nn.Module:
@@ -109,10 +109,10 @@ def rehearsed(build: Callable[[], nn.Module], objective: Any, precision: str, mo
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test_where_the_assumption_holds_the_rehearsal_is_right_and_says_what_it_assumed(
+def test_where_the_assumption_holds_the_dry_run_is_right_and_says_what_it_assumed(
     case: Callable[[Tensor], Tensor], one_rank: Ranks
 ) -> None:
-    found = rehearsed(partial(Custom, case), objective(), "bf16")
+    found = dry_run_result(partial(Custom, case), objective(), "bf16")
     assert found.notes == (CASES[case],)
     assert found.phases == pytest.approx(one_rank.run(measured, case)[0], rel=TOLERANCE)
 
@@ -127,7 +127,7 @@ def test_recomputation_takes_the_same_branch() -> None:
         model.layers = nn.ModuleList(Branching(64) for _ in range(2))
         return model
 
-    full, off = rehearsed(build, objective(), "bf16", "full"), rehearsed(build, objective(), "bf16")
+    full, off = dry_run_result(build, objective(), "bf16", "full"), dry_run_result(build, objective(), "bf16")
     assert full.phases["forward"] < off.phases["forward"]
     assert full.counts.recompute_flops > 0
 
@@ -147,10 +147,8 @@ def measured_classifier(family: str) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("family", ["t5", "bart"])
-def test_classifiers_that_look_for_their_end_token_are_rehearsed_as_an_upper_bound(
-    family: str, one_rank: Ranks
-) -> None:
-    found = rehearsed(partial(classifier, family), SequenceClassification(0, end_id=2), "fp32")
+def test_classifiers_that_look_for_their_end_token_are_dry_run_as_an_upper_bound(family: str, one_rank: Ranks) -> None:
+    found = dry_run_result(partial(classifier, family), SequenceClassification(0, end_id=2), "fp32")
     assert found.notes == (stand_ins.ALL_EQUAL, stand_ins.EVERYTHING)
     truth = one_rank.run(measured_classifier, family)[0]
     every_state = 4 * SEQ_LEN * 32 * 4  # samples, tokens, width, fp32: selected instead of one a sample
@@ -177,15 +175,15 @@ def measured_mixture(precision: str) -> dict[str, int]:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_experts_in_groups_need_no_assumption(precision: str, one_rank: Ranks) -> None:
-    found = rehearsed(mixture, CausalLM(), precision, "full")
+    found = dry_run_result(mixture, CausalLM(), precision, "full")
     assert found.notes == ()
     assert found.phases == pytest.approx(one_rank.run(measured_mixture, precision)[0], rel=TOLERANCE)
 
 
 def test_the_products_of_experts_count_as_work() -> None:
     tokens, width, inner, experts_each = 4 * SEQ_LEN, 64, 32, 2
-    found = rehearsed(mixture, CausalLM(), "bf16")
-    dense = rehearsed(without_experts, CausalLM(), "bf16")
+    found = dry_run_result(mixture, CausalLM(), "bf16")
+    dense = dry_run_result(without_experts, CausalLM(), "bf16")
     forward = 2 * tokens * experts_each * (3 * width * inner) * 2
     routers = 2 * tokens * width * 4 * 2  # run without experts, too, but learn nothing
     # Backward is two products for each one.

@@ -8,7 +8,7 @@ from frugal.planning.memory.timeline import ACTIVATIONS, PARAMETERS, Recording
 from frugal.units import MIB
 
 
-def rehearsal(held: int, step: int, host: int = 0) -> DryRun:
+def dry_run(held: int, step: int, host: int = 0) -> DryRun:
     """`held` bytes live throughout; `step` more for a moment of the second phase."""
     recording = Recording(
         micro_batch=1, sizes=(held, step), categories=(PARAMETERS, ACTIVATIONS), operators=(0, 1), modules=(2, 2),
@@ -18,7 +18,7 @@ def rehearsal(held: int, step: int, host: int = 0) -> DryRun:
 
 
 def test_each_phase_is_that_of_the_rank_fullest_then() -> None:
-    ranks = [rehearsal(100, 10), rehearsal(80, 60)]
+    ranks = [dry_run(100, 10), dry_run(80, 60)]
     found = figures(ranks, "cpu", 2)
     assert found.phases == {"forward": 100, "optimizer step": 140}
     assert found.peak_allocated_bytes == found.peak_reserved_bytes == found.smallest_capacity_bytes == 140
@@ -29,7 +29,7 @@ def test_each_phase_is_that_of_the_rank_fullest_then() -> None:
 
 
 def test_on_cuda_blocks_and_segments_count() -> None:
-    found = figures([rehearsal(700, 3 * MIB, host=5), rehearsal(700, 3 * MIB, host=MIB)], "cuda", 2)
+    found = figures([dry_run(700, 3 * MIB, host=5), dry_run(700, 3 * MIB, host=MIB)], "cuda", 2)
     assert found.phases == {"forward": 1024, "optimizer step": 3 * MIB + 1024}
     assert found.categories["rounding"] == 1024 - 700
     assert found.peak_reserved_bytes == 2 * MIB + 20 * MIB  # a small segment and a large one

@@ -65,7 +65,7 @@ INPUTS = (
     "\n\nhint: if it takes or returns something else, give a factory that returns (module, objective), for example "
     "frugal.training.objectives.SummedLoss(loss, example=...)"
 )
-VALUES = "\n\nhint: a rehearsal knows shapes, not values: what depends on values has to come in with the batch"
+VALUES = "\n\nhint: a dry run knows shapes, not values: what depends on values has to come in with the batch"
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ VALUES = "\n\nhint: a rehearsal knows shapes, not values: what depends on values
 def test_a_failing_forward_is_told_with_its_line(build: Callable[[], nn.Module], because: list[str], hint: str) -> None:
     told = failure_in_forward("mine.py:model", failure(build))
     lines = "".join(f"\n  because {line}" for line in because)
-    assert str(told) == f"the forward of mine.py:model fails in a rehearsal{lines}{hint}"
+    assert str(told) == f"the forward of mine.py:model fails in a dry run{lines}{hint}"
 
 
 def test_a_bug_of_ours_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:

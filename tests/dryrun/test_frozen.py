@@ -1,4 +1,4 @@
-"""Models of which a part is trained: rehearsed as they are measured, and only that part has gradients and states."""
+"""Models of which a part is trained: dry-run as they are measured, and only that part has gradients and states."""
 
 import importlib.util
 from typing import Any
@@ -79,7 +79,7 @@ def measured(name: str, zero_stage: int, precision: str, mode: str) -> list[tupl
         pytest.param("lora", 3, "bf16", "full", marks=WITH_PEFT),
     ],
 )
-def test_frozen_parameters_are_as_rehearsed(
+def test_frozen_parameters_are_as_dry_run(
     world_size: int, name: str, zero_stage: int, precision: str, mode: str, request: pytest.FixtureRequest
 ) -> None:
     ranks: Ranks = request.getfixturevalue({1: "one_rank", 2: "two_ranks"}[world_size])

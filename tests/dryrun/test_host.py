@@ -1,4 +1,4 @@
-"""What a rehearsal says of the host: pinned blocks, states on it, and what a process takes without any tensor."""
+"""What a dry run says of the host: pinned blocks, states on it, and what a process takes without any tensor."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Host tensors of a rehearsal may be larger than the host."""
+"""Host tensors of a dry run may be larger than the host."""
 
 import psutil
 import torch

@@ -1,6 +1,6 @@
 """Every recorded measurement is predicted anew, from its own definition, on whatever versions there are today.
 
-None is skipped: where a newer torch, DeepSpeed or transformers takes other memory, the rehearsal runs the newer one and
+None is skipped: where a newer torch, DeepSpeed or transformers takes other memory, the dry run runs the newer one and
 the record is of the older. Then the failure says so, and the record is to be measured again.
 """
 

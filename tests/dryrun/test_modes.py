@@ -1,4 +1,4 @@
-"""A rehearsal sees what every mode of activation checkpointing keeps, moves and computes again."""
+"""A dry run sees what every mode of activation checkpointing keeps, moves and computes again."""
 
 from collections.abc import Callable
 from functools import partial
@@ -15,7 +15,7 @@ from frugal.dryrun.trace.recorder import Tracker
 from frugal.planning.strategy import Strategy
 from frugal.training.measure.memory_gauge import gauge
 from frugal.training.models import activation_checkpointing
-from tests.dryrun.test_truth import FAMILIES, SMALL_BUCKETS, TOLERANCE, measured, plan_for, rehearsed, tiny
+from tests.dryrun.test_truth import FAMILIES, SMALL_BUCKETS, TOLERANCE, dry_run_result, measured, plan_for, tiny
 from tests.ranks import Ranks
 
 
@@ -23,17 +23,17 @@ from tests.ranks import Ranks
     ("family", "zero_stage", "precision", "steps"),
     [("gpt2", 0, "fp32", 3), ("llama", 2, "bf16", 1), ("bert", 3, "fp32", 1), ("t5", 3, "bf16", 3)],
 )
-def test_selective_is_as_rehearsed(family: str, zero_stage: int, precision: str, steps: int, two_ranks: Ranks) -> None:
+def test_selective_is_as_dry_run(family: str, zero_stage: int, precision: str, steps: int, two_ranks: Ranks) -> None:
     plan = plan_for(2, 4, steps, zero_stage, precision, "selective")
     for rank, truth in enumerate(two_ranks.run(partial(measured, plan, family))):
-        ours = [(i.phase, i.peak_bytes, i.live_bytes) for i in rehearsed(plan, rank, family).intervals(4)]
+        ours = [(i.phase, i.peak_bytes, i.live_bytes) for i in dry_run_result(plan, rank, family).intervals(4)]
         for (phase, peak, live), (_, true_peak, true_live) in zip(ours, truth, strict=True):
             assert (phase, peak) == (phase, pytest.approx(true_peak, rel=TOLERANCE))
             assert (phase, live) == (phase, pytest.approx(true_live, rel=TOLERANCE))
 
 
 def on_gpu(mode: Any, build: Callable[[], Any], *, zero_stage: int = 2, kind: Any = "cuda") -> DryRun:
-    """The rehearsal of one GPU in bf16."""
+    """The dry run of one GPU in bf16."""
 
     def on_meta() -> Any:
         with torch.device("meta"):

@@ -1,4 +1,4 @@
-"""Every optimizer takes the memory that was rehearsed, and every implementation of it computes the same."""
+"""Every optimizer takes the memory that was dry-run, and every implementation of it computes the same."""
 
 import os
 from importlib.util import find_spec
@@ -11,7 +11,7 @@ import torch
 from frugal.planning.plan import Plan
 from frugal.training.engine import initialize
 from frugal.training.objectives import CausalLM
-from tests.dryrun.test_truth import SMALL_BUCKETS, assert_as_rehearsed, rehearsed
+from tests.dryrun.test_truth import SMALL_BUCKETS, assert_as_dry_run, dry_run_result
 from tests.plans import plan_by_hand
 from tests.ranks import Ranks
 from tests.training.small_models import ragged_samples, tiny_gpt2
@@ -48,25 +48,25 @@ def plan_of(zero_stage: int = 2, world_size: int = 1, offload: str = "none", **r
     ],
     ids=lambda plan: f"{plan.request.optimizer}-{plan.request.optimizer_implementation}-zero{plan.strategy.zero_stage}",
 )
-def test_torchs_optimizers_take_what_was_rehearsed(plan: Plan, one_rank: Ranks) -> None:
-    assert_as_rehearsed(plan, one_rank)
+def test_torchs_optimizers_take_what_was_dry_run(plan: Plan, one_rank: Ranks) -> None:
+    assert_as_dry_run(plan, one_rank)
 
 
 @needs_compiled_adam
 @pytest.mark.parametrize(("zero_stage", "offload"), [(2, "none"), (3, "none"), (2, "cpu"), (3, "cpu")])
-def test_deepspeeds_adam_takes_what_was_rehearsed(zero_stage: int, offload: str, one_rank: Ranks) -> None:
-    assert_as_rehearsed(plan_of(zero_stage, offload=offload, optimizer_implementation="deepspeed"), one_rank)
+def test_deepspeeds_adam_takes_what_was_dry_run(zero_stage: int, offload: str, one_rank: Ranks) -> None:
+    assert_as_dry_run(plan_of(zero_stage, offload=offload, optimizer_implementation="deepspeed"), one_rank)
 
 
 @needs_bitsandbytes
 @pytest.mark.parametrize(("zero_stage", "offload"), [(2, "none"), (3, "none"), (2, "cpu")])
-def test_8_bit_adamw_takes_what_its_stand_in_rehearsed(zero_stage: int, offload: str, one_rank: Ranks) -> None:
-    assert_as_rehearsed(plan_of(zero_stage, offload=offload, optimizer="adamw-8bit"), one_rank)
+def test_8_bit_adamw_takes_what_its_stand_in_dry_run(zero_stage: int, offload: str, one_rank: Ranks) -> None:
+    assert_as_dry_run(plan_of(zero_stage, offload=offload, optimizer="adamw-8bit"), one_rank)
 
 
 def test_8_bit_moments_take_a_quarter_of_adamws_and_the_rest_is_unchanged() -> None:
     def states(**request: Any) -> int:
-        intervals = rehearsed(plan_of(**request), 0).intervals(4)
+        intervals = dry_run_result(plan_of(**request), 0).intervals(4)
         return intervals[3].live_bytes - intervals[0].live_bytes  # what the first step leaves behind
 
     elements = sum(parameter.numel() for parameter in tiny_gpt2().parameters())

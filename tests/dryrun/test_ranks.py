@@ -1,4 +1,4 @@
-"""Which ranks are rehearsed: a rank keeps the gradient of every parameter that its part of the row touches."""
+"""Which ranks are dry-run: a rank keeps the gradient of every parameter that its part of the row touches."""
 
 from frugal.dryrun.figures import likely_fullest, touched_elements
 

@@ -1,4 +1,4 @@
-"""A rehearsal on meta tensors takes the memory of the real run: real weights, real DeepSpeed, real ranks."""
+"""A dry run on meta tensors takes the memory of the real run: real weights, real DeepSpeed, real ranks."""
 
 from collections.abc import Callable
 from functools import partial
@@ -91,7 +91,7 @@ def measured(plan: Plan, family: str = "gpt2") -> list[tuple[str, int, int]]:
     return [(interval.phase, interval.peak_bytes, interval.live_bytes) for interval in intervals]
 
 
-def rehearsed(plan: Plan, rank: int, family: str = "gpt2") -> Timeline:
+def dry_run_result(plan: Plan, rank: int, family: str = "gpt2") -> Timeline:
     dtype = DTYPES[plan.request.precision]
 
     def build() -> Any:
@@ -111,10 +111,10 @@ def rehearsed(plan: Plan, rank: int, family: str = "gpt2") -> Timeline:
     ).timeline
 
 
-def assert_as_rehearsed(plan: Plan, ranks: Ranks) -> None:
+def assert_as_dry_run(plan: Plan, ranks: Ranks) -> None:
     """Every phase of every rank: its peak, and what lives at its end."""
     for rank, truth in enumerate(ranks.run(partial(measured, plan))):
-        ours = [(i.phase, i.peak_bytes, i.live_bytes) for i in rehearsed(plan, rank).intervals(4)]
+        ours = [(i.phase, i.peak_bytes, i.live_bytes) for i in dry_run_result(plan, rank).intervals(4)]
         assert [phase for phase, *_ in ours] == [phase for phase, *_ in truth]
         for (phase, peak, live), (_, true_peak, true_live) in zip(ours, truth, strict=True):
             assert (phase, peak) == (phase, pytest.approx(true_peak, rel=TOLERANCE))
@@ -135,18 +135,18 @@ CASES = [
         for case in CASES
     ],
 )
-def test_every_phase_of_every_rank_is_as_rehearsed(
+def test_every_phase_of_every_rank_is_as_dry_run(
     world_size: int, zero_stage: int, precision: str, mode: str, accumulation_steps: int, request: pytest.FixtureRequest
 ) -> None:
     ranks: Ranks = request.getfixturevalue({1: "one_rank", 2: "two_ranks"}[world_size])
     plan = plan_for(world_size, 4, accumulation_steps, zero_stage, precision, mode)
-    assert_as_rehearsed(plan, ranks)
+    assert_as_dry_run(plan, ranks)
 
 
-def test_a_rank_in_the_middle_is_as_rehearsed_too(three_ranks: Ranks) -> None:
+def test_a_rank_in_the_middle_is_as_dry_run_too(three_ranks: Ranks) -> None:
     plan = plan_for(3, 4, 1, 2, "bf16", "full")
     for rank, truth in enumerate(three_ranks.run(partial(measured, plan, "llama"))):
-        ours = rehearsed(plan, rank, "llama").intervals(4)
+        ours = dry_run_result(plan, rank, "llama").intervals(4)
         assert [i.peak_bytes for i in ours] == pytest.approx([peak for _, peak, _ in truth], rel=TOLERANCE)
 
 
@@ -156,7 +156,7 @@ def test_a_rank_in_the_middle_is_as_rehearsed_too(three_ranks: Ranks) -> None:
 def test_so_it_is_for_other_families(family: str, precision: str, mode: str, one_rank: Ranks) -> None:
     plan = plan_for(1, 4, 1, 2, precision, mode)
     (truth,) = one_rank.run(partial(measured, plan, family))
-    ours = [(i.phase, i.peak_bytes, i.live_bytes) for i in rehearsed(plan, 0, family).intervals(4)]
+    ours = [(i.phase, i.peak_bytes, i.live_bytes) for i in dry_run_result(plan, 0, family).intervals(4)]
     assert max(peak for _, peak, _ in ours) == pytest.approx(max(peak for _, peak, _ in truth), rel=TOLERANCE)
     for (phase, peak, live), (_, true_peak, true_live) in zip(ours, truth, strict=True):
         assert (phase, peak) == (phase, pytest.approx(true_peak, rel=TOLERANCE))
@@ -171,7 +171,7 @@ def test_so_it_is_where_optimizer_states_are_on_the_host(
     """Not so for parameters: a CPU rank is its own host, and what would be a copy to the device is none there."""
     plan = plan_for(1, 4, accumulation_steps, zero_stage, "bf16", "off", {"offload_optimizer": "cpu"})
     (truth,) = one_rank.run(partial(measured, plan))
-    ours = [(i.phase, i.peak_bytes, i.live_bytes) for i in rehearsed(plan, 0).intervals(4)]
+    ours = [(i.phase, i.peak_bytes, i.live_bytes) for i in dry_run_result(plan, 0).intervals(4)]
     for (phase, peak, live), (_, true_peak, true_live) in zip(ours, truth, strict=True):
         assert (phase, peak) == (phase, pytest.approx(true_peak, rel=TOLERANCE))
         assert (phase, live) == (phase, pytest.approx(true_live, rel=TOLERANCE))
@@ -180,6 +180,6 @@ def test_so_it_is_where_optimizer_states_are_on_the_host(
 def test_the_mask_that_keeps_packed_documents_apart_is_counted(one_rank: Ranks) -> None:
     plan = plan_for(1, 4, 1, 2, "bf16", "off")
     (truth,) = one_rank.run(partial(measured, plan, "packed llama"))
-    ours = [i.peak_bytes for i in rehearsed(plan, 0, "packed llama").intervals(4)]
+    ours = [i.peak_bytes for i in dry_run_result(plan, 0, "packed llama").intervals(4)]
     assert ours == pytest.approx([peak for _, peak, _ in truth], rel=TOLERANCE)
-    assert max(ours) > max(i.peak_bytes for i in rehearsed(plan, 0, "llama").intervals(4))
+    assert max(ours) > max(i.peak_bytes for i in dry_run_result(plan, 0, "llama").intervals(4))

@@ -1,4 +1,4 @@
-"""A model whose memory and work are simple formulas, in place of rehearsals."""
+"""A model whose memory and work are simple formulas, in place of dry runs."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -115,7 +115,7 @@ class SyntheticProfile:
 
 @dataclass
 class SyntheticSource:
-    """Profiles by formula; `error` is the factor by which the rehearsal's activations differ from the profile's."""
+    """Profiles by formula; `error` is the factor by which the dry run's activations differ from the profile's."""
 
     request: Request
     cluster: Cluster
@@ -144,7 +144,7 @@ class SyntheticSource:
             raise RequestError("the model cannot take the tiled loss")
         return profile
 
-    def rehearse(
+    def dry_run(
         self, strategy: Strategy, micro_batch: int, accumulation_steps: int, device: Device | None = None
     ) -> MemoryBreakdown:
         device = device or min(self.cluster.devices, key=lambda device: device.usable_bytes)
@@ -160,18 +160,18 @@ class SyntheticSource:
         )
 
 
-def rehearsing(error: float = 1.0, **model: int | float):
-    """What `make_plan` takes as `rehearse`."""
+def dry_running(error: float = 1.0, **model: int | float):
+    """What `make_plan` takes as `dry-run`."""
 
     @contextmanager
-    def rehearse(
-        request: Request, cluster: Cluster, pool: object = None, will_rehearse: bool = True
+    def dry_run(
+        request: Request, cluster: Cluster, pool: object = None, will_dry_run: bool = True
     ) -> Iterator[SyntheticSource]:
         yield SyntheticSource(request, cluster, model, error)
 
-    return rehearse
+    return dry_run
 
 
 def planned(*, error: float = 1.0, model: dict[str, Any] | None = None, **settings: Any) -> Plan:
-    """The plan for these settings and this model; `error`: what rehearsals take, by what profiles promise."""
-    return make_plan(*understand(settings), rehearse=rehearsing(error, **(model or {})))
+    """The plan for these settings and this model; `error`: what dry runs take, by what profiles promise."""
+    return make_plan(*understand(settings), dry_run=dry_running(error, **(model or {})))

@@ -16,7 +16,7 @@ MODEL = {"parameters": 124_000_000, "flops_per_token": 8e8, "num_operators": 250
 
 @dataclass
 class DraftingSource(SyntheticSource):
-    """Drafts with `drafted` of the activations; `wrong` are strategies whose profile is that far off the rehearsal."""
+    """Drafts with `drafted` of the activations; `wrong` are strategies whose profile is that far off the dry run."""
 
     drafted: float = 0.9
     wrong: dict[Strategy, float] = field(default_factory=dict)
@@ -72,7 +72,7 @@ def test_a_mode_that_has_nothing_to_gain_is_not_even_traced() -> None:
     assert {option.strategy.activation_checkpointing for option in found.options} > {"off"}
 
 
-def test_a_wrong_profile_is_found_out_and_rehearsed_ones_take_its_place() -> None:
+def test_a_wrong_profile_is_found_out_and_dry_run_ones_take_its_place() -> None:
     _, first = search()
     assert isinstance(first, Choice)
     source, found = search(wrong={first.option.strategy: 0.5})
@@ -80,7 +80,7 @@ def test_a_wrong_profile_is_found_out_and_rehearsed_ones_take_its_place() -> Non
     assert source.distrusted == [first.option.strategy]
     assert (found.option.strategy, found.option.batch) == (first.option.strategy, first.option.batch)
     (warning,) = found.warnings
-    assert "off the rehearsal; it was profiled by rehearsals instead" in warning
+    assert "off the dry run; it was profiled by dry runs instead" in warning
 
 
 @pytest.mark.parametrize("memory", ["2G", "3G"])
@@ -93,7 +93,7 @@ def test_where_nothing_fits_the_nearest_is_known_exactly(memory: str) -> None:
     assert found.nearest.strategy in source.profiled
 
 
-def test_what_a_rehearsal_assumed_is_told() -> None:
+def test_what_a_dry_run_assumed_is_told() -> None:
     _, found = search(notes=("every token is selected",))
     assert isinstance(found, Choice)
     assert found.warnings == ("assumed, because it depends on data: every token is selected",)

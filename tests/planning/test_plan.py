@@ -13,11 +13,11 @@ from frugal.deepspeed_adapter.json_config import write_plan
 from frugal.dryrun.planner import make_plan
 from frugal.errors import PlanMismatchError, RequestError
 from frugal.planning.plan import Plan
-from tests.planning.synthetic import rehearsing
+from tests.planning.synthetic import dry_running
 
 
 def made(**settings: Any) -> Plan:
-    return make_plan(*understand({"gpus": 4, "mem": "24G"} | settings), rehearse=rehearsing())
+    return make_plan(*understand({"gpus": 4, "mem": "24G"} | settings), dry_run=dry_running())
 
 
 @pytest.mark.parametrize("settings", [{}, {"global_batch": 500}, {"mem": "4G"}, {"mem": "24G,24G,24G,40G"}])

@@ -11,12 +11,12 @@ from frugal.errors import NothingFitsError
 from frugal.planning.plan import Plan, Rejected, StepTime
 from frugal.planning.report import strategy_table
 from frugal.planning.strategy import Strategy
-from tests.planning.synthetic import rehearsing
+from tests.planning.synthetic import dry_running
 from tests.plans import plan_by_hand
 
 
 def plan(model: dict[str, Any], **settings: Any) -> Plan:
-    return make_plan(*understand(settings), rehearse=rehearsing(**model))
+    return make_plan(*understand(settings), dry_run=dry_running(**model))
 
 
 GIB = 1 << 30

@@ -58,7 +58,7 @@ def test_the_loss_stays_plain_where_tiling_gains_nothing() -> None:
     assert made.strategy.loss == "plain"
 
 
-def test_a_model_whose_rehearsal_refuses_the_tiled_loss_is_planned_without() -> None:
+def test_a_model_whose_dry_run_refuses_the_tiled_loss_is_planned_without() -> None:
     made = planned(gpus=4, mem="12G", model=LARGE_VOCABULARY | {"changes_logits": True})
     assert {made.strategy.loss} | {rejected.strategy.loss for rejected in made.rejected} == {"plain"}
     with pytest.raises(RequestError, match="cannot take the tiled loss"):
@@ -184,10 +184,10 @@ def test_a_profile_that_promises_too_much_is_found_out_and_the_choice_made_again
 
 def test_a_profile_that_is_off_but_fits_is_told() -> None:
     made = planned(gpus=4, mem="12G", error=0.9, model=SMALL)
-    assert made.warnings[0].endswith("off the rehearsal; it still fits")
+    assert made.warnings[0].endswith("off the dry run; it still fits")
 
 
-def test_the_prediction_in_the_plan_is_the_rehearsed_one() -> None:
+def test_the_prediction_in_the_plan_is_the_dry_run_one() -> None:
     assert planned(gpus=4, mem="12G", error=0.9, model=SMALL).memory.activations < (
         planned(gpus=4, mem="12G", model=SMALL).memory.activations
     )

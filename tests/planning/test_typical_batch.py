@@ -12,7 +12,7 @@ from frugal.dryrun.planner import make_plan
 from frugal.errors import RequestError
 from frugal.planning.plan import Plan
 from frugal.planning.report import report
-from tests.planning.synthetic import rehearsing
+from tests.planning.synthetic import dry_running
 
 SMALL = {"parameters": 124_000_000, "flops_per_token": 8e8, "num_operators": 100}
 
@@ -25,7 +25,7 @@ def heavy_tailed(number: int = 4000) -> list[int]:
 
 def plan(model: dict[str, Any] | None = None, **settings: Any) -> Plan:
     settings = {"gpus": 4, "mem": "12G", "lengths": heavy_tailed()} | settings
-    return make_plan(*understand(settings), rehearse=rehearsing(**(SMALL | (model or {}))))
+    return make_plan(*understand(settings), dry_run=dry_running(**(SMALL | (model or {}))))
 
 
 def test_the_cells_and_the_memory_stay_those_of_full_length_samples() -> None:

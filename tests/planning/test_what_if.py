@@ -12,13 +12,13 @@ from frugal.planning.plan import Plan
 from frugal.planning.report import binding, explanation, improvements, what_if
 from frugal.planning.what_if import axes_around, changes, grid, parse_axes, predicted, shorter, with_gpus, with_memory
 from frugal.units import GIB
-from tests.planning.synthetic import rehearsing
+from tests.planning.synthetic import dry_running
 
 SMALL = {"parameters": 124_000_000, "flops_per_token": 8e8, "num_operators": 2500, "drafts": True}
 
 
 def plan(model: dict[str, Any] | None = None, **settings: Any) -> Plan:
-    return make_plan(*understand(settings), rehearse=rehearsing(**(SMALL | (model or {}))))
+    return make_plan(*understand(settings), dry_run=dry_running(**(SMALL | (model or {}))))
 
 
 @pytest.mark.parametrize("settings", [{"gpus": 8}, {"mem": "24G"}, {"seq_len": 512}, {"gpus": 1, "mem": "6G"}])
@@ -27,7 +27,7 @@ def test_a_prediction_is_what_a_plan_would_come_to(settings: dict[str, Any]) -> 
     key = (len(after.cluster.devices), after.cluster.devices[0].memory_bytes, after.request.seq_len)
     case = grid(before, {"gpus": key[:1], "mem": key[1:2], "seq-len": key[2:]})[key]
     assert (case.cluster, case.request) == (after.cluster, after.request)
-    (found,) = predicted([case], rehearsing(**SMALL))
+    (found,) = predicted([case], dry_running(**SMALL))
     assert found is not None and found.batch is not None
     assert (found.strategy, found.batch, found.time) == (after.strategy, after.batch, after.time)
 
@@ -38,9 +38,9 @@ def test_what_would_help_is_computed_and_told_with_its_gain() -> None:
     assert [case.name for case in cases] == [
         "no --max-samples-per-gpu", "5 GPUs", "8 GPUs", "+4.00 GiB each", "links twice as fast", "samples of 512",
     ]  # fmt: skip
-    found = predicted(cases, rehearsing(**SMALL))
+    found = predicted(cases, dry_running(**SMALL))
     lines = improvements(made, cases, found)
-    assert lines[0] == "what would help (predicted, not rehearsed)"
+    assert lines[0] == "what would help (predicted, not dry-run)"
     for line, case, option in zip(lines[1:], cases, found, strict=True):
         assert case.name in line and option is not None and option.batch is not None
         assert f"{option.batch.largest_cell} x {option.batch.accumulation_steps}" in line
@@ -58,15 +58,15 @@ def test_pins_that_bind_are_named_as_help() -> None:
     assert "links twice as fast" not in names, "one GPU talks to nobody"
 
 
-def test_what_does_not_fit_and_what_only_a_rehearsal_could_tell() -> None:
+def test_what_does_not_fit_and_what_only_a_dry_run_could_tell() -> None:
     made = plan(gpus=4, mem="12G", offload="none")
     cases = changes(made)[1:2]
     fits_not = replace(cases[0], cluster=with_memory(made.cluster, GIB))
-    (found,) = predicted([fits_not], rehearsing(**SMALL))
+    (found,) = predicted([fits_not], dry_running(**SMALL))
     assert found is not None and not found.fits
     assert improvements(made, [fits_not], [found])[1].endswith(" short")
-    (unknown,) = predicted(cases, rehearsing(**(SMALL | {"drafts": False})))
-    assert improvements(made, cases, [unknown])[1].endswith("only a rehearsal could tell")
+    (unknown,) = predicted(cases, dry_running(**(SMALL | {"drafts": False})))
+    assert improvements(made, cases, [unknown])[1].endswith("only a dry run could tell")
 
 
 def test_the_table_has_a_cell_for_every_case() -> None:
@@ -74,9 +74,9 @@ def test_the_table_has_a_cell_for_every_case() -> None:
     axes = {**axes_around(made, longest=1024), **parse_axes(["gpus=1,4", "mem=2G,12G"])}
     assert axes == {"gpus": (1, 4), "mem": (2 * GIB, 12 * GIB), "seq-len": (512, 1024)}
     cases = grid(made, axes)
-    found = dict(zip(cases, predicted(list(cases.values()), rehearsing(**SMALL)), strict=True))
+    found = dict(zip(cases, predicted(list(cases.values()), dry_running(**SMALL)), strict=True))
     lines = what_if(made, axes, cases, found)
-    assert lines[0] == "what if: a step of 64 samples (predicted, not rehearsed)"
+    assert lines[0] == "what if: a step of 64 samples (predicted, not dry-run)"
     assert [line for line in lines if line.startswith("samples of")] == [
         "samples of 512 tokens",
         "samples of 1024 tokens",

@@ -1,4 +1,4 @@
-"""A cluster of unequal ranks, planned, rehearsed and trained for real: as on one rank, and within the budgets."""
+"""A cluster of unequal ranks, planned, dry-run and trained for real: as on one rank, and within the budgets."""
 
 import gc
 import json
@@ -34,7 +34,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def plan(model: Path) -> Plan:
-    """Rehearsed for real; three micro-steps, so that the smaller rank is full."""
+    """Dry-run for real; three micro-steps, so that the smaller rank is full."""
     return frugal.plan(
         model=str(model), device="cpu", mem=",".join(BUDGETS), global_batch=GLOBAL_BATCH, seq_len=SEQ_LEN,
         precision="fp32", accumulation_steps=3, zero_stage=2, activation_checkpointing="off", loss="plain",

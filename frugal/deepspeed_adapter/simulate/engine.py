@@ -1,6 +1,6 @@
 """Without ZeRO (deepspeed/runtime/engine.py): every rank has everything, and torch's optimizer is called as it is.
 
-Two optimizer steps under DeepSpeed, by arithmetic: what a rehearsal records, from the trace of one micro-step.
+Two optimizer steps under DeepSpeed, by arithmetic: what a dry run records, from the trace of one micro-step.
 """
 
 from frugal.config.optimizers import implementation

@@ -1,8 +1,8 @@
-"""Records every storage that a rehearsal makes, on the pretended device and on the host.
+"""Records every storage that a dry run makes, on the pretended device and on the host.
 
 Meta tensors stand for the device, CPU tensors for the host.
 
-Reference cycles, which Python collects when it likes, and with them storages of a rehearsal.
+Reference cycles, which Python collects when it likes, and with them storages of a dry run.
 """
 
 import gc
@@ -35,7 +35,7 @@ _FUSED_OPTIMIZERS = {
 
 
 class Tracker(StorageWatch):
-    """The recording of one rehearsal in the making.
+    """The recording of one dry run in the making.
 
     On kind `cpu` the host is the device, so everything is recorded and nothing is counted in `host`. `side_streams` are
     to be told of work on them.
@@ -227,19 +227,19 @@ class Tracker(StorageWatch):
         return integer
 
     def _assume(self, what: str) -> None:
-        """Note what the rehearsal assumes, once, with the first module that makes it."""
+        """Note what the dry run assumes, once, with the first module that makes it."""
         if self.phase in (INITIALISATION, FORWARD):
             self._assumptions.setdefault(what, self._running[-1])
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What the rehearsal assumes because no rehearsal can know it."""
+        """What the dry run assumes because no dry run can know it."""
         return tuple(f"{module}: {what}" if module else what for what, module in self._assumptions.items())
 
 
 @contextmanager
 def not_collected() -> Iterator[None]:
-    """Inside the `with` block cycles are collected between phases only, so that two rehearsals free in the same order.
+    """Inside the `with` block cycles are collected between phases only, so that two dry runs free in the same order.
 
     What is there before is frozen, because going through all of transformers takes longer than a phase.
     """

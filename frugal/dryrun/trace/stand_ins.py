@@ -1,7 +1,7 @@
 """Stand-ins for operators that meta tensors reject because their results depend on data, and what they assume.
 
 Meta tensors have no values, so nobody can tell how many elements of a mask are set. Where a size depends on it, the
-largest one is taken, which makes the rehearsal an upper bound, and it says so in a note:
+largest one is taken, which makes the dry run an upper bound, and it says so in a note:
 
 | asked for                                | assumed                                                           |
 |------------------------------------------|-------------------------------------------------------------------|
@@ -17,14 +17,14 @@ The last three are no upper bounds for every model; the note says what was taken
 The grouped matrix product of experts needs no assumption: its results do not depend on the routing. torch has a
 kernel for it on meta in bf16 only, and does not count its FLOPs.
 
-Operators on host tensors in a rehearsal: what they return, without reading or writing host memory.
+Operators on host tensors in a dry run: what they return, without reading or writing host memory.
 
-Host tensors of a rehearsal are real but never touched, so their pages cost nothing. Small ones may hold numbers that
+Host tensors of a dry run are real but never touched, so their pages cost nothing. Small ones may hold numbers that
 decide what the program does next; on those alone operators really run.
 
-Host tensors of a rehearsal: address space, but no memory, even where a machine would have to refuse so much.
+Host tensors of a dry run: address space, but no memory, even where a machine would have to refuse so much.
 
-The host's memory in a rehearsal on a pretended GPU, counted while it is used.
+The host's memory in a dry run on a pretended GPU, counted while it is used.
 """
 
 import math

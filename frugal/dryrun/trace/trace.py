@@ -140,7 +140,7 @@ def trace(
             found = _spliced(model, mode) or _whole(model, mode)
         except (FrugalError, NotAffineError, NotImplementedError):
             raise
-        except Exception as error:  # whatever a model trips over: a rehearsal knows more ways, or says what is wrong
+        except Exception as error:  # whatever a model trips over: a dry run knows more ways, or says what is wrong
             raise NotAffineError(f"the model's step alone cannot be traced: {error}") from error
     parameters = list(model.parameters())
     buffers = list(model.buffers())

@@ -35,7 +35,7 @@ class MemoryBreakdown:
 
     `slack` is what the caching allocator needs beyond the live tensors: rounding and blocks that do not fit the next
     request. `context` is what is gone before the first tensor. `phase` says when the peak occurs, `operator` what
-    allocates there. `phase_peaks` has the most live bytes of each phase; only a rehearsal fills it in.
+    allocates there. `phase_peaks` has the most live bytes of each phase; only a dry run fills it in.
     """
 
     parameters: int

@@ -1,4 +1,4 @@
-"""What one strategy costs in memory and arithmetic, for every micro-batch. Made by rehearsals, read by planning."""
+"""What one strategy costs in memory and arithmetic, for every micro-batch. Made by dry runs, read by planning."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +18,7 @@ DeviceKind = Literal["cuda", "cpu"]
 
 @dataclass(frozen=True, kw_only=True)
 class RankMemory:
-    """One rehearsed rank: its timeline, and the peak of its tensors on the host, bytes.
+    """One dry-run rank: its timeline, and the peak of its tensors on the host, bytes.
 
     `host_bytes_per_sample` is what activations in host memory add to the latter. `gathers`: under ZeRO-3 the
     all-gathers of a micro-step and the elements they bring, where they were counted.
@@ -58,7 +58,7 @@ class MemoryProfile:
     """One model under one strategy on a world of ranks.
 
     Attributes:
-        strategy: what was rehearsed.
+        strategy: what was dry-run.
         world_size: ranks.
         ranks_per_node: ranks that share one host.
         accumulates: whether there is more than one micro-step; more than two take no more than two.
@@ -70,8 +70,8 @@ class MemoryProfile:
         largest_parameter: elements.
         trainable_sizes: elements of each trainable parameter.
         work: what one micro-step makes the device do.
-        ranks: the rehearsed ranks; one of them is the fullest.
-        sampled: where the memory is no timeline for all micro-batches, the micro-batches that were rehearsed;
+        ranks: the dry-run ranks; one of them is the fullest.
+        sampled: where the memory is no timeline for all micro-batches, the micro-batches that were dry-run;
             `ranks` then has one entry a rank and micro-batch, micro-batches outermost.
         counts_slack: whether what the allocator wastes is part of the memory.
     """
@@ -134,7 +134,7 @@ class MemoryProfile:
         return max(rank.timeline.peak_bytes(sampled) for rank in ranks)
 
     def _ranks_at(self, micro_batch: int) -> tuple[tuple[RankMemory, ...], int]:
-        """The ranks to ask, and at which micro-batch: the next larger one that was rehearsed, where not all are."""
+        """The ranks to ask, and at which micro-batch: the next larger one that was dry-run, where not all are."""
         if not self.sampled:
             return self.ranks, micro_batch
         index = next((i for i, known in enumerate(self.sampled) if known >= micro_batch), len(self.sampled) - 1)

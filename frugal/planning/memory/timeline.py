@@ -1,6 +1,6 @@
 """The memory of one training step as a stream of births and deaths, for every micro-batch at once.
 
-A rehearsal records each storage with its size, category and operator, and the order in which storages begin and
+A dry run records each storage with its size, category and operator, and the order in which storages begin and
 end. The size of every single storage is an affine function of the micro-batch (measured: no exception in 24 models,
 with and without activation checkpointing), so two recordings give all micro-batches exactly. The peak is not affine:
 it is the upper envelope of the affine sums after each birth, which is why a line through two peaks errs by up to 74 %.
@@ -28,13 +28,13 @@ PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS, LOGITS, COMMUNICATION, TEMPORARY 
 class NotAffineError(Exception):
     """Two recordings are not the same stream at different micro-batches, so they give no timeline.
 
-    The caller then rehearses each micro-batch by itself.
+    The caller then dry-runs each micro-batch by itself.
     """
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recording:
-    """The stream of one rehearsal, at one micro-batch.
+    """The stream of one dry run, at one micro-batch.
 
     Attributes:
         micro_batch: samples.

@@ -2,7 +2,7 @@
 
 In which order a search looks at strategies, so that most are never traced: the plain first, then what saves more.
 
-What a search asks of whoever knows the model: rehearsals, or formulas in their place.
+What a search asks of whoever knows the model: dry runs, or formulas in their place.
 """
 
 from collections.abc import Callable, Sequence
@@ -86,7 +86,7 @@ class Option:
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """What was found. `memory` is rehearsed; `options` are all that were looked at, the chosen one included.
+    """What was found. `memory` is dry-run; `options` are all that were looked at, the chosen one included.
 
     `tolerance`: how many times the fastest one's seconds the chosen one may take, being simpler.
     """
@@ -231,8 +231,8 @@ class Source(Protocol):
     """Where profiles come from. `accumulates`: whether there is more than one micro-step.
 
     `prepare` is told what will be asked for. `draft` is a profile without the allocator's part, found by arithmetic;
-    None where only a rehearsal could tell. `distrust` has a strategy profiled by rehearsals from now on; false if it
-    already is. `notes`: what the last rehearsal assumed, where memory depends on the data.
+    None where only a dry run could tell. `distrust` has a strategy profiled by dry runs from now on; false if it
+    already is. `notes`: what the last dry run assumed, where memory depends on the data.
     """
 
     @property
@@ -242,7 +242,7 @@ class Source(Protocol):
     def draft(self, strategy: Strategy, accumulates: bool) -> Profile | None: ...
     def distrust(self, strategy: Strategy) -> bool: ...
     def profile(self, strategy: Strategy, accumulates: bool) -> Profile: ...
-    def rehearse(
+    def dry_run(
         self, strategy: Strategy, micro_batch: int, accumulation_steps: int, device: Device | None = None
     ) -> MemoryBreakdown: ...
 

@@ -22,7 +22,7 @@ from frugal.planning.strategy import Strategy
 
 @dataclass(frozen=True, kw_only=True)
 class Refuted:
-    """A micro-batch that a rehearsal found too large: what it takes, and how many times the profile's prediction."""
+    """A micro-batch that a dry run found too large: what it takes, and how many times the profile's prediction."""
 
     micro_batch: int
     memory: MemoryBreakdown
@@ -60,7 +60,7 @@ class Fitting:
         return min(pinned, whole) if pinned is not None else 1
 
     def largest_micro_batch(self, profile: Profile, device: Device, refuted: Refuted | None) -> int:
-        """What fits `device` by the profile, corrected by what rehearsals have shown; 0 if nothing does."""
+        """What fits `device` by the profile, corrected by what dry runs have shown; 0 if nothing does."""
         if refuted is None:
             return profile.largest_micro_batch(device, self.cap)
         micro = profile.largest_micro_batch(device, refuted.micro_batch - 1) if refuted.micro_batch > 1 else 0
@@ -152,7 +152,7 @@ class StrategyEvaluation:
     Attributes:
         fitting: what fits where.
         facts: what the model is.
-        refuted: what rehearsals found too large; whoever rehearses keeps it up.
+        refuted: what dry runs found too large; whoever dry-runs keeps it up.
         work: profiles by mode of activation checkpointing, once one is known.
     """
 
@@ -279,12 +279,12 @@ class StrategyEvaluation:
         time = self.time(work, strategy, batch)
         return Option(strategy=strategy, micro_batch=batch.largest_cell, batch=None, memory=None, time=time)
 
-    def rehearsed(self, option: Option) -> MemoryBreakdown:
-        """The memory of an option by rehearsing it, on its fullest device."""
+    def dry_run_result(self, option: Option) -> MemoryBreakdown:
+        """The memory of an option by dry-running it, on its fullest device."""
         assert option.batch is not None
         steps = max(option.batch.accumulation_steps, 1 if self.request.lengths is None else 2)
         found = (
-            self.source.rehearse(option.strategy, micro, steps, device)
+            self.source.dry_run(option.strategy, micro, steps, device)
             for device, micro in self.fitting.loads(option.batch)
         )
         return min(found, key=lambda memory: memory.headroom_bytes)

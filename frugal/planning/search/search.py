@@ -1,10 +1,10 @@
-"""The fastest plan that fits, or the proof that none does. Arithmetic over profiles; the winner is rehearsed.
+"""The fastest plan that fits, or the proof that none does. Arithmetic over profiles; the winner is dry-run.
 
 For every strategy the request allows: the largest micro-batch that fits each device, the cells it cuts the global
 batch into, and the seconds a step would take. The fastest wins; within 2 % of it, the simplest. Where a profile can
 be drafted at once, all strategies are ranked by drafts, which leave the allocator out, and only those are looked at
-closely that could still win. Then the winner is rehearsed as a whole. Where that shows that it does not fit, its
-micro-batch shrinks, and where a drafted profile was wrong, a rehearsed one takes its place; the choice is made again.
+closely that could still win. Then the winner is dry-run as a whole. Where that shows that it does not fit, its
+micro-batch shrinks, and where a drafted profile was wrong, a dry-run one takes its place; the choice is made again.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,7 +28,7 @@ from frugal.planning.search.evaluate import Refuted, StrategyEvaluation
 from frugal.planning.strategy import Offload, Strategy, candidates, offload_levels
 
 TRUST = 0.01
-"""A profile that is further than this from the rehearsal is wrong, and the plan says so. In live bytes: what the
+"""A profile that is further than this from the dry run is wrong, and the plan says so. In live bytes: what the
 allocator wastes may change by as much with the order of a few small blocks."""
 
 
@@ -51,25 +51,25 @@ class Search:
         self.can_tile = self.facts.can_tile
 
     def run(self) -> Choice | Nothing:
-        """Choose, rehearse, and choose again until the two agree."""
+        """Choose, dry-run, and choose again until the two agree."""
         seen: list[Option] = []
         warnings: list[str] = []
         for level in self.levels:
             options = self.options(level)
             while winner := self._winner(options):
-                memory = self.appraisal.rehearsed(winner)
+                memory = self.appraisal.dry_run_result(winner)
                 assert winner.memory is not None
                 what = f"{winner.strategy}, micro-batch {winner.micro_batch}: the profile was"
                 live_error = winner.memory.live_bytes / memory.live_bytes - 1
                 if abs(live_error) > TRUST and self.source.distrust(winner.strategy):
-                    off = f"{100 * live_error:+.1f} % off the rehearsal"
-                    warnings.append(f"{what} {off}; it was profiled by rehearsals instead")
+                    off = f"{100 * live_error:+.1f} % off the dry run"
+                    warnings.append(f"{what} {off}; it was profiled by dry runs instead")
                     options = self.options(level)
                     continue
                 error = winner.memory.total_bytes / memory.total_bytes - 1
                 if abs(error) > TRUST or not memory.fits:
                     verdict = "it still fits" if memory.fits else "it does not fit, and was not chosen"
-                    warnings.append(f"{what} {100 * error:+.1f} % off the rehearsal; {verdict}")
+                    warnings.append(f"{what} {100 * error:+.1f} % off the dry run; {verdict}")
                 if memory.fits:
                     return Choice(
                         option=winner,
@@ -90,7 +90,7 @@ class Search:
         return Nothing(options=self._nearest_first(seen), num_strategies=len(seen), seen=tuple(seen))
 
     def predicted(self) -> Option | None:
-        """What `run` would rehearse, or what misses by least; None where only a rehearsal could tell.
+        """What `run` would dry-run, or what misses by least; None where only a dry run could tell.
 
         Strategies without a draft are left out.
         """

@@ -3,7 +3,7 @@
 A model is told where a document begins by its positions, which start at 0 there; transformers makes the attention mask
 of that (`position_ids` without `attention_mask`, https://huggingface.co/docs/transformers/main_classes/data_collator,
 as of 5.23). It looks at the values first and leaves the mask out where nothing is packed. Here it never looks: memory
-is the same for every batch, a rehearsal without values foresees it, and no forward waits for the device.
+is the same for every batch, a dry run without values foresees it, and no forward waits for the device.
 """
 
 from bisect import bisect_left

@@ -84,7 +84,7 @@ def matrix_flops(dtype: torch.dtype, device: torch.device) -> float:
 
 
 def memory_bandwidth(dtype: torch.dtype, device: torch.device) -> float:
-    """Bytes/s that operators between products reach, forward and backward, counted as in a rehearsal.
+    """Bytes/s that operators between products reach, forward and backward, counted as in a dry run.
 
     On a GPU that is what its memory gives. A CPU is held up by the arithmetic, too.
     """
@@ -158,7 +158,7 @@ def operator_seconds(device: torch.device) -> float:
 
 
 class _Counter(TorchDispatchMode):
-    """How many operators run, and the bytes they read and write, as a rehearsal counts them."""
+    """How many operators run, and the bytes they read and write, as a dry run counts them."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()

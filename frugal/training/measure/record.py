@@ -69,7 +69,7 @@ class Trial:
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """Measured figures under the names of the rehearsed ones; each is the largest of any rank, in bytes.
+    """Measured figures under the names of the dry-run ones; each is the largest of any rank, in bytes.
 
     Attributes:
         peak_allocated_bytes: live tensors; on CUDA in blocks, as `max_memory_allocated`.
@@ -123,7 +123,7 @@ class Measured:
 
     @property
     def tensor_bytes(self) -> int:
-        """What a rehearsal predicts: the allocated bytes without the libraries' own."""
+        """What a dry run predicts: the allocated bytes without the libraries' own."""
         return self.peak_allocated_bytes - self.workspace_bytes
 
 

@@ -1,4 +1,4 @@
-"""A few optimizer steps for real, measured: what a rehearsal is held against.
+"""A few optimizer steps for real, measured: what a dry run is held against.
 
 As a program it is what `frugal measure` runs on every rank:
 `python -m frugal.training.measure.two_steps --plan P --out FILE`.
@@ -38,7 +38,7 @@ from frugal.training.models.spec import ModelSpec
 from frugal.training.objectives import Objective, SummedLoss
 
 WARM_UP_ELEMENTS = 1_000
-NUM_STEPS = 2  # as many as are rehearsed: optimizer states come to be in the first
+NUM_STEPS = 2  # as many as are dry-run: optimizer states come to be in the first
 
 _BACKEND = ("all_gather_function", "reduce_scatter_function")
 _TORCH = ("broadcast", "all_reduce", "all_gather", "reduce", "reduce_scatter", "_all_gather_base")
@@ -55,7 +55,7 @@ def trial(
 ) -> list[PhaseInterval]:
     """Every phase of two optimizer steps on this rank, with synthetic samples of full length. Collective.
 
-    A rehearsal does no more than two micro-steps, since a third takes no more memory; `most_micro_steps` says so here.
+    A dry run does no more than two micro-steps, since a third takes no more memory; `most_micro_steps` says so here.
     """
     intervals, _ = watched(build, objective, plan, torch.device(device), most_micro_steps)
     return intervals

@@ -1,7 +1,7 @@
 """Attention masks of bidirectional models, made the same way for every batch.
 
 transformers leaves the mask out when it finds no padding in a batch, so that attention takes another kernel: more or
-less memory from one micro-batch to the next, a look at the device's data in every forward, and nothing a rehearsal
+less memory from one micro-batch to the next, a look at the device's data in every forward, and nothing a dry run
 without data could foresee. Here a mask that is passed is used.
 """
 

@@ -1,4 +1,4 @@
-"""What the ranks of a node measured becomes figures under the names of the rehearsed ones."""
+"""What the ranks of a node measured becomes figures under the names of the dry-run ones."""
 
 from pathlib import Path
 
