@@ -67,10 +67,10 @@ def command(
     named = hostfile.read_hostfile(Path(hosts_path)) if hosts_path else ()
     asked = settings.collect(values, file.train)
     if asked.resume:
-        if manifest.newest(asked.checkpoints) is None:
+        if manifest.newest_checkpoint(asked.checkpoints) is None:
             raise CheckpointError(f"there is no checkpoint in {asked.checkpoints}", hint="start without --resume")
         asked = settings.collect(values, settings.earlier(asked.out) | file.train)
-    elif (newest := manifest.newest(asked.checkpoints)) is not None:
+    elif (newest := manifest.newest_checkpoint(asked.checkpoints)) is not None:
         raise in_use(asked, newest)
     plan = _given_plan(plan_path, values, asked, ranks, named)
     is_new = plan is None

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 import platformdirs
 
+from frugal import atomic_files
 from frugal.config.cluster import NCCL_BYTES, Cluster, Device, DeviceKind
 from frugal.config.local_host import cpu_name, cuda_driver
 from frugal.config.request import Precision
@@ -154,7 +155,7 @@ class Calibration:
         path = folder / self.file_name
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=2) + b"\n")
+            atomic_files.write_file(path, msgspec.json.format(msgspec.json.encode(self), indent=2) + b"\n")
         except OSError as error:
             raise RequestError(f"cannot keep the calibration in {folder}", because=str(error.strerror)) from None
         return path

@@ -7,11 +7,11 @@ A plan on disk: `plan.json`, which is everything, and `ds_config.json`, its prin
 """
 
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from frugal import atomic_files
 from frugal.config import optimizers
 from frugal.config.request import Request
 from frugal.errors import RequestError
@@ -139,7 +139,7 @@ def _zero(strategy: Strategy) -> dict[str, Any]:
 
 
 def write_plan(plan: Plan, folder: Path) -> tuple[Path, Path]:
-    """Write both files, each whole or not at all; their paths. Makes the folder.
+    """Write both files, each of them atomically; their paths. Makes the folder.
 
     Raises:
         RequestError: they cannot be written: no space left, no permission.
@@ -150,7 +150,7 @@ def write_plan(plan: Plan, folder: Path) -> tuple[Path, Path]:
 
 
 def write_files(folder: Path, texts: Mapping[str, bytes]) -> tuple[Path, ...]:
-    """Write files by name, each whole or not at all; their paths. Makes the folder.
+    """Write files by name, each of them atomically; their paths. Makes the folder.
 
     Raises:
         RequestError: as `write_plan`.
@@ -159,7 +159,7 @@ def write_files(folder: Path, texts: Mapping[str, bytes]) -> tuple[Path, ...]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for path, text in zip(written, texts.values(), strict=True):
-            _write(path, text)
+            atomic_files.write_file(path, text)
     except OSError as error:
         raise RequestError(
             f"cannot write {error.filename or folder}",
@@ -167,18 +167,3 @@ def write_files(folder: Path, texts: Mapping[str, bytes]) -> tuple[Path, ...]:
             hint="choose another folder with -o",
         ) from None
     return written
-
-
-def _write(path: Path, text: bytes) -> None:
-    """Aside, to disk, then into place, so that `path` never holds half of it."""
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with aside.open("wb") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        aside.replace(path)
-    except OSError as error:
-        aside.unlink(missing_ok=True)
-        error.filename = str(path)
-        raise

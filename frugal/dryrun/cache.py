@@ -5,7 +5,6 @@ import functools
 import hashlib
 import importlib.metadata
 import sys
-import tempfile
 import tomllib
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,6 +13,7 @@ import msgspec
 import platformdirs
 
 import frugal
+from frugal import atomic_files
 from frugal.config.request import Request
 
 T = TypeVar("T")
@@ -48,14 +48,7 @@ class Cache:
             return
         with contextlib.suppress(OSError):
             self.folder.mkdir(parents=True, exist_ok=True)
-            file = tempfile.NamedTemporaryFile(dir=self.folder, delete=False)  # noqa: SIM115 - renamed while open
-            try:
-                with file:
-                    file.write(msgspec.json.encode(value))
-                Path(file.name).replace(self.folder / f"{key}.json")
-            except BaseException:
-                Path(file.name).unlink(missing_ok=True)
-                raise
+            atomic_files.write_file(self.folder / f"{key}.json", msgspec.json.encode(value), durable=False)
 
 
 def digest(*parts: Any) -> str:

@@ -37,7 +37,7 @@ from frugal.distributed.signals import SIGNALS, handled
 from frugal.errors import PlanMismatchError, RequestError
 from frugal.launch.host_report import working_gpus
 from frugal.planning.plan import Plan
-from frugal.training.checkpoint.manifest import newest
+from frugal.training.checkpoint.manifest import newest_checkpoint
 
 INTERRUPTED = 130
 
@@ -79,7 +79,7 @@ def launch(plan: Plan, plan_path: Path, asked: Settings, master_port: int | None
     number = ended_by(code)
     if number is None:
         return code
-    saved = newest(asked.checkpoints)
+    saved = newest_checkpoint(asked.checkpoints)
     hint = f"\n\nhint: continue from {saved.name} with --resume" if saved is not None else ""
     click.echo(f"error: a rank was ended by {number.name}{hint}", err=True)
     return 128 + number
@@ -271,7 +271,7 @@ def on_this_machine(master_port: int | None) -> Start:
 
 def ended(code: int, report: "first_failure.FailureReport | None", asked: Settings) -> End:
     """What an exit code and the report of the rank that failed first amount to."""
-    saved = newest(asked.checkpoints)
+    saved = newest_checkpoint(asked.checkpoints)
     step, checkpoint = _last_step(asked.out / METRICS), None if saved is None else saved.name
     if code == 0:
         return End(0, "", True, step, checkpoint)

@@ -92,7 +92,7 @@ def _with_what_is_left(
     error: OutOfMemoryError, engine: Engine, saver: Saver, settings: Settings, now: Progress
 ) -> OutOfMemoryError:
     """Save what was trained before memory ran out, where it is whole, and say where it is. Collective."""
-    newest = manifest.newest(settings.checkpoints)
+    newest = manifest.newest_checkpoint(settings.checkpoints)
     kept = f"the last good checkpoint is {newest.name}" if newest else "there is no checkpoint"
     if engine.update.is_begun:
         kept = f"the weights are between two steps; {kept}"
@@ -151,7 +151,7 @@ class Numbers:
         return self._settings.on_nan == "skip" and self._in_a_row <= MOST_IN_A_ROW
 
     def _error(self, step: int, found: str, batch: GlobalBatch) -> NumbersError:
-        newest = manifest.newest(self._settings.checkpoints)
+        newest = manifest.newest_checkpoint(self._settings.checkpoints)
         kept = f"the last good checkpoint is {newest.name}" if newest else "there is no checkpoint yet"
         because = [
             f"its global batch is {shown(batch.indices.tolist())} of the training data, listed in {METRICS}",

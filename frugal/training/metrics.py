@@ -23,6 +23,7 @@ import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
+from frugal import atomic_files
 from frugal.config.run import METRICS
 from frugal.distributed import rank_logs
 from frugal.errors import CheckpointError
@@ -179,7 +180,7 @@ class Log:
 def _continued(path: Path, first_step: int) -> Any:
     """The file of metrics, open to append to, without records of steps after `first_step` or half a record."""
     try:
-        path.write_bytes(b"".join(_records_until(path, first_step)))
+        atomic_files.write_file(path, b"".join(_records_until(path, first_step)))
         return path.open("ab", buffering=0)  # a line is on its way to the disk before the next step
     except OSError as error:
         raise _cannot_write(path, error) from None

@@ -86,7 +86,7 @@ def load(engine: "Engine", folder: Path) -> Loaded:
         PlanMismatchError: it is of another model, or trains it otherwise, or its states cannot be read on this layout.
     """
     folder = folder.absolute()
-    names: list[Any] = [[path.name for path in manifest.candidates(folder)]]
+    names: list[Any] = [[path.name for path in manifest.checkpoints_in(folder)]]
     dist.broadcast_object_list(names, src=0, group=engine.votes)
     refused: list[str] = []
     for path in (folder / name for name in names[0]):

@@ -1,17 +1,17 @@
-"""The files of a checkpoint folder: listed with their checksums, made durable, put in place at once.
+"""The manifest of a checkpoint folder: its files with their checksums, and what wrote them.
 
-A folder appears under its name only when it is whole: it is written aside as `NAME.tmp`, every file is flushed to
-the disk, `manifest.json` is written last, then the folder is renamed and the pointer `latest` replaced. A crash at
-any point leaves the previous checkpoint and its pointer as they were.
+Checkpoints are atomic. A folder is written as `NAME.tmp`, every file is flushed to the disk, `manifest.json` is written
+last, then the folder is renamed to `NAME` and the pointer `latest` replaced. A crash at any point leaves the previous
+checkpoint and its pointer as they were.
 """
 
 import hashlib
-import os
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
+
+from frugal import atomic_files
 
 SCHEMA = 2
 MANIFEST = "manifest.json"
@@ -57,22 +57,22 @@ class Manifest:
     files: dict[str, File]
 
 
-def candidates(folder: Path) -> list[Path]:
-    """The complete-looking checkpoints: first the one `latest` names, then the others from new to old.
+def checkpoints_in(folder: Path) -> list[Path]:
+    """The checkpoints by their names, unread: first the one that `latest` names, then the others from new to old.
 
-    `NAME.old` is one that was just making room for another of its name when a crash came.
+    `NAME.old` was about to be replaced by another of its name when a crash came.
     """
-    found = sorted((path for path in folder.glob("step-*") if path.suffix in ("", ".old")), reverse=True)
+    paths = sorted((path for path in folder.glob("step-*") if path.suffix in ("", ".old")), reverse=True)
     try:
-        pointed = folder / (folder / POINTER).read_text().strip()
+        latest = folder / (folder / POINTER).read_text().strip()
     except (OSError, UnicodeDecodeError):
-        return found
-    return [path for path in found if path == pointed] + [path for path in found if path != pointed]
+        return paths
+    return sorted(paths, key=lambda path: path != latest)
 
 
-def newest(folder: Path) -> Path | None:
-    """The checkpoint to continue from, without looking into it; None if there is none."""
-    return next(iter(candidates(folder)), None)
+def newest_checkpoint(folder: Path) -> Path | None:
+    """The checkpoint to continue from, unread; None if there is none."""
+    return next(iter(checkpoints_in(folder)), None)
 
 
 def checksum(path: Path) -> str:
@@ -81,46 +81,19 @@ def checksum(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def describe(path: Path, rank: int) -> File:
+def file_entry(path: Path, rank: int) -> File:
     """The file's entry in the manifest; the file is on the disk when this returns."""
-    flush(path)
+    atomic_files.flush(path)
     return File(num_bytes=path.stat().st_size, sha256=checksum(path), rank=rank)
 
 
-def flush(path: Path) -> None:
-    """Wait until the disk has the file's content, or the folder's list of names."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def write(path: Path, data: bytes) -> None:
-    """Put `data` in place of whatever `path` held, all of it or nothing."""
-    aside = path.with_name(path.name + ".tmp")
-    aside.write_bytes(data)
-    flush(aside)
-    aside.replace(path)
-    flush(path.parent)
-
-
-def seal(aside: Path, manifest: Manifest) -> Path:
-    """Write the manifest into the folder `NAME.tmp` and give it its name; a folder of that name makes room."""
-    write(aside / MANIFEST, msgspec.json.format(msgspec.json.encode(manifest), indent=2) + b"\n")
-    return put_in_place(aside)
-
-
-def put_in_place(aside: Path) -> Path:
-    """Rename the complete folder `NAME.tmp` to `NAME`; a folder of that name makes room."""
-    final = aside.with_suffix("")
-    if final.exists():
-        old = final.with_suffix(".old")
-        shutil.rmtree(old, ignore_errors=True)
-        final.rename(old)
-    aside.rename(final)
-    flush(final.parent)
-    shutil.rmtree(final.with_suffix(".old"), ignore_errors=True)
+def publish(temporary: Path, manifest: Manifest) -> Path:
+    """Complete the folder `NAME.tmp` with its manifest, rename it to `NAME` and point `latest` there; the new path."""
+    final = temporary.with_suffix("")
+    manifest_json = msgspec.json.format(msgspec.json.encode(manifest), indent=2) + b"\n"
+    atomic_files.write_file(temporary / MANIFEST, manifest_json)
+    atomic_files.replace_folder(temporary, final)
+    atomic_files.write_file(final.parent / POINTER, final.name.encode() + b"\n")
     return final
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from frugal import atomic_files
 from frugal.config import run
 from frugal.config.local_host import available_bytes
 from frugal.config.run import Settings
@@ -41,7 +42,7 @@ def begin(asked: Settings) -> Settings:
     Raises:
         RequestError: it holds another run, or cannot be made.
     """
-    newest = manifest.newest(asked.checkpoints)
+    newest = manifest.newest_checkpoint(asked.checkpoints)
     if newest is not None and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0:
         asked = replace(asked, resume=True)  # torchrun --max-restarts gives every start the same flags
     if newest is not None and not asked.resume:
@@ -109,7 +110,7 @@ def record(plan: Plan, asked: Settings) -> None:
     """What the run is, in its folder: the plan, its print-out for DeepSpeed, and what was asked for."""
     write_plan(plan, asked.out)
     try:
-        manifest.write(asked.out / run.RECORD, asked.record())
+        atomic_files.write_file(asked.out / run.RECORD, asked.record())
     except OSError as error:
         raise _cannot_write(asked, error) from None
 
@@ -188,7 +189,7 @@ def saved_bytes(plan: Plan, asked: Settings) -> int:
 
     Left out: the best checkpoint, where it is not among the newest.
     """
-    there = len(manifest.candidates(asked.checkpoints))
+    there = len(manifest.checkpoints_in(asked.checkpoints))
     copies = max(1, (asked.keep + 1 if asked.save_every else 1) - there)
     weights = _element(plan) * plan.model.parameters
     return copies * breakdown.checkpoint_bytes(plan.request, plan.strategy, plan.model) + weights

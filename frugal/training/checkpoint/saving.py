@@ -23,6 +23,7 @@ import msgspec
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from frugal import atomic_files
 from frugal.deepspeed_adapter import state_layout
 from frugal.deepspeed_adapter.checkpoint_files import CheckpointWriter
 from frugal.distributed.vote import RanksFailed, together
@@ -30,7 +31,7 @@ from frugal.errors import CheckpointError
 from frugal.training import rng
 from frugal.training.checkpoint import manifest, reshard
 from frugal.training.checkpoint.loading import TRAINING, Progress, origin, read_progress
-from frugal.training.checkpoint.manifest import File, Manifest, put_in_place
+from frugal.training.checkpoint.manifest import File, Manifest
 
 if TYPE_CHECKING:
     from frugal.training.engine import Engine
@@ -118,7 +119,7 @@ class Saver:
         except RanksFailed as failed:
             if self._engine.rank == 0:
                 shutil.rmtree(aside, ignore_errors=True)
-            last = manifest.newest(self._folder)
+            last = manifest.newest_checkpoint(self._folder)
             raise CheckpointError(
                 f"cannot write the checkpoint {aside.with_suffix('')}",
                 because=[
@@ -175,13 +176,11 @@ def _collect(engine: "Engine", writer: CheckpointWriter, aside: Path, progress: 
 
 def _listed(writer: CheckpointWriter, rank: int) -> dict[str, File]:
     """This rank's files, on the disk when this returns."""
-    return {path.name: manifest.describe(path, rank) for path in writer.finish()}
+    return {path.name: manifest.file_entry(path, rank) for path in writer.finish()}
 
 
 def _publish(aside: Path, made_by: Manifest, keep: int) -> None:
-    final = manifest.seal(aside, made_by)
-    manifest.write(final.parent / manifest.POINTER, final.name.encode() + b"\n")
-    _prune(final, keep)
+    _prune(manifest.publish(aside, made_by), keep)
 
 
 def _prune(current: Path, keep: int) -> None:
@@ -256,4 +255,4 @@ def _write(module: nn.Module, weights: dict[str, Tensor], aside: Path, tokenizer
             tokenizer.save_pretrained(aside)
     except Exception as error:  # safetensors has its own error for a full disk, tokenizers theirs
         raise OSError(None, f"{type(error).__name__}: {error}") from error
-    put_in_place(aside)
+    atomic_files.replace_folder(aside, aside.with_suffix(""))

@@ -3,8 +3,6 @@
 One pass over the sources that makes the samples, and tells what it met and left out.
 """
 
-import shutil
-import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -16,6 +14,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from frugal import atomic_files
 from frugal.errors import RequestError
 from frugal.training.data import tokenizer
 from frugal.training.data.arrow_store import ArrowWriter, PackingWriter
@@ -239,18 +238,9 @@ def prepare(
         RequestError: as `frugal.training.data.corpus.load_corpus`.
         OSError: it cannot be written.
     """
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    aside = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
-    try:
-        report = _write(_Reading(sources, cutter, limit, skip_bad_rows), aside, pack, validation)
-        (aside / "report.json").write_bytes(msgspec.json.encode(report))
-        try:
-            aside.rename(folder)
-        except OSError:
-            if not folder.exists():  # otherwise another process was first, with the same content
-                raise
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
+    with atomic_files.new_folder(folder) as temporary:  # where another process was first, it had the same content
+        report = _write(_Reading(sources, cutter, limit, skip_bad_rows), temporary, pack, validation)
+        (temporary / "report.json").write_bytes(msgspec.json.encode(report))
 
 
 class _Reading:

@@ -12,6 +12,7 @@ import msgspec
 import pytest
 import torch
 
+from frugal import atomic_files
 from frugal.deepspeed_adapter import checkpoint_files
 from frugal.errors import FrugalError
 from frugal.training.checkpoint import loading, manifest
@@ -177,8 +178,8 @@ def test_a_file_that_would_run_code_is_refused_and_nothing_runs(saved: Path, tmp
     hostile = sorted((folder / "step-000004").glob("*_optim_states.pt"))[1]
     torch.save({**torch.load(hostile, weights_only=False), "more": Hostile(mark)}, hostile)
     made_by = manifest.read(hostile.parent)
-    files = {**made_by.files, hostile.name: manifest.describe(hostile, rank=1)}
-    manifest.write(hostile.parent / manifest.MANIFEST, msgspec.json.encode(replace(made_by, files=files)))
+    files = {**made_by.files, hostile.name: manifest.file_entry(hostile, rank=1)}
+    atomic_files.write_file(hostile.parent / manifest.MANIFEST, msgspec.json.encode(replace(made_by, files=files)))
     answers = two_ranks.run(load_each, [folder])
     refused = f"{hostile} holds posix.mkdir, which frugal does not save and could run any code"
     assert answers == [[f"step 2: {refused}"]] * 2

@@ -138,7 +138,7 @@ def test_all_of_one_to_four_ranks_and_stages_continue_all_others(
 
 def states(folder: Path) -> dict[tuple[str, str], torch.Tensor]:
     """Every state of every parameter in a checkpoint, whole."""
-    path = manifest.newest(folder)
+    path = manifest.newest_checkpoint(folder)
     assert path is not None
     saved = reshard.Saved(path, manifest.read(path))
     many, _ = saved.optimizer_states()
