@@ -9,11 +9,12 @@ Kernels that a dry run has no use for: they keep what the real ones keep, and co
 CUDA streams that DeepSpeed works on beside the one that computes, and how long they hold what it frees there.
 
 What is made there, or freed there, is freed before that work is done, and the allocator keeps it until then
-(`record_stream` in stage_1_and_2.py:1531 and 2430, stage3.py:1639, partition_parameters.py:327). The computing
-stream waits for the work before (stage_1_and_2.py:1608), so one piece of it is under way, and the host, which runs
-ahead, may not have seen the end of one more: what was freed lives until the second next begins. ZeRO-3 lets it run no
-further ahead (`max_param_reduce_events`, stage3.py:1666). A piece of work makes something: a reduced bucket, a
-gathered parameter. Copies into a bucket belong to the next one.
+(`record_stream` in `DeepSpeedZeroOptimizer.allreduce_and_copy_with_multiple_ranks` and `allreduce_and_copy`,
+`DeepSpeedZeroOptimizer_Stage3.__add_grad_to_ipg_bucket` and `free_param`). The computing stream waits for the work
+before (`DeepSpeedZeroOptimizer.average_tensor`), so one piece of it is under way, and the host, which runs ahead, may
+not have seen the end of one more: what was freed lives until the second next begins. ZeRO-3 lets it run no further
+ahead (`max_param_reduce_events`). A piece of work makes something: a reduced bucket, a gathered parameter. Copies into
+a bucket belong to the next one.
 """
 
 import copy
@@ -89,9 +90,9 @@ class MetaAccelerator(CPU_Accelerator):
         return True
 
     def pin_memory(self, tensor: Tensor, make_copy: bool = True, match_shape: bool = True) -> Tensor:
-        """A copy, as on a host with a GPU, in a block whose size is the next power of two.
+        """A copy, as on a host with a GPU, in a block whose size is the next power of two
 
-        torch/include/ATen/core/CachingHostAllocator.h:305. A host without a GPU pins nothing.
+        (`allocate` in torch/include/ATen/core/CachingHostAllocator.h). A host without a GPU pins nothing.
         """
         if self._pinning is None or tensor.is_meta or not tensor.nbytes:
             return tensor

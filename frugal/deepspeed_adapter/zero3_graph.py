@@ -49,7 +49,7 @@ def linear_of_zero3() -> Iterator[None]:
 
 
 class _Linear(torch.autograd.Function):
-    """Operator for operator as `LinearFunctionForZeroStage3` (linear.py:67)."""
+    """Operator for operator as `LinearFunctionForZeroStage3` of deepspeed/runtime/zero/linear.py."""
 
     generate_vmap_rule = True
 
@@ -137,7 +137,7 @@ class _Parameters:
 
 
 class _Module:
-    """What is known of one module while the model runs (parameter_offload.py:360-450)."""
+    """What is known of one module while the model runs (`DeepSpeedZeRoOffload._register_deepspeed_module`)."""
 
     def __init__(self, module: nn.Module, number: int, parameters: _Parameters, mark: Mark) -> None:
         self.module = module
@@ -203,7 +203,7 @@ class _AfterBackward(torch.autograd.Function):
 
 
 def _map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
-    """`value` with every tensor in it replaced, dicts in place (utils.py:156)."""
+    """`value` with every tensor in it replaced, dicts in place (`apply_to_tensors_only` of zero/utils.py)."""
     if isinstance(value, (tuple, list)):
         made = [_map_tensors(function, item) for item in value]
         return type(value)(*made) if hasattr(value, "_fields") else type(value)(made)

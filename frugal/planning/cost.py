@@ -126,7 +126,7 @@ PYTHON_OPERATORS = 2.0
 each of them, in operators' time."""
 
 NORM_BYTES = 20
-"""Read and written for the norm of one gradient element: DeepSpeed copies it to fp64 first (zero/utils.py:59)."""
+"""Read and written for the norm of one gradient element: DeepSpeed copies it to fp64 first (`get_norm_dtype`)."""
 
 NVME_BANDWIDTH = 2e9
 """Bytes/s of one node's disk, reading or writing: a PCIe 4.0 drive sustains 2 to 5 GB/s."""

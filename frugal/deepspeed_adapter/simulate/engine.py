@@ -1,23 +1,23 @@
-"""Without ZeRO (deepspeed/runtime/engine.py): every rank has everything, and torch's optimizer is called as it is.
+"""Two optimizer steps under DeepSpeed, by arithmetic: what a dry run records, from the trace of one micro-step.
 
-Two optimizer steps under DeepSpeed, by arithmetic: what a dry run records, from the trace of one micro-step.
+Also stage 0, without ZeRO: every rank has everything, and torch's optimizer is called as it is.
 """
 
 from frugal.config.optimizers import implementation
 from frugal.config.request import Request
 from frugal.deepspeed_adapter.simulate.stream import NUM_STATES, MicroStep, PinnedBlocks, Setting, Stream
-from frugal.deepspeed_adapter.simulate.zero3 import Split
-from frugal.deepspeed_adapter.simulate.zero12 import Partitioned
+from frugal.deepspeed_adapter.simulate.zero3 import SimulatedZero3
+from frugal.deepspeed_adapter.simulate.zero12 import SimulatedZero12
 from frugal.planning.memory.model_trace import ARRIVAL, BATCH_ENDS, LOSS_ENDS, ModelTrace
 from frugal.planning.memory.profile import DeviceKind, RankMemory
 from frugal.planning.memory.timeline import GRADIENTS, OPTIMIZER, PARAMETERS
 from frugal.planning.strategy import Strategy
 
 REDUCED_TOGETHER = 500_000_000
-"""Gradient elements that the engine concatenates for one all-reduce (engine.py:151)."""
+"""Gradient elements that the engine concatenates for one all-reduce: its `MEMORY_OPT_ALLREDUCE_SIZE`."""
 
 
-class Replicated:
+class SimulatedZero0:
     """The optimizer of one rank at ZeRO stage 0, in fp32."""
 
     def __init__(self, stream: Stream, setting: Setting) -> None:
@@ -42,7 +42,7 @@ class Replicated:
         """Modules have their parameters at hand."""
 
     def end(self) -> None:
-        """Backward is over: gradients are all-reduced, several in one (engine.py:3828)."""
+        """Backward is over: gradients are all-reduced, several in one (`DeepSpeedEngine.allreduce_no_retain`)."""
         if not self._is_boundary:
             return
         group: list[int] = []
@@ -70,7 +70,7 @@ class Replicated:
         self._gradients.clear()
 
 
-Engine = Replicated | Partitioned | Split
+SimulatedZero = SimulatedZero0 | SimulatedZero12 | SimulatedZero3
 
 
 def covers(request: Request, strategy: Strategy, trace: ModelTrace | None = None) -> bool:
@@ -145,11 +145,13 @@ def simulate(
         timeline=stream.timeline(),
         host_bytes=host.peak_bytes,
         host_bytes_per_sample=int(trace.work.moved_per_sample),  # down and up: twice what is there
-        gathers=optimizer.gathers if isinstance(optimizer, Split) else None,
+        gathers=optimizer.gathers if isinstance(optimizer, SimulatedZero3) else None,
     )
 
 
-def _initialised(stream: Stream, host: PinnedBlocks, setting: Setting, trace: ModelTrace, kind: DeviceKind) -> Engine:
+def _initialised(
+    stream: Stream, host: PinnedBlocks, setting: Setting, trace: ModelTrace, kind: DeviceKind
+) -> SimulatedZero:
     """The model is built on the host and comes to the device; the optimizer makes of it what it needs."""
     size = trace.element_bytes
     if kind == "cpu":
@@ -157,7 +159,7 @@ def _initialised(stream: Stream, host: PinnedBlocks, setting: Setting, trace: Mo
     else:
         host.dies(host.born(trace.building_bytes, "building"))
     if setting.zero_stage == 3:
-        split = Split(stream, host, setting, trace.own_parameters)
+        split = SimulatedZero3(stream, host, setting, trace.own_parameters)
         split.initialise(one_by_one=kind == "cuda")
         for size_bytes in trace.buffer_bytes:
             stream.born(size_bytes, "to device", PARAMETERS)
@@ -166,13 +168,13 @@ def _initialised(stream: Stream, host: PinnedBlocks, setting: Setting, trace: Mo
     for size_bytes in trace.buffer_bytes:
         stream.born(size_bytes, "to device", PARAMETERS)
     if setting.zero_stage == 0:
-        return Replicated(stream, setting)
-    optimizer = Partitioned(stream, host, setting)
+        return SimulatedZero0(stream, setting)
+    optimizer = SimulatedZero12(stream, host, setting)
     optimizer.initialise([storage for storage, trained in zip(arrived, trace.trainable, strict=True) if trained])
     return optimizer
 
 
-def _accumulate(stream: Stream, trace: ModelTrace, optimizer: Engine, num_steps: int, kind: DeviceKind) -> None:
+def _accumulate(stream: Stream, trace: ModelTrace, optimizer: SimulatedZero, num_steps: int, kind: DeviceKind) -> None:
     """Forward and backward of the micro-steps; on a CPU all batches are there from the beginning."""
     steps = [MicroStep(stream, trace) for _ in range(num_steps)]
     for step in steps if kind == "cpu" else steps[:1]:

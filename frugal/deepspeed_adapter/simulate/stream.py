@@ -67,7 +67,7 @@ class Stream:
         self.dies(self.born(size_bytes, operator, category))
 
     def norm(self, elements: int, category: int = TEMPORARY) -> int:
-        """The norm of so many elements, taken of a copy in fp64 (zero/utils.py:59)."""
+        """The norm of so many elements, taken of a copy in fp64 (`get_norm_dtype` of zero/utils.py)."""
         copy = self.born(elements * 8, "aten._to_copy.default", category)
         norm = self.born(8, "aten.linalg_vector_norm.default", TEMPORARY)
         self.dies(copy)
@@ -101,7 +101,7 @@ class PinnedBlocks:
     """The host's memory while it is used, bytes. On a CPU the host is the device, and all of it belongs to the stream.
 
     Pinned memory comes in blocks of a power of two bytes, and a block that is freed is kept for the next one of its
-    size (torch/include/ATen/core/CachingHostAllocator.h:305, 358).
+    size (`CachingHostAllocatorImpl::allocate` and `free` in torch/include/ATen/core/CachingHostAllocator.h).
     """
 
     def __init__(self, stream: Stream, kind: DeviceKind) -> None:

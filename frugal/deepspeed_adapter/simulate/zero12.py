@@ -1,14 +1,17 @@
-"""ZeRO-1 and 2 (deepspeed/runtime/zero/stage_1_and_2.py, called z12 here): gradients and states cut into equal parts.
+"""ZeRO-1 and 2: gradients and states cut into equal parts.
 
-All trainable parameters lie end to end in one flat tensor, padded to `2 * ranks` elements (z12:441); rank `r` owns its
-`r`-th part. Gradients are copied into a bucket as autograd finishes them (z12:1414); a full bucket is reduced.
+Names in brackets are methods of `DeepSpeedZeroOptimizer` in deepspeed/runtime/zero/stage_1_and_2.py.
+
+All trainable parameters lie end to end in one flat tensor, padded to `2 * ranks` elements (`__init__`); rank `r` owns
+its `r`-th part. Gradients are copied into a bucket as autograd finishes them (`process_gradients`); a full bucket is
+reduced (`reduce_ipg_grads`).
 """
 
 from frugal.deepspeed_adapter.simulate.stream import PinnedBlocks, Setting, Stream
 from frugal.planning.memory.timeline import COMMUNICATION, GRADIENTS, OPTIMIZER, PARAMETERS
 
 
-class Partitioned:
+class SimulatedZero12:
     """The ZeRO-1 or ZeRO-2 optimizer of one rank."""
 
     def __init__(self, stream: Stream, host: PinnedBlocks, setting: Setting) -> None:
@@ -31,7 +34,8 @@ class Partitioned:
             for i, (start, n) in enumerate(zip(self._starts, elements, strict=False))
             if n and min(start + n, high) > max(start, low)
         }
-        # Gradients summed in fp32 while the model's are smaller live in one buffer (z12:1259); others stay as they are.
+        # Gradients summed in fp32 while the model's are smaller live in one buffer
+        # (`_use_compact_grad_partition_buffer`); others stay as they are.
         self._compact = setting.element_bytes < 4
         self._bucket = -1
         self._bucket_parameters: list[int] = []
@@ -46,7 +50,10 @@ class Partitioned:
         self._norms: list[int] = []  # of own gradients that went to the host
 
     def initialise(self, parameters: list[int]) -> None:
-        """From the model's trainable parameters on the device to the flat ones (z12:505-560, 935)."""
+        """From the model's trainable parameters on the device to the flat ones.
+
+        (`__init__`, `initialize_optimizer_states`)
+        """
         stream, setting = self._stream, self._setting
         size = setting.element_bytes
         padding = stream.born(self._padding * size, "aten.zeros.default")
@@ -67,7 +74,7 @@ class Partitioned:
 
     def _initialise_on_host(self) -> None:
         """Master weights, their copy in the model's type and their gradient; buffers for the largest gradient on both
-        sides (z12:557-572, 650-661, 937)."""
+        sides (`__init__`, `initialize_optimizer_states`)."""
         stream, host, size = self._stream, self._host, self._setting.element_bytes
         clone = stream.born(self._part * size, "aten.clone.default")
         master = host.born(self._part * 4, "aten._to_copy.default", OPTIMIZER)
@@ -87,7 +94,7 @@ class Partitioned:
         self._is_boundary = is_boundary
 
     def gradient(self, parameter: int, storage: int) -> None:
-        """See `Optimizer` (z12:2284)."""
+        """See `Optimizer` (`process_gradients`)."""
         if self._bucket < 0:
             size = self._setting.element_bytes
             self._bucket = self._stream.born(
@@ -105,7 +112,7 @@ class Partitioned:
         """Modules have their parameters at hand."""
 
     def end(self) -> None:
-        """Backward is over (z12:1017)."""
+        """Backward is over (`independent_gradient_partition_epilogue`)."""
         if self._setting.zero_stage == 1:
             if not self._is_boundary:
                 return  # the bucket stays, too
@@ -132,7 +139,7 @@ class Partitioned:
         self._bucket = -1
 
     def step(self) -> None:
-        """The optimizer step (z12:3013)."""
+        """The optimizer step (`step`)."""
         stream, setting = self._stream, self._setting
         if setting.offloads_optimizer:
             self._step_on_host()
@@ -173,7 +180,10 @@ class Partitioned:
         self._padding_zeros = -1
 
     def _into_bucket(self, parameter: int, storage: int) -> None:
-        """Copy a gradient, which is held, into the bucket; one that is too large waits for the flush (z12:1414)."""
+        """Copy a gradient, which is held, into the bucket; one that is too large waits for the flush.
+
+        (`reduce_independent_p_g_buckets_and_remove_grads`)
+        """
         n = self._setting.elements[parameter]
         if self._bucket_elements + n > self._setting.bucket_elements:
             self._flush()
@@ -185,7 +195,7 @@ class Partitioned:
         self._bucket_parameters.append(parameter)
 
     def _cloned(self, storage: int, elements: int) -> int:
-        """A copy of a gradient that is held in its place (z12:1450)."""
+        """A copy of a gradient that is held in its place (`reduce_independent_p_g_buckets_and_remove_grads`)."""
         clone = self._stream.born(elements * self._setting.element_bytes, "aten.clone.default", COMMUNICATION)
         self._stream.hold(clone)
         self._stream.dies(clone)  # when it is released
@@ -193,7 +203,7 @@ class Partitioned:
         return clone
 
     def _flush(self) -> None:
-        """Reduce what is in the bucket and keep the own parts (z12:2205)."""
+        """Reduce what is in the bucket and keep the own parts (`reduce_ipg_grads`)."""
         slices = self._slices()
         if self._compact and any(is_own for _, is_own in slices):
             self._compact_buffer()
@@ -224,7 +234,7 @@ class Partitioned:
 
     def _slices(self) -> list[tuple[int, bool]]:
         """The bucket cut by owner: elements, and whether they are this rank's. Neighbours of one owner are merged,
-        but for own ones that have an output of their own (z12:1640)."""
+        but for own ones that have an output of their own (`average_tensor`)."""
         slices: list[tuple[int, bool]] = []
         previous = -1
         for parameter in self._bucket_parameters:
@@ -241,7 +251,10 @@ class Partitioned:
         return slices
 
     def _reduce(self, group: list[tuple[int, bool]]) -> None:
-        """All-reduce slices together; own ones are added to the fp32 buffer (z12:1516, 2359)."""
+        """All-reduce slices together; own ones are added to the fp32 buffer.
+
+        (`allreduce_and_copy_with_multiple_ranks`)
+        """
         size = self._setting.element_bytes
         together = -1
         if len(group) > 1:

@@ -1,7 +1,10 @@
-"""ZeRO-3 (deepspeed/runtime/zero/stage3.py, z3 here): every parameter is cut into equal parts by itself."""
+"""ZeRO-3: every parameter is cut into equal parts by itself.
+
+Names in brackets are methods of `DeepSpeedZeroOptimizer_Stage3` in deepspeed/runtime/zero/stage3.py.
+"""
 
 from frugal.deepspeed_adapter.simulate.stream import PinnedBlocks, Setting, Stream
-from frugal.deepspeed_adapter.simulate.zero3_prefetch import Gathering
+from frugal.deepspeed_adapter.simulate.zero3_prefetch import SimulatedPrefetch
 from frugal.planning.memory.model_trace import (
     FETCH,
     FETCH_IN_BACKWARD,
@@ -13,7 +16,7 @@ from frugal.planning.memory.model_trace import (
 from frugal.planning.memory.timeline import COMMUNICATION, GRADIENTS, OPTIMIZER, PARAMETERS
 
 
-class Split:
+class SimulatedZero3:
     """The ZeRO-3 optimizer of one rank."""
 
     def __init__(
@@ -24,7 +27,7 @@ class Split:
         self._micro_step = 0
         self._is_boundary = True
         self._setting = setting
-        self._gathering = Gathering(stream, setting, own_parameters)
+        self._gathering = SimulatedPrefetch(stream, setting, own_parameters)
         self._parts = [-(-n // setting.world_size) for n in setting.elements]
         self._groups = list(_sub_groups(self._parts, setting.sub_group_elements))
         self._bucket_parameters: list[int] = []
@@ -35,7 +38,10 @@ class Split:
         self._has_states = False
 
     def initialise(self, *, one_by_one: bool) -> None:
-        """Parameters are split, as they arrive `one_by_one` or all at once; the parts move together (z3:761, 913)."""
+        """Parameters are split, as they arrive `one_by_one` or all at once; the parts move together.
+
+        (`_setup_for_real_optimizer`, `_create_fp16_partitions_with_defragmentation`)
+        """
         stream, setting = self._stream, self._setting
         size = setting.element_bytes
         parts = []
@@ -74,7 +80,7 @@ class Split:
         stream.dies(whole)
 
     def _initialise_on_host(self) -> None:
-        """Master weights and their gradients (z3:1170, 1301)."""
+        """Master weights and their gradients (`_create_fp32_partitions`, `initialize_optimizer_states`)."""
         host = self._host
         converted = -1
         for group in self._groups:
@@ -113,7 +119,7 @@ class Split:
             self._stream.release(self._held.pop(hold))
 
     def gradient(self, parameter: int, storage: int) -> None:
-        """See `Optimizer` (z3:1569, 1621)."""
+        """See `Optimizer` (`reduce_independent_p_g_buckets_and_remove_grads`, `__add_grad_to_ipg_bucket`)."""
         n = self._setting.elements[parameter]
         if self._bucket_elements and self._bucket_elements + n > self._setting.bucket_elements:
             self._flush()
@@ -124,13 +130,13 @@ class Split:
         self._bucket_parameters.append(parameter)
 
     def end(self) -> None:
-        """Backward is over (z3:1407)."""
+        """Backward is over (`independent_gradient_partition_epilogue`)."""
         self._flush()
         self._gathering.backward_ends()
         self._micro_step += 1
 
     def step(self) -> None:
-        """The optimizer step, one group of parts after the other (z3:2873)."""
+        """The optimizer step, one group of parts after the other (`step`)."""
         stream = self._stream
         self._gathering.split_all()
         self._micro_step = 0
@@ -170,7 +176,10 @@ class Split:
         return lengths
 
     def _flush(self) -> None:
-        """Reduce-scatter what is in the bucket; own parts are copied or added to the gradient buffer (z3:1648)."""
+        """Reduce-scatter what is in the bucket; own parts are copied or added to the gradient buffer.
+
+        (`__reduce_and_partition_ipg_grads`)
+        """
         if not self._bucket_parameters:
             return
         stream, setting = self._stream, self._setting
@@ -203,7 +212,10 @@ class Split:
         return max(0, min(part, elements - part * self._setting.rank))
 
     def _to_host(self, parts: list[int]) -> None:
-        """Gradients are added up on the device and kept on the host (z3:2006). The first micro-step only copies."""
+        """Gradients are added up on the device and kept on the host (`partition_grads`).
+
+        The first micro-step only copies.
+        """
         stream = self._stream
         previous = -1
         for own in parts:
@@ -219,7 +231,7 @@ class Split:
 
 
 def _sub_groups(parts: list[int], most: int) -> list[int]:
-    """Elements of each group of parts that is updated together (z3:1210)."""
+    """Elements of each group of parts that is updated together (`_create_fp16_sub_groups`)."""
     if most >= sum(parts):
         return [sum(parts)]
     groups, elements = [], 0

@@ -1,4 +1,7 @@
-"""When ZeRO-3 gathers and releases parameters (deepspeed/runtime/zero/partitioned_param_coordinator.py, ppc here).
+"""When ZeRO-3 gathers and releases parameters.
+
+Names in brackets are methods of `PartitionedParameterCoordinator` in
+deepspeed/runtime/zero/partitioned_param_coordinator.py.
 
 The first forward and backward are recorded; from the second on the coordinator knows the order of modules, gathers
 ahead of their use and keeps what is used again soon. Its own decisions are made here, module by module.
@@ -23,7 +26,7 @@ class _Gather:
         self.waiting = len(parameters)
 
 
-class Gathering:
+class SimulatedPrefetch:
     """The coordinator of one rank."""
 
     def __init__(self, stream: Stream, setting: Setting, own_parameters: tuple[tuple[int, ...], ...]) -> None:
@@ -57,7 +60,7 @@ class Gathering:
         return self._storage[parameter]
 
     def forward_begins(self) -> None:
-        """The whole model is about to run (ppc:228)."""
+        """The whole model is about to run (`reset_step`, `construct_parameter_trace_from_module_trace`)."""
         self._land_everything()
         self.num_gathers = self.gathered_elements = 0
         self._runs += 1
@@ -71,7 +74,7 @@ class Gathering:
         self._available = 0
 
     def fetch(self, module: int, *, in_backward: bool) -> None:
-        """A module is about to run (ppc:350)."""
+        """A module is about to run (`fetch_sub_module`)."""
         if self._runs == 1:
             self._order.append(module)
             self._steps_of[module].append(self._step)
@@ -89,7 +92,7 @@ class Gathering:
         self._step += 1
 
     def release(self, module: int, *, in_backward: bool) -> None:
-        """A module has run (ppc:480)."""
+        """A module has run (`release_sub_module`)."""
         if in_backward:
             self._in_backward.pop(module, None)
         own = self._own[module]
@@ -102,7 +105,7 @@ class Gathering:
                 self._drop(parameter)
 
     def backward_ends(self) -> None:
-        """Modules whose backward has not announced its end are released (ppc:535)."""
+        """Modules whose backward has not announced its end are released (`release_backward_leftovers`)."""
         while self._in_backward:
             module, _ = self._in_backward.popitem()
             for parameter in self._own[module]:
@@ -111,7 +114,7 @@ class Gathering:
                     self._drop(parameter)
 
     def split_all(self) -> None:
-        """Everything is released before the optimizer step (ppc:515)."""
+        """Everything is released before the optimizer step (`release_and_reset_all`)."""
         for parameter in range(len(self._status)):
             if parameter in self._in_flight:
                 self._land(parameter)
@@ -119,7 +122,7 @@ class Gathering:
             self._drop(parameter)
 
     def gather_persistent(self) -> None:
-        """After the optimizer step, each into a buffer of its own (stage3.py:2840)."""
+        """After the optimizer step, each into a buffer of its own (`DeepSpeedZeroOptimizer_Stage3._post_step`)."""
         persistent = [parameter for parameter, stays in enumerate(self._is_persistent) if stays]
         if self._setting.world_size == 1:
             self._take_whole(persistent)
@@ -170,7 +173,7 @@ class Gathering:
             self._storage[parameters[0]] = buffer  # used as it is
 
     def _land(self, parameter: int) -> None:
-        """Wait for the gather of a parameter; the others in it come along (partition_parameters.py:761)."""
+        """Wait for the gather of a parameter; the others in it come along (`AllGatherCoalescedHandle.wait`)."""
         gather = self._in_flight.pop(parameter)
         together = len(gather.parameters) > 1 and self._setting.world_size > 1
         if not gather.is_complete:
@@ -197,7 +200,7 @@ class Gathering:
             self._available -= self._setting.all_elements[parameter]
 
     def _prefetch(self, own: tuple[int, ...]) -> None:
-        """Gather what comes next (ppc:422)."""
+        """Gather what comes next (`_fetch_sub_module_impl`)."""
         fetched_for, queue = self._fetched_for, self._queue
         if own:
             expected = sum([fetched_for.get(parameter, NEVER) < self._step for parameter in own])
@@ -219,7 +222,10 @@ class Gathering:
             self._gather(list(wanted))
 
     def _to_release(self, module: int) -> frozenset[int]:
-        """What a module's parameters are not used for again soon; DeepSpeed decides once for each step (ppc:610)."""
+        """Those of a module's parameters that are not used again soon; DeepSpeed decides once a step.
+
+        (`__params_to_release`)
+        """
         key = (module, self._step)
         if key not in self._kept:
             going = {

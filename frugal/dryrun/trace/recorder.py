@@ -72,7 +72,7 @@ class Tracker(StorageWatch):
 
     def mark(self, phase: str) -> None:
         """From now on it is `phase`."""
-        if phase != BACKWARD:  # the end of a backward waits for all streams (stage_1_and_2.py:1027, stage3.py:1414)
+        if phase != BACKWARD:  # the end of a backward (`independent_gradient_partition_epilogue`) waits for all streams
             self._log.events += self.side_streams.join()
         if self.phase == FORWARD:
             self._counted["num_forward"] += self.num_operators - self._forward_from
