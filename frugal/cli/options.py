@@ -83,12 +83,6 @@ _OPTIONS = (
         type=_choice(request.OffloadChoice),
         help=f"What may live in host memory, or on disk.  [default: {Request.offload}]",
     ),
-    click.option(
-        "--prefer",
-        type=_choice(request.Preference),
-        help="The fastest strategy that fits, or the simplest that takes at most 25 % longer.  "
-        f"[default: {Request.prefer}]",
-    ),
     click.option("--nvme-path", metavar="DIR", help="Folder on a local disk of each node, to use where memory ends."),
     click.option("--precision", type=_choice(request.Precision), help=f"[default: {Request.precision}]"),
     click.option("--optimizer", type=_choice(optimizers.OptimizerName), help=f"[default: {Request.optimizer}]"),

@@ -17,7 +17,6 @@ Task = Literal["causal-lm", "masked-lm", "seq2seq", "sequence-classification"]
 Precision = Literal["bf16", "fp16", "fp32"]
 ActivationCheckpointingChoice = Literal["auto", "off", "selective", "full", "offloaded"]
 LossChoice = Literal["auto", "plain", "tiled"]
-Preference = Literal["fast", "simple"]
 AccumulationDtype = Literal["fp32", "bf16"]
 OffloadChoice = Literal["auto", "none", "optimizer", "all", "nvme"]
 
@@ -53,8 +52,6 @@ class Request:
         optimizer: what updates the parameters.
         optimizer_implementation: whose kernels; None: torch's fused ones where there are any.
         momentum: of SGD; None: none.
-        prefer: `fast` takes the fastest strategy that fits, `simple` the simplest that is nearly as fast; see
-            `frugal.planning.search.candidate`.
         learning_rate: peak learning rate; of `reference_batch`, where there is one.
         reference_batch: the global batch that `learning_rate` was found for, in the unit of the target: tokens with
             `global_tokens`, samples otherwise. None: the rate is for the global batch that is asked for.
@@ -83,7 +80,6 @@ class Request:
     activation_checkpointing: ActivationCheckpointingChoice = "auto"
     loss: LossChoice = "auto"
     offload: OffloadChoice = "auto"
-    prefer: Preference = "fast"
     nvme_path: str | None = None
     precision: Precision = "bf16"
     optimizer: OptimizerName = "adamw"

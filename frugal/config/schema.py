@@ -26,7 +26,6 @@ from frugal.config.request import (
     LossChoice,
     OffloadChoice,
     Precision,
-    Preference,
     Request,
     Task,
 )
@@ -46,7 +45,6 @@ _CHOICES = {
     "activation_checkpointing": get_args(ActivationCheckpointingChoice),
     "loss": get_args(LossChoice),
     "gradient_accumulation_dtype": get_args(AccumulationDtype),
-    "prefer": get_args(Preference),
     "lr_rule": get_args(Rule),
     "offload": get_args(OffloadChoice),
     "device": get_args(cluster.DeviceKind),

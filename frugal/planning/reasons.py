@@ -16,7 +16,6 @@ def reasons(request: Request, cluster: Cluster, choice: Choice) -> tuple[str, ..
         _loss(request, choice),
         _zero_stage(request, cluster, choice),
         *_offload(request, choice),
-        _preference(request, choice),
         _micro_batch(request, cluster, choice),
     )
 
@@ -31,8 +30,6 @@ def _activation_checkpointing(request: Request, choice: Choice) -> str:
         if not others or others[0].time is None or taken.time is None:
             return "activation checkpointing is off: it is not needed"
         slower = others[0].seconds - taken.seconds
-        if slower < 0 and choice.tolerance > TIE:
-            return "activation checkpointing is off: it is not needed"
         if others[0].seconds <= taken.seconds * TIE:
             return "activation checkpointing is off: it is not needed, and recomputing would gain less than 2 %"
         return (
@@ -98,21 +95,6 @@ def _offload(request: Request, choice: Choice) -> list[str]:
     others = [option for option in choice.options if option.strategy.offload_optimizer == "none"]
     others = [option for option in others if option.headroom_bytes is not None]
     return [f"{what} {where}: {_does_not_fit(others)} on the GPUs alone" if others else f"{what} {where}"]
-
-
-def _preference(request: Request, choice: Choice) -> str:
-    """What simplicity costs, where it was asked for."""
-    if request.prefer == "fast":
-        return ""
-    taken, most = choice.option, f"{100 * (choice.tolerance - 1):.0f} %"
-    fastest = min((option for option in choice.options if option.fits and not option.is_draft), key=lambda o: o.seconds)
-    if fastest.seconds * TIE >= taken.seconds:
-        return f"--prefer simple changes nothing: no simpler strategy takes at most {most} longer"
-    longer = 100 * (taken.seconds / fastest.seconds - 1)
-    return (
-        f"--prefer simple: the fastest, {fastest.strategy}, takes {format_seconds(fastest.seconds)}; this is the "
-        f"simplest that takes at most {most} longer, {longer:.0f} %"
-    )
 
 
 def _micro_batch(request: Request, cluster: Cluster, choice: Choice) -> str:

@@ -126,8 +126,6 @@ def _pins(plan: Plan) -> Iterator[tuple[str, dict[str, Any]]]:
     for field in ("activation_checkpointing", "loss", "offload"):
         if getattr(request, field) != "auto":
             yield f"--{field.replace('_', '-')} auto", {field: "auto"}
-    if request.prefer != "fast":
-        yield "--prefer fast", {"prefer": "fast"}
 
 
 def parse_axes(words: Sequence[str]) -> dict[str, tuple[int, ...]]:

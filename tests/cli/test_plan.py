@@ -73,8 +73,8 @@ recompute +676 ms
   > at least, < at most: known without a closer look
 
 defaults
-  model gpt2, global batch 512, seq len 1024, activation checkpointing auto, loss auto, offload auto, prefer \
-fast, precision bf16, optimizer adamw, learning rate 0.0003, weight decay 0.01, gradient clipping 1
+  model gpt2, global batch 512, seq len 1024, activation checkpointing auto, loss auto, offload auto, \
+precision bf16, optimizer adamw, learning rate 0.0003, weight decay 0.01, gradient clipping 1
 
 assumed
   context 768.0 MiB (driver, kernels, libraries, NCCL) and margin 614.4 MiB (fragmentation); not measured on your card

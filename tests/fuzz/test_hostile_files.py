@@ -93,7 +93,7 @@ seq-len = 512
 global-batch = 500
 learning-rate = 3e-4
 activation-checkpointing = "auto"
-prefer = "simple"
+loss = "plain"
 [train]
 data = ["a.jsonl", "b"]
 steps = 100

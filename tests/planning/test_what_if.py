@@ -50,11 +50,9 @@ def test_what_would_help_is_computed_and_told_with_its_gain() -> None:
 
 
 def test_pins_that_bind_are_named_as_help() -> None:
-    pins: dict[str, Any] = {"zero_stage": 3, "activation_checkpointing": "full", "offload": "none", "prefer": "simple"}
+    pins: dict[str, Any] = {"zero_stage": 3, "activation_checkpointing": "full", "offload": "none"}
     names = [case.name for case in changes(plan(gpus=1, mem="80G", **pins))]
-    assert names[:4] == [
-        "no --zero-stage", "--activation-checkpointing auto", "--offload auto", "--prefer fast",
-    ]  # fmt: skip
+    assert names[:3] == ["no --zero-stage", "--activation-checkpointing auto", "--offload auto"]
     assert "links twice as fast" not in names, "one GPU talks to nobody"
 
 

@@ -20,16 +20,6 @@ from frugal.planning.strategy import ActivationCheckpointing, Place, Strategy
 TIE = 1.02
 """Times within 2 % are equal: the cost model is no better than that."""
 
-SIMPLE = 1.25
-"""`--prefer simple` may make a step a quarter longer than the fastest: a fifth of the throughput for fewer mechanisms.
-Well beyond the errors of the cost model, and small beside what a wrong order of magnitude (NVMe, one sample at a time)
-would cost, which nobody means by simple."""
-
-
-def tolerance(request: Request) -> float:
-    """How many times the fastest step's seconds a simpler strategy may take."""
-    return SIMPLE if request.prefer == "simple" else TIE
-
 
 @dataclass(frozen=True, kw_only=True)
 class Option:
@@ -86,17 +76,13 @@ class Option:
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """What was found. `memory` is dry-run; `options` are all that were looked at, the chosen one included.
-
-    `tolerance`: how many times the fastest one's seconds the chosen one may take, being simpler.
-    """
+    """What was found. `memory` is dry-run; `options` are all that were looked at, the chosen one included."""
 
     option: Option
     memory: MemoryBreakdown
     model: ModelSummary
     options: tuple[Option, ...]
     warnings: tuple[str, ...]
-    tolerance: float = TIE
 
     @property
     def rejected(self) -> tuple[Rejected, ...]:
@@ -130,7 +116,7 @@ class Choice:
             return "does not fit into host memory" if option.host_shortfall_bytes else "does not fit"
         if option.seconds > self.option.seconds * TIE:
             return "slower"
-        return f"not faster by {100 * (self.tolerance - 1):.0f} %, and less simple"
+        return f"not faster by {100 * (TIE - 1):.0f} %, and less simple"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,6 @@ from frugal.planning.search.candidate import (
     Source,
     buckets_matter,
     search_order,
-    tolerance,
 )
 from frugal.planning.search.evaluate import Refuted, StrategyEvaluation
 from frugal.planning.strategy import Offload, Strategy, candidates, offload_levels
@@ -44,7 +43,6 @@ class Search:
         self.request = request
         self.cluster = cluster
         self.source = source
-        self.tolerance = tolerance(request)
         self.appraisal = StrategyEvaluation(request, cluster, source)
         self.levels = offload_levels(request, on_gpus=cluster.devices[0].kind == "cuda")
         self.facts = self.appraisal.facts
@@ -76,7 +74,6 @@ class Search:
                         memory=memory,
                         model=self._model(winner),
                         options=(*seen, *options),
-                        tolerance=self.tolerance,
                         warnings=(
                             *warnings,
                             *(f"assumed, because it depends on data: {note}" for note in self.source.notes),
@@ -107,7 +104,7 @@ class Search:
     def _winner(self, options: list[Option]) -> Option | None:
         """The simplest of those that are fast enough; None if none fits."""
         fitting = [option for option in options if option.fits and not option.is_draft]
-        enough = min((option.seconds for option in fitting), default=0.0) * self.tolerance
+        enough = min((option.seconds for option in fitting), default=0.0) * TIE
         near = [option for option in fitting if option.seconds <= enough]
         return min(near, key=lambda option: option.simplicity, default=None)
 
@@ -148,7 +145,7 @@ class Search:
         """Those whose best case is no faster than what fits already, and the others."""
         fastest = min((o.seconds for o in before if o.fits and not o.is_draft), default=float("inf"))
         bounds = [self.appraisal.best_case(strategy) for strategy in strategies] if self.appraisal.work else []
-        slow = [b for b in bounds if b.seconds * TIE >= fastest and not self._is_simpler(b, before)]
+        slow = [b for b in bounds if b.seconds * TIE >= fastest]
         known = {bound.strategy for bound in slow}
         return slow, [strategy for strategy in strategies if strategy not in known]
 
@@ -165,7 +162,7 @@ class Search:
             known = [*before, *options]
             fastest = min((option.seconds for option in known if option.fits), default=float("inf"))
             bound = self.appraisal.best_case(strategy) if self.appraisal.work else None
-            if bound and bound.seconds * TIE >= fastest and not self._is_simpler(bound, known):
+            if bound and bound.seconds * TIE >= fastest:
                 options.append(bound)
             elif hopeless := self._hopeless(strategy, known):
                 options.append(hopeless)
@@ -174,13 +171,6 @@ class Search:
             else:
                 options += self._tiled(strategy, self.appraisal.option)
         return options
-
-    def _is_simpler(self, bound: Option, options: list[Option]) -> bool:
-        """Whether a slower strategy could be preferred for being simpler than all that are fast enough."""
-        fitting = [option for option in options if option.fits]
-        near = min(option.seconds for option in fitting) * self.tolerance
-        enough = min(option.strategy.num_mechanisms for option in fitting if option.seconds <= near)
-        return self.tolerance > TIE and bound.seconds <= near and bound.strategy.num_mechanisms < enough
 
     def _draft(self, strategy: Strategy) -> list[Option]:
         """What a draft says of a strategy; nothing if there is none, or if the model cannot take the tiled loss."""
@@ -197,7 +187,7 @@ class Search:
         options: list[Option] = []
         fitting = [option for option in before if option.fits and not option.is_draft]
         for draft in sorted(drafts, key=lambda option: (option.seconds, option.strategy.num_mechanisms)):
-            enough = min((option.seconds for option in fitting), default=float("inf")) * self.tolerance
+            enough = min((option.seconds for option in fitting), default=float("inf")) * TIE
             if not draft.fits or draft.seconds > enough or any(option.rules_out(draft) for option in fitting):
                 options.append(draft)
             else:
