@@ -1,6 +1,5 @@
 """The search takes the fastest strategy that fits, and prefers the simple one."""
 
-
 import pytest
 
 from frugal.config.schema import understand
