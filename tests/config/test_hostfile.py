@@ -1,6 +1,7 @@
 """One hostfile serves DeepSpeed's launcher and frugal; what is wrong with a line is said with its number."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,8 +24,8 @@ fast  slots=2 gpu=a100-40g,a100-80g
 
 
 def test_lines_become_hosts_in_the_order_of_the_ranks() -> None:
-    node = {"slots": 4, "memory": (12 * GIB,), "cards": ("rtx3060-12g",)}
-    room = {"host_memory_bytes": 64 * GIB, "disk_bytes": 500 * GIB}
+    node: dict[str, Any] = {"slots": 4, "memory": (12 * GIB,), "cards": ("rtx3060-12g",)}
+    room: dict[str, Any] = {"host_memory_bytes": 64 * GIB, "disk_bytes": 500 * GIB}
     assert parse_hostfile(TEXT) == (
         HostfileEntry(name="node1", **node, **room),
         HostfileEntry(name="node2", **node, **room),

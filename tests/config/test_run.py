@@ -23,13 +23,14 @@ SOME = Settings(
 def parsed(arguments: list[str]) -> Settings:
     """What the ranks understand."""
 
+    understood = Settings()
+
     @click.command()
     @run.options
     def command(**flags: Any) -> None:
         nonlocal understood
         understood = run.collect(flags, {})
 
-    understood = Settings()
     command.main(arguments, standalone_mode=False)
     return understood
 

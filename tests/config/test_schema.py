@@ -1,5 +1,7 @@
 """Settings become a request and a cluster, or an error that says what is wrong with them."""
 
+from typing import Any
+
 import pytest
 
 from frugal.config import cluster as cards
@@ -82,7 +84,7 @@ def test_a_token_target_leaves_no_default_batch() -> None:
     assert "global_batch" not in understand({"gpus": 1, "mem": "12G", "global_tokens": 4096})[2]
 
 
-BAD = {
+BAD: dict[str, tuple[dict[str, Any], str]] = {
     "an unknown name": ({"gpuss": 4}, "unknown setting `gpuss`\n\nhint: did you mean `gpus`?"),
     "a name like no other": ({"xyz": 4}, "unknown setting `xyz`\n\nhint: see `frugal plan --help`"),
     "a number as text": ({"gpus": "4"}, "`gpus` is '4'\n  because it must be a whole number"),

@@ -13,6 +13,7 @@ from frugal.errors import RequestError
 from frugal.planning.cost import Line, Work
 from frugal.planning.memory.breakdown import MemoryBreakdown
 from frugal.planning.plan import Plan
+from frugal.planning.search.candidate import OpenSource
 from frugal.planning.strategy import Strategy
 
 SMALL = {"parameters": 124_000_000, "flops_per_token": 8e8, "num_operators": 2500}
@@ -101,7 +102,7 @@ class SyntheticProfile:
             "context": device.context_bytes,
         }
         return MemoryBreakdown(
-            **parts,
+            **parts,  # type: ignore[arg-type]  # `phase_peaks` is not among them
             total_bytes=sum(parts.values()),
             usable_bytes=device.usable_bytes,
             host_bytes_per_node=(optimizer + gradients) * self.devices_per_node if on_host else 0,
@@ -160,7 +161,7 @@ class SyntheticSource:
         )
 
 
-def dry_running(error: float = 1.0, **model: int | float):
+def dry_running(error: float = 1.0, **model: int | float) -> OpenSource:
     """What `make_plan` takes as `dry-run`."""
 
     @contextmanager

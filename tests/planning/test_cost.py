@@ -23,7 +23,7 @@ class Model:
 
 
 def work(**changes: Any) -> Work:
-    nothing = {
+    nothing: dict[str, Any] = {
         "flops_per_sample": 1e12, "recompute_flops_per_sample": 0.0, "traffic": Line(), "recompute_traffic": Line(),
         "num_operators": 0, "num_forward": 0, "num_recomputed": 0, "moved_per_sample": 0.0,
     }  # fmt: skip
@@ -89,7 +89,7 @@ def test_operators_without_products_take_as_long_as_their_bytes() -> None:
 
 
 def test_many_small_micro_steps_are_bound_by_launches_on_a_gpu() -> None:
-    small = {"flops_per_sample": 1e6, "num_operators": 1000}
+    small: dict[str, Any] = {"flops_per_sample": 1e6, "num_operators": 1000}
     launches = 1000 + cost.HOOK_OPERATORS[2]
     assert step(Strategy(zero_stage=2), 8, on=cluster(1), **small).compute_seconds == pytest.approx(
         8 * launches * 10e-6

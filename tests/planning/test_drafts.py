@@ -65,7 +65,7 @@ def test_a_mode_that_has_nothing_to_gain_is_not_even_traced() -> None:
     request, cluster, _ = understand({"gpus": 4, "mem": "80G", "global_batch": 64})
     source = DraftingSource(request, cluster, MODEL)
     prepared: list[str] = []
-    source.prepare = lambda strategies: prepared.extend(each.activation_checkpointing for each in strategies)  # type: ignore[method-assign, assignment]  # only looks
+    source.prepare = lambda strategies: prepared.extend(each.activation_checkpointing for each in strategies)  # type: ignore[method-assign]  # only looks
     found = Search(request, cluster, source).run()
     assert isinstance(found, Choice) and found.option.strategy.activation_checkpointing == "off"
     assert set(prepared) == {"off"}

@@ -23,7 +23,8 @@ def plan(model: dict[str, Any] | None = None, **settings: Any) -> Plan:
 
 @pytest.mark.parametrize("settings", [{"gpus": 8}, {"mem": "24G"}, {"seq_len": 512}, {"gpus": 1, "mem": "6G"}])
 def test_a_prediction_is_what_a_plan_would_come_to(settings: dict[str, Any]) -> None:
-    before, after = plan(gpus=4, mem="12G"), plan(**({"gpus": 4, "mem": "12G"} | settings))
+    asked: dict[str, Any] = {"gpus": 4, "mem": "12G"}
+    before, after = plan(**asked), plan(**(asked | settings))
     key = (len(after.cluster.devices), after.cluster.devices[0].memory_bytes, after.request.seq_len)
     case = grid(before, {"gpus": key[:1], "mem": key[1:2], "seq-len": key[2:]})[key]
     assert (case.cluster, case.request) == (after.cluster, after.request)
