@@ -10,7 +10,7 @@ from frugal.config.request import Request
 from frugal.planning import cost
 from frugal.planning.cost import Line, Work
 from frugal.planning.plan import Batch, StepTime
-from frugal.planning.strategy import Strategy
+from frugal.planning.strategy import Place, Strategy
 
 
 @dataclass
@@ -139,3 +139,67 @@ def test_more_accumulation_favours_the_stage_that_reduces_once() -> None:
     once, every = Strategy(zero_stage=1), Strategy(zero_stage=2)
     assert step(once, 1, on=on).communication_seconds == step(every, 1, on=on).communication_seconds
     assert step(once, 8, on=on).total_seconds < step(every, 8, on=on).total_seconds
+
+
+def test_communication_that_overlaps_hides_behind_backward_which_is_two_thirds_of_the_compute() -> None:
+    # 25M gradients in bf16 on two ranks, all-reduced and gathered: half of 3 x 50 MB a rank, 3 s at 25 MB/s.
+    apart, overlapped = (
+        step(Strategy(zero_stage=2, overlap_comm=overlap), 1, on=cluster(2, bandwidth=25e6))
+        for overlap in (False, True)
+    )
+    assert apart.communication_seconds == pytest.approx(3.0)
+    assert apart.compute_seconds == pytest.approx(1.0, rel=1e-3)  # 1 TFLOP on 1 TFLOP/s; backward is two products of 3
+    assert overlapped.communication_seconds == pytest.approx(3.0 - 2 / 3, rel=1e-3)
+
+
+def test_communication_shorter_than_backward_is_hidden_wholly() -> None:
+    time = step(Strategy(zero_stage=2, overlap_comm=True), 1, on=cluster(2, bandwidth=1e9))
+    assert time.communication_seconds == 0
+
+
+def test_a_ring_over_nodes_is_as_fast_as_the_links_between_them() -> None:
+    on = replace(cluster(4, nodes=2, bandwidth=1e9), inter_bandwidth=1e6)
+    time = step(Strategy(zero_stage=0), 1, on=on)
+    assert time.communication_seconds == pytest.approx(3 / 4 * 2 * 50)  # 50 MB of gradients, all-reduced by 4 ranks
+
+
+def test_a_recomputed_operator_is_launched_in_the_time_of_2_4_others() -> None:
+    off, full = (
+        step(Strategy(zero_stage=0), 1, on=cluster(1), flops_per_sample=0.0, num_operators=n, num_recomputed=again)
+        for n, again in ((1500, 0), (2000, 500))
+    )
+    assert full.compute_seconds == pytest.approx(off.compute_seconds)
+    assert full.recompute_seconds == pytest.approx(500 * 2.4 * 10e-6)
+
+
+def offloaded(optimizer: Place, parameters: Place = "none", *, on: Cluster, num_steps: int = 1) -> float:
+    """Seconds of offloading under ZeRO-3."""
+    on_disk = {"nvme_path": "/scratch", "nvme_buffer_elements": 1} if "nvme" in (optimizer, parameters) else {}
+    strategy = Strategy(zero_stage=3, offload_optimizer=optimizer, offload_parameters=parameters, **on_disk)  # type: ignore[arg-type]  # two fields of two kinds
+    return step(strategy, num_steps, on=on).offload_seconds
+
+
+def test_offloaded_parameters_come_up_for_forward_and_again_for_backward() -> None:
+    on = cluster(4)  # a rank's share of 25M parameters in bf16 is 12.5 MB, its link 12 GB/s
+    more = offloaded("cpu", "cpu", on=on, num_steps=3) - offloaded("cpu", on=on, num_steps=3)
+    assert more == pytest.approx(3 * 2 * 12.5e6 / 12e9)
+
+
+@pytest.mark.parametrize(("nodes", "seconds"), [(1, 0.4), (2, 0.2)])
+def test_the_ranks_of_a_node_share_its_disk_of_2_gb_a_second(nodes: int, seconds: float) -> None:
+    # Master weight, Adam's two moments and the gradient, 16 bytes for each of 25M elements, read and written: 800 MB.
+    on = cluster(4, nodes=nodes)
+    assert offloaded("nvme", "cpu", on=on) - offloaded("cpu", "cpu", on=on) == pytest.approx(seconds)
+
+
+def test_parameters_on_disk_are_read_twice_a_micro_step_and_written_once_a_step() -> None:
+    on = cluster(4)  # 50 MB of parameters in bf16, over 2 GB/s
+    more = offloaded("nvme", "nvme", on=on, num_steps=3) - offloaded("nvme", "cpu", on=on, num_steps=3)
+    assert more == pytest.approx((2 * 3 + 1) * 0.025)
+
+
+def test_an_update_reads_and_writes_50_bytes_for_each_element_a_rank_owns() -> None:
+    # The gradient, 4; its copy in fp64 for the norm, 20; master weight and two moments, 12 in and out; the weight, 2.
+    for stage, owned in ((0, 25e6), (1, 6.25e6), (2, 6.25e6)):
+        time = step(Strategy(zero_stage=stage), 1, on=cluster(4))
+        assert time.optimizer_seconds == pytest.approx(owned * 50 / 1e12 + 5 * 10e-6)

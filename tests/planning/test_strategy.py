@@ -1,5 +1,7 @@
 """Which strategies are candidates, and how they are called."""
 
+from typing import Any
+
 import pytest
 
 from frugal.config.request import Request
@@ -59,3 +61,35 @@ def test_gradients_are_summed_in_fp32_unless_bf16_is_asked_for() -> None:
         "--gradient-accumulation-dtype bf16 is impossible with --precision fp16\n"
         "  because only sums of bf16 gradients are kept in bf16\n\nhint: leave one of them out"
     )
+
+
+def test_each_thing_on_a_disk_is_one_more_mechanism_than_in_host_memory() -> None:
+    host, optimizer, both = (
+        Strategy(
+            zero_stage=3, offload_optimizer=optimizer, offload_parameters=parameters, nvme_path="/scratch",
+            nvme_buffer_elements=1,
+        )
+        for optimizer, parameters in (("cpu", "cpu"), ("nvme", "cpu"), ("nvme", "nvme"))
+    )  # fmt: skip
+    assert host.num_mechanisms == 3 + 2, "the stage splits three kinds of state, two of them are moved"
+    assert optimizer.num_mechanisms == host.num_mechanisms + 1
+    assert both.num_mechanisms == host.num_mechanisms + 2
+
+
+@pytest.mark.parametrize(("precision", "stages"), [("bf16", {2, 3}), ("fp16", {2, 3}), ("fp32", {0, 1, 2, 3})])
+def test_only_fp32_is_trained_under_stages_0_and_1(precision: Any, stages: set[int]) -> None:
+    made = candidates(Request(precision=precision), world_size=2, offload="none", trainable_parameters=1000)
+    assert {each.zero_stage for each in made} == stages
+
+
+def test_one_gpu_takes_the_lowest_stage_of_its_precision() -> None:
+    for precision, stage in (("bf16", 2), ("fp32", 0)):
+        request = Request(precision=precision)  # type: ignore[arg-type]  # two of its values
+        made = candidates(request, world_size=1, offload="none", trainable_parameters=1000)
+        assert {each.zero_stage for each in made} == {stage}
+
+
+@pytest.mark.parametrize(("offload", "stages"), [("optimizer", {2, 3}), ("all", {3})])
+def test_only_stage_3_can_offload_parameters(offload: Any, stages: set[int]) -> None:
+    made = candidates(Request(), world_size=2, offload=offload, trainable_parameters=1000)
+    assert {each.zero_stage for each in made} == stages
