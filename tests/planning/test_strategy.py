@@ -6,7 +6,7 @@ import pytest
 
 from frugal.config.request import Request
 from frugal.errors import RequestError
-from frugal.planning.strategy import Strategy, candidates
+from frugal.planning.strategy import Place, Strategy, candidates
 
 
 def modes(can_recompute: bool = True, on_gpus: bool = True, **request: object) -> list[str]:
@@ -64,12 +64,13 @@ def test_gradients_are_summed_in_fp32_unless_bf16_is_asked_for() -> None:
 
 
 def test_each_thing_on_a_disk_is_one_more_mechanism_than_in_host_memory() -> None:
+    places: tuple[tuple[Place, Place], ...] = (("cpu", "cpu"), ("nvme", "cpu"), ("nvme", "nvme"))
     host, optimizer, both = (
         Strategy(
             zero_stage=3, offload_optimizer=optimizer, offload_parameters=parameters, nvme_path="/scratch",
             nvme_buffer_elements=1,
         )
-        for optimizer, parameters in (("cpu", "cpu"), ("nvme", "cpu"), ("nvme", "nvme"))
+        for optimizer, parameters in places
     )  # fmt: skip
     assert host.num_mechanisms == 3 + 2, "the stage splits three kinds of state, two of them are moved"
     assert optimizer.num_mechanisms == host.num_mechanisms + 1

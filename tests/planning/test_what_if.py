@@ -57,6 +57,14 @@ def test_pins_that_bind_are_named_as_help() -> None:
     assert "links twice as fast" not in names, "one GPU talks to nobody"
 
 
+def test_links_twice_as_fast_are_so_inside_a_node_and_between_nodes() -> None:
+    made = plan(gpus=2, nodes=2, mem="12G")
+    (case,) = (case for case in changes(made) if case.name == "links twice as fast")
+    assert case.cluster.intra_bandwidth == 2 * made.cluster.intra_bandwidth
+    assert case.cluster.inter_bandwidth == 2 * made.cluster.inter_bandwidth
+    assert case.cluster.nodes == made.cluster.nodes
+
+
 def test_what_does_not_fit_and_what_only_a_dry_run_could_tell() -> None:
     made = plan(gpus=4, mem="12G", offload="none")
     cases = changes(made)[1:2]
