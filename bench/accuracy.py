@@ -27,9 +27,9 @@ os.environ |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE"
 from bench.circumstances import circumstances
 from frugal.deepspeed_adapter.kernels import DTYPES
 from frugal.dryrun.run import dry_run
+from frugal.planning.memory.timeline import Interval, phase_peaks
 from frugal.planning.plan import Plan
-from frugal.training.measure.memory_gauge import PhaseInterval
-from frugal.training.measure.two_steps import phase_peaks, trial
+from frugal.training.measure.two_steps import trial
 from frugal.training.models.resolve import resolve
 from frugal.training.models.spec import ModelSpec
 from tests.plans import plan_by_hand
@@ -105,7 +105,7 @@ def spec(model: str) -> ModelSpec:
     return resolve(model)
 
 
-def measure(plan: Plan) -> list[PhaseInterval]:
+def measure(plan: Plan) -> list[Interval]:
     """What one rank measures. Runs on ranks."""
     found = spec(plan.request.model)
     dtype = DTYPES[plan.request.precision]

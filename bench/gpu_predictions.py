@@ -15,7 +15,7 @@ from frugal.dryrun.compare import predicted
 from frugal.dryrun.figures import Figures
 from frugal.errors import FrugalError
 from frugal.planning.memory.allocator import Replays
-from frugal.planning.memory.timeline import NotAffineError, Timeline
+from frugal.planning.memory.timeline import MICRO_BATCHES, NotAffineError, Timeline
 
 LARGEST_SHARE = 0.9  # of the device's memory, for the largest micro-batch
 MOST_SAMPLES = 256  # of the largest micro-batch, so that its two steps stay short
@@ -56,8 +56,8 @@ def _predict(asked: Configuration, here: Any, folder: Path, pool: Any) -> Predic
         strategy = asked.strategy(facts.trainable_parameters)
         steps = asked.accumulation_steps
         if asked.micro_batch == 0:
-            pair = [source.dry_runs(strategy, size, steps)[0] for size in (2, 3)]
-            asked = replace(asked, micro_batch=_largest([each.recording for each in pair], here.memory_bytes))
+            pair = [source.dry_runs(strategy, size, steps)[0] for size in MICRO_BATCHES]
+            asked = replace(asked, micro_batch=_largest([each.timeline for each in pair], here.memory_bytes))
         dry_runs = source.dry_runs(strategy, asked.micro_batch, steps)
     timeline = dry_runs[0].timeline
     sizes, events = timeline.sizes(asked.micro_batch), timeline.events
@@ -71,10 +71,10 @@ def _predict(asked: Configuration, here: Any, folder: Path, pool: Any) -> Predic
     )
 
 
-def _largest(recordings: list[Any], memory_bytes: int) -> int:
+def _largest(pair: list[Timeline], memory_bytes: int) -> int:
     """Samples of the largest micro-batch whose step fits into most of the memory."""
     try:
-        timeline = Timeline.fit(*recordings)
+        timeline = Timeline.fit(pair[0], pair[1], MICRO_BATCHES)
     except NotAffineError:
         return 3
     low, high = 1, MOST_SAMPLES

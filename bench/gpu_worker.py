@@ -114,7 +114,8 @@ def _run(question: Run, kind: str) -> Answer:
     from frugal.deepspeed_adapter.kernels import DTYPES
     from frugal.distributed import process_group
     from frugal.distributed.env import quiet
-    from frugal.training.measure.two_steps import definition, phase_peaks, watched
+    from frugal.planning.memory.timeline import phase_peaks
+    from frugal.training.measure.two_steps import definition, watched
     from frugal.training.models.resolve import resolve
 
     quiet()

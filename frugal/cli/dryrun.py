@@ -69,7 +69,7 @@ def command(what: str, as_json: bool, explain: str | None, timeline: Path | None
     found = figures(dry_runs, kind, max(len(node.devices) for node in subject.cluster.nodes))
     held = fullest(dry_runs, kind).explain(explain) if explain is not None else None
     if timeline is not None:
-        curve.write_timeline(fullest(dry_runs, kind).recording, timeline)
+        curve.write_timeline(fullest(dry_runs, kind).timeline, timeline)
     notes = list(dict.fromkeys(note for each in dry_runs for note in each.notes))
     if as_json:
         content = msgspec.to_builtins(found) | {"notes": notes} | ({} if held is None else {"explained": dict(held)})

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from frugal.config.cluster import Cluster, Device
+from frugal.config.cluster import Cluster, Device, DeviceKind
 from frugal.config.request import Request
 from frugal.deepspeed_adapter.simulate.engine import covers, simulate
 from frugal.dryrun import shipped
@@ -27,12 +27,9 @@ from frugal.errors import FrugalError
 from frugal.planning.cost import between
 from frugal.planning.memory.breakdown import MemoryBreakdown
 from frugal.planning.memory.model_trace import ModelTrace
-from frugal.planning.memory.profile import DeviceKind, MemoryProfile, RankMemory, fullest
-from frugal.planning.memory.timeline import NotAffineError, Timeline
+from frugal.planning.memory.profile import MemoryProfile, RankMemory, fullest
+from frugal.planning.memory.timeline import MICRO_BATCHES, NotAffineError, Timeline
 from frugal.planning.strategy import Strategy
-
-MICRO_BATCHES = (2, 3)
-"""Samples; the two that are dry-run for a timeline. One sample has a slightly different stream."""
 
 SAMPLED_MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
 """Samples; dry-run one by one for a model whose storages are no affine functions of the micro-batch."""
@@ -229,7 +226,7 @@ class DryRunSource:
             ranks = tuple(
                 RankMemory(
                     rank=rank,
-                    timeline=Timeline.fit(first.recording, second.recording),
+                    timeline=Timeline.fit(first.timeline, second.timeline, MICRO_BATCHES),
                     host_bytes=max(first.host_bytes, second.host_bytes),
                 )
                 for rank, first, second in zip(numbers, dry_runs[:num_ranks], dry_runs[num_ranks:], strict=True)

@@ -33,12 +33,12 @@ from typing import Any
 
 import msgspec
 
+from frugal.config.cluster import DeviceKind
 from frugal.dryrun.messages import DryRun
 from frugal.errors import RequestError
 from frugal.planning.memory import breakdown
 from frugal.planning.memory.allocator import CachingAllocator, Replays
-from frugal.planning.memory.profile import DeviceKind
-from frugal.planning.memory.timeline import CATEGORIES, Recording
+from frugal.planning.memory.timeline import CATEGORIES, Timeline
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +100,7 @@ def figures(dry_runs: Sequence[DryRun], kind: DeviceKind, ranks_per_node: int) -
 
 def _stream(dry_run: DryRun) -> tuple[list[int], tuple[int, ...]]:
     timeline = dry_run.timeline
-    return timeline.sizes(dry_run.recording.micro_batch), timeline.events
+    return timeline.sizes(dry_run.micro_batch), timeline.events
 
 
 def _phases(dry_run: DryRun, kind: DeviceKind) -> dict[str, int]:
@@ -145,23 +145,19 @@ def check_timeline_file(path: Path) -> None:
         raise RequestError(f"a timeline cannot be written to {path}", because=f"there is no folder {path.parent}")
 
 
-def timeline_rows(recording: Recording) -> Iterator[tuple[Any, ...]]:
-    """One for every event; see the module's table."""
+def timeline_rows(timeline: Timeline) -> Iterator[tuple[Any, ...]]:
+    """One for every event of a dry run; see the module's table."""
     live = [0] * len(CATEGORIES)
-    alive = bytearray(len(recording.sizes))
-    starts = {first: name for name, first in recording.phases}
-    phase = ""
-    for event, storage in enumerate(recording.events):
-        phase = starts.get(event, phase)
-        ends = bool(alive[storage])
-        alive[storage] ^= 1
-        size = recording.sizes[storage]
-        live[recording.categories[storage]] += -size if ends else size
-        operator = "" if ends else recording.names[recording.operators[storage]]
-        yield event, phase, operator, recording.names[recording.modules[storage]], *live, sum(live)
+    changes, is_birth = timeline.changes(0).tolist(), timeline.is_birth.tolist()
+    for phase, events in timeline.phase_ranges:
+        for event in events:
+            storage = timeline.events[event]
+            live[timeline.categories[storage]] += changes[event]
+            operator = timeline.names[timeline.operators[storage]] if is_birth[event] else ""
+            yield event, phase, operator, timeline.names[timeline.modules[storage]], *live, sum(live)
 
 
-def write_timeline(recording: Recording, path: Path) -> None:
+def write_timeline(timeline: Timeline, path: Path) -> None:
     """All rows into a .csv or .json file.
 
     Raises:
@@ -172,9 +168,9 @@ def write_timeline(recording: Recording, path: Path) -> None:
             with path.open("w", newline="") as file:
                 writer = csv.writer(file, lineterminator="\n")
                 writer.writerow(TIMELINE_COLUMNS)
-                writer.writerows(timeline_rows(recording))
+                writer.writerows(timeline_rows(timeline))
         else:
-            columns = zip(*timeline_rows(recording), strict=True)
+            columns = zip(*timeline_rows(timeline), strict=True)
             path.write_bytes(msgspec.json.encode(dict(zip(TIMELINE_COLUMNS, columns, strict=True))) + b"\n")
     except OSError as error:
         raise RequestError(f"a timeline cannot be written to {path}", because=str(error.strerror)) from None

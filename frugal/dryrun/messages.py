@@ -8,11 +8,11 @@ from typing import Literal
 
 import msgspec
 
+from frugal.config.cluster import DeviceKind
 from frugal.config.request import Request
 from frugal.planning.cost import Counts
 from frugal.planning.memory.model_trace import ModelTrace
-from frugal.planning.memory.profile import DeviceKind
-from frugal.planning.memory.timeline import Peak, Recording, Timeline
+from frugal.planning.memory.timeline import Peak, Timeline
 from frugal.planning.strategy import ActivationCheckpointing, Strategy
 
 
@@ -38,33 +38,30 @@ class ModelFacts:
 class DryRun:
     """What one rank does in two optimizer steps of equal micro-steps.
 
-    `counts` are those of one micro-step. `host_bytes` is the peak of the rank's tensors on its host.
+    `timeline` has the sizes of this `micro_batch`. `counts` are those of one micro-step. `host_bytes` is the peak of
+    the rank's tensors on its host.
     `notes`: what was assumed where memory depends on data, see `frugal.dryrun.trace.stand_ins`.
     """
 
-    recording: Recording
+    timeline: Timeline
+    micro_batch: int
     host_bytes: int
     counts: Counts
     notes: tuple[str, ...] = ()
 
     @property
-    def timeline(self) -> Timeline:
-        """The recording, with sizes that do not depend on the micro-batch."""
-        return Timeline.constant(self.recording)
-
-    @property
     def peak(self) -> Peak:
         """The fullest moment."""
-        return self.timeline.peak(self.recording.micro_batch)
+        return self.timeline.peak(self.micro_batch)
 
     @property
     def phases(self) -> dict[str, int]:
         """The peak of each phase, bytes."""
-        return self.timeline.phase_peaks(self.recording.micro_batch)
+        return self.timeline.phase_peaks(self.micro_batch)
 
     def explain(self, category: str) -> list[tuple[str, int]]:
         """The modules (dotted names) that hold the bytes of a category at the peak, largest first."""
-        return self.timeline.holders(self.recording.micro_batch, category)
+        return self.timeline.holders(self.micro_batch, category)
 
 
 class AskFacts(msgspec.Struct, frozen=True, tag="describe"):

@@ -9,13 +9,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, cast
+from typing import cast
 from unittest.mock import patch
 
 from deepspeed.runtime.zero.partition_parameters import Init
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
+from frugal.config.cluster import DeviceKind
 from frugal.config.request import Request
 from frugal.deepspeed_adapter.fake_device import pretend
 from frugal.dryrun.messages import DryRun
@@ -52,7 +53,7 @@ def dry_run(
     accumulation_steps: int,
     world_size: int,
     rank: int,
-    kind: Literal["cuda", "cpu"],
+    kind: DeviceKind,
     first_micro_steps: int | None = None,
 ) -> DryRun:
     """Dry-run `rank`. `build` makes the model on meta; it is built anew, because ZeRO-3 takes models apart.
@@ -107,7 +108,8 @@ def _dry_run(
             tracker.relabel(engine.deepspeed.optimizer)
             counts = _train(tracker, engine, objective, micro_batch, micro_steps, plan.request.seq_len)
         recorded = DryRun(
-            recording=tracker.recording(micro_batch),
+            timeline=tracker.timeline(),
+            micro_batch=micro_batch,
             host_bytes=tracker.host.peak_bytes,
             notes=tracker.notes,
             counts=counts,

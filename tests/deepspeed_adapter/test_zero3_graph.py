@@ -38,10 +38,10 @@ def dry_run_result(stage: int, world_size: int = 4, rank: int = 1, precision: An
 
 @pytest.mark.parametrize(("world_size", "rank"), [(2, 0), (3, 2), (64, 63)])
 def test_collectives_at_once_make_the_same_storages_as_deepspeeds_loops_over_ranks(world_size: int, rank: int) -> None:
-    ours = dry_run_result(3, world_size, rank).recording
+    ours = dry_run_result(3, world_size, rank).timeline
     with patch("frugal.deepspeed_adapter.zero3_graph.at_once", nullcontext):
-        theirs = dry_run_result(3, world_size, rank).recording
-    assert sorted(ours.sizes) == sorted(theirs.sizes)
+        theirs = dry_run_result(3, world_size, rank).timeline
+    assert sorted(ours.fixed) == sorted(theirs.fixed)
     assert ours.events == theirs.events and ours.phases == theirs.phases
 
 
@@ -49,6 +49,6 @@ def test_collectives_at_once_make_the_same_storages_as_deepspeeds_loops_over_ran
 def test_one_micro_step_sets_the_stage_for_the_second_optimizer_step(stage: int, precision: str) -> None:
     short = dry_run_result(stage, precision=precision, first_micro_steps=1)
     whole = dry_run_result(stage, precision=precision)
-    assert len(short.recording.events) < len(whole.recording.events)
+    assert len(short.timeline.events) < len(whole.timeline.events)
     assert short.phases == whole.phases
     assert short.peak == whole.peak

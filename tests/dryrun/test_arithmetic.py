@@ -41,9 +41,9 @@ def test_logits_of_40000_words_250_tokens_32_samples_and_their_gradient() -> Non
     assert one == 1.28e9
     assert found.peak.categories["logits"] == 3 * one
     assert (found.peak.phase, found.peak.operator) == ("backward", "aten._log_softmax_backward_data.default")
-    recording, sizes = found.recording, found.timeline.sizes(32)
-    makers = [recording.names[recording.operators[i]] for i, c in enumerate(recording.categories) if c == LOGITS]
-    assert all(sizes[i] == one for i, category in enumerate(recording.categories) if category == LOGITS)
+    timeline, sizes = found.timeline, found.timeline.sizes(32)
+    makers = [timeline.names[timeline.operators[i]] for i, c in enumerate(timeline.categories) if c == LOGITS]
+    assert all(sizes[i] == one for i, category in enumerate(timeline.categories) if category == LOGITS)
     assert set(makers) == {
         "aten.mm.default",
         "aten._log_softmax.default",

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from frugal.dryrun.messages import DryRun
 from frugal.dryrun.run import dry_run
 from frugal.dryrun.trace import stand_ins
+from frugal.planning.memory.timeline import phase_peaks
 from frugal.training.engine import DTYPES
-from frugal.training.measure.two_steps import phase_peaks, trial
+from frugal.training.measure.two_steps import trial
 from frugal.training.objectives import CausalLM, SequenceClassification, SummedLoss
 from tests.dryrun.test_truth import SEQ_LEN, TOLERANCE, plan_for
 from tests.ranks import Ranks

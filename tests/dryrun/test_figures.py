@@ -4,17 +4,17 @@ from frugal.dryrun.figures import figures, fullest
 from frugal.dryrun.messages import DryRun
 from frugal.planning.cost import Counts
 from frugal.planning.memory import breakdown
-from frugal.planning.memory.timeline import ACTIVATIONS, PARAMETERS, Recording
+from frugal.planning.memory.timeline import ACTIVATIONS, PARAMETERS, Timeline
 from frugal.units import MIB
 
 
 def dry_run(held: int, step: int, host: int = 0) -> DryRun:
     """`held` bytes live throughout; `step` more for a moment of the second phase."""
-    recording = Recording(
-        micro_batch=1, sizes=(held, step), categories=(PARAMETERS, ACTIVATIONS), operators=(0, 1), modules=(2, 2),
+    timeline = Timeline(
+        fixed=(held, step), per_sample=(0, 0), categories=(PARAMETERS, ACTIVATIONS), operators=(0, 1), modules=(2, 2),
         names=("make", "use", "layer"), events=(0, 1, 1), phases=(("forward", 0), ("optimizer step", 1)),
     )  # fmt: skip
-    return DryRun(recording=recording, host_bytes=host, counts=Counts(num_operators=2))
+    return DryRun(timeline=timeline, micro_batch=1, host_bytes=host, counts=Counts(num_operators=2))
 
 
 def test_each_phase_is_that_of_the_rank_fullest_then() -> None:

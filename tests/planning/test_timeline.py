@@ -11,16 +11,15 @@ from frugal.planning.memory.timeline import (
     PARAMETERS,
     TEMPORARY,
     NotAffineError,
-    Recording,
     Timeline,
 )
 
 
-def recording(micro_batch: int, **changes: object) -> Recording:
+def recording(micro_batch: int, **changes: object) -> Timeline:
     """A weight; activations of two layers; in backward a gradient while they go. Peaks in forward or at the end."""
-    made = Recording(
-        micro_batch=micro_batch,
-        sizes=(1000, 10 * micro_batch, 30 * micro_batch + 4, 500, 700),
+    made = Timeline(
+        fixed=(1000, 10 * micro_batch, 30 * micro_batch + 4, 500, 700),
+        per_sample=(0,) * 5,
         categories=(PARAMETERS, ACTIVATIONS, ACTIVATIONS, GRADIENTS, TEMPORARY),
         operators=(1, 2, 2, 3, 4),
         modules=(0, 5, 6, 0, 0),
@@ -31,15 +30,15 @@ def recording(micro_batch: int, **changes: object) -> Recording:
     return replace(made, **changes)  # type: ignore[arg-type]  # any field
 
 
-TIMELINE = Timeline.fit(recording(2), recording(3))
+TIMELINE = Timeline.fit(recording(2), recording(3), (2, 3))
 
 
 @pytest.mark.parametrize("micro_batch", [1, 2, 3, 5, 17, 1000])
 def test_the_fit_is_exact_at_every_micro_batch(micro_batch: int) -> None:
-    direct = Timeline.constant(recording(micro_batch))
+    direct = recording(micro_batch)
     assert TIMELINE.peak(micro_batch) == direct.peak(micro_batch)
     assert TIMELINE.intervals(micro_batch) == direct.intervals(micro_batch)
-    assert TIMELINE.sizes(micro_batch) == list(recording(micro_batch).sizes)
+    assert TIMELINE.sizes(micro_batch) == list(recording(micro_batch).fixed)
 
 
 def test_the_peak_moves_to_another_phase_as_the_micro_batch_grows() -> None:
@@ -74,8 +73,8 @@ def test_each_phase_has_its_peak_and_its_end() -> None:
 
 
 def test_a_gradient_that_grows_with_the_micro_batch_is_none() -> None:
-    grows = [recording(b, sizes=(1000, 10, 30, 50 * b, 700)) for b in (2, 3)]
-    assert Timeline.fit(*grows).categories[3] == TEMPORARY
+    grows = [recording(b, fixed=(1000, 10, 30, 50 * b, 700)) for b in (2, 3)]
+    assert Timeline.fit(*grows, (2, 3)).categories[3] == TEMPORARY
 
 
 @pytest.mark.parametrize(
@@ -83,24 +82,24 @@ def test_a_gradient_that_grows_with_the_micro_batch_is_none() -> None:
     [
         ({"events": (0, 1, 2, 3, 1, 2, 4, 4)}, "storages live in another order at micro-batch 3 than at 2"),
         ({"operators": (1, 2, 2, 4, 4)}, "other operators run at micro-batch 3 than at 2"),
-        ({"sizes": (1000, 30, 94, 500)}, "5 storages at micro-batch 2, 4 at micro-batch 3"),
-        ({"sizes": (1000, 30, 60, 500, 700)}, "a storage of 64 bytes grows to 60 with 1 more samples"),
+        ({"fixed": (1000, 30, 94, 500)}, "5 storages at micro-batch 2, 4 at micro-batch 3"),
+        ({"fixed": (1000, 30, 60, 500, 700)}, "a storage of 64 bytes grows to 60 with 1 more samples"),
     ],
 )
 def test_recordings_of_different_streams_are_refused(changes: dict[str, object], message: str) -> None:
     with pytest.raises(NotAffineError) as error:
-        Timeline.fit(recording(2), recording(3, **changes))
+        Timeline.fit(recording(2), recording(3, **changes), (2, 3))
     assert str(error.value) == message
 
 
 def test_two_recordings_of_one_micro_batch_are_refused() -> None:
     with pytest.raises(NotAffineError, match="both recordings are of micro-batch 2"):
-        Timeline.fit(recording(2), recording(2))
+        Timeline.fit(recording(2), recording(2), (2, 2))
 
 
 def test_a_size_that_is_not_affine_in_whole_bytes_is_refused() -> None:
     with pytest.raises(NotAffineError):
-        Timeline.fit(recording(2), recording(4, sizes=(1000, 40, 125, 500, 700)))
+        Timeline.fit(recording(2), recording(4, fixed=(1000, 40, 125, 500, 700)), (2, 4))
 
 
 def test_a_timeline_survives_json() -> None:

@@ -3,14 +3,23 @@
 Also stage 0, without ZeRO: every rank has everything, and torch's optimizer is called as it is.
 """
 
+from frugal.config.cluster import DeviceKind
 from frugal.config.optimizers import implementation
 from frugal.config.request import Request
 from frugal.deepspeed_adapter.simulate.stream import NUM_STATES, MicroStep, PinnedBlocks, Setting, Stream
 from frugal.deepspeed_adapter.simulate.zero3 import SimulatedZero3
 from frugal.deepspeed_adapter.simulate.zero12 import SimulatedZero12
 from frugal.planning.memory.model_trace import ARRIVAL, BATCH_ENDS, LOSS_ENDS, ModelTrace
-from frugal.planning.memory.profile import DeviceKind, RankMemory
-from frugal.planning.memory.timeline import GRADIENTS, OPTIMIZER, PARAMETERS
+from frugal.planning.memory.profile import RankMemory
+from frugal.planning.memory.timeline import (
+    BACKWARD,
+    FORWARD,
+    GRADIENTS,
+    INITIALISATION,
+    OPTIMIZER,
+    OPTIMIZER_STEP,
+    PARAMETERS,
+)
 from frugal.planning.strategy import Strategy
 
 REDUCED_TOGETHER = 500_000_000
@@ -133,12 +142,12 @@ def simulate(
         world_size=world_size,
         rank=rank,
     )
-    stream.phase("initialisation")
+    stream.phase(INITIALISATION)
     host = PinnedBlocks(stream, kind)
     optimizer = _initialised(stream, host, setting, trace, kind)
     for num_micro_steps in (1, 2 if accumulates else 1):  # the first step only sets the stage for the second
         _accumulate(stream, trace, optimizer, num_micro_steps, kind)
-        stream.phase("optimizer step")
+        stream.phase(OPTIMIZER_STEP)
         optimizer.step()
     return RankMemory(
         rank=rank,
@@ -183,13 +192,13 @@ def _accumulate(stream: Stream, trace: ModelTrace, optimizer: SimulatedZero, num
         if i and kind != "cpu":
             step.play(ARRIVAL, optimizer)
             steps[i - 1].play(BATCH_ENDS, optimizer)
-        stream.phase("forward")
-        step.play("forward", optimizer)
+        stream.phase(FORWARD)
+        step.play(FORWARD, optimizer)
         if i:
             steps[i - 1].play(LOSS_ENDS, optimizer)
-        stream.phase("backward")
+        stream.phase(BACKWARD)
         optimizer.begin(is_boundary=i == num_steps - 1)
-        step.play("backward", optimizer)
+        step.play(BACKWARD, optimizer)
         optimizer.end()
     for step in steps if kind == "cpu" else steps[-1:]:
         step.play(BATCH_ENDS, optimizer)

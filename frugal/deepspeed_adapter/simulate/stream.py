@@ -4,12 +4,12 @@ What a ZeRO optimizer is told.
 """
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
+from frugal.config.cluster import DeviceKind
 from frugal.planning.memory.model_trace import DEATH, GRADIENT, ModelTrace
-from frugal.planning.memory.profile import DeviceKind
-from frugal.planning.memory.timeline import TEMPORARY, EventLog, Timeline
+from frugal.planning.memory.timeline import TEMPORARY, Timeline, TimelineBuilder
 
 
 class Optimizer(Protocol):
@@ -28,28 +28,26 @@ class Stream:
     """Births, deaths and phases, in order. A storage without bytes is none: its number is -1."""
 
     def __init__(self, names: tuple[str, ...]) -> None:
-        self._log = EventLog(names)  # its sizes are those without a sample
-        self._per_sample: list[int] = []
+        self._timeline = TimelineBuilder(names)
         self._held: dict[int, int] = {}  # storage -> how many hold it
         self._over: set[int] = set()  # held although everybody else is done with it
 
     def phase(self, name: str) -> None:
         """From now on it is this phase."""
-        self._log.phase(name)
+        self._timeline.phase(name)
 
     def born(self, size_bytes: int, operator: str, category: int = TEMPORARY) -> int:
         """A storage begins; its number."""
         if size_bytes == 0:
             return -1
-        self._per_sample.append(0)
-        return self._log.born(size_bytes, category, operator)
+        return self._timeline.born(size_bytes, category, operator)
 
     def dies(self, storage: int) -> None:
         """It is gone; or will be, when nobody holds it."""
         if self._held.get(storage):
             self._over.add(storage)
         elif storage >= 0:
-            self._log.events.append(storage)
+            self._timeline.events.append(storage)
 
     def hold(self, storage: int) -> None:
         """Keep it beyond its death, until it is released as often."""
@@ -76,25 +74,25 @@ class Stream:
     def relabel(self, storage: int, category: int) -> None:
         """What it is for has changed."""
         if storage >= 0:
-            self._log.categories[storage] = category
+            self._timeline.categories[storage] = category
 
     def timeline(self) -> Timeline:
         """Everything so far."""
-        return replace(Timeline.constant(self._log.recording(0)), per_sample=tuple(self._per_sample))
+        return self._timeline.timeline()
 
     def add(self, stream: Timeline) -> int:
         """Make room for the storages of `stream`, whose names this stream was made with; the number of the first."""
-        first = len(self._log.sizes)
-        self._log.sizes += stream.fixed
-        self._per_sample += stream.per_sample
-        self._log.categories += stream.categories
-        self._log.operators += stream.operators
-        self._log.modules += stream.modules
+        first = len(self._timeline.fixed)
+        self._timeline.fixed += stream.fixed
+        self._timeline.per_sample += stream.per_sample
+        self._timeline.categories += stream.categories
+        self._timeline.operators += stream.operators
+        self._timeline.modules += stream.modules
         return first
 
     def extend(self, events: list[int]) -> None:
         """What happens next."""
-        self._log.events += events
+        self._timeline.events += events
 
 
 class PinnedBlocks:
@@ -154,12 +152,11 @@ class MicroStep:
         self._first = stream.add(trace.stream)
         self._events = [event + self._first for event in trace.stream.events]
         self._stops = trace.stops
-        bounds = [first for _, first in trace.stream.phases] + [len(self._events)]
-        self._bounds = {name: bounds[i : i + 2] for i, (name, _) in enumerate(trace.stream.phases)}
+        self._ranges = dict(trace.stream.phase_ranges)
 
     def play(self, phase: str, optimizer: Optimizer) -> None:
         """All events of one of the trace's phases; `optimizer` is told of the marks."""
-        position, end = self._bounds[phase]
+        position, end = self._ranges[phase].start, self._ranges[phase].stop
         stream, events = self._stream, self._events
         for event, what, number, storage in self._stops[phase]:
             stream.extend(events[position:event])

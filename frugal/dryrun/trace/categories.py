@@ -16,14 +16,15 @@ from torch.autograd.graph import _engine_run_backward
 
 from frugal.planning.memory.timeline import (
     ACTIVATIONS,
+    BACKWARD,
     COMMUNICATION,
+    FORWARD,
     GRADIENTS,
     LOGITS,
     OPTIMIZER,
     PARAMETERS,
     TEMPORARY,
 )
-from frugal.training.measure.memory_gauge import BACKWARD, FORWARD
 
 AUTOGRAD, DEEPSPEED, MODEL = "autograd", "DeepSpeed", "model"
 

@@ -16,12 +16,13 @@ everything without dropout.
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Literal
 from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from frugal.config.cluster import DeviceKind
 
 aten = torch.ops.aten
 _attention = F.scaled_dot_product_attention
@@ -29,7 +30,7 @@ _dropout = F.dropout
 
 
 @contextmanager
-def kernels_of(kind: Literal["cuda", "cpu"]) -> Iterator[None]:
+def kernels_of(kind: DeviceKind) -> Iterator[None]:
     """Attention and dropout on meta tensors take the kernels of a `kind` device inside the `with` block."""
     attention = cuda_attention if kind == "cuda" else cpu_attention
     with patch.object(F, "scaled_dot_product_attention", attention):

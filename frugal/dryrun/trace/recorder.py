@@ -10,20 +10,28 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
+from frugal.config.cluster import DeviceKind
 from frugal.deepspeed_adapter.fake_device import SideStreams
 from frugal.dryrun.trace import operator_cache, stand_ins
 from frugal.dryrun.trace.categories import DEEPSPEED, MODEL, Shapes, asked_by_transformers, asker, owned
 from frugal.dryrun.trace.cuda_kernels import cuda_workspace
 from frugal.dryrun.trace.stand_ins import HostMemory
 from frugal.planning.cost import Counts
-from frugal.planning.memory.timeline import PARAMETERS, TEMPORARY, EventLog, Recording
-from frugal.training.measure.memory_gauge import BACKWARD, FORWARD, INITIALISATION
+from frugal.planning.memory.timeline import (
+    BACKWARD,
+    FORWARD,
+    INITIALISATION,
+    PARAMETERS,
+    TEMPORARY,
+    Timeline,
+    TimelineBuilder,
+)
 from frugal.training.measure.storage_watch import StorageWatch, cpu_pace
 
 aten = torch.ops.aten
@@ -41,15 +49,15 @@ class Tracker(StorageWatch):
     to be told of work on them.
     """
 
-    def __init__(self, kind: Literal["cuda", "cpu"], integer: int | None = None) -> None:
+    def __init__(self, kind: DeviceKind, integer: int | None = None) -> None:
         """`integer`: what a model that reads one from its data is told; None: the longest dimension of a batch."""
         super().__init__()
         self.kind = kind
         self.phase = INITIALISATION
         self.host = HostMemory()
         self.side_streams = SideStreams()
-        self._log = EventLog()
-        self._log.phase(INITIALISATION)
+        self._timeline = TimelineBuilder()
+        self._timeline.phase(INITIALISATION)
         self._storage: dict[int, int] = {}  # address of a live device storage -> its index
         self._counted: Counter[str] = Counter()  # fields of `Counts`, but for operators
         self._recomputed_from: int | None = None  # operators before the layer that is now recomputed
@@ -66,19 +74,19 @@ class Tracker(StorageWatch):
 
     # What happened
 
-    def recording(self, micro_batch: int) -> Recording:
+    def timeline(self) -> Timeline:
         """Everything so far."""
-        return self._log.recording(micro_batch)
+        return self._timeline.timeline()
 
     def mark(self, phase: str) -> None:
         """From now on it is `phase`."""
         if phase != BACKWARD:  # the end of a backward (`independent_gradient_partition_epilogue`) waits for all streams
-            self._log.events += self.side_streams.join()
+            self._timeline.events += self.side_streams.join()
         if self.phase == FORWARD:
             self._counted["num_forward"] += self.num_operators - self._forward_from
         self._forward_from = self.num_operators
         self.phase = phase
-        self._log.phase(phase)
+        self._timeline.phase(phase)
 
     def watch(self, model: nn.Module) -> None:
         """Tell gradients and logits by the shapes of `model`, and name what its modules make."""
@@ -111,7 +119,7 @@ class Tracker(StorageWatch):
                 index = self._storage.get(tensor.untyped_storage()._cdata)
                 if index is not None and index not in seen:
                     seen.add(index)
-                    self._log.categories[index] = category
+                    self._timeline.categories[index] = category
 
     @property
     def _recomputing(self) -> bool:
@@ -141,9 +149,9 @@ class Tracker(StorageWatch):
         if self._shapes is None:
             category = TEMPORARY
         else:
-            who = asker(sys._getframe(3))
+            who = asker(sys._getframe())
             category = self._shapes.category(tuple(tensor.shape), self.phase, who, recomputing=self._recomputing)
-        self._log.events += self.side_streams.born(address)
+        self._timeline.events += self.side_streams.born(address)
         self._storage[address] = self._record(size_bytes, category, operator)
 
     def died(self, address: int, size_bytes: int) -> None:
@@ -152,10 +160,10 @@ class Tracker(StorageWatch):
         if index is None:
             self.host.died(address, size_bytes)
         elif not self.side_streams.keeps(address, index):
-            self._log.events.append(index)
+            self._timeline.events.append(index)
 
     def _record(self, size_bytes: int, category: int, operator: Any) -> int:
-        return self._log.born(size_bytes, category, str(operator), self._running[-1])
+        return self._timeline.born(size_bytes, category, str(operator), self._running[-1])
 
     # Operators
 
@@ -178,12 +186,12 @@ class Tracker(StorageWatch):
             if self.phase in (FORWARD, BACKWARD):
                 self._count(flops, int(traffic * cpu_pace(func)) if self.kind == "cpu" else traffic)
         if self.kind == "cuda" and (workspace := cuda_workspace(func, args)):
-            self._log.events.append(self._record(workspace, TEMPORARY, func))
+            self._timeline.events.append(self._record(workspace, TEMPORARY, func))
         return out
 
     def _count(self, flops: int, traffic: int) -> None:
         """Add what one operator of the model costs. DeepSpeed's own is added by `frugal.planning.cost`."""
-        if not self._alone and traffic and asker(sys._getframe(3)) == DEEPSPEED:
+        if not self._alone and traffic and asker(sys._getframe()) == DEEPSPEED:
             return
         prefix = "recompute_" if self._recomputing else ""
         self._counted[prefix + "flops"] += flops
@@ -194,7 +202,7 @@ class Tracker(StorageWatch):
         source, target = (args[1], args[0]) if func is aten.copy_.default else (args[0], out)
         if func not in (aten.copy_.default, aten._to_copy.default) or source.device == target.device:
             return 0
-        return 0 if not self._alone and asker(sys._getframe(3)) == DEEPSPEED else int(source.nbytes)
+        return 0 if not self._alone and asker(sys._getframe()) == DEEPSPEED else int(source.nbytes)
 
     @property
     def counts(self) -> Counts:
@@ -214,7 +222,7 @@ class Tracker(StorageWatch):
             return 1.0
         if self.phase == INITIALISATION:
             return True if tensor.dtype == torch.bool else 1
-        frame = sys._getframe(2)
+        frame = sys._getframe(1)  # its own would be a reference cycle, which keeps tensors alive
         if self.phase != FORWARD and not (self.phase == BACKWARD and asker(frame) == MODEL):
             return False if tensor.dtype == torch.bool else 0
         if tensor.dtype == torch.bool:

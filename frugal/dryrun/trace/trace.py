@@ -11,12 +11,13 @@ import gc
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from frugal.config.cluster import DeviceKind
 from frugal.deepspeed_adapter import zero3_graph
 from frugal.dryrun.trace.cuda_kernels import kernels_of
 from frugal.dryrun.trace.recorder import Tracker, not_collected
@@ -31,18 +32,12 @@ from frugal.planning.memory.model_trace import (
     LOSS_ENDS,
     Mark,
     ModelTrace,
-    RawTrace,
-    fitted,
 )
-from frugal.planning.memory.timeline import EventLog, NotAffineError, Timeline
+from frugal.planning.memory.timeline import BACKWARD, FORWARD, MICRO_BATCHES, NotAffineError, Timeline, TimelineBuilder
 from frugal.planning.strategy import ActivationCheckpointing
-from frugal.training.measure.memory_gauge import BACKWARD, FORWARD
 from frugal.training.measure.storage_watch import tensors_in
 from frugal.training.models import activation_checkpointing, tiled_loss, transformers_internals
 from frugal.training.objectives import Objective
-
-MICRO_BATCHES = (2, 3)
-"""Samples; one sample has a slightly different stream."""
 
 FEW_PERIODS = (5, 6)
 """Periods of layers that stand for many, at the first and at the second micro-batch."""
@@ -53,11 +48,11 @@ USED_OUTSIDE = "a parameter is used while its module does not run"
 class Recorder(Tracker):
     """A tracker that also marks when gradients are whole."""
 
-    def __init__(self, kind: Literal["cuda", "cpu"]) -> None:
+    def __init__(self, kind: DeviceKind) -> None:
         super().__init__(kind)
         self.phase = ARRIVAL
-        self._log = EventLog()
-        self._log.phase(ARRIVAL)
+        self._timeline = TimelineBuilder()
+        self._timeline.phase(ARRIVAL)
         self._building = False
         self._alone = True
         self.marks: list[list[Mark]] = [[]]
@@ -92,19 +87,19 @@ class Recorder(Tracker):
 
     def _begins(self, number: int) -> None:
         if self.phase == FORWARD:
-            self.marks[-1].append((len(self._log.events), LAYER, number, -1))
+            self.marks[-1].append((len(self._timeline.events), LAYER, number, -1))
             self.counts_at.setdefault((LAYER, number), self.counts)
 
     def _finished(self, parameter: Tensor, index: int) -> None:
         assert parameter.grad is not None
         storage = self._storage.get(parameter.grad.untyped_storage()._cdata, -1)
-        self.marks[-1].append((len(self._log.events), GRADIENT, index, storage))
+        self.marks[-1].append((len(self._timeline.events), GRADIENT, index, storage))
         self.counts_at[GRADIENT, index] = self.counts
         parameter.grad = None
 
     def module(self, what: int, number: int, hold: int) -> None:
         """Mark what `frugal.deepspeed_adapter.zero3_graph` tells."""
-        self.marks[-1].append((len(self._log.events), what, number, hold))
+        self.marks[-1].append((len(self._timeline.events), what, number, hold))
 
 
 def built(build: Callable[[], nn.Module]) -> tuple[nn.Module, int]:
@@ -119,7 +114,7 @@ def trace(
     objective: Objective,
     *,
     seq_len: int,
-    kind: Literal["cuda", "cpu"],
+    kind: DeviceKind,
     activation_checkpointing_mode: ActivationCheckpointing,
     loss: Literal["plain", "tiled"],
     zero_stage: int,
@@ -162,16 +157,42 @@ class _Mode:
 
     objective: Objective
     seq_len: int
-    kind: Literal["cuda", "cpu"]
+    kind: DeviceKind
     activation_checkpointing: ActivationCheckpointing
     loss: Literal["plain", "tiled"]
     is_zero3: bool
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Recorded:
+    """A micro-step as recorded at one micro-batch. `stream` and `marks` as in `ModelTrace`.
+
+    `counts_at`: the counts at the first beginning of each marked layer in forward, and when each gradient is whole.
+    """
+
+    stream: Timeline
+    marks: Marks
+    counts: Counts
+    counts_at: dict[tuple[int, int], Counts]
+    notes: tuple[str, ...]
+
+
+def _fitted(first: _Recorded, second: _Recorded) -> tuple[Timeline, Marks]:
+    """Stream and marks for every micro-batch, through those at `MICRO_BATCHES`.
+
+    Raises:
+        NotAffineError: they are not the same stream.
+    """
+    stream = Timeline.fit(first.stream, second.stream, MICRO_BATCHES)
+    if first.marks != second.marks:
+        raise NotAffineError("gradients are finished in another order at another micro-batch")
+    return stream, first.marks
+
+
 def _whole(model: nn.Module, mode: _Mode) -> dict[str, Any]:
     """What a `ModelTrace` says of one micro-step, from traces of the whole model."""
     first, second = (_record(copy.deepcopy(model), "", mode, micro_batch) for micro_batch in MICRO_BATCHES)
-    stream, marks = fitted(first, second)
+    stream, marks = _fitted(first, second)
     return _result(stream, marks, between(first.counts, second.counts, MICRO_BATCHES), first.notes)
 
 
@@ -190,8 +211,8 @@ def _spliced(model: nn.Module, mode: _Mode) -> dict[str, Any] | None:
         for num_periods, micro_batch in zip(FEW_PERIODS, MICRO_BATCHES, strict=True):
             raw.append(_record(shortened(model, repeated, num_periods), repeated.path, mode, micro_batch))
         first, second = raw
-        longer = splice(Timeline.constant(first.recording), first.marks, layer_layout(model, repeated, few), more)
-        stream, marks = fitted(first.with_stream(*longer), second)
+        longer, marks = splice(first.stream, first.marks, layer_layout(model, repeated, few), more)
+        stream, marks = _fitted(replace(first, stream=longer, marks=marks), second)
         if min(stream.fixed) < 0:
             return None
         stream, marks = splice(stream, marks, layer_layout(model, repeated, more), repeated.num_periods)
@@ -207,7 +228,7 @@ def _spliced(model: nn.Module, mode: _Mode) -> dict[str, Any] | None:
     return _result(stream, marks, between(counts[0], counts[1], MICRO_BATCHES), first.notes)
 
 
-def _of_a_period(raw: RawTrace, layers: LayerLayout) -> Counts:
+def _of_a_period(raw: _Recorded, layers: LayerLayout) -> Counts:
     """What one period in the middle costs: its forward, and the way from its last gradient to that of the one before.
 
     Only called where splicing has found the periods alike.
@@ -235,7 +256,7 @@ def _own_parameters(model: nn.Module) -> tuple[tuple[int, ...], ...]:
     )
 
 
-def _record(model: nn.Module, layers: str, mode: _Mode, micro_batch: int) -> RawTrace:
+def _record(model: nn.Module, layers: str, mode: _Mode, micro_batch: int) -> _Recorded:
     """One micro-step of `model`, which is used up. `layers`: the name of a list whose modules are marked."""
     activation_checkpointing.apply(model, mode.activation_checkpointing)
     if mode.loss == "tiled":
@@ -251,8 +272,8 @@ def _record(model: nn.Module, layers: str, mode: _Mode, micro_batch: int) -> Raw
         recorder.addresses_at_rest = zero3_graph.install(model, recorder.module)
     with recorder:
         _micro_step(recorder, model, mode.objective, example)
-    return RawTrace(
-        recording=recorder.recording(micro_batch),
+    return _Recorded(
+        stream=recorder.timeline(),
         marks=tuple(map(tuple, recorder.marks)),
         counts=recorder.counts,
         counts_at=recorder.counts_at,

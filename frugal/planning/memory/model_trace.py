@@ -1,10 +1,10 @@
 """One micro-step of a model alone, without DeepSpeed: what the ZeRO simulations start from."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
-from frugal.planning.cost import Counts, Work
-from frugal.planning.memory.timeline import NotAffineError, Recording, Timeline
+from frugal.planning.cost import Work
+from frugal.planning.memory.timeline import Timeline
 
 ARRIVAL, BATCH_ENDS, LOSS_ENDS = "arrival", "batch ends", "loss ends"
 """Phases of a trace besides forward and backward: its batch comes to the device; it goes; the loss goes, with what the
@@ -18,34 +18,6 @@ keeps a parameter's memory beyond its module's run, and does so no more. For spl
 Mark = tuple[int, int, int, int]
 """`(event, what, number, storage)`: it happens before that event. The number is a parameter's or a module's; in place
 of the storage, holds of parameters have a number of their own."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RawTrace:
-    """A trace at one micro-batch, as recorded. Marks as in `ModelTrace`.
-
-    `counts_at`: the counts at the first beginning of each marked layer in forward, and when each gradient is whole.
-    """
-
-    recording: Recording
-    marks: tuple[tuple[Mark, ...], ...]
-    counts: Counts
-    counts_at: dict[tuple[int, int], Counts]
-    notes: tuple[str, ...] = ()
-
-    def with_stream(self, stream: Timeline, marks: tuple[tuple[Mark, ...], ...]) -> "RawTrace":
-        """The same with another stream, of the same micro-batch."""
-        recording = Recording(
-            micro_batch=self.recording.micro_batch,
-            sizes=stream.fixed,
-            categories=stream.categories,
-            operators=stream.operators,
-            modules=stream.modules,
-            names=stream.names,
-            events=stream.events,
-            phases=stream.phases,
-        )
-        return replace(self, recording=recording, marks=marks)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,29 +64,21 @@ class ModelTrace:
 
         Parameters are counted among the trainable ones.
         """
-        deaths = self._deaths
-        ends = [first for _, first in self.stream.phases[1:]] + [len(self.stream.events)]
-        found = {}
-        for (phase, first), end, marks in zip(self.stream.phases, ends, self.marks, strict=True):
-            stops = [
+        gradients = {mark[3] for marks in self.marks for mark in marks if mark[1] == GRADIENT}
+        events, is_birth = self.stream.events, self.stream.is_birth.tolist()
+        stops = {}
+        for (phase, numbers), marks in zip(self.stream.phase_ranges, self.marks, strict=True):
+            of_phase = [
                 (event, what, self.trainable_index[number] if what == GRADIENT else number, storage)
                 for event, what, number, storage in marks
             ]
-            stops += [(event, DEATH, -1, storage) for event, storage in deaths if first <= event < end]
-            found[phase] = sorted(stops, key=lambda stop: stop[0])  # stable: a mark is before what happens
-        return found
-
-    @property
-    def _deaths(self) -> list[tuple[int, int]]:
-        gradients = {storage for marks in self.marks for _, what, _, storage in marks if what == GRADIENT}
-        alive: set[int] = set()
-        deaths = []
-        for event, storage in enumerate(self.stream.events):
-            if storage in gradients:
-                if storage in alive:
-                    deaths.append((event, storage))
-                alive.add(storage)
-        return deaths
+            of_phase += [
+                (event, DEATH, -1, events[event])
+                for event in numbers
+                if events[event] in gradients and not is_birth[event]
+            ]
+            stops[phase] = sorted(of_phase, key=lambda stop: stop[0])  # stable: a mark is before what happens
+        return stops
 
     @cached_property
     def has_all_gradients(self) -> bool:
@@ -126,15 +90,3 @@ class ModelTrace:
     def trainable_elements(self) -> tuple[int, ...]:
         """Of the trainable parameters, in the model's order."""
         return tuple(n for n, trainable in zip(self.elements, self.trainable, strict=True) if trainable)
-
-
-def fitted(first: RawTrace, second: RawTrace) -> tuple[Timeline, tuple[tuple[Mark, ...], ...]]:
-    """Stream and marks through two traces of different micro-batches.
-
-    Raises:
-        NotAffineError: they are not the same stream.
-    """
-    stream = Timeline.fit(first.recording, second.recording)
-    if first.marks != second.marks:
-        raise NotAffineError("gradients are finished in another order at another micro-batch")
-    return stream, first.marks

@@ -3,17 +3,14 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Literal
 
-from frugal.config.cluster import Device
+from frugal.config.cluster import Device, DeviceKind
 from frugal.planning.cost import Work
 from frugal.planning.memory import breakdown as host
 from frugal.planning.memory.allocator import Replays
 from frugal.planning.memory.breakdown import MemoryBreakdown
 from frugal.planning.memory.timeline import Timeline
 from frugal.planning.strategy import Strategy
-
-DeviceKind = Literal["cuda", "cpu"]
 
 
 @dataclass(frozen=True, kw_only=True)

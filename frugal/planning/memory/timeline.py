@@ -1,19 +1,18 @@
 """The memory of one training step as a stream of births and deaths, for every micro-batch at once.
 
 A dry run records each storage with its size, category and operator, and the order in which storages begin and
-end. The size of every single storage is an affine function of the micro-batch (measured: no exception in 24 models,
-with and without activation checkpointing), so two recordings give all micro-batches exactly. The peak is not affine:
-it is the upper envelope of the affine sums after each birth, which is why a line through two peaks errs by up to 74 %.
+end: a timeline whose sizes do not depend on the micro-batch. The size of every single storage is an affine function
+of the micro-batch (measured: no exception in 24 models, with and without activation checkpointing), so two of them
+give all micro-batches exactly. The peak is not affine: it is the upper envelope of the affine sums after each birth,
+which is why a line through two peaks errs by up to 74 %.
 
 Left out: micro-batch 1 has a slightly different stream, because reshapes of size-1 dimensions are views; its peak
 was the same in every model tried.
-
-A stream of births, deaths and phases while it is written, see `frugal.planning.memory.timeline`.
 """
 
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -24,37 +23,18 @@ if TYPE_CHECKING:
 CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "logits", "communication", "temporary")
 PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS, LOGITS, COMMUNICATION, TEMPORARY = range(len(CATEGORIES))
 
+INITIALISATION, FORWARD, BACKWARD, OPTIMIZER_STEP = "initialisation", "forward", "backward", "optimizer step"
+"""Phases of a training step."""
+
+MICRO_BATCHES = (2, 3)
+"""Samples; the two that a timeline for all is fitted through. One sample has a slightly different stream."""
+
 
 class NotAffineError(Exception):
-    """Two recordings are not the same stream at different micro-batches, so they give no timeline.
+    """Two dry runs are not the same stream at different micro-batches, so they give no timeline.
 
     The caller then dry-runs each micro-batch by itself.
     """
-
-
-@dataclass(frozen=True, kw_only=True)
-class Recording:
-    """The stream of one dry run, at one micro-batch.
-
-    Attributes:
-        micro_batch: samples.
-        sizes: bytes of every storage, in order of birth.
-        categories: of every storage, an index into `CATEGORIES`.
-        operators: of every storage, an index into `names`: what allocated it.
-        modules: of every storage, an index into `names`: the module that was running.
-        names: operators and modules.
-        events: a storage's index at its birth, and again at its death if it dies.
-        phases: name and first event of every phase, in order; a name may return.
-    """
-
-    micro_batch: int
-    sizes: tuple[int, ...]
-    categories: tuple[int, ...]
-    operators: tuple[int, ...]
-    modules: tuple[int, ...]
-    names: tuple[str, ...]
-    events: tuple[int, ...]
-    phases: tuple[tuple[str, int], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +47,7 @@ class Peak:
     operator: str
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Interval:
     """One stretch of a step: its phase, the peak of live bytes during it, and those live at its end."""
 
@@ -76,11 +56,27 @@ class Interval:
     live_bytes: int
 
 
+def phase_peaks(intervals: Iterable[Interval]) -> dict[str, int]:
+    """The peak of each phase, which may come more than once, bytes."""
+    peaks: dict[str, int] = {}
+    for interval in intervals:
+        peaks[interval.phase] = max(peaks.get(interval.phase, 0), interval.peak_bytes)
+    return peaks
+
+
 @dataclass(frozen=True, kw_only=True)
 class Timeline:
-    """A stream whose storage `i` has `fixed[i] + per_sample[i] * micro_batch` bytes. Other fields as in `Recording`.
+    """A stream of storages, `fixed[i] + per_sample[i] * micro_batch` bytes each.
 
-    `per_sample` may be negative only in theory; `Timeline.of` refuses it.
+    Attributes:
+        fixed: of every storage in order of birth, bytes that do not depend on the micro-batch.
+        per_sample: of every storage, bytes that each sample adds; never negative.
+        categories: of every storage, an index into `CATEGORIES`.
+        operators: of every storage, an index into `names`: what allocated it.
+        modules: of every storage, an index into `names`: the module that was running.
+        names: operators and modules.
+        events: a storage's index at its birth, and again at its death if it dies.
+        phases: name and first event of every phase, in order; a name may return.
     """
 
     fixed: tuple[int, ...]
@@ -93,44 +89,26 @@ class Timeline:
     phases: tuple[tuple[str, int], ...]
 
     @classmethod
-    def fit(cls, first: Recording, second: Recording) -> "Timeline":
-        """The timeline through two recordings of different micro-batches.
+    def fit(cls, first: "Timeline", second: "Timeline", micro_batches: tuple[int, int]) -> "Timeline":
+        """The timeline through two that were recorded at one micro-batch each.
 
         Raises:
             NotAffineError: their events differ in order or operator, or a size is not affine in whole bytes.
         """
-        _check_aligned(first, second)
-        step = second.micro_batch - first.micro_batch
+        _check_aligned(first, second, micro_batches)
+        step = micro_batches[1] - micro_batches[0]
         fixed, per_sample = [], []
-        for small, large in zip(first.sizes, second.sizes, strict=True):
+        for small, large in zip(first.fixed, second.fixed, strict=True):
             slope, rest = divmod(large - small, step)
             if rest or slope < 0:
                 raise NotAffineError(f"a storage of {small} bytes grows to {large} with {step} more samples")
-            fixed.append(small - slope * first.micro_batch)
+            fixed.append(small - slope * micro_batches[0])
             per_sample.append(slope)
-        return cls(
+        return replace(
+            first,
             fixed=tuple(fixed),
             per_sample=tuple(per_sample),
             categories=tuple(map(_corrected, first.categories, second.categories, per_sample)),
-            operators=first.operators,
-            modules=first.modules,
-            names=first.names,
-            events=first.events,
-            phases=first.phases,
-        )
-
-    @classmethod
-    def constant(cls, recording: Recording) -> "Timeline":
-        """A recording as the timeline of its own micro-batch only."""
-        return cls(
-            fixed=recording.sizes,
-            per_sample=(0,) * len(recording.sizes),
-            categories=recording.categories,
-            operators=recording.operators,
-            modules=recording.modules,
-            names=recording.names,
-            events=recording.events,
-            phases=recording.phases,
         )
 
     def sizes(self, micro_batch: int) -> list[int]:
@@ -158,28 +136,45 @@ class Timeline:
         """The phase an event belongs to."""
         return self.phases[bisect_right([first for _, first in self.phases], event) - 1][0]
 
+    @property
+    def phase_ranges(self) -> list[tuple[str, range]]:
+        """Every phase in order, and the numbers of its events."""
+        ends = [first for _, first in self.phases[1:]] + [len(self.events)]
+        return [(phase, range(first, end)) for (phase, first), end in zip(self.phases, ends, strict=True)]
+
     def intervals(self, micro_batch: int) -> list[Interval]:
         """Every phase in order: its peak, including what lives when it begins, and what lives at its end."""
-        sizes = self.sizes(micro_batch)
-        ends = [first for _, first in self.phases[1:]] + [len(self.events)]
-        alive = bytearray(len(sizes))
-        live = 0
-        found = []
-        for (name, first), end in zip(self.phases, ends, strict=True):
-            peak = live
-            for storage in self.events[first:end]:
-                live += -sizes[storage] if alive[storage] else sizes[storage]
-                alive[storage] ^= 1
-                peak = max(peak, live)
-            found.append(Interval(phase=name, peak_bytes=peak, live_bytes=live))
-        return found
+        live = self.changes(micro_batch).cumsum().tolist()
+        intervals = []
+        before = 0
+        for phase, events in self.phase_ranges:
+            during = [before, *live[events.start : events.stop]]
+            before = during[-1]
+            intervals.append(Interval(phase, max(during), before))
+        return intervals
 
     def phase_peaks(self, micro_batch: int) -> dict[str, int]:
         """Bytes alive at the fullest moment of each phase."""
-        peaks: dict[str, int] = {}
-        for interval in self.intervals(micro_batch):
-            peaks[interval.phase] = max(peaks.get(interval.phase, 0), interval.peak_bytes)
-        return peaks
+        return phase_peaks(self.intervals(micro_batch))
+
+    @cached_property
+    def is_birth(self) -> "npt.NDArray[np.bool_]":
+        """Of every event, whether a storage begins; else one ends."""
+        import numpy as np
+
+        births = np.zeros(len(self.events), dtype=np.bool_)
+        births[np.unique(self._arrays.events, return_index=True)[1]] = True
+        return births
+
+    def changes(self, micro_batch: int) -> "npt.NDArray[np.int64]":
+        """By how many bytes each event changes what is alive."""
+        return self._signed(self._arrays.fixed + self._arrays.per_sample * micro_batch)
+
+    def _signed(self, sizes: "npt.NDArray[np.int64]") -> "npt.NDArray[np.int64]":
+        """Of every event the size of its storage, below 0 where that ends."""
+        of_events = sizes[self._arrays.events]
+        of_events[~self.is_birth] *= -1
+        return of_events
 
     def holders(self, micro_batch: int, category: str) -> list[tuple[str, int]]:
         """The modules that hold bytes of `category` at the peak, largest first.
@@ -221,13 +216,9 @@ class Timeline:
         """The moments that are fullest at some micro-batch >= 0: the upper hull of the lines after every birth."""
         import numpy as np
 
-        events = self._arrays.events
-        births = np.unique(events, return_index=True)[1]
-        sign = np.full(len(events), -1, dtype=np.int64)
-        sign[births] = 1
-        births.sort()
-        fixed = np.cumsum(self._arrays.fixed[events] * sign)[births]
-        slope = np.cumsum(self._arrays.per_sample[events] * sign)[births]
+        births = np.flatnonzero(self.is_birth)
+        fixed = self._signed(self._arrays.fixed).cumsum()[births]
+        slope = self._signed(self._arrays.per_sample).cumsum()[births]
         order = np.lexsort((births, -fixed, slope))  # of each slope, the most fixed bytes first, the earliest of these
         best = order[np.unique(slope[order], return_index=True)[1]]
         lines = zip(births[best].tolist(), fixed[best].tolist(), slope[best].tolist(), strict=True)
@@ -263,20 +254,18 @@ def _overtaken(flat: tuple[int, int, int], middle: tuple[int, int, int], steep: 
     return (flat[1] - steep[1]) * (middle[2] - flat[2]) <= (flat[1] - middle[1]) * (steep[2] - flat[2])
 
 
-def _check_aligned(first: Recording, second: Recording) -> None:
-    if first.micro_batch == second.micro_batch:
-        raise NotAffineError(f"both recordings are of micro-batch {first.micro_batch}")
-    if len(first.sizes) != len(second.sizes):
+def _check_aligned(first: Timeline, second: Timeline, micro_batches: tuple[int, int]) -> None:
+    small, large = micro_batches
+    if small == large:
+        raise NotAffineError(f"both recordings are of micro-batch {small}")
+    if len(first.fixed) != len(second.fixed):
         raise NotAffineError(
-            f"{len(first.sizes)} storages at micro-batch {first.micro_batch}, "
-            f"{len(second.sizes)} at micro-batch {second.micro_batch}"
+            f"{len(first.fixed)} storages at micro-batch {small}, {len(second.fixed)} at micro-batch {large}"
         )
     if first.names != second.names or first.operators != second.operators:
-        raise NotAffineError(f"other operators run at micro-batch {second.micro_batch} than at {first.micro_batch}")
+        raise NotAffineError(f"other operators run at micro-batch {large} than at {small}")
     if first.events != second.events or first.phases != second.phases:
-        raise NotAffineError(
-            f"storages live in another order at micro-batch {second.micro_batch} than at {first.micro_batch}"
-        )
+        raise NotAffineError(f"storages live in another order at micro-batch {large} than at {small}")
 
 
 def _corrected(first: int, second: int, per_sample: int) -> int:
@@ -289,12 +278,13 @@ def _corrected(first: int, second: int, per_sample: int) -> int:
     return TEMPORARY if first == GRADIENTS and per_sample else first
 
 
-class EventLog:
-    """Everything so far; the fields are those of a `Recording`, and whoever writes may add to them."""
+class TimelineBuilder:
+    """A timeline while it is written; the fields are its, and whoever writes may add to them."""
 
     def __init__(self, names: Iterable[str] = ("",)) -> None:
         """`names`: operators and modules that have a number already."""
-        self.sizes: list[int] = []
+        self.fixed: list[int] = []
+        self.per_sample: list[int] = []
         self.categories: list[int] = []
         self.operators: list[int] = []
         self.modules: list[int] = []
@@ -306,25 +296,17 @@ class EventLog:
         """From now on it is this phase."""
         self.phases.append((name, len(self.events)))
 
-    def born(self, size_bytes: int, category: int, operator: str, module: str = "") -> int:
-        """A storage begins; its index."""
-        index = len(self.sizes)
-        self.sizes.append(size_bytes)
+    def born(self, fixed: int, category: int, operator: str, module: str = "", per_sample: int = 0) -> int:
+        """A storage of `fixed` bytes, and `per_sample` more for each sample, begins; its index."""
+        index = len(self.fixed)
+        self.fixed.append(fixed)
+        self.per_sample.append(per_sample)
         self.categories.append(category)
         self.operators.append(self.names.setdefault(operator, len(self.names)))
         self.modules.append(self.names.setdefault(module, len(self.names)))
         self.events.append(index)
         return index
 
-    def recording(self, micro_batch: int) -> Recording:
-        """What was written, at one micro-batch."""
-        return Recording(
-            micro_batch=micro_batch,
-            sizes=tuple(self.sizes),
-            categories=tuple(self.categories),
-            operators=tuple(self.operators),
-            modules=tuple(self.modules),
-            names=tuple(self.names),
-            events=tuple(self.events),
-            phases=tuple(self.phases),
-        )
+    def timeline(self) -> Timeline:
+        """What was written so far."""
+        return Timeline(**{name: tuple(values) for name, values in vars(self).items()})

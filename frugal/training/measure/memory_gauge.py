@@ -6,24 +6,20 @@ an operator makes, and its end. Not seen: memory that a kernel takes and returns
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from frugal.planning.memory.timeline import (
+    BACKWARD,
+    FORWARD,
+    INITIALISATION,
+    OPTIMIZER_STEP,
+    Interval,
+    phase_peaks,
+)
 from frugal.training.measure.storage_watch import StorageWatch
-
-INITIALISATION, FORWARD, BACKWARD, OPTIMIZER_STEP = "initialisation", "forward", "backward", "optimizer step"
-
-
-@dataclass(frozen=True)
-class PhaseInterval:
-    """One stretch of a run: its phase, the peak of live tensor bytes during it, and those live at its end."""
-
-    phase: str
-    peak_bytes: int
-    live_bytes: int
 
 
 class Gauge(Protocol):
@@ -39,7 +35,7 @@ class Gauge(Protocol):
         ...
 
     @property
-    def intervals(self) -> list[PhaseInterval]:
+    def intervals(self) -> list[Interval]:
         """Every stretch between two marks, in order; the last one is still running."""
         ...
 
@@ -59,7 +55,7 @@ class _Intervals:
 
     def __init__(self) -> None:
         self._phase = INITIALISATION
-        self._finished: list[PhaseInterval] = []
+        self._finished: list[Interval] = []
 
     def _read(self) -> tuple[int, int]:
         raise NotImplementedError  # the allocator's gauge and the storages' each have their own
@@ -69,7 +65,7 @@ class _Intervals:
 
     def mark(self, phase: str) -> None:
         """From now on it is `phase`."""
-        self._finished.append(PhaseInterval(self._phase, *self._read()))
+        self._finished.append(Interval(self._phase, *self._read()))
         self._phase = phase
         self._reset_peak()
 
@@ -79,9 +75,9 @@ class _Intervals:
         return self._read()[1]
 
     @property
-    def intervals(self) -> list[PhaseInterval]:
+    def intervals(self) -> list[Interval]:
         """Every stretch between two marks, in order; the last one is still running."""
-        return [*self._finished, PhaseInterval(self._phase, *self._read())]
+        return [*self._finished, Interval(self._phase, *self._read())]
 
     @property
     def peak_bytes(self) -> int:
@@ -91,10 +87,7 @@ class _Intervals:
     @property
     def phases(self) -> dict[str, int]:
         """The peak of each phase, bytes."""
-        peaks: dict[str, int] = {}
-        for interval in self.intervals:
-            peaks[interval.phase] = max(peaks.get(interval.phase, 0), interval.peak_bytes)
-        return peaks
+        return phase_peaks(self.intervals)
 
 
 class CudaGauge(_Intervals):

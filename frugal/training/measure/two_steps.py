@@ -10,7 +10,7 @@ import gc
 import inspect
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -29,9 +29,10 @@ from frugal.config.request import Task
 from frugal.deepspeed_adapter.kernels import DTYPES
 from frugal.distributed import first_failure, process_group
 from frugal.errors import OutOfMemoryError
+from frugal.planning.memory.timeline import Interval, phase_peaks
 from frugal.planning.plan import Batch, Plan
 from frugal.training.engine import initialize
-from frugal.training.measure.memory_gauge import CudaGauge, PhaseInterval, gauge, mark_phases
+from frugal.training.measure.memory_gauge import CudaGauge, gauge, mark_phases
 from frugal.training.measure.record import ModelDefinition, RankMeasurement, Trial
 from frugal.training.models.resolve import resolve
 from frugal.training.models.spec import ModelSpec
@@ -52,7 +53,7 @@ def trial(
     device: torch.device | str = "cpu",
     *,
     most_micro_steps: int | None = None,
-) -> list[PhaseInterval]:
+) -> list[Interval]:
     """Every phase of two optimizer steps on this rank, with synthetic samples of full length. Collective.
 
     A dry run does no more than two micro-steps, since a third takes no more memory; `most_micro_steps` says so here.
@@ -67,7 +68,7 @@ def watched(
     plan: Plan,
     device: torch.device,
     most_micro_steps: int | None,
-) -> tuple[list[PhaseInterval], dict[str, int]]:
+) -> tuple[list[Interval], dict[str, int]]:
     """The phases, and what only a GPU tells: fields of `RankMeasurement`."""
     example = objective.example(plan.batch.largest_cell, plan.request.seq_len)
     micro_steps = min(plan.batch.accumulation_steps, most_micro_steps or plan.batch.accumulation_steps)
@@ -130,14 +131,6 @@ def _settled(function: Callable[..., Any]) -> Callable[..., Any]:
         return work
 
     return call
-
-
-def phase_peaks(intervals: Sequence[PhaseInterval]) -> dict[str, int]:
-    """The peak of each phase, bytes."""
-    peaks: dict[str, int] = {}
-    for interval in intervals:
-        peaks[interval.phase] = max(peaks.get(interval.phase, 0), interval.peak_bytes)
-    return peaks
 
 
 def measure(plan: Plan, cap_bytes: int | None = None) -> Trial:
