@@ -74,7 +74,7 @@ def test_each_phase_has_its_peak_and_its_end() -> None:
 
 def test_a_gradient_that_grows_with_the_micro_batch_is_none() -> None:
     grows = [recording(b, fixed=(1000, 10, 30, 50 * b, 700)) for b in (2, 3)]
-    assert Timeline.fit(*grows, (2, 3)).categories[3] == TEMPORARY
+    assert Timeline.fit(grows[0], grows[1], (2, 3)).categories[3] == TEMPORARY
 
 
 @pytest.mark.parametrize(
