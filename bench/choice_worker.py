@@ -114,4 +114,4 @@ def command(jobs: Path, out: Path, _local_rank: int | None) -> None:
 
 
 if __name__ == "__main__":
-    first_failure.live(command)
+    first_failure.run_command(command)

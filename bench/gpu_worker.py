@@ -113,12 +113,12 @@ def _run(question: Run, kind: str) -> Answer:
     from frugal.config import local_host
     from frugal.deepspeed_adapter.kernels import DTYPES
     from frugal.distributed import process_group
-    from frugal.distributed.env import quiet
+    from frugal.distributed.env import silence_libraries
     from frugal.planning.memory.timeline import phase_peaks
     from frugal.training.measure.two_steps import definition, watched
     from frugal.training.models.resolve import resolve
 
-    quiet()
+    silence_libraries()
     process_group.form()
     here = torch.device("cuda", 0) if kind == "cuda" else torch.device("cpu")
     blank = device("cuda" if kind == "cuda" else "cpu", 1 << 50, 0)

@@ -14,6 +14,9 @@ An interrupted run exits with 130. Any other exception is a bug of ours and keep
 from collections.abc import Sequence
 from typing import ClassVar
 
+INTERRUPTED = 130
+"""Exit code of an interrupted run, as shells give it for SIGINT."""
+
 LONGEST_LINE = 1000  # characters
 
 

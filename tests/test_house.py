@@ -57,7 +57,6 @@ READ_THE_ENVIRONMENT = {
 
 USE_CLICK = {
     "frugal.config.run",
-    "frugal.distributed.first_failure",
     "frugal.launch.elastic",
     "frugal.launch.host_report",
     "frugal.launch.local",

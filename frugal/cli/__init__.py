@@ -7,7 +7,7 @@ from importlib import import_module
 
 import click
 
-from frugal.errors import FrugalError
+from frugal.errors import INTERRUPTED, FrugalError
 
 # Each command lives in its own module and is imported when it is called: `frugal plan` must not wait for torch.
 COMMANDS = {
@@ -19,9 +19,6 @@ COMMANDS = {
     "dryrun": ("frugal.cli.dryrun", "Run a step on tensors without storage, and say what fills the memory."),
     "train": ("frugal.cli.train", "Train as planned; without a plan, plan first."),
 }
-
-INTERRUPTED = 130
-"""Exit code after Ctrl-C, as in the shell."""
 
 
 class _Commands(click.Group):

@@ -95,9 +95,9 @@ def with_lengths(request: Request, values: Mapping[str, Any], file: TomlFile) ->
         return replace(request, lengths=replace(request.lengths, too_long=asked.too_long)) if is_said else request
     if not flags["data"] and "data" not in train:
         return request
-    from frugal.distributed.env import quiet
+    from frugal.distributed.env import silence_libraries
     from frugal.training.data.corpus import lengths_of  # torch takes seconds
 
-    quiet()
+    silence_libraries()
     with waiting(f"tokenising {', '.join(asked.data)}"):
         return replace(request, lengths=lengths_of(request, asked))

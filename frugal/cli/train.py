@@ -20,7 +20,7 @@ from frugal.config.hostfile import HostfileEntry
 from frugal.config.run import Settings
 from frugal.config.schema import NAMES, REQUEST_NAMES, requested
 from frugal.deepspeed_adapter.json_config import write_plan
-from frugal.distributed.env import PORT
+from frugal.distributed.env import DEFAULT_PORT
 from frugal.errors import CheckpointError, PlanMismatchError, RequestError
 from frugal.launch import commands, local, pdsh
 from frugal.launch.elastic import Remaining
@@ -88,7 +88,7 @@ def command(
             plan_path, _ = write_plan(plan, asked.out)
         told = commands.Asked(
             plan=plan, plan_path=plan_path or asked.out / PLAN, hosts=named, settings=asked, access=access,
-            hostfile=Path(hosts_path) if hosts_path else None, port=master_port or PORT,
+            hostfile=Path(hosts_path) if hosts_path else None, port=master_port or DEFAULT_PORT,
         )  # fmt: skip
         click.echo(commands.commands(printed, told))
         return 0

@@ -1,8 +1,8 @@
-"""One voice when ranks fail: the first rank that fails says why, the others keep silent.
+"""Which rank failed first: it prints its error, and the ranks that fail because of it end without a message.
 
-A rank that stops takes the others down: they see broken connections, which explain nothing. So the first one claims
-the word in the store that all ranks share, and says it on stderr; the rest end without a sound, late enough for the
-launcher to see the first one's exit code before theirs.
+A rank that fails breaks the connections of the others, whose own errors explain nothing. So a failing rank first claims
+a key in the store that all ranks share. The one that gets it prints its error to stderr and leaves a `FailureReport`
+for whoever started the run. The others wait a while before they end, so that the launcher sees the first exit code.
 """
 
 import os
@@ -11,23 +11,29 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn
 
-import click
 import msgspec
 
-from frugal.distributed import process_group, rank_logs, signals
-from frugal.errors import FrugalError
+from frugal.distributed import env, process_group, rank_logs, signals
+from frugal.errors import INTERRUPTED, FrugalError
 
-INTERRUPTED = 130
-LINGER_SECONDS = 15.0  # launchers look after their ranks every second; a rank that is still here by then is alone
-REPORT = "FRUGAL_REPORT"
-"""Names a folder, shared by all nodes, in which the rank that fails first leaves a `Report` for whoever started it."""
+CAUSE_FIRST_SECONDS = 1.0
+"""Head start of a rank that failed by itself over those that only lost their connection to it."""
 
-STORE_SECONDS = 5.0  # for an answer from the store of ranks, whose host may be the one that is gone
+LAUNCHER_SECONDS = 15.0
+"""Launchers look after their ranks every second or so; one that has not ended this rank by then does not know more."""
+
+STORE_SECONDS = 5.0
+"""For an answer from the store of ranks, whose host may be the one that is gone."""
+
+REPORT_FOLDER = "FRUGAL_REPORT"
+"""Names a folder, shared by all nodes, in which ranks leave how the run ended for whoever started it."""
+
+_DONE, _FAILURE, _CLAIM = "done", "failure.json", "frugal/failed"
 _ending = threading.RLock()
 
 
@@ -43,22 +49,8 @@ class LostRankError(RuntimeError):
         self.is_elsewhere, self.is_silent = is_elsewhere, is_silent
 
 
-def done() -> None:
-    """Leave word that the run is through: launchers' exit codes alone do not say so (MPICH's and pdsh's can be 0)."""
-    if (folder := os.environ.get(REPORT)) and _rank() == 0:
-        (Path(folder) / _DONE).touch()
-
-
-def is_done(folder: Path) -> bool:
-    """Whether the run whose ranks report to `folder` is through."""
-    return (folder / _DONE).exists()
-
-
-_DONE, _FAILURE = "done", "failure.json"
-
-
 class FailureReport(msgspec.Struct):
-    """How a run failed: the rank that has the word, its host, its exit code, and what it said."""
+    """How a run failed: the rank that failed first, its host, its exit code, and what it printed."""
 
     rank: int
     host: str
@@ -66,97 +58,95 @@ class FailureReport(msgspec.Struct):
     text: str
 
 
-def reported(folder: Path) -> FailureReport | None:
-    """What the rank that failed first left in `folder`, if one did."""
+def report_done() -> None:
+    """Note that the run came to its end: launchers' exit codes alone do not say so (MPICH's and pdsh's can be 0)."""
+    if (folder := os.environ.get(REPORT_FOLDER)) and env.rank() == 0:
+        (Path(folder) / _DONE).touch()
+
+
+def is_done(folder: Path) -> bool:
+    """Whether the run whose ranks report to `folder` came to its end."""
+    return (folder / _DONE).exists()
+
+
+def read_report(folder: Path) -> FailureReport | None:
+    """What the rank that failed first left in `folder`; None if none did."""
     try:
         return msgspec.json.decode((folder / _FAILURE).read_bytes(), type=FailureReport)
     except (OSError, msgspec.DecodeError):
         return None
 
 
-def end(error: BaseException) -> NoReturn:
-    """End this rank's process for `error`: with its message, or silently where another rank has the word."""
-    code = error.exit_code if isinstance(error, FrugalError) else INTERRUPTED if _is_interrupt(error) else 1
-    lost_rank = isinstance(error, LostRankError)
-    lost_peer = lost_rank or (isinstance(error, RuntimeError) and "onnection" in str(error))
-    if lost_peer and signals.is_told():
-        os._exit(code)  # the launcher saw another rank end and is ending all; it waits for this one
-    if threading.current_thread() is threading.main_thread():
-        signals.end_at_once()  # when told so from here on
-    if lost_peer and not lost_rank:
-        time.sleep(1.0)  # the one who broke it speaks first, and the lifeline knows who that was
-    if not _ending.acquire(blocking=False):  # another thread is at it
-        threading.Event().wait()
-    rank_logs.note("".join(traceback.format_exception(error)).rstrip())
-    if lost_rank:
-        time.sleep(1.0)
-    may_speak = _may_speak()
-    if may_speak is None:
-        may_speak = isinstance(error, LostRankError) and error.is_elsewhere and _is_left_to_us(error)
-    if not may_speak:
-        if not _is_interrupt(error):  # that all ranks end with the same code
-            _linger()
-    elif isinstance(error, LostRankError):
-        if not error.is_elsewhere:  # the launcher they share may know more: which signal ended it
-            _linger()
-        _say(f"error: {error.what}\n  because {error.why}", code)
-    elif lost_peer:
-        _linger()
-        why = str(error).splitlines()[0]
-        _say(f"error: rank {_rank()} lost the connection to another rank\n  because {why}", code)
-    elif isinstance(error, FrugalError):
-        _say(f"error: {error}", code)
-    elif isinstance(error, SystemExit):  # rich ends so where nobody reads our output any more: `frugal train | head`
-        pass
-    elif _is_interrupt(error):
-        _say("interrupted", code)
-    else:
-        log = rank_logs.where()
-        place = f"rank {_rank()} on {socket.gethostname()}" + (f"; all it printed: {log}" if log else "")
-        _say("".join(traceback.format_exception(error)).rstrip() + f"\n({place})", code)
-    os._exit(code)  # not sys.exit: other ranks are gone, and gloo's and NCCL's destructors would wait for them
-
-
-def _linger() -> None:
-    """Wait for the launcher to end this rank for another's failure; if it does, without a word."""
-    end = time.monotonic() + LINGER_SECONDS
-    while time.monotonic() < end:
-        if signals.is_told():
-            os._exit(1)
-        time.sleep(0.2)
-
-
-def live(command: click.Command) -> None:
-    """The whole life of a rank that measures: `command` with the process's arguments, ended as `end` does."""
+def run_command(command: Callable[..., object]) -> None:
+    """Run a click command with the process's arguments as a rank: an error ends the process as `end_rank` does."""
     process_group.end_with_starter()
     try:
         command(sys.argv[1:], standalone_mode=False)
     except BaseException as error:  # whatever it is, the other ranks must not wait for this one
-        end(error)
+        end_rank(error)
 
 
-def _is_interrupt(error: BaseException) -> bool:
-    return isinstance(error, KeyboardInterrupt)
+def end_rank(error: BaseException) -> NoReturn:
+    """End this rank's process for `error`: with its message if this rank failed first, otherwise without one."""
+    code = _exit_code(error)
+    if _lost_a_rank(error) and signals.stop_requested():
+        os._exit(code)  # the launcher saw another rank end and is ending all; it waits for this one
+    if threading.current_thread() is threading.main_thread():
+        signals.restore_defaults()  # a signal from here on ends the process
+    if _lost_connection(error):
+        time.sleep(CAUSE_FIRST_SECONDS)
+    if not _ending.acquire(blocking=False):
+        threading.Event().wait()  # another thread is ending this process
+    rank_logs.to_file("".join(traceback.format_exception(error)).rstrip())
+    if isinstance(error, LostRankError):  # with the lock held: the peer watch knows more than a lost connection
+        time.sleep(CAUSE_FIRST_SECONDS)
+    if _may_print(error):
+        _print(error, code)
+    elif not isinstance(error, KeyboardInterrupt):  # interrupted ranks all end with the same code
+        _wait_for_launcher()
+    os._exit(code)  # not sys.exit: other ranks are gone, and gloo's and NCCL's destructors would wait for them
 
 
-def _rank() -> int:
-    return int(os.environ.get("RANK", "0"))
+def _exit_code(error: BaseException) -> int:
+    if isinstance(error, FrugalError):
+        return error.exit_code
+    return INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
 
 
-def _say(text: str, code: int) -> None:
-    with suppress(OSError):  # nobody reads it any more, or the disk it goes to is full
-        if sys.stdout.isatty():
-            sys.stdout.write("\x1b[?25h\n")  # the cursor, which the progress had hidden
-        sys.stdout.flush()
-    rank_logs.say(text)
-    if folder := os.environ.get(REPORT):
-        report = FailureReport(_rank(), socket.gethostname(), code, text)
-        with suppress(OSError):
-            (Path(folder) / _FAILURE).write_bytes(msgspec.json.encode(report))
+def _lost_a_rank(error: BaseException) -> bool:
+    """Whether this rank only fails because another is gone."""
+    return isinstance(error, LostRankError) or _lost_connection(error)
 
 
-def _may_speak() -> bool | None:
-    """Whether no other rank has failed before; None where rank 0, which keeps the store, is gone."""
+def _lost_connection(error: BaseException) -> bool:
+    """Whether a collective failed because another rank closed its connection.
+
+    The errors of gloo, NCCL, the store and our votes for that have no class in common, only the word, as in "Connection
+    closed by peer" and "Connection to another rank was lost".
+    """
+    is_collective_error = isinstance(error, RuntimeError) and not isinstance(error, LostRankError)
+    return is_collective_error and "connection" in str(error).lower()
+
+
+def _wait_for_launcher() -> None:
+    """Give the launcher time to end this rank for another's failure; if it does, end without a message."""
+    end = time.monotonic() + LAUNCHER_SECONDS
+    while time.monotonic() < end:
+        if signals.stop_requested():
+            os._exit(1)
+        time.sleep(0.2)
+
+
+def _may_print(error: BaseException) -> bool:
+    """Whether this rank failed first, or has to speak for rank 0, whose host keeps the store and is gone."""
+    claimed = _claim_first_failure()
+    if claimed is None:
+        return isinstance(error, LostRankError) and error.is_elsewhere and _speaks_for_rank_0(error)
+    return claimed
+
+
+def _claim_first_failure() -> bool | None:
+    """Whether no other rank has failed before; None where the store does not answer."""
     import torch.distributed as dist
 
     from frugal.distributed import rendezvous
@@ -165,42 +155,74 @@ def _may_speak() -> bool | None:
     if store is None and dist.is_initialized():
         store = dist.distributed_c10d._get_default_store()
     if store is None:
-        return _is_first_here()  # all ranks of a node read the same files and flags
-    claims: list[bool] = []
+        return env.local_rank() == 0  # before ranks met: all of a node read the same files and flags
+    answers: list[bool] = []
 
     def claim() -> None:
+        own = str(env.rank())
         with suppress(RuntimeError):
-            claims.append(store.compare_set("frugal/failed", "", str(_rank())) == str(_rank()).encode())
+            answers.append(store.compare_set(_CLAIM, "", own) == own.encode())
 
     with _without_stderr():  # torch warns of a store that is gone, with its C++ stack
-        asking = threading.Thread(target=claim, daemon=True)
-        asking.start()
-        asking.join(STORE_SECONDS)
-    return claims[0] if claims else None
+        thread = threading.Thread(target=claim, daemon=True)
+        thread.start()
+        thread.join(STORE_SECONDS)
+    return answers[0] if answers else None
 
 
-def _is_left_to_us(error: LostRankError) -> bool:
+def _speaks_for_rank_0(error: LostRankError) -> bool:
     """Whether nobody else can say that rank 0 is gone. One that failed has said why itself."""
-    if not _is_first_here():
+    if env.local_rank() != 0:
         return False
     if not error.is_silent:
-        _linger()
-    folder = os.environ.get(REPORT)
-    return folder is None or reported(Path(folder)) is None
+        _wait_for_launcher()
+    folder = os.environ.get(REPORT_FOLDER)
+    return folder is None or read_report(Path(folder)) is None
 
 
-def _is_first_here() -> bool:
-    return int(os.environ.get("LOCAL_RANK", "0")) == 0
+def _print(error: BaseException, code: int) -> None:
+    """Print the error's message and leave it in the report."""
+    if isinstance(error, SystemExit):  # rich ends so where nobody reads our output any more: `frugal train | head`
+        return
+    # Of a rank on its own host or behind a connection the launcher may know more: which signal ended it.
+    if _lost_connection(error) or (isinstance(error, LostRankError) and not error.is_elsewhere):
+        _wait_for_launcher()
+    text = _message(error)
+    with suppress(OSError):  # nobody reads it any more, or the disk it goes to is full
+        if sys.stdout.isatty():
+            sys.stdout.write("\x1b[?25h\n")  # the cursor, which the progress bar had hidden
+        sys.stdout.flush()
+    rank_logs.to_console(text)
+    if folder := os.environ.get(REPORT_FOLDER):
+        report = FailureReport(env.rank(), socket.gethostname(), code, text)
+        with suppress(OSError):
+            (Path(folder) / _FAILURE).write_bytes(msgspec.json.encode(report))
+
+
+def _message(error: BaseException) -> str:
+    """What people are told; a bug of ours with its traceback."""
+    if isinstance(error, LostRankError):
+        return f"error: {error.what}\n  because {error.why}"
+    if _lost_connection(error):
+        reason = str(error).splitlines()[0]
+        return f"error: rank {env.rank()} lost the connection to another rank\n  because {reason}"
+    if isinstance(error, FrugalError):
+        return f"error: {error}"
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted"
+    log = rank_logs.file_name()
+    origin = f"rank {env.rank()} on {socket.gethostname()}" + (f"; all it printed: {log}" if log else "")
+    return "".join(traceback.format_exception(error)).rstrip() + f"\n({origin})"
 
 
 @contextmanager
 def _without_stderr() -> Iterator[None]:
     """Nothing reaches stderr, not even from C++."""
-    kept = os.dup(2)
+    stderr = os.dup(2)
     with Path(os.devnull).open("w") as nowhere:
         os.dup2(nowhere.fileno(), 2)
     try:
         yield
     finally:
-        os.dup2(kept, 2)
-        os.close(kept)
+        os.dup2(stderr, 2)
+        os.close(stderr)

@@ -1,4 +1,4 @@
-"""Tells the ranks that one of them is gone where nothing else does: a host without power, a cut cable, a killed rank.
+"""Notices a rank that is gone where nothing else does: a host without power, a cut cable, a killed process.
 
 A collective waits for a rank that will never come until its timeout, ten minutes by default, and NCCL's waits also for
 one that was killed. A shorter timeout would end healthy runs, too: the first step compiles, a checkpoint takes minutes.
@@ -31,33 +31,34 @@ spanning tree of today heals within 6 s. Where the network drops packets, seven 
 their answers: at a loss of 1 % once in 10^12 tries, one every 10 s.
 """
 
-_KEY = "frugal/lifeline"
+_KEY = "frugal/peer_watch"
 _GOODBYE = b"."
 
 
 class PeerWatch:
     """This rank's end of the connections. Collective: rank 0 makes its own first, the others wait for it.
 
-    `lost` is called on a thread of its own, once, with what happened.
+    `on_lost` is called on a thread of its own, once, with what happened.
     """
 
-    def __init__(self, store: Store, rank: int, world_size: int, lost: Callable[[LostRankError], None]) -> None:
-        self._lost = lost
-        self._is_over = False
+    def __init__(self, store: Store, rank: int, world_size: int, on_lost: Callable[[LostRankError], None]) -> None:
+        self._on_lost = on_lost
+        self._is_closing = False
         self._peers: dict[socket.socket, tuple[int, str]] = {}  # rank and host
         server, secret = None, secrets.token_hex(16)
         if rank == 0:
-            server = sockets.server(world_size)
+            server = sockets.listen(world_size)
             store.set(_KEY, json.dumps([server.getsockname()[1], secret, socket.gethostname()]))
         else:
             port, secret, host = json.loads(store.get(_KEY))
-            self._add(sockets.connected(port, secret, rank, socket.gethostname()), 0, host)
-        number = world_size - 1 if rank == 0 else 1
-        threading.Thread(target=self._watch, args=(server, secret, number), name="lifeline", daemon=True).start()
+            self._add(sockets.connect(port, secret, rank, socket.gethostname()), 0, host)
+        num_peers = world_size - 1 if rank == 0 else 1
+        watch = threading.Thread(target=self._watch, args=(server, secret, num_peers), name="peer watch", daemon=True)
+        watch.start()
 
     def close(self) -> None:
         """Say goodbye: what closes from now on is no loss. After a barrier, so that no rank is still at work."""
-        self._is_over = True
+        self._is_closing = True
         for sock in list(self._peers):
             with suppress(OSError):
                 sock.sendall(_GOODBYE)
@@ -67,31 +68,31 @@ class PeerWatch:
         sock.settimeout(None)
         self._peers[sock] = rank, host
 
-    def _watch(self, server: socket.socket | None, secret: str, number: int) -> None:
-        """Wait for `number` goodbyes, or for the first connection that ends without one."""
+    def _watch(self, server: socket.socket | None, secret: str, num_peers: int) -> None:
+        """Wait for `num_peers` goodbyes, or for the first connection that ends without one."""
         with selectors.DefaultSelector() as selector:
-            for known in (server, *self._peers):
-                if known is not None:
-                    selector.register(known, selectors.EVENT_READ)
+            for sock in (server, *self._peers):
+                if sock is not None:
+                    selector.register(sock, selectors.EVENT_READ)
             goodbyes = 0
-            while goodbyes < number:
+            while goodbyes < num_peers:
                 for key, _ in selector.select():
-                    sock = key.fileobj
-                    assert isinstance(sock, socket.socket)
-                    if sock is server:
-                        if (found := sockets.accepted(server, secret)) is not None:
-                            peer, (rank, host) = found
+                    ready = key.fileobj
+                    assert isinstance(ready, socket.socket)
+                    if ready is server:
+                        if (accepted := sockets.accept(server, secret)) is not None:
+                            peer, (rank, host) = accepted
                             self._add(peer, rank, host)
                             selector.register(peer, selectors.EVENT_READ)
                         continue
-                    selector.unregister(sock)
-                    if (error := self._ended(sock)) is None or self._is_over:
+                    selector.unregister(ready)
+                    if (error := self._reason_for_end(ready)) is None or self._is_closing:
                         goodbyes += 1
                     else:
-                        self._lost(error)
+                        self._on_lost(error)
                         return
 
-    def _ended(self, sock: socket.socket) -> LostRankError | None:
+    def _reason_for_end(self, sock: socket.socket) -> LostRankError | None:
         """Why a connection ended; None if with a goodbye."""
         rank, host = self._peers[sock]
         is_silent = False

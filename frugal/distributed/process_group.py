@@ -32,7 +32,7 @@ def join(plan: Plan, out: Path | None = None) -> "torch.device":
         PlanMismatchError: the plan is for other devices or another number of ranks, or ranks differ in what they hold.
         RequestError: the port where ranks meet is taken, or some rank does not come.
     """
-    env.translate()
+    env.adopt_launcher_variables()
     kind = plan.cluster.devices[0].kind
     if kind == "cpu":
         os.environ["DS_ACCELERATOR"] = "cpu"
@@ -43,10 +43,10 @@ def join(plan: Plan, out: Path | None = None) -> "torch.device":
             hint=f"plan again for {world_size} GPUs, or start {plan.batch.world_size} processes",
         )
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # it warns of addresses that have no name, for one
-    env.number_on_node(plan.cluster)
-    env.share_cores()
+    env.correct_local_rank(plan.cluster)
+    env.limit_threads()
     if world_size > 1 and out is not None:
-        rank_logs.keep(out, int(os.environ["RANK"]))
+        rank_logs.redirect(out, int(os.environ["RANK"]))
     import torch
 
     if kind == "cuda" and not torch.cuda.is_available():
@@ -54,16 +54,16 @@ def join(plan: Plan, out: Path | None = None) -> "torch.device":
             "the plan is for GPUs, and there is none here", hint="plan for this machine's CPU: frugal plan --device cpu"
         )
     from frugal.distributed import rendezvous
-    from frugal.distributed.env import quiet
+    from frugal.distributed.env import silence_libraries
 
-    quiet()
+    silence_libraries()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # else tokenizers warn of every fork
     device = torch.device(kind, int(os.environ.get("LOCAL_RANK", "0"))) if kind == "cuda" else torch.device("cpu")
     if kind == "cuda":
         _refuse_missing_gpu(device)
         torch.cuda.set_device(device)
     if world_size > 1:
-        env.choose_nic()
+        env.choose_gloo_interface()
         rendezvous.rendezvous(plan)
     form()
     return device

@@ -1,8 +1,8 @@
-"""Ranks introduce themselves before they form a process group: who is missing, and who is not like the others.
+"""The rendezvous of all ranks before they form a process group: which are missing, and which differ from rank 0.
 
-A process group that is waited for says nothing until its timeout, and one between different versions of torch may fail
-anywhere. So every rank first leaves a card in the store at MASTER_ADDR:MASTER_PORT; rank 0 reads them all and leaves
-its verdict, which all ranks follow. The process group later shares that store's port.
+A process group says nothing of missing ranks until its timeout, and one between different versions of torch may fail
+anywhere. So every rank first describes itself in the store at MASTER_ADDR:MASTER_PORT; rank 0 compares all descriptions
+and writes its verdict there, which all ranks follow. The process group later shares that store's port.
 """
 
 import os
@@ -21,16 +21,18 @@ from frugal.errors import PlanMismatchError, RequestError
 from frugal.planning.plan import Plan
 
 WAIT_SECONDS = 300.0
-"""Until a rank that has not come is given up. A node's ranks are on their way for a minute if its disk is slow."""
+"""Until a missing rank is given up. On a node with a slow disk ranks take a minute to start."""
 
-SAY_SECONDS = 30.0
+NOTICE_SECONDS = 30.0
 """Until rank 0 says whom it waits for."""
+
+_VERDICT = "frugal/verdict"
 
 _store: TCPStore | None = None  # kept: the process group's store lives on the same server
 
 
 class RankDescription(msgspec.Struct):
-    """One rank: its host's name, the versions there, the digest of its plan."""
+    """One rank: its host's name, the versions installed there, the digest of its plan."""
 
     host: str
     versions: dict[str, str]
@@ -39,13 +41,15 @@ class RankDescription(msgspec.Struct):
 
 @dataclass(frozen=True)
 class _Verdict:
+    """Why the run cannot start, as the parts of an error message."""
+
     what: str
     because: tuple[str, ...]
     hint: str
 
 
 def store() -> TCPStore | None:
-    """Where this rank introduced itself, if it did."""
+    """The store of this rank's rendezvous; None before one."""
     return _store
 
 
@@ -54,57 +58,56 @@ def rendezvous(plan: Plan, *, wait_seconds: float = WAIT_SECONDS) -> None:
 
     Raises:
         PlanMismatchError: some have other versions, or another plan.
-        RequestError: some did not come within `wait_seconds`, or the port is taken.
+        RequestError: some are missing after `wait_seconds`, or the port is in use.
     """
     global _store
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    _store = _connected(rank, wait_seconds)
-    card = RankDescription(socket.gethostname(), versions(), plan.digest)
-    _store.set(_described(rank), msgspec.json.encode(card).decode())
+    _store = _connect(rank, wait_seconds)
+    own = RankDescription(socket.gethostname(), versions(), plan.digest)
+    _store.set(_key(rank), msgspec.json.encode(own).decode())
     if rank == 0:
-        missing = _wait(_store, world_size, wait_seconds)
-        verdict = _on_missing(missing, plan, wait_seconds) if missing else None
-        if verdict is None:
-            cards = [
-                msgspec.json.decode(_store.get(_described(other)), type=RankDescription) for other in range(world_size)
-            ]
-            verdict = compare(cards)
-        _store.set("frugal/verdict", msgspec.json.encode(verdict).decode())
+        if missing := _wait_for_all(_store, world_size, wait_seconds):
+            verdict: _Verdict | None = _missing_ranks(missing, plan, wait_seconds)
+        else:
+            ranks = range(world_size)
+            verdict = compare([msgspec.json.decode(_store.get(_key(rank)), type=RankDescription) for rank in ranks])
+        _store.set(_VERDICT, msgspec.json.encode(verdict).decode())
     else:
-        verdict = _told(_store, wait_seconds)
+        verdict = _read_verdict(_store, wait_seconds)
     if verdict is not None:
         kind = RequestError if verdict.what.startswith("not all") else PlanMismatchError
         raise kind(verdict.what, because=verdict.because, hint=verdict.hint)
 
 
-def compare(cards: Sequence[RankDescription]) -> _Verdict | None:
-    """What is wrong with ranks that are not like rank 0; `cards` are in rank order."""
+def compare(ranks: Sequence[RankDescription]) -> _Verdict | None:
+    """How ranks differ from rank 0, in rank order; None if they do not."""
     because = []
-    for name, ours in cards[0].versions.items():
-        found = [card.versions.get(name, "none") for card in cards]
-        if set(found) != {ours}:
-            because.append("; ".join(f"{where} has {name} {each}" for each, where in _by(cards, found)))
+    for name, version_of_rank_0 in ranks[0].versions.items():
+        versions_by_rank = [rank.versions.get(name, "none") for rank in ranks]
+        if set(versions_by_rank) != {version_of_rank_0}:
+            holders = _holders(ranks, versions_by_rank)
+            because.append("; ".join(f"{where} has {name} {version}" for version, where in holders.items()))
     if because:
         return _Verdict(
             "the hosts do not run the same versions", tuple(because),
             "install the same on all; `frugal doctor --hostfile HOSTS` shows what each has",
         )  # fmt: skip
-    if any(card.digest != cards[0].digest for card in cards):
-        digests = [card.digest for card in cards]
-        told = (f"{where} holds plan {digest[:12]}" for digest, where in _by(cards, digests))
-        return _Verdict("the ranks were given different plans", tuple(told), "give every node the same plan.json")
+    if any(rank.digest != ranks[0].digest for rank in ranks):
+        holders = _holders(ranks, [rank.digest for rank in ranks])
+        because = [f"{where} holds plan {digest[:12]}" for digest, where in holders.items()]
+        return _Verdict("the ranks were given different plans", tuple(because), "give every node the same plan.json")
     return None
 
 
-def _by(cards: Sequence[RankDescription], values: Sequence[str]) -> list[tuple[str, str]]:
-    """Each of the ranks' values with who has it: hosts, and their ranks."""
-    found: dict[str, dict[str, list[int]]] = {}
-    for rank, (card, value) in enumerate(zip(cards, values, strict=True)):
-        found.setdefault(value, {}).setdefault(card.host, []).append(rank)
-    return [
-        (each, ", ".join(f"{host} ({ranks_in_words(ranks)})" for host, ranks in hosts.items()))
-        for each, hosts in found.items()
-    ]
+def _holders(ranks: Sequence[RankDescription], values: Sequence[str]) -> dict[str, str]:
+    """Who has each of the ranks' values: hosts, and their ranks."""
+    ranks_by_value: dict[str, dict[str, list[int]]] = {}
+    for number, (rank, value) in enumerate(zip(ranks, values, strict=True)):
+        ranks_by_value.setdefault(value, {}).setdefault(rank.host, []).append(number)
+    return {
+        value: ", ".join(f"{host} ({ranks_in_words(numbers)})" for host, numbers in hosts.items())
+        for value, hosts in ranks_by_value.items()
+    }
 
 
 def ranks_in_words(ranks: Iterable[int]) -> str:
@@ -119,9 +122,10 @@ def ranks_in_words(ranks: Iterable[int]) -> str:
     return f"rank{'' if len(runs) == 1 and runs[0][0] == runs[0][1] else 's'} {words}"
 
 
-def _connected(rank: int, wait_seconds: float) -> TCPStore:
+def _connect(rank: int, wait_seconds: float) -> TCPStore:
+    """The store, which rank 0 serves unless torchrun does."""
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # torchrun serves it itself
+    serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     try:
         return TCPStore(
             address, port, is_master=serves, timeout=timedelta(seconds=wait_seconds), wait_for_workers=False,
@@ -139,23 +143,23 @@ def _connected(rank: int, wait_seconds: float) -> TCPStore:
         ) from None
 
 
-def _wait(store: TCPStore, world_size: int, seconds: float) -> list[int]:
-    """Wait for everybody's card; the ranks that did not leave one."""
-    began, said = time.monotonic(), False
+def _wait_for_all(store: TCPStore, world_size: int, seconds: float) -> list[int]:
+    """Wait for all ranks' descriptions; the ranks that are missing in the end."""
+    start, is_noticed = time.monotonic(), False
     while True:
         try:
-            store.wait([_described(rank) for rank in range(world_size)], timedelta(seconds=min(SAY_SECONDS, seconds)))
+            store.wait([_key(rank) for rank in range(world_size)], timedelta(seconds=min(NOTICE_SECONDS, seconds)))
             return []
         except DistStoreError:
-            missing = [rank for rank in range(world_size) if not store.check([_described(rank)])]
-            if time.monotonic() - began >= seconds:
+            missing = [rank for rank in range(world_size) if not store.check([_key(rank)])]
+            if time.monotonic() - start >= seconds:
                 return missing
-            if missing and not said:
-                said = True
-                rank_logs.say(f"waiting for {ranks_in_words(missing)}")
+            if missing and not is_noticed:
+                is_noticed = True
+                rank_logs.to_console(f"waiting for {ranks_in_words(missing)}")
 
 
-def _on_missing(missing: list[int], plan: Plan, seconds: float) -> _Verdict:
+def _missing_ranks(missing: list[int], plan: Plan, seconds: float) -> _Verdict:
     because, first = [], 0
     for number, node in enumerate(plan.cluster.nodes):
         ranks = [rank for rank in missing if first <= rank < first + len(node.devices)]
@@ -168,13 +172,14 @@ def _on_missing(missing: list[int], plan: Plan, seconds: float) -> _Verdict:
     )  # fmt: skip
 
 
-def _told(store: TCPStore, seconds: float) -> _Verdict | None:
+def _read_verdict(store: TCPStore, seconds: float) -> _Verdict | None:
     try:
-        store.wait(["frugal/verdict"], timedelta(seconds=seconds + SAY_SECONDS))
-        return msgspec.json.decode(store.get("frugal/verdict"), type=_Verdict | None)
+        store.wait([_VERDICT], timedelta(seconds=seconds + NOTICE_SECONDS))
+        return msgspec.json.decode(store.get(_VERDICT), type=_Verdict | None)
     except (DistStoreError, DistNetworkError):
         raise RuntimeError("Connection to rank 0 was lost before all ranks had come") from None
 
 
-def _described(rank: int) -> str:
-    return f"frugal/card/{rank}"
+def _key(rank: int) -> str:
+    """Under which a rank describes itself in the store."""
+    return f"frugal/rank/{rank}"

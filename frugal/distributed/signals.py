@@ -1,7 +1,8 @@
-"""Being told to stop before the work is done: SIGTERM, which SLURM and Kubernetes send before they kill, or SIGUSR1.
+"""Requests to stop before the run is done: SIGTERM, which SLURM and Kubernetes send before they kill, or SIGUSR1.
 
-A rank only notes it; the loop ends at the next step boundary, the same on all ranks, with a checkpoint. Launchers send
-SIGTERM, too, when another rank has failed: then there is no next boundary, and the rank ends where it notices.
+A rank only records the request; the loop ends at the next step boundary, the same on all ranks, with a checkpoint.
+Launchers also send SIGTERM when another rank has failed: then there is no next boundary, and the rank ends where it
+notices.
 """
 
 import signal
@@ -9,44 +10,44 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
-_is_told = False  # signals are the process's, and so is this
-
-
-def is_told() -> bool:
-    """Whether this rank was told to stop."""
-    return _is_told
+_stop_requested = False  # signals are the process's, and so is this
 
 
-def end_at_once() -> None:
-    """Have signals end the process, as they do where nobody listens."""
-    for number in SIGNALS:
-        signal.signal(number, signal.SIG_DFL)
+def stop_requested() -> bool:
+    """Whether this rank was asked to stop."""
+    return _stop_requested
 
 
 @contextmanager
-def listening() -> Iterator[None]:
-    """Take note of signals; afterwards they mean what they meant before."""
+def recorded() -> Iterator[None]:
+    """Inside the `with` block stop signals are recorded instead of ending the process."""
 
-    def note(_number: int, _frame: FrameType | None) -> None:
-        global _is_told
-        _is_told = True
+    def record(_number: int, _frame: FrameType | None) -> None:
+        global _stop_requested
+        _stop_requested = True
 
-    global _is_told
-    with handled(SIGNALS, note):
+    global _stop_requested
+    with handled(STOP_SIGNALS, record):
         try:
             yield
         finally:
-            _is_told = False
+            _stop_requested = False
 
 
 @contextmanager
 def handled(signals: Iterable[signal.Signals], handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Inside the `with` block `signals` call `handler`; afterwards they mean what they meant before."""
+    """Inside the `with` block `signals` call `handler`; afterwards they do what they did before."""
     before = {number: signal.signal(number, handler) for number in signals}
     try:
         yield
     finally:
         for number, usual in before.items():
             signal.signal(number, usual)
+
+
+def restore_defaults() -> None:
+    """From now on stop signals end the process."""
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_DFL)

@@ -1,4 +1,4 @@
-"""TCP connections from all ranks to rank 0, beside those of gloo and NCCL: a server, and who may connect to it."""
+"""TCP connections from all ranks to rank 0, beside those of gloo and NCCL; only who knows the secret may connect."""
 
 import json
 import os
@@ -9,10 +9,11 @@ from contextlib import suppress
 from typing import Any
 
 HANDSHAKE_SECONDS = 10.0
+_MOST_HANDSHAKE_BYTES = 1000
 
 
-def server(world_size: int) -> socket.socket:
-    """A port for all ranks, on all interfaces, in the family of rank 0's address."""
+def listen(world_size: int) -> socket.socket:
+    """A server socket for all ranks, on all interfaces, in the address family of rank 0."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < 4 * world_size + 1024 and hard > soft:  # these connections, the store's, gloo's or NCCL's of each rank
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -20,30 +21,30 @@ def server(world_size: int) -> socket.socket:
     return socket.create_server(("", 0), family=family, backlog=world_size)
 
 
-def connected(port: int, secret: str, *card: Any) -> socket.socket:
-    """A connection to rank 0, which is told the secret and the `card`. Its timeout is `HANDSHAKE_SECONDS`."""
+def connect(port: int, secret: str, *introduction: Any) -> socket.socket:
+    """A connection to rank 0, which is sent the secret and who we are. Its timeout is `HANDSHAKE_SECONDS`."""
     sock = socket.create_connection((os.environ["MASTER_ADDR"], port), timeout=HANDSHAKE_SECONDS)
-    sock.sendall(json.dumps([secret, *card]).encode() + b"\n")
+    sock.sendall(json.dumps([secret, *introduction]).encode() + b"\n")
     return sock
 
 
-def accepted(server: socket.socket, secret: str) -> tuple[socket.socket, list[Any]] | None:
-    """A rank's connection and card; that of somebody who does not know the secret is dropped, which closes it."""
+def accept(server: socket.socket, secret: str) -> tuple[socket.socket, list[Any]] | None:
+    """A rank's connection and introduction; None for one without the secret, whose connection is dropped."""
     with suppress(OSError, ValueError, TypeError):
         sock, _ = server.accept()
         sock.settimeout(HANDSHAKE_SECONDS)
-        said, *card = json.loads(_line(sock))
-        if secrets.compare_digest(said, secret):
-            return sock, card
+        peers_secret, *introduction = json.loads(_read_line(sock))
+        if secrets.compare_digest(peers_secret, secret):
+            return sock, introduction
     return None
 
 
-def _line(sock: socket.socket) -> bytes:
-    """What comes before the first line end, up to a size that nobody honest needs."""
-    found = b""
-    while not found.endswith(b"\n") and len(found) < 1000:
-        more = sock.recv(1)
-        if not more:
+def _read_line(sock: socket.socket) -> bytes:
+    """Up to the first line end, byte by byte: what comes after it is not ours to read."""
+    line = b""
+    while not line.endswith(b"\n") and len(line) < _MOST_HANDSHAKE_BYTES:
+        byte = sock.recv(1)
+        if not byte:
             break
-        found += more
-    return found
+        line += byte
+    return line

@@ -1,4 +1,4 @@
-"""One question to all ranks, yes or no, answered at once.
+"""What all ranks decide together: a vote on one question, and actions that succeed on all ranks or fail on all.
 
 gloo takes a byte through two threads on each rank and around a ring of all; nearly all of its time is threads waking
 each other. Here every rank sends its byte to rank 0 and waits for the answer, on a connection of its own and in the
@@ -6,10 +6,6 @@ thread that asks. On two cores, `python -m bench.guard`: 0.07 instead of 0.35 ms
 4, 0.14 instead of 3.4 ms for 8. In the midst of a step it is 0.2 ms for 2, because who waits sleeps.
 
 Left out: a tree. Rank 0 reads and writes once for each other rank, which must show with hundreds of them.
-
-What ranks do together: each does its part, then all know whether all could.
-
-So a full disk on one rank is an error on all of them and a hang on none.
 """
 
 import secrets
@@ -39,7 +35,7 @@ class Vote:
         is_dry_run = dist.get_backend(group) == "fake"
         is_alone = is_dry_run or dist.get_world_size(group) == 1
         self._counts = is_alone or dist.get_rank(group) == 0
-        self._peers = [] if is_alone else _met(group)
+        self._peers = [] if is_alone else _connect_to_rank_0(group)
 
     def any(self, mine: bool) -> bool:
         """Whether any rank says yes.
@@ -53,11 +49,11 @@ class Vote:
             return bool(vote.item())
         try:
             if self._counts:
-                answer = max([mine, *map(_heard, self._peers)])
-                _say(answer, self._peers)
+                answer = max([mine, *map(_receive, self._peers)])
+                _send(answer, self._peers)
             else:
-                _say(mine, self._peers)
-                answer = max(map(_heard, self._peers))
+                _send(mine, self._peers)
+                answer = max(map(_receive, self._peers))
         except OSError as error:
             raise RuntimeError(f"Connection to another rank was lost: {error}") from error
         return answer
@@ -68,36 +64,36 @@ class Vote:
             peer.close()
 
 
-def _say(word: bool, peers: list[socket.socket]) -> None:
+def _send(answer: bool, peers: list[socket.socket]) -> None:
     for peer in peers:
-        peer.sendall(_YES if word else _NO)
+        peer.sendall(_YES if answer else _NO)
 
 
-def _heard(peer: socket.socket) -> bool:
-    said = peer.recv(1)
-    if not said:
+def _receive(peer: socket.socket) -> bool:
+    answer = peer.recv(1)
+    if not answer:
         raise ConnectionResetError("it was closed")
-    return said == _YES
+    return answer == _YES
 
 
-def _met(group: dist.ProcessGroup | None) -> list[socket.socket] | None:
+def _connect_to_rank_0(group: dist.ProcessGroup | None) -> list[socket.socket] | None:
     """Rank 0's connections to all others, or another's to rank 0; None on every rank where one does not reach it."""
     world_size, server, peers = dist.get_world_size(group), None, []
     if dist.get_rank(group) == 0:
         with suppress(OSError):
-            server = sockets.server(world_size)
-    offers = [(0, "")] * world_size  # port and secret; rank 0's counts
+            server = sockets.listen(world_size)
+    offers = [(0, "")] * world_size  # each rank's port and secret, of which rank 0's count
     dist.all_gather_object(offers, (server.getsockname()[1] if server else 0, secrets.token_hex(16)), group=group)
     port, secret = offers[0]
     if server is None and port:
         with suppress(OSError):
-            peers = [sockets.connected(port, secret)]  # it waits in the server's queue
-    are_there = [False] * world_size
-    dist.all_gather_object(are_there, bool(server or peers), group=group)
+            peers = [sockets.connect(port, secret)]  # it waits in the server's queue
+    connected = [False] * world_size
+    dist.all_gather_object(connected, bool(server or peers), group=group)
     if server:
         with server:
-            peers = _accepted(server, secret, world_size - 1) if all(are_there) else []
-    if not all(are_there):
+            peers = _accept_all(server, secret, world_size - 1) if all(connected) else []
+    if not all(connected):
         return None
     for peer in peers:
         peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -105,14 +101,14 @@ def _met(group: dist.ProcessGroup | None) -> list[socket.socket] | None:
     return peers
 
 
-def _accepted(server: socket.socket, secret: str, number: int) -> list[socket.socket]:
-    """`number` connections, which are in the queue, and perhaps others' between them."""
+def _accept_all(server: socket.socket, secret: str, number: int) -> list[socket.socket]:
+    """`number` ranks' connections, which wait in the server's queue, perhaps with strangers' between them."""
     server.settimeout(sockets.HANDSHAKE_SECONDS)
     peers: list[socket.socket] = []
     end = time.monotonic() + sockets.HANDSHAKE_SECONDS
     while len(peers) < number:
-        if (found := sockets.accepted(server, secret)) is not None:
-            peers.append(found[0])
+        if (accepted := sockets.accept(server, secret)) is not None:
+            peers.append(accepted[0])
         elif time.monotonic() > end:
             raise RuntimeError(f"Connection of {number - len(peers)} ranks to rank 0 was lost")
     return peers
@@ -121,8 +117,8 @@ def _accepted(server: socket.socket, secret: str, number: int) -> list[socket.so
 T = TypeVar("T")
 
 
-class RanksFailed(Exception):  # noqa: N818  # never leaves the training room; named for what happened
-    """Some rank could not do its part; raised on every rank with all ranks' reasons."""
+class RanksFailed(Exception):  # noqa: N818  # never leaves the package; named for what happened
+    """An action failed on some rank; raised on every rank with all ranks' reasons."""
 
     def __init__(self, reasons: list[str]) -> None:
         self.reasons = reasons
@@ -137,7 +133,10 @@ def gather(value: T, group: dist.ProcessGroup | None) -> list[T]:
 
 
 def together(action: Callable[[], T], group: dist.ProcessGroup | None) -> list[T]:
-    """Run `action` on each rank, then vote: its results from all ranks, or `RanksFailed` on all."""
+    """Run `action` on each rank: its results from all ranks, or `RanksFailed` on all of them. Collective.
+
+    So a full disk on one rank is an error on all of them and a hang on none.
+    """
     result, problem, rank = None, None, dist.get_rank()
     try:
         result = action()

@@ -9,7 +9,7 @@ from typing import Literal
 
 from frugal.config.hostfile import HostfileEntry
 from frugal.config.run import Settings
-from frugal.distributed.env import PORT
+from frugal.distributed.env import DEFAULT_PORT
 from frugal.errors import RequestError
 from frugal.launch.ssh import Access
 from frugal.planning.plan import Plan
@@ -34,7 +34,7 @@ class Asked:
     hostfile: Path | None
     access: Access
     settings: Settings
-    port: int = PORT
+    port: int = DEFAULT_PORT
 
     @property
     def slots(self) -> list[int]:

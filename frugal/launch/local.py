@@ -33,13 +33,11 @@ from frugal.config.run import METRICS, Settings
 from frugal.deepspeed_adapter.json_config import write_plan
 from frugal.distributed import first_failure
 from frugal.distributed.process_group import STARTER, free_port
-from frugal.distributed.signals import SIGNALS, handled
-from frugal.errors import PlanMismatchError, RequestError
+from frugal.distributed.signals import STOP_SIGNALS, handled
+from frugal.errors import INTERRUPTED, PlanMismatchError, RequestError
 from frugal.launch.host_report import working_gpus
 from frugal.planning.plan import Plan
 from frugal.training.checkpoint.manifest import newest_checkpoint
-
-INTERRUPTED = 130
 
 
 def check(plan: Plan, master_port: int | None) -> None:
@@ -188,7 +186,7 @@ def _forwarding(process: subprocess.Popen[bytes]) -> Iterator[None]:
                 rank.send_signal(number)
         told.append(number)
 
-    with handled((*SIGNALS, signal.SIGHUP), tell):
+    with handled((*STOP_SIGNALS, signal.SIGHUP), tell):
         yield
 
 
@@ -258,13 +256,13 @@ def on_this_machine(master_port: int | None) -> Start:
     def run(plan: Plan, asked: Settings) -> tuple[int, first_failure.FailureReport | None]:
         with TemporaryDirectory(prefix="frugal-") as folder:
             written, _ = write_plan(plan, Path(folder))
-            os.environ[first_failure.REPORT] = folder
+            os.environ[first_failure.REPORT_FOLDER] = folder
             try:
                 code = start(plan, "frugal.training.run", ["--plan", str(written), *asked.arguments()], master_port)
             finally:
-                del os.environ[first_failure.REPORT]
+                del os.environ[first_failure.REPORT_FOLDER]
             is_done = first_failure.is_done(Path(folder))
-            return (0 if is_done else code or 1), first_failure.reported(Path(folder))
+            return (0 if is_done else code or 1), first_failure.read_report(Path(folder))
 
     return run
 

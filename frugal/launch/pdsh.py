@@ -29,7 +29,7 @@ from frugal.config.hostfile import HostfileEntry
 from frugal.config.run import Settings
 from frugal.deepspeed_adapter.json_config import write_plan
 from frugal.distributed import first_failure, process_group
-from frugal.distributed.signals import SIGNALS, handled
+from frugal.distributed.signals import STOP_SIGNALS, handled
 from frugal.errors import FrugalError, PlanMismatchError, RequestError
 from frugal.launch import local, ssh
 from frugal.launch.host_report import HostReport
@@ -122,7 +122,7 @@ def run(
         code = start.run(_line(plan, on, access, address, port, Path(folder), arguments))
         if first_failure.is_done(Path(folder)):
             return 0, None
-        report = first_failure.reported(Path(folder))
+        report = first_failure.read_report(Path(folder))
     if report is None:
         silence = FrugalError(
             "the run ended without a word from its ranks",
@@ -137,7 +137,10 @@ def _line(
     plan: Plan, on: Sequence[Place], access: Access, address: str, port: int, folder: Path, arguments: Sequence[str]
 ) -> str:
     """What every node's shell runs; pdsh puts the node's number in for `%n`."""
-    environment = access.environment() | {first_failure.REPORT: str(folder.absolute()), process_group.OVER_SSH: "1"}
+    environment = access.environment() | {
+        first_failure.REPORT_FOLDER: str(folder.absolute()),
+        process_group.OVER_SSH: "1",
+    }
     if plan.cluster.devices[0].kind == "cpu":
         environment["DS_ACCELERATOR"] = "cpu"
     world = {place.host.name: place.gpus for place in on}
@@ -201,7 +204,7 @@ class Start:
             try:
                 return process.wait(timeout=1)
             except subprocess.TimeoutExpired:
-                if end is None and first_failure.reported(self._folder) is not None:
+                if end is None and first_failure.read_report(self._folder) is not None:
                     end = time.monotonic() + LEAVE_SECONDS
                 if end is not None and time.monotonic() > end:
                     return 1
@@ -240,7 +243,7 @@ class Start:
                 raise KeyboardInterrupt
             told.append(number)
 
-        with handled((*SIGNALS, signal.SIGHUP), tell):
+        with handled((*STOP_SIGNALS, signal.SIGHUP), tell):
             yield
 
 

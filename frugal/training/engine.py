@@ -163,7 +163,7 @@ class Engine:
         local_loss = self.guard.attempt(partial(self.accumulate, batches, targets))
         if isinstance(local_loss, OutOfMemory):
             return local_loss
-        loss_sum, num_told = self._sum(local_loss.item(), self.wants_to_stop or signals.is_told())
+        loss_sum, num_told = self._sum(local_loss.item(), self.wants_to_stop or signals.stop_requested())
         self.is_to_stop = num_told > 0
         if not math.isfinite(loss_sum):
             abandon(self.deepspeed)

@@ -100,7 +100,7 @@ class Log:
         """A line that stays."""
         if self.speaking:
             self._console.print(text, markup=False)
-            rank_logs.note(text)
+            rank_logs.to_file(text)
 
     def step(self, step: int, result: StepResult, seconds: float) -> None:
         """Step number `step` (from 1) took `seconds`."""
@@ -116,7 +116,7 @@ class Log:
         if self._console.is_terminal:
             self._progress.update(self._task, completed=step, text=text)
         if self._is_due(step):
-            (rank_logs.note if self._console.is_terminal else self.say)(f"step {step}/{self._total_steps}  {text}")
+            (rank_logs.to_file if self._console.is_terminal else self.say)(f"step {step}/{self._total_steps}  {text}")
             self._last_line = time.monotonic()
 
     def evaluation(self, step: int, evaluation: Evaluation, *, of: str = "validation") -> None:

@@ -52,7 +52,7 @@ def run(plan: Plan, asked: Settings) -> None:
     try:
         _train(plan, asked, device)
         dist.barrier()
-        first_failure.done()
+        first_failure.report_done()
         if lifeline is not None:
             lifeline.close()
     except BaseException:
@@ -68,7 +68,7 @@ def _hold_on() -> "PeerWatch":
 
     store = rendezvous.store()
     assert store is not None
-    return PeerWatch(store, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), first_failure.end)
+    return PeerWatch(store, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), first_failure.end_rank)
 
 
 def _train(plan: Plan, asked: Settings, device: "torch.device") -> None:
@@ -206,17 +206,17 @@ def main() -> None:
     """The rank's whole life."""
     process_group.end_with_starter()
     # Not as an exception, which is lost where it meets a finalizer.
-    signal.signal(signal.SIGINT, lambda _number, _frame: first_failure.end(KeyboardInterrupt()))
-    with signals.listening():
+    signal.signal(signal.SIGINT, lambda _number, _frame: first_failure.end_rank(KeyboardInterrupt()))
+    with signals.recorded():
         try:
             with command.make_context("frugal.training.run", list(sys.argv[1:])) as context:
                 command.invoke(context)
         except click.exceptions.Exit:
             return
         except click.ClickException as error:
-            first_failure.end(RequestError(error.format_message()))
+            first_failure.end_rank(RequestError(error.format_message()))
         except BaseException as error:  # whatever it is, the other ranks must not wait for this one
-            first_failure.end(error)
+            first_failure.end_rank(error)
 
 
 if __name__ == "__main__":

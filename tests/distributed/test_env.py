@@ -37,7 +37,7 @@ LAUNCHERS = {
 def test_a_launcher_that_numbers_processes_is_understood(name: str, bare: pytest.MonkeyPatch) -> None:
     for variable, value in (LAUNCHERS[name] | {"MASTER_ADDR": "node0"}).items():
         bare.setenv(variable, value)
-    env.translate()
+    env.adopt_launcher_variables()
     found = [os.environ[key] for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "MASTER_PORT")]
     assert found == ["3", "4", "1", "2", "29500"]
 
@@ -46,7 +46,7 @@ def test_one_that_does_not_say_where_rank_0_is_is_refused(bare: pytest.MonkeyPat
     for variable, value in LAUNCHERS["OpenMPI"].items():
         bare.setenv(variable, value)
     with pytest.raises(RequestError) as caught:
-        env.translate()
+        env.adopt_launcher_variables()
     assert str(caught.value) == (
         "MASTER_ADDR is not set\n  because the launcher says that this is rank 3 of 4, and not where rank 0 is\n\n"
         "hint: export MASTER_ADDR=HOST, the address of rank 0's host, to all ranks"
@@ -56,7 +56,7 @@ def test_one_that_does_not_say_where_rank_0_is_is_refused(bare: pytest.MonkeyPat
 def test_a_batch_script_that_starts_a_run_itself_is_no_task_of_srun(bare: pytest.MonkeyPatch) -> None:
     bare.setenv("SLURM_PROCID", "0")
     bare.setenv("SLURM_NTASKS", "8")
-    env.translate()
+    env.adopt_launcher_variables()
     assert "RANK" not in os.environ
 
 
@@ -70,7 +70,7 @@ def test_ranks_count_from_0_on_every_node(rank: int, node: int, local_rank: int,
     bare.setenv("RANK", str(rank))
     bare.setenv("CROSS_RANK", str(node))
     bare.setenv("LOCAL_RANK", str(rank % (1, 2)[node]))
-    env.number_on_node(replace(cluster, nodes=(one, two)))
+    env.correct_local_rank(replace(cluster, nodes=(one, two)))
     assert os.environ["LOCAL_RANK"] == str(local_rank)
 
 
@@ -78,10 +78,10 @@ def test_the_network_is_chosen_only_where_there_are_several_nodes(bare: pytest.M
     bare.setenv("MASTER_ADDR", "127.0.0.1")
     bare.setenv("WORLD_SIZE", "2")
     bare.setenv("LOCAL_SIZE", "2")
-    env.choose_nic()
+    env.choose_gloo_interface()
     assert "GLOO_SOCKET_IFNAME" not in os.environ
     bare.setenv("LOCAL_SIZE", "1")
-    env.choose_nic()
+    env.choose_gloo_interface()
     assert os.environ.get("GLOO_SOCKET_IFNAME", "eth0") in [name for _, name in socket.if_nameindex()] or (
         "GLOO_SOCKET_IFNAME" not in os.environ  # a machine with nothing but loopback
     )

@@ -10,7 +10,7 @@ from frugal.distributed import rank_logs
 
 def test_a_reader_that_has_left_is_no_bug() -> None:
     """rich raises SystemExit(1) where standard output is closed, as in `frugal train | head`."""
-    program = "from frugal.distributed import first_failure; first_failure.end(SystemExit(1))"
+    program = "from frugal.distributed import first_failure; first_failure.end_rank(SystemExit(1))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (1, "")
 
@@ -23,8 +23,8 @@ def test_a_rank_whose_log_is_on_a_full_disk_is_heard_on_the_console(tmp_path: Pa
 import sys; from pathlib import Path
 from frugal.errors import CheckpointError
 from frugal.distributed import first_failure, rank_logs
-rank_logs.keep(Path(sys.argv[1]), 1)
-first_failure.end(CheckpointError("step 15 cannot be saved", hint="make room"))
+rank_logs.redirect(Path(sys.argv[1]), 1)
+first_failure.end_rank(CheckpointError("step 15 cannot be saved", hint="make room"))
 """
     done = subprocess.run(
         [sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True,

@@ -14,7 +14,7 @@ from frugal.distributed.peer_watch import SILENT_SECONDS, PeerWatch
 
 
 class Held:
-    """Three ranks' lifelines in one process, and what each was told."""
+    """Three ranks' connections in one process, and what each was told."""
 
     def __init__(self) -> None:
         store = HashStore()
@@ -40,7 +40,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
 
 def test_a_rank_that_vanishes_is_noticed_at_once_and_named(held: Held) -> None:
     (own,) = held.ranks[2]._peers
-    held.ranks[2]._is_over = True
+    held.ranks[2]._is_closing = True
     own.shutdown(socket.SHUT_RDWR)  # what its kernel does when it is killed
     assert held.heard.wait(10)
     (error,) = held.told[0]
@@ -48,7 +48,7 @@ def test_a_rank_that_vanishes_is_noticed_at_once_and_named(held: Held) -> None:
     assert (error.why, error.is_silent, error.is_elsewhere) == ("its connection was closed", False, False)
 
 
-def test_a_run_that_is_over_is_no_loss(held: Held) -> None:
+def test_a_run_that_is_closing_is_no_loss(held: Held) -> None:
     for rank in held.ranks:
         rank.close()
     for rank in held.ranks:
@@ -70,7 +70,7 @@ def test_a_silent_host_is_given_up_within_a_minute(held: Held) -> None:
 def test_who_does_not_know_the_secret_is_no_rank(held: Held) -> None:
     store = HashStore()
     rank_0 = PeerWatch(store, 0, 2, lambda error: held._lost(0, error))
-    port, _, _ = json.loads(store.get("frugal/lifeline"))
+    port, _, _ = json.loads(store.get("frugal/peer_watch"))
     for said in (b'["wrong", 1, "there"]\n', b"GET / HTTP/1.1\n", b"[]\n", b"\xff\n", b""):
         with socket.create_connection(("127.0.0.1", port), timeout=10) as stranger:
             stranger.sendall(said)

@@ -14,23 +14,31 @@ from tests.ranks import free_port
 V = {"frugal": "0.1.0", "torch": "2.13.0"}
 
 
-def card(host: str, digest: str = "a" * 64, **versions: str) -> RankDescription:
+def rank_on(host: str, digest: str = "a" * 64, **versions: str) -> RankDescription:
     return RankDescription(host, V | versions, digest)
 
 
 def test_ranks_that_are_alike_are_not_spoken_of() -> None:
-    assert compare([card("n1"), card("n1"), card("n2")]) is None
+    assert compare([rank_on("n1"), rank_on("n1"), rank_on("n2")]) is None
 
 
 def test_other_versions_are_named_with_hosts_and_ranks() -> None:
-    verdict = compare([card("n1"), card("n1"), card("n2", torch="2.12.1"), card("n3"), card("n2", torch="2.12.1")])
+    verdict = compare(
+        [
+            rank_on("n1"),
+            rank_on("n1"),
+            rank_on("n2", torch="2.12.1"),
+            rank_on("n3"),
+            rank_on("n2", torch="2.12.1"),
+        ]
+    )
     assert verdict is not None
     assert verdict.what == "the hosts do not run the same versions"
     assert verdict.because == ("n1 (ranks 0-1), n3 (rank 3) has torch 2.13.0; n2 (ranks 2, 4) has torch 2.12.1",)
 
 
 def test_other_plans_are_named_with_hosts_and_ranks() -> None:
-    verdict = compare([card("n1"), card("n2", digest="b" * 64)])
+    verdict = compare([rank_on("n1"), rank_on("n2", digest="b" * 64)])
     assert verdict is not None
     assert verdict.what == "the ranks were given different plans"
     assert verdict.because == ("n1 (rank 0) holds plan aaaaaaaaaaaa", "n2 (rank 1) holds plan bbbbbbbbbbbb")

@@ -61,7 +61,7 @@ def train(
     if die == "in a save" and rank == 1:
         _kill_in(torch, "save", signal.SIGKILL, when=lambda: engine.deepspeed.global_steps == 6)
     log = Log(folder, rank=rank, planned_bytes=1, total_steps=total_steps, first_step=start.step)
-    with log, signals.listening():
+    with log, signals.recorded():
         loop.train(engine, batches, SAMPLES[:5], asked, log, start=start, total_steps=total_steps)
     engine.destroy()
     gc.collect()

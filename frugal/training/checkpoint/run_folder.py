@@ -79,7 +79,7 @@ def nobody_else_in(asked: Settings) -> Iterator[None]:
     try:
         is_ours = _is_ours(folder)
         if not is_ours and asked.resume and process_group.OVER_SSH in os.environ:
-            rank_logs.say(f"waiting for {asked.out}, which another run still holds")
+            rank_logs.to_console(f"waiting for {asked.out}, which another run still holds")
             end = time.monotonic() + LEASE_SECONDS
             while not is_ours and time.monotonic() < end:
                 time.sleep(1)

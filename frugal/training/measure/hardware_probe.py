@@ -220,9 +220,9 @@ def command(kind: DeviceKind, out: Path, _local_rank: int | None) -> None:
     device = torch.device(kind, int(os.environ.get("LOCAL_RANK", "0"))) if kind == "cuda" else torch.device("cpu")
     if kind == "cuda":
         torch.cuda.set_device(device)
-    from frugal.distributed.env import quiet
+    from frugal.distributed.env import silence_libraries
 
-    quiet()
+    silence_libraries()
     process_group.form()
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, probe(device))
@@ -233,4 +233,4 @@ def command(kind: DeviceKind, out: Path, _local_rank: int | None) -> None:
 
 
 if __name__ == "__main__":
-    first_failure.live(command)
+    first_failure.run_command(command)

@@ -220,4 +220,4 @@ def command(plan_path: Path, out: Path, cap: int | None, _local_rank: int | None
 
 
 if __name__ == "__main__":
-    first_failure.live(command)
+    first_failure.run_command(command)
