@@ -43,6 +43,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from frugal.config.optimizers import EIGHT_BIT_BLOCK
 from frugal.deepspeed_adapter import kernels, zero3_graph
+from frugal.planning.memory.allocator import HostAllocator
 from frugal.planning.plan import Plan
 
 SideStream = Callable[[str], AbstractContextManager[Any]]
@@ -96,7 +97,7 @@ class MetaAccelerator(CPU_Accelerator):
         """
         if self._pinning is None or tensor.is_meta or not tensor.nbytes:
             return tensor
-        block_bytes = 1 << (tensor.nbytes - 1).bit_length()
+        block_bytes = HostAllocator.pinned_bytes(tensor.nbytes)
         with self._pinning():
             block = torch.empty(block_bytes // tensor.element_size(), dtype=tensor.dtype)
         pinned = block[: tensor.numel()]

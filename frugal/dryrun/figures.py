@@ -27,7 +27,7 @@ Left out: the padding at the end of the row, a few bytes.
 
 import csv
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ from frugal.config.cluster import DeviceKind
 from frugal.dryrun.messages import DryRun
 from frugal.errors import RequestError
 from frugal.planning.memory import breakdown
-from frugal.planning.memory.allocator import CachingAllocator, Replays
+from frugal.planning.memory.allocator import Replays
 from frugal.planning.memory.timeline import CATEGORIES, Timeline
 
 
@@ -83,7 +83,7 @@ def figures(dry_runs: Sequence[DryRun], kind: DeviceKind, ranks_per_node: int) -
     reserved = capacity = allocated
     if kind == "cuda":
         categories["rounding"] = allocated - peak.total_bytes
-        replays = [Replays(*_stream(dry_run)) for dry_run in dry_runs]
+        replays = [_replays(dry_run) for dry_run in dry_runs]
         reserved = max(each.under().peak_reserved_bytes for each in replays)
         capacity = max(each.smallest_capacity() for each in replays)
     return Figures(
@@ -98,31 +98,16 @@ def figures(dry_runs: Sequence[DryRun], kind: DeviceKind, ranks_per_node: int) -
     )
 
 
-def _stream(dry_run: DryRun) -> tuple[list[int], tuple[int, ...]]:
-    timeline = dry_run.timeline
-    return timeline.sizes(dry_run.micro_batch), timeline.events
+def _replays(dry_run: DryRun) -> Replays:
+    return Replays(dry_run.timeline.fixed, dry_run.timeline.events)
 
 
 def _phases(dry_run: DryRun, kind: DeviceKind) -> dict[str, int]:
     """The peak of each phase: live tensors, on CUDA in blocks. A CPU has no caching allocator."""
-    if kind == "cpu":
-        return dry_run.phases
-    timeline, (sizes, events) = dry_run.timeline, _stream(dry_run)
-    allocator = CachingAllocator()
-    live: dict[int, Any] = {}  # storage -> its block
-    peaks: dict[str, int] = {}
-    ends = [first for _, first in timeline.phases[1:]] + [len(events)]
-    for (phase, first), end in zip(timeline.phases, ends, strict=True):
-        allocator.peak_allocated_bytes = allocator.allocated_bytes
-        for storage in events[first:end]:
-            if storage in live:
-                allocator.release(live.pop(storage))
-            elif sizes[storage]:
-                block = allocator.allocate(sizes[storage])
-                assert block is not None, "nothing limits this allocator"
-                live[storage] = block
-        peaks[phase] = max(peaks.get(phase, 0), allocator.peak_allocated_bytes)
-    return peaks
+    timeline = dry_run.timeline
+    if kind == "cuda":
+        timeline = replace(timeline, fixed=_replays(dry_run).block_bytes())
+    return timeline.phase_peaks(dry_run.micro_batch)
 
 
 TIMELINE_COLUMNS = ("event", "phase", "operator", "module", *CATEGORIES, "total")

@@ -2,11 +2,14 @@
 
 import random
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
-from frugal.planning.memory.allocator import ENDLESS, CachingAllocator, Replay, Replays, replay_one_by_one
+from frugal.planning.memory import allocator as product
+from frugal.planning.memory.allocator import ENDLESS, HostAllocator, Replay, Replays
 from frugal.units import KIB, MIB
+from tests.planning.object_allocator import Block, CachingAllocator, replay_one_by_one
 
 
 def replay(
@@ -149,13 +152,13 @@ def test_live_bytes_allocated_bytes_capacity_and_reserved_bytes_are_in_this_orde
 def test_blocks_never_overlap_and_bytes_are_never_lost(seed: int, expandable: bool) -> None:
     sizes, events = stream(seed, 1000)
     allocator = CachingAllocator(120 * MIB, expandable_segments=expandable)
-    blocks: dict[int, object] = {}
+    blocks: dict[int, Block] = {}
     for storage in events:
         if storage in blocks:
-            allocator.release(blocks.pop(storage))  # type: ignore[arg-type]  # blocks are private
+            allocator.release(blocks.pop(storage))
         elif sizes[storage] and (block := allocator.allocate(sizes[storage])) is not None:
             blocks[storage] = block
-        spans = sorted((block.address, block.address + block.size) for block in blocks.values())  # type: ignore[attr-defined]  # same
+        spans = sorted((block.address, block.address + block.size) for block in blocks.values())
         assert all(end <= start for (_, end), (start, _) in pairwise(spans))
         free = sum(size for pool in allocator._free.values() for size, *_ in pool)
         assert allocator.allocated_bytes == sum(end - start for start, end in spans)
@@ -164,11 +167,51 @@ def test_blocks_never_overlap_and_bytes_are_never_lost(seed: int, expandable: bo
 
 @pytest.mark.parametrize("expandable", [False, True])
 @pytest.mark.parametrize("seed", range(3))
-def test_limits_under_which_the_same_happens_share_a_replay(seed: int, expandable: bool) -> None:
+def test_limits_under_which_the_same_happens_share_a_replay(
+    seed: int, expandable: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sizes, events = stream(seed, 400)
+    done: list[Replay] = []
+
+    def counted(*args: Any, original: Any = product._replay) -> Any:
+        replay, blocks = original(*args)
+        done.append(replay)
+        return replay, blocks
+
+    monkeypatch.setattr(product, "_replay", counted)
     replays = Replays(sizes, events, expandable_segments=expandable)
     highest = replays.under().peak_reserved_bytes
     limits = range(highest // 2, highest + 2 * MIB, MIB)
     for limit in limits:
-        assert replays.under(limit) == replay(sizes, events, limit_bytes=limit, expandable_segments=expandable)
-    assert replays.num_replays < len(limits) / 5
+        expected = replay_one_by_one(sizes, events, limit, expandable_segments=expandable)
+        assert replays.under(limit) == expected
+    assert len(done) < len(limits) / 5
+
+
+@pytest.mark.parametrize("expandable", [False, True])
+@pytest.mark.parametrize("seed", range(5))
+def test_every_storage_lives_in_the_block_that_one_request_at_a_time_would_give(seed: int, expandable: bool) -> None:
+    sizes, events = stream(seed, 1000)
+    allocator = CachingAllocator(expandable_segments=expandable)
+    live: dict[int, Block] = {}
+    expected = [0] * len(sizes)
+    for storage in events:
+        if storage in live:
+            allocator.release(live.pop(storage))
+        elif sizes[storage] and (block := allocator.allocate(sizes[storage])) is not None:
+            live[storage] = block
+            expected[storage] = block.size
+    assert Replays(sizes, events, expandable_segments=expandable).block_bytes() == tuple(expected)
+
+
+def test_the_host_keeps_a_pinned_block_that_is_freed_for_the_next_of_its_size() -> None:
+    host = HostAllocator()
+    block = HostAllocator.pinned_bytes(5 * MIB)
+    assert block == 8 * MIB
+    host.allocate(block, pinned=True)
+    host.release(block, pinned=True)
+    host.allocate(block, pinned=True)
+    assert host.live_bytes == host.peak_bytes == 8 * MIB
+    host.allocate(3 * MIB)
+    host.release(3 * MIB)
+    assert (host.live_bytes, host.peak_bytes) == (8 * MIB, 11 * MIB)

@@ -3,11 +3,11 @@
 What a ZeRO optimizer is told.
 """
 
-from collections import Counter
 from dataclasses import dataclass
 from typing import Protocol
 
 from frugal.config.cluster import DeviceKind
+from frugal.planning.memory.allocator import HostAllocator
 from frugal.planning.memory.model_trace import DEATH, GRADIENT, ModelTrace
 from frugal.planning.memory.timeline import TEMPORARY, Timeline, TimelineBuilder
 
@@ -96,49 +96,42 @@ class Stream:
 
 
 class PinnedBlocks:
-    """The host's memory while it is used, bytes. On a CPU the host is the device, and all of it belongs to the stream.
-
-    Pinned memory comes in blocks of a power of two bytes, and a block that is freed is kept for the next one of its
-    size (`CachingHostAllocatorImpl::allocate` and `free` in torch/include/ATen/core/CachingHostAllocator.h).
-    """
+    """The host's memory while it is used. On a CPU the host is the device, and all of it belongs to the stream."""
 
     def __init__(self, stream: Stream, kind: DeviceKind) -> None:
         self._stream = stream
         self._is_device = kind == "cpu"
+        self._allocator = HostAllocator()
         self._sizes: list[int] = []
         self._pinned: set[int] = set()
-        self._free_pinned: Counter[int] = Counter()  # bytes of a block -> how many are kept
-        self._live_bytes = 0
-        self.peak_bytes = 0
 
-    def born(self, size_bytes: int, operator: str, category: int = TEMPORARY) -> int:
+    @property
+    def peak_bytes(self) -> int:
+        """The most at once."""
+        return self._allocator.peak_bytes
+
+    def born(self, size_bytes: int, operator: str, category: int = TEMPORARY, *, pinned: bool = False) -> int:
         """A storage begins; its number."""
         if self._is_device:
             return self._stream.born(size_bytes, operator, category)
+        self._allocator.allocate(size_bytes, pinned=pinned)
         self._sizes.append(size_bytes)
-        self._live_bytes += size_bytes
-        self.peak_bytes = max(self.peak_bytes, self._live_bytes)
+        if pinned:
+            self._pinned.add(len(self._sizes) - 1)
         return len(self._sizes) - 1
 
     def dies(self, storage: int) -> None:
         """It is gone."""
         if self._is_device:
             self._stream.dies(storage)
-        elif storage in self._pinned:
-            self._free_pinned[self._sizes[storage]] += 1
         else:
-            self._live_bytes -= self._sizes[storage]
+            self._allocator.release(self._sizes[storage], pinned=storage in self._pinned)
 
     def pinned(self, storage: int, *, keep: bool = False) -> int:
         """A copy of a storage in pinned memory, in place of it unless it is kept; on a CPU itself."""
         if self._is_device:
             return storage
-        size_bytes = 1 << (self._sizes[storage] - 1).bit_length()
-        if self._free_pinned[size_bytes]:
-            self._free_pinned[size_bytes] -= 1
-            self._live_bytes -= size_bytes  # it is counted already
-        copy = self.born(size_bytes, "pin memory")
-        self._pinned.add(copy)
+        copy = self.born(HostAllocator.pinned_bytes(self._sizes[storage]), "pin memory", pinned=True)
         if not keep:
             self.dies(storage)
         return copy

@@ -23,13 +23,10 @@ Host tensors of a dry run are real but never touched, so their pages cost nothin
 decide what the program does next; on those alone operators really run.
 
 Host tensors of a dry run: address space, but no memory, even where a machine would have to refuse so much.
-
-The host's memory in a dry run on a pretended GPU, counted while it is used.
 """
 
 import math
 import mmap
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -37,6 +34,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry, register_flop_formula
+
+from frugal.planning.memory.allocator import HostAllocator
 
 aten = torch.ops.aten
 
@@ -242,22 +241,22 @@ def untouched_host_tensor(size: Sequence[int], stride: Sequence[int] | None, dty
 
 
 class HostMemory:
-    """Bytes of the storages that live on the host, and the most that did at once."""
+    """The storages that live on the host, by address."""
 
     def __init__(self) -> None:
-        self.live_bytes = self.peak_bytes = 0
-        self._storages: set[int] = set()  # addresses of the live ones
+        self._allocator = HostAllocator()
+        self._storages: dict[int, bool] = {}  # address of a live one -> whether it is pinned
         self._waiting: dict[int, int] = {}  # address -> bytes of the model's storages that go to the device
         self._is_pinning = False
-        self._pinned: set[int] = set()  # addresses of live pinned storages
-        self._free_pinned: Counter[int] = Counter()  # bytes of a pinned block -> how many are kept for reuse
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that lived at once."""
+        return self._allocator.peak_bytes
 
     @contextmanager
     def pinning(self) -> Iterator[None]:
-        """What is made on the host inside the `with` block is pinned.
-
-        torch keeps a pinned block that is freed, for the next one of its size (CachingHostAllocator.h:358).
-        """
+        """What is made on the host inside the `with` block is pinned."""
         self._is_pinning = True
         try:
             yield
@@ -269,30 +268,19 @@ class HostMemory:
         if is_waiting:
             self._waiting[address] = size_bytes
         else:
-            self._storages.add(address)
-        if self._is_pinning:
-            self._pinned.add(address)
-            if self._free_pinned[size_bytes]:
-                self._free_pinned[size_bytes] -= 1
-                return
-        self.live_bytes += size_bytes
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+            self._storages[address] = self._is_pinning
+        self._allocator.allocate(size_bytes, pinned=self._is_pinning)
 
     def leave(self, address: int) -> int | None:
         """A storage goes to the device: its bytes; None if it does not wait for that."""
         size_bytes = self._waiting.pop(address, None)
         if size_bytes is not None:
-            self.live_bytes -= size_bytes
+            self._allocator.release(size_bytes)
         return size_bytes
 
     def died(self, address: int, size_bytes: int) -> None:
         """A storage ends, if it lives here."""
-        if address not in self._storages:
-            self.leave(address)
-            return
-        self._storages.discard(address)
-        if address in self._pinned:
-            self._pinned.discard(address)
-            self._free_pinned[size_bytes] += 1
+        if address in self._storages:
+            self._allocator.release(size_bytes, pinned=self._storages.pop(address))
         else:
-            self.live_bytes -= size_bytes
+            self.leave(address)

@@ -1,4 +1,4 @@
-"""CUDA's caching allocator: a step's stream of storages replayed under any limit of memory.
+"""The caching allocators of device and host: what a step's storages take, under any limit of memory.
 
 After c10/cuda/CUDACachingAllocator.cpp: requests are rounded to 512 bytes; up to 1 MiB they come from segments of
 2 MiB, up to 10 MiB from segments of 20 MiB, beyond that from their own, rounded to 2 MiB. The smallest free block
@@ -11,20 +11,21 @@ live blocks are lost.
 Left out: more than one stream (frugal's engine uses one; NCCL's buffers are part of the context), a limit to
 splitting, rounding to powers of two, and garbage collection thresholds; all are off by default.
 
-`CachingAllocator` serves one request at a time. A search replays streams of ten thousand storages dozens of times, so
-`Replays` does the same for a whole stream, and a test holds one to the other:
+A search replays streams of ten thousand storages dozens of times, so
 
-- Lengths and addresses are in units of 512 bytes. A free block is no object: it is an address in the list of its
+- lengths and addresses are in units of 512 bytes. A free block is no object: it is an address in the list of its
   length, found by its ends when a neighbour is freed. Half of all requests find a block of just their length.
-- What a limit decides is which new segments are granted. Two limits that grant and refuse the same ones lead through
+- What a limit decides is which new memory is granted. Two limits that grant and refuse the same requests lead through
   the same replay, which is done once.
+
+The tests have an allocator of linked blocks, as torch's is, and hold these replays to it.
 """
 
 from array import array
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from frugal.units import MIB
 
@@ -35,208 +36,6 @@ LARGE_SEGMENT = 20 * MIB
 OWN_SEGMENT = 10 * MIB  # from this size on a request gets a segment of its own
 SEGMENT_ROUNDING = 2 * MIB
 ENDLESS = 1 << 60  # bytes; the address space of an expandable segment, and a device without a limit
-
-
-class _Block:
-    """A stretch of a segment. `previous` and `next` are its neighbours there."""
-
-    __slots__ = ("address", "free", "mapped", "next", "previous", "size", "small")
-
-    def __init__(self, address: int, size: int, small: bool, *, mapped: bool = True) -> None:
-        self.address = address
-        self.size = size
-        self.small = small
-        self.free = True
-        self.mapped = mapped
-        self.previous: _Block | None = None
-        self.next: _Block | None = None
-
-
-class CachingAllocator:
-    """The allocator of one device with `limit_bytes` for segments."""
-
-    def __init__(self, limit_bytes: int = ENDLESS, *, expandable_segments: bool = False) -> None:
-        self.limit_bytes = limit_bytes
-        self.expandable_segments = expandable_segments
-        self.allocated_bytes = self.reserved_bytes = 0
-        self.peak_allocated_bytes = self.peak_reserved_bytes = 0
-        self.least_refused_bytes = ENDLESS + SMALLEST_BLOCK  # of all segments with one that was refused
-        self._free: dict[bool, list[tuple[int, int, _Block]]] = {True: [], False: []}  # by size, then address
-        self._unmapped: dict[bool, list[tuple[int, _Block]]] = {True: [], False: []}  # by address
-        self._next_address = 0
-        if expandable_segments:
-            for small in (True, False):
-                block = _Block(self._new_address(ENDLESS), ENDLESS, small, mapped=False)
-                self._unmapped[small].append((block.address, block))
-
-    def allocate(self, size_bytes: int) -> _Block | None:
-        """A block for a request of more than 0 bytes; None: out of memory."""
-        size = max(SMALLEST_BLOCK, -(-size_bytes // SMALLEST_BLOCK) * SMALLEST_BLOCK)
-        small = size <= SMALL_REQUEST
-        block = self._take_free(size, small) or self._more(size, small)
-        if block is None:
-            self.release_cached()
-            block = self._more(size, small)
-            if block is None:
-                return None
-        rest = block.size - size
-        if rest >= SMALLEST_BLOCK and (small or self.expandable_segments or rest > SMALL_REQUEST):
-            self._add_free(self._split(block, size))
-        block.free = False
-        self.allocated_bytes += block.size
-        if self.allocated_bytes > self.peak_allocated_bytes:
-            self.peak_allocated_bytes = self.allocated_bytes
-        return block
-
-    def release(self, block: _Block) -> None:
-        """The storage in `block` is gone."""
-        self.allocated_bytes -= block.size
-        block.free = True
-        self._add_free(self._merge(block))
-
-    def release_cached(self) -> None:
-        """Give back what holds no live block: whole segments, or whole pages of an expandable one."""
-        for small, pool in self._free.items():
-            before, pool[:] = pool[:], []
-            for _, _, block in before:
-                if self.expandable_segments:
-                    self._unmap(block, SMALL_SEGMENT if small else LARGE_SEGMENT)
-                elif block.previous is None and block.next is None:
-                    self.reserved_bytes -= block.size
-                else:
-                    insort(pool, (block.size, block.address, block))
-
-    # Free blocks
-
-    def _take_free(self, size: int, small: bool) -> _Block | None:
-        pool = self._free[small]
-        index = bisect_left(pool, (size,))
-        return pool.pop(index)[2] if index < len(pool) else None
-
-    def _add_free(self, block: _Block) -> None:
-        insort(self._free[block.small], (block.size, block.address, block))
-
-    def _drop_free(self, block: _Block) -> None:
-        pool = self._free[block.small]
-        del pool[bisect_left(pool, (block.size, block.address))]
-
-    def _split(self, block: _Block, size: int) -> _Block:
-        """Cut `block` to `size` and return the rest."""
-        rest = _Block(block.address + size, block.size - size, block.small, mapped=block.mapped)
-        rest.previous, rest.next = block, block.next
-        if block.next is not None:
-            block.next.previous = rest
-        block.next, block.size = rest, size
-        return rest
-
-    def _merge(self, block: _Block) -> _Block:
-        """`block` with its free neighbours, which leave the pool."""
-        following = block.next
-        if following is not None and following.free and following.mapped:
-            self._drop_free(following)
-            self._swallow(block, following)
-        before = block.previous
-        if before is not None and before.free and before.mapped:
-            self._drop_free(before)
-            self._swallow(before, block)
-            return before
-        return block
-
-    @staticmethod
-    def _swallow(block: _Block, following: _Block) -> None:
-        block.size += following.size
-        block.next = following.next
-        if following.next is not None:
-            following.next.previous = block
-
-    # Segments
-
-    def _more(self, size: int, small: bool) -> _Block | None:
-        """A free block of at least `size` from new memory; None: the limit is reached."""
-        if self.expandable_segments:
-            return self._expand(size, small)
-        segment = segment_bytes(size)
-        if not self._reserve(segment):
-            return None
-        return _Block(self._new_address(segment), segment, small)
-
-    def _reserve(self, size: int) -> bool:
-        if self.reserved_bytes + size > self.limit_bytes:
-            self.least_refused_bytes = min(self.least_refused_bytes, self.reserved_bytes + size)
-            return False
-        self.reserved_bytes += size
-        self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
-        return True
-
-    def _new_address(self, size: int) -> int:
-        address = self._next_address
-        self._next_address += size + LARGE_SEGMENT - size % LARGE_SEGMENT  # segments are never neighbours
-        return address
-
-    def _expand(self, size: int, small: bool) -> _Block | None:
-        """Map pages at the lowest address where, with the free blocks around, there is room for `size`."""
-        for _, hole in self._unmapped[small]:
-            before = hole.previous
-            start = before if before is not None and before.free and before.mapped else hole
-            block: _Block | None = start
-            room = 0
-            while block is not None and block.free and room < size:
-                room += block.size
-                block = block.next
-            if room >= size:
-                return self._map(start, size)
-        return None
-
-    def _map(self, start: _Block, size: int) -> _Block | None:
-        """Map from `start` on until the free block there has `size`; it leaves the pool."""
-        page = SMALL_SEGMENT if start.small else LARGE_SEGMENT
-        block = start
-        if block.mapped:
-            self._drop_free(block)
-        while not block.mapped or block.size < size:
-            hole = block.next if block.mapped else block
-            assert hole is not None and not hole.mapped
-            missing = size - block.size if block.mapped else min(size, hole.size)
-            mapped = min(-(-missing // page) * page, hole.size)
-            if not self._reserve(mapped):
-                if block.mapped:
-                    self._add_free(block)
-                return None
-            index = bisect_left(self._unmapped[start.small], (hole.address,))
-            del self._unmapped[start.small][index]
-            if mapped < hole.size:
-                rest = self._split(hole, mapped)
-                self._unmapped[start.small].insert(index, (rest.address, rest))
-            hole.mapped = True
-            block = self._merge_taken(block, hole)
-        return block
-
-    def _merge_taken(self, block: _Block, mapped: _Block) -> _Block:
-        """`block`, which is in no pool, with the pages just mapped behind it and a free block behind those."""
-        if mapped is not block:
-            self._swallow(block, mapped)
-        following = block.next
-        if following is not None and following.free and following.mapped:
-            self._drop_free(following)
-            self._swallow(block, following)
-        return block
-
-    def _unmap(self, block: _Block, page: int) -> None:
-        """Give back the whole pages of a free block that has left the pool; what is left of it goes back."""
-        start = -(-block.address // page) * page
-        end = (block.address + block.size) // page * page
-        if end <= start:
-            self._add_free(block)
-            return
-        hole = block
-        if start > block.address:
-            hole = self._split(block, start - block.address)
-            self._add_free(block)
-        if end < hole.address + hole.size:
-            self._add_free(self._split(hole, end - start))
-        hole.mapped = False
-        self.reserved_bytes -= hole.size
-        insort(self._unmapped[block.small], (hole.address, hole))
 
 
 def segment_bytes(size: int) -> int:
@@ -278,22 +77,19 @@ class Replays:
         self._expandable_segments = expandable_segments
         self._known: list[Replay] = []
 
-    @property
-    def num_replays(self) -> int:
-        """Replays that were done, for all the limits that were asked for."""
-        return len(self._known)
-
     def under(self, limit_bytes: int = ENDLESS) -> Replay:
         """The replay on a device with `limit_bytes` for segments."""
         for known in self._known:
             if known.holds_under(limit_bytes):
                 return known
-        if self._expandable_segments:
-            found = replay_one_by_one(self._sizes, self._events, limit_bytes, expandable_segments=True)
-        else:
-            found = _replay(self._sizes, self._events, limit_bytes)
-        self._known.append(found)
-        return found
+        replay, _ = _replay(self._sizes, self._events, _Device(limit_bytes, self._expandable_segments))
+        self._known.append(replay)
+        return replay
+
+    def block_bytes(self) -> tuple[int, ...]:
+        """Of every storage the block it lives in where nothing limits the device; 0 for an empty one."""
+        _, lengths = _replay(self._sizes, self._events, _Device(ENDLESS, self._expandable_segments))
+        return tuple(length * SMALLEST_BLOCK for length in lengths)
 
     def smallest_capacity(self, wanted_bytes: int = ENDLESS, tolerance: float = 0.002) -> int:
         """The fewest bytes for segments with which the whole stream survives, at most `tolerance` too many.
@@ -320,38 +116,18 @@ class Replays:
         return high
 
 
-def replay_one_by_one(
-    sizes: Sequence[int], events: Sequence[int], limit_bytes: int = ENDLESS, *, expandable_segments: bool = False
-) -> Replay:
-    """The same by asking the allocator for each storage: in half the speed, and also in expandable segments."""
-    allocator = CachingAllocator(limit_bytes, expandable_segments=expandable_segments)
-    blocks: dict[int, Any] = {}
-    survived = True
-    for storage in events:
-        if storage in blocks:
-            allocator.release(blocks.pop(storage))
-        elif sizes[storage]:
-            block = allocator.allocate(sizes[storage])
-            if block is None:
-                survived = False
-                break
-            blocks[storage] = block
-    return Replay(
-        allocator.peak_allocated_bytes, allocator.peak_reserved_bytes, survived, allocator.least_refused_bytes
-    )
+def _replay(sizes: "array[int]", events: Sequence[int], device: "_Device") -> tuple[Replay, list[int]]:
+    """How it went, and of every storage the length of its block, in units.
 
-
-def _replay(sizes: "array[int]", events: Sequence[int], limit_bytes: int) -> Replay:
-    """What nine in ten events do is written out, because calls would take a fifth longer."""
+    What nine in ten events do is written out, because calls would take a fifth longer.
+    """
     lengths = [-(-size // SMALLEST_BLOCK) for size in sizes]
-    device = _Device(limit_bytes // SMALLEST_BLOCK)
     small, large = device.small, device.large
-    addresses, held = [0] * len(lengths), [0] * len(lengths)  # where each live storage's block is, and its length
+    addresses, blocks = [0] * len(lengths), [0] * len(lengths)  # where each storage's block is, and its length
     allocated = most_allocated = 0
     survived = True
     for storage in events:
-        if length := held[storage]:
-            held[storage] = 0
+        if length := blocks[storage]:
             allocated -= length
             pool = large if lengths[storage] > SMALL else small
             start = addresses[storage]
@@ -376,15 +152,16 @@ def _replay(sizes: "array[int]", events: Sequence[int], limit_bytes: int) -> Rep
                     survived = False
                     break
                 addresses[storage], length = block
-            held[storage] = length
+            blocks[storage] = length
             allocated += length
             if allocated > most_allocated:
                 most_allocated = allocated
     most, refused = device.most_reserved, device.least_refused
-    return Replay(most_allocated * SMALLEST_BLOCK, most * SMALLEST_BLOCK, survived, refused * SMALLEST_BLOCK)
+    replay = Replay(most_allocated * SMALLEST_BLOCK, most * SMALLEST_BLOCK, survived, refused * SMALLEST_BLOCK)
+    return replay, blocks
 
 
-_ReplayBlock = tuple[int, int]
+_Block = tuple[int, int]
 """Address and length, in units."""
 
 
@@ -393,43 +170,39 @@ class _Pool:
 
     Attributes:
         least_rest: what is left of a block is split off from this length on.
-        segments: length of every segment, by address.
         starts: length of every free block, by the address where it starts.
         ends: address of every free block, by the address where it ends.
         of_length: addresses of the free blocks of each length, in order. Some are empty.
         lengths: the keys of `of_length`, in order.
-        next_address: of a new segment.
     """
 
-    __slots__ = ("ends", "least_rest", "lengths", "next_address", "of_length", "segments", "starts")
+    __slots__ = ("ends", "least_rest", "lengths", "of_length", "starts")
 
     def __init__(self, least_rest: int) -> None:
         self.least_rest = least_rest
-        self.segments: dict[int, int] = {}
         self.starts: dict[int, int] = {}
         self.ends: dict[int, int] = {}
         self.of_length: dict[int, list[int]] = {}
         self.lengths: list[int] = []
-        self.next_address = 0
 
-    def take(self, length: int) -> _ReplayBlock | None:
+    def take(self, wanted: int) -> _Block | None:
         """The smallest free block that is large enough, or as much of it as is wanted; None: there is none."""
-        lengths, index = self.lengths, bisect_left(self.lengths, length)
+        lengths, index = self.lengths, bisect_left(self.lengths, wanted)
         while index < len(lengths):
-            found = lengths[index]
-            if addresses := self.of_length[found]:
+            length = lengths[index]
+            if addresses := self.of_length[length]:
                 address = addresses.pop(0)
-                del self.starts[address], self.ends[address + found]
-                return self.cut(address, found, length)
-            del self.of_length[found], lengths[index]
+                del self.starts[address], self.ends[address + length]
+                return self.cut(address, length, wanted)
+            del self.of_length[length], lengths[index]
         return None
 
-    def cut(self, address: int, found: int, length: int) -> _ReplayBlock:
+    def cut(self, address: int, length: int, wanted: int) -> _Block:
         """As much of a block that is in no list as is wanted; the rest is free, if it is worth it."""
-        if found - length < self.least_rest:
-            return address, found
-        self.add(address + length, found - length)
-        return address, length
+        if length - wanted < self.least_rest:
+            return address, length
+        self.add(address + wanted, length - wanted)
+        return address, wanted
 
     def add(self, address: int, length: int) -> None:
         """A free block whose neighbours are not."""
@@ -441,24 +214,117 @@ class _Pool:
             self.of_length[length] = [address]
             insort(self.lengths, length)
 
-    def new_segment(self, segment: int, length: int) -> _ReplayBlock:
-        """A block of a new segment."""
+    def remove(self, address: int) -> int:
+        """The free block at `address` is none any more; its length."""
+        length = self.starts.pop(address)
+        del self.ends[address + length]
+        self.of_length[length].remove(address)
+        return length
+
+    def grow(self, wanted: int, reserve: Callable[[int], bool]) -> _Block | None:
+        """A block of new memory, for which `reserve` is asked; None: it was refused."""
+        raise NotImplementedError  # by what the pool is made of
+
+    def release_cached(self) -> int:
+        """Give back what holds no live block: its length in all."""
+        raise NotImplementedError  # as above
+
+
+class _SegmentPool(_Pool):
+    """Made of segments. `segments`: length of each, by address."""
+
+    __slots__ = ("next_address", "segments")
+
+    def __init__(self, least_rest: int) -> None:
+        super().__init__(least_rest)
+        self.segments: dict[int, int] = {}
+        self.next_address = 0
+
+    def grow(self, wanted: int, reserve: Callable[[int], bool]) -> _Block | None:
+        """From a new segment."""
+        segment = segment_bytes(wanted * SMALLEST_BLOCK) // SMALLEST_BLOCK
+        if not reserve(segment):
+            return None
         address = self.next_address
         self.next_address += segment + 1  # segments are never neighbours
         self.segments[address] = segment
-        return self.cut(address, segment, length)
+        return self.cut(address, segment, wanted)
 
     def release_cached(self) -> int:
-        """Give back the segments without a live block: their length in all."""
+        """The segments without a live block."""
         free = [(address, length) for address, length in self.segments.items() if self.starts.get(address) == length]
-        for address, length in free:
-            del self.segments[address], self.starts[address], self.ends[address + length]
-            self.of_length[length].remove(address)
+        for address, _ in free:
+            del self.segments[address]
+            self.remove(address)
         return sum(length for _, length in free)
 
 
+class _ExpandablePool(_Pool):
+    """One segment that grows in pages. `holes`: length of each stretch without memory, by address; never merged."""
+
+    __slots__ = ("holes", "page")
+
+    def __init__(self, page: int) -> None:
+        super().__init__(least_rest=1)
+        self.page = page
+        self.holes = {0: ENDLESS // SMALLEST_BLOCK}
+
+    def grow(self, wanted: int, reserve: Callable[[int], bool]) -> _Block | None:
+        """At the lowest address where there is room, together with the free blocks around."""
+        for hole in sorted(self.holes):
+            start = self.ends.get(hole, hole)
+            if self._has_room(start, wanted):
+                return self._map(start, wanted, reserve)
+        return None
+
+    def _has_room(self, start: int, wanted: int) -> bool:
+        """Whether free blocks and holes from `start` on are long enough together."""
+        end = start
+        while end < start + wanted:
+            stretch = self.starts.get(end) or self.holes.get(end)
+            if stretch is None:
+                return False
+            end += stretch
+        return True
+
+    def _map(self, start: int, wanted: int, reserve: Callable[[int], bool]) -> _Block | None:
+        """Fill holes until the block at `start` is long enough. What is filled when memory ends stays so."""
+        length = self.remove(start) if start in self.starts else 0
+        while length < wanted:
+            hole = start + length
+            pages = min(-(-(wanted - length) // self.page) * self.page, self.holes[hole])
+            if not reserve(pages):
+                if length:
+                    self.add(start, length)
+                return None
+            rest = self.holes.pop(hole) - pages
+            if rest:
+                self.holes[hole + pages] = rest
+            length += pages
+            if start + length in self.starts:
+                length += self.remove(start + length)
+        return self.cut(start, length, wanted)
+
+    def release_cached(self) -> int:
+        """The whole pages of free blocks."""
+        released = 0
+        for address, length in list(self.starts.items()):
+            first = -(-address // self.page) * self.page
+            end = (address + length) // self.page * self.page
+            if first >= end:
+                continue
+            self.remove(address)
+            if first > address:
+                self.add(address, first - address)
+            if end < address + length:
+                self.add(end, address + length - end)
+            self.holes[first] = end - first
+            released += end - first
+        return released
+
+
 class _Device:
-    """The two pools of a device with `limit` for their segments. Everything is in units.
+    """The two pools of a device with `limit_bytes` for their segments. The rest is in units.
 
     Attributes:
         reserved: in segments.
@@ -466,25 +332,64 @@ class _Device:
         least_refused: in segments, with one that was refused.
     """
 
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
-        self.small, self.large = _Pool(least_rest=1), _Pool(least_rest=SMALL + 1)
+    def __init__(self, limit_bytes: int, expandable_segments: bool) -> None:
+        self.limit = limit_bytes // SMALLEST_BLOCK
+        self.small: _Pool
+        self.large: _Pool
+        if expandable_segments:
+            self.small, self.large = (
+                _ExpandablePool(page // SMALLEST_BLOCK) for page in (SMALL_SEGMENT, LARGE_SEGMENT)
+            )
+        else:
+            self.small, self.large = _SegmentPool(least_rest=1), _SegmentPool(least_rest=SMALL + 1)
         self.reserved = self.most_reserved = 0
         self.least_refused = ENDLESS // SMALLEST_BLOCK + 1
 
-    def more(self, pool: _Pool, length: int) -> _ReplayBlock | None:
-        """A block of a new segment, for which a full device gives back what holds no live block; None: not enough."""
-        segment = segment_bytes(length * SMALLEST_BLOCK) // SMALLEST_BLOCK
-        if self._is_refused(segment):
+    def more(self, pool: _Pool, length: int) -> _Block | None:
+        """A block of new memory, for which a full device gives back what holds no live block; None: not enough."""
+        block = pool.grow(length, self._reserve)
+        if block is None:
             self.reserved -= self.small.release_cached() + self.large.release_cached()
-            if self._is_refused(segment):
-                return None
-        self.reserved += segment
-        self.most_reserved = max(self.most_reserved, self.reserved)
-        return pool.new_segment(segment, length)
+            block = pool.grow(length, self._reserve)
+        return block
 
-    def _is_refused(self, segment: int) -> bool:
-        if self.reserved + segment <= self.limit:
+    def _reserve(self, length: int) -> bool:
+        """Whether there is so much for segments."""
+        if self.reserved + length > self.limit:
+            self.least_refused = min(self.least_refused, self.reserved + length)
             return False
-        self.least_refused = min(self.least_refused, self.reserved + segment)
+        self.reserved += length
+        self.most_reserved = max(self.most_reserved, self.reserved)
         return True
+
+
+class HostAllocator:
+    """What tensors take of a host's memory, bytes: now, and at most so far.
+
+    Pinned memory comes in blocks, and a block that is freed is kept for the next one of its size
+    (`CachingHostAllocatorImpl` in ATen/core/CachingHostAllocator.h).
+    """
+
+    def __init__(self) -> None:
+        self.live_bytes = self.peak_bytes = 0
+        self._free_pinned: Counter[int] = Counter()  # bytes of a pinned block -> how many are kept
+
+    @staticmethod
+    def pinned_bytes(size_bytes: int) -> int:
+        """Of the block for a pinned tensor: a power of two."""
+        return 1 << (size_bytes - 1).bit_length()
+
+    def allocate(self, size_bytes: int, *, pinned: bool = False) -> None:
+        """A tensor begins, or the pinned block for one."""
+        if pinned and self._free_pinned[size_bytes]:
+            self._free_pinned[size_bytes] -= 1  # it is counted already
+            return
+        self.live_bytes += size_bytes
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+
+    def release(self, size_bytes: int, *, pinned: bool = False) -> None:
+        """It is gone."""
+        if pinned:
+            self._free_pinned[size_bytes] += 1
+        else:
+            self.live_bytes -= size_bytes
