@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 SHELL  := /bin/bash
 
-.PHONY: setup demo test test-all faults renew lint clean
+.PHONY: setup demo test test-all faults mutation renew lint clean
 
 setup: $(VENV)/.ready
 
@@ -33,6 +33,10 @@ test-all: setup lint
 # Out of memory at each place of a step, on each rank, under each strategy; crashes at each point of a save.
 faults: setup
 	$(PYTEST) -m "" tests/faults
+
+# Whether the tests of planning notice when its arithmetic is wrong; with WORDS only some of the mutants.
+mutation: setup
+	$(BIN)/python -m bench.mutation $(WORDS)
 
 # After a change to planning: the decisions in ds_configs/ and what README.md shows.
 renew: setup

@@ -24,7 +24,9 @@ import msgspec
 
 os.environ |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "LOCAL_SIZE": "1"}
 
-from bench.circumstances import circumstances
+from bench.environment import environment
+from bench.plans import plan_by_hand
+from bench.ranks import Ranks
 from frugal.deepspeed_adapter.kernels import DTYPES
 from frugal.dryrun.run import dry_run
 from frugal.planning.memory.timeline import Interval, phase_peaks
@@ -32,8 +34,6 @@ from frugal.planning.plan import Plan
 from frugal.training.measure.two_steps import trial
 from frugal.training.models.resolve import resolve
 from frugal.training.models.spec import ModelSpec
-from tests.plans import plan_by_hand
-from tests.ranks import Ranks
 
 RESULTS = Path(__file__).parent / "results" / "accuracy-cpu.json"
 WORST, LOW = 0.005, 0.002  # of the bytes measured
@@ -176,7 +176,7 @@ def main() -> int:
         rows.append(row)
         print(_line(row), flush=True)
         if writes:  # after each row: what was measured before an interruption is kept
-            content = _circumstances() | _summary(rows) | {"rows": rows}
+            content = _environment() | _summary(rows) | {"rows": rows}
             RESULTS.write_bytes(msgspec.json.format(msgspec.json.encode(content)) + b"\n")
     ranks.close()
     summary = _summary(rows)
@@ -211,8 +211,8 @@ def _summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _circumstances() -> dict[str, Any]:
-    return circumstances("python -m bench.accuracy") | {
+def _environment() -> dict[str, Any]:
+    return environment("python -m bench.accuracy") | {
         "seq_len": SEQ_LEN,
         "micro_batch": MICRO_BATCH,
         "compared": "live tensor bytes at the peak of the fullest rank, over two optimizer steps",

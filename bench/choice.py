@@ -192,7 +192,7 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _circumstances(kind: DeviceKind, calibrations: dict[int, Calibration]) -> dict[str, Any]:
+def _environment(kind: DeviceKind, calibrations: dict[int, Calibration]) -> dict[str, Any]:
     return {
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "command": "python -m bench.choice" + " --device cuda" * (kind == "cuda"),
@@ -246,7 +246,7 @@ def main() -> int:
         return 1
     found = summary(rows) | {"failures": len(cases) - len(rows)}
     print("\n" + "\n".join(f"{name:<24} {value}" for name, value in found.items()))
-    content = msgspec.json.encode(_circumstances(kind, calibrations) | found | {"rows": rows})
+    content = msgspec.json.encode(_environment(kind, calibrations) | found | {"rows": rows})
     if asked.record and not (asked.quick or asked.only):
         RESULTS.mkdir(exist_ok=True)
         asked.out = RESULTS / f"choice-{kind}.json"

@@ -24,8 +24,8 @@ from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]  # has no types
 
-from bench.circumstances import circumstances
-from bench.conclusion import concluded
+from bench.environment import environment
+from bench.goals import report_goals
 
 RESULTS = Path(__file__).parent / "results" / "faults-cpu.json"
 MODEL = {"model_type": "gpt2", "n_layer": 2, "n_embd": 64, "n_head": 2, "vocab_size": 260, "n_positions": 128}
@@ -241,7 +241,7 @@ def main() -> int:
                 continue
             outcomes.append(disturbed(folder, whole, fault, disturb))
             print(outcomes[-1], file=sys.stderr)
-    result = circumstances("python -m bench.faults") | {
+    result = environment("python -m bench.faults") | {
         "ranks": 2,
         "steps": STEPS,
         "save_every": SAVE_EVERY,
@@ -252,7 +252,7 @@ def main() -> int:
         },
     }
     print(table(outcomes))
-    return concluded(result, RESULTS)
+    return report_goals(result, RESULTS)
 
 
 if __name__ == "__main__":

@@ -7,11 +7,11 @@ from typing import Any
 
 import msgspec
 
+from bench.plans import plan_by_hand
 from frugal.config.cluster import Cluster, Device, DeviceKind, Node
 from frugal.config.request import Precision, Request
 from frugal.planning.plan import Batch, Plan
 from frugal.planning.strategy import BUCKET_ELEMENTS, ActivationCheckpointing, Strategy
-from tests.plans import plan_by_hand
 
 LLAMA_3B = {
     "model_type": "llama", "hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 28,

@@ -207,7 +207,7 @@ def main() -> int:
                 deadline=start + 60 * asked.minutes - LAST_SECONDS,
                 limit=start + 60 * asked.minutes - LAST_SECONDS / 8,
                 out=asked.out or RESULTS / f"gpu-truth-{device_name.lower().replace(' ', '-')}.json",
-                head=_circumstances(device_name, kind) | {"constants": constants},
+                head=_environment(device_name, kind) | {"constants": constants},
             )
             for each in found:
                 bench.add(each)
@@ -259,7 +259,7 @@ def _measuring(kind: DeviceKind) -> Iterator[tuple[dict[str, Any], str]]:
     yield answer.constants, str(answer.constants["device"])
 
 
-def _circumstances(device_name: str, kind: DeviceKind) -> dict[str, Any]:
+def _environment(device_name: str, kind: DeviceKind) -> dict[str, Any]:
     versions = {"python": platform.python_version()}
     for name in ("frugal-trainer", "torch", "deepspeed", "transformers", "accelerate"):
         try:

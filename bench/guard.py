@@ -29,10 +29,10 @@ from unittest.mock import patch
 import numpy as np
 
 import frugal
-from bench.circumstances import circumstances
-from bench.conclusion import concluded
+from bench.environment import environment
+from bench.goals import report_goals
+from bench.ranks import Ranks
 from frugal.planning.plan import Plan
-from tests.ranks import Ranks
 
 RESULTS = Path(__file__).parent / "results" / "guard-cpu.json"
 WORLD_SIZE, SEQ_LEN, MICRO_BATCH, MICRO_STEPS = 2, 256, 4, 4
@@ -203,7 +203,7 @@ def main() -> int:
         ranks.close()
         told = ", ".join(f"{1e6 * seconds:.0f} us {way}" for way, seconds in alone[str(number)].items())
         sys.stdout.write(f"a vote of {number} ranks: {told}\n")
-    result = circumstances("python -m bench.guard") | {
+    result = environment("python -m bench.guard") | {
         "ranks": WORLD_SIZE,
         "micro_batch": [MICRO_BATCH, SEQ_LEN],
         "micro_steps": MICRO_STEPS,
@@ -211,7 +211,7 @@ def main() -> int:
         "seconds_of_a_vote_alone": alone,
         "goals": {f"at most 1 %: {name}": case["share"]["median"] <= MOST for name, case in cases.items()},
     }
-    return concluded(result, RESULTS)
+    return report_goals(result, RESULTS)
 
 
 if __name__ == "__main__":

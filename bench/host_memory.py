@@ -34,8 +34,10 @@ os.environ |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE"
 import torch
 import transformers.models.gpt2.modeling_gpt2  # before the fork, so that all ranks have it
 
-from bench.circumstances import circumstances
 from bench.cpu_rank import dry_run_as_process
+from bench.environment import environment
+from bench.plans import plan_by_hand
+from bench.ranks import free_port
 from frugal.config.local_host import forget_peak_rss, peak_rss
 from frugal.distributed import process_group
 from frugal.dryrun.run import dry_run
@@ -44,8 +46,6 @@ from frugal.planning.plan import Plan
 from frugal.training.engine import DTYPES, initialize
 from frugal.training.objectives import CausalLM
 from frugal.units import MIB
-from tests.plans import plan_by_hand
-from tests.ranks import free_port
 
 RESULTS = Path(__file__).parent / "results" / "host-memory-cpu.json"
 WORST = 0.05  # of the bytes measured
@@ -240,7 +240,7 @@ def main() -> int:
 def _write(rows: list[dict[str, Any]], then: str = "") -> None:
     """Everything so far, so that a run cut short leaves what it measured."""
     RESULTS.parent.mkdir(exist_ok=True)
-    report = _circumstances() | _summary(rows) | {"rows": rows}
+    report = _environment() | _summary(rows) | {"rows": rows}
     report["command"] += then
     RESULTS.write_bytes(msgspec.json.format(msgspec.json.encode(report)) + b"\n")
 
@@ -255,8 +255,8 @@ def _summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _circumstances() -> dict[str, Any]:
-    return circumstances("python -m bench.host_memory") | {
+def _environment() -> dict[str, Any]:
+    return environment("python -m bench.host_memory") | {
         "libc": " ".join(platform.libc_ver()),
         "seq_len": SEQ_LEN,
         "micro_batch": MICRO_BATCH,

@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.circumstances import circumstances
-from bench.conclusion import concluded
+from bench.environment import environment
+from bench.goals import report_goals
 from frugal.training.metrics import METRICS
 
 COMMAND = "python -m bench.language_model --record"
@@ -75,9 +75,9 @@ def main() -> int:
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         found = summary({ranks: trained(ranks, Path(folder) / str(ranks)) for ranks in WORLD_SIZES})
-    result = circumstances(COMMAND) | found
+    result = environment(COMMAND) | found
     print(f"\n{table(result['ranks'])}\n")
-    return concluded(result, RESULTS if asked.record else None)
+    return report_goals(result, RESULTS if asked.record else None)
 
 
 if __name__ == "__main__":

@@ -61,7 +61,7 @@ def main() -> None:
     rows = [row for run in range(arguments.runs) for row in _round(cases, run)]
     results = _medians(rows)
     _show(results)
-    arguments.output.write_text(json.dumps({**_circumstances(), "runs": arguments.runs, "results": results}, indent=2))
+    arguments.output.write_text(json.dumps({**_environment(), "runs": arguments.runs, "results": results}, indent=2))
 
 
 def _round(cases: list[tuple[str, int, int, str]], run: int) -> list[dict[str, Any]]:
@@ -204,7 +204,7 @@ def _show(results: list[dict[str, Any]]) -> None:
         print(f"{row['what']:48s} {row['seconds']:7.2f} s  {table}  {row['rss_bytes'] / 1e9:5.2f} GB{ratio}")
 
 
-def _circumstances() -> dict[str, Any]:
+def _environment() -> dict[str, Any]:
     packages = ("torch", "deepspeed", "transformers", "accelerate")
     return {
         "command": " ".join(["python -m bench.latency", *sys.argv[1:]]),

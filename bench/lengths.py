@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa  # type: ignore[import-untyped]  # it has no type hints
 
-from bench.circumstances import circumstances
-from bench.conclusion import concluded
+from bench.environment import environment
+from bench.goals import report_goals
 from frugal.config import sample_lengths
 from frugal.training.data.arrow_store import ArrowSamples
 from frugal.training.data.corpus import histogram
@@ -62,14 +62,14 @@ def main() -> int:
     said = histogram(many, "data", []).source
     goals = {f"a million a second: {name}": rate >= GOAL for name, rate in rates.items()}
     goals |= {"a part of a huge set is said": said == "data; lengths of one sample in 2"}
-    result = circumstances("python -m bench.lengths") | {
+    result = environment("python -m bench.lengths") | {
         "lengths_a_second_of_cpu_time": {name: round(rate) for name, rate in rates.items()},
         "said_of_200_million": said,
         "goals": goals,
     }
     for name, rate in rates.items():
         sys.stdout.write(f"{name}: {rate / 1e6:.1f} million lengths a second\n")
-    return concluded(result, RESULTS)
+    return report_goals(result, RESULTS)
 
 
 if __name__ == "__main__":

@@ -14,11 +14,12 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from bench.circumstances import circumstances
-from bench.conclusion import concluded
+from bench.environment import environment
+from bench.goals import report_goals
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results" / "mutation.json"
@@ -260,37 +261,42 @@ def first_failure(folder: Path) -> str | None:
     return failed[0].split(" - ")[0].split(" ", 1)[1] if failed else "the tests could not be collected"
 
 
-def outcome(mutant: Mutant | None) -> str | None:
-    """What `first_failure` says of the package with the mutant in it, or as it is."""
+def copied(source: Path, folder: Path) -> Path:
+    """A copy of the package, its tests and what these read, in `folder`."""
+    for part in ("frugal", "tests", "bench", "ds_configs"):
+        shutil.copytree(source / part, folder / part, ignore=shutil.ignore_patterns("__pycache__", "shipped_traces"))
+    for part in ("pyproject.toml", "README.md"):
+        shutil.copy(source / part, folder / part)
+    return folder
+
+
+def killer(mutant: Mutant, source: Path) -> str | None:
+    """The test that notices the mutant in a copy of `source`; None: it survives."""
     with TemporaryDirectory() as name:
-        folder = Path(name)
-        for part in ("frugal", "tests", "bench", "ds_configs"):
-            shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("__pycache__", "shipped_traces"))
-        for part in ("pyproject.toml", "README.md"):
-            shutil.copy(ROOT / part, folder / part)
-        if mutant is not None:
-            file = folder / "frugal" / mutant.file
-            file.write_text(applied(mutant, file.read_text()))
+        folder = copied(source, Path(name))
+        file = folder / "frugal" / mutant.file
+        file.write_text(applied(mutant, file.read_text()))
         return first_failure(folder)
 
 
 def main(words: list[str]) -> int:
     """Run the mutants, two at a time, and say which survive."""
     mutants = [each for each in MUTANTS if not words or any(word in each.file + each.means for word in words)]
-    with ThreadPoolExecutor(2) as pool:
-        if (failed := pool.submit(outcome, None).result()) is not None:
+    rows = []
+    with TemporaryDirectory() as name, ThreadPoolExecutor(2) as pool:
+        source = copied(ROOT, Path(name))  # whoever edits meanwhile changes nothing
+        if (failed := first_failure(source)) is not None:
             sys.stderr.write(f"error: without any mutant {failed} fails\n")
             return 2
-        rows = []
-        for mutant, killer in zip(mutants, pool.map(outcome, mutants), strict=True):
-            print(f"{'killed  ' if killer else 'SURVIVED'} {mutant.file}: {mutant.means}", flush=True)
-            rows.append({"file": mutant.file, "means": mutant.means, "killed_by": killer})
+        for mutant, test in zip(mutants, pool.map(partial(killer, source=source), mutants), strict=True):
+            print(f"{'killed  ' if test else 'SURVIVED'} {mutant.file}: {mutant.means}", flush=True)
+            rows.append({"file": mutant.file, "means": mutant.means, "killed_by": test})
     survived = sum(row["killed_by"] is None for row in rows)
     goals = {f"at most one mutant in eight survives ({survived} of {len(rows)})": survived <= PART_OF_GOAL * len(rows)}
-    result = circumstances("python -m bench.mutation") | {
+    result = environment("python -m bench.mutation") | {
         "tests": TESTS, "mutants": len(rows), "killed": len(rows) - survived, "goals": goals, "rows": rows,
     }  # fmt: skip
-    return concluded(result, None if words else RESULTS)
+    return report_goals(result, None if words else RESULTS)
 
 
 if __name__ == "__main__":

@@ -14,12 +14,10 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from bench.circumstances import circumstances
-from bench.conclusion import concluded
-from tests.multinode import cluster
-from tests.multinode.cluster import SSH_PORT, Hosts
-from tests.multinode.conftest import plan, start
-from tests.runs import prepared
+from bench.environment import environment
+from bench.goals import report_goals
+from bench.hosts import SSH_PORT, Hosts, plan, start, why_not
+from bench.runs import prepared
 
 RESULTS = Path(__file__).parent / "results" / "nodes-cpu.json"
 PATIENCE_SECONDS = 180
@@ -90,7 +88,7 @@ def table(outcomes: list[Outcome]) -> str:
 
 def main() -> int:
     """Disturb, time, and keep what came of it."""
-    if (reason := cluster.why_not()) is not None:
+    if (reason := why_not()) is not None:
         raise SystemExit(f"this needs hosts: {reason}")
     with tempfile.TemporaryDirectory() as place:
         prepared(Path(place))
@@ -99,13 +97,13 @@ def main() -> int:
             outcomes = [disturbed(hosts, fault) for fault in FAULTS]
         finally:
             hosts.close()
-    result = circumstances("python -m bench.nodes") | {
+    result = environment("python -m bench.nodes") | {
         "hosts": 2,
         "outcomes": [asdict(each) for each in outcomes],
         "goals": {"nothing is left after a minute": all(each.gone_seconds < 60 for each in outcomes)},
     }
     print(table(outcomes))
-    return concluded(result, RESULTS)
+    return report_goals(result, RESULTS)
 
 
 if __name__ == "__main__":

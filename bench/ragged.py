@@ -30,11 +30,11 @@ from typing import Any
 import numpy as np
 
 import frugal
-from bench.circumstances import circumstances
-from bench.conclusion import concluded
+from bench.environment import environment
+from bench.goals import report_goals
+from bench.ranks import Ranks
 from frugal.planning.plan import Plan
 from frugal.units import format_bytes
-from tests.ranks import Ranks
 
 RESULTS = Path(__file__).parent / "results" / "ragged-cpu.json"
 NUM_SAMPLES, GLOBAL_BATCH, SEQ_LEN, WORLD_SIZE = 384, 64, 1024, 2
@@ -230,13 +230,13 @@ def main() -> int:
             for rank in ranks.run(under_a_limit, plan, plan.memory.live_bytes, is_full, timeout=3000)
         ]
         ranks.close()
-    result = circumstances("python -m bench.ragged") | summary(plan, text, by_rank, limits)
+    result = environment("python -m bench.ragged") | summary(plan, text, by_rank, limits)
     padding = result["padding"]
     sys.stdout.write(
         f"padding {padding['fixed']:.2f} -> {padding['grouped']:.3f}, {result['ratio']:.2f}x tokens/s, peak "
         f"{format_bytes(max(rank['peak_bytes'] for rank in limits))} of {format_bytes(plan.memory.live_bytes)}\n"
     )
-    return concluded(result, RESULTS)
+    return report_goals(result, RESULTS)
 
 
 if __name__ == "__main__":

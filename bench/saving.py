@@ -21,10 +21,10 @@ from typing import Any
 import numpy as np
 
 import frugal
-from bench.circumstances import circumstances
-from bench.conclusion import concluded
+from bench.environment import environment
+from bench.goals import report_goals
+from bench.ranks import Ranks
 from frugal.planning.plan import Plan
-from tests.ranks import Ranks
 
 RESULTS = Path(__file__).parent / "results" / "saving-cpu.json"
 MODEL = {"n_layer": 8, "n_embd": 512, "n_head": 8, "vocab_size": 260, "n_positions": 128}
@@ -94,8 +94,8 @@ def main() -> int:
         print(f"| {name} | {_middle(found[name]['held'])} s | {_middle(found[name]['steps'])} s |")
     print(f"\ntraining waits for {held:.2f} of the time, a step beside the writing takes {slower:.2f} of one without")
     goals = {"training waits for at most a third of the time": held <= MOST}
-    kept = circumstances("python -m bench.saving --record") | {"model": MODEL, "waits": held, "step": slower}
-    return concluded(kept | found | {"goals": goals}, RESULTS if asked.record else None)
+    kept = environment("python -m bench.saving --record") | {"model": MODEL, "waits": held, "step": slower}
+    return report_goals(kept | found | {"goals": goals}, RESULTS if asked.record else None)
 
 
 def _middle(seconds: list[float]) -> str:

@@ -23,11 +23,11 @@ from typing import Any
 
 import frugal
 from bench import training_rank
-from bench.circumstances import circumstances
-from bench.conclusion import concluded
+from bench.environment import environment
+from bench.goals import report_goals
+from bench.ranks import Ranks
 from bench.training_rank import Text
 from frugal.planning.plan import Plan
-from tests.ranks import Ranks
 
 COMMAND = "python -m bench.scaling --record"
 RESULTS = Path(__file__).parent / "results" / "scaling-cpu.json"
@@ -133,9 +133,9 @@ def main() -> int:
         found, perplexities = in_turns(plans, ranks, text, asked.rounds, STEPS)
         for each in ranks.values():
             each.close()
-    result = circumstances(COMMAND) | {"steps": asked.rounds * STEPS, **summary(found, perplexities)}
+    result = environment(COMMAND) | {"steps": asked.rounds * STEPS, **summary(found, perplexities)}
     print(f"after {result['steps']} steps\n\n{table(result['stages'])}\n")
-    return concluded(result, RESULTS if asked.record else None)
+    return report_goals(result, RESULTS if asked.record else None)
 
 
 if __name__ == "__main__":

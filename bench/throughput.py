@@ -33,12 +33,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 import frugal
-from bench.circumstances import circumstances
-from bench.conclusion import concluded
+from bench.environment import environment
+from bench.goals import report_goals
+from bench.ranks import Ranks
 from bench.throughput_rank import run
 from frugal.planning.plan import Plan
 from frugal.training.data.global_batches import permutation
-from tests.ranks import Ranks
 
 RESULTS = Path(__file__).parent / "results" / "throughput-cpu.json"
 SEQ_LEN, ROUNDS = 512, 5
@@ -176,7 +176,7 @@ def summary(
     middle = {name: statistics.median(each) for name, each in ratios.items()}
     losses = {name: found[0][name][0]["losses"] for name in found[0]}
     world_size, micro_batch = plan.batch.world_size, plan.batch.micro_batch[0]
-    return circumstances(f"python -m bench.throughput --ranks {world_size} --room {micro_batch}") | {
+    return environment(f"python -m bench.throughput --ranks {world_size} --room {micro_batch}") | {
         "accelerate": version("accelerate"),
         "full_length_samples_in_memory": micro_batch,
         "global_batch": plan.batch.global_batch,
@@ -242,7 +242,7 @@ def main() -> int:
         print(f"{_faster(result, name)} times the tokens/s of {name}")
     if len(kept) == 2 * len(SETTINGS):
         print(f"\n{table(kept)}\n")
-    return concluded(result)
+    return report_goals(result)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,8 @@ import msgspec
 
 os.environ |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "LOCAL_SIZE": "1"}
 
-from bench.circumstances import circumstances
+from bench.environment import environment
+from bench.ranks import Ranks
 from frugal.config.schema import understand
 from frugal.dryrun.client import DryRunSource, workers
 from frugal.dryrun.planner import make_plan
@@ -31,7 +32,6 @@ from frugal.dryrun.pool import Pool
 from frugal.errors import NothingFitsError
 from frugal.planning.plan import Plan
 from frugal.units import format_bytes, parse_bytes
-from tests.ranks import Ranks
 
 RESULTS = Path(__file__).parent / "results" / "tight-cpu.json"
 STEPS = 3
@@ -219,7 +219,7 @@ def main() -> int:
             rows.append({**asdict(case), **compare(case, ranks[case.ranks], Path(folder), pool)})
         print(_block(rows[-1]), flush=True)
         if asked.case is None:  # after each row: what was measured before an interruption is kept
-            RESULTS.write_bytes(msgspec.json.format(msgspec.json.encode(_circumstances() | {"rows": rows})) + b"\n")
+            RESULTS.write_bytes(msgspec.json.format(msgspec.json.encode(_environment() | {"rows": rows})) + b"\n")
     pool.close()
     for each in ranks.values():
         each.close()
@@ -244,8 +244,8 @@ def _block(row: dict[str, Any]) -> str:
     )
 
 
-def _circumstances() -> dict[str, Any]:
-    return circumstances("python -m bench.tight") | {
+def _environment() -> dict[str, Any]:
+    return environment("python -m bench.tight") | {
         "compared": "live tensor bytes at the peak of the fullest rank, and losses in fp32, over three optimizer steps",
     }
 

@@ -27,13 +27,13 @@ from typing import Any
 
 import frugal
 from bench import training_rank
-from bench.circumstances import circumstances
-from bench.conclusion import concluded
+from bench.environment import environment
+from bench.goals import report_goals
+from bench.ranks import Ranks
 from bench.training_rank import Text
 from frugal.config.sample_lengths import Lengths
 from frugal.planning.plan import Plan
 from frugal.training.data import corpus as samples
-from tests.ranks import Ranks
 
 COMMAND = "python -m bench.translation --record"
 RESULTS = Path(__file__).parent / "results" / "translation-cpu.json"
@@ -145,7 +145,7 @@ def main() -> int:
             ranks = Ranks(world_size)
             runs[world_size] = trained(planned(Path(name), world_size, lengths), ranks, text, asked.steps)
             ranks.close()
-        result = circumstances(COMMAND) | {
+        result = environment(COMMAND) | {
             "pairs": len(corpus.train),
             "left_out": corpus.report.too_long_rows,
             "median_tokens": lengths.quantile(0.5),
@@ -157,7 +157,7 @@ def main() -> int:
         f"{result['percentile_99_tokens']}; {result['pairs_a_step']:.0f} of them and "
         f"{statistics.mean(result['target_tokens']):.0f} target tokens a step\n\n{table(result)}\n"
     )
-    return concluded(result, RESULTS if asked.record else None)
+    return report_goals(result, RESULTS if asked.record else None)
 
 
 if __name__ == "__main__":

@@ -211,6 +211,12 @@ def _reads_the_environment(tree: ast.Module) -> bool:
     )
 
 
+@pytest.mark.parametrize("folder", ["bench", "ds_configs", "frugal"])
+def test_nothing_but_tests_imports_tests(folder: str) -> None:
+    for path in (ROOT.parent / folder).rglob("*.py"):
+        assert "tests" not in {name.split(".")[0] for name in imported(path)}, path
+
+
 # What is loaded when
 
 

@@ -1,23 +1,15 @@
 """Hosts for the tests of this folder, and a tiny run to give them."""
 
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
-from frugal.config.cluster import Cluster, Node
-from frugal.planning.plan import Plan
-from tests.multinode import cluster
-from tests.multinode.cluster import SSH_PORT, Hosts
-from tests.plans import plan_by_hand
-from tests.runs import prepared
+from bench.hosts import SSH_PORT, Hosts, environment, start, why_not
+from bench.runs import prepared
 
 RUN = ("--data", "text.jsonl", "--steps", "4", "--save-every", "2", "--eval-every", "0")
 
@@ -35,7 +27,7 @@ def three_hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
 
 
 def _up(folder: Path, number: int) -> Iterator[Hosts]:
-    if (reason := cluster.why_not()) is not None:
+    if (reason := why_not()) is not None:
         pytest.skip(reason)
     prepared(folder, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)  # masks would depend on the number of ranks
     up = Hosts(number, folder)
@@ -43,33 +35,6 @@ def _up(folder: Path, number: int) -> Iterator[Hosts]:
         yield up
     finally:
         up.close()
-
-
-def plan(hosts: Hosts, *slots: int, zero_stage: int = 2, global_batch: int = 8) -> Path:
-    """A plan for nodes with so many ranks each, and beside it a hostfile `hosts` that names them."""
-    made = plan_by_hand(
-        world_size=sum(slots), global_batch=global_batch, micro_batch=2, zero_stage=zero_stage,
-        request={"model": str(hosts.folder / "config.json")},
-    )  # fmt: skip
-    device = made.cluster.devices[0]
-    nodes = tuple(Node(devices=(device,) * number) for number in slots)
-    made = replace(made, cluster=Cluster(nodes=nodes, intra_bandwidth=1e9, inter_bandwidth=1e9))
-    folder = hosts.folder / f"plan-{'-'.join(map(str, slots))}-{zero_stage}-{global_batch}"
-    folder.mkdir(exist_ok=True)
-    (folder / "plan.json").write_bytes(msgspec.convert(msgspec.to_builtins(made), Plan).sealed().to_json())
-    lines = (f"{name} slots={number}  # mem=1G\n" for name, number in zip(hosts.names, slots, strict=False))
-    (folder / "hosts").write_text("".join(lines))
-    return folder / "plan.json"
-
-
-def environment(hosts: Hosts) -> dict[str, str]:
-    """As a user's shell has it on n1: nothing of ours but where frugal is."""
-    kept = {name: os.environ[name] for name in ("HOME", "LANG", "PYTHONPATH") if name in os.environ}
-    path = f"{Path(sys.executable).parent}:/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin"
-    return kept | {
-        "PATH": path, "XDG_CACHE_HOME": str(hosts.folder / "cache"), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1",
-        "DS_ACCELERATOR": "cpu", "COLUMNS": "200",
-    }  # fmt: skip
 
 
 def frugal(hosts: Hosts, *words: object, on: str = "n1", timeout: float = 200) -> tuple[int, str, str]:
@@ -83,14 +48,6 @@ def train(hosts: Hosts, path: Path, out: str, *more: object, timeout: float = 20
     return frugal(
         hosts, "train", "--plan", path, "--hostfile", path.with_name("hosts"), "--ssh-port", SSH_PORT, *RUN,
         "--out", out, *more, timeout=timeout,
-    )  # fmt: skip
-
-
-def start(hosts: Hosts, name: str, *words: object) -> subprocess.Popen[str]:
-    """A program on a host, with pipes."""
-    return subprocess.Popen(
-        hosts.inside(name, *words), env=environment(hosts), text=True, stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
 
 

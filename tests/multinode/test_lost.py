@@ -8,9 +8,8 @@ from contextlib import contextmanager
 
 import pytest
 
+from bench.hosts import SSH_PORT, Hosts, plan, start
 from frugal.distributed.peer_watch import SILENT_SECONDS
-from tests.multinode.cluster import SSH_PORT, Hosts
-from tests.multinode.conftest import plan, start
 
 pytestmark = pytest.mark.exhaustive  # half a minute each
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.multinode.cluster import SSH_PORT, Hosts
-from tests.multinode.conftest import RUN, by_hand, environment, frugal, losses, plan, start, train
+from bench.hosts import SSH_PORT, Hosts, environment, plan, start
+from tests.multinode.conftest import RUN, by_hand, frugal, losses, train
 
 LAUNCH = Path(__file__).parents[2] / "launch"
 

@@ -9,9 +9,9 @@ from collections.abc import Callable
 
 import pytest
 
+from bench.hosts import SSH_PORT, Hosts, plan, start
 from frugal.distributed.peer_watch import SILENT_SECONDS
-from tests.multinode.cluster import SSH_PORT, Hosts
-from tests.multinode.conftest import by_hand, frugal, losses, plan, start
+from tests.multinode.conftest import by_hand, frugal, losses
 
 RUN = ("--data", "text.jsonl", "--steps", "60", "--save-every", "10", "--eval-every", "0")
 ON = r"going on from step-0000[1-6]0\n"

@@ -1,11 +1,11 @@
-"""How a benchmark ends: its result in a file, its goals on the screen and in the exit code."""
+"""The goals of a benchmark: kept with its result, printed, and told by the exit code."""
 
 import json
 from pathlib import Path
 from typing import Any
 
 
-def concluded(result: dict[str, Any], file: Path | None = None) -> int:
+def report_goals(result: dict[str, Any], file: Path | None = None) -> int:
     """Keep `result` in `file`, if one is given; 0 if all its `goals` are reached, 1 if not."""
     if file is not None:
         file.write_text(json.dumps(result, indent=2) + "\n")

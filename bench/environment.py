@@ -1,4 +1,4 @@
-"""Under which circumstances something was measured."""
+"""What something was measured on: command, date, device, versions."""
 
 import os
 import platform
@@ -11,7 +11,7 @@ from frugal.config.local_host import cpu_name
 PACKAGES = ("frugal-trainer", "torch", "deepspeed", "transformers")
 
 
-def circumstances(command: str) -> dict[str, Any]:
+def environment(command: str) -> dict[str, Any]:
     """The head of a kept result of CPU ranks."""
     return {
         "command": command,

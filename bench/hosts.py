@@ -11,9 +11,17 @@ left when the processes that hold them are gone, and these are killed with the p
 import os
 import shutil
 import subprocess
+import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import msgspec
+
+from bench.plans import plan_by_hand
+from frugal.config.cluster import Cluster, Node
+from frugal.planning.plan import Plan
 
 SSH_PORT = 2222
 _PROGRAMS = ("ip", "unshare", "nsenter", "setpriv", "ssh", "ssh-keygen", "pdsh", "pkill", "/usr/sbin/sshd")
@@ -159,3 +167,38 @@ def _until(is_true: Any, seconds: float = 20) -> None:
     while not is_true():
         assert time.monotonic() < end, "the hosts do not come up"
         time.sleep(0.05)
+
+
+def plan(hosts: Hosts, *slots: int, zero_stage: int = 2, global_batch: int = 8) -> Path:
+    """A plan for nodes with so many ranks each, and beside it a hostfile `hosts` that names them."""
+    made = plan_by_hand(
+        world_size=sum(slots), global_batch=global_batch, micro_batch=2, zero_stage=zero_stage,
+        request={"model": str(hosts.folder / "config.json")},
+    )  # fmt: skip
+    device = made.cluster.devices[0]
+    nodes = tuple(Node(devices=(device,) * number) for number in slots)
+    made = replace(made, cluster=Cluster(nodes=nodes, intra_bandwidth=1e9, inter_bandwidth=1e9))
+    folder = hosts.folder / f"plan-{'-'.join(map(str, slots))}-{zero_stage}-{global_batch}"
+    folder.mkdir(exist_ok=True)
+    (folder / "plan.json").write_bytes(msgspec.convert(msgspec.to_builtins(made), Plan).sealed().to_json())
+    lines = (f"{name} slots={number}  # mem=1G\n" for name, number in zip(hosts.names, slots, strict=False))
+    (folder / "hosts").write_text("".join(lines))
+    return folder / "plan.json"
+
+
+def environment(hosts: Hosts) -> dict[str, str]:
+    """As a user's shell has it on n1: nothing of ours but where frugal is."""
+    kept = {name: os.environ[name] for name in ("HOME", "LANG", "PYTHONPATH") if name in os.environ}
+    path = f"{Path(sys.executable).parent}:/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin"
+    return kept | {
+        "PATH": path, "XDG_CACHE_HOME": str(hosts.folder / "cache"), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1",
+        "DS_ACCELERATOR": "cpu", "COLUMNS": "200",
+    }  # fmt: skip
+
+
+def start(hosts: Hosts, name: str, *words: object) -> subprocess.Popen[str]:
+    """A program on a host, with pipes."""
+    return subprocess.Popen(
+        hosts.inside(name, *words), env=environment(hosts), text=True, stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip

@@ -1,0 +1,59 @@
+"""Plans made by hand, to run a strategy rather than choose one."""
+
+from typing import Any
+
+from frugal.config.cluster import Cluster, Device, Node
+from frugal.config.request import Request
+from frugal.planning.memory.breakdown import MemoryBreakdown
+from frugal.planning.plan import Batch, ModelSummary, Plan, StepTime
+from frugal.planning.strategy import Strategy
+
+
+def plan_by_hand(
+    *,
+    world_size: int,
+    global_batch: int,
+    micro_batch: int | tuple[int, ...],
+    zero_stage: int,
+    request: dict[str, Any] | None = None,
+    strategy: dict[str, Any] | None = None,
+) -> Plan:
+    """A plan with exactly these choices, and a prediction that claims nothing."""
+    caps = (micro_batch,) * world_size if isinstance(micro_batch, int) else micro_batch
+    device = Device(
+        name="cpu rank",
+        kind="cpu",
+        memory_bytes=8 << 30,
+        context_bytes=0,
+        margin_bytes=0,
+        matrix_flops=1e11,
+        memory_bandwidth=1e10,
+    )
+    memory = MemoryBreakdown(
+        parameters=0, gradients=0, optimizer=0, activations=0, logits=0, communication=0, temporary=0, slack=0,
+        context=0, total_bytes=0, usable_bytes=8 << 30, host_bytes_per_node=0, phase="none", operator="none",
+    )  # fmt: skip
+    return Plan(
+        frugal_version="test",
+        versions={},
+        request=Request(**{"precision": "fp32", "seq_len": 64, "global_batch": global_batch, **(request or {})}),
+        defaults=(),
+        model=ModelSummary(
+            task="causal-lm", parameters=0, trainable_parameters=0, largest_parameter=0, flops_per_sample=0.0
+        ),
+        cluster=Cluster(nodes=(Node(devices=(device,) * world_size),), intra_bandwidth=1e9, inter_bandwidth=1e9),
+        strategy=Strategy(zero_stage=zero_stage, **{"reduce_bucket_elements": 1_000_000, **(strategy or {})}),
+        batch=Batch.of(global_batch, caps),
+        memory=memory,
+        time=StepTime(
+            compute_seconds=0,
+            recompute_seconds=0,
+            communication_seconds=0,
+            offload_seconds=0,
+            optimizer_seconds=0,
+            total_seconds=0,
+        ),
+        why=(),
+        warnings=(),
+        rejected=(),
+    ).sealed()

@@ -1,0 +1,100 @@
+"""Real ranks: processes joined by gloo that stay alive from call to call, so that imports are paid once."""
+
+import gc
+import multiprocessing
+import os
+import socket
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+
+def free_port() -> int:
+    """A TCP port on loopback that nobody listens on now."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+class Ranks:
+    """`world_size` processes in one process group. `run` calls a module-level function on all of them."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self._processes: list[multiprocessing.process.BaseProcess] = []
+        self._connections: list[Connection] = []
+
+    def run(self, function: Callable[..., Any], *args: Any, timeout: float = 300, **kwargs: Any) -> list[Any]:
+        """What `function(*args, **kwargs)` returns on each rank, in rank order.
+
+        A rank that raises or does not answer within `timeout` seconds is an error and ends all processes; the
+        next call starts new ones.
+        """
+        if not self._processes:
+            self._start()
+        for connection in self._connections:
+            connection.send((function, args, kwargs))
+        results: list[Any] = []
+        for rank, connection in enumerate(self._connections):
+            try:
+                if not connection.poll(timeout):
+                    raise AssertionError(f"rank {rank} of {self.world_size} did not answer within {timeout} s")
+                ok, value = connection.recv()
+            except (EOFError, ConnectionResetError):
+                ok, value = False, "the process died"
+            except AssertionError:
+                self.close()
+                raise
+            if not ok:
+                self.close()
+                raise AssertionError(f"rank {rank} of {self.world_size} failed:\n{value}")
+            results.append(value)
+        return results
+
+    def close(self) -> None:
+        """End the processes."""
+        for process in self._processes:
+            process.kill()
+            process.join()
+        self._processes, self._connections = [], []
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["deepspeed", "transformers.modeling_utils", "frugal.training.engine"])
+        port = free_port()
+        for rank in range(self.world_size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, self.world_size, port, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._connections.append(ours)
+
+
+def _serve(rank: int, world_size: int, port: int, connection: Connection) -> None:
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_SIZE=str(world_size),
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1",
+    )  # fmt: skip
+    import logging
+    import warnings
+
+    warnings.filterwarnings("ignore")
+    import torch
+
+    from frugal.distributed import process_group
+
+    gc.freeze()  # DeepSpeed collects at every start of an engine: what was imported need not be looked at again
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    torch.set_num_threads(1)
+    process_group.form()
+    while True:
+        try:
+            function, args, kwargs = connection.recv()
+        except EOFError:
+            return
+        try:
+            connection.send((True, function(*args, **kwargs)))
+        except Exception:
+            connection.send((False, traceback.format_exc()))
