@@ -2,7 +2,7 @@
 
 Counted are the seconds of CPU time of one core, best of three, so that others on the machine do not matter: of a JSON
 list with the tokens of each sample, and of tokenised data, whose lengths are a column on disk. Tokenising comes before
-that and is not part of it; it is done once, and training needs it anyway. Of more than `MOST_READ` samples some are
+that and is not part of it; it is done once, and training needs it anyway. Of more than `MOST_LENGTHS` samples some are
 read, evenly spread, and the plan says how many.
 
 Goal: a million lengths a second.

@@ -16,7 +16,7 @@ from frugal.deepspeed_adapter.kernels import DTYPES
 from frugal.planning.plan import Plan
 from frugal.training.data import corpus as data
 from frugal.training.data import tokenizer as tokenizing
-from frugal.training.data.corpus import Corpus, Drawn
+from frugal.training.data.corpus import Corpus, Subset
 from frugal.training.data.global_batches import GlobalBatches, Position
 from frugal.training.engine import Engine, initialize
 from frugal.training.models import resolve
@@ -80,7 +80,7 @@ def begin(name: str, plan: Plan, text: Text) -> None:
         size = {"global_tokens": plan.batch.global_tokens}
     _RUNS[name] = _Run(
         initialize(model, plan, spec.objective(tokenizer)), GlobalBatches(corpus.train, **size, seed=1),
-        Drawn.from_all(corpus.validation or (), text.validation_samples), Position(),
+        Subset.drawn_from(corpus.validation or (), text.validation_samples), Position(),
     )  # fmt: skip
 
 

@@ -140,7 +140,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name:
         text = written(Path(name))
         corpus = text.load()
-        lengths = samples.of_corpus(corpus, "pairs", corpus.report.left_out("skip"))
+        lengths = samples.lengths_of_corpus(corpus, "pairs", corpus.report.left_out("skip"))
         for world_size in WORLD_SIZES:
             ranks = Ranks(world_size)
             runs[world_size] = trained(planned(Path(name), world_size, lengths), ranks, text, asked.steps)

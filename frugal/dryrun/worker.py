@@ -86,7 +86,7 @@ def _describe(question: AskFacts) -> Any:
 
     spec = _spec(question.request.model, question.request.task)  # whatever the length asked for
     if question.request.pack:
-        packing_check.check(spec)
+        packing_check.check_packing(spec)
     model = spec.build(dtype=torch.bfloat16, device="meta")
     parameters = list(model.parameters())
     return ModelFacts(

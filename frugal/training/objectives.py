@@ -194,7 +194,7 @@ class CausalLM:
         """Summed cross entropy of every next token."""
         next_tokens = F.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)  # cheaper than a copy of all logits but one
         inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
-        with packing.apart() if self.packed else nullcontext():
+        with packing.documents_kept_apart() if self.packed else nullcontext():
             return token_loss_sum(model, inputs, next_tokens)
 
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from frugal.distributed.peer_watch import PeerWatch
     from frugal.training.checkpoint.loading import Progress
-    from frugal.training.data.corpus import Samples
+    from frugal.training.data.corpus import RunData
     from frugal.training.data.sources import Provenance
     from frugal.training.engine import Engine
     from frugal.training.metrics import Log
@@ -125,7 +125,7 @@ def _train(plan: Plan, asked: Settings, device: "torch.device") -> None:
         engine.destroy()
 
 
-def _not_as_planned(plan: Plan, data: "Samples") -> Iterator[str]:
+def _not_as_planned(plan: Plan, data: "RunData") -> Iterator[str]:
     """What to say where versions or the lengths of the data are others than the plan was told."""
     for name, planned_with in plan.versions.items():
         if planned_with != version(name):
@@ -136,13 +136,13 @@ def _not_as_planned(plan: Plan, data: "Samples") -> Iterator[str]:
         yield note
 
 
-def _evaluate_at_the_end(engine: "Engine", data: "Samples", total_steps: int, log: "Log") -> None:
+def _evaluate_at_the_end(engine: "Engine", data: "RunData", total_steps: int, log: "Log") -> None:
     """What it makes of data kept for the end, and of as many samples that it knows as it was validated with."""
-    from frugal.training.data.corpus import Drawn
+    from frugal.training.data.corpus import Subset
     from frugal.training.evaluate import evaluate
 
     if len(data.test) > 0:
-        known = Drawn.from_all(data.training, len(data.validation) or len(data.test))
+        known = Subset.drawn_from(data.training, len(data.validation) or len(data.test))
         for name, samples in (("train", known), ("test", data.test)):
             log.evaluation(total_steps, evaluate(engine, samples), of=name)
 
@@ -174,7 +174,7 @@ def _number(number: int, thing: str) -> str:
     return f"{number} {thing}{'s' * (number != 1)}"
 
 
-def _describe(plan: Plan, asked: Settings, data: "Samples", total_steps: int, steps_done: int) -> str:
+def _describe(plan: Plan, asked: Settings, data: "RunData", total_steps: int, steps_done: int) -> str:
     batch = plan.batch
     size = _number(batch.global_batch, "sample")
     if batch.global_tokens is not None:  # as many samples as fit, which shorter ones do more of

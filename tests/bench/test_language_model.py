@@ -15,12 +15,12 @@ README = ROOT / "README.md"
 
 def test_a_file_of_the_library_is_in_one_part_only_and_none_is_left_out() -> None:
     parts = {
-        name: [row["text"] for row in factories.find(f"{LM}/stdlib.py:{name}")()]
+        name: [row["text"] for row in factories.import_callable(f"{LM}/stdlib.py:{name}")()]
         for name in ("training", "validation", "test")
     }
     assert min(map(len, parts.values())) >= 5
     assert len(parts["training"]) > 20 * len(parts["test"])
-    files = factories.find(f"{LM}/stdlib.py:files")()
+    files = factories.import_callable(f"{LM}/stdlib.py:files")()
     assert sum(map(len, parts.values())) == len(files)
     texts = {text for part in parts.values() for text in part}
     assert texts == {path.read_text(encoding="utf-8", errors="replace") for path in files}

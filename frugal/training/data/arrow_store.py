@@ -51,7 +51,7 @@ class ArrowSamples(Sequence[Sample]):
 
 
 def _value(chunk: Any, row: int) -> Any:
-    """What is in a row of a chunk, counted from its end: the tokens as they lie in the file, or a number."""
+    """What is in row `row` of a chunk, negative from its end: tokens, as a view of the file, or a number."""
     value = chunk[row]
     return value.values.to_numpy() if hasattr(value, "values") else value.as_py()
 
@@ -75,6 +75,7 @@ class ArrowWriter:
         self.num_tokens = 0
 
     def write(self, samples: Sequence[dict[str, Any]]) -> None:
+        """Append samples; they are in the file when the `with` block ends."""
         self._pending += samples
         self.num_samples += len(samples)
         self.num_tokens += sum(len(sample["input_ids"]) for sample in samples)
@@ -113,5 +114,5 @@ class PackingWriter(ArrowWriter):
 
     def __exit__(self, kind: object, *rest: object) -> None:
         if kind is None:
-            super().write(list(self._packer.rest()))
+            super().write(list(self._packer.flush()))
         super().__exit__(kind, *rest)

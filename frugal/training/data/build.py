@@ -1,6 +1,6 @@
-"""From documents to samples: check the fields, tokenise, add special tokens, cut to length.
+"""Samples from documents, in one pass over the sources: check the fields, tokenise, add special tokens, cut to length.
 
-One pass over the sources that makes the samples, and tells what it met and left out.
+What cannot be a sample is counted, and reported with the samples.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -8,24 +8,95 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from frugal import atomic_files
+from frugal.config.sample_lengths import TooLong
 from frugal.errors import RequestError
 from frugal.training.data import tokenizer
 from frugal.training.data.arrow_store import ArrowWriter, PackingWriter
-from frugal.training.data.sources import Bad, Columns, DocumentSource, Row, kind_of
+from frugal.training.data.sources import BadRow, Columns, DocumentSource, Row, type_in_words
 
-TooLong = Literal["error", "truncate", "skip"]
+_FLUSH_CHARACTERS = 1 << 20  # tokenised and written together
+
+Document = tuple[str, tuple[Any, ...]]
+"""Where it is (`file:line`), and the values of its columns."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuildReport:
+    """What reading the data met.
+
+    Attributes:
+        documents: good rows.
+        samples: made from them.
+        tokens: in the samples, special ones and the overlap of windows included.
+        bad_rows: left out because they cannot be read; `first_bad` has `file:line: reason` of up to ten.
+        empty_rows: left out because they have no text.
+        too_long_rows: truncated or left out, as asked.
+        too_short_rows: left out because one token has none to learn from it.
+        label_names: of classes given as text, in order of their number.
+        num_labels: classes; 0 without labels.
+    """
+
+    documents: int = 0
+    samples: int = 0
+    tokens: int = 0
+    bad_rows: int = 0
+    first_bad: tuple[str, ...] = ()
+    empty_rows: int = 0
+    too_long_rows: int = 0
+    too_short_rows: int = 0
+    label_names: tuple[str, ...] = ()
+    num_labels: int = 0
+
+    def left_out(self, too_long: TooLong) -> list[str]:
+        """What of the data is not trained on, in words."""
+        rows = (
+            (self.bad_rows, "that cannot be read left out"),
+            (self.empty_rows, "without text left out"),
+            (self.too_short_rows, "of one token left out"),
+            (self.too_long_rows, "longer than --seq-len " + ("truncated" if too_long == "truncate" else "left out")),
+        )
+        return [f"{number} row{'s' * (number != 1)} {what}" for number, what in rows if number]
+
+
+def build_samples(
+    sources: Sequence[DocumentSource],
+    maker: "SampleMaker",
+    folder: Path,
+    *,
+    pack: bool,
+    limit: int | None,
+    skip_bad_rows: bool,
+    validation_fraction: Fraction,
+) -> None:
+    """Write `folder` with `train.arrow`, `validation.arrow` (if asked) and `report.json`, atomically.
+
+    Raises:
+        RequestError: as `frugal.training.data.corpus.load_corpus`.
+        OSError: it cannot be written.
+    """
+    with atomic_files.new_folder(folder) as temporary:  # where another process was first, it had the same content
+        report = _write(_DocumentReader(sources, maker, limit, skip_bad_rows), temporary, pack, validation_fraction)
+        (temporary / "report.json").write_bytes(msgspec.json.encode(report))
 
 
 @dataclass
-class Cutter:
-    """Makes samples of documents, and counts what cannot be one."""
+class SampleMaker:
+    """Makes samples of documents, and counts what cannot be one.
+
+    Attributes:
+        seq_len: the most tokens of a sample.
+        known_labels: classes in the order of their numbers; a text that is none of them is an error.
+        label_names: classes given as text, numbered in the order in which they come.
+        labels_are_text: whether classes are given as text; None before the first.
+        longest: tokens of the longest document that was too long, and where it is.
+    """
 
     tokenizer: Any
     task: str
@@ -70,7 +141,7 @@ class Cutter:
         """Special tokens around every text."""
         return len(self.prefix) + len(self.suffix)
 
-    def check(self, source: DocumentSource, row_columns: Sequence[str]) -> None:
+    def check_columns(self, source: DocumentSource, row_columns: Sequence[str]) -> None:
         """Refuse a source without a needed column."""
         for role, column in self.columns.needed(self.task).items():
             if column not in row_columns:
@@ -81,49 +152,49 @@ class Cutter:
                     hint=f"choose one, such as --{role}-column {others[0]}" if others else None,
                 )
 
-    def fields(self, row: dict[str, Any]) -> tuple[Any, ...] | Bad:
+    def fields(self, row: dict[str, Any]) -> tuple[Any, ...] | BadRow:
         """The needed columns of a row, checked: texts, or a text and a class."""
         values = []
         for column in self.columns.needed(self.task).values():
             if column not in row:
-                return Bad(f"no `{column}`")
+                return BadRow(f"no `{column}`")
             value = row[column]
             if self.task == "sequence-classification" and column == self.columns.label:
                 value = self._label(value)
-                if isinstance(value, Bad):
+                if isinstance(value, BadRow):
                     return value
             elif not isinstance(value, str):
-                return Bad(f"`{column}` is {kind_of(value)}, not text")
+                return BadRow(f"`{column}` is {type_in_words(value)}, not text")
             elif not value.isascii():
                 try:
                     value.encode()
                 except UnicodeEncodeError:
-                    return Bad(f"`{column}` is not UTF-8 text")
+                    return BadRow(f"`{column}` is not UTF-8 text")
             values.append(value)
         return tuple(values)
 
-    def _label(self, value: Any) -> int | Bad:
+    def _label(self, value: Any) -> int | BadRow:
         """The number of a class. Numbers stand for themselves, names are numbered as they come."""
         if isinstance(value, str) and value.isascii() and value.isdigit() and value not in self.known_labels:
             value = value if self.labels_are_text else int(value)
         if isinstance(value, bool):
             value = int(value)
         if not isinstance(value, int | str):
-            return Bad(f"`{self.columns.label}` is {kind_of(value)}, not a class")
+            return BadRow(f"`{self.columns.label}` is {type_in_words(value)}, not a class")
         if self.labels_are_text is None:
             self.labels_are_text = isinstance(value, str)
         if isinstance(value, str):
             if not self.labels_are_text:
-                return Bad(f"`{self.columns.label}` is `{value}`, other rows have numbers")
+                return BadRow(f"`{self.columns.label}` is `{value}`, other rows have numbers")
             if value not in self.label_names and self.known_labels:
-                return Bad(f"`{self.columns.label}` is `{value}`, the classes are {', '.join(self.known_labels)}")
+                return BadRow(f"`{self.columns.label}` is `{value}`, the classes are {', '.join(self.known_labels)}")
             if value not in self.label_names:
                 self.label_names.append(value)
             value = self.label_names.index(value)
         elif self.labels_are_text:
-            return Bad(f"`{self.columns.label}` is {value}, other rows have names")
+            return BadRow(f"`{self.columns.label}` is {value}, other rows have names")
         elif value < 0:
-            return Bad(f"`{self.columns.label}` is {value}, classes are numbered from 0")
+            return BadRow(f"`{self.columns.label}` is {value}, classes are numbered from 0")
         self.num_labels = max(self.num_labels, value + 1)
         return value
 
@@ -135,15 +206,15 @@ class Cutter:
             for (where, _), source, target in zip(documents, first, second, strict=True):
                 longest = max(len(source), len(target)) + self.num_special
                 if self._fits(longest, where):
-                    ids, labels = self._framed(source), self._framed(target)
+                    ids, labels = self._truncated(source), self._truncated(target)
                     yield [{"input_ids": ids, "labels": labels, "length": max(len(ids), len(labels))}]
                 else:
                     yield []
         elif self.task == "sequence-classification":
             for (where, (_, label)), ids in zip(documents, first, strict=True):
-                framed = self._framed(ids)
+                tokens = self._truncated(ids)
                 fits = self._fits(len(ids) + self.num_special, where)
-                yield [{"input_ids": framed, "label": label, "length": len(framed)}] if fits else []
+                yield [{"input_ids": tokens, "label": label, "length": len(tokens)}] if fits else []
         else:
             for ids in first:
                 yield [{"input_ids": window, "length": len(window)} for window in self._windows(ids)]
@@ -155,15 +226,15 @@ class Cutter:
         windows do not overlap, and each has its special tokens.
         """
         if self.task == "masked-lm":
-            room = self.seq_len - self.num_special
-            for start in range(0, len(ids), room):
-                yield self._wrapped(ids[start : start + room])
+            width = self.seq_len - self.num_special
+            for start in range(0, len(ids), width):
+                yield self._wrapped(ids[start : start + width])
         else:
             document = self._wrapped(ids)
             for start in range(0, len(document) - 1, self.seq_len - 1):
                 yield document[start : start + self.seq_len]
 
-    def _framed(self, ids: NDArray[np.int32]) -> NDArray[np.int32]:
+    def _truncated(self, ids: NDArray[np.int32]) -> NDArray[np.int32]:
         return self._wrapped(ids[: self.seq_len - self.num_special])
 
     def _wrapped(self, ids: NDArray[np.int32]) -> NDArray[np.int32]:
@@ -178,79 +249,14 @@ class Cutter:
         return self.too_long == "truncate"
 
 
-_FLUSH_CHARACTERS = 1 << 20  # tokenised and written together
-
-Document = tuple[str, tuple[Any, ...]]
-"""Where it is, and the values of its columns."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class BuildReport:
-    """What reading the data met.
-
-    Attributes:
-        documents: good rows.
-        samples: made from them.
-        tokens: in the samples, special ones and the overlap of windows included.
-        bad_rows: left out because they cannot be read; `first_bad` has `file:line: reason` of up to ten.
-        empty_rows: left out because they have no text.
-        too_long_rows: truncated or left out, as asked.
-        too_short_rows: left out because one token has none to learn from it.
-        label_names: of classes given as text, in order of their number.
-        num_labels: classes; 0 without labels.
-    """
-
-    documents: int = 0
-    samples: int = 0
-    tokens: int = 0
-    bad_rows: int = 0
-    first_bad: tuple[str, ...] = ()
-    empty_rows: int = 0
-    too_long_rows: int = 0
-    too_short_rows: int = 0
-    label_names: tuple[str, ...] = ()
-    num_labels: int = 0
-
-    def left_out(self, too_long: TooLong) -> list[str]:
-        """What of the data is not trained on, in words."""
-        rows = (
-            (self.bad_rows, "that cannot be read left out"),
-            (self.empty_rows, "without text left out"),
-            (self.too_short_rows, "of one token left out"),
-            (self.too_long_rows, "longer than --seq-len " + ("truncated" if too_long == "truncate" else "left out")),
-        )
-        return [f"{number} row{'s' * (number != 1)} {what}" for number, what in rows if number]
-
-
-def prepare(
-    sources: Sequence[DocumentSource],
-    cutter: Cutter,
-    folder: Path,
-    *,
-    pack: bool,
-    limit: int | None,
-    skip_bad_rows: bool,
-    validation: Fraction,
-) -> None:
-    """Write `folder` with `train.arrow`, `validation.arrow` (if asked) and `report.json`: whole, or not at all.
-
-    Raises:
-        RequestError: as `frugal.training.data.corpus.load_corpus`.
-        OSError: it cannot be written.
-    """
-    with atomic_files.new_folder(folder) as temporary:  # where another process was first, it had the same content
-        report = _write(_Reading(sources, cutter, limit, skip_bad_rows), temporary, pack, validation)
-        (temporary / "report.json").write_bytes(msgspec.json.encode(report))
-
-
-class _Reading:
+class _DocumentReader:
     """The documents of all sources, and a count of the rows that are none."""
 
     def __init__(
-        self, sources: Sequence[DocumentSource], cutter: Cutter, limit: int | None, skip_bad_rows: bool
+        self, sources: Sequence[DocumentSource], maker: SampleMaker, limit: int | None, skip_bad_rows: bool
     ) -> None:
         self.sources = sources
-        self.cutter = cutter
+        self.maker = maker
         self._limit = limit
         self._skips_bad_rows = skip_bad_rows
         self.num_good = self.num_bad = self.num_empty = 0
@@ -264,8 +270,8 @@ class _Reading:
     def documents(self) -> Iterator[Document]:
         """Each row that can be read and has text, up to the limit."""
         for where, row in self._rows():
-            fields = row if isinstance(row, Bad) else self.cutter.fields(row)
-            if isinstance(fields, Bad):
+            fields = row if isinstance(row, BadRow) else self.maker.fields(row)
+            if isinstance(fields, BadRow):
                 self.num_bad += 1
                 if len(self.first_bad) < 10:
                     self.first_bad.append(f"{where}: {fields.reason}")
@@ -282,96 +288,100 @@ class _Reading:
         for source in self.sources:
             checked = source.columns is not None
             if source.columns is not None:
-                self.cutter.check(source, source.columns)
-            for where, row in source.rows(self.cutter.columns):
+                self.maker.check_columns(source, source.columns)
+            for where, row in source.rows(self.maker.columns):
                 if not checked and isinstance(row, dict):
-                    self.cutter.check(source, list(row))
+                    self.maker.check_columns(source, list(row))
                     checked = True
                 yield where, row
 
     @property
     def label_names(self) -> tuple[str, ...]:
         """Of classes given as text; of classes given as numbers those that a source has for them."""
-        names = tuple(self.cutter.label_names)
-        if self.cutter.task == "sequence-classification":
+        names = tuple(self.maker.label_names)
+        if self.maker.task == "sequence-classification":
             names = names or next((source.label_names for source in self.sources if source.label_names), ())
         return names
 
 
-def _write(reading: _Reading, aside: Path, pack: bool, validation: Fraction) -> BuildReport:
-    """Write the samples. Raises RequestError where they are not what was asked for."""
-    cutter = reading.cutter
+def _write(reader: _DocumentReader, folder: Path, pack: bool, fraction: Fraction) -> BuildReport:
+    """Write the samples, those of `fraction` of the documents for validation.
+
+    Raises:
+        RequestError: as `build_samples`.
+    """
+    maker = reader.maker
     num_documents = 0
     with ExitStack() as stack:
 
-        def out(name: str) -> ArrowWriter:
-            path = aside / name
+        def writer(name: str) -> ArrowWriter:
+            path = folder / name
             return stack.enter_context(
-                PackingWriter(path, cutter.task, cutter.seq_len) if pack else ArrowWriter(path, cutter.task)
+                PackingWriter(path, maker.task, maker.seq_len) if pack else ArrowWriter(path, maker.task)
             )
 
-        train = out("train.arrow")
-        kept_back = out("validation.arrow") if validation else None
-        for documents in _portions(reading.documents()):
-            for samples in filter(None, cutter.samples(documents)):
-                is_kept_back = kept_back is not None and _is_kept_back(num_documents, validation)
-                (kept_back if kept_back is not None and is_kept_back else train).write(samples)
+        train = writer("train.arrow")
+        validation = writer("validation.arrow") if fraction else None
+        for documents in _groups(reader.documents()):
+            for samples in filter(None, maker.samples(documents)):
+                is_held_out = validation is not None and _is_held_out(num_documents, fraction)
+                (validation if validation is not None and is_held_out else train).write(samples)
                 num_documents += 1
-    label_names = reading.label_names
+    label_names = reader.label_names
     report = BuildReport(
         documents=num_documents,
-        samples=train.num_samples + (kept_back.num_samples if kept_back else 0),
-        tokens=train.num_tokens + (kept_back.num_tokens if kept_back else 0),
-        bad_rows=reading.num_bad,
-        first_bad=tuple(reading.first_bad),
-        empty_rows=reading.num_empty,
-        too_long_rows=cutter.num_too_long,
-        too_short_rows=reading.num_good - num_documents - cutter.num_too_long * (cutter.too_long != "truncate"),
+        samples=train.num_samples + (validation.num_samples if validation else 0),
+        tokens=train.num_tokens + (validation.num_tokens if validation else 0),
+        bad_rows=reader.num_bad,
+        first_bad=tuple(reader.first_bad),
+        empty_rows=reader.num_empty,
+        too_long_rows=maker.num_too_long,
+        too_short_rows=reader.num_good - num_documents - maker.num_too_long * (maker.too_long != "truncate"),
         label_names=label_names,
-        num_labels=max(cutter.num_labels, len(label_names)),
+        num_labels=max(maker.num_labels, len(label_names)),
     )
-    _check(report, reading, train)
+    _check(report, reader, train)
     return report
 
 
-def _portions(documents: Iterable[Document]) -> Iterator[list[Document]]:
+def _groups(documents: Iterable[Document]) -> Iterator[list[Document]]:
     """As many at once as are worth a call of the tokenizer."""
-    portion: list[Document] = []
+    group: list[Document] = []
     num_characters = 0
     for where, fields in documents:
-        portion.append((where, fields))
+        group.append((where, fields))
         num_characters += sum(len(value) for value in fields if isinstance(value, str))
         if num_characters > _FLUSH_CHARACTERS:
-            yield portion
-            portion, num_characters = [], 0
-    if portion:
-        yield portion
+            yield group
+            group, num_characters = [], 0
+    if group:
+        yield group
 
 
-def _is_kept_back(document: int, fraction: Fraction) -> bool:
+def _is_held_out(document: int, fraction: Fraction) -> bool:
     """Whether document number `document` is for validation: the first, then evenly spread, ceil(n * fraction) of n."""
     return -(-(document + 1) * fraction // 1) > -(-document * fraction // 1)
 
 
-def _check(report: BuildReport, reading: _Reading, train: ArrowWriter) -> None:
+def _check(report: BuildReport, reader: _DocumentReader, train: ArrowWriter) -> None:
     """Refuse samples that are not what was asked for, or none."""
-    cutter = reading.cutter
-    if reading.has_failed:
+    maker = reader.maker
+    if reader.has_failed:
         raise bad_rows_error(report)
-    if report.too_long_rows and cutter.too_long == "error":
-        tokens, where = cutter.longest
+    if report.too_long_rows and maker.too_long == "error":
+        tokens, where = maker.longest
         raise RequestError(
             f"{report.too_long_rows} of {report.documents + report.too_long_rows} samples are longer than --seq-len",
-            because=f"the longest, {where}, has {tokens} tokens with special ones, --seq-len is {cutter.seq_len}",
+            because=f"the longest, {where}, has {tokens} tokens with special ones, --seq-len is {maker.seq_len}",
             hint=f"use --seq-len {tokens}, or --too-long truncate, or --too-long skip",
         )
     if report.samples == 0:
         left_out = [f"{report.bad_rows} rows that cannot be read"] * (report.bad_rows > 0)
         left_out += [f"{report.empty_rows} rows without text"] * (report.empty_rows > 0)
-        has = "has" if len(reading.sources) == 1 else "have"
+        has = "has" if len(reader.sources) == 1 else "have"
         raise RequestError(
             "there is no text in the data",
-            because=f"{_names(reading.sources)} {has} {' and '.join(left_out) or 'no rows'}",
+            because=f"{_names(reader.sources)} {has} {' and '.join(left_out) or 'no rows'}",
         )
     if train.num_samples == 0:
         raise RequestError(

@@ -1,16 +1,14 @@
-"""From sources to samples on disk, made once.
+"""The samples of a run: tokenised once, kept on disk, and read by all ranks.
 
 A document is one row of jsonl, csv, parquet or a saved dataset, or one text file (long ones: stretches of whole
-lines of about 64 KiB). Documents become samples of at most `seq_len` tokens, stored as Arrow under a name that is a
-hash of the data, the tokenizer and every option: memory-mapped when opened, made once, shared by all ranks.
-
-What a run learns from and is measured on, with the model and the tokenizer that belong to it.
+lines of about 64 KiB). Documents become samples of at most `seq_len` tokens, stored as Arrow files in a cache folder
+whose name is a hash of the data, the tokenizer and every option. They are memory-mapped, not loaded.
 """
 
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from pathlib import Path
@@ -20,6 +18,7 @@ import msgspec
 import numpy as np
 import platformdirs
 import torch.distributed as dist
+from numpy.typing import NDArray
 
 from frugal.config import sample_lengths
 from frugal.config.request import Request
@@ -30,9 +29,9 @@ from frugal.planning.plan import Plan
 from frugal.training.data import packing, sources
 from frugal.training.data import tokenizer as tokenizing
 from frugal.training.data.arrow_store import ArrowSamples
-from frugal.training.data.build import BuildReport, Cutter, TooLong, bad_rows_error, prepare
+from frugal.training.data.build import BuildReport, SampleMaker, TooLong, bad_rows_error, build_samples
 from frugal.training.data.global_batches import permutation
-from frugal.training.data.sources import Columns, Provenance, find
+from frugal.training.data.sources import Columns, DocumentSource, Provenance, find_sources
 from frugal.training.models import resolve
 
 _FORMAT = 2  # of the files in the cache; another number is another cache
@@ -40,7 +39,7 @@ _FORMAT = 2  # of the files in the cache; another number is another cache
 
 @dataclass(frozen=True, kw_only=True)
 class Corpus:
-    """Samples to train on, samples kept back, what reading them met, and where they come from."""
+    """Samples to train on, samples held out for validation, a report of reading them, and where they come from."""
 
     train: ArrowSamples
     validation: ArrowSamples | None
@@ -83,31 +82,25 @@ def load_corpus(
         RequestError: nothing there, a column missing, nothing left, or (unless asked otherwise) a row that cannot be
             read or is too long.
     """
-    if not 0 <= validation_fraction < 1:
-        raise RequestError(
-            f"a validation fraction of {validation_fraction} is not possible",
-            because="it must be at least 0 and less than 1",
-        )
-    if limit is not None and limit < 1:
-        raise RequestError(f"a limit of {limit} documents leaves no data", hint="ask for at least 1 document")
+    _check_amounts(validation_fraction, limit)
     columns = columns or Columns()
-    found = find(sources)
+    held_out = Fraction(validation_fraction).limit_denominator(1_000_000)
+    origins = find_sources(sources)
     options = {
         "format": _FORMAT, "task": task, "seq_len": seq_len, "columns": asdict(columns), "limit": limit,
-        "too_long": too_long, "labels": list(label_names), "validation": str(_fraction(validation_fraction)),
-        "tokenizer": tokenizing.fingerprint(tokenizer), "sources": [source.fingerprint for source in found],
+        "too_long": too_long, "labels": list(label_names), "validation": str(held_out),
+        "tokenizer": tokenizing.fingerprint(tokenizer), "sources": [source.fingerprint for source in origins],
+        **({"pack": packing.MOST_OPEN} if pack else {}),
     }  # fmt: skip
-    if pack:
-        options["pack"] = packing.MOST_OPEN
     key = hashlib.sha256(json.dumps(options, sort_keys=True).encode()).hexdigest()
     cache = cache_dir or platformdirs.user_cache_path("frugal") / "data"
     folder = cache / key[:32]
     if not folder.exists():
-        cutter = Cutter(tokenizer, task, seq_len, columns, too_long, label_names)
+        maker = SampleMaker(tokenizer, task, seq_len, columns, too_long, label_names)
         try:
-            prepare(
-                found, cutter, folder, pack=pack, limit=limit, skip_bad_rows=skip_bad_rows,
-                validation=_fraction(validation_fraction),
+            build_samples(
+                origins, maker, folder, pack=pack, limit=limit, skip_bad_rows=skip_bad_rows,
+                validation_fraction=held_out,
             )  # fmt: skip
         except OSError as error:
             raise RequestError(
@@ -115,6 +108,23 @@ def load_corpus(
                 because=error.strerror or str(error),
                 hint="free some space, or set XDG_CACHE_HOME to a folder on another disk",
             ) from None
+    return _open(folder, key, origins, options, skip_bad_rows=skip_bad_rows)
+
+
+def _check_amounts(validation_fraction: float, limit: int | None) -> None:
+    if not 0 <= validation_fraction < 1:
+        raise RequestError(
+            f"a validation fraction of {validation_fraction} is not possible",
+            because="it must be at least 0 and less than 1",
+        )
+    if limit is not None and limit < 1:
+        raise RequestError(f"a limit of {limit} documents leaves no data", hint="ask for at least 1 document")
+
+
+def _open(
+    folder: Path, key: str, origins: Sequence[DocumentSource], options: Mapping[str, Any], *, skip_bad_rows: bool
+) -> Corpus:
+    """The corpus that was built in `folder`."""
     report = msgspec.json.decode((folder / "report.json").read_bytes(), type=BuildReport)
     if report.bad_rows and not skip_bad_rows:
         raise bad_rows_error(report)
@@ -124,22 +134,14 @@ def load_corpus(
         validation=ArrowSamples(validation, key) if validation.exists() else None,
         report=report,
         provenance=Provenance.of(
-            found, key, options, documents=report.documents, samples=report.samples, tokens=report.tokens
+            origins, key, options, documents=report.documents, samples=report.samples, tokens=report.tokens
         ),
     )
 
 
-def _fraction(value: float) -> Fraction:
-    return Fraction(value).limit_denominator(1_000_000)
-
-
-MOST_READ = 100_000_000
-"""Lengths that a plan looks at: a second of counting."""
-
-
 @dataclass(frozen=True)
-class Samples:
-    """The model's spec with the tokenizer it is trained with, and the samples."""
+class RunData:
+    """The samples of a run, with the model's spec and the tokenizer that belong to them."""
 
     spec: Any
     tokenizer: Any
@@ -150,8 +152,8 @@ class Samples:
     provenance: Provenance
 
 
-def read_samples(plan: Plan, asked: Settings) -> Samples:
-    """Read, tokenise and split the data. One rank of each node does it, the others find it done. Collective.
+def read_samples(plan: Plan, asked: Settings) -> RunData:
+    """Read, tokenise and split the data. One rank of each node does it, the others wait for it. Collective.
 
     Raises:
         RequestError: the data, the tokenizer or the model cannot be used.
@@ -168,11 +170,11 @@ def read_samples(plan: Plan, asked: Settings) -> Samples:
     corpus, validation, test = loaded or load_all()
     if corpus.report.num_labels:
         spec = resolve.resolve(plan.request.model, plan.request.task, num_labels=corpus.report.num_labels)
-    return Samples(
+    return RunData(
         spec=spec.for_tokenizer(tokenizer),
         tokenizer=tokenizer,
         training=corpus.train,
-        validation=Drawn.from_all(validation, asked.validation_samples),
+        validation=Subset.drawn_from(validation, asked.validation_samples),
         test=test,
         report=corpus.report,
         provenance=corpus.provenance,
@@ -203,41 +205,46 @@ def _load(task: str, tokenizer: Any, seq_len: int, pack: bool, asked: Settings) 
 def lengths_of(request: Request, asked: Settings) -> Lengths:
     """How long the samples are that a plan for `request` would train on; its source says what is left out.
 
-    The data is tokenised as training will do it, and kept for it. Of more than `MOST_READ` lengths some are read,
+    The data is tokenised as training will do it, and kept for it. Of more than `MOST_LENGTHS` lengths some are read,
     evenly spread.
 
-    Raises: as `read`.
+    Raises: as `read_samples`.
     """
     spec = resolve.resolve(request.model, request.task)
     seq_len = min(request.seq_len, spec.max_positions or request.seq_len)
     corpus, *_ = _load(spec.task, tokenizing.load_tokenizer(asked.tokenizer), seq_len, bool(request.pack), asked)
-    return of_corpus(corpus, ", ".join(asked.data), corpus.report.left_out(asked.too_long))
+    return lengths_of_corpus(corpus, ", ".join(asked.data), corpus.report.left_out(asked.too_long))
 
 
-def of_corpus(corpus: Corpus, name: str, notes: Sequence[str]) -> Lengths:
+MOST_LENGTHS = 100_000_000
+"""That a plan counts: it takes a second."""
+
+
+def lengths_of_corpus(corpus: Corpus, name: str, notes: Sequence[str]) -> Lengths:
     """The lengths of its training samples; `name` and `notes` say where they are from."""
-    found, counted = histogram(corpus.train.lengths, name, notes), corpus.train.counted_tokens
-    return found if counted is corpus.train.lengths else replace(found, counted_mean=float(counted.mean()))
+    lengths, counted_tokens = corpus.train.lengths, corpus.train.counted_tokens
+    counted = histogram(lengths, name, notes)
+    return counted if counted_tokens is lengths else replace(counted, counted_mean=float(counted_tokens.mean()))
 
 
-def histogram(found: Any, name: str, notes: Sequence[str]) -> Lengths:
-    """Of `found`, tokens of each sample; `name` and `notes` say where they are from."""
-    every = -(-len(found) // MOST_READ)
-    numbers = np.bincount(found[::every])
+def histogram(lengths: NDArray[Any], name: str, notes: Sequence[str]) -> Lengths:
+    """How many samples have how many tokens, of the `lengths` of each; `name` and `notes` say where they are from."""
+    stride = -(-len(lengths) // MOST_LENGTHS)
+    numbers = np.bincount(lengths[::stride])
     counts = {int(tokens): int(numbers[tokens]) for tokens in np.flatnonzero(numbers)}
-    part = [f"lengths of one sample in {every}"] * (every > 1)
-    return sample_lengths.of_counts(counts, source="; ".join([name, *part, *notes]))
+    sampled = [f"lengths of one sample in {stride}"] * (stride > 1)
+    return sample_lengths.of_counts(counts, source="; ".join([name, *sampled, *notes]))
 
 
 @dataclass(frozen=True)
-class Drawn(Sequence[Any]):
+class Subset(Sequence[Any]):
     """Some of `samples`, the same in every run on this data."""
 
     samples: Sequence[Any]
     indices: Sequence[int]
 
     @classmethod
-    def from_all(cls, samples: Sequence[Any], number: int | None) -> "Drawn":
+    def drawn_from(cls, samples: Sequence[Any], number: int | None) -> "Subset":
         """`number` of them, drawn evenly from all documents; None: all."""
         if number is None or number >= len(samples):
             return cls(samples, range(len(samples)))
@@ -246,8 +253,8 @@ class Drawn(Sequence[Any]):
     @property
     def lengths(self) -> Any:
         """Tokens of each, shape `(samples,)`; None where they are not known."""
-        found = getattr(self.samples, "lengths", None)
-        return None if found is None else found[np.asarray(self.indices, dtype=np.int64)]
+        lengths = getattr(self.samples, "lengths", None)
+        return None if lengths is None else lengths[np.asarray(self.indices, dtype=np.int64)]
 
     def __len__(self) -> int:
         return len(self.indices)

@@ -1,9 +1,9 @@
 """Several documents in one sample, none of which sees another.
 
-A model is told where a document begins by its positions, which start at 0 there; transformers makes the attention mask
-of that (`position_ids` without `attention_mask`, https://huggingface.co/docs/transformers/main_classes/data_collator,
-as of 5.23). It looks at the values first and leaves the mask out where nothing is packed. Here it never looks: memory
-is the same for every batch, a dry run without values foresees it, and no forward waits for the device.
+A document begins where the position ids start at 0; transformers makes the attention mask of that (`position_ids`
+without `attention_mask`, https://huggingface.co/docs/transformers/main_classes/data_collator, as of 5.23). transformers
+looks at the values first and leaves the mask out where nothing is packed. Here it never looks: memory is the same for
+every batch, a dry run without values foresees it, and no forward waits for the device.
 """
 
 from bisect import bisect_left
@@ -22,7 +22,7 @@ MOST_OPEN = 256
 
 
 @contextmanager
-def apart() -> Iterator[None]:
+def documents_kept_apart() -> Iterator[None]:
     """Models called inside keep attention within documents, whose positions start at 0."""
     from transformers import masking_utils
 
@@ -47,7 +47,7 @@ def positions(documents: Sequence[int]) -> NDArray[np.int64]:
 
 
 class Packer:
-    """Puts pieces into packs of at most `seq_len` tokens, each into the fullest open one that has room for it.
+    """Puts pieces into packs of at most `seq_len` tokens, each into the fullest open one that it fits into.
 
     Best fit (https://doi.org/10.1137/0203025) with a limit on what is open: what comes out depends on the pieces and
     their order alone, and memory does not grow with their number.
@@ -55,29 +55,29 @@ class Packer:
 
     def __init__(self, seq_len: int) -> None:
         self.seq_len = seq_len
-        self._open: list[tuple[int, int, list[NDArray[np.int32]]]] = []  # room, number, pieces; least room first
+        self._open: list[tuple[int, int, list[NDArray[np.int32]]]] = []  # free tokens, number, pieces; fullest first
         self._number = 0
 
     def add(self, piece: NDArray[np.int32]) -> Iterator[dict[str, Any]]:
         """Take one more piece; gives the packs that are full by it."""
-        place = bisect_left(self._open, (len(piece), -1), key=lambda pack: pack[:2])
-        if place < len(self._open):
-            room, number, pieces = self._open.pop(place)
+        index = bisect_left(self._open, (len(piece), -1), key=lambda pack: pack[:2])
+        if index < len(self._open):
+            free, number, pieces = self._open.pop(index)
         else:
-            room, number, pieces = self.seq_len, self._number, []
+            free, number, pieces = self.seq_len, self._number, []
             self._number += 1
-        room -= len(piece)
+        free -= len(piece)
         pieces.append(piece)
-        if room < 2:  # one token alone teaches nothing
+        if free < 2:  # one token alone teaches nothing
             yield _pack(pieces)
             return
-        place = bisect_left(self._open, (room, number), key=lambda pack: pack[:2])
-        self._open.insert(place, (room, number, pieces))
+        index = bisect_left(self._open, (free, number), key=lambda pack: pack[:2])
+        self._open.insert(index, (free, number, pieces))
         if len(self._open) > MOST_OPEN:
             yield _pack(self._open.pop(0)[2])
 
-    def rest(self) -> Iterator[dict[str, Any]]:
-        """What is still open, in the order in which it was begun."""
+    def flush(self) -> Iterator[dict[str, Any]]:
+        """The packs that are still open, in the order in which they were begun."""
         for _, _, pieces in sorted(self._open, key=lambda pack: pack[1]):
             yield _pack(pieces)
         self._open.clear()

@@ -1,8 +1,7 @@
 """Where documents come from: files, globs, folders, saved datasets, the hub, Python's own library, a user's stream.
 
 Rows are read by our own loops rather than by `datasets`, because a message about a bad row has to name file and line.
-
-Where a run's data comes from: so that a run that continues on other data can say what has changed.
+`Provenance` records what samples were made of, so that a run that continues on other data can say what has changed.
 """
 
 import csv
@@ -50,13 +49,13 @@ class Columns:
 
 
 @dataclass(frozen=True)
-class Bad:
+class BadRow:
     """A row that cannot be used, and why."""
 
     reason: str
 
 
-Row = tuple[str, dict[str, Any] | Bad]  # where it is, and what is in it
+Row = tuple[str, dict[str, Any] | BadRow]  # where it is, and what is in it
 
 
 @dataclass(frozen=True)
@@ -70,14 +69,14 @@ class DocumentSource:
     label_names: tuple[str, ...] = ()
 
 
-def find(sources: Sequence[str]) -> list[DocumentSource]:
+def find_sources(sources: Sequence[str]) -> list[DocumentSource]:
     """Everything the user named, in order; files of a folder or glob sorted."""
     if not sources:
         raise RequestError("no data was given", hint=f"pass --data PATH, or --data {STDLIB} for Python's own library")
-    return [found for source in sources for found in _find_one(source)]
+    return [document_source for source in sources for document_source in _find(source)]
 
 
-def _find_one(source: str) -> list[DocumentSource]:
+def _find(source: str) -> list[DocumentSource]:
     path = Path(source).expanduser()
     if source == STDLIB and not path.exists():
         return _stdlib()
@@ -123,14 +122,17 @@ def _stream(source: str) -> DocumentSource:
     It is read once, into the same cache as files are, so that its rows are drawn in the same order as any others. Its
     code stands for its content: rows that change while the file stays are not noticed.
     """
-    make = factories.find(source)
+    make = factories.import_callable(source)
     code = Path(source.rpartition(":")[0]).expanduser().read_bytes()
 
     def rows(columns: Columns) -> Iterator[Row]:
         number = 0
         try:
             for number, row in enumerate(make(), 1):
-                yield f"{source}:row {number}", row if isinstance(row, dict) else Bad(f"{kind_of(row)}, not an object")
+                yield (
+                    f"{source}:row {number}",
+                    row if isinstance(row, dict) else BadRow(f"{type_in_words(row)}, not an object"),
+                )
         except (FrugalError, GeneratorExit):
             raise
         except Exception as error:  # a user's code may raise anything
@@ -212,7 +214,7 @@ def _read_text(path: Path, kind: str, columns: Columns) -> Iterator[Row]:
                 text = piece.decode("utf-8", errors="replace" if kind == "source" else "strict")
                 yield f"{path}:{line}", {columns.text: text.removeprefix("\ufeff")}
             except UnicodeDecodeError as error:
-                yield f"{path}:{line + piece[: error.start].count(10)}", Bad("not UTF-8 text")
+                yield f"{path}:{line + piece[: error.start].count(10)}", BadRow("not UTF-8 text")
             line += piece.count(10)
 
 
@@ -232,18 +234,18 @@ def _read_json(path: Path, kind: str, columns: Columns) -> Iterator[Row]:
     try:
         items = msgspec.json.decode(data, type=list[msgspec.Raw])
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        yield f"{path}:1", Bad(str(error))
+        yield f"{path}:1", BadRow(str(error))
         return
     for number, item in enumerate(items, 1):
         yield f"{path}:item {number}", _json_row(bytes(item))
 
 
-def _json_row(text: bytes) -> dict[str, Any] | Bad:
+def _json_row(text: bytes) -> dict[str, Any] | BadRow:
     try:
         row = msgspec.json.decode(text)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        return Bad(str(error))
-    return row if isinstance(row, dict) else Bad(f"{kind_of(row)}, not an object")
+        return BadRow(str(error))
+    return row if isinstance(row, dict) else BadRow(f"{type_in_words(row)}, not an object")
 
 
 def _read_csv(path: Path, kind: str, columns: Columns) -> Iterator[Row]:
@@ -255,19 +257,17 @@ def _read_csv(path: Path, kind: str, columns: Columns) -> Iterator[Row]:
             try:
                 row = next(reader, None)
             except csv.Error as error:
-                yield where, Bad(str(error))
+                yield where, BadRow(str(error))
                 continue
             if row is None:
                 return
             num_columns = len(reader.fieldnames or ())
             if None in row:
-                yield (
-                    where,
-                    Bad(f"{num_columns + len(row[None])} fields, the header has {num_columns}"),
-                )  # surplus fields
+                num_fields = num_columns + len(row[None])  # where csv keeps surplus fields
+                yield where, BadRow(f"{num_fields} fields, the header has {num_columns}")
             elif None in row.values():
                 num_fields = sum(value is not None for value in row.values())
-                yield where, Bad(f"{num_fields} fields, the header has {num_columns}")
+                yield where, BadRow(f"{num_fields} fields, the header has {num_columns}")
             else:
                 yield where, row
 
@@ -293,7 +293,8 @@ def _parquet(path: Path, digest: str) -> DocumentSource:
     return DocumentSource(str(path), f"parquet:{digest}", rows, names)
 
 
-def kind_of(value: Any) -> str:
+def type_in_words(value: Any) -> str:
+    """What a JSON value is, for people."""
     names = {dict: "an object", list: "a list", str: "text", bool: "true or false", int: "a number", float: "a number"}
     return "nothing" if value is None else names.get(type(value), f"a {type(value).__name__}")
 
@@ -354,8 +355,8 @@ class Provenance:
         gone = [name for name in self.files if name not in now.files]
         new = [name for name in now.files if name not in self.files]
         other = [name for name, digest in self.files.items() if now.files.get(name, digest) != digest]
-        said = ((other, "other content"), (gone, "gone"), (new, "new"))
-        lines = [f"{_names(names)} {_verb(names, word)}" for names, word in said if names]
+        kinds = ((other, "other content"), (gone, "gone"), (new, "new"))
+        lines = [f"{_names(names)} {_verb(names, word)}" for names, word in kinds if names]
         return lines or ["its files are in another order"] * (list(self.files) != list(now.files))
 
 

@@ -25,7 +25,7 @@ from frugal.training.objectives import Objective
 Factory = Callable[[], Any]
 
 
-def find(reference: str) -> Factory:
+def import_callable(reference: str) -> Factory:
     """The callable behind `package.module:name` or `path/to/file.py:name`."""
     where, _, name = reference.rpartition(":")
     try:
@@ -76,7 +76,7 @@ def _importable(folder: Path) -> Iterator[None]:
         sys.path.remove(str(folder))
 
 
-def call(reference: str, factory: Factory, device: torch.device) -> tuple[nn.Module, Objective | None]:
+def make_model(reference: str, factory: Factory, device: torch.device) -> tuple[nn.Module, Objective | None]:
     """The module and, if it gives one, the objective that a factory makes on `device`."""
     try:
         with torch.device(device), _importable(Path.cwd()):

@@ -34,7 +34,7 @@ _SMALL = {
 }  # fmt: skip
 
 
-def check(spec: ModelSpec) -> None:
+def check_packing(spec: ModelSpec) -> None:
     """Refuse to pack for a model that would let documents see each other.
 
     Raises:
@@ -43,7 +43,7 @@ def check(spec: ModelSpec) -> None:
     if spec.task in _WHY_NOT:
         raise RequestError(f"--pack is impossible for {spec.reference}", because=_WHY_NOT[spec.task], hint=_HINT)
     try:
-        leak = leaks(_small(spec))
+        leak = leakage(_small(spec))
     except RequestError:
         raise
     except Exception as error:  # whatever a model trips over
@@ -61,7 +61,7 @@ def check(spec: ModelSpec) -> None:
         )
 
 
-def leaks(model: nn.Module) -> float:
+def leakage(model: nn.Module) -> float:
     """What a document before it changes in the logits of another that is packed with it, as a part of what it changes
     where they simply follow each other."""
     model.eval()
@@ -76,7 +76,7 @@ def leaks(model: nn.Module) -> float:
     with torch.no_grad():
         alone = torch.cat([logits(first), logits(second)])
         following = logits(together)
-        with packing.apart():
+        with packing.documents_kept_apart():
             packed = logits(together, position_ids=position_ids)
     most = float((following - alone).abs().max())
     return float((packed - alone).abs().max()) / most if most else 0.0

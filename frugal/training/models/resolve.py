@@ -207,8 +207,8 @@ def _similar(name: str, *known: Mapping[str, Any]) -> str:
 
 def _of_factory(reference: str, task: str | None) -> ModelSpec:
     """The spec of a user's factory, called once on meta to see what it makes."""
-    factory = factories.find(reference)
-    module, objective = factories.call(reference, factory, torch.device("meta"))
+    factory = factories.import_callable(reference)
+    module, objective = factories.make_model(reference, factory, torch.device("meta"))
     config = getattr(module, "config", None)
     is_transformers = hasattr(config, "get_text_config")
     if objective is None and task is None:

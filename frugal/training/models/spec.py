@@ -87,7 +87,7 @@ class ModelSpec:
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             torch.manual_seed(seed)
             if self.factory is not None:
-                module, _ = factories.call(self.reference, self.factory, device)
+                module, _ = factories.make_model(self.reference, self.factory, device)
                 return module.to(dtype=dtype).train()
             import transformers
 

@@ -218,7 +218,7 @@ def test_one_document_cannot_be_divided(load: Load, tmp_path: Path) -> None:
 def test_data_is_tokenised_once(load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_jsonl(tmp_path / "a.jsonl", ROWS)
     first = load("a.jsonl")
-    monkeypatch.setattr(data, "prepare", None)
+    monkeypatch.setattr(data, "build_samples", None)
     again = load("a.jsonl")
     assert texts(again) == texts(first)
     assert again.fingerprint == first.fingerprint

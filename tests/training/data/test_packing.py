@@ -42,7 +42,7 @@ def documents() -> list[np.ndarray]:
 
 def packed(pieces: list[np.ndarray], seq_len: int = SEQ_LEN) -> list[dict[str, Any]]:
     packer = Packer(seq_len)
-    return [pack for piece in pieces for pack in packer.add(piece)] + list(packer.rest())
+    return [pack for piece in pieces for pack in packer.add(piece)] + list(packer.flush())
 
 
 def pieces_of(pack: dict[str, Any]) -> list[bytes]:
@@ -127,7 +127,7 @@ def test_the_gradient_is_that_of_the_documents_alone(
 
 @pytest.mark.parametrize("name", ["gpt2", "llama-3.1-70b", "mistral", "gemma3_text", "mixtral"])
 def test_models_that_keep_documents_apart_may_pack(name: str) -> None:
-    packing_check.check(resolve(name))
+    packing_check.check_packing(resolve(name))
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def test_models_that_keep_documents_apart_may_pack(name: str) -> None:
 )
 def test_other_models_are_refused_with_the_reason(name: str, reason: str) -> None:
     with pytest.raises(RequestError) as caught:
-        packing_check.check(resolve(name))
+        packing_check.check_packing(resolve(name))
     assert str(caught.value) == (
         f"--pack is impossible for {name}\n  because {reason}\n\n"
         "hint: leave --pack out: samples of like length share a micro-batch, which pads little"
