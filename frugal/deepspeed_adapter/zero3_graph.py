@@ -27,6 +27,7 @@ from deepspeed.runtime.zero.partition_parameters import AllGatherCoalescedHandle
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
+from frugal.deepspeed_adapter.simulate import mirrored
 from frugal.planning.memory.model_trace import (
     FETCH,
     FETCH_IN_BACKWARD,
@@ -231,7 +232,14 @@ def install(model: nn.Module, mark: Mark) -> set[int]:
 
 @contextmanager
 def at_once() -> Iterator[None]:
-    """Inside the `with` block a collective costs the same whatever the number of ranks."""
+    """Inside the `with` block a collective costs the same whatever the number of ranks.
+
+    Where DeepSpeed's are not the ones repeated here, they are left in place.
+    """
+    folder = mirrored.package_folder()
+    if mirrored.changed(folder, "zero3_graph._wait") or mirrored.changed(folder, "zero3_graph._reduce_scatter"):
+        yield
+        return
     with (
         patch.object(AllGatherCoalescedHandle, "wait", _wait),
         patch.object(stage3, "reduce_scatter_coalesced", _reduce_scatter_coalesced),

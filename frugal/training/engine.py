@@ -21,7 +21,7 @@ from deepspeed.runtime.zero.partition_parameters import InsertPostInitMethodToMo
 from torch import Tensor, nn
 
 from frugal.config import local_host
-from frugal.deepspeed_adapter import kernels
+from frugal.deepspeed_adapter import contract, kernels
 from frugal.deepspeed_adapter.json_config import deepspeed_config
 from frugal.deepspeed_adapter.kernels import DTYPES, check_precision
 from frugal.distributed import process_group, signals
@@ -246,8 +246,10 @@ def initialize(
 
     Raises:
         PlanMismatchError: the plan is for another number of ranks, or ranks hold different plans.
-        RequestError: the device cannot do the precision, or its optimizer's library, a compiler or the disk is missing.
+        RequestError: the device cannot do the precision; its optimizer's library, a compiler or the disk is missing; or
+            DeepSpeed is another than the one that was tested, and lacks something.
     """
+    contract.verify()
     process_group.form()
     if dist.get_world_size() != plan.batch.world_size:
         raise PlanMismatchError(

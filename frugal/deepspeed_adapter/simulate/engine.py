@@ -6,6 +6,7 @@ Also stage 0, without ZeRO: every rank has everything, and torch's optimizer is 
 from frugal.config.cluster import DeviceKind
 from frugal.config.optimizers import implementation
 from frugal.config.request import Request
+from frugal.deepspeed_adapter.simulate import mirrored
 from frugal.deepspeed_adapter.simulate.stream import NUM_STATES, MicroStep, PinnedBlocks, Setting, Stream
 from frugal.deepspeed_adapter.simulate.zero3 import SimulatedZero3
 from frugal.deepspeed_adapter.simulate.zero12 import SimulatedZero12
@@ -88,8 +89,10 @@ def covers(request: Request, strategy: Strategy, trace: ModelTrace | None = None
     It does not know: other optimizers than torch's fused ones, offloading to disks or in fp32, overlapping
     communication, gradients not summed in fp32, half precision without gradient partitioning; and models whose memory
     depends on data, with parameters of several types, without a gradient, or under ZeRO-3 frozen or used outside their
-    modules.
+    modules. And it knows nothing of a DeepSpeed that differs from the one it repeats.
     """
+    if not mirrored.verify_simulation():
+        return False
     if request.optimizer not in NUM_STATES or implementation(request.optimizer, request.optimizer_implementation) != (
         "fused"
     ):

@@ -1,0 +1,324 @@
+"""What we need of DeepSpeed: its names, in a table that is checked before training and before dry runs.
+
+`python -m frugal.deepspeed_adapter.contract` prints what does not hold for the DeepSpeed that is installed, names and
+sources of functions that ours repeat (`frugal.deepspeed_adapter.simulate.mirrored`): where an upgrade begins, see
+`make contract`.
+"""
+
+import functools
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+from frugal import required
+from frugal.deepspeed_adapter.simulate import mirrored
+from frugal.required import Required, needed
+
+TESTED = "0.19.8"
+
+_RUNTIME = "deepspeed.runtime"
+_ENGINE = f"{_RUNTIME}.engine:DeepSpeedEngine"
+_ZERO12 = f"{_RUNTIME}.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
+_ZERO3 = f"{_RUNTIME}.zero.stage3:DeepSpeedZeroOptimizer_Stage3"
+_COORDINATOR = f"{_RUNTIME}.zero.partitioned_param_coordinator:PartitionedParameterCoordinator"
+_OFFLOAD = f"{_RUNTIME}.zero.parameter_offload"
+_SPLITTING = f"{_RUNTIME}.zero.partition_parameters"
+_RESET = "reset after out of memory"
+_LAYOUT = "where states lie, for checkpoints"
+_SPLIT = "a parameter that is split"
+_DEVICE = "a pretended device"
+_AT_ONCE = "no loops over ranks in dry runs"
+
+NAMES = (
+    # An engine, from its beginning to its end
+    *needed("deepspeed", "makes the engine and its process group", "initialize", "init_distributed"),
+    *needed("deepspeed", "parameters are split one by one, and gathered again", "zero.Init", "zero.GatheredParameters"),
+    *needed("deepspeed.constants", "how long ranks wait for each other", "default_pg_timeout"),
+    *needed(
+        _ENGINE,
+        "one global batch",
+        "backward(self, loss, retain_graph, scale_wrt_gas)",
+        "set_gradient_accumulation_boundary(self, is_boundary)",
+        "step(self, lr_kwargs)",
+        "was_step_applied(self)",
+        "get_global_grad_norm(self)",
+        "fp16_enabled(self)",
+        "get_lr(self)",
+        "destroy(self)",
+        "_set_client_model:module",
+        "optimizer",
+        "lr_scheduler",
+        "device",
+        "global_rank",
+    ),
+    *needed(
+        _ENGINE,
+        "in checkpoints, and counted on by steps that are left out",
+        "global_steps",
+        "global_samples",
+        "skipped_steps",
+    ),
+    *needed(
+        f"{_SPLITTING}:InsertPostInitMethodToModuleSubClasses",
+        "F.linear is given back, which ZeRO-3 replaces for good",
+        "_enable_mem_efficient_linear:linear_bk",
+    ),
+    *needed(f"{_SPLITTING}:Init", "buffers of a partitioned model go there", "local_device"),
+    *needed(f"{_RUNTIME}.compiler", "replaced while Muon is imported, which would compile", "compile"),
+    *needed(f"{_RUNTIME}.zero.muon.muon_optimizer", "imported without compiling it", ""),
+    *needed(
+        "deepspeed.accelerator.abstract_accelerator:DeepSpeedAccelerator",
+        "what the device can do",
+        "create_op_builder(self, class_name)",
+        "device_name(self, device_index)",
+        "is_bf16_supported(self)",
+        "is_fp16_supported(self)",
+    ),
+    *needed(
+        "deepspeed.launcher.launch",
+        "starts the ranks of a node",
+        "parse_args:--world_info",
+        "parse_args:--master_addr",
+        "parse_args:--master_port",
+        "parse_args:--node_rank",
+        "parse_args:--module",
+        "parse_args:--log_level",
+    ),
+    # Collectives: ranks vote before each
+    *needed("deepspeed.comm.comm", "the object that all collectives go through", "cdb"),
+    *needed("deepspeed.comm.torch", "a kernel that would be compiled", "build_shm_op()"),
+    *needed(
+        "deepspeed.comm.torch:TorchBackend",
+        "ranks vote before it",
+        "all_reduce",
+        "inference_all_reduce",
+        "all_reduce_coalesced",
+        "reduce",
+        "reduce_scatter",
+        "reduce_scatter_tensor",
+        "broadcast",
+        "all_gather",
+        "all_gather_into_tensor",
+        "all_gather_base",
+        "all_gather_coalesced",
+        "all_to_all",
+        "all_to_all_single",
+    ),
+    *needed(
+        "deepspeed.comm.torch:TorchBackend",
+        "waited for where memory is measured",
+        "all_gather_function",
+        "reduce_scatter_function",
+    ),
+    # Back to the state before a global batch that ran out of memory
+    *needed(
+        _ENGINE,
+        _RESET,
+        "_running_engine_backward",
+        "_running_engine_backward_count",
+        "_running_engine_step",
+    ),
+    *needed(f"{_RUNTIME}.base_optimizer", _RESET, "BackwardHookStateManager._grad_acc_post_hooks"),
+    *needed(f"{_RUNTIME}.base_optimizer", _RESET, "ZeROOptimizer._backward_hook_state"),
+    *needed(f"{_RUNTIME}.zero.stage_1_and_2:IPGBucket", _RESET, "clear(self)"),
+    *needed(
+        _ZERO12,
+        _RESET,
+        "ipg_buckets",
+        "params_already_reduced",
+        "_release_ipg_buffers(self)",
+        "micro_step_id",
+        "extra_large_param_to_reduce",
+        "previous_reduced_grads",
+        "averaged_gradients",
+        "all_grad_tensors",
+        "cpu_offload",
+        "_offload_accumulated_param_ids",
+        "reset_cpu_buffers(self)",
+        "single_partition_of_fp32_groups",
+        "_fill_param_grad_accum_attribute:grad_accum",
+    ),
+    *needed(f"{_RUNTIME}.zero.stage3:IPGBucketZ3", _RESET, "clear_params(self)"),
+    *needed(
+        _ZERO3,
+        _RESET,
+        "ipg_buckets",
+        "params_already_reduced",
+        "zero_grad(self, set_to_none)",
+        "offload_optimizer",
+        "averaged_gradients",
+        "fp32_partitioned_groups_flat",
+        "_offload_boundary_param_ids",
+        "parameter_offload",
+    ),
+    *needed(_OFFLOAD, _RESET, "FWD_MODULE_STACK", "ZeROOrderedDict._in_forward"),
+    *needed(
+        f"{_OFFLOAD}:DeepSpeedZeRoOffload",
+        _RESET,
+        "get_param_coordinator(self)",
+        "_register_deepspeed_module:ds_recompute_parameters",
+    ),
+    *needed(
+        _COORDINATOR,
+        _RESET,
+        "__active_backward_submodules",
+        "__inflight_param_registry",
+        "__n_available_params",
+        "is_invalid_trace(self)",
+        "_invalidate_trace(self)",
+        "release_and_reset_all(self, module)",
+    ),
+    *needed(f"{_SPLITTING}:ZeroParamStatus", _RESET, "INFLIGHT", "NOT_AVAILABLE", "AVAILABLE"),
+    # The optimizer step: ranks vote before it writes weights
+    *needed(
+        _ZERO3,
+        "one vote before small parameters are gathered; states on disks are not made beforehand",
+        "_post_step(self, timer_names)",
+        "persistent_parameters",
+        "swap_optimizer",
+        "optimizer",
+    ),
+    *needed(_ZERO12, "torch's own is inside", "optimizer"),
+    # Checkpoints: what lies where, and in which files
+    *needed(_ZERO12, _LAYOUT, "bit16_groups", "_hp_optimizer_states_linked"),
+    *needed("deepspeed.utils.mixed_precision_linkage", _LAYOUT, "_init_lp_to_hp_mapping:_hp_mapping"),
+    *needed(
+        "deepspeed.utils.tensor_fragment",
+        _LAYOUT,
+        "tensor_fragment.lp_fragment_address",
+        "tensor_fragment.hp_fragment_address",
+        "fragment_address.start",
+        "fragment_address.numel",
+    ),
+    *needed(
+        _ZERO3,
+        _LAYOUT,
+        "fp16_groups",
+        "fp16_partitioned_groups",
+        "fp16_partitioned_groups_flat",
+        "unflatten",
+        "checkpoint_event_prologue(self)",
+        "checkpoint_event_epilogue(self)",
+    ),
+    *needed(
+        f"{_SPLITTING}:Init",
+        _SPLIT,
+        "_convert_to_deepspeed_param:ds_numel",
+        "_convert_to_deepspeed_param:ds_shape",
+        "_convert_to_deepspeed_param:ds_status",
+        "_convert_to_deepspeed_param:ds_id",
+        "_convert_to_deepspeed_param:ds_tensor",
+        "_convert_to_deepspeed_param:partition",
+        "_convert_to_deepspeed_param:partition_numel",
+    ),
+    *needed(
+        "deepspeed.checkpoint.constants",
+        "keys in a file of states",
+        "OPTIMIZER_STATE_DICT = 'optimizer_state_dict'",
+        "BASE_OPTIMIZER_STATE = 'base_optimizer_state'",
+        "FP32_FLAT_GROUPS = 'fp32_flat_groups'",
+        "FROZEN_PARAM_FRAGMENTS = 'frozen_param_fragments'",
+        "SINGLE_PARTITION_OF_FP32_GROUPS = 'single_partition_of_fp32_groups'",
+    ),
+    *needed(f"{_RUNTIME}.fp16.loss_scaler", "in every file of states", "DynamicLossScaler", "LossScaler"),
+    *needed(f"{_RUNTIME}.zero.config", "in every file of states", "ZeroStageEnum"),
+    *needed("deepspeed.utils.tensor_fragment", "in files of states", "fragment_address"),
+    *needed(
+        f"{_RUNTIME}.checkpoint_engine.checkpoint_engine:CheckpointEngine",
+        "ours remembers failures, for a vote",
+        "create(self, info)",
+        "save(self, state_dict, path)",
+        "makedirs(self, path, exist_ok)",
+        "load(self, path, map_location)",
+        "commit(self, info)",
+    ),
+    *needed(
+        _ENGINE,
+        "reads and writes files of states",
+        "checkpoint_engine",
+        "_copy_recovery_script(self, save_path)",
+        "save_checkpoint",
+        "load_checkpoint",
+    ),
+    # Dry runs: what is pretended
+    *needed("deepspeed.accelerator", _DEVICE, "get_accelerator()"),
+    *needed("deepspeed.accelerator.real_accelerator", _DEVICE, "get_accelerator()", "set_accelerator(accel_obj)"),
+    *needed(
+        "deepspeed.accelerator.cpu_accelerator:CPU_Accelerator",
+        _DEVICE,
+        "_name",
+        "_communication_backend_name",
+        "device_name(self, device_index)",
+        "current_device(self)",
+        "current_device_name(self)",
+        "device_count(self)",
+        "available_memory(self, device_index)",
+        "total_memory(self, device_index)",
+        "is_fp16_supported(self)",
+        "is_pinned(self, tensor)",
+        "pin_memory(self, tensor, make_copy, match_shape)",
+        "stream(self, stream)",
+        "on_accelerator(self, tensor)",
+    ),
+    *needed("deepspeed.utils.groups", "process groups are put back", "_WORLD_GROUP"),
+    *(
+        Required(f"{_RUNTIME}.zero.{module}", "assert_ints_same_as_other_ranks", "there are no other ranks", "(ints)")
+        for module in ("partitioned_param_coordinator", "partition_parameters", "stage3", "parameter_offload")
+    ),
+    *needed(
+        f"{_RUNTIME}.zero.linear",
+        "there is no autocast on meta",
+        "_is_autocast_enabled(device_type)",
+        "_get_autocast_dtype(device_type)",
+    ),
+    *needed("deepspeed.utils.nvtx", "asks torch.compile at every call", "enable_nvtx"),
+    *needed("deepspeed.ops.adam.fused_adam", "stands for a kernel", "FusedAdamBuilder"),
+    *needed("deepspeed.ops.adam.cpu_adam", "stands for a kernel", "CPUAdamBuilder"),
+    *needed(f"{_RUNTIME}.swap_tensor.partitioned_optimizer_swapper", "stands for disks", "AsyncIOBuilder"),
+    *needed(f"{_RUNTIME}.swap_tensor.partitioned_param_swapper", "stands for disks", "AsyncIOBuilder"),
+    *needed(f"{_SPLITTING}:Init", "parameters arrive one by one", "_zero_init_param(self, param)"),
+    *needed(
+        f"{_SPLITTING}:AllGatherCoalescedHandle",
+        _AT_ONCE,
+        "wait(self, handle_dependency)",
+        "complete",
+        "params",
+        "partitions",
+    ),
+    *needed(f"{_RUNTIME}.zero.stage3", _AT_ONCE, "reduce_scatter_coalesced(tensors, group)"),
+    *needed("deepspeed.comm", _AT_ONCE, "get_rank", "get_world_size"),
+    *needed(f"{_RUNTIME}.engine", "simulated", "MEMORY_OPT_ALLREDUCE_SIZE = 500000000"),
+)
+"""Every name of DeepSpeed that this package uses, and why."""
+
+
+def verify() -> None:
+    """Refuse a DeepSpeed that lacks what we use of it.
+
+    Raises:
+        RequestError: with all that is missing.
+    """
+    if not _is_verified():
+        required.verify("deepspeed", TESTED, NAMES, title="DeepSpeed")
+
+
+@functools.cache  # some 60 ms, once a process
+def _is_verified() -> bool:
+    return not required.missing(NAMES)
+
+
+def main(arguments: list[str]) -> int:
+    """Print what does not hold, and return 1 if anything does not.
+
+    `arguments`: the folder of the DeepSpeed that was tested, to show how sources differ from it; or nothing.
+    """
+    gaps = required.missing(NAMES)
+    changes = list(mirrored.changes(mirrored.package_folder(), *map(Path, arguments)))
+    lines = [f"DeepSpeed {version('deepspeed')}; tested is {TESTED}", f"{len(gaps)} names are missing", *gaps]
+    lines += [f"{len(changes)} sources changed", *changes]
+    sys.stdout.write("\n".join(lines) + "\n")
+    return int(bool(gaps or changes))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,290 @@
+"""The functions of DeepSpeed that ours repeat, with digests of their sources: is what is simulated what is there?
+
+No torch and no DeepSpeed here: sources are read as text.
+"""
+
+import difflib
+import functools
+import hashlib
+import importlib.util
+import logging
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+logger = logging.getLogger("frugal")
+
+_ENGINE = "engine:DeepSpeedEngine"
+_ZERO12 = "zero.stage_1_and_2:DeepSpeedZeroOptimizer"
+_ZERO3 = "zero.stage3:DeepSpeedZeroOptimizer_Stage3"
+_COORDINATOR = "zero.partitioned_param_coordinator:PartitionedParameterCoordinator"
+_OFFLOAD = "zero.parameter_offload:DeepSpeedZeRoOffload"
+_INIT = "zero.partition_parameters:Init"
+
+
+@dataclass(frozen=True)
+class Mirrored:
+    """A function or class of DeepSpeed that ours repeat.
+
+    Attributes:
+        place: `module:Class` or `module`, below `deepspeed.runtime`.
+        name: in it.
+        ours: what repeats it, below `frugal.deepspeed_adapter`.
+        digest: the first 16 digits of the SHA-256 of its source.
+    """
+
+    place: str
+    name: str
+    ours: str
+    digest: str
+
+    @property
+    def qualified(self) -> str:
+        """`Class.method`."""
+        owner = self.place.partition(":")[2]
+        return f"{owner}.{self.name}" if owner else self.name
+
+    def source(self, folder: Path) -> str | None:
+        """Its source in a package's folder."""
+        path = folder.joinpath("runtime", *self.place.partition(":")[0].split(".")).with_suffix(".py")
+        return _module(path).source(self.qualified)
+
+    def is_changed(self, folder: Path) -> bool:
+        """Whether it is another one in a package's folder, or none."""
+        return _digest(self.source(folder)) != self.digest
+
+
+def _mirrored(place: str, ours: str, **digests: str) -> tuple[Mirrored, ...]:
+    return tuple(Mirrored(place, name, ours, digest) for name, digest in digests.items())
+
+
+MIRRORED = (
+    *_mirrored(
+        _ENGINE,
+        "simulate.engine.SimulatedZero0",
+        _get_gradients_for_reduction="e27ed4e775d9fe60",
+        _reduce_non_expert_gradients="673162100f8ae969",
+        buffered_allreduce_fallback="c36145108c4f0383",
+        allreduce_no_retain="43b98414d6dd1981",
+        allreduce_and_copy="c0e79d05e23df2fa",
+        allreduce_bucket="aee7bd807e948276",
+    ),
+    *_mirrored(
+        "zero.utils",
+        "simulate.stream.Stream.norm",
+        get_norm_dtype="0689d2a104ef0dfe",
+    ),
+    *_mirrored(
+        _ZERO12,
+        "simulate.zero12.SimulatedZero12",
+        __init__="faa9fe03f2209e81",
+        flatten_dense_tensors_aligned="44340008fb354023",
+        initialize_optimizer_states="9c439b900537afa5",
+        setup_buckets="82266aa4880f7d64",
+        process_gradients="a05fe9cac73c6432",
+        reduce_independent_p_g_buckets_and_remove_grads="500839d3f30cd91b",
+        reduce_ipg_grads="a41525b603f11247",
+        average_tensor="6fd000d730e51e62",
+        allreduce_and_copy_with_multiple_ranks="e826693368e39b53",
+        allreduce_and_copy="1db38d57186c09f4",
+        allreduce_bucket="bf7fd5c84c68e1f9",
+        copy_grads_in_partition="110f723937b99fb9",
+        _use_compact_grad_partition_buffer="b4b53eb20083e540",
+        _build_compact_grad_partition_buffer="54c896878ee928ae",
+        _add_full_reduction_to_compact_grad_partition="ce2bb0efd6197110",
+        async_accumulate_grad_in_cpu_via_gpu="8d3c25962356b40e",
+        async_inplace_copy_grad_to_fp32_buffer_from_gpu="e9891e46ba4ae96f",
+        set_norm_for_param_grad_in_gpu="f955514898b2fc92",
+        independent_gradient_partition_epilogue="26ceef6d75b34b97",
+        finalize_gradient_accumulation_boundary="92863a666a499cc4",
+        get_flat_partition="77f7f3dae63109ec",
+        get_grad_norm_direct="72af0993ad8cde2c",
+        scaled_global_norm="63c6a6fe100c4e49",
+        step="9520884fd916d178",
+        unscale_and_clip_grads="6bf2ce6f97eafcc2",
+        update_lp_params="3cdce069e3c66082",
+        _release_ipg_buffers="e344b6e31fec8a6f",
+    ),
+    *_mirrored(
+        _ZERO3,
+        "simulate.zero3.SimulatedZero3",
+        _setup_for_real_optimizer="501df2275cc2960c",
+        _create_fp16_partitions_with_defragmentation="db96601fe155bc96",
+        _create_fp16_sub_groups="f6d2d2f11751344c",
+        _create_fp32_partitions="2d22754c23f57f29",
+        initialize_optimizer_states="e7929e87483515f8",
+        reduce_independent_p_g_buckets_and_remove_grads="d62b56503afc1ebe",
+        __add_grad_to_ipg_bucket="94d52f5b4af961a2",
+        __reduce_and_partition_ipg_grads="24d09d54e4e6c38d",
+        __avg_scatter_grads="f392cb14952e5019",
+        __avg_scatter_contiguous_grads="0b21923022a45477",
+        partition_grads="93119b25314ec6d3",
+        independent_gradient_partition_epilogue="f1575b87b3d6c083",
+        _pre_step="6a560fa097ab03bb",
+        _get_norm_groups="6a068faa3149b1f4",
+        _prepare_fp32_grad_for_sub_group="6c19570c775487ef",
+        step="c751b3209f83d3b9",
+        _post_step="d993f8fa66f06633",
+    ),
+    *_mirrored(
+        _COORDINATOR,
+        "simulate.zero3_prefetch.SimulatedPrefetch",
+        reset_step="f992bb62cc9efb34",
+        record_module="4169b2334f29a4fd",
+        record_parameters="182696f0317dcd88",
+        construct_parameter_trace_from_module_trace="6e8586f348a867ea",
+        fetch_sub_module="a5abaed0971c8fbd",
+        _fetch_sub_module_impl="5a0c0616eaa0b4a6",
+        release_sub_module="c3e9bb9e6ae99872",
+        release_and_reset_all="dba16cef435ceb5e",
+        release_backward_leftovers="aabbdf4e2f6399c3",
+        __all_gather_params="83c9b64e3d5ce27d",
+        __all_gather_params_="4833cf1eeb2b7d8c",
+        __release_param="cd752be64275c3b9",
+        __params_to_release="a8a708d6d0c4b820",
+    ),
+    *_mirrored(
+        _OFFLOAD,
+        "simulate.zero3_prefetch.SimulatedPrefetch",
+        mark_persistent_parameters="c01f8b416681da4a",
+    ),
+    *_mirrored(
+        _INIT,
+        "simulate.zero3.SimulatedZero3.initialise",
+        _zero_init_param="2930fbd6b94e89a5",
+        _convert_to_deepspeed_param="77281d2526a148fb",
+    ),
+    *_mirrored(
+        "zero.linear",
+        "zero3_graph._Linear",
+        LinearFunctionForZeroStage3="65c7010661f71a15",
+    ),
+    *_mirrored(
+        _OFFLOAD,
+        "zero3_graph._Module",
+        setup_zero_stage3_hooks="1ec65cef74df86a1",
+        _register_deepspeed_module="05081f6e841fa219",
+        pre_sub_module_forward_function="62abffd323b9210b",
+        post_sub_module_forward_function="d40be41e270767a7",
+        pre_sub_module_backward_function="6ae14ac34ac66ee9",
+        post_sub_module_backward_function="4faa3ff85e4f749e",
+    ),
+    *_mirrored(
+        "zero.utils",
+        "zero3_graph._map_tensors",
+        apply_to_tensors_only="9beb03a5a46ac0f9",
+    ),
+    *_mirrored(
+        "zero.partition_parameters:AllGatherCoalescedHandle",
+        "zero3_graph._wait",
+        wait="66e20af5df511a69",
+    ),
+    *_mirrored(
+        "comm.coalesced_collectives",
+        "zero3_graph._reduce_scatter_coalesced",
+        reduce_scatter_coalesced="d05c7b944514f710",
+    ),
+    *_mirrored(
+        "zero.partition_parameters",
+        "fake_device.SideStreams",
+        free_param="96cebaaa66079050",
+    ),
+)
+"""Whatever changes here has to be looked at: ours may have to change with it."""
+
+
+def verify_simulation() -> bool:
+    """Whether DeepSpeed is the one that is simulated; if not, say so, once. Imports nothing."""
+    return _is_simulated(package_folder())
+
+
+@functools.cache  # some 15 ms, once a process
+def _is_simulated(folder: Path) -> bool:
+    different = changed(folder, "simulate.") + changed(folder, "zero3_graph.")  # traces rest on the second
+    if different:
+        logger.warning(
+            "DeepSpeed %s is not what is simulated, so all strategies are dry-run, which takes longer: %s changed",
+            version("deepspeed"),
+            ", ".join(each.qualified for each in different[:3]) + ", ..." * (len(different) > 3),
+        )
+    return not different
+
+
+def changed(folder: Path, ours: str = "") -> list[Mirrored]:
+    """What is not in a package's folder as it is repeated, of what is repeated by those of ours that begin so."""
+    return [each for each in MIRRORED if each.ours.startswith(ours) and each.is_changed(folder)]
+
+
+def package_folder() -> Path:
+    """Where DeepSpeed is installed; it is not imported."""
+    spec = importlib.util.find_spec("deepspeed")
+    assert spec is not None and spec.origin is not None
+    return Path(spec.origin).parent
+
+
+class ModuleText:
+    """A module's source, and where its classes, functions and methods begin.
+
+    Found by indentation: a parser takes a second for the modules that are simulated.
+    """
+
+    def __init__(self, text: str) -> None:
+        self._lines = text.splitlines(keepends=True)
+        self._heads: dict[str, int] = {}  # `Class.method` -> its line
+        owner = ""
+        for number, line in enumerate(self._lines):
+            if line.startswith(("def ", "class ", "    def ")):
+                name = re.split(r"\W", line.lstrip(), maxsplit=2)[1]
+                if line.startswith(" "):
+                    name = f"{owner}.{name}"
+                else:
+                    owner = name
+                self._heads[name] = number
+
+    def source(self, qualified: str) -> str | None:
+        """That of `Class.method`, `Class` or `function`; None: it is not there."""
+        if qualified not in self._heads:
+            return None
+        lines, begin = self._lines, self._heads[qualified]
+        indent = len(lines[begin]) - len(lines[begin].lstrip())
+        end = begin + 1
+        while begin and lines[begin - 1].startswith(" " * indent + "@"):
+            begin -= 1
+        while end < len(lines) and _is_inside(lines[end], indent):
+            end += 1
+        while not lines[end - 1][: indent + 1].isspace() or lines[end - 1].isspace():  # what comes before the next
+            end -= 1
+        return "".join(lines[begin:end])
+
+
+def _is_inside(line: str, indent: int) -> bool:
+    """Whether a line is deeper than `indent`; so are blank ones, comments, and brackets that close a head."""
+    return line[: indent + 1].isspace() or line.lstrip()[:1] in ("", "#", ")")
+
+
+@functools.cache
+def _module(path: Path) -> ModuleText:
+    return ModuleText(path.read_text(encoding="utf-8") if path.exists() else "")
+
+
+def _digest(source: str | None) -> str:
+    return "" if source is None else hashlib.sha256(source.encode()).hexdigest()[:16]
+
+
+def changes(folder: Path, before: Path | None = None) -> Iterator[str]:
+    """Of each function in `folder` that is not what ours repeat, what has happened to it.
+
+    With the folder `before` of the package that ours repeat, also how it differs.
+    """
+    for each in changed(folder):
+        name, source = f"deepspeed.runtime.{each.place.partition(':')[0]}.{each.qualified}", each.source(folder)
+        if source is None:
+            yield f"{name} is gone; see {each.ours}"
+            continue
+        told = [f"{name} changed, its digest is {_digest(source)}; see {each.ours}"]
+        if before is not None:
+            old = (each.source(before) or "").splitlines()
+            told += difflib.unified_diff(old, source.splitlines(), "tested", "installed", lineterm="")
+        yield "\n".join(told)

@@ -1,0 +1,160 @@
+"""Names of other libraries that we use beyond what these promise: in tables, so that what is missing can be told.
+
+A private name may go with any release. Each stands in a table with its reason: DeepSpeed's in
+`frugal.deepspeed_adapter.contract`, torch's in `frugal.torch_internals`, transformers' in
+`frugal.training.models.transformers_internals`. Tables are checked where training and dry runs start, and all that is
+missing is said in one error, instead of an AttributeError in the middle of a step.
+"""
+
+import dis
+import functools
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from types import CodeType
+from typing import Any
+
+from frugal.errors import RequestError
+
+
+@dataclass(frozen=True)
+class Required:
+    """A name of another library that we use.
+
+    Attributes:
+        module: its full name.
+        path: of the name in it, such as `Class.method`. `Class.name` is also an attribute that the class gives its
+            instances; `function:name` one that the function gives any object, or a string in it, such as a key.
+            Empty: the module itself, which is not imported to see.
+        why: what it is for.
+        form: of a function its parameters, such as `(self, closure)`; of anything else its `repr`. None: any.
+    """
+
+    module: str
+    path: str
+    why: str
+    form: str | None = None
+
+
+def needed(place: str, why: str, *names: str) -> tuple[Required, ...]:
+    """Names with one reason, in a `module` or `module:Class`; behind each its form: `f(self, x)`, `NAME = "value"`."""
+    module, _, owner = place.partition(":")
+    table = []
+    for name in names:
+        path, equals, value = name.partition(" = ")
+        path, bracket, parameters = path.partition("(")
+        form = value if equals else f"({parameters}" if bracket else None
+        table.append(Required(module, f"{owner}.{path}" if owner else path, why, form))
+    return tuple(table)
+
+
+def verify(library: str, tested: str, table: Sequence[Required], *, title: str | None = None) -> None:
+    """Refuse a version of a library that lacks what we use of it. `tested`: the version that has it all.
+
+    Raises:
+        RequestError: with all that is missing.
+    """
+    if gaps := missing(table):
+        raise RequestError(
+            f"{title or library} {version(library)} is not supported",
+            because=gaps,
+            hint=f"pip install {library}=={tested}",
+        )
+
+
+def missing(table: Sequence[Required]) -> tuple[str, ...]:
+    """What is not as the table says, a line each."""
+    return tuple(dict.fromkeys(gap for gap in map(_gap, table) if gap is not None))
+
+
+def _gap(each: Required) -> str | None:
+    try:
+        if not each.path:
+            there = each.module in sys.modules or importlib.util.find_spec(each.module) is not None
+            return None if there else f"there is no module {each.module}"
+        value: Any = importlib.import_module(each.module)
+    except ImportError:
+        return f"there is no module {each.module}"
+    name, owner = each.module, value
+    path, _, given = each.path.partition(":")
+    for part in path.split("."):
+        owner, value = value, getattr(value, _mangled(value, part), _ABSENT)
+        if value is _ABSENT:
+            return None if _gives_instances(owner, _mangled(owner, part)) else f"{name} has no `{part}`"
+        name += f".{part}"
+    if given and given not in {*_assigned(_code(value)), *_strings(_code(value))}:
+        return f"{name} does not name `{given}`"
+    form = _form(value) if each.form is not None else None
+    return None if form == each.form else f"{name} is {form}, not {each.form}"
+
+
+_ABSENT = object()
+
+
+def _mangled(owner: Any, name: str) -> str:
+    """What Python calls a name with two underscores that is private to a class."""
+    is_private = name.startswith("__") and not name.endswith("__") and isinstance(owner, type)
+    return f"_{owner.__name__.lstrip('_')}{name}" if is_private else name
+
+
+def _gives_instances(owner: Any, name: str) -> bool:
+    return isinstance(owner, type) and name in _instance_attributes(owner)
+
+
+@functools.cache
+def _instance_attributes(owner: type) -> frozenset[str]:
+    """What a class gives its instances: by assignment in a method, or as a field."""
+    members = [member for base in owner.__mro__ for member in vars(base).values()]
+    assigned = [name for member in members for name in _assigned(_code(member))]
+    return frozenset((*assigned, *getattr(owner, "__dataclass_fields__", ())))
+
+
+def _form(value: Any) -> str:
+    if not callable(value):
+        return repr(value)
+    return f"({', '.join(inspect.signature(_unwrapped(value)).parameters)})"
+
+
+def _unwrapped(function: Any) -> Any:
+    """A function without its decorators, also those that leave no `__wrapped__`, such as DeepSpeed's for NVTX."""
+    function = inspect.unwrap(getattr(function, "__func__", function))
+    names = getattr(getattr(function, "__code__", None), "co_freevars", ())
+    if "func" in names:
+        inner = function.__closure__[names.index("func")].cell_contents
+        return _unwrapped(inner) if callable(inner) else function
+    return function
+
+
+def _code(member: Any) -> CodeType | None:
+    return getattr(_unwrapped(member), "__code__", None)
+
+
+def _codes(code: CodeType | None) -> Iterator[CodeType]:
+    """A function's code, and that of the functions in it."""
+    if code is not None:
+        yield code
+        for constant in code.co_consts:
+            if isinstance(constant, CodeType):
+                yield from _codes(constant)
+
+
+def _strings(code: CodeType | None) -> set[str]:
+    return {constant for each in _codes(code) for constant in each.co_consts if isinstance(constant, str)}
+
+
+def _assigned(code: CodeType | None) -> Iterator[str]:
+    """Attributes of anything that a function assigns. From its bytecode: reading sources would take a second."""
+    for each in _codes(code):
+        extended, steps = 0, each.co_code
+        for operation, argument in zip(steps[::2], steps[1::2], strict=True):
+            argument |= extended
+            extended = argument << 8 if operation == _EXTENDED_ARG else 0
+            if operation == _STORE_ATTR:
+                yield each.co_names[argument]
+
+
+_STORE_ATTR, _EXTENDED_ARG = dis.opmap["STORE_ATTR"], dis.EXTENDED_ARG

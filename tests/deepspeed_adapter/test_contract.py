@@ -1,0 +1,209 @@
+"""Every name of DeepSpeed that the package uses is in one table, which holds, and is checked before anything runs."""
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+import frugal
+from frugal import required
+from frugal.deepspeed_adapter import contract
+from frugal.errors import RequestError
+from frugal.required import Required, needed
+
+PACKAGE = Path(frugal.__file__).parent
+ADAPTER = PACKAGE / "deepspeed_adapter"
+STAGE3 = "deepspeed.runtime.zero.stage3"
+OPTIMIZER = f"{STAGE3}:DeepSpeedZeroOptimizer_Stage3"
+COORDINATOR = "deepspeed.runtime.zero.partitioned_param_coordinator:PartitionedParameterCoordinator"
+
+
+def test_every_name_is_there() -> None:
+    assert required.missing(contract.NAMES) == ()
+
+
+def test_the_tested_version_is_the_one_that_is_installed() -> None:
+    root = PACKAGE.parent
+    assert version("deepspeed") == contract.TESTED
+    assert f"deepspeed=={contract.TESTED}\n" in (root / "constraints.txt").read_text()
+    assert f'"deepspeed=={contract.TESTED}"' in (root / "pyproject.toml").read_text()
+
+
+@pytest.mark.parametrize(
+    ("name", "gap"),
+    [
+        ("_late_step", f"{STAGE3}.DeepSpeedZeroOptimizer_Stage3 has no `_late_step`"),
+        ("__lost", f"{STAGE3}.DeepSpeedZeroOptimizer_Stage3 has no `__lost`"),
+        ("_post_step.inner", f"{STAGE3}.DeepSpeedZeroOptimizer_Stage3._post_step has no `inner`"),
+        ("_post_step(self)", f"{STAGE3}.DeepSpeedZeroOptimizer_Stage3._post_step is (self, timer_names), not (self)"),
+        ("step:ipg_bucket", f"{STAGE3}.DeepSpeedZeroOptimizer_Stage3.step does not name `ipg_bucket`"),
+    ],
+)
+def test_a_missing_name_is_told_exactly(name: str, gap: str) -> None:
+    assert required.missing(needed(OPTIMIZER, "a test", name)) == (gap,)
+
+
+def test_a_missing_module_and_another_value_are_told_too() -> None:
+    table = (
+        *needed("deepspeed.runtime.zero.stage4", "a test", "", "step"),
+        *needed("deepspeed.checkpoint.constants", "a test", "BASE_OPTIMIZER_STATE = 'base'"),
+    )
+    assert required.missing(table) == (
+        "there is no module deepspeed.runtime.zero.stage4",
+        "deepspeed.checkpoint.constants.BASE_OPTIMIZER_STATE is 'base_optimizer_state', not 'base'",
+    )
+
+
+def test_what_a_class_gives_its_instances_counts() -> None:
+    assert not required.missing(needed(OPTIMIZER, "a test", "fp32_partitioned_groups_flat"))
+    assert not required.missing(needed(COORDINATOR, "a test", "__n_available_params"))
+
+
+def test_another_deepspeed_is_refused_with_all_that_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    lacking = (*contract.NAMES, *needed(OPTIMIZER, "a test", "_late_step", "_step(self)"))
+    monkeypatch.setattr(contract, "NAMES", lacking)
+    monkeypatch.setattr(required, "version", lambda _library: "0.20.0")
+    contract._is_verified.cache_clear()
+    with pytest.raises(RequestError) as caught:
+        contract.verify()
+    contract._is_verified.cache_clear()
+    assert str(caught.value) == (
+        "DeepSpeed 0.20.0 is not supported\n"
+        f"  because {STAGE3}.DeepSpeedZeroOptimizer_Stage3 has no `_late_step`\n"
+        f"  because {STAGE3}.DeepSpeedZeroOptimizer_Stage3 has no `_step`\n\n"
+        "hint: pip install deepspeed==0.19.8"
+    )
+
+
+def test_verifying_again_takes_no_time() -> None:
+    contract.verify()
+    before = contract._is_verified.cache_info().hits
+    contract.verify()
+    assert contract._is_verified.cache_info().hits == before + 1
+
+
+# What the adapter names is in the table
+
+
+def known() -> set[str]:
+    """Every part of every path in the table, and every module."""
+    return {part for each in contract.NAMES for part in re.split(r"[.:]", each.path)}
+
+
+def modules() -> dict[str, ast.Module]:
+    return {str(path.relative_to(PACKAGE)): ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
+
+
+def imported_of_deepspeed(tree: ast.Module) -> Iterator[str]:
+    """Full names that a module imports of DeepSpeed, or reads of a module of DeepSpeed that it imports."""
+    aliases: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "deepspeed":
+            aliases |= {each.asname or each.name: f"{node.module}.{each.name}" for each in node.names}
+        elif isinstance(node, ast.Import):
+            aliases |= {each.asname: each.name for each in node.names if each.asname and "deepspeed" in each.name}
+            if any(each.name == "deepspeed" for each in node.names):
+                aliases["deepspeed"] = "deepspeed"
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in aliases:
+            yield f"{aliases[node.value.id]}.{node.attr}"
+    yield from (name for name in aliases.values() if name != "deepspeed")
+
+
+def patched(tree: ast.Module) -> Iterator[str]:
+    """Full names of DeepSpeed in strings: what is replaced for a dry run."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and re.fullmatch(r"deepspeed(\.\w+)+", str(node.value)):
+            yield str(node.value)
+
+
+def is_in_table(name: str) -> bool:
+    """Whether a full name is in the table, or a module of one that is, or below one that is."""
+    paths = {f"{each.module}.{each.path}".rstrip(".") for each in contract.NAMES}
+    given = {re.sub(r"\w+:", "", path) for path in paths}  # what a class's method gives counts as the class's
+    names = {path.partition(":")[0] for path in paths} | given
+    parts = name.split(".")
+    return any(other.startswith(f"{name}.") or other == name for other in names) or any(
+        ".".join(parts[:n]) in names for n in range(3, len(parts))
+    )
+
+
+@pytest.mark.parametrize(
+    ("file", "name"),
+    [
+        (file, name)
+        for file, tree in modules().items()
+        for name in sorted({*imported_of_deepspeed(tree), *patched(tree)})
+        if "contract.py" not in file
+    ],
+)
+def test_what_is_imported_of_deepspeed_or_replaced_in_it_is_in_the_table(file: str, name: str) -> None:
+    assert is_in_table(name), f"{file} uses {name}"
+
+
+def private_attributes(tree: ast.Module) -> set[str]:
+    """Attributes with an underscore that a module reads of others than itself, also by name in a string."""
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and not (isinstance(node.value, ast.Name) and node.value.id in _OURSELVES):
+            names.add(node.attr)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.isidentifier():
+            names.add(node.value)
+    return {re.sub(r"^_[A-Z]\w*?__", "__", name) for name in names if re.match(r"_[a-zA-Z]", name)}
+
+
+_OURSELVES = ("self", "cls")
+
+
+def own_names() -> set[str]:
+    """What the adapter itself calls so."""
+    names = set()
+    for path in ADAPTER.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+                names.add(node.name)
+            elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in _OURSELVES:
+                names.add(node.attr)
+    return names
+
+
+OF_OTHERS = {
+    "_cdata", "_C", "_DisableTorchDispatch",  # torch
+    "_fields",  # named tuples
+    "_getframe",  # sys
+}  # fmt: skip
+
+
+def test_private_attributes_of_deepspeed_in_the_adapter_are_in_the_table() -> None:
+    fine = known() | own_names() | OF_OTHERS
+    used = {
+        f"{path.name} {name}"
+        for path in ADAPTER.rglob("*.py")
+        for name in private_attributes(ast.parse(path.read_text())) - fine
+    }
+    assert used == set()
+
+
+def test_a_private_attribute_is_seen() -> None:
+    tree = ast.parse("optimizer._late_step(); getattr(engine, '_lost'); coordinator._Class__hidden; self._own")
+    assert private_attributes(tree) == {"_late_step", "_lost", "__hidden"}
+
+
+def test_as_a_program_it_prints_what_does_not_hold() -> None:
+    ran = subprocess.run(
+        [sys.executable, "-m", "frugal.deepspeed_adapter.contract"], capture_output=True, text=True, check=False
+    )
+    assert (ran.returncode, ran.stdout.splitlines()[-3:]) == (
+        0, ["DeepSpeed 0.19.8; tested is 0.19.8", "0 names are missing", "0 sources changed"],
+    )  # fmt: skip
+
+
+def test_a_required_name_has_a_reason() -> None:
+    assert all(each.why for each in contract.NAMES)
+    assert len({(each.module, each.path, each.why) for each in contract.NAMES}) == len(contract.NAMES)
+    assert isinstance(contract.NAMES[0], Required)
