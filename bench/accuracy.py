@@ -121,7 +121,7 @@ def predict(plan: Plan, rank: int) -> dict[str, int]:
         found.objective(),
         plan.request,
         plan.strategy,
-        micro_batch=plan.batch.largest_cell,
+        micro_batch=plan.batch.largest_micro_batch,
         accumulation_steps=plan.batch.accumulation_steps,
         world_size=plan.batch.world_size,
         rank=rank,

@@ -63,7 +63,7 @@ def _turn(spec: ModelSpec, plan: Plan, device: torch.device, steps: int) -> list
     torch.manual_seed(0)
     objective = spec.objective()
     engine = initialize(spec.build(dtype=DTYPES[plan.request.precision]), plan, objective)
-    sizes = plan.batch.cells[dist.get_rank()]
+    sizes = plan.batch.sizes[dist.get_rank()]
     batches = [
         _random(objective.example(size, plan.request.seq_len) if size else objective.collate([objective.dummy()]))
         for size in sizes

@@ -10,7 +10,8 @@ import msgspec
 from bench.plans import plan_by_hand
 from frugal.config.cluster import Cluster, Device, DeviceKind, Node
 from frugal.config.request import Precision, Request
-from frugal.planning.plan import Batch, Plan
+from frugal.planning.batch import BatchPlan
+from frugal.planning.plan import Plan
 from frugal.planning.strategy import BUCKET_ELEMENTS, ActivationCheckpointing, Strategy
 
 LLAMA_3B = {
@@ -101,7 +102,7 @@ class Configuration:
             request=request,
             cluster=cluster(device),
             strategy=self.strategy(trainable_parameters),
-            batch=Batch.of(request.batch_samples, (self.micro_batch,)),
+            batch=BatchPlan.of(request.batch_samples, (self.micro_batch,)),
         ).sealed()
 
 

@@ -4,8 +4,9 @@ from typing import Any
 
 from frugal.config.cluster import Cluster, Device, Node
 from frugal.config.request import Request
+from frugal.planning.batch import BatchPlan
 from frugal.planning.memory.breakdown import MemoryBreakdown
-from frugal.planning.plan import Batch, ModelSummary, Plan, StepTime
+from frugal.planning.plan import ModelSummary, Plan, StepTime
 from frugal.planning.strategy import Strategy
 
 
@@ -43,7 +44,7 @@ def plan_by_hand(
         ),
         cluster=Cluster(nodes=(Node(devices=(device,) * world_size),), intra_bandwidth=1e9, inter_bandwidth=1e9),
         strategy=Strategy(zero_stage=zero_stage, **{"reduce_bucket_elements": 1_000_000, **(strategy or {})}),
-        batch=Batch.of(global_batch, caps),
+        batch=BatchPlan.of(global_batch, caps),
         memory=memory,
         time=StepTime(
             compute_seconds=0,

@@ -2,9 +2,9 @@
 
 Samples are stretches of Python's own library, their lengths drawn log-normal: 99 % are more than ten times as long as
 half of them at most, and the longest fills the plan's sequence. Two engines on two CPU ranks, from the same weights,
-are trained on the same global batches, step by step in turns: one in the plan's cells of a fixed number of samples, in
-the order of the data; the other in cells that `frugal.training.data.micro_batches` groups by length under
-the same plan.
+are trained on the same global batches, step by step in turns: one in the plan's micro-batches of a fixed number of
+samples, in the order of the data; the other in micro-batches that `frugal.training.data.micro_batches` groups by length
+under the same plan.
 
 Measured: seconds of each step (ratio of the sums, and the median of the ratios), padded positions for each token, and
 the loss of both. Then the epoch once more with a limit on memory enforced: the storages of every operator are counted,
@@ -144,7 +144,7 @@ def limited(limit_bytes: int) -> Iterator[Any]:
 
 
 def under_a_limit(plan: Plan, limit_bytes: int, is_full: bool) -> dict[str, Any]:
-    """The epoch in grouped cells, never more than `limit_bytes` live; runs on ranks.
+    """The epoch in grouped micro-batches, never more than `limit_bytes` live; runs on ranks.
 
     `is_full`: in the fewest micro-steps, which fill the budget, rather than in those that are soonest done.
     """

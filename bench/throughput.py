@@ -138,18 +138,20 @@ def padding_of_everything(plan: Plan, seq_len: int) -> dict[str, float]:
     samples = Docstrings(sys.maxsize, seq_len)
     batch = plan.batch
     batches = GlobalBatches(samples, global_batch=batch.global_batch, seed=0)
-    cells = [
-        (number * batch.global_batch, cell)
+    micro_batches = [
+        (number * batch.global_batch, places)
         for number in range(len(samples) // batch.global_batch)
         for rank in range(batch.world_size)
-        for cell in share(batches.at(batches.after(number)), MicroBatchLimits.of(plan), rank, batch).places
+        for places in share(batches.at(batches.after(number)), MicroBatchLimits.of(plan), rank, batch).places
     ]
     order = np.array(permutation(len(samples), seed=0, epoch=0)[:])
     grouped = get_length_grouped_indices(
         samples.lengths.tolist(), batch.global_batch // batch.world_size, generator=torch.Generator().manual_seed(0)
     )
     return {
-        "frugal": _padded([samples.lengths[order[[begin + place for place in cell]]] for begin, cell in cells if cell]),
+        "frugal": _padded(
+            [samples.lengths[order[[begin + place for place in places]]] for begin, places in micro_batches if places]
+        ),
         "random": _padded(_in_turn(samples.lengths[order], batch.micro_batch[0])),
         "trainer, grouped": _padded(_in_turn(samples.lengths[grouped], batch.micro_batch[0])),
     }
@@ -209,8 +211,8 @@ def table(kept: dict[str, Any]) -> str:
         records = [kept[f"{ranks} ranks, room for {room}"] for ranks in (1, 2)]
         for name in setting.goals:
             padded = dict.fromkeys(f"{record['padded_for_each_token'][name]:.2f}" for record in records)
-            cells = [room, NAMES[name], ", ".join(padded), *(_faster(record, name) for record in records)]
-            lines.append(f"| {' | '.join(map(str, cells))} |")
+            columns = [room, NAMES[name], ", ".join(padded), *(_faster(record, name) for record in records)]
+            lines.append(f"| {' | '.join(map(str, columns))} |")
     return "\n".join(lines)
 
 

@@ -109,13 +109,13 @@ def by_hand(meter: Meter, plan: Plan, shape: dict[str, Any], samples: Any, steps
     for _ in range(steps):
         batch = next(batches)
         places = share(batch, MicroBatchLimits.of(plan), rank, plan.batch).places
-        cells = [objective.collate([batch[i] for i in cell] or [objective.dummy()]) for cell in places]
-        targets = torch.tensor(sum(map(objective.count, cells)))
+        micro_batches = [objective.collate([batch[i] for i in own] or [objective.dummy()]) for own in places]
+        targets = torch.tensor(sum(map(objective.count, micro_batches)))
         dist.all_reduce(targets)
         total = torch.zeros((), dtype=torch.float64)
-        for number, cell in enumerate(cells):
-            engine.set_gradient_accumulation_boundary(number == len(cells) - 1)
-            loss = objective.loss_sum(engine, cell)
+        for number, micro_batch in enumerate(micro_batches):
+            engine.set_gradient_accumulation_boundary(number == len(micro_batches) - 1)
+            loss = objective.loss_sum(engine, micro_batch)
             total += loss.detach()
             engine.backward(loss * (world_size / targets.item()), scale_wrt_gas=False)
         engine.step()

@@ -184,7 +184,7 @@ def compare(case: Case, ranks: Ranks, folder: Path, pool: Pool) -> dict[str, Any
         "budget_bytes": parse_bytes(case.memory),
         "full_activation_checkpointing": refusal,
         "strategy": str(found.strategy),
-        "micro_batch": found.batch.largest_cell,
+        "micro_batch": found.batch.largest_micro_batch,
         "planned_bytes": found.memory.total_bytes,
         "measured_bytes": max(peak for _, peak in measured),
         "unconstrained_bytes": max(peak for _, peak in unconstrained),

@@ -17,8 +17,9 @@ from frugal.dryrun import figures as curve
 from frugal.dryrun.client import DryRunSource
 from frugal.dryrun.figures import Figures, figures, fullest
 from frugal.errors import RequestError
+from frugal.planning.batch import BatchPlan
 from frugal.planning.memory.timeline import CATEGORIES
-from frugal.planning.plan import Batch, Plan
+from frugal.planning.plan import Plan
 from frugal.planning.strategy import Strategy, candidates, offload_levels
 from frugal.units import format_bytes
 
@@ -33,7 +34,7 @@ class _Subject:
     request: Request
     cluster: Cluster
     strategy: Strategy
-    batch: Batch
+    batch: BatchPlan
     promised_bytes: int | None = None
 
 
@@ -140,12 +141,12 @@ def _simplest(request: Request, cluster: Cluster, defaults: tuple[str, ...], sou
         request=request,
         cluster=cluster,
         strategy=strategies[0],
-        batch=Batch.of(request.batch_samples, (micro_batch,) * cluster.world_size),
+        batch=BatchPlan.of(request.batch_samples, (micro_batch,) * cluster.world_size),
     )
 
 
 def _dry_run(source: DryRunSource, subject: _Subject) -> list[Any]:
-    return source.dry_runs(subject.strategy, subject.batch.largest_cell, subject.batch.accumulation_steps)
+    return source.dry_runs(subject.strategy, subject.batch.largest_micro_batch, subject.batch.accumulation_steps)
 
 
 def _title(subject: _Subject) -> list[str]:
@@ -153,7 +154,7 @@ def _title(subject: _Subject) -> list[str]:
     return [
         f"{subject.request.model} in {subject.request.precision}, samples of {subject.request.seq_len} tokens",
         f"{subject.strategy}",
-        f"{batch.world_size} {kind}{'s' * (batch.world_size > 1)}, micro-batch {batch.largest_cell}, "
+        f"{batch.world_size} {kind}{'s' * (batch.world_size > 1)}, micro-batch {batch.largest_micro_batch}, "
         f"{batch.accumulation_steps} accumulation step{'s' * (batch.accumulation_steps > 1)}",
     ]
 

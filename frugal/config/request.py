@@ -23,7 +23,7 @@ OffloadChoice = Literal["auto", "none", "optimizer", "all", "nvme"]
 DEFAULT_GLOBAL_BATCH = 512
 
 MOST_SAMPLES = 10_000_000
-"""Of a global batch. A plan names every cell, and this many are already tens of megabytes."""
+"""Of a global batch. A rank lists its micro-batch sizes one by one: tens of megabytes for so many."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -247,7 +247,7 @@ class Request:
 def check_pins(request: Request, world_size: int) -> None:
     """Micro-batch, accumulation steps and caps against the global batch on `world_size` ranks.
 
-    Both pins together must be what the cells come out as: n = ceil(batch / (micro x ranks)) and
+    Both pins together must be what the micro-batches come out as: n = ceil(batch / (micro x ranks)) and
     micro = ceil(batch / (n x ranks)). A micro-batch alone is a cap that is reached unless the batch is too small.
 
     Raises:

@@ -53,12 +53,12 @@ def _on_cpu(plan: Plan) -> bool:
 
 
 def _sum(plan: Plan) -> str:
-    """The batch as a product, or as a bound where the cells differ."""
+    """The batch as a product, or as a bound where the micro-batch sizes differ."""
     batch = plan.batch
     kind = ("rank" if _on_cpu(plan) else "GPU") + "s" * (batch.world_size > 1)
     up_to = "" if batch.is_uniform else "up to "
     return (
-        f"{batch.global_batch} samples = {batch.world_size} {kind} x {up_to}micro-batch {batch.largest_cell} x "
+        f"{batch.global_batch} samples = {batch.world_size} {kind} x {up_to}micro-batch {batch.largest_micro_batch} x "
         f"{batch.accumulation_steps} accumulation step{'s' * (batch.accumulation_steps > 1)}"
     )
 
@@ -99,7 +99,7 @@ def arguments(output_dir, **others):
 {join}    return TrainingArguments(
         output_dir=output_dir,
         deepspeed=str(Path(__file__).with_name("{DEEPSPEED_FILE}")),
-        per_device_train_batch_size={plan.batch.largest_cell},
+        per_device_train_batch_size={plan.batch.largest_micro_batch},
         gradient_accumulation_steps={plan.batch.accumulation_steps},
         average_tokens_across_devices=True,
         dataloader_drop_last=True,
@@ -140,7 +140,7 @@ def accelerate(plan: Plan, start: str, folder: str) -> str:
     """A config file for `accelerate launch`. What it cannot say, the training script must do: the comments say what."""
     batch, nodes = plan.batch, plan.cluster.nodes
     duties = [
-        f"batches of {batch.largest_cell} samples from its DataLoader; accelerator.accumulate(model) counts to "
+        f"batches of {batch.largest_micro_batch} samples from its DataLoader; accelerator.accumulate(model) counts to "
         f"{batch.accumulation_steps}",
         f"accelerate.utils.DummyOptim as optimizer: {DEEPSPEED_FILE} names the real one",
         "the mean over the T targets of a whole global batch, from each micro-batch's sum:\n"
@@ -283,15 +283,15 @@ def collate(samples):
 {_COLLATE[plan.model.task]}
 
 for step in range(asked.steps):
-    cells = []
+    micro_batches = []
     for k in range(STEPS_OF_ACCUMULATION):  # rank by rank, in each micro-step
         begin, end = BATCH * k // STEPS_OF_ACCUMULATION, BATCH * (k + 1) // STEPS_OF_ACCUMULATION
         mine = range(*(begin + (end - begin) * part // world_size for part in (rank, rank + 1)))
-        cells.append(collate([samples[(step * BATCH + i) % len(samples)] for i in mine]))
-    targets = torch.tensor(sum(int((labels != -100).sum()) for _, labels in cells), device=engine.device)
+        micro_batches.append(collate([samples[(step * BATCH + i) % len(samples)] for i in mine]))
+    targets = torch.tensor(sum(int((labels != -100).sum()) for _, labels in micro_batches), device=engine.device)
     dist.all_reduce(targets)  # T, over all ranks and micro-steps
     total = torch.zeros((), device=engine.device)
-    for k, (inputs, labels) in enumerate(cells):
+    for k, (inputs, labels) in enumerate(micro_batches):
         engine.set_gradient_accumulation_boundary(k == STEPS_OF_ACCUMULATION - 1)
         logits = engine(**{{name: tensor.to(engine.device) for name, tensor in inputs.items()}}).logits
         labels = labels.flatten().to(engine.device)
@@ -396,15 +396,15 @@ def check(plan: Plan, target: Target) -> None:
 
 
 def _is_even(plan: Plan) -> bool:
-    """Whether no cell is empty, and those of a micro-step differ by one sample at most: the ranks are one group."""
-    cut = plan.batch.cut
-    return len(cut.groups) == 1 and all(sum(steps.samples) >= cut.world_size for steps in cut.micro_steps)
+    """Whether no micro-batch is empty, and those of a micro-step differ by one sample at most: one group of ranks."""
+    batch = plan.batch
+    return len(batch.groups) == 1 and all(sum(steps.samples) >= batch.world_size for steps in batch.micro_steps)
 
 
 def _uneven(plan: Plan, target: Target) -> RequestError:
     batch = plan.batch
     kind = "ranks" if plan.cluster.devices[0].kind == "cpu" else "GPUs"
-    world, groups = batch.world_size, batch.cut.groups.values()
+    world, groups = batch.world_size, batch.groups.values()
     dealt = [pair for steps in batch.micro_steps for pair in zip(steps.samples, groups, strict=True)]
     sizes = sorted({size for samples, ranks in dealt for size in (samples // ranks, -(-samples // ranks))})
     equation = f"{kind} x micro-batch x accumulation steps"
@@ -416,10 +416,10 @@ def _uneven(plan: Plan, target: Target) -> RequestError:
     return RequestError(
         f"{_NAMES[target]} cannot cut {batch.global_batch} samples as planned for {world} {kind}",
         because=[
-            f"it trains {equation}, all cells alike"
+            f"it trains {equation}, all micro-batches of one size"
             if target != "script"
             else "it cuts each micro-step evenly, and leaves no rank without samples",
-            f"the plan's cells have {', '.join(map(str, sizes[:-1]))} and {sizes[-1]} samples",
+            f"the plan's micro-batches have {', '.join(map(str, sizes[:-1]))} and {sizes[-1]} samples",
         ],
         hint=f"plan with {', or '.join(ways)}{also}",
     )

@@ -36,13 +36,13 @@ _AIO = {
 def deepspeed_config(plan: Plan) -> dict[str, Any]:
     """The DeepSpeed JSON of a plan.
 
-    Where the global batch does not divide, the three batch keys state the capacity of the cells, because DeepSpeed
-    insists on `micro x accumulation x world = batch`; frugal's engine runs the cells themselves.
+    Where the global batch does not divide, the three batch keys state the capacity of the micro-batches, because
+    DeepSpeed insists on `micro x accumulation x world = batch`; frugal's engine runs the planned sizes themselves.
     """
     batch = plan.batch
     return {
         "train_batch_size": batch.capacity,
-        "train_micro_batch_size_per_gpu": batch.largest_cell,
+        "train_micro_batch_size_per_gpu": batch.largest_micro_batch,
         "gradient_accumulation_steps": batch.accumulation_steps,
         **strategy_config(plan.request, plan.strategy),
     }

@@ -14,7 +14,7 @@ from frugal.dryrun.figures import Figures, figures
 from frugal.dryrun.messages import DryRun
 from frugal.dryrun.pool import Pool
 from frugal.errors import RequestError
-from frugal.planning.plan import Batch
+from frugal.planning.batch import BatchPlan
 from frugal.planning.strategy import Strategy
 from frugal.training.measure.record import Capped, Measured, ModelDefinition
 
@@ -37,7 +37,7 @@ class Measurement:
     definition: ModelDefinition
     cluster: Cluster
     strategy: Strategy
-    batch: Batch
+    batch: BatchPlan
     predicted: Figures
     measured: Measured
     capped: Capped | None = None
@@ -75,7 +75,7 @@ class Measurement:
             task = self.request.task if self.definition.task is None else self.definition.task
             request = replace(self.request, model=reference, task=task)
             with DryRunSource(request, self.cluster, cache=False, pool=pool) as source:
-                dry_runs = source.dry_runs(self.strategy, self.batch.largest_cell, self.batch.accumulation_steps)
+                dry_runs = source.dry_runs(self.strategy, self.batch.largest_micro_batch, self.batch.accumulation_steps)
         return predicted(dry_runs, self.cluster)
 
     def encode(self) -> bytes:

@@ -24,8 +24,9 @@ from frugal.dryrun.trace.categories import package_folder
 from frugal.dryrun.trace.cuda_kernels import kernels_of
 from frugal.dryrun.trace.recorder import Tracker, not_collected
 from frugal.errors import RequestError
+from frugal.planning.batch import BatchPlan
 from frugal.planning.cost import Counts
-from frugal.planning.plan import Batch, Plan
+from frugal.planning.plan import Plan
 from frugal.planning.strategy import Strategy
 from frugal.training.engine import Engine, initialize
 from frugal.training.measure.memory_gauge import mark_phases
@@ -39,7 +40,7 @@ class _PlanStandIn:
 
     request: Request
     strategy: Strategy
-    batch: Batch
+    batch: BatchPlan
     digest: str = "dry run"
 
 
@@ -63,7 +64,7 @@ def dry_run(
 
     A model that reads an integer from its data is told the longest dimension of a batch, and 1 if it rejects that.
     """
-    batch = Batch.of(world_size * micro_batch * accumulation_steps, (micro_batch,) * world_size)
+    batch = BatchPlan.of(world_size * micro_batch * accumulation_steps, (micro_batch,) * world_size)
     if kind == "cpu" and strategy.activation_checkpointing == "offloaded":
         strategy = replace(strategy, activation_checkpointing="full")  # as it is where the host is the device
     plan = cast(Plan, _PlanStandIn(request=request, strategy=strategy, batch=batch))

@@ -1,4 +1,4 @@
-"""A global batch, cut into cells: one a rank and micro-step, none lost and none invented.
+"""A global batch, cut into micro-batches: one a rank and micro-step, no sample lost and none invented.
 
 Ranks with the same cap on their micro-batch are a group. There are at most two kinds of micro-steps, and in all of one
 kind a group gets the same number of samples, so a thousand ranks and a thousand micro-steps are a few numbers.
@@ -6,7 +6,7 @@ kind a group gets the same number of samples, so a thousand ranks and a thousand
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from operator import mul
 from types import MappingProxyType
@@ -30,82 +30,161 @@ def _groups(caps: tuple[int, ...]) -> Mapping[int, int]:
     return MappingProxyType(dict(sorted(Counter(caps).items())))
 
 
-@dataclass(frozen=True)
-class Cells:
-    """Samples of every rank in every micro-step; `caps` has the most a rank takes at once, one number a rank.
+@dataclass(frozen=True, kw_only=True)
+class BatchPlan:
+    """A global batch and its micro-batches. For a token target these are micro-batches of full-length samples.
 
-    All ranks have the same number of micro-steps, because ZeRO communicates in each one; a cell may be empty.
+    All ranks have the same number of micro-steps, because ZeRO communicates in each one; a micro-batch may be empty.
+
+    Attributes:
+        global_batch: samples over all ranks and micro-steps.
+        global_tokens: the token target that `global_batch` was derived from; None: the target is in samples.
+        world_size: number of ranks.
+        micro_batch: caps, one a rank: the most samples it takes at once.
+        accumulation_steps: micro-steps per optimizer step.
+        micro_steps: the micro-batch sizes, in a few numbers however many ranks and micro-steps there are.
+        shortest: tokens that a sample counts at least, of samples of different lengths: in a micro-batch a sample
+            counts as its own tokens, all padded to the longest and no more than `micro_batch` samples of full length;
+            None: each counts as one of full length. See `frugal.planning.length_bucketing`.
+        overhead_tokens: what a micro-step takes besides its tokens, in tokens of the same time; None: the fewest
+            micro-steps are wanted.
     """
 
-    caps: tuple[int, ...]
+    global_batch: int
+    global_tokens: int | None
+    world_size: int
+    micro_batch: tuple[int, ...]
+    accumulation_steps: int
     micro_steps: tuple[MicroSteps, ...]
+    shortest: int | None = None
+    overhead_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        assert self.caps and self.micro_steps
+        assert self.micro_batch and self.micro_steps
+        assert self.world_size == len(self.micro_batch), "there is not one micro-batch cap a rank"
         assert all(len(steps.samples) == len(self.groups) and steps.count > 0 for steps in self.micro_steps)
         assert all(min(steps.samples) >= 0 for steps in self.micro_steps), "fewer than no samples"
-        assert all(size <= cap for cap, size in zip(self.groups, self.largest, strict=True)), "a cell is over its cap"
+        assert self.global_batch == sum(steps.count * sum(steps.samples) for steps in self.micro_steps), (
+            "the micro-batch sizes do not add up to the global batch"
+        )
+        assert self.accumulation_steps == sum(steps.count for steps in self.micro_steps), (
+            "the micro-steps are not as many as it says"
+        )
+        assert all(size <= cap for cap, size in zip(self.groups, self.largest_of_groups, strict=True)), (
+            "a micro-batch is over its cap"
+        )
 
-    @property
+    @classmethod
+    def of(
+        cls,
+        global_batch: int,
+        micro_batch: Sequence[int],
+        global_tokens: int | None = None,
+        *,
+        accumulation_steps: int | None = None,
+    ) -> "BatchPlan":
+        """The fewest micro-steps that hold `global_batch` samples, cut as evenly as whole samples allow.
+
+        `micro_batch` has one cap a rank. With n = ceil(batch / sum of caps) micro-steps, or `accumulation_steps` if
+        given, micro-step k gets b_k samples, the b_k differing by at most one, the larger ones first. Of these a group
+        of m ranks with cap c is due b_k * m * c / sum(caps); it gets that rounded down or up, so never more than m * c,
+        and the roundings up go to the largest remainders. Every micro-step lasts as long as its slowest rank, so there
+        is nothing to gain from rounding another way in the next. With equal caps all micro-batches differ by at most
+        one sample, and so do the ranks' totals.
+
+        Raises:
+            RequestError: a batch or a cap below 1, or `accumulation_steps` that cannot hold the batch or would stay
+                empty.
+        """
+        if global_batch < 1:
+            raise RequestError(
+                f"a global batch of {global_batch} samples trains nothing", hint="ask for at least 1 sample"
+            )
+        if not micro_batch or min(micro_batch) < 1:
+            raise RequestError(
+                f"the micro-batch caps {list(micro_batch)} leave a rank without samples",
+                hint="every rank must take at least 1 sample",
+            )
+        caps = tuple(micro_batch)
+        fewest = -(-global_batch // sum(caps))
+        num_steps = fewest if accumulation_steps is None else accumulation_steps
+        if not fewest <= num_steps <= global_batch:
+            raise RequestError(
+                f"{num_steps} accumulation steps cannot hold a global batch of {global_batch}",
+                because=f"{sum(caps)} samples fit into one, and each needs at least one",
+                hint=f"between {fewest} and {global_batch} accumulation steps can",
+            )
+        capacities = [cap * num_ranks for cap, num_ranks in _groups(caps).items()]
+        per_step, num_larger = divmod(global_batch, num_steps)
+        kinds = ((num_larger, per_step + 1), (num_steps - num_larger, per_step))
+        return cls(
+            global_batch=global_batch,
+            global_tokens=global_tokens,
+            world_size=len(caps),
+            micro_batch=caps,
+            accumulation_steps=num_steps,
+            micro_steps=tuple(
+                MicroSteps(count=count, samples=_in_proportion(samples, capacities))
+                for count, samples in kinds
+                if count
+            ),
+        )
+
+    @cached_property
     def groups(self) -> Mapping[int, int]:
         """The number of ranks of each cap, smallest cap first."""
-        return _groups(self.caps)
+        return _groups(self.micro_batch)
 
-    @property
-    def largest(self) -> tuple[int, ...]:
-        """The largest cell of each group."""
+    @cached_property
+    def largest_of_groups(self) -> tuple[int, ...]:
+        """The largest micro-batch of each group, samples."""
         return tuple(map(max, zip(*map(self.largest_in, self.micro_steps), strict=True)))
 
     def largest_in(self, steps: MicroSteps) -> tuple[int, ...]:
-        """The largest cell of each group in these micro-steps."""
+        """The largest micro-batch of each group in these micro-steps, samples."""
         return tuple(-(-size // num_ranks) for size, num_ranks in zip(steps.samples, self.groups.values(), strict=True))
 
-    @cached_property
-    def sizes(self) -> tuple[tuple[int, ...], ...]:
-        """`sizes[rank][micro_step]`, shape (world size, accumulation steps)."""
-        rows: list[list[int]] = [[] for _ in self.caps]
-        for group, cap in enumerate(self.groups):
-            members = [row for row, own in zip(rows, self.caps, strict=True) if own == cap]
-            first = 0  # whose turn it is to get one more
-            for steps in self.micro_steps:
-                each, more = divmod(steps.samples[group], len(members))
-                for _ in range(steps.count):
-                    for row in members:
-                        row.append(each)
-                    for turn in range(first, first + more):
-                        members[turn % len(members)][-1] += 1
-                    first += more
-        return tuple(map(tuple, rows))
+    @property
+    def largest_micro_batch(self) -> int:
+        """The most samples that any rank gets in any micro-step."""
+        return max(self.largest_of_groups)
 
     @property
-    def global_batch(self) -> int:
-        """Samples over all ranks and micro-steps."""
-        return sum(steps.count * sum(steps.samples) for steps in self.micro_steps)
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks."""
-        return len(self.caps)
-
-    @property
-    def accumulation_steps(self) -> int:
-        """Micro-steps per optimizer step."""
-        return sum(steps.count for steps in self.micro_steps)
+    def capacity(self) -> int:
+        """Samples that micro-batches of the largest size would hold; DeepSpeed's JSON can only say this number."""
+        return self.accumulation_steps * self.largest_micro_batch * self.world_size
 
     @property
     def is_uniform(self) -> bool:
-        """Whether all cells are equal, so that `micro-batch x accumulation x world` is the global batch."""
-        return self.global_batch == max(self.largest) * self.world_size * self.accumulation_steps
+        """Whether all micro-batches are equal: `micro-batch x accumulation x world` is the global batch."""
+        return self.global_batch == self.capacity
 
-    def of(self, rank: int) -> tuple[int, ...]:
-        """The rank's cells, samples."""
+    @cached_property
+    def sizes(self) -> tuple[tuple[int, ...], ...]:
+        """The micro-batch sizes one by one: `sizes[rank][micro_step]`, shape (world size, accumulation steps)."""
+        rows: list[list[int]] = [[] for _ in self.micro_batch]
+        for group, cap in enumerate(self.groups):
+            members = [row for row, own in zip(rows, self.micro_batch, strict=True) if own == cap]
+            first = 0  # whose turn it is to get one more
+            for steps in self.micro_steps:
+                per_rank, remainder = divmod(steps.samples[group], len(members))
+                for _ in range(steps.count):
+                    for row in members:
+                        row.append(per_rank)
+                    for turn in range(first, first + remainder):
+                        members[turn % len(members)][-1] += 1
+                    first += remainder
+        return tuple(map(tuple, rows))
+
+    def sizes_of(self, rank: int) -> tuple[int, ...]:
+        """The rank's micro-batch sizes, samples; without those of all the others."""
         ends, starts = self._before(rank + 1), self._before(rank)
         return tuple(end - start for end, start in zip(ends, starts, strict=True))
 
-    def starts(self, rank: int) -> tuple[int, ...]:
-        """Where each of the rank's cells begins in the global batch, samples.
+    def starts_of(self, rank: int) -> tuple[int, ...]:
+        """Where each of the rank's micro-batches begins in the global batch, samples.
 
-        Cells lie in the batch micro-step by micro-step, within it rank by rank.
+        The global batch is laid out micro-step by micro-step, within it rank by rank.
         """
         starts, position = [], 0
         totals = (sum(steps.samples) for steps in self.micro_steps for _ in range(steps.count))
@@ -116,17 +195,39 @@ class Cells:
 
     def _before(self, rank: int) -> list[int]:
         """What the ranks below `rank` get in each micro-step, all together."""
-        below = self.caps[:rank]
-        found = [0] * self.accumulation_steps
+        below = self.micro_batch[:rank]
+        samples = [0] * self.accumulation_steps
         for group, (cap, num_ranks) in enumerate(self.groups.items()):
             members, first, step = below.count(cap), 0, 0
             for steps in self.micro_steps:
-                each, more = divmod(steps.samples[group], num_ranks)
+                per_rank, remainder = divmod(steps.samples[group], num_ranks)
                 for _ in range(steps.count):
-                    found[step] += each * members + _on_a_circle(first, more, members, num_ranks)
-                    first = (first + more) % num_ranks
+                    samples[step] += per_rank * members + _on_a_circle(first, remainder, members, num_ranks)
+                    first = (first + remainder) % num_ranks
                     step += 1
-        return found
+        return samples
+
+    def tightened(self) -> "BatchPlan":
+        """The same samples in each micro-step under caps that they fill: each group's largest micro-batch, at least 1.
+
+        Groups whose largest micro-batches are the same become one.
+        """
+        tight = [max(1, largest) for largest in self.largest_of_groups]
+        if tight == list(self.groups):
+            return self
+        new_caps = dict(zip(self.groups, tight, strict=True))
+        merged = []
+        for steps in self.micro_steps:
+            samples = dict.fromkeys(sorted(tight), 0)
+            for cap, size in zip(tight, steps.samples, strict=True):
+                samples[cap] += size
+            merged.append(replace(steps, samples=tuple(samples.values())))
+        caps = tuple(map(new_caps.__getitem__, self.micro_batch))
+        return replace(self, micro_batch=caps, micro_steps=tuple(merged))
+
+    def resized(self, num_samples: int) -> "BatchPlan":
+        """The same caps for a global batch of another size: the last of an epoch, or one of tokens."""
+        return self if num_samples == self.global_batch else BatchPlan.of(num_samples, self.micro_batch)
 
 
 def _on_a_circle(start: int, length: int, end: int, size: int) -> int:
@@ -134,47 +235,11 @@ def _on_a_circle(start: int, length: int, end: int, size: int) -> int:
     return min(max(end - start, 0), length) + min(max(start + length - size, 0), end)
 
 
-def cells(global_batch: int, max_samples: Sequence[int], *, num_steps: int | None = None) -> Cells:
-    """The fewest micro-steps that hold `global_batch` samples, cut as evenly as whole samples allow.
-
-    `max_samples` has one cap a rank. With n = ceil(batch / sum of caps) micro-steps, or `num_steps` if given,
-    micro-step k gets b_k samples, the b_k differing by at most one, the larger ones first. Of these a group of m ranks
-    with cap c is due b_k * m * c / sum(caps); it gets that rounded down or up, so never more than m * c, and the
-    roundings up go to the largest remainders. Every micro-step lasts as long as its slowest rank, so there is nothing
-    to gain from rounding another way in the next. With equal caps all cells differ by at most one sample, and so do
-    the ranks' totals.
-
-    Raises:
-        RequestError: a batch or a cap below 1, or `num_steps` that cannot hold the batch or would stay empty.
-    """
-    if global_batch < 1:
-        raise RequestError(f"a global batch of {global_batch} samples trains nothing", hint="ask for at least 1 sample")
-    if not max_samples or min(max_samples) < 1:
-        raise RequestError(
-            f"the micro-batch caps {list(max_samples)} leave a rank without samples",
-            hint="every rank must take at least 1 sample",
-        )
-    caps = tuple(max_samples)
-    fewest = -(-global_batch // sum(caps))
-    num_steps = fewest if num_steps is None else num_steps
-    if not fewest <= num_steps <= global_batch:
-        raise RequestError(
-            f"{num_steps} accumulation steps cannot hold a global batch of {global_batch}",
-            because=f"{sum(caps)} samples fit into one, and each needs at least one",
-            hint=f"between {fewest} and {global_batch} accumulation steps can",
-        )
-    rooms = [cap * num_ranks for cap, num_ranks in sorted(Counter(caps).items())]
-    each, more = divmod(global_batch, num_steps)
-    kinds = ((more, each + 1), (num_steps - more, each))
-    steps = (MicroSteps(count=count, samples=_shared(samples, rooms)) for count, samples in kinds if count)
-    return Cells(caps, tuple(steps))
-
-
-def _shared(samples: int, rooms: Sequence[int]) -> tuple[int, ...]:
-    """`samples` in proportion to `rooms`, rounded down or up so that none is lost."""
-    whole = sum(rooms)
-    shares = [samples * room // whole for room in rooms]
-    by_remainder = sorted(range(len(rooms)), key=lambda group: -(samples * rooms[group] % whole))
+def _in_proportion(samples: int, capacities: Sequence[int]) -> tuple[int, ...]:
+    """`samples` in proportion to `capacities`, rounded down or up so that none is lost."""
+    total = sum(capacities)
+    shares = [samples * capacity // total for capacity in capacities]
+    by_remainder = sorted(range(len(capacities)), key=lambda group: -(samples * capacities[group] % total))
     for group in by_remainder[: samples - sum(shares)]:
         shares[group] += 1
     return tuple(shares)

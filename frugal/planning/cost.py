@@ -14,7 +14,8 @@ from typing import Protocol
 from frugal.config.cluster import Cluster, Device
 from frugal.config.optimizers import state_bytes_per_element
 from frugal.config.request import Request
-from frugal.planning.plan import Batch, StepTime
+from frugal.planning.batch import BatchPlan
+from frugal.planning.plan import StepTime
 from frugal.planning.strategy import Strategy
 
 
@@ -151,7 +152,7 @@ class Model(Protocol):
     def gathers(self) -> "tuple[int, int] | None": ...
 
 
-def step_time(model: Model, strategy: Strategy, batch: Batch, cluster: Cluster, request: Request) -> StepTime:
+def step_time(model: Model, strategy: Strategy, batch: BatchPlan, cluster: Cluster, request: Request) -> StepTime:
     """Predicted seconds of one optimizer step."""
     element_bytes = 4 if request.precision == "fp32" else 2
     compute, recompute, moving = _compute_seconds(model, strategy, batch, cluster, element_bytes)
@@ -169,21 +170,21 @@ def step_time(model: Model, strategy: Strategy, batch: Batch, cluster: Cluster, 
 
 
 def _compute_seconds(
-    model: Model, strategy: Strategy, batch: Batch, cluster: Cluster, element_bytes: int
+    model: Model, strategy: Strategy, batch: BatchPlan, cluster: Cluster, element_bytes: int
 ) -> tuple[float, float, float]:
     """Forward and backward, what recomputation adds, and the copies of activations to the host and back.
 
     A micro-step lasts as long as its slowest rank, because ZeRO-2 and 3 meet in each one, and all meet at the end.
-    Equal devices differ only in their cells, of which the largest counts.
+    Equal devices differ only in their micro-batch sizes, of which the largest counts.
     """
     ranks = dict.fromkeys(zip(cluster.kind_of_rank, batch.micro_batch, strict=True))
-    groups = {cap: group for group, cap in enumerate(batch.cut.groups)}
+    groups = {cap: group for group, cap in enumerate(batch.groups)}
     plain = total = moving = 0.0
     for steps in batch.micro_steps:
-        cell = batch.cut.largest_in(steps)
-        loads = dict.fromkeys((cluster.kinds[kind], cell[groups[cap]]) for kind, cap in ranks)
+        largest = batch.largest_in(steps)
+        loads = dict.fromkeys((cluster.kinds[kind], largest[groups[cap]]) for kind, cap in ranks)
         seconds = [_micro_step_seconds(model, strategy, *load, element_bytes, cluster.world_size) for load in loads]
-        slowest = max(seconds, key=lambda each: each[1] + each[2])
+        slowest = max(seconds, key=lambda parts: parts[1] + parts[2])
         plain, total, moving = (
             so_far + steps.count * more for so_far, more in zip((plain, total, moving), slowest, strict=True)
         )
@@ -238,7 +239,7 @@ def _gradient_traffic(model: Model, strategy: Strategy, element_bytes: int, worl
 
 
 def _communication_seconds(
-    model: Model, strategy: Strategy, batch: Batch, cluster: Cluster, element_bytes: int
+    model: Model, strategy: Strategy, batch: BatchPlan, cluster: Cluster, element_bytes: int
 ) -> float:
     """What the collectives take: bytes that each rank sends, over the slowest link of the ring, plus latency.
 
@@ -282,7 +283,7 @@ def _communication_seconds(
 
 
 def _offload_seconds(
-    model: Model, strategy: Strategy, batch: Batch, cluster: Cluster, request: Request, element_bytes: int
+    model: Model, strategy: Strategy, batch: BatchPlan, cluster: Cluster, request: Request, element_bytes: int
 ) -> float:
     """PCIe traffic and the optimizer on the host.
 

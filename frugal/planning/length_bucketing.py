@@ -16,9 +16,9 @@ longest come first, so that later ones find blocks that are large enough.
 
 A plan for samples of different lengths: what a typical global batch comes to, and which micro-batches are proven.
 
-The plan's cells stay those of full-length samples, which is what its memory is proven for. What is added: how short
-samples may be before they no longer count by their tokens (`Batch.shortest`), what a micro-step costs besides tokens
-(`Batch.overhead_tokens`), and what that makes of the data (`Grouping`).
+The plan's micro-batch sizes stay those of full-length samples, which is what its memory is proven for. What is added:
+how short samples may be before they no longer count by their tokens (`BatchPlan.shortest`), what a micro-step costs
+besides tokens (`BatchPlan.overhead_tokens`), and what that makes of the data (`Grouping`).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -30,7 +30,8 @@ from typing import TYPE_CHECKING
 from frugal.config.cluster import Cluster
 from frugal.config.request import Request
 from frugal.config.sample_lengths import Lengths
-from frugal.planning.plan import Batch, Grouping, StepTime
+from frugal.planning.batch import BatchPlan
+from frugal.planning.plan import Grouping, StepTime
 
 if TYPE_CHECKING:
     import numpy as np
@@ -44,7 +45,7 @@ SMALLER = 0.95
 """Each next part of the budget that is tried, of the one before."""
 
 EVENNESS = 0.01
-"""What a full cell counts more than its tokens, emptier ones less by the square: of equals the most even are taken."""
+"""What a full micro-batch counts more than its tokens, emptier ones less by the square: of equals the most even win."""
 
 MOST_SAMPLES = 4096
 """Beyond so many all micro-steps get the same part of the budget: a choice for each would gain less than 1 %."""
@@ -74,7 +75,8 @@ MicroStep = tuple[range, ...]
 
 
 def grouped(lengths: Sequence[int], budget: TokenBudget, overhead: int | None = None) -> list[MicroStep]:
-    """The micro-steps of a global batch. `lengths` are tokens of its samples, longest first; each cell is a stretch.
+    """The micro-steps of a global batch. `lengths` are tokens of its samples, longest first; each
+    micro-batch is a range of them.
 
     More and smaller micro-steps pad less. `overhead` is what a micro-step takes besides its tokens, in tokens of the
     same time; None: the fewest micro-steps are wanted, and of these the least work. A micro-step takes as long as its
@@ -97,9 +99,9 @@ def grouped(lengths: Sequence[int], budget: TokenBudget, overhead: int | None = 
     ends = ends.T
     least, best = np.zeros(len(lengths) + 1), [0] * len(lengths)
     for start in range(len(lengths) - 1, -1, -1):
-        found = seconds[start] + least[ends[start]]
-        best[start] = int(found.argmin())
-        least[start] = found[best[start]]
+        remaining = seconds[start] + least[ends[start]]
+        best[start] = int(remaining.argmin())
+        least[start] = remaining[best[start]]
     steps: list[MicroStep] = []
     start = 0
     while start < len(lengths):
@@ -109,7 +111,7 @@ def grouped(lengths: Sequence[int], budget: TokenBudget, overhead: int | None = 
 
 
 def _parts(lengths: Sequence[int], budget: TokenBudget) -> list[float]:
-    """Parts of the budget, until no cell has more than one sample."""
+    """Parts of the budget, until no micro-batch has more than one sample."""
     parts = [1.0]
     while parts[-1] * max(budget.tokens) >= max(lengths[-1], budget.shortest):
         parts.append(parts[-1] * SMALLER)
@@ -119,7 +121,7 @@ def _parts(lengths: Sequence[int], budget: TokenBudget) -> list[float]:
 def _micro_steps(lengths: Sequence[int], budget: TokenBudget, parts: Sequence[float]) -> "Stretches":
     """The micro-step that begins with each sample and fills each part of the budget.
 
-    Ranks with equal budgets are doubled: two stretches of k cells, one behind the other, are one of 2 k.
+    Ranks with equal budgets are doubled: two stretches of k micro-batches, one behind the other, are one of 2 k.
     """
     import numpy as np
 
@@ -132,14 +134,14 @@ def _micro_steps(lengths: Sequence[int], budget: TokenBudget, parts: Sequence[fl
         sizes = np.maximum(1, fitting // np.maximum(samples, budget.shortest))
         ends = np.pad(np.minimum(starts[:, :-1] + sizes, end), ((0, 0), (0, 1)), constant_values=end)
         padded = (ends - starts) * np.append(samples, 0) * (fastest / tokens)
-        cells: Stretches = ends, padded
-        number = len(list(ranks))
-        while number:
-            if number % 2:
-                all_ranks = _joined(all_ranks, cells)
-            number //= 2
-            if number:
-                cells = _joined(cells, cells)
+        of_ranks: Stretches = ends, padded
+        num_ranks = len(list(ranks))
+        while num_ranks:
+            if num_ranks % 2:
+                all_ranks = _joined(all_ranks, of_ranks)
+            num_ranks //= 2
+            if num_ranks:
+                of_ranks = _joined(of_ranks, of_ranks)
     return all_ranks
 
 
@@ -155,18 +157,19 @@ def _joined(first: "Stretches", second: "Stretches") -> "Stretches":
 def _step(lengths: Sequence[int], start: int, budget: TokenBudget, *, is_odd: bool) -> MicroStep:
     """The micro-step that begins with sample `start`.
 
-    The first cells have the longest samples, so in every other micro-step ranks with equal budgets change places.
+    The first micro-batches have the longest samples, so in every other micro-step ranks with equal budgets change
+    places.
     """
-    cells: list[range] = []
+    taken: list[range] = []
     for rank in range(len(budget.tokens)):
         size = min(budget.most_samples(rank, lengths[start]), len(lengths) - start) if start < len(lengths) else 0
-        cells.append(range(start, start + size))
+        taken.append(range(start, start + size))
         start += size
     if not is_odd:
-        return tuple(cells)
+        return tuple(taken)
     of_budget: dict[int, list[range]] = {}
-    for tokens, cell in zip(budget.tokens, cells, strict=True):
-        of_budget.setdefault(tokens, []).append(cell)
+    for tokens, samples in zip(budget.tokens, taken, strict=True):
+        of_budget.setdefault(tokens, []).append(samples)
     return tuple(of_budget[tokens].pop() for tokens in budget.tokens)
 
 
@@ -176,9 +179,9 @@ def _alike(lengths: Sequence[int], budget: TokenBudget, overhead: int | None) ->
     least = work(lengths, best, budget) + len(best) * (overhead or 0)
     for part in _parts(lengths, budget)[1:]:
         steps = _filled(lengths, budget.part(part))
-        found = work(lengths, steps, budget) + len(steps) * (overhead or 0)
-        if len(steps) == len(best) or (overhead is not None and found < least):
-            best, least = steps, found
+        cost = work(lengths, steps, budget) + len(steps) * (overhead or 0)
+        if len(steps) == len(best) or (overhead is not None and cost < least):
+            best, least = steps, cost
         elif overhead is None or len(steps) * overhead > least:
             break
     return best
@@ -187,7 +190,7 @@ def _alike(lengths: Sequence[int], budget: TokenBudget, overhead: int | None) ->
 def _filled(lengths: Sequence[int], budget: TokenBudget) -> list[MicroStep]:
     """Micro-steps that fill the budget, one after the other."""
     steps: list[MicroStep] = []
-    while (start := max((cell.stop for cell in steps[-1]), default=0) if steps else 0) < len(lengths):
+    while (start := max((samples.stop for samples in steps[-1]), default=0) if steps else 0) < len(lengths):
         steps.append(_step(lengths, start, budget, is_odd=len(steps) % 2 == 1))
     return steps
 
@@ -196,36 +199,39 @@ def work(lengths: Sequence[int], steps: Sequence[MicroStep], budget: TokenBudget
     """Padded tokens of each micro-step's slowest rank, summed; ranks are as fast as their budgets are large."""
     fastest = max(budget.tokens)
     return sum(
-        max(_padded(lengths, cell) * fastest / tokens for cell, tokens in zip(cells, budget.tokens, strict=True))
-        for cells in steps
+        max(_padded(lengths, samples) * fastest / tokens for samples, tokens in zip(step, budget.tokens, strict=True))
+        for step in steps
     )
 
 
 def padded_tokens(lengths: Sequence[int], steps: Sequence[MicroStep]) -> int:
-    """Tokens of all cells with their padding."""
-    return sum(_padded(lengths, cell) for cells in steps for cell in cells)
+    """Tokens of all micro-batches with their padding."""
+    return sum(_padded(lengths, samples) for step in steps for samples in step)
 
 
-def _padded(lengths: Sequence[int], cell: range) -> int:
-    return len(cell) * lengths[cell.start] if cell else 0
+def _padded(lengths: Sequence[int], samples: range) -> int:
+    """Tokens of one micro-batch with their padding: its first sample is its longest."""
+    return len(samples) * lengths[samples.start] if samples else 0
 
 
 ENOUGH_STEPS = 8
 """Full micro-steps of a typical global batch that are cut for an estimate; larger ones are estimated from a part."""
 
 SHORTEST_SHARE = 64
-"""Samples shorter than this part of the longest count as this long: no cell has more times the micro-batch."""
+"""Samples shorter than this part of the longest count as this long: no rank takes more times its planned
+micro-batch."""
 
 MANY = 64
 """Times the micro-batch at which a micro-step's fixed cost is nothing beside its work."""
 
-StepTimeOf = Callable[[Batch], StepTime]
+StepTimeOf = Callable[[BatchPlan], StepTime]
 
 
-def shortest_choices(request: Request, batch: Batch) -> Iterator[int]:
-    """What `Batch.shortest` could be, the best first; each has to be dry-run with `most_samples`.
+def shortest_choices(request: Request, batch: BatchPlan) -> Iterator[int]:
+    """What `BatchPlan.shortest` could be, the best first; each has to be dry-run with `most_samples`.
 
-    No less than the data has, nor than what puts a whole global batch, or the most samples allowed, into one cell.
+    No less than the data has, nor than what puts a whole global batch, or the most samples allowed, into one
+    micro-batch.
     """
     lengths, seq_len = request.lengths, request.seq_len
     assert lengths is not None
@@ -237,7 +243,7 @@ def shortest_choices(request: Request, batch: Batch) -> Iterator[int]:
         least *= 4
 
 
-def _samples_a_step(lengths: Lengths, batch: Batch) -> int:
+def _samples_a_step(lengths: Lengths, batch: BatchPlan) -> int:
     """Of a typical global batch."""
     if batch.global_tokens is None:
         return batch.global_batch
@@ -245,39 +251,39 @@ def _samples_a_step(lengths: Lengths, batch: Batch) -> int:
 
 
 def most_samples(micro_batch: int, seq_len: int, shortest: int) -> int:
-    """The samples of a cell that holds nothing but the shortest."""
+    """The samples of a micro-batch that holds nothing but the shortest."""
     return micro_batch * seq_len // shortest
 
 
-def overhead_tokens(step_time: StepTimeOf, batch: Batch, request: Request, cluster: Cluster) -> int:
+def overhead_tokens(step_time: StepTimeOf, batch: BatchPlan, request: Request, cluster: Cluster) -> int:
     """What a micro-step takes besides its tokens, in tokens that could be computed in the same time.
 
-    Its communication is what twice the micro-steps take longer, but for the work in them. Its launches are what is
-    left of the smallest cells' seconds when those that grow with the cells are taken off. At the least it reads the
-    weights: p of them take p x bytes / (bytes/s), the time of 2 p FLOPs for each of (FLOP/s) x bytes / (2 bytes/s)
-    tokens. Ranks are taken to be as fast as their cells are large.
+    Its communication is what twice the micro-steps take longer, but for the work in them. Its launches are what is left
+    of the smallest micro-batches' seconds when those that grow with the samples are taken off. At the least it reads
+    the weights: p of them take p x bytes / (bytes/s), the time of 2 p FLOPs for each of (FLOP/s) x bytes / (2 bytes/s)
+    tokens. Ranks are taken to be as fast as their micro-batches are large.
     """
     weights = max(device.matrix_flops / device.memory_bandwidth for device in cluster.devices) / 2
     least = round(weights * (4 if request.precision == "fp32" else 2))
     once = step_time(batch)
     caps, steps = batch.micro_batch, batch.accumulation_steps
-    twice = step_time(Batch.of(2 * batch.global_batch, caps, accumulation_steps=2 * steps))
+    twice = step_time(BatchPlan.of(2 * batch.global_batch, caps, accumulation_steps=2 * steps))
     between = twice.total_seconds - once.total_seconds - once.compute_seconds - once.recompute_seconds
     smallest, largest = (
-        step_time(Batch.of(len(caps) * cell, (cell,) * len(caps))) for cell in (1, MANY * max(caps) + 1)
+        step_time(BatchPlan.of(len(caps) * micro, (micro,) * len(caps))) for micro in (1, MANY * max(caps) + 1)
     )
-    a_cell, many_cells = (time.compute_seconds + time.recompute_seconds for time in (smallest, largest))
-    each = (many_cells - a_cell) / (MANY * max(caps))
-    seconds = between / steps + max(0.0, a_cell - each)
-    return max(least, round(seconds / (each / request.seq_len))) if each > 0 else least
+    one_sample, many_samples = (time.compute_seconds + time.recompute_seconds for time in (smallest, largest))
+    per_sample = (many_samples - one_sample) / (MANY * max(caps))
+    seconds = between / steps + max(0.0, one_sample - per_sample)
+    return max(least, round(seconds / (per_sample / request.seq_len))) if per_sample > 0 else least
 
 
 @lru_cache(maxsize=64)  # strategies often allow the same micro-batch
-def grouping(lengths: Lengths, batch: Batch, seq_len: int) -> Grouping:
+def grouping(lengths: Lengths, batch: BatchPlan, seq_len: int) -> Grouping:
     """What a typical global batch of these lengths comes to under `batch`."""
-    wanted = _samples_a_step(lengths, batch)
-    number = min(wanted, max(512, int(ENOUGH_STEPS * sum(batch.micro_batch) * seq_len / lengths.mean)))
-    typical = lengths.typical(number)
+    step_samples = _samples_a_step(lengths, batch)
+    num_drawn = min(step_samples, max(512, int(ENOUGH_STEPS * sum(batch.micro_batch) * seq_len / lengths.mean)))
+    typical = lengths.typical(num_drawn)
     budget = TokenBudget(tokens=tuple(cap * seq_len for cap in batch.micro_batch), shortest=batch.shortest or seq_len)
     steps = grouped(typical, budget, batch.overhead_tokens)
     tokens, fixed = sum(typical), lengths.expected_longest(max(batch.micro_batch)) / lengths.mean
@@ -288,34 +294,36 @@ def grouping(lengths: Lengths, batch: Batch, seq_len: int) -> Grouping:
         percentile_99=lengths.quantile(0.99),
         longest=lengths.longest,
         source=lengths.source,
-        step_samples=wanted,
-        step_tokens=round(lengths.mean * wanted),
-        micro_steps=-(-len(steps) * wanted // number),
+        step_samples=step_samples,
+        step_tokens=round(lengths.mean * step_samples),
+        micro_steps=-(-len(steps) * step_samples // num_drawn),
         padding=padded_tokens(typical, steps) / tokens - 1,
         fixed_padding=fixed - 1,
         full_share=work(typical, steps, budget) / (len(steps) * max(budget.tokens)),
     )
 
 
-def time_of(step_time: StepTimeOf, batch: Batch, found: Grouping) -> StepTime:
+def time_of(step_time: StepTimeOf, batch: BatchPlan, grouping: Grouping) -> StepTime:
     """Seconds of a step on the data: as many micro-steps as it takes, and the work that is in them.
 
     Left out: that attention's work grows faster than tokens, so short samples take less than this; launches, where
     the work of a micro-step is less than they take.
     """
     full = step_time(
-        Batch.of(found.micro_steps * sum(batch.micro_batch), batch.micro_batch, accumulation_steps=found.micro_steps)
+        BatchPlan.of(
+            grouping.micro_steps * sum(batch.micro_batch), batch.micro_batch, accumulation_steps=grouping.micro_steps
+        )
     )
     parts = replace(
         full,
-        compute_seconds=full.compute_seconds * found.full_share,
-        recompute_seconds=full.recompute_seconds * found.full_share,
-        total_seconds=full.total_seconds - (full.compute_seconds + full.recompute_seconds) * (1 - found.full_share),
+        compute_seconds=full.compute_seconds * grouping.full_share,
+        recompute_seconds=full.recompute_seconds * grouping.full_share,
+        total_seconds=full.total_seconds - (full.compute_seconds + full.recompute_seconds) * (1 - grouping.full_share),
     )
     return parts
 
 
-def best_proven(request: Request, cluster: Cluster, batch: Batch, step_time: StepTimeOf) -> Batch:
+def best_proven(request: Request, cluster: Cluster, batch: BatchPlan, step_time: StepTimeOf) -> BatchPlan:
     """`batch` with the best that could be proven of it."""
     shortest = next(shortest_choices(request, batch), None)
     return replace(batch, shortest=shortest, overhead_tokens=overhead_tokens(step_time, batch, request, cluster))

@@ -144,7 +144,7 @@ def _of_machines(request: Request, cluster: Cluster, choice: Choice) -> list[str
     return held + unknown
 
 
-def _notes(request: Request, largest_cell: int) -> list[str]:
+def _notes(request: Request, largest: int) -> list[str]:
     """What was asked for and comes out otherwise than one might expect."""
     notes = []
     if request.global_tokens is not None and request.global_batch is not None:
@@ -152,9 +152,10 @@ def _notes(request: Request, largest_cell: int) -> list[str]:
             f"--global-tokens and --global-batch were both given: tokens win, {request.global_tokens} tokens are "
             f"{request.batch_samples} samples of {request.seq_len}"
         )
-    if request.micro_batch is not None and largest_cell < request.micro_batch:
+    if request.micro_batch is not None and largest < request.micro_batch:
         notes.append(
-            f"--micro-batch {request.micro_batch} is never full: no GPU gets more than {largest_cell} samples at once"
+            f"--micro-batch {request.micro_batch} exceeds the largest per-GPU micro-batch of this global "
+            f"batch ({largest})"
         )
     scaling = request.learning_rate_scaling
     if scaling is not None and (note := scaling.note(request.optimizer)) is not None:

@@ -120,7 +120,7 @@ def _micro_batch(request: Request, cluster: Cluster, choice: Choice) -> str:
             sentence += "; each kind of GPU takes what lets all of them be done together"
     elif micro < option.largest_micro_batch:
         steps = ceil(batch.global_batch / (option.largest_micro_batch * cluster.world_size))
-        why = "in as many steps" if steps == batch.accumulation_steps else "into equal cells at the same speed"
+        why = "in as many steps" if steps == batch.accumulation_steps else "into equal micro-batches at the same speed"
         sentence += f"; {option.largest_micro_batch} would fit, and {micro} cuts {batch.global_batch} samples {why}"
     return sentence
 

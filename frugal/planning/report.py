@@ -44,18 +44,18 @@ def arithmetic(plan: Plan) -> str:
     gpus = _devices(plan, batch.world_size)
     steps = f"{batch.accumulation_steps} accumulation step{_s(batch.accumulation_steps)}"
     if batch.is_uniform:
-        return f"{total} = {gpus} x micro-batch {batch.largest_cell} x {steps}"
+        return f"{total} = {gpus} x micro-batch {batch.largest_micro_batch} x {steps}"
     return f"{total} = {gpus} x {batch.accumulation_steps} micro-step{_s(batch.accumulation_steps)} of {_sizes(plan)}"
 
 
 def _sizes(plan: Plan) -> str:
-    """What a cell holds: `7 or 8 samples`, or per group of ranks where their micro-batches differ."""
-    cut = plan.batch.cut
+    """What a micro-batch holds: `7 or 8 samples`, or per group of ranks where their micro-batches differ."""
+    batch = plan.batch
     texts = []
-    for group, num_ranks in enumerate(cut.groups.values()):
+    for group, num_ranks in enumerate(batch.groups.values()):
         sizes = {
             size
-            for steps in cut.micro_steps
+            for steps in batch.micro_steps
             for size in (steps.samples[group] // num_ranks, -(-steps.samples[group] // num_ranks))
         }
         texts.append((_range(sorted(sizes)), f"on {num_ranks} rank{_s(num_ranks)}"))
@@ -74,8 +74,8 @@ def _uneven(plan: Plan) -> list[str]:
     if batch.is_uniform:
         return []
     return [
-        f"ds_config.json says train_batch_size {batch.capacity}, what the cells could hold: DeepSpeed's JSON knows no "
-        f"uneven cells; plan.json has them, and frugal trains exactly {_samples(batch.global_batch)}"
+        f"ds_config.json says train_batch_size {batch.capacity}, the capacity of its micro-batches: DeepSpeed's JSON "
+        f"cannot express uneven ones; plan.json does, and frugal trains exactly {_samples(batch.global_batch)}"
     ]
 
 
@@ -266,7 +266,7 @@ def _chosen(plan: Plan) -> tuple[str, ...]:
     return (
         format_seconds(plan.time.total_seconds),
         "1.00x",
-        f"{batch.largest_cell} x {batch.accumulation_steps}",
+        f"{batch.largest_micro_batch} x {batch.accumulation_steps}",
         format_bytes(memory.total_bytes),
         format_bytes(memory.headroom_bytes),
         f"{short_name(plan.strategy)}: chosen",
@@ -371,7 +371,7 @@ def improvements(plan: Plan, cases: Sequence[Case], found: Sequence[Option | Non
         else:
             change = 100 * (option.seconds / case.request.seq_len / before - 1)
             a_token = " a token" if case.request.seq_len != plan.request.seq_len else ""
-            batch = f"{option.batch.largest_cell} x {option.batch.accumulation_steps}"
+            batch = f"{option.batch.largest_micro_batch} x {option.batch.accumulation_steps}"
             gain = f"{change:+.0f} %{a_token}" if abs(change) > 100 * (TIE - 1) else "no gain"
             strategy = "same strategy" if option.strategy == plan.strategy else short_name(option.strategy)
             rows.append((case.name, format_seconds(option.seconds), gain, batch, strategy))

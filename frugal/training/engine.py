@@ -100,22 +100,22 @@ class Engine:
         self.caution.limits = limits
 
     def micro_batches(self, samples: Sequence[Sample]) -> list[Batch]:
-        """This rank's cells of a global batch, collated; an empty cell becomes a dummy without targets."""
+        """This rank's micro-batches of a global batch, collated; an empty one becomes a dummy without targets."""
         return self.prepare(samples).batches
 
     def prepare(self, samples: Sequence[Sample]) -> Prepared:
         """All that `train_step` does on the host alone; another thread may do it while a step runs."""
         limits = self.limits
-        cells = ([samples[place] for place in cell] for cell in self._share(samples, limits).places)
-        batches = [pin(self.objective.collate(cell or [self.objective.dummy()]), self.device) for cell in cells]
+        taken = ([samples[place] for place in places] for places in self._share(samples, limits).places)
+        batches = [pin(self.objective.collate(own or [self.objective.dummy()]), self.device) for own in taken]
         return Prepared(samples, limits, batches, sum(map(self.objective.count, batches)))
 
     def train_step(self, batch: Sequence[Sample] | Prepared) -> StepResult:
         """One optimizer step on the samples of a global batch, given whole and equal on every rank, or prepared.
 
-        Only this rank's cells are read, so they may be loaded on access. Where `batch.lengths` has the tokens of each,
-        samples of like length share a micro-batch; see `frugal.training.data.micro_batches`. If memory runs out on any
-        rank, all run the same samples again in smaller cells, and keep these for a while; see
+        Only this rank's micro-batches are read, so they may be loaded on access. Where `batch.lengths` has the tokens
+        of each, samples of like length share a micro-batch; see `frugal.training.data.micro_batches`. If memory runs
+        out on any rank, all run the same samples again in smaller micro-batches, and keep these for a while; see
         `frugal.training.oom_limits`. Where loss or gradient are not finite, nothing is updated, and the result says so.
         Collective.
 
@@ -201,7 +201,7 @@ class Engine:
         return total
 
     def _share(self, samples: Sequence[Sample], limits: MicroBatchLimits) -> Share:
-        """This rank's cells of a global batch."""
+        """This rank's micro-batches of a global batch."""
         return share(samples, limits, self.rank, self.plan.batch)
 
     def _sum(self, *values: float) -> list[float]:

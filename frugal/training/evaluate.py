@@ -41,10 +41,10 @@ class Evaluation:
 def evaluate(engine: "Engine", samples: Sequence[Sample]) -> Evaluation:
     """The model's loss on `samples`, given whole and equal on every rank. Collective; dropout is off meanwhile.
 
-    The samples are cut into cells like a global batch, under the same limits, or smaller ones where memory runs out
-    on a rank: then all of it is run again. Every sample is in exactly one cell; a rank whose cell is empty runs the
-    objective's dummy, because ZeRO-3 communicates in every forward. Sums and counts travel in fp64, so what differs
-    from one process is the rounding of each micro-batch's own sum.
+    The samples are cut into micro-batches like a global batch, under the same limits, or smaller ones where memory runs
+    out on a rank: then all of it is run again. Every sample is in exactly one micro-batch; a rank whose own is empty
+    runs the objective's dummy, because ZeRO-3 communicates in every forward. Sums and counts travel in fp64, so what
+    differs from one process is the rounding of each micro-batch's own sum.
 
     Raises:
         RequestError: no sample, or no target in any of them.
@@ -76,13 +76,13 @@ def evaluate(engine: "Engine", samples: Sequence[Sample]) -> Evaluation:
     return Evaluation(loss=loss_sum / num_targets, targets=int(num_targets), samples=len(samples))
 
 
-def _evaluated(engine: "Engine", samples: Sequence[Sample], cells: Sequence[Sequence[int]]) -> tuple[float, int]:
-    """This rank's cells: the summed loss and the number of targets. Collective."""
+def _evaluated(engine: "Engine", samples: Sequence[Sample], shares: Sequence[Sequence[int]]) -> tuple[float, int]:
+    """This rank's micro-batches: the summed loss and the number of targets. Collective."""
     loss = torch.zeros((), dtype=torch.float64, device=engine.device)
     targets = 0
     was_training = engine.module.training
     engine.module.eval()
-    collated = prefetch(_collated(engine, samples, cells), engine.device)
+    collated = prefetch(_collated(engine, samples, shares), engine.device)
     try:
         with torch.no_grad(), closing(collated):
             for batch in collated:
@@ -94,7 +94,7 @@ def _evaluated(engine: "Engine", samples: Sequence[Sample], cells: Sequence[Sequ
     return loss.item(), targets
 
 
-def _collated(engine: "Engine", samples: Sequence[Sample], cells: Sequence[Sequence[int]]) -> Iterator[Batch]:
-    for places in cells:
-        cell = [samples[place] for place in places]
-        yield pin(engine.objective.collate(cell or [engine.objective.dummy()]), engine.device)
+def _collated(engine: "Engine", samples: Sequence[Sample], shares: Sequence[Sequence[int]]) -> Iterator[Batch]:
+    for places in shares:
+        own = [samples[place] for place in places]
+        yield pin(engine.objective.collate(own or [engine.objective.dummy()]), engine.device)

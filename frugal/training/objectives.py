@@ -32,7 +32,7 @@ class Objective(Protocol):
         ...
 
     def dummy(self) -> Sample:
-        """The smallest sample, without a target: what a rank runs where its cell is empty."""
+        """The smallest sample, without a target: what a rank runs where its micro-batch is empty."""
         ...
 
     def example(self, num_samples: int, seq_len: int) -> Batch:

@@ -1,8 +1,8 @@
 """Memory ran out: whether an error says so, what it tells of the device, and the words for it.
 
-What a run has learnt of the memory there is: how small its cells have to be, and when to try larger ones again.
+What a run has learnt of the memory there is: how small its micro-batches have to be, and when to try larger ones again.
 
-Where memory runs out, cells are halved, down to one sample, then activation checkpointing is switched on. After
+Where memory runs out, micro-batches are halved, down to one sample, then activation checkpointing is switched on. After
 `PATIENCE` steps without a failure the last halving is taken back, one at a time; where that was too early, the next
 attempt waits twice as long. All of it follows from what all ranks saw, and a checkpoint keeps it, so that a resumed
 run cuts its batches as the run that was never stopped.
@@ -192,7 +192,7 @@ class AdaptiveLimits:
             self._recompute()
 
     def after_step(self) -> str | None:
-        """An optimizer step went well; what to say if larger cells are tried again from here on."""
+        """An optimizer step went well; what to say if larger micro-batches are tried again from here on."""
         if not self._larger:
             return None
         self._clean_steps += 1
@@ -200,10 +200,10 @@ class AdaptiveLimits:
             return None
         self.limits, self._larger = self._larger[-1], self._larger[:-1]
         done, self._clean_steps, self._has_grown = self._clean_steps, 0, True
-        return f"{done} steps without running out of memory: {_cells(self.limits)} again"
+        return f"{done} steps without running out of memory: {_micro_batches(self.limits)} again"
 
     def lower(self, shortage: OutOfMemory, largest: int) -> str:
-        """Memory ran out in training, where the largest cell took as much as `largest` samples; what to say.
+        """Memory ran out in training, where the largest micro-batch took as much as `largest` samples; what to say.
 
         Raises:
             OutOfMemoryError: there is nothing left to lower.
@@ -216,29 +216,29 @@ class AdaptiveLimits:
         if limits is not None:
             self._larger = (*self._larger, self.limits)
             self.limits = limits
-            return f"out of memory: the global batch is run again with {_cells(limits)}"
+            return f"out of memory: the global batch is run again with {_micro_batches(limits)}"
         if self._can_recompute():
             self._recompute()
             self.limits, self._larger = self.planned, ()
             return (
                 "out of memory with a micro-batch of one sample: from here on activation checkpointing is full, "
-                f"with {_cells(self.limits)}"
+                f"with {_micro_batches(self.limits)}"
             )
         raise self._exhausted(shortage, "with a micro-batch of one sample")
 
     def lower_evaluation(self, shortage: OutOfMemory, largest: int) -> str:
-        """The same in evaluation, which leaves the cells of training alone."""
+        """The same in evaluation, which leaves the micro-batches of training alone."""
         refuse_mistake(shortage, self._plan)
         limits = self.evaluation.halved(largest)
         if limits is None:
             raise self._exhausted(shortage, "in evaluation with one sample at a time")
         self._evaluation = limits
-        return f"out of memory in evaluation: it is run again with {_cells(limits)}"
+        return f"out of memory in evaluation: it is run again with {_micro_batches(limits)}"
 
     def retry_update(self, shortage: OutOfMemory, attempts: int, *, is_begun: bool) -> str:
-        """Memory ran out in the optimizer step; what to say if the same cells may be run again, once.
+        """Memory ran out in the optimizer step; what to say if the same micro-batches may be run again, once.
 
-        Smaller cells would not help: no activation lives then.
+        Smaller micro-batches would not help: no activation lives then.
 
         Raises:
             OutOfMemoryError: it happened before, or weights may have been written to.
@@ -285,10 +285,10 @@ def refuse_mistake(shortage: OutOfMemory, plan: Plan) -> None:
         raise OutOfMemoryError(
             "a single request for more memory than the whole plan",
             because=[str(report), planned],
-            hint=f"look at {report.where}: smaller cells would not help; or plan with the data's own lengths",
+            hint=f"look at {report.where}: smaller micro-batches would not help; or plan with the data's own lengths",
         )
 
 
-def _cells(limits: MicroBatchLimits) -> str:
+def _micro_batches(limits: MicroBatchLimits) -> str:
     most = max(limits.max_samples)
-    return f"at most {most} sample{'s' * (most != 1)} a cell"
+    return f"at most {most} sample{'s' * (most != 1)} a micro-batch"

@@ -2,7 +2,7 @@
 
 CUDA's allocator reports out-of-memory on the host, before the kernel is launched. So before each of DeepSpeed's
 collectives all ranks vote (see `ballot`); a rank that failed votes "failed" instead of entering, and no rank enters.
-Then every rank abandons what it accumulated, and the same global batch is run again in smaller cells.
+Then every rank abandons what it accumulated, and the same global batch is run again in smaller micro-batches.
 
 The optimizer step takes one vote more, between all that it allocates and the first weight it writes: see `update`.
 After it ZeRO-3 gathers each persistent parameter by itself, hundreds of them; these take one vote together.

@@ -197,7 +197,7 @@ def test_it_trains_as_frugal_does(
     changes = {old: new.replace("PORT", str(free_port())) for old, new in changes.items()}
     theirs = started(folder, capsys, target, made, changes)
     (ours, _) = two_ranks.run(two_losses, str(folder), made)
-    assert theirs["shape"] == [made.batch.largest_cell, made.batch.accumulation_steps, 2]
+    assert theirs["shape"] == [made.batch.largest_micro_batch, made.batch.accumulation_steps, 2]
     assert theirs["losses"] == pytest.approx(ours, rel=2e-6)
     changed = {name for name, value in deepspeed_config(made).items() if theirs["config"].get(name) != value}
     assert changed <= {"steps_per_print"}  # Accelerate writes it down as infinite

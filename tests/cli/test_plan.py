@@ -29,8 +29,8 @@ def test_it_prints_the_whole_plan(capsys: pytest.CaptureFixture[str]) -> None:
         out
         == """\
 512 samples = 4 GPUs x 13 micro-steps of 9 or 10 samples
-ds_config.json says train_batch_size 520, what the cells could hold: DeepSpeed's JSON knows no uneven cells; \
-plan.json has them, and frugal trains exactly 512 samples
+ds_config.json says train_batch_size 520, the capacity of its micro-batches: DeepSpeed's JSON cannot express \
+uneven ones; plan.json does, and frugal trains exactly 512 samples
 
 model      gpt2, causal-lm, 124.00M parameters, samples of 1024 tokens
 cluster    4 x generic card with 12.00 GiB
@@ -91,8 +91,8 @@ def test_an_uneven_batch_says_how_its_cells_lie(capsys: pytest.CaptureFixture[st
     _, out, _ = frugal_plan(capsys, *CARDS, "--global-batch", "500", "--max-samples-per-gpu", "8")
     assert first_lines(out) == [
         "500 samples = 4 GPUs x 16 micro-steps of 7 or 8 samples",
-        "ds_config.json says train_batch_size 512, what the cells could hold: DeepSpeed's JSON knows no uneven cells; "
-        "plan.json has them, and frugal trains exactly 500 samples",
+        "ds_config.json says train_batch_size 512, the capacity of its micro-batches: DeepSpeed's JSON cannot express "
+        "uneven ones; plan.json does, and frugal trains exactly 500 samples",
     ]
 
 

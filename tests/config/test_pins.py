@@ -33,7 +33,7 @@ def test_pinned_micro_batch_and_steps_are_kept() -> None:
 
 def test_a_micro_batch_that_is_never_full_is_told() -> None:
     made = planned(gpus=4, mem="24G", micro_batch=16, global_batch=32, model=SMALL)
-    assert made.warnings == ("--micro-batch 16 is never full: no GPU gets more than 8 samples at once",)
+    assert made.warnings == ("--micro-batch 16 exceeds the largest per-GPU micro-batch of this global batch (8)",)
 
 
 IMPOSSIBLE_PINS = {

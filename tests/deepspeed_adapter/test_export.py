@@ -11,7 +11,7 @@ from frugal.config.cluster import Node
 from frugal.deepspeed_adapter.export import Target, export, nearest
 from frugal.deepspeed_adapter.json_config import deepspeed_config
 from frugal.errors import RequestError
-from frugal.planning.batch import cells
+from frugal.planning.batch import BatchPlan
 from frugal.planning.plan import Plan
 from tests.plans import plan_by_hand
 
@@ -28,11 +28,11 @@ def refusal(made: Plan, target: Target) -> str:
     return str(caught.value)
 
 
-def test_cells_that_differ_are_refused_with_the_nearest_batches_that_do_not() -> None:
+def test_micro_batches_that_differ_are_refused_with_the_nearest_batches_that_do_not() -> None:
     assert refusal(plan(global_batch=250), "hf") == (
         "transformers' Trainer cannot cut 250 samples as planned for 3 ranks\n"
-        "  because it trains ranks x micro-batch x accumulation steps, all cells alike\n"
-        "  because the plan's cells have 11 and 12 samples\n\n"
+        "  because it trains ranks x micro-batch x accumulation steps, all micro-batches of one size\n"
+        "  because the plan's micro-batches have 11 and 12 samples\n\n"
         "hint: plan with --global-batch 252 --micro-batch 12 (3 x 12 x 7), or --global-batch 243 --micro-batch 9"
         " (3 x 9 x 9); or use --to script, which can"
     )
@@ -48,7 +48,7 @@ def test_ranks_of_different_size_are_refused() -> None:
     assert refusal(plan(world_size=2, global_batch=24, micro_batch=(8, 4)), "script") == (
         "a plain DeepSpeed script cannot cut 24 samples as planned for 2 ranks\n"
         "  because it cuts each micro-step evenly, and leaves no rank without samples\n"
-        "  because the plan's cells have 4 and 8 samples\n\n"
+        "  because the plan's micro-batches have 4 and 8 samples\n\n"
         "hint: plan with --micro-batch 4 (2 x 4 x 3)"
     )
 
@@ -58,7 +58,7 @@ def test_the_batches_named_can_be_cut(world_size: int, global_batch: int, cap: i
     found = nearest(global_batch, world_size, cap)
     assert found
     for batch, micro in found:
-        assert micro <= cap and cells(batch, (micro,) * world_size).is_uniform
+        assert micro <= cap and BatchPlan.of(batch, (micro,) * world_size).is_uniform
 
 
 def test_what_only_frugal_can_do_is_refused() -> None:

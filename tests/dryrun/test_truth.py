@@ -103,7 +103,7 @@ def dry_run_result(plan: Plan, rank: int, family: str = "gpt2") -> Timeline:
         FAMILIES[family][1](),
         plan.request,
         plan.strategy,
-        micro_batch=max(map(max, plan.batch.cells)),
+        micro_batch=max(map(max, plan.batch.sizes)),
         accumulation_steps=plan.batch.accumulation_steps,
         world_size=plan.batch.world_size,
         rank=rank,

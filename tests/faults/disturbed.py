@@ -97,7 +97,7 @@ class Fault:
 
 
 def run(zero_stage: int, options: dict[str, Any], where: str | None, rank: int = 1, *, halved: str = "") -> Result:
-    """Three steps, each evaluated; disturbed on `rank`, or with `halved` cells in training or in evaluation."""
+    """Three steps, each evaluated; disturbed on `rank`, or with `halved` micro-batches in training or in evaluation."""
     options, world_size = dict(options), dist.get_world_size()
     plan = plan_by_hand(
         world_size=world_size, global_batch=6 * world_size, micro_batch=MICRO_BATCH, zero_stage=zero_stage,

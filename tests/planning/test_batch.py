@@ -1,4 +1,4 @@
-"""A global batch is cut into cells exactly: nothing lost, nothing invented, nothing over a cap."""
+"""A global batch is cut into micro-batches exactly: nothing lost, nothing invented, nothing over a cap."""
 
 import re
 
@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from frugal.errors import RequestError
-from frugal.planning.batch import MicroSteps, balanced, cells
-from frugal.planning.plan import Batch
+from frugal.planning.batch import BatchPlan, MicroSteps, balanced
 
 CAPS = [1, 2, 3, 4, 6, 8, 12, 16, 24, 32]
 WORLDS = [1, 2, 3, 4, 6, 8, 12, 16]
@@ -18,7 +17,7 @@ WORLDS = [1, 2, 3, 4, 6, 8, 12, 16]
 @pytest.mark.parametrize("cap", CAPS)
 def test_every_batch_is_exact_even_and_in_the_fewest_steps(cap: int, world_size: int) -> None:
     for global_batch in range(1, 513):
-        made = cells(global_batch, (cap,) * world_size)
+        made = BatchPlan.of(global_batch, (cap,) * world_size)
         sizes = [size for row in made.sizes for size in row]
         totals = [sum(row) for row in made.sizes]
         assert sum(sizes) == global_batch
@@ -30,7 +29,7 @@ def test_every_batch_is_exact_even_and_in_the_fewest_steps(cap: int, world_size:
 
 @given(st.integers(1, 5000), st.lists(st.integers(1, 64), min_size=1, max_size=40))
 def test_mixed_caps_are_kept_and_shared_in_proportion(global_batch: int, caps: list[int]) -> None:
-    made = cells(global_batch, caps)
+    made = BatchPlan.of(global_batch, caps)
     assert made.global_batch == global_batch
     assert made.accumulation_steps == -(-global_batch // sum(caps))
     for cap, row in zip(caps, made.sizes, strict=True):
@@ -45,9 +44,9 @@ def test_pinned_steps_are_kept_or_refused(global_batch: int, cap: int, world_siz
     possible = num_steps <= global_batch <= num_steps * cap * world_size
     if not possible:
         with pytest.raises(RequestError, match="cannot hold a global batch"):
-            cells(global_batch, (cap,) * world_size, num_steps=num_steps)
+            BatchPlan.of(global_batch, (cap,) * world_size, accumulation_steps=num_steps)
         return
-    made = cells(global_batch, (cap,) * world_size, num_steps=num_steps)
+    made = BatchPlan.of(global_batch, (cap,) * world_size, accumulation_steps=num_steps)
     sizes = [size for row in made.sizes for size in row]
     assert made.accumulation_steps == num_steps
     assert sum(sizes) == global_batch
@@ -56,44 +55,46 @@ def test_pinned_steps_are_kept_or_refused(global_batch: int, cap: int, world_siz
 
 
 @given(st.integers(1, 1000), st.lists(st.integers(1, 16), min_size=1, max_size=9))
-def test_cells_lie_in_the_batch_without_gap_or_overlap(global_batch: int, caps: list[int]) -> None:
-    made = cells(global_batch, caps)
+def test_micro_batches_lie_in_the_batch_without_gap_or_overlap(global_batch: int, caps: list[int]) -> None:
+    made = BatchPlan.of(global_batch, caps)
     covered = sorted(
         position
         for rank, row in enumerate(made.sizes)
-        for start, size in zip(made.starts(rank), row, strict=True)
+        for start, size in zip(made.starts_of(rank), row, strict=True)
         for position in range(start, start + size)
     )
     assert covered == list(range(global_batch))
-    assert [made.of(rank) for rank in range(len(caps))] == list(made.sizes)
+    assert [made.sizes_of(rank) for rank in range(len(caps))] == list(made.sizes)
 
 
 @given(st.integers(1, 500), st.lists(st.integers(1, 16), min_size=1, max_size=9), st.integers(1, 500))
 def test_tightened_caps_are_filled_and_hold_the_same_steps_and_any_other_batch(
     global_batch: int, caps: list[int], other: int
 ) -> None:
-    batch = Batch.of(global_batch, tuple(caps))
+    batch = BatchPlan.of(global_batch, tuple(caps))
     tight = batch.tightened()
-    assert [sum(step) for step in zip(*tight.cells, strict=True)] == [
-        sum(step) for step in zip(*batch.cells, strict=True)
+    assert [sum(step) for step in zip(*tight.sizes, strict=True)] == [
+        sum(step) for step in zip(*batch.sizes, strict=True)
     ]
     for cap in set(tight.micro_batch):
-        rows = [row for row, other_cap in zip(tight.cells, tight.micro_batch, strict=True) if other_cap == cap]
+        rows = [row for row, other_cap in zip(tight.sizes, tight.micro_batch, strict=True) if other_cap == cap]
         assert max(1, *map(max, rows)) == cap
     assert all(now <= before for now, before in zip(tight.micro_batch, caps, strict=True))
-    assert tight.cells_for(global_batch).sizes == tight.cells
-    assert tight.cells_for(other).global_batch == other
-    assert max(tight.micro_batch) == max(1, batch.largest_cell)
+    assert tight.resized(global_batch).sizes == tight.sizes
+    assert tight.resized(other).global_batch == other
+    assert max(tight.micro_batch) == max(1, batch.largest_micro_batch)
 
 
 def test_a_thousand_ranks_and_micro_steps_are_a_few_numbers() -> None:
-    batch = Batch.of(10_000_000, (5, 11) * 512)
+    batch = BatchPlan.of(10_000_000, (5, 11) * 512)
     assert batch.accumulation_steps == 1221
     assert batch.micro_steps == (
         MicroSteps(count=10, samples=(2560, 5631)),
         MicroSteps(count=1211, samples=(2559, 5631)),
     )
-    assert sum(batch.cut.of(0)) + sum(batch.cut.of(1)) in range(2 * 10_000_000 // 1024 - 2, 2 * 10_000_000 // 1024 + 3)
+    assert sum(batch.sizes_of(0)) + sum(batch.sizes_of(1)) in range(
+        2 * 10_000_000 // 1024 - 2, 2 * 10_000_000 // 1024 + 3
+    )
 
 
 @given(st.data(), st.integers(1, 9))
@@ -116,16 +117,16 @@ def test_ranks_of_twice_the_speed_take_twice_the_samples_where_memory_allows() -
     assert balanced(24, (100, 100, 6, 100), (1.0, 1.0, 2.0, 2.0)) == (5, 5, 6, 10)
 
 
-def test_a_batch_smaller_than_the_world_leaves_cells_empty() -> None:
-    assert cells(2, (4, 4, 4)).sizes == ((1,), (1,), (0,))
+def test_a_batch_smaller_than_the_world_leaves_micro_batches_empty() -> None:
+    assert BatchPlan.of(2, (4, 4, 4)).sizes == ((1,), (1,), (0,))
 
 
 @pytest.mark.parametrize("global_batch", [0, -4])
 def test_a_batch_below_one_sample_is_refused(global_batch: int) -> None:
     with pytest.raises(RequestError, match=re.escape(f"a global batch of {global_batch} samples trains nothing")):
-        cells(global_batch, (1,))
+        BatchPlan.of(global_batch, (1,))
 
 
 def test_a_cap_below_one_sample_is_refused() -> None:
     with pytest.raises(RequestError, match="leave a rank without samples"):
-        cells(8, (4, 0))
+        BatchPlan.of(8, (4, 0))

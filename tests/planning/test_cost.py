@@ -8,8 +8,9 @@ import pytest
 from frugal.config.cluster import Cluster, Device, Node
 from frugal.config.request import Request
 from frugal.planning import cost
+from frugal.planning.batch import BatchPlan
 from frugal.planning.cost import Line, Work
-from frugal.planning.plan import Batch, StepTime
+from frugal.planning.plan import StepTime
 from frugal.planning.strategy import Place, Strategy
 
 
@@ -43,7 +44,7 @@ def cluster(world_size: int, *, nodes: int = 1, speeds: tuple[float, ...] = (), 
 
 
 def step(strategy: Strategy, num_steps: int, *, on: Cluster, micro: int = 1, **counted: Any) -> StepTime:
-    batch = Batch.of(num_steps * on.world_size * micro, (micro,) * on.world_size)
+    batch = BatchPlan.of(num_steps * on.world_size * micro, (micro,) * on.world_size)
     return cost.step_time(Model(work=work(**counted)), strategy, batch, on, Request())
 
 
@@ -64,7 +65,7 @@ def test_one_gpu_communicates_nothing() -> None:
 
 def test_stage_3_sends_what_was_seen_to_be_gathered() -> None:
     model, on = Model(gathers=(10, 75_000_000)), cluster(2, bandwidth=1e6)
-    batch = Batch.of(2, (1, 1))
+    batch = BatchPlan.of(2, (1, 1))
     time = cost.step_time(model, Strategy(zero_stage=3), batch, on, Request())
     assert time.communication_seconds == pytest.approx((75 + 25) * 2 / 2)  # bf16, half of it from the other rank
 

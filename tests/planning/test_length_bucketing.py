@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from frugal.planning.batch import cells
+from frugal.planning.batch import BatchPlan
 from frugal.planning.length_bucketing import EVENNESS, MOST_SAMPLES, TokenBudget, grouped, padded_tokens, work
 
 SEQ_LEN = 64
@@ -38,7 +38,7 @@ def test_it_takes_no_more_micro_steps_than_samples_of_full_length(
     lengths: list[int], max_samples: list[int], shortest: int
 ) -> None:
     budget = TokenBudget(tokens=tuple(SEQ_LEN * cap for cap in max_samples), shortest=shortest)
-    assert len(grouped(lengths, budget)) <= cells(len(lengths), max_samples).accumulation_steps
+    assert len(grouped(lengths, budget)) <= BatchPlan.of(len(lengths), max_samples).accumulation_steps
 
 
 @given(samples, caps, st.integers(0, 100))

@@ -44,7 +44,13 @@ def test_the_documented_keys_are_there() -> None:
         "zero_stage", "activation_checkpointing", "loss", "offload_optimizer", "offload_parameters",
         "gradient_accumulation_dtype",
     }  # fmt: skip
-    assert content["batch"].keys() >= {"global_batch", "world_size", "micro_batch", "accumulation_steps", "cells"}
+    assert content["batch"].keys() >= {
+        "global_batch",
+        "world_size",
+        "micro_batch",
+        "accumulation_steps",
+        "micro_batch_sizes",
+    }
     assert content["memory"].keys() >= {"total_bytes", "usable_bytes", "host_bytes_per_node"}
 
 
@@ -83,7 +89,7 @@ def test_deepspeeds_configuration_is_no_plan() -> None:
 
 
 def test_a_plan_of_another_schema_is_refused() -> None:
-    with pytest.raises(PlanMismatchError, match="has schema 99, this frugal reads schema 2"):
+    with pytest.raises(PlanMismatchError, match="has schema 99, this frugal reads schema 3"):
         Plan.from_json(changed(made(), "schema", value=99))
 
 
@@ -93,7 +99,7 @@ def test_a_plan_of_another_schema_is_refused() -> None:
         (
             ("batch", "micro_steps", 0, "count"),
             9,
-            "contradicts itself\n  because the cells do not add up to the global batch",
+            "contradicts itself\n  because the micro-batch sizes do not add up to the global batch",
         ),
         (("memory", "total_bytes"), 1, "contradicts itself\n  because the parts are not the whole"),
         (
@@ -114,9 +120,9 @@ def test_a_plan_whose_numbers_disagree_cannot_exist(path: tuple[str | int, ...],
     assert str(caught.value).startswith(f"plan.json {message}")
 
 
-def test_cells_that_are_not_those_of_the_micro_steps_are_a_change() -> None:
+def test_micro_batch_sizes_that_are_not_those_of_the_micro_steps_are_a_change() -> None:
     with pytest.raises(PlanMismatchError, match="was changed after it was made"):
-        Plan.from_json(changed(made(), "batch", "cells", 0, 0, value=9))
+        Plan.from_json(changed(made(), "batch", "micro_batch_sizes", 0, 0, value=9))
 
 
 def test_a_plan_for_a_thousand_gpus_is_short_and_says_all() -> None:
@@ -126,7 +132,7 @@ def test_a_plan_for_a_thousand_gpus_is_short_and_says_all() -> None:
     assert Plan.from_json(text) == plan
     written = json.loads(text)
     assert [node["count"] for node in written["cluster"]["nodes"]] == [128]
-    assert written["batch"]["cells"] is None
+    assert written["batch"]["micro_batch_sizes"] is None
     assert sum(steps["count"] * sum(steps["samples"]) for steps in written["batch"]["micro_steps"]) == 1_000_000
 
 

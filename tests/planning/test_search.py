@@ -47,7 +47,7 @@ LARGE_VOCABULARY = SMALL | {"bytes_per_token": 500_000, "logits_bytes_per_token"
 def test_the_loss_is_tiled_when_that_makes_room_for_larger_micro_batches() -> None:
     made = planned(gpus=4, mem="12G", model=LARGE_VOCABULARY)
     assert made.strategy.loss == "tiled"
-    assert made.batch.largest_cell == 15
+    assert made.batch.largest_micro_batch == 15
     assert made.why[1].startswith("the loss is tiled: with whole logits micro-batch 5 fits instead of 15")
 
 
@@ -90,31 +90,31 @@ def test_equally_fast_strategies_go_to_the_simplest() -> None:
     assert made.strategy.num_mechanisms == 0
 
 
-def test_even_cells_win_over_a_slightly_larger_micro_batch() -> None:
+def test_even_micro_batches_win_over_a_slightly_larger_micro_batch() -> None:
     made = planned(gpus=4, mem="24G", model=SMALL)
     assert made.batch.is_uniform
 
 
 def test_a_batch_that_does_not_divide_is_still_exact() -> None:
     made = planned(gpus=4, mem="12G", global_batch=500, model=SMALL)
-    assert sum(map(sum, made.batch.cells)) == 500
+    assert sum(map(sum, made.batch.sizes)) == 500
     assert made.batch.capacity > 500
 
 
 def test_cards_that_differ_only_in_memory_take_as_much_as_the_smallest_where_that_is_fastest() -> None:
     made = planned(gpu="a100-80g", mem="12G,24G,24G", global_batch=100, model=SMALL)
     assert (made.batch.micro_batch, made.batch.accumulation_steps) == ((9, 9, 9), 4)
-    assert sum(map(sum, made.batch.cells)) == 100
+    assert sum(map(sum, made.batch.sizes)) == 100
 
 
 def test_cards_of_another_speed_take_samples_in_proportion_and_are_done_together() -> None:
     made = planned(
         gpu="rtx3060-12g,rtx4090-24g", mem="23G,24G", global_batch=100, model=SMALL | {"bytes_per_token": 10_000}
     )
-    slow, fast = (sum(cells) for cells in made.batch.cells)
+    slow, fast = (sum(sizes) for sizes in made.batch.sizes)
     assert slow + fast == 100
     assert fast / slow == pytest.approx(165 / 25.5, rel=0.05)
-    seconds = [max(c) / d.matrix_flops for c, d in zip(made.batch.cells, made.cluster.devices, strict=True)]
+    seconds = [max(c) / d.matrix_flops for c, d in zip(made.batch.sizes, made.cluster.devices, strict=True)]
     assert min(seconds) > 0.9 * max(seconds)
 
 
@@ -125,7 +125,7 @@ def test_a_fast_card_takes_no_more_than_it_holds() -> None:
     )
     assert alone.memory.fits
     assert made.batch.micro_batch[0] < made.batch.micro_batch[1]
-    assert sum(map(sum, made.batch.cells)) == 100
+    assert sum(map(sum, made.batch.sizes)) == 100
 
 
 def test_what_could_not_be_checked_is_said() -> None:

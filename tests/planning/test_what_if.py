@@ -44,7 +44,7 @@ def test_what_would_help_is_computed_and_told_with_its_gain() -> None:
     assert lines[0] == "what would help (predicted, not dry-run)"
     for line, case, option in zip(lines[1:], cases, found, strict=True):
         assert case.name in line and option is not None and option.batch is not None
-        assert f"{option.batch.largest_cell} x {option.batch.accumulation_steps}" in line
+        assert f"{option.batch.largest_micro_batch} x {option.batch.accumulation_steps}" in line
         gain = option.seconds / case.request.seq_len / (made.time.total_seconds / made.request.seq_len)
         assert (f"{100 * (gain - 1):+.0f} %" in line) == (abs(gain - 1) > 0.02)
     assert lines[-1].split("  ")[-1] == "same strategy"

@@ -60,7 +60,7 @@ def trained(plan: Plan, model: str) -> tuple[list[float], int]:
 def test_a_planned_mixed_cluster_trains_as_one_rank_does_and_each_rank_keeps_its_budget(
     plan: Plan, model: Path, one_rank: Ranks, two_ranks: Ranks
 ) -> None:
-    small, large = plan.batch.cells
+    small, large = plan.batch.sizes
     assert len(small) == len(large) == 3
     assert sum(small) + sum(large) == GLOBAL_BATCH
     assert max(small) < min(large), "the smaller rank takes fewer samples"

@@ -162,7 +162,7 @@ STEPS, GLOBAL_BATCH = 3, 3
 
 
 def losses_on_ranks(task: str, family: str, zero_stage: int) -> list[float]:
-    """Three SGD steps of three samples on two ranks, one at a time: the last cell is a dummy. Runs on ranks."""
+    """Three SGD steps of three samples on two ranks, one at a time: the last micro-batch is a dummy. Runs on ranks."""
     transformers_internals.always_use()
     plan = plan_by_hand(
         world_size=2, global_batch=GLOBAL_BATCH, micro_batch=1, zero_stage=zero_stage,

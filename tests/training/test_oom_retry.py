@@ -79,8 +79,12 @@ def test_fragmentation_is_where_enough_is_held_and_not_in_use() -> None:
 def test_cells_are_halved_and_grow_again_one_at_a_time() -> None:
     found = AdaptiveLimits(a_plan(), SkipNet())
     shortage, sizes = OutOfMemory((a_report(),)), []
-    assert found.lower(shortage, 8) == "out of memory: the global batch is run again with at most 4 samples a cell"
-    assert found.lower(shortage, 4) == "out of memory: the global batch is run again with at most 2 samples a cell"
+    assert (
+        found.lower(shortage, 8) == "out of memory: the global batch is run again with at most 4 samples a micro-batch"
+    )
+    assert (
+        found.lower(shortage, 4) == "out of memory: the global batch is run again with at most 2 samples a micro-batch"
+    )
     for _ in range(3 * oom_limits.PATIENCE):
         sizes.append(found.limits.max_samples[0])
         found.after_step()
@@ -123,7 +127,8 @@ def test_a_request_beyond_the_whole_plan_is_not_tried_again() -> None:
         "a single request for more memory than the whole plan\n"
         "  because rank 1 asked for 101.0 MiB in backward, models/gpt2.py:7 (forward)\n"
         "  because 100.0 MiB are planned for everything together, at the peak\n\n"
-        "hint: look at models/gpt2.py:7 (forward): smaller cells would not help; or plan with the data's own lengths"
+        "hint: look at models/gpt2.py:7 (forward): smaller micro-batches would not help; or "
+        "plan with the data's own lengths"
     )
     assert found.limits.max_samples == (8, 8)
 
@@ -187,12 +192,12 @@ def test_where_one_sample_does_not_fit_activation_checkpointing_is_switched_on(
 ) -> None:
     said, losses, recomputes = two_ranks.run(with_layers_recomputed, zero_stage, kind, mode)[0]
     assert said == [
-        "out of memory: the global batch is run again with at most 1 sample a cell",
+        "out of memory: the global batch is run again with at most 1 sample a micro-batch",
         "out of memory with a micro-batch of one sample: from here on activation checkpointing is full, "
-        "with at most 2 samples a cell",
+        "with at most 2 samples a micro-batch",
     ]
     assert recomputes
-    assert losses == two_ranks.run(undisturbed, zero_stage, kind)[0]  # the plan's cells again, recomputed
+    assert losses == two_ranks.run(undisturbed, zero_stage, kind)[0]  # the plan's micro-batches again, recomputed
 
 
 def undisturbed(zero_stage: int, kind: str) -> list[float]:

@@ -13,8 +13,9 @@ from typing import Protocol
 from frugal.config.cluster import Cluster, Device
 from frugal.config.request import Request
 from frugal.planning import cost
+from frugal.planning.batch import BatchPlan
 from frugal.planning.memory.breakdown import MemoryBreakdown
-from frugal.planning.plan import Batch, ModelSummary, Rejected, StepTime
+from frugal.planning.plan import ModelSummary, Rejected, StepTime
 from frugal.planning.strategy import ActivationCheckpointing, Place, Strategy
 
 TIE = 1.02
@@ -36,7 +37,7 @@ class Option:
 
     strategy: Strategy
     micro_batch: int
-    batch: Batch | None
+    batch: BatchPlan | None
     memory: MemoryBreakdown | None
     time: StepTime | None
     host_shortfall_bytes: int = 0
@@ -65,7 +66,7 @@ class Option:
 
     @property
     def simplicity(self) -> tuple[int, bool, float]:
-        """Sorts equally fast options: fewer mechanisms, then even cells, then time."""
+        """Sorts equally fast options: fewer mechanisms, then even micro-batches, then time."""
         return self.strategy.num_mechanisms, not (self.batch and self.batch.is_uniform), self.seconds
 
     def rules_out(self, draft: "Option") -> bool:

@@ -12,10 +12,10 @@ from operator import mul
 from frugal.config.cluster import Cluster, Device
 from frugal.config.request import Request
 from frugal.planning import cost, length_bucketing
-from frugal.planning.batch import balanced
+from frugal.planning.batch import BatchPlan, balanced
 from frugal.planning.memory import breakdown
 from frugal.planning.memory.breakdown import MemoryBreakdown
-from frugal.planning.plan import Batch, StepTime
+from frugal.planning.plan import StepTime
 from frugal.planning.search.candidate import LIKE, TIE, Facts, Option, Profile, Source
 from frugal.planning.strategy import Strategy
 
@@ -69,8 +69,8 @@ class Fitting:
             micro -= 1
         return micro
 
-    def batches(self, fit: dict[Device, int]) -> list[Batch]:
-        """Batches under the largest micro-batches that fit: those that may be fastest, and one of equal cells.
+    def batches(self, fit: dict[Device, int]) -> list[BatchPlan]:
+        """Batches under the largest micro-batches that fit: those that may be fastest, and one of equal micro-batches.
 
         On equal ranks that is the fewest micro-steps, and the largest micro-batch that cuts the batch evenly. On ranks
         that differ in memory or speed, micro-steps in which all are done at the same time: either as few as memory
@@ -94,7 +94,9 @@ class Fitting:
             choices = [
                 self._balanced(of_kind, seconds, num_steps) for seconds in (limits if is_free else {max(limits)})
             ]
-        made = (Batch.of(samples, each, self.request.global_tokens, accumulation_steps=num_steps) for each in choices)
+        made = (
+            BatchPlan.of(samples, each, self.request.global_tokens, accumulation_steps=num_steps) for each in choices
+        )
         return list({batch.micro_batch: batch for batch in (batch.tightened() for batch in made)}.values())
 
     def _balanced(self, of_kind: Sequence[int], most_seconds: float, num_steps: int | None) -> tuple[int, ...]:
@@ -111,15 +113,15 @@ class Fitting:
         """One number a kind of device as one a rank."""
         return tuple(map(of_kind.__getitem__, self._kinds))
 
-    def unlimited(self) -> Batch:
+    def unlimited(self) -> BatchPlan:
         """The batch if memory were without end: nothing that fits is done sooner."""
         num_steps = self.request.accumulation_steps
         caps = (self.cap,) * self.world_size
         if len(self.devices) > 1:
             caps = self._balanced((self.cap,) * len(self.devices), float(self.cap), num_steps)
-        return Batch.of(self.request.batch_samples, caps, self.request.global_tokens, accumulation_steps=num_steps)
+        return BatchPlan.of(self.request.batch_samples, caps, self.request.global_tokens, accumulation_steps=num_steps)
 
-    def loads(self, batch: Batch) -> list[tuple[Device, int]]:
+    def loads(self, batch: BatchPlan) -> list[tuple[Device, int]]:
         """Each kind of device with the micro-batches its ranks take."""
         return [(self.devices[kind], micro) for kind, micro in sorted(set(zip(self._kinds, batch.micro_batch)))]  # noqa: B905 - one of each a rank
 
@@ -241,7 +243,7 @@ class StrategyEvaluation:
             return replace(option, batch=None, disk_shortfall_bytes=short_of)
         return option
 
-    def time(self, profile: Profile, strategy: Strategy, batch: Batch) -> StepTime:
+    def time(self, profile: Profile, strategy: Strategy, batch: BatchPlan) -> StepTime:
         """Predicted seconds of a step: of full-length samples, or of a typical global batch where that is known."""
         step_time = self._full_length(profile, strategy)
         if self.request.lengths is None:
@@ -250,11 +252,11 @@ class StrategyEvaluation:
             step_time, batch, length_bucketing.grouping(self.request.lengths, batch, self.request.seq_len)
         )
 
-    def _for_lengths(self, profile: Profile, strategy: Strategy, batch: Batch) -> Batch:
+    def _for_lengths(self, profile: Profile, strategy: Strategy, batch: BatchPlan) -> BatchPlan:
         """`batch` with the best that could be proven for samples of the request's lengths."""
         return length_bucketing.best_proven(self.request, self.cluster, batch, self._full_length(profile, strategy))
 
-    def _full_length(self, profile: Profile, strategy: Strategy) -> Callable[[Batch], StepTime]:
+    def _full_length(self, profile: Profile, strategy: Strategy) -> Callable[[BatchPlan], StepTime]:
         """Seconds of a step of full-length samples, by its batch."""
         return lambda batch: cost.step_time(profile, strategy, batch, self.cluster, self.request)
 
@@ -277,7 +279,7 @@ class StrategyEvaluation:
         if self.request.lengths is not None:
             batch = self._for_lengths(work, strategy, batch)
         time = self.time(work, strategy, batch)
-        return Option(strategy=strategy, micro_batch=batch.largest_cell, batch=None, memory=None, time=time)
+        return Option(strategy=strategy, micro_batch=batch.largest_micro_batch, batch=None, memory=None, time=time)
 
     def dry_run_result(self, option: Option) -> MemoryBreakdown:
         """The memory of an option by dry-running it, on its fullest device."""

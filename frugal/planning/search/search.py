@@ -1,8 +1,8 @@
 """The fastest plan that fits, or the proof that none does. Arithmetic over profiles; the winner is dry-run.
 
-For every strategy the request allows: the largest micro-batch that fits each device, the cells it cuts the global
-batch into, and the seconds a step would take. The fastest wins; within 2 % of it, the simplest. Where a profile can
-be drafted at once, all strategies are ranked by drafts, which leave the allocator out, and only those are looked at
+For every strategy the request allows: the largest micro-batch that fits each device, the micro-batches it cuts the
+global batch into, and the seconds a step would take. The fastest wins; within 2 % of it, the simplest. Where a profile
+can be drafted at once, all strategies are ranked by drafts, which leave the allocator out, and only those are looked at
 closely that could still win. Then the winner is dry-run as a whole. Where that shows that it does not fit, its
 micro-batch shrinks, and where a drafted profile was wrong, a dry-run one takes its place; the choice is made again.
 """

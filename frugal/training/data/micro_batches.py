@@ -1,8 +1,8 @@
 """Which samples of a global batch a rank takes in each micro-step.
 
-Where all samples are as long, or nobody knows how long they are, these are the plan's cells, in the batch's order.
-Otherwise samples of like length are together (`frugal.planning.length_bucketing`): the same global batch, hence the
-same gradient, with less padding.
+Where all samples are as long, or nobody knows how long they are, these are the plan's micro-batches, in the batch's
+order. Otherwise samples of like length are together (`frugal.planning.length_bucketing`): the same global batch, hence
+the same gradient, with less padding.
 
 What comes next is made while the last is worked on.
 
@@ -21,9 +21,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from frugal.planning.batch import cells
+from frugal.planning.batch import BatchPlan
 from frugal.planning.length_bucketing import TokenBudget, grouped
-from frugal.planning.plan import Batch, Plan
+from frugal.planning.plan import Plan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,31 +63,31 @@ class MicroBatchLimits:
 
 @dataclass(frozen=True)
 class Share:
-    """What one rank takes: `places[micro_step]` in the global batch, none for an empty cell.
+    """What one rank takes: `places[micro_step]` in the global batch, none for an empty micro-batch.
 
-    `largest`: what the largest cell of all ranks takes, in samples of full length.
+    `largest`: what the largest micro-batch of all ranks takes, in samples of full length.
     """
 
     places: tuple[Sequence[int], ...]
     largest: int
 
 
-def share(samples: Sequence[Any], limits: MicroBatchLimits, rank: int, planned: Batch | None = None) -> Share:
-    """The cells of `rank`, for `samples` given whole: those `planned`, where limits and number are its own."""
+def share(samples: Sequence[Any], limits: MicroBatchLimits, rank: int, planned: BatchPlan | None = None) -> Share:
+    """The micro-batches of `rank`, for `samples` given whole: those `planned`, where limits and number are its own."""
     lengths = getattr(samples, "lengths", None)
     if lengths is None or _are_alike(lengths, limits):
         if planned is not None and planned.micro_batch == limits.max_samples:
-            cut = planned.cells_for(len(samples))
+            batch = planned.resized(len(samples))
         else:
-            cut = cells(len(samples), limits.max_samples)
-        stretches = zip(cut.starts(rank), cut.of(rank), strict=True)
-        return Share(tuple(range(start, start + size) for start, size in stretches), max(cut.largest))
+            batch = BatchPlan.of(len(samples), limits.max_samples)
+        stretches = zip(batch.starts_of(rank), batch.sizes_of(rank), strict=True)
+        return Share(tuple(range(start, start + size) for start, size in stretches), batch.largest_micro_batch)
     order = np.argsort(-np.asarray(lengths), kind="stable")
     longest_first = np.asarray(lengths)[order].tolist()
     budget = TokenBudget(tokens=tuple(cap * limits.seq_len for cap in limits.max_samples), shortest=limits.shortest)
     steps = grouped(longest_first, budget, limits.overhead)
     most_tokens = max(
-        len(cell) * max(longest_first[cell.start], limits.shortest) for step in steps for cell in step if cell
+        len(places) * max(longest_first[places.start], limits.shortest) for step in steps for places in step if places
     )
     own = tuple(order[step[rank].start : step[rank].stop].tolist() for step in steps)
     return Share(own, -(-most_tokens // limits.seq_len))

@@ -29,8 +29,9 @@ from frugal.config.request import Task
 from frugal.deepspeed_adapter.kernels import DTYPES
 from frugal.distributed import first_failure, process_group
 from frugal.errors import OutOfMemoryError
+from frugal.planning.batch import BatchPlan
 from frugal.planning.memory.timeline import Interval, phase_peaks
-from frugal.planning.plan import Batch, Plan
+from frugal.planning.plan import Plan
 from frugal.training.engine import initialize
 from frugal.training.measure.memory_gauge import CudaGauge, gauge, mark_phases
 from frugal.training.measure.record import ModelDefinition, RankMeasurement, Trial
@@ -70,7 +71,7 @@ def watched(
     most_micro_steps: int | None,
 ) -> tuple[list[Interval], dict[str, int]]:
     """The phases, and what only a GPU tells: fields of `RankMeasurement`."""
-    example = objective.example(plan.batch.largest_cell, plan.request.seq_len)
+    example = objective.example(plan.batch.largest_micro_batch, plan.request.seq_len)
     micro_steps = min(plan.batch.accumulation_steps, most_micro_steps or plan.batch.accumulation_steps)
     gc.freeze()  # going through all of transformers takes longer than a phase
     with settled_collectives() if device.type == "cpu" else nullcontext(), gauge(device) as found:
@@ -184,7 +185,7 @@ def _load_libraries(plan: Plan, device: torch.device) -> None:
         prefetch_bucket_elements=WARM_UP_ELEMENTS,
     )
     world_size, dtype = plan.batch.world_size, DTYPES[plan.request.precision]
-    batch = Batch.of(world_size, (1,) * world_size)
+    batch = BatchPlan.of(world_size, (1,) * world_size)
     objective = SummedLoss(
         lambda model, batch: model(batch["x"]).square().sum(), example={"x": torch.ones(8, dtype=dtype)}
     )

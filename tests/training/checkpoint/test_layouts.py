@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from frugal.errors import RequestError
-from frugal.planning.batch import cells
+from frugal.planning.batch import BatchPlan
 from frugal.training.data import corpus
 from frugal.training.data.corpus import Corpus
 from frugal.training.data.global_batches import GlobalBatches, Position
@@ -97,11 +97,11 @@ def test_ranks_share_each_global_batch_and_take_equally_many_steps(world_size: i
     drawn: list[int] = []
     for _ in range(101):  # eight epochs
         batch = batches.at(position)
-        cut = cells(len(batch), caps)
+        cut = BatchPlan.of(len(batch), caps)
         shares = [
             [int(batch.indices[start + i]) for i in range(size)]
             for rank in range(world_size)
-            for start, size in zip(cut.starts(rank), cut.of(rank), strict=True)
+            for start, size in zip(cut.starts_of(rank), cut.sizes_of(rank), strict=True)
         ]
         assert len(shares) == world_size * cut.accumulation_steps
         taken = [index for share in shares for index in share]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from frugal.planning.plan import Batch
+from frugal.planning.batch import BatchPlan
 from frugal.training.data.micro_batches import MicroBatchLimits, share
 from frugal.training.engine import initialize
 from frugal.training.evaluate import evaluate
@@ -94,8 +94,8 @@ def padded(shapes: list[list[list[int]]]) -> int:
     return sum(rows * columns for each in shapes for rows, columns in each)
 
 
-def test_samples_of_one_length_keep_the_planned_cells() -> None:
-    batch = Batch.of(6, (2, 2))
+def test_samples_of_one_length_keep_the_planned_micro_batches() -> None:
+    batch = BatchPlan.of(6, (2, 2))
     samples = Known([{"input_ids": [0] * 64}] * 6)
     for rank in range(2):
         assert share(samples, limits(2, 2), rank, batch).places == share([0] * 6, limits(2, 2), rank, batch).places
@@ -107,13 +107,15 @@ def test_short_samples_of_one_length_share_what_a_long_one_takes() -> None:
     assert len(share(samples, limits(2, 2), 0).places) == 4
 
 
-def test_a_cell_that_was_too_large_is_cut_until_its_samples_are_alone() -> None:
+def test_a_micro_batch_that_was_too_large_is_cut_until_its_samples_are_alone() -> None:
     samples = Known([{"input_ids": [0] * length} for length in range(4, 64, 4)])
     largest, now = [], limits(4, shortest=8)
     while now is not None:
         cut = share(samples, now, 0)
-        sizes = [(len(cell) * len(samples[cell[0]]["input_ids"]), len(cell)) for cell in cut.places]
+        sizes = [(len(places) * len(samples[places[0]]["input_ids"]), len(places)) for places in cut.places]
         largest.append((max(tokens for tokens, _ in sizes), max(number for _, number in sizes)))
         now = now.halved(cut.largest)
-    assert largest == sorted(set(largest), reverse=True), "each attempt has smaller cells, in tokens or in samples"
+    assert largest == sorted(set(largest), reverse=True), (
+        "each attempt has smaller micro-batches, in tokens or in samples"
+    )
     assert largest[-1] == (60, 1)
