@@ -14,7 +14,7 @@ import frugal
 
 ROOT = Path(frugal.__file__).parent
 FLOORS = [
-    "errors", "units", "atomic_files", "required", "config", "planning", "deepspeed_adapter", "distributed", "training",
+    "errors", "units", "atomic_files", "cache_pruning", "required", "config", "planning", "deepspeed_adapter", "distributed", "training",
     "dryrun", "launch", "cli",
 ]  # fmt: skip
 """From the ground up: a module imports from its own floor and from those below."""
@@ -222,7 +222,7 @@ def test_nothing_but_tests_imports_tests(folder: str) -> None:
 @pytest.mark.parametrize(
     "path",
     [
-        *below("errors", "units", "atomic_files", "required", "config", "planning"),
+        *below("errors", "units", "atomic_files", "cache_pruning", "required", "config", "planning"),
         ROOT / "dryrun" / "client.py",
         ROOT / "dryrun" / "planner.py",
         ROOT / "cli" / "__init__.py",

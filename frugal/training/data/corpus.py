@@ -2,7 +2,8 @@
 
 A document is one row of jsonl, csv, parquet or a saved dataset, or one text file (long ones: stretches of whole
 lines of about 64 KiB). Documents become samples of at most `seq_len` tokens, stored as Arrow files in a cache folder
-whose name is a hash of the data, the tokenizer and every option. They are memory-mapped, not loaded.
+whose name is a hash of the data, the tokenizer and every option. They are memory-mapped, not loaded. Those
+not used for 90 days are removed, and the least recently used beyond 200 GiB.
 """
 
 import hashlib
@@ -12,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import msgspec
 import numpy as np
@@ -20,6 +21,7 @@ import platformdirs
 import torch.distributed as dist
 from numpy.typing import NDArray
 
+from frugal import cache_pruning
 from frugal.config import sample_lengths
 from frugal.config.request import Request
 from frugal.config.run import Settings
@@ -33,6 +35,12 @@ from frugal.training.data.build import BuildReport, SampleMaker, TooLong, bad_ro
 from frugal.training.data.global_batches import permutation
 from frugal.training.data.sources import Columns, DocumentSource, Provenance, find_sources
 from frugal.training.models import resolve
+from frugal.units import GIB
+
+CACHE_BYTES = 200 * GIB
+"""Of all tokenised data; see `frugal.cache_pruning`. A token takes 4 bytes."""
+
+_locks: dict[Path, IO[bytes]] = {}  # of what this process has opened, which nobody is to remove while it lives
 
 _FORMAT = 2  # of the files in the cache; another number is another cache
 
@@ -125,6 +133,10 @@ def _open(
     folder: Path, key: str, origins: Sequence[DocumentSource], options: Mapping[str, Any], *, skip_bad_rows: bool
 ) -> Corpus:
     """The corpus that was built in `folder`."""
+    if folder not in _locks:
+        _locks[folder] = cache_pruning.lock(folder / "report.json")
+        cache_pruning.touch(folder)
+        cache_pruning.prune(folder.parent, CACHE_BYTES)
     report = msgspec.json.decode((folder / "report.json").read_bytes(), type=BuildReport)
     if report.bad_rows and not skip_bad_rows:
         raise bad_rows_error(report)

@@ -1,0 +1,83 @@
+"""Folders of things that can be made again, kept from growing: at most so many bytes, and nothing unused for long.
+
+An entry is a file or a folder. It was last used when it was last modified, which `touch` sets. Once a day, after
+something was added, the least recently used entries beyond the limit are removed. Never removed is what was used within
+a day, or what a process has locked with `lock`.
+"""
+
+import contextlib
+import fcntl
+import os
+import shutil
+import time
+from pathlib import Path
+from typing import IO
+
+DAY = 24 * 3600  # seconds
+UNUSED_SECONDS = 90 * DAY
+
+
+def touch(entry: Path) -> None:
+    """It is used now. Written at most once a day; a folder that cannot be written to is no error."""
+    with contextlib.suppress(OSError):
+        if time.time() - entry.stat().st_mtime > DAY:
+            os.utime(entry)
+
+
+def lock(file: Path) -> IO[bytes]:
+    """Keep a file, and the folder that is the entry it belongs to, from being removed until the result is closed.
+
+    Processes of other hosts see it where the file system shares locks.
+
+    Raises:
+        OSError: there is no such file.
+    """
+    locked = file.open("rb")
+    with contextlib.suppress(OSError):  # a file system without locks: it was touched, which keeps it for a day
+        fcntl.flock(locked, fcntl.LOCK_SH)
+    return locked
+
+
+def prune(folder: Path, limit_bytes: int, unused_seconds: float = UNUSED_SECONDS) -> None:
+    """Remove the entries of `folder` that were not used for `unused_seconds`, and what is beyond `limit_bytes`.
+
+    The least recently used go first. At most once a day; a folder that cannot be written to is no error.
+    """
+    now = time.time()
+    with contextlib.suppress(OSError):
+        stamp = folder.with_name(f".{folder.name}.pruned")  # says when it was done
+        if stamp.exists() and now - stamp.stat().st_mtime < DAY:
+            return
+        stamp.touch()
+        last_used = {entry: entry.stat().st_mtime for entry in folder.iterdir()}
+        total = 0
+        for entry in sorted(last_used, key=lambda entry: -last_used[entry]):
+            unused = now - last_used[entry]
+            total += sum(file.stat().st_size for file in _files(entry))
+            if unused > DAY and (unused > unused_seconds or total > limit_bytes) and not _is_locked(entry):
+                _remove(entry)
+
+
+def _files(entry: Path) -> list[Path]:
+    return [file for file in entry.rglob("*") if file.is_file()] if entry.is_dir() else [entry]
+
+
+def _is_locked(entry: Path) -> bool:
+    """Whether a process reads it, or this one may not write it."""
+    try:
+        for file in _files(entry):
+            with file.open("rb+") as opened:  # network file systems lock no file that is open for reading only
+                fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    return False
+
+
+def _remove(entry: Path) -> None:
+    """A folder disappears at once, not file by file."""
+    if not entry.is_dir():
+        entry.unlink(missing_ok=True)
+        return
+    removed = entry.with_name(f".{entry.name}.removed")
+    entry.rename(removed)
+    shutil.rmtree(removed, ignore_errors=True)
