@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 SHELL  := /bin/bash
 
-.PHONY: setup demo test test-all faults mutation renew lint clean
+.PHONY: setup demo test test-all faults contract mutation renew lint clean
 
 setup: $(VENV)/.ready
 
@@ -19,7 +19,8 @@ demo: setup
 	PATH="$(CURDIR)/$(BIN):$$PATH" launch/demo.sh
 
 # Files of tests run beside each other: most of the time goes into waiting for processes of one core to start.
-PYTEST := PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
+pytest_in = PATH="$(CURDIR)/$(1):$$PATH" $(1)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
+PYTEST := $(call pytest_in,$(BIN))
 
 test: setup lint
 	.ci/packages
@@ -33,6 +34,21 @@ test-all: setup lint
 # Out of memory at each place of a step, on each rank, under each strategy; crashes at each point of a save.
 faults: setup
 	$(PYTEST) -m "" tests/faults
+
+# An upgrade of DeepSpeed: `make contract DEEPSPEED=0.20.0`, in an environment of its own. First the names that are
+# missing and the mirrored functions that changed, with their differences to the DeepSpeed of $(VENV): what is to be
+# done. Once that is done and recorded: simulation against dry runs, dry runs against measurements, faults.
+DEEPSPEED ?= 0.19.8
+CONTRACT  := .venv-contract
+contract: setup
+	$(PYTHON) -m venv $(CONTRACT)
+	$(CONTRACT)/bin/pip install --quiet -c constraints.txt setuptools torch
+	DS_BUILD_OPS=0 $(CONTRACT)/bin/pip install --quiet -c constraints.txt -e '.[dev]'
+	DS_BUILD_OPS=0 $(CONTRACT)/bin/pip install --quiet --no-deps --no-build-isolation deepspeed==$(DEEPSPEED)
+	$(CONTRACT)/bin/python -m frugal.deepspeed_adapter.contract $(VENV)/lib/python*/site-packages/deepspeed
+	$(call pytest_in,$(CONTRACT)/bin) tests/deepspeed_adapter/test_simulate.py tests/deepspeed_adapter/test_zero3_graph.py
+	$(call pytest_in,$(CONTRACT)/bin) tests/dryrun/test_truth.py
+	$(call pytest_in,$(CONTRACT)/bin) -m "" tests/faults
 
 # Whether the tests of planning notice when its arithmetic is wrong; with WORDS only some of the mutants.
 mutation: setup
@@ -49,4 +65,4 @@ lint: setup
 	$(BIN)/mypy
 
 clean:
-	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(CONTRACT) build *.egg-info .mypy_cache .ruff_cache .pytest_cache

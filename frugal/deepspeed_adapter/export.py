@@ -9,11 +9,15 @@ A plan for other trainers: transformers' Trainer, Accelerate, and a plain DeepSp
 
 Each export is one file beside the plan's own `ds_config.json`, which all three take unchanged: every batch size and
 every bucket in it is a number, so there is nothing for them to fill in. What they cannot do is refused here, not left
-to come out in memory or in the gradient.
+to come out in memory or in the gradient. The texts are templates in `templates/`.
 """
 
 import json
+import re
+import string
+import textwrap
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from frugal.deepspeed_adapter.json_config import ADAM_BETAS, ADAM_EPSILON, deepspeed_config
@@ -71,114 +75,66 @@ def hf(plan: Plan, start: str) -> str:
     """Python with `TrainingArguments`, and a Trainer whose loss is exact."""
     request, task = plan.request, plan.model.task
     full = plan.strategy.activation_checkpointing == "full"
-    targets = "F.pad(labels[:, 1:], (0, 1), value=-100)  # each token predicts the next" * (task == "causal-lm")
-    loss_type = '    model.loss_type = "ForCausalLM"  # otherwise Trainer may count first tokens as targets\n'
-    join = (
-        "    deepspeed.init_distributed()  # which TrainingArguments leaves out on CPUs, and ZeRO-3 needs\n"
-        * _on_cpu(plan)
+    join = "deepspeed.init_distributed()  # which TrainingArguments leaves out on CPUs, and ZeRO-3 needs"
+    loss_types = {
+        "causal-lm": 'model.loss_type = "ForCausalLM"  # otherwise Trainer may count first tokens as targets',
+        "seq2seq": "# its data_collator: DataCollatorForSeq2Seq(tokenizer, model=model), which shifts the labels",
+    }
+    shifted = "F.pad(labels[:, 1:], (0, 1), value=-100)  # each token predicts the next"
+    return _filled(
+        FILES["hf"],
+        sum=_sum(plan),
+        origin=_origin(plan),
+        start=start,
+        auto_class=AUTO_CLASSES[task],
+        import_deepspeed="import deepspeed" if _on_cpu(plan) else "",
+        join_process_group=join if _on_cpu(plan) else "",
+        deepspeed_file=DEEPSPEED_FILE,
+        micro_batch=plan.batch.largest_micro_batch,
+        accumulation_steps=plan.batch.accumulation_steps,
+        is_bf16=request.precision == "bf16",
+        is_fp16=request.precision == "fp16",
+        is_checkpointed=full,
+        checkpointing_options='{"use_reentrant": False}' if full else None,
+        is_cpu=_on_cpu(plan),
+        learning_rate=request.scaled_learning_rate,
+        weight_decay=request.weight_decay,
+        adam_beta1=ADAM_BETAS[0],
+        adam_beta2=ADAM_BETAS[1],
+        adam_epsilon=ADAM_EPSILON,
+        gradient_clipping=request.gradient_clipping,
+        loss_type=loss_types.get(task, ""),
+        targets=shifted if task == "causal-lm" else "labels",
     )
-    collator = "    # its data_collator: DataCollatorForSeq2Seq(tokenizer, model=model), which shifts the labels\n"
-    return f'''"""{_sum(plan)}, for transformers' Trainer.
-
-{_origin(plan)}
-In your script, started with `{start}`:
-
-    args = arguments("run", max_steps=1000)  # before the model, which ZeRO-3 splits while it is made
-    model = {AUTO_CLASSES[task]}.from_pretrained(...)
-    trainer(model, args, train_dataset=...).train()
-"""
-
-from pathlib import Path
-
-{"import deepspeed" + chr(10) if _on_cpu(plan) else ""}import torch.nn.functional as F
-from transformers import Trainer, TrainingArguments
-
-
-def arguments(output_dir, **others):
-    """What the plan says, and `others`: what it does not, such as steps, saving and logging."""
-{join}    return TrainingArguments(
-        output_dir=output_dir,
-        deepspeed=str(Path(__file__).with_name("{DEEPSPEED_FILE}")),
-        per_device_train_batch_size={plan.batch.largest_micro_batch},
-        gradient_accumulation_steps={plan.batch.accumulation_steps},
-        average_tokens_across_devices=True,
-        dataloader_drop_last=True,
-        bf16={request.precision == "bf16"},
-        fp16={request.precision == "fp16"},
-        activation_checkpointing={full},
-        activation_checkpointing_kwargs={'{"use_reentrant": False}' if full else None},
-        use_cache=False,
-        use_cpu={_on_cpu(plan)},
-        learning_rate={request.scaled_learning_rate!r},
-        weight_decay={request.weight_decay!r},
-        adam_beta1={ADAM_BETAS[0]!r},
-        adam_beta2={ADAM_BETAS[1]!r},
-        adam_epsilon={ADAM_EPSILON!r},
-        max_grad_norm={request.gradient_clipping!r},
-        lr_scheduler_type="cosine",
-        seed=0,
-        **others,
-    )
-
-
-def trainer(model, args, **others):
-    """A Trainer that averages over all targets of a global batch."""
-{loss_type * (task == "causal-lm")}{collator * (task == "seq2seq")}\
-    return Trainer(model=model, args=args, compute_loss_func=mean_loss, **others)
-
-
-def mean_loss(outputs, labels, num_items_in_batch=None):
-    """This micro-batch's part of the mean; `num_items_in_batch` counts the targets of the global batch."""
-    targets = {targets or "labels"}
-    logits = outputs.logits.flatten(0, -2).float()
-    total = F.cross_entropy(logits, targets.flatten(), ignore_index=-100, reduction="sum")
-    return total / ((targets != -100).sum() if num_items_in_batch is None else num_items_in_batch)
-'''
 
 
 def accelerate(plan: Plan, start: str, folder: str) -> str:
     """A config file for `accelerate launch`. What it cannot say, the training script must do: the comments say what."""
     batch, nodes = plan.batch, plan.cluster.nodes
-    duties = [
-        f"batches of {batch.largest_micro_batch} samples from its DataLoader; accelerator.accumulate(model) counts to "
-        f"{batch.accumulation_steps}",
-        f"accelerate.utils.DummyOptim as optimizer: {DEEPSPEED_FILE} names the real one",
-        "the mean over the T targets of a whole global batch, from each micro-batch's sum:\n"
-        f"#     accelerator.backward(loss_sum * {batch.world_size} / T, scale_wrt_gas=False)",
-    ]
-    if plan.strategy.activation_checkpointing == "full":
-        duties.append('model.activation_checkpointing_enable({"use_reentrant": False})')
-    if _on_cpu(plan):
-        duties.append(
-            "deepspeed.init_distributed() and accelerate.PartialState(cpu=True) before Accelerator(),\n"
-            "#   which takes each CPU rank for the only one otherwise"
-        )
-    several = [
-        "  deepspeed_multinode_launcher: pdsh",
-        "  deepspeed_hostfile: hostfile  # a line `NAME slots=GPUS` for each node",
-    ]
-    return "\n".join(
-        [
-            f"# {_sum(plan)}, for Accelerate.",
-            f"# {_origin(plan)}",
-            "#",
-            f"#     {start}",
-            "#",
-            "# What your script has to do itself:",
-            *(f"# - {duty}" for duty in duties),
-            "compute_environment: LOCAL_MACHINE",
-            "distributed_type: DEEPSPEED",
-            "deepspeed_config:",
-            f"  deepspeed_config_file: {json.dumps(_in(folder, DEEPSPEED_FILE))}",
-            f"  zero3_init_flag: {json.dumps(plan.strategy.zero_stage == 3)}",
-            *(several if len(nodes) > 1 else []),
-            f"num_machines: {len(nodes)}",
-            f"num_processes: {batch.world_size}",
-            "machine_rank: 0",
-            "main_training_function: main",
-            f"use_cpu: {json.dumps(_on_cpu(plan))}",
-            "",
-        ]
+    recompute = '# - model.activation_checkpointing_enable({"use_reentrant": False})'
+    join = (
+        "# - deepspeed.init_distributed() and accelerate.PartialState(cpu=True) before Accelerator(),\n"
+        "#   which takes each CPU rank for the only one otherwise"
+    )
+    several = (
+        "deepspeed_multinode_launcher: pdsh\ndeepspeed_hostfile: hostfile  # a line `NAME slots=GPUS` for each node"
+    )
+    return _filled(
+        FILES["accelerate"],
+        sum=_sum(plan),
+        origin=_origin(plan),
+        start=start,
+        micro_batch=batch.largest_micro_batch,
+        accumulation_steps=batch.accumulation_steps,
+        deepspeed_file=DEEPSPEED_FILE,
+        world_size=batch.world_size,
+        recompute=recompute if plan.strategy.activation_checkpointing == "full" else "",
+        join_process_group=join if _on_cpu(plan) else "",
+        config_file=json.dumps(_in(folder, DEEPSPEED_FILE)),
+        is_zero3=json.dumps(plan.strategy.zero_stage == 3),
+        several_nodes=several if len(nodes) > 1 else "",
+        num_nodes=len(nodes),
+        is_cpu=json.dumps(_on_cpu(plan)),
     )
 
 
@@ -189,123 +145,42 @@ _SAMPLES = {
     "sequence-classification": '{"input_ids": [token, ...], "label": class}',
 }
 
-_COLLATE = {
-    "causal-lm": """\
-    tokens = [torch.tensor(sample["input_ids"]) for sample in samples]
-    targets = [torch.tensor([*sample.get("labels", sample["input_ids"])[1:], -100]) for sample in samples]
-    return {"input_ids": pad(tokens, 0)}, pad(targets, -100)  # causal attention never looks at padding
-""",
-    "masked-lm": """\
-    tokens = [torch.tensor(sample["input_ids"]) for sample in samples]
-    targets = [torch.tensor(sample["labels"]) for sample in samples]
-    mask = pad([torch.ones_like(row) for row in tokens], 0)
-    return {"input_ids": pad(tokens, 0), "attention_mask": mask}, pad(targets, -100)
-""",
-    "seq2seq": """\
-    tokens = [torch.tensor(sample["input_ids"]) for sample in samples]
-    targets = [torch.tensor(sample["labels"]) for sample in samples]
-    begin = torch.tensor([model.config.decoder_start_token_id or 0])
-    shifted = pad([torch.cat([begin, row[:-1]]) for row in targets], 0)
-    mask = pad([torch.ones_like(row) for row in tokens], 0)
-    return {"input_ids": pad(tokens, 0), "attention_mask": mask, "decoder_input_ids": shifted}, pad(targets, -100)
-""",
-    "sequence-classification": """\
-    tokens = [torch.tensor(sample["input_ids"]) for sample in samples]
-    mask = pad([torch.ones_like(row) for row in tokens], 0)
-    return {"input_ids": pad(tokens, 0), "attention_mask": mask}, torch.tensor([s["label"] for s in samples])
-""",
-}
-
 
 def script(plan: Plan, start: str, make_model: str) -> str:
     """A DeepSpeed script. `make_model` is an expression that makes the model, in terms of `config` and `Auto`."""
-    batch, stage = plan.batch, plan.strategy.zero_stage
-    checkpointing = 'model.activation_checkpointing_enable({"use_reentrant": False})\n'
-    partition = """\
-deepspeed.zero.Init(module=model, config_dict_or_path=CONFIG)  # so that no GPU ever holds the whole model
-for buffer in model.buffers():
-    buffer.data = buffer.data.to(get_accelerator().current_device_name())
-"""
-    return f'''"""{_sum(plan)}.
-
-{_origin(plan)}
-
-    {start}
-
-Each line of samples.jsonl is {_SAMPLES[plan.model.task]}.
-"""
-
-import argparse
-import json
-import math
-from pathlib import Path
-
-import deepspeed
-import torch
-import torch.distributed as dist
-import torch.nn.functional as F
-from deepspeed.accelerator import get_accelerator
-from transformers import AutoConfig, {AUTO_CLASSES[plan.model.task]}
-
-BATCH, STEPS_OF_ACCUMULATION = {batch.global_batch}, {batch.accumulation_steps}
-CONFIG = str(Path(__file__).with_name("{DEEPSPEED_FILE}"))
-
-parser = argparse.ArgumentParser()
-parser.add_argument("samples", type=Path)
-parser.add_argument("--steps", type=int, default=100)
-parser.add_argument("--local_rank", help="added by DeepSpeed's launcher")
-asked = parser.parse_args()
-samples = [json.loads(line) for line in asked.samples.open()]
-
-deepspeed.init_distributed()
-rank, world_size = dist.get_rank(), dist.get_world_size()
-assert world_size == {batch.world_size}, "planned for {batch.world_size} ranks"
-torch.manual_seed(0)
-{make_model}
-{checkpointing * (plan.strategy.activation_checkpointing == "full")}{partition * (stage == 3)}\
-engine, *_ = deepspeed.initialize(
-    model=model,
-    model_parameters=[parameter for parameter in model.parameters() if parameter.requires_grad],
-    lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: (1 + math.cos(math.pi * min(step / asked.steps, 1))) / 2
-    ),
-    config=CONFIG,
-)
-torch.manual_seed(1 + rank)  # dropout is another on each rank
+    batch, strategy, task = plan.batch, plan.strategy, plan.model.task
+    recompute = 'model.activation_checkpointing_enable({"use_reentrant": False})'
+    return _filled(
+        FILES["script"],
+        sum=_sum(plan),
+        origin=_origin(plan),
+        start=start,
+        sample=_SAMPLES[task],
+        auto_class=AUTO_CLASSES[task],
+        global_batch=batch.global_batch,
+        accumulation_steps=batch.accumulation_steps,
+        deepspeed_file=DEEPSPEED_FILE,
+        world_size=batch.world_size,
+        make_model=make_model,
+        recompute=recompute if strategy.activation_checkpointing == "full" else "",
+        partition=_template("train_partition.py") if strategy.zero_stage == 3 else "",
+        collate=_template(f"collate_{task}.py"),
+    )
 
 
-def pad(rows, value):
-    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=value)
+def _template(name: str) -> str:
+    return (Path(__file__).parent / "templates" / f"{name}.tmpl").read_text(encoding="utf-8")
 
 
-def collate(samples):
-    """What the model reads, and the targets: -100 is none."""
-{_COLLATE[plan.model.task]}
+def _filled(name: str, **values: object) -> str:
+    """A template with `$name` replaced. A line that is nothing but one takes its value's lines, indented; or goes."""
 
-for step in range(asked.steps):
-    micro_batches = []
-    for k in range(STEPS_OF_ACCUMULATION):  # rank by rank, in each micro-step
-        begin, end = BATCH * k // STEPS_OF_ACCUMULATION, BATCH * (k + 1) // STEPS_OF_ACCUMULATION
-        mine = range(*(begin + (end - begin) * part // world_size for part in (rank, rank + 1)))
-        micro_batches.append(collate([samples[(step * BATCH + i) % len(samples)] for i in mine]))
-    targets = torch.tensor(sum(int((labels != -100).sum()) for _, labels in micro_batches), device=engine.device)
-    dist.all_reduce(targets)  # T, over all ranks and micro-steps
-    total = torch.zeros((), device=engine.device)
-    for k, (inputs, labels) in enumerate(micro_batches):
-        engine.set_gradient_accumulation_boundary(k == STEPS_OF_ACCUMULATION - 1)
-        logits = engine(**{{name: tensor.to(engine.device) for name, tensor in inputs.items()}}).logits
-        labels = labels.flatten().to(engine.device)
-        loss = F.cross_entropy(logits.flatten(0, -2).float(), labels, ignore_index=-100, reduction="sum")
-        total += loss.detach()
-        engine.backward(loss * world_size / targets, scale_wrt_gas=False)  # DeepSpeed averages over the ranks
-    engine.step()
-    dist.all_reduce(total)
-    if rank == 0:
-        print(f"step {{step + 1}}/{{asked.steps}}  loss {{total.item() / targets.item():.6f}}", flush=True)
+    def whole_line(line: re.Match[str]) -> str:
+        value = str(values[line["name"]]).rstrip().replace("$", "$$")
+        return textwrap.indent(value, line["indent"]) + "\n" if value else ""
 
-engine.save_checkpoint("checkpoint")
-dist.destroy_process_group()
-'''
+    text = re.sub(r"^(?P<indent> *)\$(?P<name>\w+)\n", whole_line, _template(name), flags=re.MULTILINE)
+    return string.Template(text).substitute({name: str(value) for name, value in values.items()})
 
 
 _NAMES: dict[Target, str] = {

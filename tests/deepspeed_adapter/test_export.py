@@ -113,6 +113,12 @@ def test_nodes_of_different_size_are_refused_by_accelerate() -> None:
     assert export(made, "script").start == "DS_ACCELERATOR=cpu deepspeed --hostfile HOSTS train.py samples.jsonl"
 
 
+def test_paths_with_dollars_stay_as_they_are() -> None:
+    made = plan()
+    assert "out$x/train.py" in export(made, "script", folder="out$x", make_model="model = M('$HOME')").files["train.py"]
+    assert "M('$HOME')" in export(made, "script", folder="out$x", make_model="model = M('$HOME')").files["train.py"]
+
+
 def test_accelerate_is_told_of_several_nodes() -> None:
     made = plan(world_size=4, global_batch=96)
     device, *_ = made.cluster.devices

@@ -3,7 +3,6 @@
 No torch and no DeepSpeed here: sources are read as text.
 """
 
-import difflib
 import functools
 import hashlib
 import importlib.util
@@ -278,6 +277,8 @@ def changes(folder: Path, before: Path | None = None) -> Iterator[str]:
 
     With the folder `before` of the package that ours repeat, also how it differs.
     """
+    import difflib  # a plan does not wait for it
+
     for each in changed(folder):
         name, source = f"deepspeed.runtime.{each.place.partition(':')[0]}.{each.qualified}", each.source(folder)
         if source is None:
