@@ -93,7 +93,7 @@ def make_folder(asked: Settings) -> None:
     Raises:
         RequestError: it cannot be made.
     """
-    run_folder.make(asked, asked.checkpoints)
+    run_folder.make_folder(asked, asked.checkpoints)
 
 
 def launch(plan: Plan, named: Sequence[HostfileEntry], access: Access, asked: Settings, master_port: int | None) -> int:

@@ -57,15 +57,15 @@ def evaluate(engine: "Engine", samples: Sequence[Sample]) -> Evaluation:
     before = rng.state(engine.device)
     while True:
         cut = share(samples, engine.caution.evaluation, engine.rank)
-        found = engine.guard.attempt(partial(_evaluated, engine, samples, cut.places))
-        if not isinstance(found, OutOfMemory):
+        outcome = engine.guard.attempt(partial(_evaluated, engine, samples, cut.places))
+        if not isinstance(outcome, OutOfMemory):
             break
         abandon(engine.deepspeed)
         rng.restore(before, engine.device)
-        message = engine.caution.lower_evaluation(found, cut.largest)
+        message = engine.caution.lower_evaluation(outcome, cut.largest)
         if engine.rank == 0:
             logger.warning(message)
-    sums = torch.tensor(found, dtype=torch.float64)
+    sums = torch.tensor(outcome, dtype=torch.float64)
     dist.all_reduce(sums, group=engine.votes)
     loss_sum, num_targets = sums.tolist()
     if num_targets == 0:

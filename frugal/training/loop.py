@@ -1,7 +1,4 @@
-"""The training loop, top to bottom.
-
-A loss or a gradient that is not a number: which batch it came from, and whether the run goes on.
-"""
+"""The training loop: global batches, optimizer steps, evaluation, checkpoints, and the checks between them."""
 
 import math
 import time
@@ -26,14 +23,14 @@ from frugal.training.metrics import Log
 from frugal.training.objectives import Sample
 
 
-class Watch:
-    """A gauge that is taken off once it has seen everything a plan counts."""
+class FirstStepsGauge:
+    """Measures memory until everything that a plan counts was allocated once, then costs nothing."""
 
     def __init__(self, gauge: Gauge, stack: ExitStack) -> None:
         self._gauge = gauge
         self._stack = stack
 
-    def take_off(self) -> int:
+    def stop(self) -> int:
         """The peak so far, bytes; from here on nothing is measured."""
         peak = self._gauge.peak_bytes
         self._stack.close()
@@ -49,31 +46,31 @@ def train(
     *,
     start: Progress,
     total_steps: int,
-    watch: Watch | None = None,
+    gauge: FirstStepsGauge | None = None,
 ) -> Progress:
     """Train from `start` until `total_steps` optimizer steps are done, or a rank is told to stop. Collective.
 
-    What was done so far when it is told to is in a checkpoint, and so it is when memory runs out beyond recovery.
+    A run that is told to stop, or is out of memory beyond recovery, saves a checkpoint first.
 
     The next global batch is collated while the engine works on the last; a step's time includes what it waits for it.
     The first step has no optimizer states before it, so memory is compared with the plan after the second.
     """
-    now, numbers = start, Numbers(settings, log)
+    now, finite_check = start, FiniteCheck(settings, log)
     to_come = islice(batches.iterate(start.position), total_steps - start.step)
     prepared = prefetch(((batch, engine.prepare(batch)) for batch in to_come), engine.device)
     saver = Saver(engine, settings.checkpoints, keep=settings.keep, in_background=settings.async_save)
     try:
         with closing(prepared), saver:
             for step in range(start.step + 1, total_steps + 1):
-                began = time.perf_counter()
+                step_start = time.perf_counter()
                 batch, cut = next(prepared)
                 result = engine.train_step(cut)
                 if engine.device.type == "cuda":
                     log.memory_bytes = torch.cuda.max_memory_allocated(engine.device)
-                log.step(step, result, time.perf_counter() - began)
-                numbers.after(step, result, batch)
-                if watch is not None and step == start.step + 2:
-                    log.memory(step, watch.take_off())
+                log.step(step, result, time.perf_counter() - step_start)
+                finite_check.after_step(step, result, batch)
+                if gauge is not None and step == start.step + 2:
+                    log.memory(step, gauge.stop())
                 now = replace(now, step=step, position=batch.end, validation_loss=None)
                 if len(validation) and _is_due(step, settings.eval_every, total_steps):
                     evaluation = evaluate(engine, validation)
@@ -84,14 +81,14 @@ def train(
                 if engine.is_to_stop:
                     break
     except OutOfMemoryError as error:
-        raise _with_what_is_left(error, engine, saver, settings, now) from None
+        raise _saved_and_explained(error, engine, saver, settings, now) from None
     return now
 
 
-def _with_what_is_left(
+def _saved_and_explained(
     error: OutOfMemoryError, engine: Engine, saver: Saver, settings: Settings, now: Progress
 ) -> OutOfMemoryError:
-    """Save what was trained before memory ran out, where it is whole, and say where it is. Collective."""
+    """The error with where the steps before it are saved; saves them now if no update is half done. Collective."""
     newest = manifest.newest_checkpoint(settings.checkpoints)
     kept = f"the last good checkpoint is {newest.name}" if newest else "there is no checkpoint"
     if engine.update.is_begun:
@@ -105,7 +102,7 @@ def _with_what_is_left(
     return OutOfMemoryError(error.what, because=[*error.because, kept], hint=error.hint)
 
 
-def steps_of(batches: GlobalBatches, settings: Settings) -> int:
+def num_steps(batches: GlobalBatches, settings: Settings) -> int:
     """Optimizer steps of the whole run: as asked, or until every sample was drawn `epochs` times."""
     if settings.steps is not None:
         return settings.steps
@@ -120,19 +117,22 @@ def _is_due(step: int, every: int | None, total_steps: int) -> bool:
 
 
 MOST_IN_A_ROW = 10  # batches left out; more are no accident of the data
-_SHOWN = 8  # of the samples, in a line for people
+_NAMED_SAMPLES = 8  # in a line for people
 
 
-class Numbers:
-    """Looks at every step of a run. The engine has left weights and optimizer states alone where it finds something."""
+class FiniteCheck:
+    """Whether a run goes on after a step whose loss or gradient is not finite, and from which samples that came.
+
+    The engine has left weights and optimizer states of such a step as they were.
+    """
 
     def __init__(self, settings: Settings, log: Log) -> None:
         self._settings = settings
         self._log = log
         self._in_a_row = 0
 
-    def after(self, step: int, result: StepResult, batch: GlobalBatch) -> None:
-        """Step number `step` was done on `batch`.
+    def after_step(self, step: int, result: StepResult, batch: GlobalBatch) -> None:
+        """Check the result of step number `step` on `batch`.
 
         Raises:
             NumbersError: its numbers are not finite, and the run is to stop for that.
@@ -141,20 +141,20 @@ class Numbers:
             self._in_a_row = 0
             return
         self._in_a_row += 1
-        found = _found(result.loss)
-        self._log.left_out(step, found, batch.indices.tolist(), is_going_on=self._goes_on)
+        reason = _reason(result.loss)
+        self._log.left_out(step, reason, batch.indices.tolist(), is_going_on=self._goes_on)
         if not self._goes_on:
-            raise self._error(step, found, batch)
+            raise self._error(step, reason, batch)
 
     @property
     def _goes_on(self) -> bool:
         return self._settings.on_nan == "skip" and self._in_a_row <= MOST_IN_A_ROW
 
-    def _error(self, step: int, found: str, batch: GlobalBatch) -> NumbersError:
+    def _error(self, step: int, reason: str, batch: GlobalBatch) -> NumbersError:
         newest = manifest.newest_checkpoint(self._settings.checkpoints)
         kept = f"the last good checkpoint is {newest.name}" if newest else "there is no checkpoint yet"
         because = [
-            f"its global batch is {shown(batch.indices.tolist())} of the training data, listed in {METRICS}",
+            f"its global batch is {samples_in_words(batch.indices.tolist())} of the training data, listed in {METRICS}",
             f"nothing was updated or saved since; {kept}",
         ]
         if self._settings.on_nan == "skip":
@@ -162,16 +162,17 @@ class Numbers:
             hint = "the weights may be beyond repair: continue from an earlier checkpoint with a lower --learning-rate"
         else:
             hint = "look at these samples, lower --learning-rate, or leave such batches out with --on-nan skip"
-        return NumbersError(f"{found} in step {step}", because=because, hint=hint)
+        return NumbersError(f"{reason} in step {step}", because=because, hint=hint)
 
 
-def shown(indices: list[int]) -> str:
+def samples_in_words(indices: list[int]) -> str:
     """The first few of a batch's samples, in words."""
-    first = ", ".join(map(str, indices[:_SHOWN]))
-    return f"samples {first}" + (f", ... ({len(indices)} in all)" if len(indices) > _SHOWN else "")
+    first = ", ".join(map(str, indices[:_NAMED_SAMPLES]))
+    return f"samples {first}" + (f", ... ({len(indices)} in all)" if len(indices) > _NAMED_SAMPLES else "")
 
 
-def _found(loss: float) -> str:
+def _reason(loss: float) -> str:
+    """What of a step is not finite."""
     if math.isnan(loss):
         return "the loss is NaN"
     return "the loss is infinite" if math.isinf(loss) else "the gradient is not finite"

@@ -36,15 +36,15 @@ logger = logging.getLogger("frugal")
 WINDOW = 20  # steps over which the speed is averaged
 
 
-class _Spoken(logging.Handler):
-    """What the training room logs, such as a recovery from out of memory, in one stream with the progress."""
+class _ToLog(logging.Handler):
+    """What frugal logs during training, such as a recovery from out of memory, in one stream with the progress."""
 
     def __init__(self, log: "Log") -> None:
         super().__init__()
         self._log = log
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Say it."""
+        """Print the record's message."""
         self._log.say(record.getMessage())
 
 
@@ -61,18 +61,18 @@ class Log:
         first_step: int = 0,
         console: Console | None = None,
     ) -> None:
-        self.speaking = rank == 0
+        self.is_rank_0 = rank == 0
         self.memory_bytes: int | None = None
         self._planned_bytes = planned_bytes
         self._total_steps = total_steps
         self._first_step = first_step
         self._last_line = time.monotonic()
         self._recent: deque[tuple[float, int]] = deque(maxlen=WINDOW)  # (seconds, targets) of each step
-        if not self.speaking:
+        if not self.is_rank_0:
             return
         self._console = console or Console(highlight=False, soft_wrap=True)
-        self._handler = _Spoken(self)
-        self._metrics = _continued(folder / METRICS, first_step)
+        self._handler = _ToLog(self)
+        self._metrics = _open_metrics(folder / METRICS, first_step)
         self._progress = Progress(
             TextColumn("step {task.completed}/{task.total}"), BarColumn(bar_width=20),
             TextColumn("{task.fields[text]}"), console=self._console, transient=True,
@@ -82,7 +82,7 @@ class Log:
 
     def __enter__(self) -> Self:
         """Show the progress."""
-        if self.speaking:
+        if self.is_rank_0:
             self._progress.start()
             logger.addHandler(self._handler)
         return self
@@ -91,20 +91,20 @@ class Log:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Leave the terminal as it was."""
-        if self.speaking:
+        if self.is_rank_0:
             logger.removeHandler(self._handler)
             self._progress.stop()
             self._metrics.close()
 
     def say(self, text: str) -> None:
-        """A line that stays."""
-        if self.speaking:
+        """Print a line, above the progress bar where there is one."""
+        if self.is_rank_0:
             self._console.print(text, markup=False)
             rank_logs.to_file(text)
 
     def step(self, step: int, result: StepResult, seconds: float) -> None:
         """Step number `step` (from 1) took `seconds`."""
-        if not self.speaking:
+        if not self.is_rank_0:
             return
         self._recent.append((seconds, result.targets))
         self._record(
@@ -120,8 +120,8 @@ class Log:
             self._last_line = time.monotonic()
 
     def evaluation(self, step: int, evaluation: Evaluation, *, of: str = "validation") -> None:
-        """The model was evaluated after `step` steps, on what is called so."""
-        if self.speaking:
+        """The model was evaluated after `step` steps on the samples named `of`."""
+        if self.is_rank_0:
             event = "evaluation" if of == "validation" else of
             self._record(
                 event=event, step=step, loss=evaluation.loss, perplexity=evaluation.perplexity,
@@ -134,7 +134,7 @@ class Log:
 
     def left_out(self, step: int, why: str, samples: list[int], *, is_going_on: bool) -> None:
         """Step number `step` updated nothing, because of what `samples` gave."""
-        if self.speaking:
+        if self.is_rank_0:
             self._record(event="left_out", step=step, why=why, samples=samples)
             if is_going_on:
                 self.say(f"step {step}/{self._total_steps}  left out: {why}; its samples are listed in {METRICS}")
@@ -142,7 +142,7 @@ class Log:
     def memory(self, step: int, measured_bytes: int) -> None:
         """Two steps are done, so everything that the plan counts has been allocated at least once."""
         self.memory_bytes = measured_bytes
-        if self.speaking:
+        if self.is_rank_0:
             self._record(event="memory", step=step, planned_bytes=self._planned_bytes, measured_bytes=measured_bytes)
             difference = (measured_bytes / self._planned_bytes - 1) * 100 if self._planned_bytes else math.inf
             why = "; the plan is for batches of full-length samples" if difference < -2 else ""
@@ -177,7 +177,7 @@ class Log:
             raise _cannot_write(Path(self._metrics.name), error) from None
 
 
-def _continued(path: Path, first_step: int) -> Any:
+def _open_metrics(path: Path, first_step: int) -> Any:
     """The file of metrics, open to append to, without records of steps after `first_step` or half a record."""
     try:
         atomic_files.write_file(path, b"".join(_records_until(path, first_step)))

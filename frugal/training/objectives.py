@@ -1,9 +1,8 @@
 """Losses as sums over targets, so that any cut of a global batch adds up to the same mean.
 
 An `Objective` turns samples into tensors, counts their targets and sums the loss over them. The engine divides the
-sum by the targets of the *global* batch, which it knows before the first forward.
-
-The objectives of text models, as transformers builds them: next and masked tokens, pairs of texts, classes.
+sum by the targets of the *global* batch, which it knows before the first forward. `SummedLoss` makes one of any loss
+function; the others are those of transformers' text models: next and masked tokens, pairs of texts, classes.
 """
 
 import zlib
@@ -46,17 +45,6 @@ class Objective(Protocol):
     def loss_sum(self, model: nn.Module, batch: Batch) -> Tensor:
         """The loss summed over the targets, fp32, shape `()`; exactly 0 with zero gradients where there is none."""
         ...
-
-
-def _on_cpu(value: Any) -> Any:
-    """Factories run with meta as default device, and samples need values."""
-    if isinstance(value, Tensor) and value.is_meta:
-        return torch.zeros(value.shape, dtype=value.dtype, device="cpu")
-    return value
-
-
-class _Dummy(dict[str, Any]):
-    """A sample that counts nothing."""
 
 
 class SummedLoss:
@@ -113,6 +101,17 @@ class SummedLoss:
     @staticmethod
     def _without_mark(batch: Batch) -> Batch:
         return {name: tensor for name, tensor in batch.items() if name != "real"}
+
+
+class _Dummy(dict[str, Any]):
+    """A sample that counts nothing."""
+
+
+def _on_cpu(value: Any) -> Any:
+    """Factories run with meta as default device, and samples need values."""
+    if isinstance(value, Tensor) and value.is_meta:
+        return torch.zeros(value.shape, dtype=value.dtype, device="cpu")
+    return value
 
 
 def summed_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
@@ -203,7 +202,7 @@ class MaskedLM:
 
     A sample has `input_ids`; also `labels` if it is masked already. Otherwise `share` of its tokens, at least one
     and no special ones, become targets: 80 % of them are shown as the mask, 10 % as a random token, 10 % unchanged.
-    Which ones depends on `seed`, the sample's tokens and its `draw` (see `batches.py`: its number in the endless
+    Which ones depends on `seed`, the sample's tokens and its `draw` (see `global_batches.py`: its number in the endless
     training order; absent in evaluation), and on nothing else: every epoch masks anew, every world size alike.
     """
 

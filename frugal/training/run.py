@@ -83,20 +83,20 @@ def _train(plan: Plan, asked: Settings, device: "torch.device") -> None:
     from frugal.training.metrics import Log
 
     rank = int(os.environ["RANK"])
-    asked = run_folder.begin(asked)
+    asked = run_folder.create(asked)
     run_folder.check_space(plan, asked)
     data = corpus.read_samples(plan, asked)
     if plan.batch.global_tokens is None:
         batches = GlobalBatches(data.training, global_batch=plan.batch.global_batch, seed=asked.seed)
     else:
         batches = GlobalBatches(data.training, global_tokens=plan.batch.global_tokens, seed=asked.seed)
-    total_steps = loop.steps_of(batches, asked)
+    total_steps = loop.num_steps(batches, asked)
 
     def learning_rate(step: int) -> float:
         return schedule_factor(step, schedule=asked.schedule, warmup_steps=asked.warmup_steps, total_steps=total_steps)
 
     # The loop takes the gauge off after two steps; the folder stays ours to the end.
-    with run_folder.nobody_else_in(asked) if rank == 0 else nullcontext(), ExitStack() as measuring:
+    with run_folder.locked(asked) if rank == 0 else nullcontext(), ExitStack() as measuring:
         gauge = measuring.enter_context(memory_gauge.gauge(device))
         model = data.spec.build(dtype=DTYPES[plan.request.precision], device="cpu", seed=asked.seed)
         _refuse_other_model(plan, model)
@@ -113,9 +113,9 @@ def _train(plan: Plan, asked: Settings, device: "torch.device") -> None:
                 log.say(loading.describe_changes(changes, start.step, asked.out))
             for remark in _not_as_planned(plan, data):
                 log.say(remark)
-            watch = None if asked.resume else loop.Watch(gauge, measuring)
+            first_steps = None if asked.resume else loop.FirstStepsGauge(gauge, measuring)
             done = loop.train(
-                engine, batches, data.validation, asked, log, start=start, total_steps=total_steps, watch=watch
+                engine, batches, data.validation, asked, log, start=start, total_steps=total_steps, gauge=first_steps
             )
             if done.step < total_steps:
                 log.say(f"told to stop: step {done.step} is saved in {asked.checkpoints}, continue with --resume")

@@ -14,7 +14,7 @@ from frugal.training.checkpoint import loading
 from frugal.training.checkpoint.loading import Progress
 from frugal.training.data.global_batches import GlobalBatches
 from frugal.training.engine import Engine, initialize
-from frugal.training.loop import MOST_IN_A_ROW, shown
+from frugal.training.loop import MOST_IN_A_ROW, samples_in_words
 from frugal.training.metrics import Log
 from frugal.training.objectives import Batch, CausalLM
 from tests.faults.disturbed import weights
@@ -187,5 +187,5 @@ def test_batches_are_not_left_out_for_ever(tmp_path: Path, two_ranks: Ranks) -> 
 
 
 def test_a_long_batch_is_shown_by_its_first_samples() -> None:
-    assert shown([4, 2]) == "samples 4, 2"
-    assert shown(list(range(512))) == "samples 0, 1, 2, 3, 4, 5, 6, 7, ... (512 in all)"
+    assert samples_in_words([4, 2]) == "samples 4, 2"
+    assert samples_in_words(list(range(512))) == "samples 0, 1, 2, 3, 4, 5, 6, 7, ... (512 in all)"

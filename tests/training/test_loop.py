@@ -44,7 +44,7 @@ def train(
     )
     model = tiny_gpt2(resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout)
     batches = GlobalBatches(SAMPLES, global_batch=6, seed=asked.seed)
-    total_steps = loop.steps_of(batches, asked)
+    total_steps = loop.num_steps(batches, asked)
     engine = initialize(
         model, plan, CausalLM(),
         learning_rate_schedule=lambda step: schedule_factor(
@@ -127,11 +127,11 @@ def test_one_rank_and_two_train_the_same_model(tmp_path: Path, one_rank: Ranks, 
 
 def test_epochs_become_steps_for_samples_and_for_tokens() -> None:
     samples = GlobalBatches(SAMPLES, global_batch=6)
-    assert [loop.steps_of(samples, Settings(epochs=epochs)) for epochs in (1, 2, 3)] == [4, 7, 10]
-    assert loop.steps_of(samples, Settings()) == 4
-    assert loop.steps_of(samples, Settings(steps=5)) == 5
+    assert [loop.num_steps(samples, Settings(epochs=epochs)) for epochs in (1, 2, 3)] == [4, 7, 10]
+    assert loop.num_steps(samples, Settings()) == 4
+    assert loop.num_steps(samples, Settings(steps=5)) == 5
     lengths = torch.tensor([len(sample["input_ids"]) for sample in SAMPLES]).numpy()
     tokens = GlobalBatches(SAMPLES, global_tokens=128, lengths=lengths)
-    steps = loop.steps_of(tokens, Settings(epochs=2))
+    steps = loop.num_steps(tokens, Settings(epochs=2))
     assert tokens.after(steps).epoch >= 2 > tokens.after(steps - 1).epoch
     assert tokens.after(0) == Position()

@@ -1,6 +1,4 @@
-"""A run's folder: free for it, kept for it, and told what it is.
-
-Whether the hosts have the memory and the disk that a run takes, asked before it takes them.
+"""Before a run starts: its folder is created and locked, and every host has the memory and disk that it will take.
 
 A host without memory ends ranks with SIGKILL, hours into a run and without a word; a full disk ends it at the first
 checkpoint. What is free is known only here, on each node itself.
@@ -24,20 +22,20 @@ from frugal.config.local_host import available_bytes
 from frugal.config.run import Settings
 from frugal.deepspeed_adapter import kernels
 from frugal.deepspeed_adapter.json_config import write_plan
-from frugal.distributed import process_group, rank_logs
+from frugal.distributed import env, process_group, rank_logs
 from frugal.errors import NothingFitsError, RequestError
 from frugal.planning.memory import breakdown
 from frugal.planning.plan import Plan
 from frugal.training.checkpoint import manifest
 from frugal.units import format_bytes
 
-LEASE_SECONDS = 120.0
-"""So long a run on several hosts that goes on waits for its folder: a cluster's file system keeps the locks of a host
-that is gone for a minute or two."""
+LOCK_SECONDS = 120.0
+"""A resumed run on several hosts waits this long for the lock of its folder: a cluster's file system keeps the locks of
+a host that is gone for a minute or two."""
 
 
-def begin(asked: Settings) -> Settings:
-    """What was asked, as it is for this start. Its folder exists now.
+def create(asked: Settings) -> Settings:
+    """The settings of this start, whose folder exists now.
 
     Raises:
         RequestError: it holds another run, or cannot be made.
@@ -47,12 +45,12 @@ def begin(asked: Settings) -> Settings:
         asked = replace(asked, resume=True)  # torchrun --max-restarts gives every start the same flags
     if newest is not None and not asked.resume:
         raise in_use(asked, newest)
-    make(asked, asked.out)
+    make_folder(asked, asked.out)
     return asked
 
 
-def make(asked: Settings, folder: Path) -> None:
-    """Have `folder`, which is the run's or in it.
+def make_folder(asked: Settings, folder: Path) -> None:
+    """Create `folder`, which is the run's or in it.
 
     Raises:
         RequestError: it cannot be made.
@@ -73,18 +71,18 @@ def in_use(asked: Settings, newest: Path) -> RequestError:
 
 
 @contextmanager
-def nobody_else_in(asked: Settings) -> Iterator[None]:
-    """Keep the run's folder for this run; the kernel lets go of it when the process ends, however that comes about."""
+def locked(asked: Settings) -> Iterator[None]:
+    """Lock the run's folder for this run; the kernel unlocks it when the process ends, however that comes about."""
     folder = os.open(asked.out, os.O_RDONLY)
     try:
-        is_ours = _is_ours(folder)
-        if not is_ours and asked.resume and process_group.OVER_SSH in os.environ:
+        is_locked = _try_lock(folder)
+        if not is_locked and asked.resume and process_group.OVER_SSH in os.environ:
             rank_logs.to_console(f"waiting for {asked.out}, which another run still holds")
-            end = time.monotonic() + LEASE_SECONDS
-            while not is_ours and time.monotonic() < end:
+            end = time.monotonic() + LOCK_SECONDS
+            while not is_locked and time.monotonic() < end:
                 time.sleep(1)
-                is_ours = _is_ours(folder)
-        if not is_ours:
+                is_locked = _try_lock(folder)
+        if not is_locked:
             raise RequestError(
                 f"another run is writing to {asked.out}",
                 because="two runs in one folder would overwrite each other's checkpoints",
@@ -95,13 +93,13 @@ def nobody_else_in(asked: Settings) -> Iterator[None]:
         os.close(folder)
 
 
-def _is_ours(folder: int) -> bool:
-    """Take an open folder, unless somebody else has it."""
+def _try_lock(folder: int) -> bool:
+    """Lock an open folder, unless another process has."""
     try:
         fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
-    except OSError:  # a file system without locks, as NFS may be: then nobody is told
+    except OSError:  # a file system without locks, as NFS may be: the run goes on without one
         pass
     return True
 
@@ -133,11 +131,11 @@ def check_space(plan: Plan, asked: Settings) -> None:
     lacking: list[list[str]] = [[]] * len(names)
     first = names.index(name) == dist.get_rank()
     dist.all_gather_object(lacking, _lacking(plan, asked, name, names.count(name)) if first else [])
-    found = [text for texts in lacking for text in texts]
-    if found:
+    because = [text for texts in lacking for text in texts]
+    if because:
         raise NothingFitsError(
             "the run would not get through on what is free now",
-            because=found,
+            because=because,
             hint="free what lacks, or plan for it with --host-mem and --host-disk; --out, --keep and --nvme-path say "
             "what goes to which disk",
         )
@@ -146,29 +144,29 @@ def check_space(plan: Plan, asked: Settings) -> None:
 def _lacking(plan: Plan, asked: Settings, name: str, num_ranks: int) -> list[str]:
     """What this host lacks for its ranks, a line each."""
     ranks = "its rank" if num_ranks == 1 else f"its {num_ranks} ranks"
-    found = []
+    lines = []
     needed, free = host_bytes(plan) * num_ranks, available_bytes()
     if asked.async_save:
-        needed += copied_bytes(plan, num_ranks, has_rank_0=os.environ.get("RANK", "0") == "0")
+        needed += copied_bytes(plan, num_ranks, has_rank_0=env.rank() == 0)
         ranks += " and the copy of --async-save"
     if needed > free:
-        found.append(f"{name} has {format_bytes(free)} of memory left, and {ranks} will take {format_bytes(needed)}")
+        lines.append(f"{name} has {format_bytes(free)} of memory left, and {ranks} will take {format_bytes(needed)}")
     if kernels.uses_nvme(plan):
         needed = max(
             breakdown.nvme_bytes(plan.request, plan.strategy, plan.model, node, plan.cluster) // len(node.devices)
             for node in set(plan.cluster.nodes)
         )
-        found += _on_disk(name, Path(str(plan.strategy.nvme_path)).expanduser(), needed * num_ranks, "offloaded states")
-    if os.environ.get("RANK", "0") == "0":
-        found += _on_disk(name, asked.out, saved_bytes(plan, asked), "checkpoints and the trained model")
-    return found
+        lines += _on_disk(name, Path(str(plan.strategy.nvme_path)).expanduser(), needed * num_ranks, "offloaded states")
+    if env.rank() == 0:
+        lines += _on_disk(name, asked.out, saved_bytes(plan, asked), "checkpoints and the trained model")
+    return lines
 
 
 def host_bytes(plan: Plan) -> int:
     """What the tensors of one rank will take of its host; what a process takes without any, it has taken already."""
     node = plan.cluster.nodes[0]
-    whole = breakdown.needed_host_bytes(plan.memory, node, plan.cluster) // len(node.devices)
-    return max(0, whole - breakdown.PROCESS_BYTES[node.devices[0].kind])
+    rank_bytes = breakdown.needed_host_bytes(plan.memory, node, plan.cluster) // len(node.devices)
+    return max(0, rank_bytes - breakdown.PROCESS_BYTES[node.devices[0].kind])
 
 
 def copied_bytes(plan: Plan, num_ranks: int, *, has_rank_0: bool) -> int:
@@ -177,11 +175,11 @@ def copied_bytes(plan: Plan, num_ranks: int, *, has_rank_0: bool) -> int:
     Each rank has its share of the optimizer's states. Rank 0 alone has the weights, where they are not partitioned, and
     all states under ZeRO-0.
     """
-    whole, stage = breakdown.checkpoint_bytes(plan.request, plan.strategy, plan.model), plan.strategy.zero_stage
+    total, stage = breakdown.checkpoint_bytes(plan.request, plan.strategy, plan.model), plan.strategy.zero_stage
     if stage == 0:
-        return whole * has_rank_0
-    weights = _element(plan) * plan.model.parameters * (stage < 3)
-    return (whole - weights) * num_ranks // plan.batch.world_size + weights * has_rank_0
+        return total * has_rank_0
+    weights = _weight_bytes(plan) * plan.model.parameters * (stage < 3)
+    return (total - weights) * num_ranks // plan.batch.world_size + weights * has_rank_0
 
 
 def saved_bytes(plan: Plan, asked: Settings) -> int:
@@ -189,13 +187,13 @@ def saved_bytes(plan: Plan, asked: Settings) -> int:
 
     Left out: the best checkpoint, where it is not among the newest.
     """
-    there = len(manifest.checkpoints_in(asked.checkpoints))
-    copies = max(1, (asked.keep + 1 if asked.save_every else 1) - there)
-    weights = _element(plan) * plan.model.parameters
+    existing = len(manifest.checkpoints_in(asked.checkpoints))
+    copies = max(1, (asked.keep + 1 if asked.save_every else 1) - existing)
+    weights = _weight_bytes(plan) * plan.model.parameters
     return copies * breakdown.checkpoint_bytes(plan.request, plan.strategy, plan.model) + weights
 
 
-def _element(plan: Plan) -> int:
+def _weight_bytes(plan: Plan) -> int:
     """Bytes of a weight as it is trained."""
     return 4 if plan.request.precision == "fp32" else 2
 

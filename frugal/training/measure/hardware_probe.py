@@ -1,4 +1,4 @@
-"""What this machine does in a second, on every rank.
+"""A probe of this machine's speed on every rank: FLOP/s, bytes/s of memory and links, latencies.
 
 As a program: `python -m frugal.training.measure.hardware_probe --kind cpu --out FILE`.
 
@@ -25,7 +25,7 @@ from frugal.config.calibration import MOST_CONTEXT_BYTES, Probe
 from frugal.config.cluster import DeviceKind
 from frugal.config.request import Precision
 from frugal.deepspeed_adapter.kernels import DTYPES
-from frugal.distributed import first_failure, process_group
+from frugal.distributed import env, first_failure, process_group
 from frugal.errors import RequestError
 from frugal.training.measure.storage_watch import cpu_pace, traffic
 from frugal.units import MIB, format_bytes
@@ -108,8 +108,7 @@ def host_bandwidth(num_elements: int) -> float:
     weights.grad = gradient
     optimizer = torch.optim.AdamW([weights], fused=True)
     seconds = best_seconds(optimizer.step, torch.device("cpu"))
-    ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or dist.get_world_size())
-    return ranks_per_node * 32 * num_elements / seconds
+    return (env.ranks_on_node() or dist.get_world_size()) * 32 * num_elements / seconds
 
 
 def host_link_bandwidth(num_bytes: int, device: torch.device) -> float:
@@ -224,10 +223,10 @@ def command(kind: DeviceKind, out: Path, _local_rank: int | None) -> None:
 
     silence_libraries()
     process_group.form()
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, probe(device))
+    probes: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(probes, probe(device))
     if dist.get_rank() == 0:
-        out.write_bytes(msgspec.json.encode(Probe.slowest(found)))
+        out.write_bytes(msgspec.json.encode(Probe.slowest(probes)))
     dist.barrier()
     dist.destroy_process_group()
 

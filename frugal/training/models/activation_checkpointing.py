@@ -7,7 +7,7 @@ class that stand together in an `nn.ModuleList` or `nn.Sequential`.
 | mode        | kept on the device until backward                    | recomputed                        |
 |-------------|------------------------------------------------------|-----------------------------------|
 | `off`       | everything that backward needs                       | nothing                           |
-| `selective` | each layer's inputs and its expensive results        | the rest; see `kept_results.py`   |
+| `selective` | each layer's inputs and its expensive results        | the rest: `selective_recompute.py` |
 | `full`      | each layer's inputs                                  | the layer                         |
 | `offloaded` | nothing: each layer's own input waits in host memory | the layer                         |
 

@@ -1,6 +1,7 @@
-"""A user's own model: `package.module:name` or `path/to/file.py:name`, a callable that makes it.
+"""What a user names that is not built in: callables of his own, and what the Hugging Face hub has.
 
-Whether the Hugging Face hub can be asked at all, so that a typo costs no half minute of retries.
+A factory is `package.module:name` or `path/to/file.py:name`, a callable that makes a model, or rows of data. The hub is
+asked only where its host has an address, so that a typo costs no half minute of retries.
 """
 
 import difflib
@@ -80,7 +81,7 @@ def make_model(reference: str, factory: Factory, device: torch.device) -> tuple[
     """The module and, if it gives one, the objective that a factory makes on `device`."""
     try:
         with torch.device(device), _importable(Path.cwd()):
-            made = factory()
+            returned = factory()
     except FrugalError:
         raise
     except (Exception, SystemExit) as error:  # a user's factory may raise anything
@@ -91,7 +92,7 @@ def make_model(reference: str, factory: Factory, device: torch.device) -> tuple[
             if device.type == "meta"
             else None,
         ) from None
-    module, objective = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    module, objective = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, None)
     if not isinstance(module, nn.Module):
         raise RequestError(
             f"{reference} returned {'None' if module is None else f'an object of type {type(module).__name__}'}",

@@ -15,7 +15,7 @@ from frugal.training.models.spec import OWN, ModelSpec
 DOCUMENTS = (13, 9)
 """Tokens of the two documents that are packed."""
 
-APART = 1e-3
+MOST_LEAKAGE = 1e-3
 """What another document may change, of what it changes where nothing keeps them apart: rounding is far below."""
 
 MOST_PARAMETERS = 30_000_000
@@ -53,7 +53,7 @@ def check_packing(spec: ModelSpec) -> None:
             because=f"a packed sample cannot be run: {type(error).__name__}: {reason}",
             hint=_HINT,
         ) from None
-    if leak > APART:
+    if leak > MOST_LEAKAGE:
         raise RequestError(
             f"--pack is impossible for {spec.reference}",
             because=f"what it says of a document depends on the one before it, to {100 * leak:.1f} % of the whole",
@@ -78,8 +78,8 @@ def leakage(model: nn.Module) -> float:
         following = logits(together)
         with packing.documents_kept_apart():
             packed = logits(together, position_ids=position_ids)
-    most = float((following - alone).abs().max())
-    return float((packed - alone).abs().max()) / most if most else 0.0
+    unpacked = float((following - alone).abs().max())
+    return float((packed - alone).abs().max()) / unpacked if unpacked else 0.0
 
 
 def _small(spec: ModelSpec) -> nn.Module:
@@ -90,8 +90,8 @@ def _small(spec: ModelSpec) -> nn.Module:
             return replace(spec, config=_small_config(spec.config), weights=None).build(dtype=torch.float32)
         except Exception as error:  # each configuration checks its values in its own way
             reason = f"{type(error).__name__}: {factories.first_line(error)}"
-    number = sum(parameter.numel() for parameter in spec.build(dtype=torch.float32, device="meta").parameters())
-    if number > MOST_PARAMETERS:
+    num_parameters = sum(parameter.numel() for parameter in spec.build(dtype=torch.float32, device="meta").parameters())
+    if num_parameters > MOST_PARAMETERS:
         raise RequestError(
             f"--pack is impossible for {spec.reference}",
             because=f"no small model of its kind can be made to see whether it keeps documents apart: {reason}",

@@ -39,19 +39,19 @@ def resolve(
     if reference in presets():
         preset = presets()[reference]
         config = _config_class(preset["type"]).from_dict(dict(preset["config"]))
-        return _of_config(reference, config, task or preset["task"], num_labels=num_labels)
+        return _from_config(reference, config, task or preset["task"], num_labels=num_labels)
     if reference in _model_types():
-        return _of_config(reference, _config_class(reference)(), task, num_labels=num_labels)
+        return _from_config(reference, _config_class(reference)(), task, num_labels=num_labels)
     if ":" in reference and not Path(reference).exists():
-        return _of_factory(reference, task)
+        return _from_factory(reference, task)
     path = Path(reference).expanduser()
     if path.exists():
-        return _of_path(reference, path, task, num_labels=num_labels, trust_remote_code=trust_remote_code)
+        return _from_path(reference, path, task, num_labels=num_labels, trust_remote_code=trust_remote_code)
     if reference.startswith((".", "/", "~")) or reference.endswith(".json") or reference.count("/") > 1:
         raise RequestError(
             f"there is no model at {reference}", hint="give a config.json, a model folder, or a preset such as gpt2"
         )
-    return _of_hub(reference, task, num_labels=num_labels, trust_remote_code=trust_remote_code)
+    return _from_hub(reference, task, num_labels=num_labels, trust_remote_code=trust_remote_code)
 
 
 @functools.cache
@@ -90,7 +90,7 @@ def _infer_task(config: Any) -> str | None:
     return next((task for task in (*preferred, *possible) if task in possible), None)
 
 
-def _of_config(
+def _from_config(
     reference: str,
     config: Any,
     task: str | None,
@@ -138,7 +138,7 @@ def _listed(tasks: list[str]) -> str:
     return " and ".join(filter(None, (", ".join(tasks[:-1]), tasks[-1])))
 
 
-def _of_path(
+def _from_path(
     reference: str, path: Path, task: str | None, *, num_labels: int | None, trust_remote_code: bool
 ) -> ModelSpec:
     file = path / "config.json" if path.is_dir() else path
@@ -171,12 +171,12 @@ def _of_path(
             config = _config_class(model_type).from_dict(raw)
         except Exception as error:  # configurations check their values each in its own way
             raise RequestError(f"{file} is not a model's configuration", because=factories.first_line(error)) from None
-    return _of_config(
+    return _from_config(
         reference, config, task, num_labels=num_labels, weights=weights, trust_remote_code=trust_remote_code
     )
 
 
-def _of_hub(reference: str, task: str | None, *, num_labels: int | None, trust_remote_code: bool) -> ModelSpec:
+def _from_hub(reference: str, task: str | None, *, num_labels: int | None, trust_remote_code: bool) -> ModelSpec:
     from transformers import AutoConfig
 
     try:
@@ -192,7 +192,7 @@ def _of_hub(reference: str, task: str | None, *, num_labels: int | None, trust_r
             ),
             hint=_similar(reference.rpartition("/")[2], presets(), _model_types()),
         ) from None
-    return _of_config(
+    return _from_config(
         reference, config, task, num_labels=num_labels, weights=reference, trust_remote_code=trust_remote_code
     )
 
@@ -205,7 +205,7 @@ def _similar(name: str, *known: Mapping[str, Any]) -> str:
     return "give a preset such as gpt2 or llama-3.1-8b, a config.json, a model folder, or package.module:factory"
 
 
-def _of_factory(reference: str, task: str | None) -> ModelSpec:
+def _from_factory(reference: str, task: str | None) -> ModelSpec:
     """The spec of a user's factory, called once on meta to see what it makes."""
     factory = factories.import_callable(reference)
     module, objective = factories.make_model(reference, factory, torch.device("meta"))

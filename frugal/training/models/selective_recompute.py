@@ -73,7 +73,7 @@ class _Keep(TorchDispatchMode):
         if self._of_storage:
             self._note_uses(func, args, kwargs, out)
         if func in EXPENSIVE:
-            call = _Call(None if _draws(func, args, kwargs) else _each(_detached, out))
+            call = _Call(None if _draws(func, args, kwargs) else _map(_detached, out))
             self._calls.append(call)
             for result in _tensors(call.result):
                 self._of_storage[_address(result)] = call
@@ -89,12 +89,12 @@ class _Keep(TorchDispatchMode):
     def _note_uses(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         """Which results `func` read or changed."""
         used = {_address(value): value for value in _tensors((*args, *kwargs.values()))}
-        found = used.keys() & self._of_storage.keys()
-        if not found:
+        touched = used.keys() & self._of_storage.keys()
+        if not touched:
             return
         written = {_address(value) for value in _written(func, args, kwargs)}
         viewed = {_address(value) for value in _tensors(out)} - written
-        for address in found:
+        for address in touched:
             call = self._of_storage[address]
             if address in written and len(written) == 1 and not call.is_read:
                 call.num_writes += 1
@@ -138,13 +138,14 @@ class _Return(TorchDispatchMode):
             call = self._calls[self._next]
             self._next += 1
             if call.result is not None and call.versions == _versions(call.result):
-                return self._taken(call)
+                return self._take(call)
         elif self._writes_left and self._was_written(func, args, kwargs):
             return args[0]
         return func(*args, **kwargs)
 
-    def _taken(self, call: _Call) -> Any:
-        result, call.result = _each(_detached, call.result), None
+    def _take(self, call: _Call) -> Any:
+        """The kept result of a call, which is given back once."""
+        result, call.result = _map(_detached, call.result), None
         if call.num_writes:
             for tensor in _tensors(result):
                 self._writes_left[_address(tensor)] = call.num_writes, tensor
@@ -188,7 +189,7 @@ def _tensors(values: Any) -> list[Tensor]:
     return []
 
 
-def _each(function: Any, values: Any) -> Any:
+def _map(function: Any, values: Any) -> Any:
     if isinstance(values, (tuple, list)):
         return type(values)(function(value) for value in values)
     return function(values)

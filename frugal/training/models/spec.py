@@ -93,7 +93,7 @@ class ModelSpec:
 
             auto = getattr(transformers, _AUTO[self.task][0])
             if self.weights is None or device.type == "meta":
-                with torch.device(device), self._blamed():
+                with torch.device(device), self._configuration_errors():
                     module = auto.from_config(self.config, dtype=dtype, trust_remote_code=self.trust_remote_code)
                 return module.train()
             try:
@@ -113,7 +113,7 @@ class ModelSpec:
             return module.to(device).train()
 
     @contextmanager
-    def _blamed(self) -> Iterator[None]:
+    def _configuration_errors(self) -> Iterator[None]:
         """What goes wrong inside is the configuration's fault: its values contradict each other, or are no numbers."""
         try:
             yield
@@ -182,14 +182,6 @@ class ModelSpec:
         if config.is_encoder_decoder and tokenizer.pad_token_id is not None and self.weights is None:
             config.decoder_start_token_id = tokenizer.pad_token_id
         return replace(self, config=config, max_positions=max_positions_of(config))
-
-    def for_labels(self, num_labels: int) -> "ModelSpec":
-        """The same model with at least `num_labels` classes; of use for sequence classification only."""
-        if self.task != "sequence-classification" or self.factory is not None or self.config.num_labels >= num_labels:
-            return self
-        config = type(self.config).from_dict(self.config.to_dict())
-        config.num_labels = num_labels
-        return replace(self, config=config)
 
 
 _NOT_ARCHITECTURE = {
