@@ -9,7 +9,6 @@ import shlex
 import sys
 from dataclasses import replace
 from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, get_args
@@ -176,7 +175,8 @@ def _measurement(plan: Plan, expected: Figures, trial: Trial) -> Measurement:
         driver=trial.driver,
         versions={
             "python": platform.python_version(),
-            **{name: version(name) for name in ("frugal-trainer", "torch", "deepspeed", "transformers")},
+            "frugal-trainer": local_host.versions()["frugal"],
+            **local_host.library_versions(),
         },
         date=datetime.now(UTC).strftime("%Y-%m-%d"),
         command=shlex.join(["frugal", *sys.argv[1:]]),
@@ -254,7 +254,7 @@ def calibrate(kind: DeviceKind, num_ranks: int, of_plan: Measurement | None = No
         device=device,
         card=card,
         driver=local_host.cuda_driver() if kind == "cuda" else "",
-        torch=calibration.torch_version(),
+        torch=local_host.library_versions()["torch"],
         num_ranks=num_ranks,
         date=datetime.now(UTC).strftime("%Y-%m-%d"),
         command=shlex.join(["frugal", *sys.argv[1:]]),

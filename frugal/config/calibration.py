@@ -6,7 +6,6 @@ The calibrations of this machine: where they are kept, and which one a request i
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from importlib.metadata import PackageNotFoundError, version
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ import platformdirs
 
 from frugal import atomic_files
 from frugal.config.cluster import NCCL_BYTES, Cluster, Device, DeviceKind
-from frugal.config.local_host import cpu_name, cuda_driver
+from frugal.config.local_host import cpu_name, cuda_driver, library_versions
 from frugal.config.request import Precision
 from frugal.errors import RequestError
 from frugal.units import GIB, format_bytes
@@ -221,14 +220,6 @@ def calibration_folder() -> Path:
     return Path(platformdirs.user_config_dir("frugal")) / "calibration"
 
 
-def torch_version() -> str:
-    """Of the torch that is installed; empty without one."""
-    try:
-        return version("torch")
-    except PackageNotFoundError:
-        return ""
-
-
 def chosen(settings: Mapping[str, Any], gpu_name: str | None = None) -> tuple[Calibration | None, list[str]]:
     """The calibration for a cluster of these settings, and notes about damaged ones.
 
@@ -237,10 +228,11 @@ def chosen(settings: Mapping[str, Any], gpu_name: str | None = None) -> tuple[Ca
     if settings.get("calibration") is False:
         return None, []
     known, notes = read_all(calibration_folder())
+    torch = library_versions()["torch"]
     if settings.get("device", "cuda") == "cpu":
-        found = find(known, kind="cpu", torch=torch_version(), device=cpu_name(), driver="")
+        found = find(known, kind="cpu", torch=torch, device=cpu_name(), driver="")
     elif gpu_name is not None:
-        found = find(known, kind="cuda", torch=torch_version(), device=gpu_name, driver=cuda_driver())
+        found = find(known, kind="cuda", torch=torch, device=gpu_name, driver=cuda_driver())
     else:
-        found = find(known, kind="cuda", torch=torch_version(), card=settings.get("gpu"))
+        found = find(known, kind="cuda", torch=torch, card=settings.get("gpu"))
     return found, notes

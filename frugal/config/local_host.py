@@ -1,7 +1,4 @@
-"""Where something runs: the processor, the driver, and what this process has of the host's memory. No torch here.
-
-Host memory of a run that offloads.
-"""
+"""The host that this process runs on: installed versions, processor, GPU driver, and host memory. No torch here."""
 
 import ctypes
 import logging
@@ -33,16 +30,25 @@ _STATUS, _CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 PACKAGES = {"frugal": "frugal-trainer", "torch": "torch", "deepspeed": "deepspeed", "transformers": "transformers"}
 """Whose versions must be the same on all ranks: the name for people, and as a package."""
 
+LIBRARIES = ("torch", "deepspeed", "transformers")
+"""Those of them that a plan's memory depends on."""
+
 
 def versions() -> dict[str, str]:
     """What is installed here, by the names of `PACKAGES`; `none` where a package is not."""
-    found = {}
-    for name, package in PACKAGES.items():
-        try:
-            found[name] = version(package)
-        except PackageNotFoundError:
-            found[name] = "none"
-    return found
+    return {name: _version(package) for name, package in PACKAGES.items()}
+
+
+def library_versions() -> dict[str, str]:
+    """What is installed of `LIBRARIES`, by name; `none` where one is not."""
+    return {name: _version(name) for name in LIBRARIES}
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "none"
 
 
 def cpu_name() -> str:

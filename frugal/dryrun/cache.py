@@ -7,7 +7,6 @@ old versions do not stay.
 import contextlib
 import functools
 import hashlib
-import importlib.metadata
 import sys
 import tomllib
 from pathlib import Path
@@ -18,6 +17,7 @@ import platformdirs
 
 import frugal
 from frugal import atomic_files, cache_pruning
+from frugal.config.local_host import versions
 from frugal.config.request import Request
 from frugal.units import MIB
 
@@ -26,8 +26,6 @@ T = TypeVar("T")
 _ROOT = Path(frugal.__file__).parent
 LIMIT_BYTES = 512 * MIB
 """Of all profiles; see `frugal.cache_pruning`. A plan of a large model takes some MiB."""
-
-_PACKAGES = ("frugal-trainer", "torch", "deepspeed", "transformers")
 
 
 class Cache:
@@ -79,7 +77,7 @@ def _versions() -> tuple[str, ...]:
     sources = hashlib.sha256()
     for path in sorted(_ROOT.rglob("*.py")):
         sources.update(path.read_bytes())
-    return (*(f"{name} {importlib.metadata.version(name)}" for name in _PACKAGES), sources.hexdigest())
+    return (*(f"{name} {version}" for name, version in versions().items()), sources.hexdigest())
 
 
 def _definition(model: str) -> str | None:

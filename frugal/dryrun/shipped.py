@@ -5,7 +5,6 @@ the model is traced here, as any model is. `python -m frugal.dryrun.shipped [PRE
 """
 
 import functools
-import importlib.metadata
 import lzma
 import sys
 import tomllib
@@ -17,6 +16,7 @@ from pathlib import Path
 import msgspec
 
 import frugal
+from frugal.config.local_host import library_versions
 from frugal.config.request import Request
 from frugal.dryrun.messages import AskFacts, AskTrace, ModelFacts, Traced
 from frugal.dryrun.pool import Pool
@@ -80,7 +80,8 @@ def _definition(model: str) -> str:
 @functools.cache
 def _versions() -> tuple[str, ...]:
     """Without what says for which device torch was built: it changes no trace."""
-    return tuple(importlib.metadata.version(name).partition("+")[0] for name in ("torch", "transformers"))
+    installed = library_versions()
+    return tuple(installed[name].partition("+")[0] for name in ("torch", "transformers"))
 
 
 def _name(question: AskTrace) -> str:

@@ -1,9 +1,8 @@
 """From a request to a plan: dry runs below, arithmetic above, and the proof where nothing fits."""
 
 from dataclasses import replace
-from importlib.metadata import PackageNotFoundError, version
 
-from frugal.config import calibration
+from frugal.config import calibration, local_host
 from frugal.config.cluster import Cluster
 from frugal.config.request import Request
 from frugal.errors import RequestError
@@ -91,8 +90,8 @@ def _decided(request: Request, cluster: Cluster, defaults: tuple[str, ...], choi
     option = choice.option
     assert option.batch is not None and option.time is not None
     return Plan(
-        frugal_version=_version("frugal-trainer"),
-        versions={name: _version(name) for name in ("torch", "deepspeed", "transformers")},
+        frugal_version=local_host.versions()["frugal"],
+        versions=local_host.library_versions(),
         request=request,
         defaults=defaults,
         model=choice.model,
@@ -161,10 +160,3 @@ def _notes(request: Request, largest: int) -> list[str]:
     if scaling is not None and (note := scaling.note(request.optimizer)) is not None:
         notes.append(note)
     return notes
-
-
-def _version(distribution: str) -> str:
-    try:
-        return version(distribution)
-    except PackageNotFoundError:
-        return "not installed"

@@ -12,14 +12,13 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, nullcontext
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from frugal.config import local_host, sample_lengths
 from frugal.config import run as settings
-from frugal.config import sample_lengths
 from frugal.config.run import Settings
 from frugal.distributed import first_failure, process_group, signals
 from frugal.errors import PlanMismatchError, RequestError
@@ -127,9 +126,10 @@ def _train(plan: Plan, asked: Settings, device: "torch.device") -> None:
 
 def _not_as_planned(plan: Plan, data: "RunData") -> Iterator[str]:
     """What to say where versions or the lengths of the data are others than the plan was told."""
+    installed = local_host.library_versions()
     for name, planned_with in plan.versions.items():
-        if planned_with != version(name):
-            yield f"the plan was made with {name} {planned_with}, this is {version(name)}: memory may differ"
+        if planned_with != installed.get(name):
+            yield f"the plan was made with {name} {planned_with}, this is {installed.get(name)}: memory may differ"
     planned, found = plan.request.lengths, data.training.lengths
     note = None if planned is None else sample_lengths.unlike(planned, len(found), int(found.sum()))
     if note is not None:

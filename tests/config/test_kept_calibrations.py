@@ -17,7 +17,7 @@ GCC version:  gcc version 12.2.0 (Debian 12.2.0-14)
 def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """This machine's CPU and one GPU are calibrated; the driver is that of the GPU's calibration."""
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
-    version = calibration.torch_version()
+    version = local_host.library_versions()["torch"]
     replace(CPU, device=local_host.cpu_name(), torch=version).write(calibration.calibration_folder())
     replace(GPU, torch=version).write(calibration.calibration_folder())
     (tmp_path / "version").write_text(DRIVER)

@@ -19,13 +19,13 @@ import hashlib
 import logging
 import pickle
 from dataclasses import dataclass, field, replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch.distributed as dist
 
+from frugal.config import local_host
 from frugal.config.run import Settings
 from frugal.deepspeed_adapter import checkpoint_files, kernels, state_layout
 from frugal.distributed.vote import gather
@@ -122,7 +122,7 @@ def origin(engine: "Engine", step: int, listed: dict[str, File]) -> Manifest:
         shapes=hashlib.sha256(repr(shapes).encode()).hexdigest(),
         recipe=recipe(plan),
         plan_digest=plan.digest,
-        versions={name: version(name) for name in ("torch", "deepspeed", "transformers")},
+        versions=local_host.library_versions(),
         files=listed,
     )
 
