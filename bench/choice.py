@@ -38,7 +38,7 @@ from frugal.dryrun.client import DryRunSource, workers
 from frugal.dryrun.pool import Pool
 from frugal.launch import local
 from frugal.planning.plan import Plan
-from frugal.planning.search.candidate import Choice, Option
+from frugal.planning.search.candidate import Candidate, SearchResult
 from frugal.planning.search.search import Search
 
 RESULTS = Path(__file__).parent / "results"
@@ -56,7 +56,7 @@ class Decision:
     request: Request
     cluster: Cluster
     budget_bytes: int
-    options: tuple[Option, ...]
+    options: tuple[Candidate, ...]
     plans: tuple[Plan, ...]
     num_strategies: int
 
@@ -89,10 +89,12 @@ def decide(case: Case, kind: DeviceKind, calibration: Calibration | None, pool: 
     with DryRunSource(request, cluster, folder, pool=pool) as source:
         search = Search(request, cluster, source)
         choice = search.run()
-        assert isinstance(choice, Choice), f"nothing fits: {case.name}"
+        assert isinstance(choice, SearchResult), f"nothing fits: {case.name}"
         strategies = search.strategies("none")
-        looked_at = [search.appraisal.option(strategy) for strategy in strategies if strategy != choice.option.strategy]
-    options = (choice.option, *(option for option in looked_at if option.fits))
+        looked_at = [
+            search.evaluation.evaluate(strategy) for strategy in strategies if strategy != choice.chosen.strategy
+        ]
+    options = (choice.chosen, *(option for option in looked_at if option.fits))
     return Decision(
         case=case,
         request=request,
@@ -104,7 +106,7 @@ def decide(case: Case, kind: DeviceKind, calibration: Calibration | None, pool: 
     )
 
 
-def _plan(request: Request, cluster: Cluster, choice: Choice, option: Option) -> Plan:
+def _plan(request: Request, cluster: Cluster, choice: SearchResult, option: Candidate) -> Plan:
     assert option.batch is not None and option.time is not None and option.memory is not None
     return Plan(
         frugal_version=version("frugal-trainer"),

@@ -100,7 +100,7 @@ def measured(repeats: int, model: str, global_batch: int, *cards: str) -> dict[s
                     drafts = [draft for strategy in strategies for draft in search._draft(strategy)]
                 with timed("closer look", runs):
                     fitting = {draft.strategy for draft in drafts if draft.fits}
-                    options = search.options(next(level for level in levels if fitting & {*levels[level]}))
+                    options = search.candidates(next(level for level in levels if fitting & {*levels[level]}))
     looked = [option for option in options if not option.is_draft and option.memory is not None]
     seconds = medians(once | runs)
     print(f"{model} on {cluster.world_size} GPUs: {', '.join(cards)}; {len(drafts)} strategies")

@@ -20,7 +20,7 @@ from frugal.errors import RequestError
 from frugal.planning.batch import BatchPlan
 from frugal.planning.memory.timeline import CATEGORIES
 from frugal.planning.plan import Plan
-from frugal.planning.strategy import Strategy, candidates, offload_levels
+from frugal.planning.strategy import Strategy, allowed_strategies, offload_levels
 from frugal.units import format_bytes
 
 SHOWN_MODULES = 20
@@ -128,7 +128,7 @@ def _simplest(request: Request, cluster: Cluster, defaults: tuple[str, ...], sou
     if "seq_len" in defaults and facts.max_positions is not None:
         request = source.request = replace(request, seq_len=min(request.seq_len, facts.max_positions))
     check_pins(request, cluster.world_size)
-    strategies = candidates(
+    strategies = allowed_strategies(
         request,
         world_size=cluster.world_size,
         offload=offload_levels(request)[0],

@@ -9,7 +9,7 @@ from frugal.config.request import Request
 from frugal.errors import NothingFitsError, RequestError
 from frugal.planning.memory import breakdown
 from frugal.planning.memory.breakdown import MemoryBreakdown
-from frugal.planning.search.candidate import Nothing, OpenSource, Option, Source
+from frugal.planning.search.candidate import Candidate, Infeasible, OpenSource, Source
 from frugal.planning.search.search import Search
 from frugal.planning.strategy import Strategy
 from frugal.planning.what_if import with_gpus
@@ -20,8 +20,8 @@ FACTORS = (2, 4, 8)
 """How many times as many GPUs, and how many times shorter samples, are tried."""
 
 
-def nothing_fits(request: Request, cluster: Cluster, found: Nothing, ways: list[str]) -> NothingFitsError:
-    """The proof: the nearest option, its shortfall, what its floor consists of, and ways out."""
+def nothing_fits(request: Request, cluster: Cluster, found: Infeasible, ways: list[str]) -> NothingFitsError:
+    """The proof: the nearest candidate, its shortfall, what its floor consists of, and ways out."""
     nearest = found.nearest
     assert nearest.memory is not None
     memory, device = nearest.memory, min(cluster.devices, key=lambda device: device.usable_bytes)
@@ -54,7 +54,7 @@ def nothing_fits(request: Request, cluster: Cluster, found: Nothing, ways: list[
     )
 
 
-def _levels(cluster: Cluster, found: Nothing) -> Iterator[str]:
+def _levels(cluster: Cluster, found: Infeasible) -> Iterator[str]:
     """For every level of offloading, what each ZeRO stage lacks at least."""
     kind = "GPU" if cluster.devices[0].kind == "cuda" else "rank"
     for (optimizer, parameters), stages in found.by_level.items():
@@ -64,13 +64,15 @@ def _levels(cluster: Cluster, found: Nothing) -> Iterator[str]:
         yield f"{level} {_lacks(stages)}"
 
 
-def _lacks(stages: dict[int, Option]) -> str:
+def _lacks(stages: dict[int, Candidate]) -> str:
     parts: list[str] = []
-    for stage, option in stages.items():
-        at_least = "at least " if option.is_draft or option.memory is None else ""
-        on_host = " on the host" if option.host_shortfall_bytes else " on disk" if option.disk_shortfall_bytes else ""
+    for stage, candidate in stages.items():
+        at_least = "at least " if candidate.is_draft or candidate.memory is None else ""
+        on_host = (
+            " on the host" if candidate.host_shortfall_bytes else " on disk" if candidate.disk_shortfall_bytes else ""
+        )
         lacks = "" if parts else "lacks "
-        parts.append(f"ZeRO-{stage} {lacks}{at_least}{format_bytes(-(option.headroom_bytes or 0))}{on_host}")
+        parts.append(f"ZeRO-{stage} {lacks}{at_least}{format_bytes(-(candidate.headroom_bytes or 0))}{on_host}")
     return ", ".join(parts)
 
 
@@ -108,7 +110,7 @@ def floor(memory: MemoryBreakdown) -> str:
     return ", ".join(f"{name} {format_bytes(size)}" for size, name in parts if size * 100 > memory.total_bytes)
 
 
-def remedies(request: Request, cluster: Cluster, search: Search, found: Nothing, dry_run: OpenSource) -> list[str]:
+def remedies(request: Request, cluster: Cluster, search: Search, found: Infeasible, dry_run: OpenSource) -> list[str]:
     """Changes of one flag that make the request fit, cheapest first; each has been checked by computing it."""
     nearest = found.nearest
     ways = [flag for flag, relaxed in _relaxed(request) if _fits(relaxed, cluster, search.source, nearest.strategy)]
@@ -134,7 +136,7 @@ def _fits(request: Request, cluster: Cluster, source: Source, likely: Strategy) 
     tried = [max(level, key=lambda strategy: strategy.frugality) for level in reversed(levels) if level]
     if any(likely in level for level in levels):
         tried.insert(0, likely)
-    return any(search.appraisal.option(strategy).fits for strategy in dict.fromkeys(tried))
+    return any(search.evaluation.evaluate(strategy).fits for strategy in dict.fromkeys(tried))
 
 
 def _relaxed(request: Request) -> Iterator[tuple[str, Request]]:
@@ -152,24 +154,26 @@ def _relaxed(request: Request) -> Iterator[tuple[str, Request]]:
         yield "no --micro-batch", smaller
 
 
-def _more_host_memory(request: Request, cluster: Cluster, search: Search, found: Nothing) -> Iterator[str]:
+def _more_host_memory(request: Request, cluster: Cluster, search: Search, found: Infeasible) -> Iterator[str]:
     """What the strategy that asks least of the host needs there, where the host is all that it lacks."""
-    short = [option for option in found.seen if option.host_shortfall_bytes and option.memory is not None]
+    short = [
+        candidate for candidate in found.candidates if candidate.host_shortfall_bytes and candidate.memory is not None
+    ]
     if not short or found.nearest.host_shortfall_bytes:
         return
-    least = min(short, key=lambda option: option.host_shortfall_bytes)
+    least = min(short, key=lambda candidate: candidate.host_shortfall_bytes)
     assert least.memory is not None
     needed = ceil(breakdown.needed_host_bytes(least.memory, _tightest(cluster, least.memory), cluster) / GIB)
     nodes = tuple(
         replace(node, host_memory_bytes=max(needed * GIB, node.host_memory_bytes)) if node.host_memory_bytes else node
         for node in cluster.nodes
     )
-    if Search(request, replace(cluster, nodes=nodes), search.source).appraisal.option(least.strategy).fits:
+    if Search(request, replace(cluster, nodes=nodes), search.source).evaluation.evaluate(least.strategy).fits:
         yield f"--host-mem {needed}G"
 
 
-def _more_memory(cluster: Cluster, search: Search, nearest: Option) -> list[str]:
-    """The memory that the nearest option needs, rounded up: the host's, where that is what lacks."""
+def _more_memory(cluster: Cluster, search: Search, nearest: Candidate) -> list[str]:
+    """The memory that the nearest candidate needs, rounded up: the host's, where that is what lacks."""
     if nearest.memory is None or len(set(cluster.devices)) > 1 or nearest.disk_shortfall_bytes:
         return []
     if nearest.host_shortfall_bytes:
@@ -187,14 +191,14 @@ def _more_memory(cluster: Cluster, search: Search, nearest: Option) -> list[str]
         memory = profile.memory(nearest.micro_batch, larger)
         if memory.fits:
             flag = f"--mem {size / GIB:g}G" if size % (GIB // 2) == 0 else f"--mem {size // MIB}M"
-            if search.appraisal.fitting.host_shortfall_bytes(memory) <= 0:
+            if search.evaluation.fitting.host_shortfall_bytes(memory) <= 0:
                 return [flag]
             needed = breakdown.needed_host_bytes(memory, _tightest(cluster, memory), cluster)
             return [f"{flag} with --host-mem {ceil(needed / GIB)}G"]
     return []
 
 
-def _larger(request: Request, cluster: Cluster, nearest: Option) -> Iterator[tuple[str, Request, Cluster]]:
+def _larger(request: Request, cluster: Cluster, nearest: Candidate) -> Iterator[tuple[str, Request, Cluster]]:
     """More GPUs of the same kind, then shorter samples; only where the parts they shrink are large enough to matter."""
     memory = nearest.memory
     assert memory is not None

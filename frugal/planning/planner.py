@@ -10,7 +10,7 @@ from frugal.planning import infeasible, length_bucketing
 from frugal.planning.memory import breakdown
 from frugal.planning.plan import Plan
 from frugal.planning.reasons import reasons
-from frugal.planning.search.candidate import Choice, Nothing, OpenSource
+from frugal.planning.search.candidate import Infeasible, OpenSource, SearchResult
 from frugal.planning.search.search import Search
 from frugal.units import format_bytes
 
@@ -31,13 +31,13 @@ def decide(request: Request, cluster: Cluster, defaults: tuple[str, ...], dry_ru
         request, notes = replace(request, lengths=lengths), notes + more
     with dry_run(request, cluster) as source:
         search = Search(request, cluster, source)
-        choice = search.run()
-        if isinstance(choice, Nothing):
-            ways = infeasible.remedies(request, cluster, search, choice, dry_run)
-            raise infeasible.nothing_fits(request, cluster, choice, ways)
+        result = search.run()
+        if isinstance(result, Infeasible):
+            ways = infeasible.remedies(request, cluster, search, result, dry_run)
+            raise infeasible.nothing_fits(request, cluster, result, ways)
         if request.lengths is not None:
-            choice = _proven(search, choice, dry_run)
-    return _decided(request, cluster, defaults, choice, notes)
+            result = _proven(search, result, dry_run)
+    return _decided(request, cluster, defaults, result, notes)
 
 
 def _readable(
@@ -58,64 +58,66 @@ def _readable(
     return replace(request, seq_len=longest), [note]
 
 
-def _proven(search: Search, choice: Choice, dry_run: OpenSource) -> Choice:
-    """The choice with as many short samples in a micro-batch as dry runs prove to fit.
+def _proven(search: Search, result: SearchResult, dry_run: OpenSource) -> SearchResult:
+    """The result with as many short samples in a micro-batch as dry runs prove to fit.
 
     Its memory is that of the fuller end: few samples of full length, or many of the shortest.
     """
-    option, request = choice.option, search.request
-    assert option.batch is not None
-    steps = max(2, option.batch.accumulation_steps)
-    memory, shortest = choice.memory, None
-    for length in length_bucketing.shortest_choices(request, option.batch):
+    chosen, request = result.chosen, search.request
+    assert chosen.batch is not None
+    steps = max(2, chosen.batch.accumulation_steps)
+    memory, shortest = result.memory, None
+    for length in length_bucketing.shortest_choices(request, chosen.batch):
         loads = [
             (length_bucketing.most_samples(micro, request.seq_len, length), device)
-            for device, micro in search.appraisal.fitting.loads(option.batch)
+            for device, micro in search.evaluation.fitting.loads(chosen.batch)
         ]
         with dry_run(replace(request, seq_len=length, lengths=None), search.cluster) as source:
             try:
-                found = [source.dry_run(option.strategy, samples, steps, device) for samples, device in loads]
+                found = [source.dry_run(chosen.strategy, samples, steps, device) for samples, device in loads]
             except RequestError:  # the model cannot read samples that short
                 continue
         if all(each.fits for each in found):
             memory = min((*found, memory), key=lambda memory: memory.headroom_bytes)
             shortest = length
             break
-    batch = replace(option.batch, shortest=shortest)
-    time = search.appraisal.time(search.source.profile(option.strategy, True), option.strategy, batch)
-    return replace(choice, option=replace(option, batch=batch, time=time), memory=memory)
+    batch = replace(chosen.batch, shortest=shortest)
+    time = search.evaluation.time(search.source.profile(chosen.strategy, True), chosen.strategy, batch)
+    return replace(result, chosen=replace(chosen, batch=batch, time=time), memory=memory)
 
 
-def _decided(request: Request, cluster: Cluster, defaults: tuple[str, ...], choice: Choice, notes: list[str]) -> Plan:
-    option = choice.option
-    assert option.batch is not None and option.time is not None
+def _decided(
+    request: Request, cluster: Cluster, defaults: tuple[str, ...], result: SearchResult, notes: list[str]
+) -> Plan:
+    chosen = result.chosen
+    assert chosen.batch is not None and chosen.time is not None
     return Plan(
         frugal_version=local_host.versions()["frugal"],
         versions=local_host.library_versions(),
         request=request,
         defaults=defaults,
-        model=choice.model,
+        model=result.model,
         cluster=cluster,
-        strategy=option.strategy,
-        batch=option.batch,
-        memory=choice.memory,
-        time=option.time,
-        why=tuple(filter(None, reasons(request, cluster, choice))),
+        strategy=chosen.strategy,
+        batch=chosen.batch,
+        memory=result.memory,
+        time=chosen.time,
+        why=tuple(filter(None, reasons(request, cluster, result))),
         warnings=(
             *notes,
             *calibration.notes(cluster),
-            *_of_machines(request, cluster, choice),
-            *_notes(request, option.micro_batch),
-            *choice.warnings,
+            *_of_machines(request, cluster, result),
+            *_notes(request, chosen.micro_batch),
+            *result.warnings,
         ),
-        rejected=choice.rejected,
+        rejected=result.rejected,
         grouping=None
         if request.lengths is None
-        else length_bucketing.grouping(request.lengths, option.batch, request.seq_len),
+        else length_bucketing.grouping(request.lengths, chosen.batch, request.seq_len),
     ).sealed()
 
 
-def _of_machines(request: Request, cluster: Cluster, choice: Choice) -> list[str]:
+def _of_machines(request: Request, cluster: Cluster, result: SearchResult) -> list[str]:
     """What others hold, and what could not be checked because it is not known."""
     held = [
         f"GPU {number}{f' of node {name}' if len(cluster.nodes) > 1 else ''}: "
@@ -126,7 +128,7 @@ def _of_machines(request: Request, cluster: Cluster, choice: Choice) -> list[str
     ]
     if len(held) > MOST_HELD:
         held = [*held[:MOST_HELD], f"and so are parts of {len(held) - MOST_HELD} other GPUs"]
-    strategy, memory = choice.option.strategy, choice.memory
+    strategy, memory = result.chosen.strategy, result.memory
     unknown = []
     if strategy.offload_optimizer != "none" and any(node.host_memory_bytes is None for node in cluster.nodes):
         unknown.append(
@@ -134,7 +136,7 @@ def _of_machines(request: Request, cluster: Cluster, choice: Choice) -> list[str
             "that checked"
         )
     disk_bytes = max(
-        breakdown.nvme_bytes(request, strategy, choice.model, node, cluster) for node in set(cluster.nodes)
+        breakdown.nvme_bytes(request, strategy, result.model, node, cluster) for node in set(cluster.nodes)
     )
     if disk_bytes and any(node.host_disk_bytes is None for node in cluster.nodes):
         unknown.append(

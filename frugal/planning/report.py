@@ -12,7 +12,7 @@ from frugal.config.cluster import Node
 from frugal.config.request import Request
 from frugal.planning.memory.breakdown import MemoryBreakdown
 from frugal.planning.plan import Plan, Rejected, StepTime
-from frugal.planning.search.candidate import TIE, Option
+from frugal.planning.search.candidate import TIE, Candidate
 from frugal.planning.strategy import Strategy
 from frugal.planning.what_if import Case
 from frugal.units import format_bytes, format_count, format_seconds
@@ -359,22 +359,24 @@ def binding(plan: Plan) -> list[str]:
     return lines
 
 
-def improvements(plan: Plan, cases: Sequence[Case], found: Sequence[Option | None]) -> list[str]:
+def improvements(plan: Plan, cases: Sequence[Case], found: Sequence[Candidate | None]) -> list[str]:
     """One line a change: what it would bring, with a sample's tokens taken into account."""
     before = plan.time.total_seconds / plan.request.seq_len
     rows = []
-    for case, option in zip(cases, found, strict=True):
-        if option is None:
+    for case, candidate in zip(cases, found, strict=True):
+        if candidate is None:
             rows.append((case.name, "", "", "", "only a dry run could tell"))
-        elif not option.fits or option.batch is None:
-            rows.append((case.name, "-", "", "", f"does not fit, {format_bytes(-(option.headroom_bytes or 0))} short"))
+        elif not candidate.fits or candidate.batch is None:
+            rows.append(
+                (case.name, "-", "", "", f"does not fit, {format_bytes(-(candidate.headroom_bytes or 0))} short")
+            )
         else:
-            change = 100 * (option.seconds / case.request.seq_len / before - 1)
+            change = 100 * (candidate.seconds / case.request.seq_len / before - 1)
             a_token = " a token" if case.request.seq_len != plan.request.seq_len else ""
-            batch = f"{option.batch.largest_micro_batch} x {option.batch.accumulation_steps}"
+            batch = f"{candidate.batch.largest_micro_batch} x {candidate.batch.accumulation_steps}"
             gain = f"{change:+.0f} %{a_token}" if abs(change) > 100 * (TIE - 1) else "no gain"
-            strategy = "same strategy" if option.strategy == plan.strategy else short_name(option.strategy)
-            rows.append((case.name, format_seconds(option.seconds), gain, batch, strategy))
+            strategy = "same strategy" if candidate.strategy == plan.strategy else short_name(candidate.strategy)
+            rows.append((case.name, format_seconds(candidate.seconds), gain, batch, strategy))
     return [f"what would help ({NOT_DRY_RUN})", *aligned(rows)] if rows else []
 
 
@@ -382,7 +384,7 @@ def what_if(
     plan: Plan,
     axes: Mapping[str, Sequence[int]],
     cases: Mapping[tuple[int, int, int], Case],
-    found: Mapping[tuple[int, int, int], Option | None],
+    found: Mapping[tuple[int, int, int], Candidate | None],
 ) -> list[str]:
     """A table a sample length, memory by GPUs: seconds a step, tokens/s of a GPU, and the strategy's letters."""
     kind = "GPU" if plan.cluster.devices[0].kind == "cuda" else "rank"
@@ -404,15 +406,15 @@ def what_if(
     return lines
 
 
-def _cell(case: Case, option: Option | None, used: set[str]) -> str:
-    if option is None:
+def _cell(case: Case, candidate: Candidate | None, used: set[str]) -> str:
+    if candidate is None:
         return "?"
-    if not option.fits:
-        return f"- {format_bytes(-(option.headroom_bytes or 0))} short"
-    letters = _letters(option.strategy)
+    if not candidate.fits:
+        return f"- {format_bytes(-(candidate.headroom_bytes or 0))} short"
+    letters = _letters(candidate.strategy)
     used.update(letters)
-    rate = case.request.batch_samples * case.request.seq_len / option.seconds / case.cluster.world_size
-    return f"{format_seconds(option.seconds)} {_rate(rate)} Z{option.strategy.zero_stage}{letters}"
+    rate = case.request.batch_samples * case.request.seq_len / candidate.seconds / case.cluster.world_size
+    return f"{format_seconds(candidate.seconds)} {_rate(rate)} Z{candidate.strategy.zero_stage}{letters}"
 
 
 def _rate(tokens_per_second: float) -> str:

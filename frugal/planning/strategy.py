@@ -89,7 +89,9 @@ class Strategy:
         if self.offload_parameters == "nvme":
             words.append("optimizer and parameters on NVMe")
         elif self.offload_optimizer == "nvme":
-            words.append("optimizer on NVMe" + ", parameters in host memory" * (self.offload_parameters == "cpu"))
+            words.append("optimizer on NVMe")
+            if self.offload_parameters == "cpu":
+                words.append("parameters in host memory")
         elif self.offload_parameters != "none":
             words.append("optimizer and parameters in host memory")
         elif self.offload_optimizer != "none":
@@ -158,7 +160,7 @@ def _modes(request: Request, can_recompute: bool, on_gpus: bool) -> tuple[Activa
     return ("off", "full", "selective", "offloaded") if on_gpus else ("off", "full", "selective")
 
 
-def candidates(
+def allowed_strategies(
     request: Request,
     *,
     world_size: int,
@@ -191,7 +193,7 @@ def candidates(
         stages = tuple(stage for stage in stages if stage)
         usual, live = max(1, usual // SMALLER), live // SMALLER
         bucket = bucket if request.reduce_bucket_elements else -(-usual // 2) * 2
-    made = (
+    strategies = (
         Strategy(
             zero_stage=stage,
             activation_checkpointing=mode,
@@ -213,4 +215,4 @@ def candidates(
         for loss in losses
         for optimizer, parameters in _places(offload)
     )
-    return tuple(sorted(made, key=lambda strategy: strategy.num_mechanisms))
+    return tuple(sorted(strategies, key=lambda strategy: strategy.num_mechanisms))

@@ -11,7 +11,7 @@ from frugal.config.cluster import NCCL_BYTES, Cluster, Device
 from frugal.config.request import Request
 from frugal.errors import FrugalError, RequestError
 from frugal.planning.plan import Plan
-from frugal.planning.search.candidate import OpenSource, Option
+from frugal.planning.search.candidate import Candidate, OpenSource
 from frugal.planning.search.search import Search
 from frugal.units import GIB, format_bytes, parse_bytes
 
@@ -31,14 +31,14 @@ class Case:
     cluster: Cluster
 
 
-def predicted(cases: Sequence[Case], dry_run: OpenSource) -> list[Option | None]:
+def predicted(cases: Sequence[Case], dry_run: OpenSource) -> list[Candidate | None]:
     """What would be chosen in each case, or what misses by least; None where only a dry run could tell, or where the
     request contradicts itself."""
     groups: dict[tuple[Request, tuple[int, ...]], list[int]] = {}
     for i, case in enumerate(cases):
         layout = tuple(len(node.devices) for node in case.cluster.nodes)
         groups.setdefault((case.request, layout), []).append(i)
-    found: list[Option | None] = [None] * len(cases)
+    found: list[Candidate | None] = [None] * len(cases)
     for indices in groups.values():
         first = cases[indices[0]]
         with dry_run(first.request, first.cluster) as source:

@@ -5,7 +5,7 @@ import pytest
 from frugal.config.optimizers import IMPLEMENTATIONS, OptimizerName, implementation, state_bytes_per_element
 from frugal.config.request import Request
 from frugal.errors import RequestError
-from frugal.planning.strategy import candidates, offload_levels
+from frugal.planning.strategy import allowed_strategies, offload_levels
 
 
 def refusal(**settings: object) -> str:
@@ -49,7 +49,7 @@ def test_adafactor_is_refused_where_it_would_see_flat_parts(given: str, settings
 
 def test_the_way_out_of_that_works() -> None:
     request = Request(optimizer="adafactor", precision="fp32", zero_stage=0, offload="none")
-    found = candidates(request, world_size=4, offload="none", trainable_parameters=1000)
+    found = allowed_strategies(request, world_size=4, offload="none", trainable_parameters=1000)
     assert {strategy.zero_stage for strategy in found} == {0}
     assert Request(optimizer="adamw-8bit").precision == "bf16"
 
@@ -57,7 +57,7 @@ def test_the_way_out_of_that_works() -> None:
 def test_adafactor_without_pins_is_never_split_or_moved() -> None:
     request = Request(optimizer="adafactor", precision="fp32")
     assert offload_levels(request) == ("none",)
-    found = candidates(request, world_size=4, offload="none", trainable_parameters=1000)
+    found = allowed_strategies(request, world_size=4, offload="none", trainable_parameters=1000)
     assert {strategy.zero_stage for strategy in found} == {0}
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from frugal.config.schema import understand
-from frugal.planning.search.candidate import TIE, Choice, Nothing
+from frugal.planning.search.candidate import TIE, Infeasible, SearchResult
 from frugal.planning.search.search import Search
 from frugal.planning.strategy import Strategy
 from tests.planning.synthetic import SyntheticProfile, SyntheticSource
@@ -36,7 +36,9 @@ class DraftingSource(SyntheticSource):
         return True
 
 
-def search(source: type[SyntheticSource] = DraftingSource, **more: Any) -> tuple[SyntheticSource, Choice | Nothing]:
+def search(
+    source: type[SyntheticSource] = DraftingSource, **more: Any
+) -> tuple[SyntheticSource, SearchResult | Infeasible]:
     request, cluster, _ = understand({"gpus": 4, "mem": "12G"})
     made = source(request, cluster, MODEL, **more)
     return made, Search(request, cluster, made).run()
@@ -45,20 +47,22 @@ def search(source: type[SyntheticSource] = DraftingSource, **more: Any) -> tuple
 def test_drafts_lead_to_the_same_choice() -> None:
     _, drafted = search()
     _, looked_at = search(SyntheticSource)
-    assert isinstance(drafted, Choice) and isinstance(looked_at, Choice)
-    assert (drafted.option.strategy, drafted.option.batch) == (looked_at.option.strategy, looked_at.option.batch)
+    assert isinstance(drafted, SearchResult) and isinstance(looked_at, SearchResult)
+    assert (drafted.chosen.strategy, drafted.chosen.batch) == (looked_at.chosen.strategy, looked_at.chosen.batch)
     assert drafted.memory == looked_at.memory
 
 
 def test_only_what_could_win_is_looked_at_closely() -> None:
     source, found = search()
-    assert isinstance(found, Choice)
-    looked_at = {option.strategy for option in found.options if option.memory is not None and not option.is_draft}
-    assert found.option.strategy in looked_at
-    assert set(source.profiled) == looked_at < {option.strategy for option in found.options}
-    for option in found.options:
-        if option.strategy not in looked_at:
-            assert option.seconds * TIE > found.option.seconds, "left alone, although it might be faster"
+    assert isinstance(found, SearchResult)
+    looked_at = {
+        candidate.strategy for candidate in found.candidates if candidate.memory is not None and not candidate.is_draft
+    }
+    assert found.chosen.strategy in looked_at
+    assert set(source.profiled) == looked_at < {candidate.strategy for candidate in found.candidates}
+    for candidate in found.candidates:
+        if candidate.strategy not in looked_at:
+            assert candidate.seconds * TIE > found.chosen.seconds, "left alone, although it might be faster"
 
 
 def test_a_mode_that_has_nothing_to_gain_is_not_even_traced() -> None:
@@ -67,18 +71,18 @@ def test_a_mode_that_has_nothing_to_gain_is_not_even_traced() -> None:
     prepared: list[str] = []
     source.prepare = lambda strategies: prepared.extend(each.activation_checkpointing for each in strategies)  # type: ignore[method-assign]  # only looks
     found = Search(request, cluster, source).run()
-    assert isinstance(found, Choice) and found.option.strategy.activation_checkpointing == "off"
+    assert isinstance(found, SearchResult) and found.chosen.strategy.activation_checkpointing == "off"
     assert set(prepared) == {"off"}
-    assert {option.strategy.activation_checkpointing for option in found.options} > {"off"}
+    assert {candidate.strategy.activation_checkpointing for candidate in found.candidates} > {"off"}
 
 
 def test_a_wrong_profile_is_found_out_and_dry_run_ones_take_its_place() -> None:
     _, first = search()
-    assert isinstance(first, Choice)
-    source, found = search(wrong={first.option.strategy: 0.5})
-    assert isinstance(found, Choice) and isinstance(source, DraftingSource)
-    assert source.distrusted == [first.option.strategy]
-    assert (found.option.strategy, found.option.batch) == (first.option.strategy, first.option.batch)
+    assert isinstance(first, SearchResult)
+    source, found = search(wrong={first.chosen.strategy: 0.5})
+    assert isinstance(found, SearchResult) and isinstance(source, DraftingSource)
+    assert source.distrusted == [first.chosen.strategy]
+    assert (found.chosen.strategy, found.chosen.batch) == (first.chosen.strategy, first.chosen.batch)
     (warning,) = found.warnings
     assert "off the dry run; it was profiled by dry runs instead" in warning
 
@@ -88,12 +92,12 @@ def test_where_nothing_fits_the_nearest_is_known_exactly(memory: str) -> None:
     request, cluster, _ = understand({"gpus": 1, "mem": memory, "offload": "none"})
     source = DraftingSource(request, cluster, MODEL | {"parameters": 1_000_000_000})
     found = Search(request, cluster, source).run()
-    assert isinstance(found, Nothing)
+    assert isinstance(found, Infeasible)
     assert not found.nearest.is_draft
     assert found.nearest.strategy in source.profiled
 
 
 def test_what_a_dry_run_assumed_is_told() -> None:
     _, found = search(notes=("every token is selected",))
-    assert isinstance(found, Choice)
+    assert isinstance(found, SearchResult)
     assert found.warnings == ("assumed, because it depends on data: every token is selected",)

@@ -4,7 +4,7 @@ import pytest
 
 from frugal.config.schema import understand
 from frugal.errors import RequestError
-from frugal.planning.search.candidate import Choice
+from frugal.planning.search.candidate import SearchResult
 from frugal.planning.search.search import Search
 from frugal.units import GIB
 from tests.planning.synthetic import SMALL, SyntheticSource, planned
@@ -185,7 +185,7 @@ def test_a_thousand_gpus_are_as_many_profiles_as_eight() -> None:
     def profiled(nodes: int) -> int:
         request, cluster, _ = understand({"gpus": 8, "nodes": nodes, "mem": "24G", "global_batch": 16384})
         source = SyntheticSource(request, cluster, SMALL)
-        assert isinstance(Search(request, cluster, source).run(), Choice)
+        assert isinstance(Search(request, cluster, source).run(), SearchResult)
         return len(source.profiled)
 
     assert profiled(128) <= profiled(1)

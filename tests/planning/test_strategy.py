@@ -6,11 +6,11 @@ import pytest
 
 from frugal.config.request import Request
 from frugal.errors import RequestError
-from frugal.planning.strategy import Place, Strategy, candidates
+from frugal.planning.strategy import Place, Strategy, allowed_strategies
 
 
 def modes(can_recompute: bool = True, on_gpus: bool = True, **request: object) -> list[str]:
-    made = candidates(
+    made = allowed_strategies(
         Request(loss="plain", zero_stage=3, **request),  # type: ignore[arg-type]  # any field
         world_size=2, offload="none", trainable_parameters=1000, can_recompute=can_recompute,
         on_gpus=on_gpus,
@@ -34,7 +34,7 @@ def test_a_strategy_says_its_mode() -> None:
 
 def test_small_buckets_are_an_eighth_and_are_named() -> None:
     usual, small = (
-        candidates(
+        allowed_strategies(
             Request(zero_stage=3, activation_checkpointing="off"), world_size=2, offload="none",
             trainable_parameters=1_000_000_000, small_buckets=small,
         )[0]
@@ -50,7 +50,7 @@ def test_small_buckets_are_an_eighth_and_are_named() -> None:
 def test_gradients_are_summed_in_fp32_unless_bf16_is_asked_for() -> None:
     def dtypes(**asked: object) -> set[str]:
         request = Request(**asked)  # type: ignore[arg-type]  # any field
-        made = candidates(request, world_size=2, offload="none", trainable_parameters=1000)
+        made = allowed_strategies(request, world_size=2, offload="none", trainable_parameters=1000)
         return {each.gradient_accumulation_dtype for each in made}
 
     assert dtypes() == {"fp32"}
@@ -79,18 +79,18 @@ def test_each_thing_on_a_disk_is_one_more_mechanism_than_in_host_memory() -> Non
 
 @pytest.mark.parametrize(("precision", "stages"), [("bf16", {2, 3}), ("fp16", {2, 3}), ("fp32", {0, 1, 2, 3})])
 def test_only_fp32_is_trained_under_stages_0_and_1(precision: Any, stages: set[int]) -> None:
-    made = candidates(Request(precision=precision), world_size=2, offload="none", trainable_parameters=1000)
+    made = allowed_strategies(Request(precision=precision), world_size=2, offload="none", trainable_parameters=1000)
     assert {each.zero_stage for each in made} == stages
 
 
 def test_one_gpu_takes_the_lowest_stage_of_its_precision() -> None:
     for precision, stage in (("bf16", 2), ("fp32", 0)):
         request = Request(precision=precision)  # type: ignore[arg-type]  # two of its values
-        made = candidates(request, world_size=1, offload="none", trainable_parameters=1000)
+        made = allowed_strategies(request, world_size=1, offload="none", trainable_parameters=1000)
         assert {each.zero_stage for each in made} == {stage}
 
 
 @pytest.mark.parametrize(("offload", "stages"), [("optimizer", {2, 3}), ("all", {3})])
 def test_only_stage_3_can_offload_parameters(offload: Any, stages: set[int]) -> None:
-    made = candidates(Request(), world_size=2, offload=offload, trainable_parameters=1000)
+    made = allowed_strategies(Request(), world_size=2, offload=offload, trainable_parameters=1000)
     assert {each.zero_stage for each in made} == stages

@@ -1,11 +1,6 @@
-"""What a search looks at, and what it finds.
+"""What a search weighs, in which order, and what comes out; and where it gets profiles of the model from."""
 
-In which order a search looks at strategies, so that most are never traced: the plain first, then what saves more.
-
-What a search asks of whoever knows the model: dry runs, or formulas in their place.
-"""
-
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
@@ -23,16 +18,23 @@ TIE = 1.02
 
 
 @dataclass(frozen=True, kw_only=True)
-class Option:
-    """One strategy, looked at.
+class Candidate:
+    """One strategy with what is known of its memory and time: all of it, or bounds that were enough to pass it over.
 
-    Without `memory` it was left unprofiled: it could not be faster (`time` is then the best it could do), or it could
-    not fit (`least_shortfall_bytes`).
-
-    `memory` is that of the fullest device: with `batch` where it fits, otherwise with the smallest micro-batch the
-    request allows. `largest_micro_batch` is the most that fits; one more would lack `shortfall_of_next_bytes`, or is
-    not wanted where that is None. `is_draft`: `memory` and `time` leave out what the allocator wastes, so that they
-    are bounds from below.
+    Attributes:
+        strategy: which.
+        micro_batch: samples on the fullest rank.
+        batch: the best one that fits; None: none does, or the strategy was passed over.
+        memory: of the fullest device: with `batch` where it fits, otherwise with the smallest micro-batch the request
+            allows. None: never profiled, because the strategy could not be faster (`time` is then the least it could
+            take) or could not fit (`least_shortfall_bytes`).
+        time: predicted, of one optimizer step.
+        host_shortfall_bytes: what the host memory of some node lacks.
+        disk_shortfall_bytes: what the disk of some node lacks.
+        least_shortfall_bytes: what a device lacks at least; None where `memory` says it.
+        largest_micro_batch: the most samples that fit a device.
+        shortfall_of_next_bytes: what one sample more would lack; None where it is not wanted.
+        is_draft: `memory` and `time` leave out what the allocator wastes, so they are lower bounds.
     """
 
     strategy: Strategy
@@ -53,6 +55,11 @@ class Option:
         return self.batch is not None
 
     @property
+    def takes_one_micro_step(self) -> bool:
+        """Whether its batch needs no accumulation."""
+        return self.batch is not None and self.batch.accumulation_steps == 1
+
+    @property
     def headroom_bytes(self) -> int | None:
         """What is left of the scarcer memory, or disk; negative: the shortfall."""
         if self.memory is None:
@@ -66,119 +73,136 @@ class Option:
 
     @property
     def simplicity(self) -> tuple[int, bool, float]:
-        """Sorts equally fast options: fewer mechanisms, then even micro-batches, then time."""
+        """Sorts equally fast candidates: fewer mechanisms, then equal micro-batches, then time."""
         return self.strategy.num_mechanisms, not (self.batch and self.batch.is_uniform), self.seconds
 
-    def rules_out(self, draft: "Option") -> bool:
+    def dominates(self, draft: "Candidate") -> bool:
         """Whether this one, which fits, is no slower and no less simple than `draft` turns out at best."""
         at_best = (draft.strategy.num_mechanisms, False)
         return self.seconds <= draft.seconds and self.simplicity[:2] <= at_best
 
 
-@dataclass(frozen=True, kw_only=True)
-class Choice:
-    """What was found. `memory` is dry-run; `options` are all that were looked at, the chosen one included."""
+def fastest_seconds(candidates: Iterable[Candidate]) -> float:
+    """Of the candidates that fit; infinite where none does."""
+    return min((candidate.seconds for candidate in candidates if candidate.fits), default=float("inf"))
 
-    option: Option
+
+@dataclass(frozen=True, kw_only=True)
+class SearchResult:
+    """The strategy that was chosen. `memory` is that of its dry run; `candidates` are all, the chosen one included."""
+
+    chosen: Candidate
     memory: MemoryBreakdown
     model: ModelSummary
-    options: tuple[Option, ...]
+    candidates: tuple[Candidate, ...]
     warnings: tuple[str, ...]
 
     @property
     def rejected(self) -> tuple[Rejected, ...]:
         """The others, fastest first, those that do not fit last."""
-        others = [option for option in self.options if option.strategy != self.option.strategy]
-        others.sort(key=lambda option: (option.seconds, -(option.headroom_bytes or 0)))
+        others = [candidate for candidate in self.candidates if candidate.strategy != self.chosen.strategy]
+        others.sort(key=lambda candidate: (candidate.seconds, -(candidate.headroom_bytes or 0)))
         return tuple(
             Rejected(
-                strategy=option.strategy,
-                micro_batch=option.micro_batch,
-                reason=self._reason(option),
-                headroom_bytes=None if option.is_draft and option.fits else option.headroom_bytes,
-                step_seconds=option.time.total_seconds if option.time else None,
-                accumulation_steps=option.batch.accumulation_steps if option.batch else None,
-                peak_bytes=option.memory.total_bytes if option.memory else None,
-                time=option.time,
-                is_bound=option.is_draft or option.memory is None,
+                strategy=candidate.strategy,
+                micro_batch=candidate.micro_batch,
+                reason=self._reason(candidate),
+                headroom_bytes=None if candidate.is_draft and candidate.fits else candidate.headroom_bytes,
+                step_seconds=candidate.time.total_seconds if candidate.time else None,
+                accumulation_steps=candidate.batch.accumulation_steps if candidate.batch else None,
+                peak_bytes=candidate.memory.total_bytes if candidate.memory else None,
+                time=candidate.time,
+                is_bound=candidate.is_draft or candidate.memory is None,
             )
-            for option in others
+            for candidate in others
         )
 
-    def _reason(self, option: Option) -> str:
-        if option.least_shortfall_bytes is not None:
+    def _reason(self, candidate: Candidate) -> str:
+        if candidate.least_shortfall_bytes is not None:
             return "cannot fit: what does not depend on it is too much already"
-        is_bound = option.memory is None or (option.is_draft and option.fits)
-        if is_bound and option.seconds >= self.option.seconds:
+        is_bound = candidate.memory is None or (candidate.is_draft and candidate.fits)
+        if is_bound and candidate.seconds >= self.chosen.seconds:
             return "cannot be faster"
-        if not (option.fits or is_bound):
-            if option.disk_shortfall_bytes:
+        if not (candidate.fits or is_bound):
+            if candidate.disk_shortfall_bytes:
                 return "does not fit on a node's disk"
-            return "does not fit into host memory" if option.host_shortfall_bytes else "does not fit"
-        if option.seconds > self.option.seconds * TIE:
+            return "does not fit into host memory" if candidate.host_shortfall_bytes else "does not fit"
+        if candidate.seconds > self.chosen.seconds * TIE:
             return "slower"
         return f"not faster by {100 * (TIE - 1):.0f} %, and less simple"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Nothing:
-    """None of `num_strategies` fits: `options` are those that were looked at, the nearest first, `seen` are all."""
+class Infeasible:
+    """No candidate fits: all `candidates`, and those whose shortfall is known exactly, `nearest_first`."""
 
-    options: tuple[Option, ...]
-    num_strategies: int
-    seen: tuple[Option, ...] = ()
-
-    @property
-    def nearest(self) -> Option:
-        """The option that misses by least."""
-        return self.options[0]
+    candidates: tuple[Candidate, ...]
+    nearest_first: tuple[Candidate, ...]
 
     @property
-    def by_level(self) -> dict[tuple[Place, Place], dict[int, Option]]:
+    def nearest(self) -> Candidate:
+        """The candidate that misses by least."""
+        return self.nearest_first[0]
+
+    @property
+    def num_strategies(self) -> int:
+        """Strategies of which none fits."""
+        return len(self.candidates)
+
+    @property
+    def by_level(self) -> dict[tuple[Place, Place], dict[int, Candidate]]:
         """What misses by least, for every ZeRO stage under every place of optimizer and parameters."""
-        exact = {option.strategy: option for option in self.options}
-        nearest: dict[tuple[Place, Place], dict[int, Option]] = {}
-        for option in (exact.get(option.strategy, option) for option in self.seen):
-            strategy = option.strategy
+        exact = {candidate.strategy: candidate for candidate in self.nearest_first}
+        nearest: dict[tuple[Place, Place], dict[int, Candidate]] = {}
+        for candidate in (exact.get(candidate.strategy, candidate) for candidate in self.candidates):
+            strategy = candidate.strategy
             level = nearest.setdefault((strategy.offload_optimizer, strategy.offload_parameters), {})
             before = level.get(strategy.zero_stage)
-            if before is None or (option.headroom_bytes or 0) > (before.headroom_bytes or 0):
-                level[strategy.zero_stage] = option
+            if before is None or (candidate.headroom_bytes or 0) > (before.headroom_bytes or 0):
+                level[strategy.zero_stage] = candidate
         return {places: dict(sorted(level.items())) for places, level in nearest.items()}
 
 
-SEARCH_ORDER: tuple[tuple[ActivationCheckpointing, ...], ...] = (("off",), ("full", "selective"), ("offloaded",))
-"""Modes of activation checkpointing, in the order they are looked at."""
+CHECKPOINTING_ROUNDS: tuple[tuple[ActivationCheckpointing, ...], ...] = (
+    ("off",),
+    ("full", "selective"),
+    ("offloaded",),
+)
+"""Modes of activation checkpointing in the order of their evaluation, those that recompute and copy least first: what
+fits without recomputation often leaves nothing to gain, and then the other modes are never traced."""
 
-LIKE: dict[ActivationCheckpointing, tuple[ActivationCheckpointing, ...]] = {
+WORK_NO_GREATER: dict[ActivationCheckpointing, tuple[ActivationCheckpointing, ...]] = {
     "off": ("off",),
     "full": ("full", "off"),
     "selective": ("selective", "off"),
     "offloaded": ("offloaded", "full", "off"),
 }
-"""Whose work a mode's best case is taken from: its own, or that of one which does no more."""
+"""Modes whose work is a lower bound of a mode's own, the tightest first."""
 
 BUCKET_SHARE = 0.05
 """Of a device's memory: where buckets take more, smaller ones are tried, too."""
 
 
-def search_order(strategies: Sequence[Strategy]) -> list[list[Strategy]]:
-    """The strategies of each turn, in their order."""
-    return [[each for each in strategies if each.activation_checkpointing in modes] for modes in SEARCH_ORDER]
+def evaluation_rounds(strategies: Sequence[Strategy]) -> list[list[Strategy]]:
+    """The strategies of each round, in their order."""
+    return [
+        [strategy for strategy in strategies if strategy.activation_checkpointing in modes]
+        for modes in CHECKPOINTING_ROUNDS
+    ]
 
 
-def buckets_matter(options: Sequence[Option], request: Request, usable_bytes: int) -> bool:
-    """Whether smaller buckets could make something fit where nothing does, or make much room on a small device."""
-    usual = next((option.strategy for option in options if option.strategy.zero_stage), None)
+def small_buckets_could_help(candidates: Sequence[Candidate], request: Request, usable_bytes: int) -> bool:
+    """Whether smaller buckets could make something fit where nothing does, or free much of a small device's memory."""
+    usual = next((candidate.strategy for candidate in candidates if candidate.strategy.zero_stage), None)
     if usual is None or request.reduce_bucket_elements or usual.offload_optimizer == "nvme":
         return False
     elements = usual.reduce_bucket_elements * (2 if usual.overlap_comm else 1)
-    if any(option.strategy.zero_stage == 3 for option in options):
+    if any(candidate.strategy.zero_stage == 3 for candidate in candidates):
         elements += usual.prefetch_bucket_elements + min(usual.max_live_elements, usual.prefetch_bucket_elements)
     saved_bytes = elements * (4 if request.precision == "fp32" else 2)
-    if any(option.fits for option in options):
+    if any(candidate.fits for candidate in candidates):
         return saved_bytes > BUCKET_SHARE * usable_bytes
-    known = [option.headroom_bytes for option in options if option.headroom_bytes is not None]
+    known = [candidate.headroom_bytes for candidate in candidates if candidate.headroom_bytes is not None]
     return bool(known) and -max(known) < saved_bytes
 
 

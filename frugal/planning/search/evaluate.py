@@ -1,6 +1,6 @@
-"""What fits where: micro-batches on devices, batches made of them, and what a node's host and disk hold beside.
+"""One strategy: the best batch it allows, what that takes and how long, or by how much it does not fit.
 
-One strategy: the best batch it allows, what that takes and how long, or by how much it does not fit.
+Before that, what fits where: micro-batches on devices, batches made of them, and a node's host memory and disk.
 """
 
 from collections import Counter
@@ -16,8 +16,12 @@ from frugal.planning.batch import BatchPlan, balanced
 from frugal.planning.memory import breakdown
 from frugal.planning.memory.breakdown import MemoryBreakdown
 from frugal.planning.plan import StepTime
-from frugal.planning.search.candidate import LIKE, TIE, Facts, Option, Profile, Source
+from frugal.planning.search.candidate import TIE, WORK_NO_GREATER, Candidate, Facts, Profile, Source
 from frugal.planning.strategy import Strategy
+
+AT_ONCE_GAIN = 2
+"""How many times the micro-batch may grow at most where no gradients are summed over micro-steps, and their buffer is
+free for activations. A guess: beyond it, profiling the single micro-step is not worth the time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,30 +46,33 @@ class Fitting:
         self._counts = tuple(map(self._kinds.count, range(len(self.devices))))
         self._nodes = Counter(cluster.nodes)
 
+    @property
+    def samples_per_rank(self) -> int:
+        """The global batch's share of a rank, rounded up."""
+        return -(-self.request.batch_samples // self.world_size)
+
     @cached_property
     def cap(self) -> int:
         """The largest micro-batch worth trying, samples."""
-        samples, cap = self.request.batch_samples, self.request.micro_batch_cap
-        whole = samples if len(self.devices) > 1 else -(-samples // self.world_size)
-        return whole if cap is None else min(cap, whole)
+        cap = self.request.micro_batch_cap
+        most = self.request.batch_samples if len(self.devices) > 1 else self.samples_per_rank
+        return most if cap is None else min(cap, most)
 
     @property
     def smallest_micro_batch(self) -> int:
         """The least a rank must hold at once: one sample, or what a pin demands."""
-        samples, pinned = self.request.batch_samples, self.request.micro_batch
-        whole = -(-samples // self.world_size)
         if self.request.accumulation_steps is not None:
-            step_samples = -(-samples // self.request.accumulation_steps)
+            step_samples = -(-self.request.batch_samples // self.request.accumulation_steps)
             return -(-step_samples // self.world_size)
-        return min(pinned, whole) if pinned is not None else 1
+        return 1 if self.request.micro_batch is None else min(self.request.micro_batch, self.samples_per_rank)
 
     def largest_micro_batch(self, profile: Profile, device: Device, refuted: Refuted | None) -> int:
         """What fits `device` by the profile, corrected by what dry runs have shown; 0 if nothing does."""
         if refuted is None:
             return profile.largest_micro_batch(device, self.cap)
         micro = profile.largest_micro_batch(device, refuted.micro_batch - 1) if refuted.micro_batch > 1 else 0
-        room = device.usable_bytes + device.context_bytes
-        while micro and profile.memory(micro, device).total_bytes * refuted.factor > room:
+        limit_bytes = device.usable_bytes + device.context_bytes
+        while micro and profile.memory(micro, device).total_bytes * refuted.factor > limit_bytes:
             micro -= 1
         return micro
 
@@ -77,27 +84,34 @@ class Fitting:
         allows, or more of them, each no longer than one kind of rank takes with all it can hold.
         """
         of_kind = [fit[device] for device in self.devices]
-        caps = self._each(of_kind)
+        caps = self._per_rank(of_kind)
         num_steps, samples = self.request.accumulation_steps, self.request.batch_samples
         if num_steps is not None and num_steps * sum(caps) < samples:
             return []
         if self.request.micro_batch is not None and min(caps) < self.smallest_micro_batch:
             return []
-        choices = [caps]
-        is_free = num_steps is None and self.request.micro_batch is None
-        if len(set(of_kind)) == 1 and is_free:
-            per_rank, rest = divmod(samples, len(caps))
-            even = max((m for m in range(1, caps[0] + 1) if per_rank % m == 0), default=0) if rest == 0 else 0
-            choices += [(even,) * len(caps)] if 0 < even < caps[0] else []
-        if len(self.devices) > 1 and self.request.micro_batch is None:
-            limits = {cap / speed for cap, speed in zip(of_kind, self._speeds, strict=True)}
-            choices = [
-                self._balanced(of_kind, seconds, num_steps) for seconds in (limits if is_free else {max(limits)})
-            ]
-        made = (
-            BatchPlan.of(samples, each, self.request.global_tokens, accumulation_steps=num_steps) for each in choices
+        batches = (
+            BatchPlan.of(samples, caps, self.request.global_tokens, accumulation_steps=num_steps).tightened()
+            for caps in self._caps_to_try(of_kind)
         )
-        return list({batch.micro_batch: batch for batch in (batch.tightened() for batch in made)}.values())
+        return list({batch.micro_batch: batch for batch in batches}.values())
+
+    def _caps_to_try(self, of_kind: Sequence[int]) -> list[tuple[int, ...]]:
+        """Micro-batch caps of all ranks, from the most that each kind of device holds; see `batches`."""
+        caps, num_steps = self._per_rank(of_kind), self.request.accumulation_steps
+        if self.request.micro_batch is not None:
+            return [caps]
+        if len(self.devices) > 1:
+            limits = {cap / speed for cap, speed in zip(of_kind, self._speeds, strict=True)}
+            return [
+                self._balanced(of_kind, seconds, num_steps)
+                for seconds in (limits if num_steps is None else {max(limits)})
+            ]
+        per_rank, rest = divmod(self.request.batch_samples, len(caps))
+        if num_steps is not None or rest:
+            return [caps]
+        even = max(micro for micro in range(1, caps[0] + 1) if per_rank % micro == 0)
+        return [caps, (even,) * len(caps)] if even < caps[0] else [caps]
 
     def _balanced(self, of_kind: Sequence[int], most_seconds: float, num_steps: int | None) -> tuple[int, ...]:
         """The caps with which all ranks are done together, in micro-steps of `most_seconds` (of one FLOP a sample)."""
@@ -107,9 +121,9 @@ class Fitting:
         )
         num_steps = num_steps or -(-self.request.batch_samples // sum(map(mul, short, self._counts)))
         samples = -(-self.request.batch_samples // num_steps)
-        return self._each(balanced(samples, short, self._speeds, self._counts))
+        return self._per_rank(balanced(samples, short, self._speeds, self._counts))
 
-    def _each(self, of_kind: Sequence[int]) -> tuple[int, ...]:
+    def _per_rank(self, of_kind: Sequence[int]) -> tuple[int, ...]:
         """One number a kind of device as one a rank."""
         return tuple(map(of_kind.__getitem__, self._kinds))
 
@@ -154,7 +168,7 @@ class StrategyEvaluation:
     Attributes:
         fitting: what fits where.
         facts: what the model is.
-        refuted: what dry runs found too large; whoever dry-runs keeps it up.
+        refuted: what dry runs found too large; see `refute`.
         work: profiles by mode of activation checkpointing, once one is known.
     """
 
@@ -166,69 +180,73 @@ class StrategyEvaluation:
         self.facts = source.facts()
         self.refuted: dict[Strategy, Refuted] = {}
         self.work: dict[str, Profile] = {}
-        self._drafts: dict[Strategy, tuple[Refuted | None, Option]] = {}
+        self._drafts: dict[Strategy, tuple[Refuted | None, Candidate]] = {}
 
-    def draft(self, strategy: Strategy) -> Option | None:
-        """`option` as far as it is known without the allocator: bounds from below. None where there is no draft."""
+    def draft(self, strategy: Strategy) -> Candidate | None:
+        """`evaluate` as far as it is known without the allocator: lower bounds. None where there is no draft."""
         if self.source.draft(strategy, True) is None:
             return None
         refuted = self.refuted.get(strategy)
         kept = self._drafts.get(strategy)
         if kept is None or kept[0] is not refuted:
-            kept = self._drafts[strategy] = (refuted, replace(self.option(strategy, drafted=True), is_draft=True))
+            kept = self._drafts[strategy] = (refuted, replace(self._best(strategy, drafted=True), is_draft=True))
         return kept[1]
 
-    def option(self, strategy: Strategy, *, drafted: bool = False) -> Option:
-        """The best batch a strategy allows, or by how much it does not fit. `drafted`: the allocator is left out."""
-        if not drafted and self._may_be_done_at_once(strategy):
-            at_once = self._option(strategy, accumulates=False)
-            if at_once.batch and at_once.batch.accumulation_steps == 1:
-                return at_once
-        option = self._option(strategy, accumulates=True, drafted=drafted)
-        if self.request.lengths is not None:  # a step of one micro-step may be done in several, to pad less
-            return option
-        whole = -(-self.request.batch_samples // self.cluster.world_size)
-        if option.fits and option.batch and option.batch.accumulation_steps == 1:
-            return self._option(strategy, accumulates=False, drafted=drafted)
-        if (
-            self.fitting.cap < whole
-            or self.request.accumulation_steps not in (None, 1)
-            or option.micro_batch * 2 < whole
-        ):
-            return option
-        at_once = self._option(strategy, accumulates=False, drafted=drafted)
-        return at_once if at_once.batch and at_once.batch.accumulation_steps == 1 else option
+    def evaluate(self, strategy: Strategy) -> Candidate:
+        """The best batch a strategy allows, or by how much it does not fit, with the allocator replayed.
 
-    def _may_be_done_at_once(self, strategy: Strategy) -> bool:
-        """Whether a draft does it in one micro-step: then that is tried first, and seldom anything else."""
+        A draft that takes one micro-step is confirmed by the profile of that alone, and seldom needs the other.
+        """
         draft = self.draft(strategy) if self.request.lengths is None else None
-        return draft is not None and draft.batch is not None and draft.batch.accumulation_steps == 1
+        if draft is not None and draft.takes_one_micro_step:
+            at_once = self._with_profile(strategy, accumulates=False)
+            if at_once.takes_one_micro_step:
+                return at_once
+        return self._best(strategy)
 
-    def _option(self, strategy: Strategy, *, accumulates: bool, drafted: bool = False) -> Option:
+    def refute(self, candidate: Candidate, memory: MemoryBreakdown) -> None:
+        """Remember that a dry run found a candidate too large: it takes `memory`."""
+        assert candidate.memory is not None
+        self.refuted[candidate.strategy] = Refuted(
+            micro_batch=candidate.micro_batch,
+            memory=memory,
+            factor=memory.total_bytes / candidate.memory.total_bytes,
+        )
+
+    def _best(self, strategy: Strategy, *, drafted: bool = False) -> Candidate:
+        """The better of accumulating gradients over micro-steps and of a single micro-step, which keeps none."""
+        accumulating = self._with_profile(strategy, accumulates=True, drafted=drafted)
+        if self.request.lengths is not None:  # a step of one micro-step may be done in several, to pad less
+            return accumulating
+        if accumulating.takes_one_micro_step:
+            return self._with_profile(strategy, accumulates=False, drafted=drafted)
+        if not self._could_be_done_at_once(accumulating):
+            return accumulating
+        at_once = self._with_profile(strategy, accumulates=False, drafted=drafted)
+        return at_once if at_once.takes_one_micro_step else accumulating
+
+    def _could_be_done_at_once(self, accumulating: Candidate) -> bool:
+        """Whether a rank may take its share in one micro-step, and freeing the summed gradients might let it."""
+        is_allowed = self.request.accumulation_steps in (None, 1)
+        samples = self.fitting.samples_per_rank
+        return is_allowed and self.fitting.cap >= samples and accumulating.micro_batch * AT_ONCE_GAIN >= samples
+
+    def _with_profile(self, strategy: Strategy, *, accumulates: bool, drafted: bool = False) -> Candidate:
+        """The best batch by the profile of a step that `accumulates` gradients, or of one that cannot."""
         profile = (self.source.draft if drafted else self.source.profile)(strategy, accumulates)
         assert profile is not None, "drafted for one number of micro-steps, but not for another"
         self.work.setdefault(strategy.activation_checkpointing, profile)
-        devices, refuted = self.fitting.devices, self.refuted.get(strategy)
-        fit = {device: self.fitting.largest_micro_batch(profile, device, refuted) for device in devices}
+        refuted = self.refuted.get(strategy)
+        fit = {device: self.fitting.largest_micro_batch(profile, device, refuted) for device in self.fitting.devices}
         batches = self.fitting.batches(fit) if min(fit.values()) >= 1 else []
         if not batches:
-            wanted = self.fitting.smallest_micro_batch
-            short = min((profile.memory(wanted, device) for device in devices), key=lambda m: m.headroom_bytes)
-            if refuted is not None and short.fits:
-                wanted, short = refuted.micro_batch, refuted.memory
-            return Option(strategy=strategy, micro_batch=wanted, batch=None, memory=short, time=None)
-        if self.request.lengths is not None:
-            batches = [self._for_lengths(profile, strategy, batch) for batch in batches]
-        timed = [(self.time(profile, strategy, batch), batch) for batch in batches]
-        fastest = min(time.total_seconds for time, _ in timed)
-        time, batch = min(
-            (pair for pair in timed if pair[0].total_seconds <= fastest * TIE), key=lambda pair: not pair[1].is_uniform
-        )
+            return self._too_large(strategy, profile)
+        time, batch = self._fastest(profile, strategy, batches)
         # What the allocator adds decides between two kinds of devices only where they are alike.
-        drafts = [(profile.draft.memory(micro, device), micro, device) for device, micro in self.fitting.loads(batch)]
-        memory, micro, device = min(drafts, key=lambda draft: draft[0].headroom_bytes)
+        loads = [(profile.draft.memory(micro, device), micro, device) for device, micro in self.fitting.loads(batch)]
+        memory, micro, device = min(loads, key=lambda load: load[0].headroom_bytes)
         memory = memory if drafted else profile.memory(micro, device)
-        option = Option(
+        candidate = Candidate(
             strategy=strategy,
             micro_batch=max(batch.micro_batch),
             batch=batch,
@@ -237,11 +255,33 @@ class StrategyEvaluation:
             largest_micro_batch=max(fit.values()),
             shortfall_of_next_bytes=None if drafted else self._shortfall_of_next(profile, fit, memory),
         )
-        if (short_of := self.fitting.host_shortfall_bytes(memory)) > 0:
-            return replace(option, batch=None, host_shortfall_bytes=short_of)
-        if (short_of := self.fitting.disk_shortfall_bytes(strategy, self.facts)) > 0:
-            return replace(option, batch=None, disk_shortfall_bytes=short_of)
-        return option
+        if (shortfall := self.fitting.host_shortfall_bytes(memory)) > 0:
+            return replace(candidate, batch=None, host_shortfall_bytes=shortfall)
+        if (shortfall := self.fitting.disk_shortfall_bytes(strategy, self.facts)) > 0:
+            return replace(candidate, batch=None, disk_shortfall_bytes=shortfall)
+        return candidate
+
+    def _too_large(self, strategy: Strategy, profile: Profile) -> Candidate:
+        """What the smallest micro-batch that the request allows takes where it lacks most."""
+        micro, refuted = self.fitting.smallest_micro_batch, self.refuted.get(strategy)
+        memory = min(
+            (profile.memory(micro, device) for device in self.fitting.devices),
+            key=lambda memory: memory.headroom_bytes,
+        )
+        if refuted is not None and memory.fits:
+            micro, memory = refuted.micro_batch, refuted.memory
+        return Candidate(strategy=strategy, micro_batch=micro, batch=None, memory=memory, time=None)
+
+    def _fastest(
+        self, profile: Profile, strategy: Strategy, batches: Sequence[BatchPlan]
+    ) -> tuple[StepTime, BatchPlan]:
+        """The fastest batch with its time; one of equal micro-batches where it is as fast."""
+        if self.request.lengths is not None:
+            batches = [self._for_lengths(profile, strategy, batch) for batch in batches]
+        timed = [(self.time(profile, strategy, batch), batch) for batch in batches]
+        enough = min(time.total_seconds for time, _ in timed) * TIE
+        fast = [(time, batch) for time, batch in timed if time.total_seconds <= enough]
+        return min(fast, key=lambda pair: not pair[1].is_uniform)
 
     def time(self, profile: Profile, strategy: Strategy, batch: BatchPlan) -> StepTime:
         """Predicted seconds of a step: of full-length samples, or of a typical global batch where that is known."""
@@ -271,22 +311,23 @@ class StrategyEvaluation:
         about = memory.slack - profile.draft.memory(fit[device] + 1, device).headroom_bytes
         return about if about > 0 else max(0, -profile.memory(fit[device] + 1, device).headroom_bytes)
 
-    def best_case(self, strategy: Strategy) -> Option:
+    def best_case(self, strategy: Strategy) -> Candidate:
         """What a strategy could reach if memory were unlimited; recomputation counts as free while it is unknown."""
         batch = self.fitting.unlimited()
-        known = (self.work.get(mode) for mode in LIKE[strategy.activation_checkpointing])
-        work = next((work for work in known if work is not None), next(iter(self.work.values())))
+        profiles = (self.work.get(mode) for mode in WORK_NO_GREATER[strategy.activation_checkpointing])
+        known = next((profile for profile in profiles if profile is not None), None)
+        profile = known or next(iter(self.work.values()))
         if self.request.lengths is not None:
-            batch = self._for_lengths(work, strategy, batch)
-        time = self.time(work, strategy, batch)
-        return Option(strategy=strategy, micro_batch=batch.largest_micro_batch, batch=None, memory=None, time=time)
+            batch = self._for_lengths(profile, strategy, batch)
+        time = self.time(profile, strategy, batch)
+        return Candidate(strategy=strategy, micro_batch=batch.largest_micro_batch, batch=None, memory=None, time=time)
 
-    def dry_run_result(self, option: Option) -> MemoryBreakdown:
-        """The memory of an option by dry-running it, on its fullest device."""
-        assert option.batch is not None
-        steps = max(option.batch.accumulation_steps, 1 if self.request.lengths is None else 2)
-        found = (
-            self.source.dry_run(option.strategy, micro, steps, device)
-            for device, micro in self.fitting.loads(option.batch)
+    def dry_run_result(self, candidate: Candidate) -> MemoryBreakdown:
+        """The memory of a candidate by dry-running it, on its fullest device."""
+        assert candidate.batch is not None
+        steps = max(candidate.batch.accumulation_steps, 1 if self.request.lengths is None else 2)
+        of_devices = (
+            self.source.dry_run(candidate.strategy, micro, steps, device)
+            for device, micro in self.fitting.loads(candidate.batch)
         )
-        return min(found, key=lambda memory: memory.headroom_bytes)
+        return min(of_devices, key=lambda memory: memory.headroom_bytes)

@@ -1,34 +1,51 @@
 """The fastest plan that fits, or the proof that none does. Arithmetic over profiles; the winner is dry-run.
 
-For every strategy the request allows: the largest micro-batch that fits each device, the micro-batches it cuts the
-global batch into, and the seconds a step would take. The fastest wins; within 2 % of it, the simplest. Where a profile
-can be drafted at once, all strategies are ranked by drafts, which leave the allocator out, and only those are looked at
-closely that could still win. Then the winner is dry-run as a whole. Where that shows that it does not fit, its
-micro-batch shrinks, and where a drafted profile was wrong, a dry-run one takes its place; the choice is made again.
+For every strategy the request allows: the largest micro-batch that fits each device, how that cuts the global batch,
+and the seconds a step would take. The fastest wins; within 2 % of it, the simplest. Where a profile can be drafted at
+once, all strategies are ranked by drafts, which leave the allocator out, and only those that could still win are
+evaluated in full. Then the winner is dry-run as a whole, with one of four outcomes (`Outcome`); where it is not
+confirmed, the choice is made again with what the dry run has shown.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from enum import Enum
 
 from frugal.config.cluster import Cluster
 from frugal.config.request import Request, check_pins
 from frugal.errors import RequestError
+from frugal.planning.memory.breakdown import MemoryBreakdown
 from frugal.planning.plan import ModelSummary
 from frugal.planning.search.candidate import (
     TIE,
-    Choice,
-    Nothing,
-    Option,
+    Candidate,
+    Infeasible,
+    SearchResult,
     Source,
-    buckets_matter,
-    search_order,
+    evaluation_rounds,
+    fastest_seconds,
+    small_buckets_could_help,
 )
-from frugal.planning.search.evaluate import Refuted, StrategyEvaluation
-from frugal.planning.strategy import Offload, Strategy, candidates, offload_levels
+from frugal.planning.search.evaluate import StrategyEvaluation
+from frugal.planning.strategy import Offload, Strategy, allowed_strategies, offload_levels
 
 TRUST = 0.01
 """A profile that is further than this from the dry run is wrong, and the plan says so. In live bytes: what the
 allocator wastes may change by as much with the order of a few small blocks."""
+
+
+class Outcome(Enum):
+    """What the dry run of a winner says of its profile, in the words of the warning; `CONFIRMED` needs none."""
+
+    CONFIRMED = ""
+    INACCURATE = "it still fits"
+    TOO_LARGE = "it does not fit, and was not chosen"
+    WRONG_PROFILE = "it was profiled by dry runs instead"
+
+    @property
+    def is_chosen(self) -> bool:
+        """Whether the winner is taken; otherwise its level is evaluated again."""
+        return self in (Outcome.CONFIRMED, Outcome.INACCURATE)
 
 
 class Search:
@@ -43,74 +60,86 @@ class Search:
         self.request = request
         self.cluster = cluster
         self.source = source
-        self.appraisal = StrategyEvaluation(request, cluster, source)
+        self.evaluation = StrategyEvaluation(request, cluster, source)
         self.levels = offload_levels(request, on_gpus=cluster.devices[0].kind == "cuda")
-        self.facts = self.appraisal.facts
+        self.facts = self.evaluation.facts
         self.can_tile = self.facts.can_tile
 
-    def run(self) -> Choice | Nothing:
-        """Choose, dry-run, and choose again until the two agree."""
-        seen: list[Option] = []
+    def run(self) -> SearchResult | Infeasible:
+        """Choose, dry-run, and choose again until the two agree; the next level of offloading where nothing fits."""
+        of_levels_before: list[Candidate] = []
         warnings: list[str] = []
         for level in self.levels:
-            options = self.options(level)
-            while winner := self._winner(options):
-                memory = self.appraisal.dry_run_result(winner)
-                assert winner.memory is not None
-                what = f"{winner.strategy}, micro-batch {winner.micro_batch}: the profile was"
-                live_error = winner.memory.live_bytes / memory.live_bytes - 1
-                if abs(live_error) > TRUST and self.source.distrust(winner.strategy):
-                    off = f"{100 * live_error:+.1f} % off the dry run"
-                    warnings.append(f"{what} {off}; it was profiled by dry runs instead")
-                    options = self.options(level)
-                    continue
-                error = winner.memory.total_bytes / memory.total_bytes - 1
-                if abs(error) > TRUST or not memory.fits:
-                    verdict = "it still fits" if memory.fits else "it does not fit, and was not chosen"
-                    warnings.append(f"{what} {100 * error:+.1f} % off the dry run; {verdict}")
-                if memory.fits:
-                    return Choice(
-                        option=winner,
+            candidates = self.candidates(level)
+            while winner := self._winner(candidates):
+                memory = self.evaluation.dry_run_result(winner)
+                outcome = self._outcome(winner, memory)
+                if outcome is not Outcome.CONFIRMED:
+                    warnings.append(self._warning(outcome, winner, memory))
+                if outcome.is_chosen:
+                    assumed = (f"assumed, because it depends on data: {note}" for note in self.source.notes)
+                    return SearchResult(
+                        chosen=winner,
                         memory=memory,
                         model=self._model(winner),
-                        options=(*seen, *options),
-                        warnings=(
-                            *warnings,
-                            *(f"assumed, because it depends on data: {note}" for note in self.source.notes),
-                        ),
+                        candidates=(*of_levels_before, *candidates),
+                        warnings=(*warnings, *assumed),
                     )
-                self.appraisal.refuted[winner.strategy] = Refuted(
-                    micro_batch=winner.micro_batch, memory=memory, factor=memory.total_bytes / winner.memory.total_bytes
-                )
-                options = self.options(level)
-            seen += options
-        return Nothing(options=self._nearest_first(seen), num_strategies=len(seen), seen=tuple(seen))
+                if outcome is Outcome.TOO_LARGE:
+                    self.evaluation.refute(winner, memory)
+                candidates = self.candidates(level)
+            of_levels_before += candidates
+        return Infeasible(candidates=tuple(of_levels_before), nearest_first=self._nearest_first(of_levels_before))
 
-    def predicted(self) -> Option | None:
+    def _outcome(self, winner: Candidate, memory: MemoryBreakdown) -> Outcome:
+        """`memory` is that of the winner's dry run. A wrong profile is replaced once; then it is a dry run's own."""
+        assert winner.memory is not None
+        if abs(winner.memory.live_bytes / memory.live_bytes - 1) > TRUST and self.source.distrust(winner.strategy):
+            return Outcome.WRONG_PROFILE
+        if not memory.fits:
+            return Outcome.TOO_LARGE
+        is_accurate = abs(winner.memory.total_bytes / memory.total_bytes - 1) <= TRUST
+        return Outcome.CONFIRMED if is_accurate else Outcome.INACCURATE
+
+    def _warning(self, outcome: Outcome, winner: Candidate, memory: MemoryBreakdown) -> str:
+        """In live bytes where the profile was wrong, otherwise in all that the device must have."""
+        assert winner.memory is not None
+        ratio = (
+            winner.memory.live_bytes / memory.live_bytes
+            if outcome is Outcome.WRONG_PROFILE
+            else winner.memory.total_bytes / memory.total_bytes
+        )
+        return (
+            f"{winner.strategy}, micro-batch {winner.micro_batch}: the profile was {100 * (ratio - 1):+.1f} % off the "
+            f"dry run; {outcome.value}"
+        )
+
+    def predicted(self) -> Candidate | None:
         """What `run` would dry-run, or what misses by least; None where only a dry run could tell.
 
         Strategies without a draft are left out.
         """
-        seen: list[Option] = []
+        evaluated: list[Candidate] = []
         for level in self.levels:
-            for turn in search_order(self.strategies(level)):
-                slow, others = self._slow(turn, seen)
+            for strategies in evaluation_rounds(self.strategies(level)):
+                pruned, others = self._pruned(strategies, evaluated)
                 self.source.prepare(others)
-                seen += [*slow, *self._confirmed([draft for each in others for draft in self._draft(each)], seen)]
-            if winner := self._winner(seen):
+                drafts = [draft for strategy in others for draft in self._draft(strategy)]
+                evaluated += [*pruned, *self._confirmed(drafts, evaluated)]
+            if winner := self._winner(evaluated):
                 return winner
-        return max(seen, key=lambda option: option.headroom_bytes or 0, default=None)
+        return max(evaluated, key=lambda candidate: candidate.headroom_bytes or 0, default=None)
 
-    def _winner(self, options: list[Option]) -> Option | None:
-        """The simplest of those that are fast enough; None if none fits."""
-        fitting = [option for option in options if option.fits and not option.is_draft]
-        enough = min((option.seconds for option in fitting), default=0.0) * TIE
-        near = [option for option in fitting if option.seconds <= enough]
-        return min(near, key=lambda option: option.simplicity, default=None)
+    def _winner(self, candidates: list[Candidate]) -> Candidate | None:
+        """The simplest of those that are as fast as the fastest; None if none fits."""
+        fitting = [candidate for candidate in candidates if candidate.fits and not candidate.is_draft]
+        enough = fastest_seconds(fitting) * TIE
+        fast = [candidate for candidate in fitting if candidate.seconds <= enough]
+        return min(fast, key=lambda candidate: candidate.simplicity, default=None)
 
     def strategies(self, level: Offload, *, small_buckets: bool = False) -> tuple[Strategy, ...]:
-        """The candidates of one level of offloading, simplest first."""
-        return candidates(
+        """The strategies of one level of offloading, simplest first."""
+        return allowed_strategies(
             self.request,
             world_size=self.cluster.world_size,
             offload=level,
@@ -122,123 +151,132 @@ class Search:
             small_buckets=small_buckets,
         )
 
-    def options(self, level: Offload) -> list[Option]:
-        """All strategies of a level.
+    def candidates(self, level: Offload) -> list[Candidate]:
+        """All strategies of a level, evaluated as far as they could win.
 
-        Modes of activation checkpointing are looked at in turns, each for what those before leave to gain: a mode
-        whose best case is no faster than what fits already is not even traced.
+        Modes of activation checkpointing come in rounds, each for what those before leave to gain: a mode whose best
+        case is no faster than what fits already is not even traced.
         """
-        found: list[Option] = []
-        for turn in search_order(self.strategies(level)):
-            found += self._options(turn, found)
-        if buckets_matter(found, self.request, min(device.usable_bytes for device in self.cluster.devices)):
-            found += self._options(self.strategies(level, small_buckets=True), found)
+        evaluated: list[Candidate] = []
+        for strategies in evaluation_rounds(self.strategies(level)):
+            evaluated += self._evaluated(strategies, evaluated)
+        smallest_bytes = min(device.usable_bytes for device in self.cluster.devices)
+        if small_buckets_could_help(evaluated, self.request, smallest_bytes):
+            evaluated += self._evaluated(self.strategies(level, small_buckets=True), evaluated)
         refused = self.request.loss == "auto" and not self.can_tile
-        return [option for option in found if not (refused and option.strategy.loss == "tiled")]
+        return [candidate for candidate in evaluated if not (refused and candidate.strategy.loss == "tiled")]
 
-    def _options(self, strategies: Sequence[Strategy], before: list[Option]) -> list[Option]:
-        """Some strategies of a level, of which others were looked at `before`."""
-        slow, others = self._slow(strategies, before)
-        return slow + self._profiled(others, before)
+    def _evaluated(self, strategies: Sequence[Strategy], before: list[Candidate]) -> list[Candidate]:
+        """Some strategies of a level, of which others were evaluated `before`."""
+        pruned, others = self._pruned(strategies, before)
+        return pruned + self._profiled(others, before)
 
-    def _slow(self, strategies: Sequence[Strategy], before: list[Option]) -> tuple[list[Option], list[Strategy]]:
+    def _pruned(
+        self, strategies: Sequence[Strategy], before: list[Candidate]
+    ) -> tuple[list[Candidate], list[Strategy]]:
         """Those whose best case is no faster than what fits already, and the others."""
-        fastest = min((o.seconds for o in before if o.fits and not o.is_draft), default=float("inf"))
-        bounds = [self.appraisal.best_case(strategy) for strategy in strategies] if self.appraisal.work else []
-        slow = [b for b in bounds if b.seconds * TIE >= fastest]
-        known = {bound.strategy for bound in slow}
-        return slow, [strategy for strategy in strategies if strategy not in known]
+        fastest = fastest_seconds(candidate for candidate in before if not candidate.is_draft)
+        bounds = [self.evaluation.best_case(strategy) for strategy in strategies] if self.evaluation.work else []
+        pruned = [bound for bound in bounds if bound.seconds * TIE >= fastest]
+        known = {bound.strategy for bound in pruned}
+        return pruned, [strategy for strategy in strategies if strategy not in known]
 
-    def _profiled(self, strategies: Sequence[Strategy], before: list[Option]) -> list[Option]:
+    def _profiled(self, strategies: Sequence[Strategy], before: list[Candidate]) -> list[Candidate]:
         """Those among them that could win, drafted or profiled; what is slower even without a limit stays so."""
         if not strategies:
             return []
         self.source.prepare(strategies)
         drafts = {strategy: draft for strategy in strategies for draft in self._draft(strategy)}
-        options = self._confirmed(list(drafts.values()), before)
+        candidates = self._confirmed(list(drafts.values()), before)
         for strategy in strategies:
-            if strategy in drafts:
-                continue
-            known = [*before, *options]
-            fastest = min((option.seconds for option in known if option.fits), default=float("inf"))
-            bound = self.appraisal.best_case(strategy) if self.appraisal.work else None
-            if bound and bound.seconds * TIE >= fastest:
-                options.append(bound)
-            elif hopeless := self._hopeless(strategy, known):
-                options.append(hopeless)
-            elif strategy.loss == "plain" or self.request.loss == "tiled":
-                options.append(self.appraisal.option(strategy))
-            else:
-                options += self._tiled(strategy, self.appraisal.option)
-        return options
+            if strategy not in drafts:
+                candidates += self._without_draft(strategy, [*before, *candidates])
+        return candidates
 
-    def _draft(self, strategy: Strategy) -> list[Option]:
+    def _without_draft(self, strategy: Strategy, before: list[Candidate]) -> list[Candidate]:
+        """The candidate of a strategy that only dry runs can profile, or the bound that makes them needless."""
+        bound = self.evaluation.best_case(strategy) if self.evaluation.work else None
+        if bound and bound.seconds * TIE >= fastest_seconds(before):
+            return [bound]
+        if too_large := self._states_too_large(strategy, before):
+            return [too_large]
+        if strategy.loss == "plain" or self.request.loss == "tiled":
+            return [self.evaluation.evaluate(strategy)]
+        return self._tiled(strategy, self.evaluation.evaluate)
+
+    def _draft(self, strategy: Strategy) -> list[Candidate]:
         """What a draft says of a strategy; nothing if there is none, or if the model cannot take the tiled loss."""
         if strategy.loss == "tiled" and self.request.loss == "auto":
-            return self._tiled(strategy, self.appraisal.draft)
-        found = self.appraisal.draft(strategy)
-        return [] if found is None else [found]
+            return self._tiled(strategy, self.evaluation.draft)
+        draft = self.evaluation.draft(strategy)
+        return [] if draft is None else [draft]
 
-    def _confirmed(self, drafts: list[Option], before: list[Option]) -> list[Option]:
-        """The drafts with a closer look at those that could win: a draft's time is never too long.
+    def _confirmed(self, drafts: list[Candidate], before: list[Candidate]) -> list[Candidate]:
+        """The drafts, those that could win replaced by a full evaluation: a draft's time is never too long.
 
         Those that are neither faster nor simpler than one that fits cannot.
         """
-        options: list[Option] = []
-        fitting = [option for option in before if option.fits and not option.is_draft]
-        for draft in sorted(drafts, key=lambda option: (option.seconds, option.strategy.num_mechanisms)):
-            enough = min((option.seconds for option in fitting), default=float("inf")) * TIE
-            if not draft.fits or draft.seconds > enough or any(option.rules_out(draft) for option in fitting):
-                options.append(draft)
-            else:
-                options.append(self.appraisal.option(draft.strategy))
-                fitting += options[-1:] if options[-1].fits else []
-        return options
+        candidates: list[Candidate] = []
+        fitting = [candidate for candidate in before if candidate.fits and not candidate.is_draft]
+        for draft in sorted(drafts, key=lambda draft: (draft.seconds, draft.strategy.num_mechanisms)):
+            is_slower = draft.seconds > fastest_seconds(fitting) * TIE
+            if not draft.fits or is_slower or any(candidate.dominates(draft) for candidate in fitting):
+                candidates.append(draft)
+                continue
+            full = self.evaluation.evaluate(draft.strategy)
+            candidates.append(full)
+            if full.fits:
+                fitting.append(full)
+        return candidates
 
-    def _tiled(self, strategy: Strategy, look: Callable[[Strategy], Option | None]) -> list[Option]:
-        """The option of a tiled loss nobody asked for; none if it shows that the model cannot take it."""
+    def _tiled(self, strategy: Strategy, evaluate: Callable[[Strategy], Candidate | None]) -> list[Candidate]:
+        """The candidate of a tiled loss nobody asked for; none if it shows that the model cannot take it."""
         if not self.can_tile:
             return []
         try:
-            found = look(strategy)
+            candidate = evaluate(strategy)
         except RequestError:
             self.can_tile = False
             return []
-        return [] if found is None else [found]
+        return [] if candidate is None else [candidate]
 
-    def _hopeless(self, strategy: Strategy, options: list[Option]) -> Option | None:
+    def _states_too_large(self, strategy: Strategy, before: list[Candidate]) -> Candidate | None:
         """`strategy`, if activation checkpointing cannot help it: at the peak without, the states alone are too much.
 
         States, buffers and context are live at that moment of the step whether activations are kept or not.
         """
         plain = replace(strategy, activation_checkpointing="off")
-        without = next((option.memory for option in options if option.strategy == plain != strategy), None)
+        without = next((candidate.memory for candidate in before if candidate.strategy == plain != strategy), None)
         if without is None:
             return None
         shortfall = -without.headroom_bytes - without.activations - without.logits - without.temporary - without.slack
         if shortfall <= 0:
             return None
-        micro = self.appraisal.fitting.smallest_micro_batch
-        return Option(
+        micro = self.evaluation.fitting.smallest_micro_batch
+        return Candidate(
             strategy=strategy, micro_batch=micro, batch=None, memory=None, time=None, least_shortfall_bytes=shortfall
         )
 
-    def _nearest_first(self, seen: list[Option]) -> tuple[Option, ...]:
-        """All options that were looked at, by shortfall; drafted and hopeless ones are looked at closely while they
-        could be the nearest."""
-        known = [option for option in seen if option.memory is not None and not option.is_draft]
-        vague = [option for option in seen if option.is_draft or option.least_shortfall_bytes is not None]
-        for option in sorted(vague, key=lambda option: -(option.headroom_bytes or 0)):
-            nearest = max((option.headroom_bytes or 0 for option in known), default=-float("inf"))
-            if (option.headroom_bytes or 0) > nearest:
-                known.append(self.appraisal.option(option.strategy))
-        return tuple(sorted(known, key=lambda option: -(option.headroom_bytes or 0)))
+    def _nearest_first(self, candidates: list[Candidate]) -> tuple[Candidate, ...]:
+        """Those that were evaluated in full, by shortfall; others are, too, while they could be the nearest."""
 
-    def _model(self, option: Option) -> ModelSummary:
+        def headroom(candidate: Candidate) -> int:
+            return candidate.headroom_bytes or 0
+
+        exact = [candidate for candidate in candidates if candidate.memory is not None and not candidate.is_draft]
+        bounds = [
+            candidate for candidate in candidates if candidate.is_draft or candidate.least_shortfall_bytes is not None
+        ]
+        for bound in sorted(bounds, key=headroom, reverse=True):
+            if headroom(bound) > max(map(headroom, exact), default=-float("inf")):
+                exact.append(self.evaluation.evaluate(bound.strategy))
+        return tuple(sorted(exact, key=headroom, reverse=True))
+
+    def _model(self, chosen: Candidate) -> ModelSummary:
         return ModelSummary(
             task=self.facts.task,
             parameters=self.facts.parameters,
             trainable_parameters=self.facts.trainable_parameters,
             largest_parameter=self.facts.largest_parameter,
-            flops_per_sample=self.appraisal.work[option.strategy.activation_checkpointing].work.flops_per_sample,
+            flops_per_sample=self.evaluation.work[chosen.strategy.activation_checkpointing].work.flops_per_sample,
         )
