@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 SHELL  := /bin/bash
 
-.PHONY: setup demo test test-all faults contract mutation renew lint clean
+.PHONY: setup demo test test-all faults contract mutation renew lint docs clean
 
 setup: $(VENV)/.ready
 
@@ -63,6 +63,11 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# The documentation as a site in build/site; a broken link or anchor is an error.
+docs: setup
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 clean:
 	rm -rf $(VENV) $(CONTRACT) build *.egg-info .mypy_cache .ruff_cache .pytest_cache

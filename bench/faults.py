@@ -5,7 +5,7 @@
 A small GPT-2 trains 40 steps with a checkpoint every 5. For each fault: seconds until the command has ended, its exit
 code, and the steps that are done again because the last checkpoint is older. Then the run is resumed, and its losses
 are held against those of a run that nobody disturbed: they have to be equal to the last bit, each step exactly once.
-Results go to `bench/results/faults-cpu.json`; the README's table is printed.
+Results go to `bench/results/faults-cpu.json`; the table of docs/reliability.md is printed.
 """
 
 import contextlib
@@ -213,7 +213,7 @@ FAULTS: dict[str, Callable[[Run], float]] = {
 
 
 def table(outcomes: list[Outcome]) -> str:
-    """The README's."""
+    """That of docs/reliability.md."""
     lines = ["| fault | ends after | exit code | steps done again | resumed |", "|---|---|---|---|---|"]
     for each in outcomes:
         again = each.steps_done - each.steps_saved

@@ -57,7 +57,7 @@ def summary(runs: dict[int, dict[str, Any]]) -> dict[str, Any]:
 
 
 def table(runs: dict[Any, dict[str, Any]]) -> str:
-    """For the README."""
+    """For docs/benchmarks.md."""
     lines = [
         "| ranks | seconds of training | training perplexity | validation | test |",
         "|---|---|---|---|---|",

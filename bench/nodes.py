@@ -4,7 +4,8 @@
 
 Two network namespaces with their own sshd stand for hosts (root, iproute2, openssh-server, pdsh), one CPU rank on each;
 the command runs on the first. For each fault: seconds until the command has ended, until no rank is left on any host,
-its exit code and its first line of error. Results go to `bench/results/nodes-cpu.json`; the README's table is printed.
+its exit code and its first line of error. Results go to `bench/results/nodes-cpu.json`; the table
+of docs/reliability.md is printed.
 """
 
 import sys
@@ -79,7 +80,7 @@ def disturbed(hosts: Hosts, fault: str) -> Outcome:
 
 
 def table(outcomes: list[Outcome]) -> str:
-    """The README's."""
+    """That of docs/reliability.md."""
     lines = ["| fault on two hosts | command ends after | no rank is left after | exit code |", "|---|---|---|---|"]
     for each in outcomes:
         lines.append(f"| {each.fault} | {each.ended_seconds:.0f} s | {each.gone_seconds:.0f} s | {each.exit_code} |")

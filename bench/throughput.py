@@ -48,7 +48,7 @@ NAMES = {
     "trainer, grouped": "HF Trainer, `group_by_length`",
     "accelerate": "Accelerate's loop, random order",
 }
-"""What the README calls the peers."""
+"""What docs/benchmarks.md calls the peers."""
 
 NOISE = 0.03  # of the ratio to the loop by hand: both do the same work
 
@@ -205,7 +205,7 @@ def summary(
 
 
 def table(kept: dict[str, Any]) -> str:
-    """The README's, of the records for one rank and for two."""
+    """That of docs/benchmarks.md, of the records for one rank and for two."""
     lines = ["| room for | | padded positions a token | 1 rank | 2 ranks |", "|---|---|---|---|---|"]
     for room, setting in SETTINGS.items():
         records = [kept[f"{ranks} ranks, room for {room}"] for ranks in (1, 2)]

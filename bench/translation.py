@@ -114,7 +114,7 @@ def summary(runs: dict[int, list[list[dict[str, Any]]]], longest: int) -> dict[s
 
 
 def table(found: dict[str, Any]) -> str:
-    """For the README."""
+    """For docs/benchmarks.md."""
     lines = [
         "| ranks | micro-steps a step | largest micro-batch, tokens | s a step | loss, first and last step "
         "| largest difference of losses |",

@@ -1,20 +1,20 @@
-"""What the README shows of faults is what was kept."""
+"""What the docs show of faults is what was kept."""
 
 import json
-from pathlib import Path
 
 from bench import faults, nodes
+from tests import readme
 
-README = (Path(__file__).parents[2] / "README.md").read_text()
+DOCS = readme.text("reliability")
 
 
 def test_the_kept_table_of_one_host() -> None:
     kept = [faults.Outcome(**each) for each in json.loads(faults.RESULTS.read_text())["outcomes"]]
-    assert faults.table(kept) in README
+    assert faults.table(kept) in DOCS
     assert all(each.is_exact and each.seconds < 60 for each in kept)
 
 
 def test_the_kept_table_of_two_hosts() -> None:
     kept = [nodes.Outcome(**each) for each in json.loads(nodes.RESULTS.read_text())["outcomes"]]
-    assert nodes.table(kept) in README
+    assert nodes.table(kept) in DOCS
     assert all(each.gone_seconds < 60 for each in kept)

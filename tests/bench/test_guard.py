@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from bench.guard import MOST, RESULTS, in_turns, seconds_of, summary, votes_alone
+from tests import readme
 from tests.plans import plan_by_hand
 from tests.ranks import Ranks
 from tests.runs import TINY
@@ -37,5 +38,5 @@ def test_a_vote_alone_is_timed_both_ways(two_ranks: Ranks) -> None:
 def test_what_the_kept_results_show(case: str) -> None:
     kept = json.loads(RESULTS.read_text())["cases"][case]
     assert kept["share"]["median"] <= MOST
-    readme = (Path(__file__).parents[2] / "README.md").read_text()
-    assert f"{100 * kept['share']['median']:.2f}" in readme.partition("the votes cost")[2].partition("bench.guard")[0]
+    said = readme.text("reliability")
+    assert f"{100 * kept['share']['median']:.2f}" in said.partition("the votes cost")[2].partition("bench.guard")[0]

@@ -8,9 +8,9 @@ import pytest
 
 from bench.language_model import EVENTS, RESULTS, ROOT, summary, table, trained
 from frugal.training.models import factories
+from tests import readme
 
 LM = ROOT / "launch" / "lm"
-README = ROOT / "README.md"
 
 
 def test_a_file_of_the_library_is_in_one_part_only_and_none_is_left_out() -> None:
@@ -50,6 +50,6 @@ def test_the_large_ones_fit_the_machines_they_name(size: str, cards: int, monkey
 def test_the_kept_results_reach_every_goal() -> None:
     kept = json.loads(RESULTS.read_text())
     assert all(kept["goals"].values()), kept["goals"]
-    assert table(kept["ranks"]) in README.read_text(), "paste what the command prints"
+    assert table(kept["ranks"]) in readme.text("benchmarks"), "paste what the command prints"
     for run in kept["ranks"].values():
         assert max(run["perplexity"].values()) < 20, "260 tokens to choose from"

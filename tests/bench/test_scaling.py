@@ -7,10 +7,9 @@ import pytest
 
 from bench.scaling import MODEL, RESULTS, STAGES, in_turns, summary, table
 from bench.training_rank import Text
+from tests import readme
 from tests.plans import plan_by_hand
 from tests.ranks import Ranks
-
-README = Path(__file__).parents[2] / "README.md"
 
 
 def test_runs_take_turns_and_end_with_the_same_perplexity(one_rank: Ranks, two_ranks: Ranks, tmp_path: Path) -> None:
@@ -45,5 +44,5 @@ def test_another_perplexity_is_not_taken_for_the_same() -> None:
 def test_the_kept_results_reach_every_goal() -> None:
     kept = json.loads(RESULTS.read_text())
     assert all(kept["goals"].values()), kept["goals"]
-    assert table(kept["stages"]) in README.read_text(), "paste what the command prints"
+    assert table(kept["stages"]) in readme.text("benchmarks"), "paste what the command prints"
     assert list(kept["stages"]) == [str(stage) for stage in STAGES]

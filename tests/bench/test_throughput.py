@@ -2,12 +2,12 @@
 
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from bench.throughput import MODEL, RESULTS, USUAL, Docstrings, rounds, summary, table
 from bench.throughput_rank import CONTENDERS
+from tests import readme
 from tests.plans import plan_by_hand
 from tests.ranks import Ranks
 
@@ -31,9 +31,8 @@ def test_every_contender_trains_every_token_and_the_loop_by_hand_has_the_same_lo
     assert kept["padded_for_each_token"]["frugal"] < kept["padded_for_each_token"]["trainer"]
 
 
-def test_the_readme_has_the_kept_table() -> None:
-    readme = (Path(__file__).parents[2] / "README.md").read_text()
-    assert table(json.loads(RESULTS.read_text())) in readme
+def test_the_docs_have_the_kept_table() -> None:
+    assert table(json.loads(RESULTS.read_text())) in readme.text("benchmarks")
 
 
 @pytest.mark.parametrize("ranks", ["1 ranks, room for 8", "2 ranks, room for 8"])

@@ -9,10 +9,9 @@ import pytest
 
 from bench import translation
 from bench.translation import MODEL, RESULTS, summary, table, trained, written
+from tests import readme
 from tests.plans import plan_by_hand
 from tests.ranks import Ranks
-
-README = Path(__file__).parents[2] / "README.md"
 
 SEQ_LEN, GLOBAL_TOKENS, MICRO_BATCH = 128, 1024, 2
 
@@ -50,7 +49,7 @@ def test_real_pairs_learn_the_same_on_one_rank_and_two(
 def test_the_kept_results_reach_every_goal() -> None:
     kept = json.loads(RESULTS.read_text())
     assert all(kept["goals"].values()), kept["goals"]
-    assert table(kept) in README.read_text(), "paste what the command prints"
+    assert table(kept) in readme.text("benchmarks"), "paste what the command prints"
     assert list(kept["ranks"]) == ["1", "2", "3"]
     assert kept["percentile_99_tokens"] > 4 * kept["median_tokens"]
     for row in kept["ranks"].values():

@@ -1,0 +1,145 @@
+"""Pages of the reference that are made from the code, so that they cannot contradict it.
+
+A line `<!-- generated: NAME -->` in a page is replaced by what the function of that name in `GENERATED` returns.
+MkDocs calls `on_page_markdown`; `tests/test_docs.py` uses the same functions without MkDocs.
+"""
+
+import dataclasses
+import inspect
+import re
+import types
+import typing
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import click
+
+from frugal import errors
+from frugal.cli import COMMANDS, cli
+from frugal.planning import plan
+
+_MARKER = re.compile(r"<!-- generated: (\w+) -->")
+_ATTRIBUTE = re.compile(r"^    (\w+): (.*(?:\n {6,}.*)*)", re.MULTILINE)
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """The page with what is made from the code."""
+    return _MARKER.sub(lambda marker: GENERATED[marker[1]](), markdown)
+
+
+def flags() -> str:
+    """Every command with its flags; those that plan are listed once."""
+    context = click.Context(cli)
+    commands = {name: _command(context, name) for name in COMMANDS}
+    planning = {option.name for option in _options(commands["explain"])} & {
+        option.name for option in _options(commands["plan"])
+    }
+    shared = [option for option in _options(commands["plan"]) if option.name in planning]
+    parts = ["## Planning flags", "`frugal plan`, `frugal explain`, `frugal dryrun` and `frugal train` have these.", ""]
+    parts += _table(("flag", "meaning"), map(_flag, shared))
+    for name, command in commands.items():
+        own = [option for option in _options(command) if option.name not in planning]
+        also = len(own) < len(_options(command))
+        usage = " ".join(command.collect_usage_pieces(click.Context(command, info_name=name)))
+        parts += ["", f"## frugal {name}", "", inspect.cleandoc(command.help or ""), "", f"`frugal {name} {usage}`", ""]
+        parts += ["The [planning flags](#planning-flags), and:", ""] if also else []
+        parts += _table(("flag", "meaning"), map(_flag, own))
+    return "\n".join(parts)
+
+
+def _command(context: click.Context, name: str) -> click.Command:
+    command = cli.get_command(context, name)
+    assert command is not None
+    return command
+
+
+def _options(command: click.Command) -> list[click.Option]:
+    return [each for each in command.params if isinstance(each, click.Option)]
+
+
+def _flag(option: click.Option) -> tuple[str, str]:
+    """A flag as in a help text: its spelling with its values, and what it means."""
+    record = option.get_help_record(click.Context(click.Command("any")))
+    if record is None:  # click hides it
+        record = ", ".join(option.opts), option.help or ""
+    return f"`{record[0]}`", _cell(record[1])
+
+
+def plan_schema() -> str:
+    """The number in `schema`."""
+    return f"Its `schema` is {plan.SCHEMA}."
+
+
+def plan_fields() -> str:
+    """Every field of `plan.json` with its type, part by part, as the dataclasses have them."""
+    parts: list[str] = []
+    for part in _parts(plan.Plan):
+        text = inspect.cleandoc(part.__doc__ or "")
+        prose, _, listed = text.partition("Attributes:\n")
+        meanings = {name: " ".join(meaning.split()) for name, meaning in _ATTRIBUTE.findall(listed)}
+        hints = typing.get_type_hints(part)
+        header = ("field", "type", "meaning") if meanings else ("field", "type")
+        rows = [
+            (f"`{field.name}`", _type(hints[field.name]), _cell(meanings.get(field.name, "")))[: len(header)]
+            for field in dataclasses.fields(part)
+        ]
+        parts += ["", f"## {part.__name__}", "", prose.strip(), "", *_table(header, rows)]
+    return "\n".join(parts)
+
+
+def _parts(whole: type) -> list[type]:
+    """The dataclasses of this project that `whole` is made of, itself first, each once."""
+    made_of, waiting = [], [whole]
+    while waiting:
+        part = waiting.pop(0)
+        if part in made_of:
+            continue
+        made_of.append(part)
+        for hint in typing.get_type_hints(part).values():
+            waiting += [each for each in _inside(hint) if dataclasses.is_dataclass(each)]
+    return made_of
+
+
+def _inside(hint: Any) -> Iterable[type]:
+    if isinstance(hint, type) and not typing.get_args(hint):
+        yield hint
+    for inner in typing.get_args(hint):
+        yield from _inside(inner)
+
+
+def _type(hint: Any) -> str:
+    """A type hint in a table: dataclasses link to their section."""
+    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+        return f"[{hint.__name__}](#{hint.__name__.lower()})"
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(map(_type, inner))
+    if origin is typing.Literal:
+        return " or ".join(f"`{value!r}`" for value in inner)
+    if origin in (tuple, list, Sequence):
+        return f"list of {_type(inner[0])}"
+    if origin is dict:
+        return f"object of {_type(inner[1])}"
+    return {"NoneType": "null", "str": "text", "int": "integer", "float": "number", "bool": "true or false"}.get(
+        getattr(hint, "__name__", str(hint)), getattr(hint, "__name__", str(hint))
+    )
+
+
+def exit_codes() -> str:
+    """The exit code of each error."""
+    kinds = sorted(errors.FrugalError.__subclasses__(), key=lambda kind: kind.exit_code)
+    rows = [(str(kind.exit_code), f"`{kind.__name__}`", _cell(inspect.cleandoc(kind.__doc__ or ""))) for kind in kinds]
+    return "\n".join(_table(("code", "error", "meaning"), rows))
+
+
+def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    lines = [f"| {' | '.join(row)} |" for row in rows]
+    return [f"| {' | '.join(header)} |", "|" + "---|" * len(header), *lines] if lines else ["It has none of its own."]
+
+
+def _cell(text: str) -> str:
+    """Text that may stand in a table."""
+    return re.sub(r"[|\[\]]", r"\\\g<0>", " ".join(text.split()))
+
+
+GENERATED = {"flags": flags, "plan_schema": plan_schema, "plan_fields": plan_fields, "exit_codes": exit_codes}
