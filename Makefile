@@ -54,7 +54,7 @@ contract: setup
 mutation: setup
 	$(BIN)/python -m bench.mutation $(WORDS)
 
-# After a change to planning: the decisions in ds_configs/ and what README.md shows.
+# After a change to planning: the plans in ds_configs/ and what README.md and docs/ show.
 renew: setup
 	$(BIN)/python ds_configs/generate.py
 	$(BIN)/python -m tests.readme
