@@ -91,8 +91,8 @@ MUTANTS = (
     # the batch
     Mutant(
         "planning/batch.py",
-        "kinds = ((more, each + 1), (num_steps - more, each))",
-        "kinds = ((more, each), (num_steps - more, each))",
+        "kinds = ((num_larger, per_step + 1), (num_steps - num_larger, per_step))",
+        "kinds = ((num_larger, per_step), (num_steps - num_larger, per_step))",
         "what does not divide by the micro-steps is lost",
     ),
     Mutant(
@@ -103,8 +103,8 @@ MUTANTS = (
     ),
     Mutant(
         "planning/batch.py",
-        "key=lambda group: -(samples * rooms[group] % whole)",
-        "key=lambda group: samples * rooms[group] % whole",
+        "key=lambda group: -(samples * capacities[group] % total)",
+        "key=lambda group: samples * capacities[group] % total",
         "a sample that is left goes to the ranks that are due least of it",
     ),
     # length bucketing
@@ -172,8 +172,8 @@ MUTANTS = (
     ),
     Mutant(
         "planning/memory/allocator.py",
-        "_Pool(least_rest=1), _Pool(least_rest=SMALL + 1)",
-        "_Pool(least_rest=1), _Pool(least_rest=1)",
+        "_SegmentPool(least_rest=1), _SegmentPool(least_rest=SMALL + 1)",
+        "_SegmentPool(least_rest=1), _SegmentPool(least_rest=1)",
         "the tail of a large block is split off however small it is",
     ),
     Mutant(
