@@ -148,7 +148,7 @@ MUTANTS = (
     # memory
     Mutant(
         "planning/memory/profile.py",
-        "            found = max(found, other, key=lambda memory: memory.total_bytes)",
+        "            most = max(most, other, key=lambda memory: memory.total_bytes)",
         "            pass",
         "the memory is that of the rank with most live bytes, not of the one that needs most",
     ),

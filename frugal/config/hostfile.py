@@ -83,7 +83,7 @@ def _host(line: str, place: str) -> HostfileEntry:
             because="DeepSpeed's launcher needs a name and `slots=` with the number of GPUs, in this order",
             hint=f"{name} slots=4  # mem=12G",
         )
-    found: dict[str, str] = {}
+    given: dict[str, str] = {}
     for key, value in _pairs([*words[1:], *comment.split()]):
         if key not in KEYS:
             close = get_close_matches(key, KEYS, n=1)
@@ -92,17 +92,17 @@ def _host(line: str, place: str) -> HostfileEntry:
                 because=f"a node can have {', '.join(KEYS)}",
                 hint=f"did you mean `{close[0]}`?" if close else "leave it out",
             )
-        if key in found:
+        if key in given:
             raise RequestError(f"{place}: `{key}` is given twice", hint="give one value for each GPU: mem=12G,24G")
-        found[key] = value
+        given[key] = value
     try:
         host = HostfileEntry(
             name=name,
             slots=int(slots),
-            memory=tuple(map(parse_bytes, found["mem"].split(","))) if "mem" in found else (),
-            cards=tuple(found["gpu"].split(",")) if "gpu" in found else (),
-            host_memory_bytes=parse_bytes(found["host-mem"]) if "host-mem" in found else None,
-            disk_bytes=parse_bytes(found["disk"]) if "disk" in found else None,
+            memory=tuple(map(parse_bytes, given["mem"].split(","))) if "mem" in given else (),
+            cards=tuple(given["gpu"].split(",")) if "gpu" in given else (),
+            host_memory_bytes=parse_bytes(given["host-mem"]) if "host-mem" in given else None,
+            disk_bytes=parse_bytes(given["disk"]) if "disk" in given else None,
         )
     except RequestError as error:
         raise RequestError(f"{place}: {error.what}", because=error.because, hint=error.hint) from None

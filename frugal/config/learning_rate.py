@@ -79,8 +79,8 @@ class Scaling:
     def __str__(self) -> str:
         ratio = f"{self.batch}/{self.reference_batch}"
         ratio = f"sqrt({ratio})" if self.rule == "sqrt" else ratio
-        found = f"{self.rule} rule, from {self.reference_batch} {self.unit}"
-        return f"{self.scaled:g} = {self.rate:g} x {ratio} ({found})"
+        basis = f"{self.rule} rule, from {self.reference_batch} {self.unit}"
+        return f"{self.scaled:g} = {self.rate:g} x {ratio} ({basis})"
 
     def _by(self, rule: Rule) -> float:
         factor = self.batch / self.reference_batch

@@ -72,23 +72,23 @@ class Lengths:
 
     def typical(self, number: int) -> list[int]:
         """`number` samples that are spread as all of them are, longest first: the middles of so many equal parts."""
-        found, below, bins = [], 0, iter(zip(self.tokens, self.counts, strict=True))
+        lengths, below, bins = [], 0, iter(zip(self.tokens, self.counts, strict=True))
         tokens, count = next(bins)
         for i in range(number):
             while (2 * i + 1) * self.num_samples > 2 * number * (below + count):
                 below += count
                 tokens, count = next(bins)
-            found.append(tokens)
-        return found[::-1]
+            lengths.append(tokens)
+        return lengths[::-1]
 
     def expected_longest(self, number: int) -> float:
         """Tokens of the longest of `number` samples drawn at random, on average: sum of l P(longest is l)."""
-        found, below = 0.0, 0
+        expected, below = 0.0, 0
         for tokens, count in zip(self.tokens, self.counts, strict=True):
             share, share_below = (below + count) / self.num_samples, below / self.num_samples
-            found += tokens * (share**number - share_below**number)
+            expected += tokens * (share**number - share_below**number)
             below += count
-        return found
+        return expected
 
     def within(self, seq_len: int) -> tuple["Lengths", list[str]]:
         """Those of samples of at most `seq_len` tokens, and what was done to the others.
@@ -128,21 +128,21 @@ def of_counts(counts: Mapping[int, int], *, too_long: TooLong = "error", source:
     exact = {tokens: count for tokens, count in counts.items() if count}
     if len(exact) <= MOST_BINS:
         return _of(exact, too_long, source)
-    found: Counter[int] = Counter()
+    binned: Counter[int] = Counter()
     tail = sorted(exact)[-2 * SHOWN :]
     for tokens in tail:
-        found[tokens] = exact.pop(tokens)
+        binned[tokens] = exact.pop(tokens)
     room = sum(exact.values()) / (MOST_BINS - len(tail))
     tokens_in = samples_in = 0
     for tokens in sorted(exact):
         tokens_in += tokens * exact[tokens]
         samples_in += exact[tokens]
         if samples_in >= room:
-            found[round(tokens_in / samples_in)] += samples_in
+            binned[round(tokens_in / samples_in)] += samples_in
             tokens_in = samples_in = 0
     if samples_in:
-        found[round(tokens_in / samples_in)] += samples_in
-    return _of(found, too_long, source)
+        binned[round(tokens_in / samples_in)] += samples_in
+    return _of(binned, too_long, source)
 
 
 def _of(counts: Mapping[int, int], too_long: TooLong, source: str) -> Lengths:

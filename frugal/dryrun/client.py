@@ -114,18 +114,18 @@ class DryRunSource:
             WorkerError: the dry run crashed.
         """
         if (strategy, accumulates) not in self._profiles:
-            found = None
+            costs = None
             if strategy not in self._distrusted:
-                found = self._simulated(strategy, accumulates, self._ranks(strategy, MAX_RANKS_SEARCHED))
-            if found is None:
+                costs = self._simulated(strategy, accumulates, self._ranks(strategy, MAX_RANKS_SEARCHED))
+            if costs is None:
                 world_size = self.cluster.world_size
                 model = model_key(self.request)
                 key = digest("profile", model, self._key(), strategy, world_size, accumulates, self.kind)
-                found = self._cache.read(key, MemoryProfile)
-                if found is None:
-                    found = self._profile_by_dry_runs(strategy, accumulates)
-                    self._cache.write(key, found)
-            self._profiles[strategy, accumulates] = replace(found, ranks_per_node=self._ranks_per_node)
+                costs = self._cache.read(key, MemoryProfile)
+                if costs is None:
+                    costs = self._profile_by_dry_runs(strategy, accumulates)
+                    self._cache.write(key, costs)
+            self._profiles[strategy, accumulates] = replace(costs, ranks_per_node=self._ranks_per_node)
         return self._profiles[strategy, accumulates]
 
     def draft(self, strategy: Strategy, accumulates: bool) -> MemoryProfile | None:
@@ -157,17 +157,17 @@ class DryRunSource:
         key = digest(
             "dry-run", model_key(self.request), self._key(), strategy, micro_batch, min(accumulation_steps, 2), world
         )
-        found = self._cache.read(key, DryRunBreakdown)
-        if found is None:
+        breakdown = self._cache.read(key, DryRunBreakdown)
+        if breakdown is None:
             dry_runs = self.dry_runs(strategy, micro_batch, accumulation_steps)
             ranks = _rank_memories(dry_runs, range(len(dry_runs)))
             memory = fullest(ranks, micro_batch, device, self._ranks_per_node)
             first = max(dry_runs, key=lambda dry_run: dry_run.peak.total_bytes)
             memory = replace(memory, phase_peaks=first.timeline.phase_peaks(micro_batch))
-            found = DryRunBreakdown(memory, tuple(dict.fromkeys(note for each in dry_runs for note in each.notes)))
-            self._cache.write(key, found)
-        self.notes = found.notes
-        return found.memory
+            breakdown = DryRunBreakdown(memory, tuple(dict.fromkeys(note for each in dry_runs for note in each.notes)))
+            self._cache.write(key, breakdown)
+        self.notes = breakdown.notes
+        return breakdown.memory
 
     def dry_runs(self, strategy: Strategy, micro_batch: int, accumulation_steps: int) -> list[DryRun]:
         """The same, whole: one dry run for each rank that may be the fullest. Raises as `profile`."""
@@ -182,13 +182,13 @@ class DryRunSource:
     def facts(self) -> ModelFacts:
         """What the model is. Raises as `profile`."""
         key = digest("model", model_key(self.request))
-        found = self._cache.read(key, ModelFacts) or shipped.facts(self.request)
-        if found is None:
+        facts = self._cache.read(key, ModelFacts) or shipped.facts(self.request)
+        if facts is None:
             answer, *_ = self._pool.ask_all(AskFacts(self.request))  # all, so that all have their imports done
             assert answer.describe is not None
-            found = answer.describe
-            self._cache.write(key, found)
-        return found
+            facts = answer.describe
+            self._cache.write(key, facts)
+        return facts
 
     def _simulated(self, strategy: Strategy, accumulates: bool, ranks: Sequence[int]) -> MemoryProfile | None:
         """A profile by arithmetic; None where that is not enough."""
@@ -242,7 +242,7 @@ class DryRunSource:
             sampled=sampled,
         )
 
-    def _profile(self, strategy: Strategy, accumulates: bool, **found: Any) -> MemoryProfile:
+    def _profile(self, strategy: Strategy, accumulates: bool, **costs: Any) -> MemoryProfile:
         facts = self.facts()
         return MemoryProfile(
             strategy=strategy,
@@ -256,7 +256,7 @@ class DryRunSource:
             trainable_parameters=facts.trainable_parameters,
             largest_parameter=facts.largest_parameter,
             trainable_sizes=facts.trainable_sizes,
-            **found,
+            **costs,
         )
 
     def _dry_run(
@@ -332,11 +332,11 @@ class Drafts:
         missing = []
         for question in wanted:
             if question not in self._traces:
-                found = self._cache.read(self._key(question), Traced) or shipped.trace(question)
-                if found is None:
+                traced = self._cache.read(self._key(question), Traced) or shipped.trace(question)
+                if traced is None:
                     missing.append(question)
                 else:
-                    self._traces[question] = found.trace
+                    self._traces[question] = traced.trace
         if not missing:
             return
         for question, answer in zip(missing, self._pool.attempt(missing), strict=True):

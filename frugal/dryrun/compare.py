@@ -131,9 +131,9 @@ def host_bytes_per_node(predicted: Figures, cluster: Cluster) -> int:
     return max(predicted.host_bytes_per_node, predicted.peak_allocated_bytes * len(cluster.nodes[0].devices))
 
 
-def is_true(found: Measurement, again: Figures) -> bool:
+def is_true(measurement: Measurement, again: Figures) -> bool:
     """Whether a prediction is within the tolerance of what was measured."""
-    off = error(again, found.measured)
-    if found.kind == "cpu":
+    off = error(again, measurement.measured)
+    if measurement.kind == "cpu":
         return abs(off) <= CPU_TOLERANCE
     return -CUDA_LOW <= off <= CUDA_TOLERANCE

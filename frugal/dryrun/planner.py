@@ -26,10 +26,10 @@ def plan(**settings: Any) -> Plan:
         RequestError: a setting is unknown or wrong, or settings contradict each other.
         NothingFitsError: no strategy fits.
     """
-    found, notes = calibration.chosen(settings)
+    calibration_of_host, notes = calibration.chosen(settings)
     for note in notes:
         logger.warning(note)
-    return make_plan(*understand(settings, found))
+    return make_plan(*understand(settings, calibration_of_host))
 
 
 def make_plan(
@@ -47,11 +47,11 @@ def make_plan(
         return decide(request, cluster, defaults, dry_run)
     cache = Cache.of_user()
     key = digest("plan", model_key(request), request, cluster, defaults)
-    found = cache.read(key, Plan)
-    if found is None or found.digest != found.compute_digest():
-        found = _decided(request, cluster, defaults)
-        cache.write(key, found)
-    return found
+    kept = cache.read(key, Plan)
+    if kept is None or kept.digest != kept.compute_digest():
+        kept = _decided(request, cluster, defaults)
+        cache.write(key, kept)
+    return kept
 
 
 def _decided(request: Request, cluster: Cluster, defaults: tuple[str, ...]) -> Plan:

@@ -117,7 +117,7 @@ def _trace(question: AskTrace) -> Traced:
     spec = _resolved(question)
     model, building_bytes = _built(question.request.model, question.request.task, question.request.precision)
     try:
-        found = trace(
+        traced = trace(
             model,
             spec.objective(pack=bool(question.request.pack)),
             seq_len=question.request.seq_len,
@@ -128,8 +128,8 @@ def _trace(question: AskTrace) -> Traced:
             building_bytes=building_bytes,
         )
     except NotAffineError:
-        found = None
-    return Traced(trace=found)
+        traced = None
+    return Traced(trace=traced)
 
 
 def _run(question: AskDryRun) -> Any:

@@ -32,9 +32,9 @@ AUTOGRAD, DEEPSPEED, MODEL = "autograd", "DeepSpeed", "model"
 @functools.cache
 def package_folder(package: str) -> Path:
     """Where a package is, without importing it."""
-    found = importlib.util.find_spec(package)
-    assert found is not None and found.origin is not None, package
-    return Path(found.origin).parent
+    spec = importlib.util.find_spec(package)
+    assert spec is not None and spec.origin is not None, package
+    return Path(spec.origin).parent
 
 
 _TORCH, _FRUGAL, _DEEPSPEED, _TRANSFORMERS = (
@@ -59,9 +59,9 @@ _asker_of_code: dict[Any, str | None] = {_engine_run_backward.__code__: AUTOGRAD
 def asker(frame: FrameType | None) -> str:
     """Who runs the operator: `autograd` itself, `DeepSpeed`, or the `model`, which also stands for the rest."""
     while frame is not None:
-        found = _asker_of(frame)
-        if found is not None:
-            return found
+        name = _asker_of(frame)
+        if name is not None:
+            return name
         frame = frame.f_back
     return MODEL
 

@@ -47,9 +47,9 @@ def run_cached(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tupl
     if key is None:
         out = call(*args, **kwargs)
         return out, _cost(func, args, kwargs, out)
-    found = _known.get(key)
-    if found is not None:
-        return _made(found[0]), found[1]
+    known = _known.get(key)
+    if known is not None:
+        return _made(known[0]), known[1]
     out = call(*args, **kwargs)
     cost = _cost(func, args, kwargs, out)
     outputs = _outputs(out)

@@ -289,10 +289,10 @@ class _Made:
             if part.kind == OUTSIDE:
                 shift = self._more if number > self._parts.middle else 0
             number += shift
-        found = known.get((kind, number, ordinal))
-        if found is None:
+        storage = known.get((kind, number, ordinal))
+        if storage is None:
             raise NotPeriodicError("a layer frees what was never made")
-        return found
+        return storage
 
     def result(self) -> tuple[Timeline, Marks]:
         """What was written, names in the order of their use, as a recorder has them."""

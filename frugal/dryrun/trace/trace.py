@@ -132,7 +132,7 @@ def trace(
     mode = _Mode(objective, seq_len, kind, activation_checkpointing_mode, loss, zero_stage == 3)
     with kernels_of(kind), zero3_graph.linear_of_zero3() if mode.is_zero3 else nullcontext(), not_collected():
         try:
-            found = _spliced(model, mode) or _whole(model, mode)
+            recorded = _spliced(model, mode) or _whole(model, mode)
         except (FrugalError, NotAffineError, NotImplementedError):
             raise
         except Exception as error:  # whatever a model trips over: a dry run knows more ways, or says what is wrong
@@ -141,7 +141,7 @@ def trace(
     buffers = list(model.buffers())
     sizes = {parameter.element_size() for parameter in parameters}
     return ModelTrace(
-        **found,
+        **recorded,
         own_parameters=_own_parameters(model) if mode.is_zero3 else (),
         elements=tuple(parameter.numel() for parameter in parameters),
         trainable=tuple(parameter.requires_grad for parameter in parameters),

@@ -151,14 +151,14 @@ def fullest(
     on_host = max(rank.host_bytes + rank.host_bytes_per_sample * micro_batch for rank in ranks)
     host_bytes = host.node_host_bytes(on_host, device.kind, ranks_per_node)
     first, *others = sorted(ranks, key=lambda rank: -rank.timeline.peak_bytes(micro_batch))
-    found = breakdown(first, micro_batch, device, host_bytes, expandable_segments, counts_slack)
+    most = breakdown(first, micro_batch, device, host_bytes, expandable_segments, counts_slack)
     if device.kind == "cpu" or not counts_slack:
-        return found
+        return most
     for rank in others:
-        if not rank.survives(micro_batch, found.total_bytes - found.context, expandable_segments=expandable_segments):
+        if not rank.survives(micro_batch, most.total_bytes - most.context, expandable_segments=expandable_segments):
             other = breakdown(rank, micro_batch, device, host_bytes, expandable_segments)
-            found = max(found, other, key=lambda memory: memory.total_bytes)
-    return found
+            most = max(most, other, key=lambda memory: memory.total_bytes)
+    return most
 
 
 def breakdown(
