@@ -127,8 +127,8 @@ def test_every_file_and_module_named_exists(page: Path) -> None:
         assert (ROOT / path).exists(), path
     for name in re.findall(r"(?:`|::: |from |import )(frugal(?:\.(?!toml)\w+)+)", text):
         owner, _, attribute = name.rpartition(".")
-        found = (ROOT / name.replace(".", "/")).exists() or (ROOT / f"{name.replace('.', '/')}.py").exists()
-        assert found or hasattr(import_module(owner), attribute), name
+        is_file = (ROOT / name.replace(".", "/")).exists() or (ROOT / f"{name.replace('.', '/')}.py").exists()
+        assert is_file or hasattr(import_module(owner), attribute), name
 
 
 @each_page
