@@ -57,6 +57,7 @@ USE_CLICK = {
     "frugal.launch.host_report",
     "frugal.launch.local",
     "frugal.launch.pdsh",
+    "frugal.launch.restart",
     "frugal.training.measure.hardware_probe",
     "frugal.training.measure.two_steps",
     "frugal.training.run",

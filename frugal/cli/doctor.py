@@ -15,7 +15,7 @@ from frugal.config.run import Settings
 from frugal.errors import RequestError
 from frugal.launch import host_report, ssh
 from frugal.launch.host_report import HostReport
-from frugal.launch.ssh import Access, Silent
+from frugal.launch.ssh import Access, UnreachableHost
 from frugal.units import format_bytes
 
 NOT_READY = RequestError.exit_code
@@ -39,20 +39,20 @@ def command(
     kind: DeviceKind = "cpu" if (device or settings.plan.get("device")) == "cpu" else "cuda"
     folder = out or Path(settings.train.get("out", Settings.out))
     access = Access(ssh_port=ssh_port, nic=nic)
-    reports: list[HostReport | Silent]
+    reports: list[HostReport | UnreachableHost]
     if path is None:
-        here = host_report.report(folder, None, cuda=kind == "cuda")
+        here = host_report.collect(folder, None, cuda=kind == "cuda")
         named: Sequence[HostfileEntry] = (HostfileEntry(name=here.host, slots=1),)
         reports = [here]
     else:
         named = hostfile.read_hostfile(path)
-        reports = ssh.ask(named, access, folder, kind)
+        reports = ssh.collect_reports(named, access, folder, kind)
     found = ssh.problems(named, reports, access, kind)
     if path is not None and shutil.which("pdsh") is None:
         found.append("this machine has no pdsh, with which `frugal train --hostfile` starts the ranks")
     if as_json:
         told = {
-            host.name: {"why": report.why} if isinstance(report, Silent) else report
+            host.name: {"why": report.why} if isinstance(report, UnreachableHost) else report
             for host, report in zip(named, reports, strict=True)
         }
         click.echo(msgspec.json.format(msgspec.json.encode({"hosts": told, "problems": found}), indent=2).decode())
@@ -63,9 +63,11 @@ def command(
     return NOT_READY if found else 0
 
 
-def _table(host: HostfileEntry, report: HostReport | Silent, folder: Path, *, is_shared: bool) -> Iterator[str]:
+def _table(
+    host: HostfileEntry, report: HostReport | UnreachableHost, folder: Path, *, is_shared: bool
+) -> Iterator[str]:
     """One host, a line for each thing it has."""
-    if isinstance(report, Silent):
+    if isinstance(report, UnreachableHost):
         yield host.name
         yield f"  reached    no: {report.why}"
         return

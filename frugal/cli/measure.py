@@ -114,7 +114,7 @@ def _measured(plan: Plan, path: Path, record: Path | None, capped: bool) -> tupl
             because="only the caching allocator of a GPU can be given less memory than there is",
             hint="leave --capped out",
         )
-    local.check(plan, None)
+    local.check_machine(plan, None)
     pool = workers()
     try:
         with waiting(f"dry-running {plan.request.model}"):

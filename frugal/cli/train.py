@@ -22,8 +22,8 @@ from frugal.config.schema import NAMES, REQUEST_NAMES, requested
 from frugal.deepspeed_adapter.json_config import write_plan
 from frugal.distributed.env import DEFAULT_PORT
 from frugal.errors import CheckpointError, PlanMismatchError, RequestError
-from frugal.launch import commands, local, pdsh
-from frugal.launch.elastic import Remaining
+from frugal.launch import commands, local, pdsh, restart
+from frugal.launch.elastic import RestartableHosts
 from frugal.launch.ssh import Access
 from frugal.planning.plan import Plan
 from frugal.planning.report import report
@@ -81,27 +81,27 @@ def command(
         click.echo(report(plan) + "\n", err=printed is not None)
     _check_ranks(plan, ranks)
     if named:
-        pdsh.check(plan, named)
+        pdsh.check_nodes(plan, named)
     access = Access(ssh_port=ssh_port, nic=nic)
     if printed is not None:
         if is_new:
             plan_path, _ = write_plan(plan, asked.out)
-        told = commands.Asked(
+        told = commands.LaunchRequest(
             plan=plan, plan_path=plan_path or asked.out / PLAN, hosts=named, settings=asked, access=access,
             hostfile=Path(hosts_path) if hosts_path else None, port=master_port or DEFAULT_PORT,
         )  # fmt: skip
-        click.echo(commands.commands(printed, told))
+        click.echo(commands.launch_command(printed, told))
         return 0
     if named and not _is_this_machine(named):
         if not max_restarts:
             return pdsh.launch(plan, named, access, asked, master_port)
         plan_for = partial(_plan_on, before=plan, values=values, file=file) if elastic else None
-        on = Remaining(plan, named, access, asked, master_port, plan_for)
-        return local.supervise(on.start, plan, asked, max_restarts, on.rest)
-    local.check(plan, master_port)
+        on = RestartableHosts(plan, named, access, asked, master_port, plan_for)
+        return restart.supervise(on.start, plan, asked, max_restarts, on.plan_for_restart)
+    local.check_machine(plan, master_port)
     if max_restarts:
         rest = partial(_plan_for_rest, values=values, file=file) if elastic else lambda before: before
-        return local.supervise(local.on_this_machine(master_port), plan, asked, max_restarts, rest)
+        return restart.supervise(local.starter(master_port), plan, asked, max_restarts, rest)
     if plan.batch.world_size > 1:
         with TemporaryDirectory(prefix="frugal-") as folder:
             written, _ = write_plan(plan, Path(folder))
@@ -125,7 +125,7 @@ def _plan_on(cluster: Cluster, *, before: Plan, values: dict[str, Any], file: sc
 
 def _plan_for_rest(before: Plan, *, values: dict[str, Any], file: schema.TomlFile) -> Plan:
     """The plan for the devices of this machine that are left; the one before, if these are all."""
-    number = local.devices_left(before)
+    number = local.num_working_devices(before)
     if number == before.batch.world_size:
         return before
     click.echo(f"{number} of {before.batch.world_size} devices are left: planning anew", err=True)

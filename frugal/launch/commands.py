@@ -16,16 +16,18 @@ from frugal.planning.plan import Plan
 
 Launcher = Literal["no-ssh", "deepspeed", "torchrun", "openmpi", "slurm"]
 
-RANK = ["-m", "frugal.training.run"]
+RANK_MODULE = "frugal.training.run"
 """What every launcher starts, once a rank."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
-    """What every launcher is told in its own words.
+class LaunchRequest:
+    """What a launcher is to start, for each to say in its own flags.
 
-    `plan_path` is where the ranks find the plan, `hosts` and `hostfile` the nodes, where a hostfile names them; `port`
-    where ranks meet.
+    Attributes:
+        plan_path: where the ranks find the plan.
+        hosts: the nodes, where a hostfile names them.
+        port: of the rendezvous on the first node.
     """
 
     plan: Plan
@@ -42,14 +44,14 @@ class Asked:
         return [len(node.devices) for node in self.plan.cluster.nodes]
 
     @property
-    def names(self) -> list[str]:
-        """Of the nodes."""
+    def node_names(self) -> list[str]:
+        """The nodes' names, or placeholders for them."""
         return [host.name for host in self.hosts] or [f"NODE{number}" for number in range(len(self.slots))]
 
     @property
     def address(self) -> str:
-        """Where rank 0 is."""
-        return self.names[0] if len(self.slots) > 1 else "127.0.0.1"
+        """Of rank 0's node."""
+        return self.node_names[0] if len(self.slots) > 1 else "127.0.0.1"
 
     @property
     def is_cpu(self) -> bool:
@@ -57,28 +59,30 @@ class Asked:
         return self.plan.cluster.devices[0].kind == "cpu"
 
     @property
-    def rank(self) -> list[str]:
+    def rank_arguments(self) -> list[str]:
         """The arguments of every rank."""
         return ["--plan", str(self.plan_path), *self.settings.arguments()]
 
     def environment(self) -> dict[str, str]:
-        """What ranks are to find."""
-        found = {"DS_ACCELERATOR": "cpu"} if self.is_cpu else {}
+        """Variables that every rank needs."""
+        variables = {"DS_ACCELERATOR": "cpu"} if self.is_cpu else {}
         if self.access.nic is not None:
-            found |= {"GLOO_SOCKET_IFNAME": self.access.nic, "NCCL_SOCKET_IFNAME": self.access.nic}
-        return found
+            variables |= {"GLOO_SOCKET_IFNAME": self.access.nic, "NCCL_SOCKET_IFNAME": self.access.nic}
+        return variables
 
-    def line(self, words: Sequence[str], **more: str) -> str:
+    def shell_line(self, words: Sequence[str], **more: str) -> str:
         """A line for a shell, with its environment before it."""
         pairs = [f"{name}={shlex.quote(value)}" for name, value in (self.environment() | more).items()]
         return " ".join([*pairs, shlex.join(words)])
 
-    def on_each(self, words: Callable[[int], list[str]]) -> str:
+    def line_per_node(self, words: Callable[[int], list[str]]) -> str:
         """A line for each node, below its name."""
         here = f"# in {Path.cwd()}, on each node the line below its name; nothing is waited for longer than 5 minutes\n"
-        return here + "\n".join(f"# {name}\n{self.line(words(number))}" for number, name in enumerate(self.names))
+        return here + "\n".join(
+            f"# {name}\n{self.shell_line(words(number))}" for number, name in enumerate(self.node_names)
+        )
 
-    def nodes_from(self, launcher: str) -> str:
+    def required_hostfile(self, launcher: str) -> str:
         """The hostfile, for a launcher that reads it.
 
         Raises:
@@ -93,71 +97,73 @@ class Asked:
         return str(self.hostfile)
 
 
-def commands(launcher: Launcher, asked: Asked) -> str:
-    """What to run.
+def launch_command(launcher: Launcher, launch: LaunchRequest) -> str:
+    """The line, or a line for each node, that starts the ranks.
 
     Raises:
         RequestError: the launcher needs to know more, or cannot do what is planned.
     """
-    return LAUNCHERS[launcher](asked)
+    return LAUNCHERS[launcher](launch)
 
 
-def _deepspeed(asked: Asked) -> str:
-    hostfile = asked.nodes_from("deepspeed")
-    port = [] if asked.access.ssh_port is None else ["--ssh_port", str(asked.access.ssh_port)]
-    words = ["deepspeed", "--hostfile", hostfile, *port, "--master_port", str(asked.port)]
-    return asked.line([*words, "--module", RANK[1], *asked.rank])
+def _deepspeed(launch: LaunchRequest) -> str:
+    hostfile = launch.required_hostfile("deepspeed")
+    port = [] if launch.access.ssh_port is None else ["--ssh_port", str(launch.access.ssh_port)]
+    words = ["deepspeed", "--hostfile", hostfile, *port, "--master_port", str(launch.port)]
+    return launch.shell_line([*words, "--module", RANK_MODULE, *launch.rank_arguments])
 
 
-def _no_ssh(asked: Asked) -> str:
-    hostfile = asked.nodes_from("no-ssh")
-    meeting = ["--master_addr", asked.address, "--master_port", str(asked.port)]
-    return asked.on_each(
+def _no_ssh(launch: LaunchRequest) -> str:
+    hostfile = launch.required_hostfile("no-ssh")
+    rendezvous = ["--master_addr", launch.address, "--master_port", str(launch.port)]
+    return launch.line_per_node(
         lambda number: [
-            "deepspeed", "--hostfile", hostfile, "--no_ssh", "--node_rank", str(number), *meeting, "--module",
-            RANK[1], *asked.rank,
+            "deepspeed", "--hostfile", hostfile, "--no_ssh", "--node_rank", str(number), *rendezvous, "--module",
+            RANK_MODULE, *launch.rank_arguments,
         ]
     )  # fmt: skip
 
 
-def _torchrun(asked: Asked) -> str:
-    return asked.on_each(
+def _torchrun(launch: LaunchRequest) -> str:
+    return launch.line_per_node(
         lambda number: [
-            "torchrun", "--nnodes", str(len(asked.slots)), "--node-rank", str(number), "--nproc-per-node",
-            str(asked.slots[number]), "--master-addr", asked.address, "--master-port", str(asked.port), *RANK,
-            *asked.rank,
+            "torchrun", "--nnodes", str(len(launch.slots)), "--node-rank", str(number), "--nproc-per-node",
+            str(launch.slots[number]), "--master-addr", launch.address, "--master-port", str(launch.port),
+            "-m", RANK_MODULE, *launch.rank_arguments,
         ]
     )  # fmt: skip
 
 
-def _openmpi(asked: Asked) -> str:
-    hostfile = asked.nodes_from("openmpi")
-    passed = asked.environment() | {"MASTER_ADDR": asked.address, "MASTER_PORT": str(asked.port)}
-    words = ["mpirun", "--hostfile", hostfile, "-n", str(sum(asked.slots)), "--bind-to", "none"]
-    if asked.access.ssh_port is not None:
-        words += ["--mca", "plm_rsh_args", f"-p {asked.access.ssh_port}"]
-    if asked.access.nic is not None:
-        words += ["--mca", "btl_tcp_if_include", asked.access.nic, "--mca", "oob_tcp_if_include", asked.access.nic]
+def _openmpi(launch: LaunchRequest) -> str:
+    hostfile = launch.required_hostfile("openmpi")
+    passed = launch.environment() | {"MASTER_ADDR": launch.address, "MASTER_PORT": str(launch.port)}
+    words = ["mpirun", "--hostfile", hostfile, "-n", str(sum(launch.slots)), "--bind-to", "none"]
+    if launch.access.ssh_port is not None:
+        words += ["--mca", "plm_rsh_args", f"-p {launch.access.ssh_port}"]
+    if launch.access.nic is not None:
+        words += ["--mca", "btl_tcp_if_include", launch.access.nic, "--mca", "oob_tcp_if_include", launch.access.nic]
     for name, value in passed.items():
         words += ["-x", f"{name}={value}"]
-    return shlex.join([*words, sys.executable, *RANK, *asked.rank])
+    return shlex.join([*words, sys.executable, "-m", RANK_MODULE, *launch.rank_arguments])
 
 
-def _slurm(asked: Asked) -> str:
-    if len(set(asked.slots)) > 1:
+def _slurm(launch: LaunchRequest) -> str:
+    if len(set(launch.slots)) > 1:
         raise RequestError(
             "srun cannot start this plan's ranks",
-            because=f"its nodes have {', '.join(map(str, asked.slots))} GPUs, and srun gives each node as many tasks",
+            because=f"its nodes have {', '.join(map(str, launch.slots))} GPUs, and srun gives each node as many tasks",
             hint="use --print torchrun, and srun one torchrun a node",
         )
-    number = str(asked.slots[0])
-    words = ["srun", "--nodes", str(len(asked.slots)), "--ntasks-per-node", number, "--kill-on-bad-exit=1"]
-    words += [] if asked.is_cpu else ["--gpus-per-node", number]
+    number = str(launch.slots[0])
+    words = ["srun", "--nodes", str(len(launch.slots)), "--ntasks-per-node", number, "--kill-on-bad-exit=1"]
+    words += [] if launch.is_cpu else ["--gpus-per-node", number]
     first = '# in a job, `salloc` or `sbatch`\nexport MASTER_ADDR="$(scontrol show hostnames | head -n 1)"\n'
-    return first + asked.line([*words, sys.executable, *RANK, *asked.rank], MASTER_PORT=str(asked.port))
+    return first + launch.shell_line(
+        [*words, sys.executable, "-m", RANK_MODULE, *launch.rank_arguments], MASTER_PORT=str(launch.port)
+    )
 
 
-LAUNCHERS: dict[Launcher, Callable[[Asked], str]] = {
+LAUNCHERS: dict[Launcher, Callable[[LaunchRequest], str]] = {
     "no-ssh": _no_ssh,
     "deepspeed": _deepspeed,
     "torchrun": _torchrun,

@@ -1,10 +1,9 @@
-"""What one host has for a run, as JSON: what `frugal doctor` and `frugal train --hostfile` ask each host over ssh.
+"""What this host has for a run: what `frugal doctor` and `frugal train --hostfile` collect from each host over ssh.
 
-python -m frugal.launch.host_report --folder run --token run/.token-1f2e --cuda
+    python -m frugal.launch.host_report --folder run --token run/.token-1f2e --cuda
 
-Which GPUs of this machine still work. No torch here: each is asked by a process of its own.
-
-A GPU that has fallen off the bus may still be counted by the driver, and asking it may take for ever.
+prints it as JSON. Whether a GPU works is tried by a process of its own: one that has fallen off the bus may still be
+counted by the driver, and a call to it may never return.
 """
 
 import os
@@ -47,10 +46,10 @@ class HostReport(msgspec.Struct):
         memory_bytes: of the host.
         free_memory_bytes: that may still be taken, by the container's limit, too.
         free_disk_bytes: of the run's folder.
-        cuda_devices: GPUs that torch can use; None where nobody asked.
-        working_gpus: those of them that give memory, by their numbers; None where nobody asked.
-        compilers: the C++ compiler and nvcc, which DeepSpeed's own operators need; what was found.
-        token: what the token file says, None where there is none: then the folder is not shared.
+        cuda_devices: GPUs that torch can use; None where torch was not asked.
+        working_gpus: the numbers of those that memory can be allocated on; None where none was tried.
+        compilers: path by name of the C++ compiler, nvcc and ninja, which DeepSpeed's own operators need.
+        token: content of the token file; None where there is none: then the folder is not shared.
         free_port: one that nobody listens on.
     """
 
@@ -73,16 +72,16 @@ class HostReport(msgspec.Struct):
     free_port: int
 
 
-def report(folder: Path, token: Path | None, *, cuda: bool, probe: bool = False) -> HostReport:
-    """This host, now. With `cuda` torch is asked for GPUs, with `probe` each of them, too, which takes seconds."""
+def collect(folder: Path, token: Path | None, *, cuda: bool, probe: bool = False) -> HostReport:
+    """The report of this host, now. With `cuda` torch counts GPUs, with `probe` each is tried: both take seconds."""
     connection = os.environ.get("SSH_CONNECTION", "").split()
     while not folder.exists():  # it will be made
         folder = folder.absolute().parent
     networks = {}
     for name, addresses in psutil.net_if_addrs().items():
-        found = [each for each in addresses if each.family == socket.AF_INET and not each.address.startswith("127.")]
-        if found:
-            networks[name] = [f"{each.address}/{_prefix(each.netmask)}" for each in found]
+        ipv4 = [each for each in addresses if each.family == socket.AF_INET and not each.address.startswith("127.")]
+        if ipv4:
+            networks[name] = [f"{each.address}/{_prefix_length(each.netmask)}" for each in ipv4]
     stats = psutil.net_if_stats()
     content = None
     if token is not None:
@@ -110,19 +109,19 @@ def report(folder: Path, token: Path | None, *, cuda: bool, probe: bool = False)
     )
 
 
-def _prefix(netmask: str | None) -> int:
+def _prefix_length(netmask: str | None) -> int:
     return sum(bin(int(part)).count("1") for part in (netmask or "255.255.255.255").split("."))
 
 
 def _gpus() -> list[Gpu]:
-    question = ["nvidia-smi", "--query-gpu=name,memory.total,memory.free", "--format=csv,noheader,nounits"]
-    found = []
+    query = ["nvidia-smi", "--query-gpu=name,memory.total,memory.free", "--format=csv,noheader,nounits"]
+    gpus = []
     with suppress(OSError, subprocess.SubprocessError, ValueError):
-        answer = subprocess.run(question, capture_output=True, text=True, timeout=20, check=True).stdout
+        answer = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout
         for line in answer.splitlines():
             name, total, free = (word.strip() for word in line.rsplit(",", 2))
-            found.append(Gpu(name, int(total) * MIB, int(free) * MIB))
-    return found
+            gpus.append(Gpu(name, int(total) * MIB, int(free) * MIB))
+    return gpus
 
 
 def _cuda_devices() -> int:
@@ -134,8 +133,8 @@ def _cuda_devices() -> int:
 def _compilers() -> dict[str, str]:
     """Path by name, of those that are there."""
     nvcc = shutil.which("nvcc") or shutil.which("nvcc", path=f"{os.environ.get('CUDA_HOME', '/usr/local/cuda')}/bin")
-    found = {"c++": shutil.which(os.environ.get("CXX", "c++")), "nvcc": nvcc, "ninja": shutil.which("ninja")}
-    return {name: path for name, path in found.items() if path is not None}
+    paths = {"c++": shutil.which(os.environ.get("CXX", "c++")), "nvcc": nvcc, "ninja": shutil.which("ninja")}
+    return {name: path for name, path in paths.items() if path is not None}
 
 
 @click.command()
@@ -145,14 +144,14 @@ def _compilers() -> dict[str, str]:
 @click.option("--probe", is_flag=True)
 def command(folder: Path, token: Path | None, cuda: bool, probe: bool) -> None:
     """Print this host's report."""
-    sys.stdout.buffer.write(msgspec.json.encode(report(folder, token, cuda=cuda, probe=probe)) + b"\n")
+    sys.stdout.buffer.write(msgspec.json.encode(collect(folder, token, cuda=cuda, probe=probe)) + b"\n")
 
 
 PROBE_SECONDS = 60
 
 
 def working_gpus(names: Sequence[str]) -> list[str]:
-    """Those that give a few bytes; `names` as in CUDA_VISIBLE_DEVICES."""
+    """Those that a few bytes can be allocated on; `names` as in CUDA_VISIBLE_DEVICES."""
     with ThreadPoolExecutor(max(1, len(names))) as threads:
         return [name for name, works in zip(names, threads.map(_gpu_works, names), strict=True) if works]
 

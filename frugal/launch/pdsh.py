@@ -1,4 +1,4 @@
-"""Starts DeepSpeed's launcher on every node of a hostfile through pdsh, and ends with the run.
+"""Ranks on several hosts: DeepSpeed's launcher is started on each through pdsh, watched, signalled and ended.
 
 This is what `deepspeed --hostfile` does, with what a run needs besides: arguments that the shells on the way leave
 alone, no prompts, signals that reach the ranks, and a run that is judged by what its ranks reported, not by exit codes.
@@ -7,6 +7,8 @@ alone, no prompts, signals that reach the ranks, and a run that is judged by wha
 import base64
 import ctypes
 import json
+import os
+import re
 import secrets
 import shlex
 import signal
@@ -31,29 +33,32 @@ from frugal.deepspeed_adapter.json_config import write_plan
 from frugal.distributed import first_failure, process_group
 from frugal.distributed.signals import STOP_SIGNALS, handled
 from frugal.errors import FrugalError, PlanMismatchError, RequestError
-from frugal.launch import local, ssh
+from frugal.launch import ssh
 from frugal.launch.host_report import HostReport
-from frugal.launch.ssh import Access, Place, Silent
+from frugal.launch.restart import judge
+from frugal.launch.ssh import Access, ReadyHost, UnreachableHost
 from frugal.planning.plan import Plan
 from frugal.training.checkpoint import run_folder
 
+FAN_OUT = 1024  # hosts that pdsh reaches at the same time
 SIGNAL_SECONDS = 30.0  # for a signal to reach all nodes
 LEAVE_SECONDS = 10.0  # for the others to note in their logs what they saw, once a rank has said why it failed
+_PDSH_EXIT = re.compile(rb"^pdsh@\S+: \S+: ssh exited with exit code ")  # of a node whose ranks said why themselves
 _DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
 
 
-def check(plan: Plan, named: Sequence[HostfileEntry]) -> None:
+def check_nodes(plan: Plan, named: Sequence[HostfileEntry]) -> None:
     """Whether the plan is for these hosts, in this order.
 
     Raises:
         PlanMismatchError: it is for another number of nodes, or of GPUs on one of them.
     """
     planned = [len(node.devices) for node in plan.cluster.nodes]
-    there = [host.slots for host in named]
-    if planned != there:
+    available = [host.slots for host in named]
+    if planned != available:
         raise PlanMismatchError(
             "the plan is for other nodes than the hostfile has",
-            because=f"it is for {_nodes(planned)}, and the hostfile has {_nodes(there)}",
+            because=f"it is for {_nodes(planned)}, and the hostfile has {_nodes(available)}",
             hint="plan for it: leave --plan out, or frugal plan --hostfile HOSTS",
         )
 
@@ -62,36 +67,36 @@ def _nodes(slots: Sequence[int]) -> str:
     return f"{len(slots)} node{'s' * (len(slots) != 1)} with {', '.join(map(str, slots))} GPUs"
 
 
-def ready(plan: Plan, named: Sequence[HostfileEntry], access: Access, folder: Path) -> list[Place]:
-    """All hosts with all their slots, asked before anything is started.
+def ready_hosts(plan: Plan, named: Sequence[HostfileEntry], access: Access, folder: Path) -> list[ReadyHost]:
+    """All hosts with all their slots, checked before anything is started.
 
     Raises:
         RequestError: a host does not answer, or lacks something; all that is wrong, on all hosts.
     """
     kind = plan.cluster.devices[0].kind
-    return places(named, ssh.ask(named, access, folder, kind), access, kind)
+    return require_ready(named, ssh.collect_reports(named, access, folder, kind), access, kind)
 
 
-def places(
-    named: Sequence[HostfileEntry], reports: Sequence[HostReport | Silent], access: Access, kind: DeviceKind
-) -> list[Place]:
-    """All hosts with all their slots. Raises as `ready`."""
-    if found := ssh.problems(named, reports, access, kind):
+def require_ready(
+    named: Sequence[HostfileEntry], reports: Sequence[HostReport | UnreachableHost], access: Access, kind: DeviceKind
+) -> list[ReadyHost]:
+    """All hosts with all their slots. Raises as `ready_hosts`."""
+    if problems := ssh.problems(named, reports, access, kind):
         raise RequestError(
-            "not all hosts are ready", because=found, hint="frugal doctor --hostfile HOSTS shows what each host has"
+            "not all hosts are ready", because=problems, hint="frugal doctor --hostfile HOSTS shows what each host has"
         )
     return [
-        Place(host, report, tuple(range(host.slots)))
+        ReadyHost(host, report, tuple(range(host.slots)))
         for host, report in zip(named, reports, strict=True)
-        if not isinstance(report, Silent)
+        if not isinstance(report, UnreachableHost)
     ]
 
 
 def make_folder(asked: Settings) -> None:
-    """Have the run's folder, down to where its checkpoints will be, so that hosts can be asked whether they see it.
+    """Create the run's folder down to its checkpoints, so that hosts can be asked whether they see it.
 
     Raises:
-        RequestError: it cannot be made.
+        RequestError: it cannot be created.
     """
     run_folder.make_folder(asked, asked.checkpoints)
 
@@ -99,42 +104,48 @@ def make_folder(asked: Settings) -> None:
 def launch(plan: Plan, named: Sequence[HostfileEntry], access: Access, asked: Settings, master_port: int | None) -> int:
     """Train on all hosts; 0, or an exit code for how it ended."""
     make_folder(asked)
-    code, report = run(plan, ready(plan, named, access, asked.out), access, asked, master_port)
-    return local.ended(code, report, asked).code
+    code, report = run(plan, ready_hosts(plan, named, access, asked.out), access, asked, master_port)
+    return judge(code, report, asked).code
 
 
 def run(
-    plan: Plan, on: Sequence[Place], access: Access, asked: Settings, master_port: int | None
+    plan: Plan, hosts: Sequence[ReadyHost], access: Access, asked: Settings, master_port: int | None
 ) -> tuple[int, first_failure.FailureReport | None]:
-    """Train there; 0 if the run came to its end, otherwise an exit code and what the rank said that failed first.
+    """Train on these hosts; 0 if the run came to its end, otherwise an exit code and the first failed rank's report.
 
-    Says so where no rank said anything.
+    Prints an error where there is no report.
     """
-    address = ssh.meeting_place([place.report for place in on], access)
-    port = master_port or on[0].report.free_port
+    address = ssh.rendezvous_address([host.report for host in hosts], access)
+    port = master_port or hosts[0].report.free_port
     # In the run's folder, which all nodes see; its name is that of this start in every command line on them.
     with TemporaryDirectory(
         prefix=".start-", suffix=secrets.token_hex(4), dir=asked.out, ignore_cleanup_errors=True
     ) as folder:
         written, _ = write_plan(plan, Path(folder))
         arguments = ["--module", "frugal.training.run", "--plan", str(written), *asked.arguments()]
-        start = Start([place.host for place in on], access, Path(folder))
-        code = start.run(_line(plan, on, access, address, port, Path(folder), arguments))
+        ranks = RemoteRanks([host.host for host in hosts], access, Path(folder))
+        code = ranks.run(_node_command(plan, hosts, access, address, port, Path(folder), arguments))
         if first_failure.is_done(Path(folder)):
             return 0, None
         report = first_failure.read_report(Path(folder))
     if report is None:
-        silence = FrugalError(
+        error = FrugalError(
             "the run ended without a word from its ranks",
-            because=start.said or f"pdsh ended with {code}",
+            because=ranks.pdsh_messages or f"pdsh ended with {code}",
             hint=f"see {asked.out}/logs",
         )
-        click.echo(f"error: {silence}", err=True)
+        click.echo(f"error: {error}", err=True)
     return code or 1, report
 
 
-def _line(
-    plan: Plan, on: Sequence[Place], access: Access, address: str, port: int, folder: Path, arguments: Sequence[str]
+def _node_command(
+    plan: Plan,
+    hosts: Sequence[ReadyHost],
+    access: Access,
+    address: str,
+    port: int,
+    folder: Path,
+    arguments: Sequence[str],
 ) -> str:
     """What every node's shell runs; pdsh puts the node's number in for `%n`."""
     environment = access.environment() | {
@@ -143,22 +154,22 @@ def _line(
     }
     if plan.cluster.devices[0].kind == "cpu":
         environment["DS_ACCELERATOR"] = "cpu"
-    world = {place.host.name: place.gpus for place in on}
+    world = {host.host.name: host.gpus for host in hosts}
     words = [
         sys.executable, "-u", "-m", "deepspeed.launcher.launch", "--log_level=critical",
         f"--world_info={base64.urlsafe_b64encode(json.dumps(world).encode()).decode()}", f"--master_addr={address}",
         f"--master_port={port}", "--node_rank=NUMBER", *arguments,
     ]  # fmt: skip
-    return ssh.literal(ssh.remote(words, environment)).replace("--node_rank=NUMBER", "--node_rank=%n", 1)
+    return escape(ssh.remote_command(words, environment)).replace("--node_rank=NUMBER", "--node_rank=%n", 1)
 
 
-class Start:
-    """The processes of one start of a run, on all hosts. `folder` has a name that their command lines hold."""
+class RemoteRanks:
+    """The processes of one start of a run on all hosts. All their command lines contain the name of `folder`."""
 
     def __init__(self, named: Sequence[HostfileEntry], access: Access, folder: Path) -> None:
         self._hosts, self._folder = named, folder
-        self.said: list[str] = []  # by pdsh, of nodes that did not end well
-        self._environment = ssh.pdsh_environment(access)
+        self.pdsh_messages: list[str] = []  # of nodes that did not end well
+        self._environment = _pdsh_environment(access)
 
     def run(self, line: str) -> int:
         """Run the line on all hosts and wait; pdsh's exit code. Nothing is left running on a host that answers.
@@ -169,8 +180,8 @@ class Start:
         """
         try:
             process = subprocess.Popen(
-                ssh.pdsh(self._hosts, line), env=self._environment, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE,
-                start_new_session=True, preexec_fn=_end_with_parent,
+                pdsh_command(self._hosts, line), env=self._environment, stdin=subprocess.DEVNULL,
+                stderr=subprocess.PIPE, start_new_session=True, preexec_fn=_end_with_parent,
             )  # fmt: skip
         except FileNotFoundError:
             raise RequestError(
@@ -179,11 +190,11 @@ class Start:
                 hint="install it (apt install pdsh), or start them yourself: frugal train ... --print no-ssh",
             ) from None
         assert process.stderr is not None
-        passing = threading.Thread(target=self._pass_on, args=(process.stderr,), daemon=True)
-        passing.start()
+        relay = threading.Thread(target=self._relay_stderr, args=(process.stderr,), daemon=True)
+        relay.start()
         code = 1
         try:
-            with self._forwarding():
+            with self._forwarded_signals():
                 try:
                     code = self._wait(process)
                 except KeyboardInterrupt:
@@ -194,7 +205,7 @@ class Start:
             if code:
                 self._signal("KILL", of="")  # of everything, launchers and ranks that wait for the one that failed
             _kill(process)
-            passing.join(timeout=SIGNAL_SECONDS)
+            relay.join(timeout=SIGNAL_SECONDS)
         return code
 
     def _wait(self, process: subprocess.Popen[bytes]) -> int:
@@ -216,7 +227,7 @@ class Start:
         """
         key = self._folder.name
         pattern = f"{of}{key[:-1]}[{key[-1]}]"
-        command = ssh.pdsh(self._hosts, f"pkill -{name} -f -- {shlex.quote(pattern)}")
+        command = pdsh_command(self._hosts, f"pkill -{name} -f -- {shlex.quote(pattern)}")
         try:
             done = subprocess.run(
                 command, env=self._environment, capture_output=True, stdin=subprocess.DEVNULL, timeout=SIGNAL_SECONDS
@@ -225,34 +236,53 @@ class Start:
             return True
         return done.stderr.count(b"exited with exit code 1\n") < len(self._hosts)  # pkill's, for nobody there
 
-    def _pass_on(self, stream: IO[bytes]) -> None:
+    def _relay_stderr(self, stream: IO[bytes]) -> None:
         """To our standard error, without what pdsh says of its own: which ssh ended with which code."""
         for line in stream:
-            if ssh.PDSH_SAYS.match(line):
-                self.said.append(line.decode(errors="replace").strip())
+            if _PDSH_EXIT.match(line):
+                self.pdsh_messages.append(line.decode(errors="replace").strip())
             else:
                 click.echo(line, nl=False, err=True)
 
     @contextmanager
-    def _forwarding(self) -> Iterator[None]:
+    def _forwarded_signals(self) -> Iterator[None]:
         """SIGTERM and SIGUSR1 to us go to the ranks, which save and end; a second one, and SIGHUP, end everything."""
-        told: list[int] = []
+        received: list[int] = []
 
-        def tell(number: int, _frame: FrameType | None) -> None:
-            if told or number == signal.SIGHUP or not self._signal(signal.Signals(number).name.removeprefix("SIG")):
+        def forward(number: int, _frame: FrameType | None) -> None:
+            if received or number == signal.SIGHUP or not self._signal(signal.Signals(number).name.removeprefix("SIG")):
                 raise KeyboardInterrupt
-            told.append(number)
+            received.append(number)
 
-        with handled((*STOP_SIGNALS, signal.SIGHUP), tell):
+        with handled((*STOP_SIGNALS, signal.SIGHUP), forward):
             yield
 
 
+def pdsh_command(hosts: Sequence[HostfileEntry], command: str) -> list[str]:
+    """The words that run a shell's line on all hosts at once, without names before what they print.
+
+    In `command`, `%n` is the number of the host in `hosts`; see `escape`.
+    """
+    return ["pdsh", "-R", "ssh", "-S", "-N", "-f", str(FAN_OUT), "-w", ",".join(h.name for h in hosts), command]
+
+
+def escape(command: str) -> str:
+    """A line in which pdsh replaces nothing."""
+    return command.replace("%", "%%")
+
+
+def _pdsh_environment(access: Access) -> dict[str, str]:
+    """What pdsh reads: its ssh asks no questions either."""
+    options = f"{os.environ.get('PDSH_SSH_ARGS_APPEND', '')} {' '.join(access.options())}".strip()
+    return {**os.environ, "PDSH_RCMD_TYPE": "ssh", "PDSH_SSH_ARGS_APPEND": options}
+
+
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """End pdsh and its ssh, which would wait for a host that is silent."""
+    """End pdsh and its ssh, which would wait for a host that does not answer."""
     with suppress(psutil.NoSuchProcess):
-        for each in psutil.Process(process.pid).children(recursive=True):
+        for child in psutil.Process(process.pid).children(recursive=True):
             with suppress(psutil.NoSuchProcess):
-                each.kill()
+                child.kill()
     process.kill()
     process.wait()
 

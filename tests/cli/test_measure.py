@@ -74,7 +74,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, int]:
         categories={"parameters": 3 * GIB}, phases={"forward": 3 * GIB}, host_bytes_per_node=GIB, operator="mm",
         phase="forward",
     )  # fmt: skip
-    monkeypatch.setattr(local, "check", lambda plan, port: None)
+    monkeypatch.setattr(local, "check_machine", lambda plan, port: None)
     monkeypatch.setattr(local, "start", start)
     monkeypatch.setattr(measure, "_expected", lambda plan, pool: figures)
     blank = plan_by_hand(world_size=1, global_batch=4, micro_batch=4, zero_stage=0)

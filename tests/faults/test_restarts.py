@@ -63,7 +63,9 @@ def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint_and_nothing_els
     assert losses(folder / "killed") == whole
 
 
-ON_ONE = "from frugal.cli import main; from frugal.launch import local; local.devices_left = lambda plan: 1; main()"
+ON_ONE = (
+    "from frugal.cli import main; from frugal.launch import local; local.num_working_devices = lambda plan: 1; main()"
+)
 
 
 def test_elastic_goes_on_with_the_devices_that_are_left(folder: Path, whole: list[tuple[int, float]]) -> None:

@@ -11,11 +11,11 @@ from frugal.config.hostfile import parse_hostfile
 from frugal.config.local_host import versions
 from frugal.config.run import Settings
 from frugal.errors import RequestError
-from frugal.launch import elastic as remaining
+from frugal.launch import elastic as restarts
 from frugal.launch import host_report
-from frugal.launch.elastic import choose, part
+from frugal.launch.elastic import part_of_cluster, usable_hosts
 from frugal.launch.host_report import HostReport
-from frugal.launch.ssh import Access, Silent
+from frugal.launch.ssh import Access, UnreachableHost
 from tests.plans import plan_by_hand
 
 NAMED = parse_hostfile("a slots=2\nb slots=3\nc slots=1\nd slots=1\ne slots=2\n")
@@ -23,7 +23,7 @@ NAMED = parse_hostfile("a slots=2\nb slots=3\nc slots=1\nd slots=1\ne slots=2\n"
 
 def report(**values: object) -> HostReport:
     """This machine's, but for some values."""
-    return msgspec.structs.replace(host_report.report(Path(), None, cuda=False), **values)
+    return msgspec.structs.replace(host_report.collect(Path(), None, cuda=False), **values)
 
 
 def test_what_answers_and_works_is_left_and_the_rest_is_said() -> None:
@@ -31,11 +31,11 @@ def test_what_answers_and_works_is_left_and_the_rest_is_said() -> None:
     reports = [
         report(cuda_devices=2, working_gpus=[0, 1]),
         report(cuda_devices=3, working_gpus=[0, 2]),
-        Silent(silent),
+        UnreachableHost(silent),
         report(cuda_devices=1, working_gpus=[0], versions=versions() | {"torch": "2.12.1"}),
         report(cuda_devices=2, working_gpus=[]),
     ]
-    left, lost = choose(NAMED, reports, Access(), "cuda")
+    left, lost = usable_hosts(NAMED, reports, Access(), "cuda")
     assert [(place.host.name, place.gpus) for place in left] == [("a", (0, 1)), ("b", (0, 2))]
     assert lost[0] == "left out: 1 of 3 GPUs of b: they do not work"
     assert lost[1] == f"left out: c {silent}"
@@ -49,13 +49,13 @@ def test_the_cluster_that_is_left_has_the_devices_that_are_left() -> None:
     nodes = tuple(Node(devices=tuple(kinds[: host.slots]), host_memory_bytes=host.slots << 30) for host in NAMED)
     cluster = Cluster(nodes=nodes, intra_bandwidth=1e9, inter_bandwidth=2e9)
     reports = [
-        Silent("is gone"),
+        UnreachableHost("is gone"),
         report(working_gpus=[0, 2]),
-        Silent("is gone"),
+        UnreachableHost("is gone"),
         report(cuda_devices=1, working_gpus=[0]),
     ]
-    left, _ = choose(NAMED[:4], reports, Access(), "cuda")
-    kept = part(dataclasses.replace(cluster, nodes=nodes[:4]), NAMED[:4], left)
+    left, _ = usable_hosts(NAMED[:4], reports, Access(), "cuda")
+    kept = part_of_cluster(dataclasses.replace(cluster, nodes=nodes[:4]), NAMED[:4], left)
     assert [[each.name for each in node.devices] for node in kept.nodes] == [["small", "dear"], ["small"]]
     assert [node.host_memory_bytes for node in kept.nodes] == [3 << 30, 1 << 30]
     assert (kept.intra_bandwidth, kept.inter_bandwidth) == (1e9, 2e9)
@@ -68,15 +68,15 @@ def test_hosts_that_stay_away_end_the_run_and_are_named(
     elastic: bool, what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A name that cannot exist (RFC 6761) is a host that does not answer."""
-    monkeypatch.setattr(remaining, "RETURN_SECONDS", 0.1)
-    monkeypatch.setattr(remaining, "AGAIN_SECONDS", 0.1)
-    monkeypatch.setattr(remaining.pdsh, "ready", lambda *_: [])  # as it was when the run began
+    monkeypatch.setattr(restarts, "RETURN_SECONDS", 0.1)
+    monkeypatch.setattr(restarts, "RETRY_SECONDS", 0.1)
+    monkeypatch.setattr(restarts.pdsh, "ready_hosts", lambda *_: [])  # as it was when the run began
     plan = plan_by_hand(world_size=1, global_batch=1, micro_batch=1, zero_stage=2)
     named = parse_hostfile("nowhere.invalid slots=1\n")
-    on = remaining.Remaining(
+    on = restarts.RestartableHosts(
         plan, named, Access(), Settings(out=tmp_path / "run"), None, (lambda _: plan) if elastic else None
     )
     with pytest.raises(RequestError, match=what) as raised:
-        on.rest(plan)
+        on.plan_for_restart(plan)
     assert "nowhere.invalid " in raised.value.because[0]
     assert capsys.readouterr().err.startswith("waiting 0 minutes for nowhere.invalid, which ")

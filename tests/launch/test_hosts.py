@@ -14,9 +14,9 @@ from frugal.config.cluster import Cluster, Node
 from frugal.config.hostfile import parse_hostfile
 from frugal.config.local_host import versions
 from frugal.errors import RequestError
-from frugal.launch import host_report, ssh
+from frugal.launch import host_report, pdsh, ssh
 from frugal.launch.host_report import Gpu, HostReport
-from frugal.launch.ssh import Access, Silent
+from frugal.launch.ssh import Access, UnreachableHost
 from frugal.planning.plan import Plan
 from frugal.units import GIB
 from tests.plans import plan_by_hand
@@ -102,7 +102,7 @@ def test_a_plan_for_other_nodes_is_refused(folder: Path, capsys: pytest.CaptureF
 
 def report(**values: object) -> HostReport:
     """This machine's, but for some values."""
-    return msgspec.structs.replace(host_report.report(Path(), None, cuda=False), **values)
+    return msgspec.structs.replace(host_report.collect(Path(), None, cuda=False), **values)
 
 
 def test_what_hosts_lack_is_said_of_each() -> None:
@@ -111,7 +111,7 @@ def test_what_hosts_lack_is_said_of_each() -> None:
     reports = [
         report(gpus=[good, Gpu("small", 8 * GIB, 8 * GIB)], cuda_devices=2, memory_bytes=32 * GIB),
         report(gpus=[], cuda_devices=0),
-        Silent("does not answer: ssh: connect to host c port 22: Connection timed out"),
+        UnreachableHost("does not answer: ssh: connect to host c port 22: Connection timed out"),
         report(
             gpus=[good], cuda_devices=1, versions=versions() | {"torch": "2.12.1"}, networks={"ib0": ["10.0.0.1/8"]}
         ),
@@ -135,18 +135,18 @@ def test_rank_0_is_met_on_the_network_the_others_are_on() -> None:
     """Not at what its name means there, 127.0.1.1 on Debian, nor on a network of containers."""
     first = report(address="127.0.1.1", networks={"docker0": ["172.17.0.1/16"], "eth0": ["10.0.0.1/24"]})
     other = report(address="10.0.0.2", networks={"eth0": ["10.0.0.2/24"]})
-    assert ssh.meeting_place([first, other], Access()) == "10.0.0.1"
-    assert ssh.meeting_place([first, other], Access(nic="docker0")) == "172.17.0.1"
-    assert ssh.meeting_place([report(address="10.1.0.9", networks={})], Access()) == "10.1.0.9"
+    assert ssh.rendezvous_address([first, other], Access()) == "10.0.0.1"
+    assert ssh.rendezvous_address([first, other], Access(nic="docker0")) == "172.17.0.1"
+    assert ssh.rendezvous_address([report(address="10.1.0.9", networks={})], Access()) == "10.1.0.9"
 
 
 def test_words_survive_a_shell_on_the_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     odd = ["a b", "$HOME", "`id`", "x;y", "'", '"', "*", "100%n", "\\", ""]
-    line = ssh.remote([sys.executable, "-c", "import sys; print(sys.argv[1:])", *odd], {"A B": "c d"})
+    line = ssh.remote_command([sys.executable, "-c", "import sys; print(sys.argv[1:])", *odd], {"A B": "c d"})
     done = subprocess.run(["ssh-would-run", "-c", line], executable="/bin/sh", capture_output=True, text=True)
     assert done.stdout == f"{odd}\n", done.stderr
-    assert ssh.literal(line).replace("%%", "%") == line
+    assert pdsh.escape(line).replace("%%", "%") == line
 
 
 def test_deepspeeds_file_of_variables_is_passed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,8 +8,8 @@ import pytest
 
 from frugal.config.run import Settings
 from frugal.distributed.first_failure import FailureReport
-from frugal.launch import local
-from frugal.launch.local import End, ended
+from frugal.launch import local, restart
+from frugal.launch.restart import RunEnd, judge
 from tests.plans import plan_by_hand
 
 
@@ -39,28 +39,28 @@ FULL = said(1, 6, "error: cannot write the checkpoint")
 def test_what_the_ranks_reported_decides(
     code: int, report: FailureReport | None, expected: tuple[int, str, bool], tmp_path: Path
 ) -> None:
-    end = ended(code, report, Settings(out=tmp_path))
+    end = judge(code, report, Settings(out=tmp_path))
     assert (end.code, end.why, end.is_final) == expected
 
 
 def test_a_folder_says_how_far_a_run_came(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"event": "step", "step": 7}\n{"event": "step", "st')
     (tmp_path / "checkpoints" / "step-000005").mkdir(parents=True)
-    end = ended(-9, None, Settings(out=tmp_path))
+    end = judge(-9, None, Settings(out=tmp_path))
     assert (end.step, end.checkpoint) == (7, "step-000005")
 
 
 def test_an_exit_code_of_0_without_a_word_from_the_ranks_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = plan_by_hand(world_size=2, global_batch=2, micro_batch=1, zero_stage=2)
     monkeypatch.setattr(local, "start", lambda *_: 0)  # as launchers say of ranks that were killed
-    assert local.on_this_machine(None)(plan, Settings()) == (1, None)
+    assert local.starter(None)(plan, Settings()) == (1, None)
 
 
-def killed(step: int, checkpoint: str | None = "step-000002", why: str = "a rank was ended by SIGKILL") -> End:
-    return End(137, why, False, step, checkpoint)
+def killed(step: int, checkpoint: str | None = "step-000002", why: str = "a rank was ended by SIGKILL") -> RunEnd:
+    return RunEnd(137, why, False, step, checkpoint)
 
 
-FINE = End(0, "", True, 9, "step-000009")
+FINE = RunEnd(0, "", True, 9, "step-000009")
 GONE = "a rank was ended by SIGKILL"
 
 
@@ -94,18 +94,18 @@ GONE = "a rank was ended by SIGKILL"
     ],
 )
 def test_a_run_is_started_again_as_often_as_it_may(
-    ends: list[End], code: int, said: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ends: list[RunEnd], code: int, said: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    coming: Iterator[End] = iter(ends)
+    coming: Iterator[RunEnd] = iter(ends)
     resumed = []
 
     def start(_plan: Any, asked: Settings) -> tuple[int, None]:
         resumed.append(asked.resume)
         return 0, None
 
-    monkeypatch.setattr(local, "ended", lambda *_: next(coming))
+    monkeypatch.setattr(restart, "judge", lambda *_: next(coming))
     plan = plan_by_hand(world_size=2, global_batch=2, micro_batch=1, zero_stage=2)
-    assert local.supervise(start, plan, Settings(), 2, lambda before: before) == code
+    assert restart.supervise(start, plan, Settings(), 2, lambda before: before) == code
     assert capsys.readouterr().err == "".join(line + "\n" for line in said)
     assert next(coming, None) is None
     assert resumed == [False, *(end.checkpoint is not None for end in ends[:-1])]

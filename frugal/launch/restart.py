@@ -1,0 +1,112 @@
+"""Restarts (`frugal train --max-restarts`): a run is started again when it ended for something that may not come again.
+
+Launchers do not always pass on how a rank ended, so a run is judged by what its ranks reported (`first_failure`) before
+the exit code counts. Not started again: what is done or was told to stop, what ended with a message for the user, and
+what ended at the same step in the same way as the time before.
+"""
+
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import click
+import msgspec
+
+from frugal.config.run import METRICS, Settings
+from frugal.distributed.first_failure import FailureReport
+from frugal.errors import INTERRUPTED
+from frugal.planning.plan import Plan
+from frugal.training.checkpoint.manifest import newest_checkpoint
+
+FINAL_CODES = (2, 3, 4, 5, 6, 7, INTERRUPTED)
+"""Of runs that ended with a message for the user (`frugal.errors`): it would come again."""
+
+Start = Callable[[Plan, Settings], tuple[int, FailureReport | None]]
+"""Starts a run and waits: 0 if it came to its end, otherwise an exit code and what the rank said that failed first."""
+
+
+@dataclass(frozen=True)
+class RunEnd:
+    """How a run ended: after `step`, with `checkpoint` as its newest, for the reason `why`, in words.
+
+    `is_final`: whether starting it again would be of no use.
+    """
+
+    code: int
+    why: str
+    is_final: bool
+    step: int
+    checkpoint: str | None
+
+
+def supervise(
+    start: Start, plan: Plan, asked: Settings, max_restarts: int, plan_for_rest: Callable[[Plan], Plan]
+) -> int:
+    """Run a plan until it is done, starting it again at most `max_restarts` times; the last exit code.
+
+    `plan_for_rest` gives the plan to go on with, for the devices that are left.
+    """
+    before: RunEnd | None = None
+    for restart in range(max_restarts + 1):
+        end = judge(*start(plan, asked), asked)
+        if end.is_final:
+            return end.code
+        if before is not None and (end.why, end.step, end.checkpoint) == (before.why, before.step, before.checkpoint):
+            click.echo(f"error: {end.why} again, after step {end.step} as before: not started again", err=True)
+            return end.code
+        if restart == max_restarts:
+            hint = f"\n\nhint: continue from {end.checkpoint} with --resume" if end.checkpoint else ""
+            click.echo(f"error: {end.why}, and all {max_restarts} restarts are used up{hint}", err=True)
+            return end.code
+        where = f"going on from {end.checkpoint}" if end.checkpoint else "starting anew, as there is no checkpoint"
+        click.echo(f"restart {restart + 1} of {max_restarts}: {end.why} after step {end.step}; {where}", err=True)
+        asked = replace(asked, resume=end.checkpoint is not None)
+        plan, failed = plan_for_rest(plan), plan
+        before = end if plan.digest == failed.digest else None  # the same again on other devices is another failure
+    raise AssertionError("the loop returns")
+
+
+def judge(code: int, report: FailureReport | None, asked: Settings) -> RunEnd:
+    """What an exit code and the report of the rank that failed first amount to."""
+    saved = newest_checkpoint(asked.checkpoints)
+    step, checkpoint = _last_step(asked.out / METRICS), None if saved is None else saved.name
+    if code == 0:
+        return RunEnd(0, "", True, step, checkpoint)
+    if report is not None and report.code in FINAL_CODES:
+        return RunEnd(report.code, "", True, step, checkpoint)
+    if number := signal_of(code):
+        return RunEnd(128 + number, f"a rank was ended by {number.name}", False, step, checkpoint)
+    if report is not None:
+        return RunEnd(report.code, _why(report), False, step, checkpoint)
+    if code in FINAL_CODES:  # refused before there was a rank
+        return RunEnd(code, "", True, step, checkpoint)
+    return RunEnd(code, "the run ended without a word from its ranks", False, step, checkpoint)
+
+
+def _why(report: FailureReport) -> str:
+    """A message for people is about a rank that is gone; of a traceback the exception, above its last line."""
+    lines = report.text.splitlines()
+    if lines[0].startswith("error: "):
+        return lines[0].removeprefix("error: ")
+    return f"rank {report.rank} failed ({lines[max(0, len(lines) - 2)]})"
+
+
+def _last_step(metrics: Path) -> int:
+    """The last step that was logged; 0 if none was."""
+    step = 0
+    if metrics.exists():
+        for line in metrics.read_bytes().splitlines():
+            try:
+                step = max(step, int(msgspec.json.decode(line)["step"]))
+            except (msgspec.DecodeError, KeyError):  # half a line, of a run that was killed
+                continue
+    return step
+
+
+def signal_of(code: int) -> signal.Signals | None:
+    """The signal that ended a process with this exit code, as Python, the shell or `sys.exit(-n)` say it."""
+    for number in (-code, 256 - code, code - 128):
+        if number in (signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS):
+            return signal.Signals(number)
+    return None
