@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from operator import mul
-from types import MappingProxyType
 
 from frugal.errors import RequestError
 
@@ -27,7 +26,7 @@ class MicroSteps:
 
 @lru_cache(maxsize=16)  # a search asks ten times in a row about the same thousand ranks
 def _groups(caps: tuple[int, ...]) -> Mapping[int, int]:
-    return MappingProxyType(dict(sorted(Counter(caps).items())))
+    return dict(sorted(Counter(caps).items()))  # not a mappingproxy: plans are pickled
 
 
 @dataclass(frozen=True, kw_only=True)
