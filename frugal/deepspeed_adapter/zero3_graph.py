@@ -28,17 +28,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from frugal.deepspeed_adapter.simulate import mirrored
-from frugal.planning.memory.model_trace import (
-    FETCH,
-    FETCH_IN_BACKWARD,
-    FORWARD_BEGINS,
-    HOLD,
-    LET_GO,
-    RELEASE,
-    RELEASE_IN_BACKWARD,
-)
+from frugal.planning.memory.model_trace import MarkKind
 
-Mark = Callable[[int, int, int], None]
+Marker = Callable[[MarkKind, int, int], None]
 """Takes what happens, the number of the module or parameter, and for the holds of parameters a number of the hold."""
 
 
@@ -98,7 +90,7 @@ class _Parameters:
     Recomputed layers keep detached parameters for backward, so releasing a parameter does not free it then.
     """
 
-    def __init__(self, model: nn.Module, mark: Mark) -> None:
+    def __init__(self, model: nn.Module, mark: Marker) -> None:
         self._mark = mark
         self._numbers = {id(parameter): number for number, parameter in enumerate(model.parameters())}
         self._at_rest = [parameter.data for parameter in model.parameters()]
@@ -130,17 +122,17 @@ class _Parameters:
                 use = self._uses.pop(number).peek()
                 if use is not None:  # somebody has it still
                     self._holds[use[2][1]] = len(self._holds)
-                    self._mark(HOLD, number, len(self._holds) - 1)
+                    self._mark(MarkKind.HOLD, number, len(self._holds) - 1)
 
     def _gone(self, number: int, use: int) -> None:
         if use in self._holds:
-            self._mark(LET_GO, number, self._holds[use])
+            self._mark(MarkKind.LET_GO, number, self._holds[use])
 
 
 class _Module:
     """What is known of one module while the model runs (`DeepSpeedZeRoOffload._register_deepspeed_module`)."""
 
-    def __init__(self, module: nn.Module, number: int, parameters: _Parameters, mark: Mark) -> None:
+    def __init__(self, module: nn.Module, number: int, parameters: _Parameters, mark: Marker) -> None:
         self.module = module
         self.number = number
         self.parameters = parameters
@@ -148,21 +140,21 @@ class _Module:
         self.backwards_to_come = 0  # outputs whose backward will announce the module's
         self.gradients_to_come = 0  # inputs whose gradients end the module's backward
 
-    def mark(self, what: int) -> None:
+    def mark(self, kind: MarkKind) -> None:
         """Tell that this module begins or ends."""
-        if what in (FETCH, FETCH_IN_BACKWARD):
+        if kind in (MarkKind.FETCH, MarkKind.FETCH_IN_BACKWARD):
             self.parameters.fetch(self.module)
         else:
             self.parameters.release(self.module)
-        self._mark(what, self.number, -1)
+        self._mark(kind, self.number, -1)
 
     def before_forward(self, _module: nn.Module, inputs: Any) -> Any:
-        self.mark(FETCH)
+        self.mark(MarkKind.FETCH)
         self.gradients_to_come = 0
         return _map_tensors(lambda tensor: _AfterBackward.apply(tensor, self), inputs)
 
     def after_forward(self, _module: nn.Module, _inputs: Any, output: Any) -> Any:
-        self.mark(RELEASE)
+        self.mark(MarkKind.RELEASE)
         return _map_tensors(lambda tensor: _BeforeBackward.apply(tensor, self), output)
 
 
@@ -179,7 +171,7 @@ class _BeforeBackward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.module.backwards_to_come > 0:
-            ctx.module.mark(FETCH_IN_BACKWARD)
+            ctx.module.mark(MarkKind.FETCH_IN_BACKWARD)
             ctx.module.backwards_to_come -= 1
         return (*grads, None)
 
@@ -199,7 +191,7 @@ class _AfterBackward(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         ctx.module.gradients_to_come -= 1
         if ctx.module.gradients_to_come == 0:
-            ctx.module.mark(RELEASE_IN_BACKWARD)
+            ctx.module.mark(MarkKind.RELEASE_IN_BACKWARD)
         return (*grads, None)
 
 
@@ -215,13 +207,13 @@ def _map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
     return function(value) if isinstance(value, Tensor) else value
 
 
-def install(model: nn.Module, mark: Mark) -> set[int]:
+def install(model: nn.Module, mark: Marker) -> set[int]:
     """Have every module of `model` say when it fetches and releases its parameters.
 
     The result: addresses of the parameters' storages while no module has fetched them. An operator that reads one uses
     a parameter outside its module; DeepSpeed gathers that in a way of its own.
     """
-    model.register_forward_pre_hook(lambda *_: mark(FORWARD_BEGINS, 0, -1))
+    model.register_forward_pre_hook(lambda *_: mark(MarkKind.FORWARD_BEGINS, 0, -1))
     parameters = _Parameters(model, mark)
     for number, module in enumerate(model.modules()):
         state = _Module(module, number, parameters, mark)

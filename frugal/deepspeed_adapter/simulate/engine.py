@@ -10,7 +10,7 @@ from frugal.deepspeed_adapter.simulate import mirrored
 from frugal.deepspeed_adapter.simulate.stream import NUM_STATES, MicroStep, PinnedBlocks, Setting, Stream
 from frugal.deepspeed_adapter.simulate.zero3 import SimulatedZero3
 from frugal.deepspeed_adapter.simulate.zero12 import SimulatedZero12
-from frugal.planning.memory.model_trace import ARRIVAL, BATCH_ENDS, LOSS_ENDS, ModelTrace
+from frugal.planning.memory.model_trace import ARRIVAL, BATCH_ENDS, LOSS_ENDS, MarkKind, ModelTrace
 from frugal.planning.memory.profile import RankMemory
 from frugal.planning.memory.timeline import (
     BACKWARD,
@@ -48,7 +48,7 @@ class SimulatedZero0:
             self._stream.relabel(storage, GRADIENTS)
             self._gradients[parameter] = storage
 
-    def module(self, what: int, number: int, hold: int) -> None:
+    def module(self, kind: MarkKind, number: int, hold: int) -> None:
         """Modules have their parameters at hand."""
 
     def end(self) -> None:

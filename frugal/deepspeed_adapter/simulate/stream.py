@@ -8,7 +8,7 @@ from typing import Protocol
 
 from frugal.config.cluster import DeviceKind
 from frugal.planning.memory.allocator import HostAllocator
-from frugal.planning.memory.model_trace import DEATH, GRADIENT, ModelTrace
+from frugal.planning.memory.model_trace import MarkKind, ModelTrace
 from frugal.planning.memory.timeline import TEMPORARY, Timeline, TimelineBuilder
 
 
@@ -19,7 +19,7 @@ class Optimizer(Protocol):
         """Autograd has finished the gradient of a trainable parameter. Whoever wants to keep it holds `storage`."""
         ...
 
-    def module(self, what: int, number: int, hold: int) -> None:
+    def module(self, kind: MarkKind, number: int, hold: int) -> None:
         """One of the marks of ZeRO-3, see `frugal.planning.memory.model_trace`."""
         ...
 
@@ -151,16 +151,16 @@ class MicroStep:
         """All events of one of the trace's phases; `optimizer` is told of the marks."""
         position, end = self._ranges[phase].start, self._ranges[phase].stop
         stream, events = self._stream, self._events
-        for event, what, number, storage in self._stops[phase]:
+        for event, kind, number, storage in self._stops[phase]:
             stream.extend(events[position:event])
             position = event
-            if what == DEATH:
+            if kind is MarkKind.DEATH:
                 stream.dies(storage + self._first)
                 position += 1
-            elif what == GRADIENT:
+            elif kind is MarkKind.GRADIENT:
                 optimizer.gradient(number, storage if storage < 0 else storage + self._first)
             else:
-                optimizer.module(what, number, storage)
+                optimizer.module(kind, number, storage)
         stream.extend(events[position:end])
 
 

@@ -8,6 +8,7 @@ reduced (`reduce_ipg_grads`).
 """
 
 from frugal.deepspeed_adapter.simulate.stream import PinnedBlocks, Setting, Stream
+from frugal.planning.memory.model_trace import MarkKind
 from frugal.planning.memory.timeline import COMMUNICATION, GRADIENTS, OPTIMIZER, PARAMETERS
 
 
@@ -108,7 +109,7 @@ class SimulatedZero12:
             self._stream.relabel(storage, GRADIENTS)
             self._accumulated[parameter] = storage
 
-    def module(self, what: int, number: int, hold: int) -> None:
+    def module(self, kind: MarkKind, number: int, hold: int) -> None:
         """Modules have their parameters at hand."""
 
     def end(self) -> None:

@@ -5,14 +5,7 @@ Names in brackets are methods of `DeepSpeedZeroOptimizer_Stage3` in deepspeed/ru
 
 from frugal.deepspeed_adapter.simulate.stream import PinnedBlocks, Setting, Stream
 from frugal.deepspeed_adapter.simulate.zero3_prefetch import SimulatedPrefetch
-from frugal.planning.memory.model_trace import (
-    FETCH,
-    FETCH_IN_BACKWARD,
-    FORWARD_BEGINS,
-    HOLD,
-    RELEASE,
-    RELEASE_IN_BACKWARD,
-)
+from frugal.planning.memory.model_trace import MarkKind
 from frugal.planning.memory.timeline import COMMUNICATION, GRADIENTS, OPTIMIZER, PARAMETERS
 
 
@@ -104,15 +97,15 @@ class SimulatedZero3:
         """A backward begins; `is_boundary`: the optimizer step comes after it."""
         self._is_boundary = is_boundary
 
-    def module(self, what: int, number: int, hold: int) -> None:
+    def module(self, kind: MarkKind, number: int, hold: int) -> None:
         """See `Optimizer`."""
-        if what == FORWARD_BEGINS:
+        if kind is MarkKind.FORWARD_BEGINS:
             self._gathering.forward_begins()
-        elif what in (FETCH, FETCH_IN_BACKWARD):
-            self._gathering.fetch(number, in_backward=what == FETCH_IN_BACKWARD)
-        elif what in (RELEASE, RELEASE_IN_BACKWARD):
-            self._gathering.release(number, in_backward=what == RELEASE_IN_BACKWARD)
-        elif what == HOLD:
+        elif kind in (MarkKind.FETCH, MarkKind.FETCH_IN_BACKWARD):
+            self._gathering.fetch(number, in_backward=kind is MarkKind.FETCH_IN_BACKWARD)
+        elif kind in (MarkKind.RELEASE, MarkKind.RELEASE_IN_BACKWARD):
+            self._gathering.release(number, in_backward=kind is MarkKind.RELEASE_IN_BACKWARD)
+        elif kind is MarkKind.HOLD:
             self._held[hold] = self._gathering.storage(number)
             self._stream.hold(self._held[hold])
         else:

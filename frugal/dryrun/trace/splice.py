@@ -1,26 +1,22 @@
-"""The stream of a model's step cut where its repeated layers begin and end, and what each part says of itself.
+"""A trace of a few layers made into one of many: the events of a middle layer are repeated.
 
 A trace is cut at the beginning of each layer in forward and at the end of each in backward; between the cuts of two
 neighbours lies one layer's part. Where layers alternate, a period of several takes the part of one.
 
-A trace of a few layers made into one of many: the events of a middle layer are repeated.
-
 Repeated layers do the same, so their births and deaths are the same but for whose storages they are. Two parts in the
-middle (see `frugal.dryrun.trace.splice`) must say the same, each about itself and its neighbours: then any number
-of layers can stand between.
+middle must say the same, each about itself and its neighbours: then any number of layers can stand between.
 
 Not seen by that: storages outside the layers whose size depends on how many there are. Who splices compares traces
 of different numbers of layers for that.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from enum import Enum
+from typing import NamedTuple
 
-from frugal.planning.memory.model_trace import GRADIENT, HOLD, LAYER, LET_GO, Mark
-from frugal.planning.memory.timeline import Timeline
-
-Marks = tuple[tuple[Mark, ...], ...]
+from frugal.planning.memory.model_trace import Mark, MarkKind, Marks
+from frugal.planning.memory.timeline import Timeline, TimelineBuilder
 
 
 class NotPeriodicError(Exception):
@@ -51,159 +47,206 @@ class LayerLayout:
     first_module: int
     modules: int
 
+    @property
+    def middle(self) -> int:
+        """The period that is repeated: with two others on each side, since the first and the last are not alike."""
+        return self.num_periods // 2
 
-EVENT, MARK, PHASE = range(3)
-FORWARD_PART, BACKWARD_PART, OUTSIDE = range(3)
+
+class PhaseBegins(NamedTuple):
+    """A phase of the trace begins."""
+
+    name: str
+
+
+class Event(NamedTuple):
+    """A storage begins or ends."""
+
+    storage: int
+    is_birth: bool
+
+
+class PartKind(Enum):
+    """Of one period in forward, of one in backward, or of none."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    OUTSIDE = "outside"
 
 
 @dataclass(frozen=True)
 class Part:
-    """A stretch of the stream. `number`: of its period, or of a part outside the layers."""
+    """A stretch of the trace. `number`: of its period, or 0, 1, 2 for what is before, between and after the layers."""
 
-    kind: int
+    kind: PartKind
     number: int
-    start: int
-    end: int
+    items: list[PhaseBegins | Event | Mark]
 
 
-Owner = tuple[int, int, int]
-"""Kind and number of the part that a storage is born in, and how many are born there before."""
+class Origin(NamedTuple):
+    """Where a storage, or a hold, begins: in which part, and how many begin there before."""
+
+    kind: PartKind
+    number: int
+    ordinal: int
+
+    def seen_from(self, period: int) -> "Origin":
+        """With periods counted from this one."""
+        return self if self.kind is PartKind.OUTSIDE else self._replace(number=self.number - period)
 
 
 class Parts:
-    """A stream cut into parts."""
+    """A trace cut into parts.
+
+    Attributes:
+        stream: the trace's events.
+        layout: of the traced model.
+        parts: in order.
+        births: of every storage its origin.
+        holds: of every hold its origin.
+    """
 
     def __init__(self, stream: Timeline, marks: Marks, layout: LayerLayout) -> None:
         self.stream = stream
         self.layout = layout
-        self.items = list(_items(stream, marks))
-        self.parts = self._cut()
-        self.owner: dict[int, Owner] = {}
-        self.hold_owner: dict[int, Owner] = {}
-        self.births: list[bool] = []
+        self.parts = _cut(list(_items(stream, marks)), layout)
+        self.births: dict[int, Origin] = {}
+        self.holds: dict[int, Origin] = {}
         for part in self.parts:
-            births = holds = 0
-            for item in self.items[part.start : part.end]:
-                is_birth = item[0] == EVENT and item[1] not in self.owner
-                if is_birth:
-                    self.owner[item[1]] = (part.kind, part.number, births)
-                    births += 1
-                elif item[0] == MARK and item[1] == HOLD:
-                    self.hold_owner[item[3]] = (part.kind, part.number, holds)
-                    holds += 1
-                self.births.append(is_birth)
+            num_births = num_holds = 0
+            for item in part.items:
+                if isinstance(item, Event) and item.is_birth:
+                    self.births[item.storage] = Origin(part.kind, part.number, num_births)
+                    num_births += 1
+                elif isinstance(item, Mark) and item.kind is MarkKind.HOLD:
+                    self.holds[item.storage] = Origin(part.kind, part.number, num_holds)
+                    num_holds += 1
 
-    def _cut(self) -> list[Part]:
-        layout = self.layout
-        q, last = layout.num_periods, len(self.items)
-        forward = [-1] * q
-        gradients: dict[int, int] = {}
-        for position, item in enumerate(self.items):
-            if item[0] == MARK and item[1] == LAYER:
-                period, rest = divmod(item[2] - layout.first_layer, layout.period)
-                if rest == 0 and period >= 0 and forward[period] < 0:
-                    forward[period] = position
-            elif item[0] == MARK and item[1] == GRADIENT:
-                gradients[item[2]] = position
-        own = range(layout.first_parameter + layout.parameters, layout.first_parameter + 2 * layout.parameters)
-        trained = [parameter for parameter in own if parameter in gradients]
-        if not trained or min(forward) < 0:
-            raise NotPeriodicError("a layer does not run, or has no gradient")
-        offset = max(trained, key=gradients.__getitem__) - layout.first_parameter - layout.parameters
-        ends = [gradients.get(layout.first_parameter + i * layout.parameters + offset, -1) + 1 for i in range(q)]
-        cuts = [*forward, *reversed(ends)]
-        if sorted(cuts) != cuts or cuts[0] < 0:
-            raise NotPeriodicError("layers do not run one after the other")
-        parts = [Part(OUTSIDE, 0, 0, forward[0])]
-        parts += [Part(FORWARD_PART, i, forward[i], forward[i + 1]) for i in range(q - 1)]
-        parts.append(Part(OUTSIDE, 1, forward[-1], ends[-1]))
-        parts += [Part(BACKWARD_PART, i, ends[i + 1], ends[i]) for i in reversed(range(q - 1))]
-        parts.append(Part(OUTSIDE, 2, ends[0], last))
-        return parts
+    def of_kind(self, kind: PartKind) -> list[Part]:
+        """By number."""
+        return sorted((part for part in self.parts if part.kind is kind), key=lambda part: part.number)
 
-    def said(self, kind: int, number: int) -> list[Any]:
-        """What a part says, in words that are the same for all layers."""
-        (part,) = [part for part in self.parts if (part.kind, part.number) == (kind, number)]
-        words: list[Any] = []
-        stream = self.stream
-        for position in range(part.start, part.end):
-            item = self.items[position]
-            if self.births[position]:
-                storage = item[1]
-                words.append(
-                    (
-                        stream.fixed[storage],
-                        stream.per_sample[storage],
-                        stream.categories[storage],
-                        stream.operators[storage],
-                        self.renamed(stream.names[stream.modules[storage]], part, -number),
-                    )
-                )
-            elif item[0] == EVENT:
-                words.append(_relative(self.owner[item[1]], number))
-            elif item[0] == MARK:
-                _, what, about, storage = item
-                who = self.hold_owner.get(storage) if what in (HOLD, LET_GO) else self.owner.get(storage)
-                words.append((what, self.numbered(what, about, part, -number), who and _relative(who, number)))
-            else:
+    def said(self, kind: PartKind, number: int) -> list[tuple[object, ...]]:
+        """What the part of a period says, in words that are the same for all periods.
+
+        Raises:
+            NotPeriodicError: a phase begins in it.
+        """
+        part, stream = self.of_kind(kind)[number], self.stream
+        move = Move(self.layout, part, shift=-number)
+        words: list[tuple[object, ...]] = []
+        for item in part.items:
+            if isinstance(item, PhaseBegins):
                 raise NotPeriodicError("a phase begins in the middle of the layers")
+            if isinstance(item, Mark):
+                origins = self.holds if item.kind in (MarkKind.HOLD, MarkKind.LET_GO) else self.births
+                origin = origins.get(item.storage)
+                words.append((item.kind, move.number(item), origin and origin.seen_from(number)))
+            elif item.is_birth:
+                i = item.storage
+                module = move.name(stream.names[stream.modules[i]])
+                words.append((stream.fixed[i], stream.per_sample[i], stream.categories[i], stream.operators[i], module))
+            else:
+                words.append(self.births[item.storage].seen_from(number))
         return words
 
-    def renamed(self, name: str, part: Part, shift: int, after: int = 0) -> str:
-        """A module's name, its layer moved by `shift` periods; outside of parts those behind the splice by `after`."""
-        head, dot, tail = name[len(self.layout.path) + 1 :].partition(".")
-        if not name.startswith(self.layout.path + ".") or not head.isdecimal():
-            return name
-        layer = int(head)
-        if part.kind == OUTSIDE:
-            shift = after if (layer - self.layout.first_layer) // self.layout.period > self.middle else 0
-        if layer < self.layout.first_layer:
-            return name
-        return f"{self.layout.path}.{layer + shift * self.layout.period}{dot}{tail}"
 
-    def numbered(self, what: int, number: int, part: Part, shift: int, after: int = 0) -> int:
-        """The number of a mark's parameter, module or layer, moved likewise; behind all layers by `after` anyway."""
-        layout = self.layout
-        first, size = (
-            (layout.first_parameter, layout.parameters)
-            if what in (GRADIENT, HOLD, LET_GO)
-            else (layout.first_layer, layout.period)
-            if what == LAYER
-            else (layout.first_module, layout.modules)
-        )
-        if number < first:
-            return number
-        period = (number - first) // size
-        if period >= layout.num_periods:
-            return number + after * size
-        if part.kind == OUTSIDE:
-            return number + (after * size if period > self.middle else 0)
-        return number + shift * size
-
-    @property
-    def middle(self) -> int:
-        """The period that is repeated: with two others on each side, since the first and the last are not alike."""
-        return self.layout.num_periods // 2
-
-
-def _items(stream: Timeline, marks: Marks) -> Iterator[tuple[Any, ...]]:
+def _items(stream: Timeline, marks: Marks) -> Iterator[PhaseBegins | Event | Mark]:
     """Phases, events and marks in one row."""
-    ends = [first for _, first in stream.phases[1:]] + [len(stream.events)]
-    for (phase, position), end, own in zip(stream.phases, ends, marks, strict=True):
-        yield PHASE, phase
-        for event, what, number, storage in own:
-            for i in range(position, event):
-                yield EVENT, stream.events[i]
-            position = event
-            yield MARK, what, number, storage
-        for i in range(position, end):
-            yield EVENT, stream.events[i]
+    events = list(map(Event, stream.events, stream.is_birth.tolist()))
+    for (phase, numbers), of_phase in zip(stream.phase_ranges, marks, strict=True):
+        yield PhaseBegins(phase)
+        position = numbers.start
+        for mark in of_phase:
+            yield from events[position : mark.event]
+            position = mark.event
+            yield mark
+        yield from events[position : numbers.stop]
 
 
-def _relative(owner: Owner, number: int) -> Owner:
-    """As seen from period `number`."""
-    kind, own, ordinal = owner
-    return (kind, own if kind == OUTSIDE else own - number, ordinal)
+def _cut(items: list[PhaseBegins | Event | Mark], layout: LayerLayout) -> list[Part]:
+    """The parts, in order: a period's forward begins with its first layer, its backward ends with its last gradient.
+
+    Raises:
+        NotPeriodicError: they cannot be told apart.
+    """
+    num_periods = layout.num_periods
+    begins = [-1] * num_periods  # of each period in forward, a position in `items`
+    gradients: dict[int, int] = {}  # parameter -> the position where its gradient is whole
+    for position, item in enumerate(items):
+        if isinstance(item, Mark) and item.kind is MarkKind.LAYER:
+            period, rest = divmod(item.number - layout.first_layer, layout.period)
+            if rest == 0 and period >= 0 and begins[period] < 0:
+                begins[period] = position
+        elif isinstance(item, Mark) and item.kind is MarkKind.GRADIENT:
+            gradients[item.number] = position
+    second = layout.first_parameter + layout.parameters  # the first period may be special
+    trained = [parameter for parameter in range(second, second + layout.parameters) if parameter in gradients]
+    if not trained or min(begins) < 0:
+        raise NotPeriodicError("a layer does not run, or has no gradient")
+    last = max(trained, key=gradients.__getitem__) - layout.parameters  # in the first period
+    ends = [gradients.get(last + period * layout.parameters, -1) + 1 for period in range(num_periods)]
+    cuts = [*begins, *reversed(ends)]
+    if sorted(cuts) != cuts or cuts[0] < 0:
+        raise NotPeriodicError("layers do not run one after the other")
+    between = range(num_periods - 1)  # the last forward and backward belong to what is between the layers
+    return [
+        Part(PartKind.OUTSIDE, 0, items[: begins[0]]),
+        *(Part(PartKind.FORWARD, i, items[begins[i] : begins[i + 1]]) for i in between),
+        Part(PartKind.OUTSIDE, 1, items[begins[-1] : ends[-1]]),
+        *(Part(PartKind.BACKWARD, i, items[ends[i + 1] : ends[i]]) for i in reversed(between)),
+        Part(PartKind.OUTSIDE, 2, items[ends[0] :]),
+    ]
+
+
+@dataclass(frozen=True)
+class Move:
+    """What becomes of the numbers in a part that is moved by `shift` periods, where `more` periods are put in.
+
+    A period's part speaks of itself and its neighbours, which move as it does. A part outside of the layers stays, and
+    of what it speaks of moves what is behind the repeated period.
+    """
+
+    layout: LayerLayout
+    part: Part
+    shift: int = 0
+    more: int = 0
+
+    def periods(self, period: int) -> int:
+        """By how many periods that one moves; those from `num_periods` on stand for all behind the layers."""
+        if period >= self.layout.num_periods:
+            return self.more
+        if self.part.kind is PartKind.OUTSIDE:
+            return self.more if period > self.layout.middle else 0
+        return self.shift
+
+    def name(self, name: str) -> str:
+        """The name of a module."""
+        layout = self.layout
+        head, dot, tail = name[len(layout.path) + 1 :].partition(".")
+        if not name.startswith(layout.path + ".") or not head.isdecimal() or int(head) < layout.first_layer:
+            return name
+        periods = self.periods((int(head) - layout.first_layer) // layout.period)
+        return f"{layout.path}.{int(head) + periods * layout.period}{dot}{tail}"
+
+    def number(self, mark: Mark) -> int:
+        """The number of a mark's parameter, layer or module."""
+        layout = self.layout
+        if mark.kind in (MarkKind.GRADIENT, MarkKind.HOLD, MarkKind.LET_GO):
+            first, a_period = layout.first_parameter, layout.parameters
+        elif mark.kind is MarkKind.LAYER:
+            first, a_period = layout.first_layer, layout.period
+        else:
+            first, a_period = layout.first_module, layout.modules
+        if mark.number < first:
+            return mark.number
+        return mark.number + self.periods((mark.number - first) // a_period) * a_period
+
+    def origin(self, origin: Origin) -> Origin:
+        """Where the same begins."""
+        if origin.kind is PartKind.OUTSIDE:
+            return origin
+        return origin._replace(number=origin.number + self.periods(origin.number))
 
 
 def splice(stream: Timeline, marks: Marks, layout: LayerLayout, num_periods: int) -> tuple[Timeline, Marks]:
@@ -212,104 +255,85 @@ def splice(stream: Timeline, marks: Marks, layout: LayerLayout, num_periods: int
     Raises:
         NotPeriodicError: its layers do not do the same.
     """
-    parts = Parts(stream, marks, layout)
-    middle, more = parts.middle, num_periods - layout.num_periods
-    for kind, other in ((FORWARD_PART, middle + 1), (BACKWARD_PART, middle - 1)):
+    parts, middle = Parts(stream, marks, layout), layout.middle
+    for kind, other in ((PartKind.FORWARD, middle + 1), (PartKind.BACKWARD, middle - 1)):
         if parts.said(kind, middle) != parts.said(kind, other):
             raise NotPeriodicError("two layers in the middle do not do the same")
-    made = _Made(parts, more)
-    before, forward, between, backward, after = _arranged(parts.parts, middle, more)
-    for part, number in (*before, *forward, *between, *backward, *after):
-        made.play(part, number)
-    return made.result()
+    more = num_periods - layout.num_periods
+    longer = _Longer(parts)
+    for part, number in _arranged(parts, more):
+        longer.play(part, number, Move(layout, part, number - part.number, more))
+    return longer.timeline.timeline(), tuple(map(tuple, longer.marks))
 
 
-def _arranged(parts: Sequence[Part], middle: int, more: int) -> Iterator[list[tuple[Part, int]]]:
-    """The parts in their new order, each with the number of its period there."""
-    outside = [part for part in parts if part.kind == OUTSIDE]
-    for i, kind in enumerate((FORWARD_PART, BACKWARD_PART)):
-        yield [(outside[i], i)]
-        own = sorted((part for part in parts if part.kind == kind), key=lambda part: part.number)
+def _arranged(parts: Parts, more: int) -> Iterator[tuple[Part, int]]:
+    """The parts in their new order, the middle one repeated, each with its number there."""
+    middle = parts.layout.middle
+    before, between, after = parts.of_kind(PartKind.OUTSIDE)
+
+    def periods(kind: PartKind) -> list[tuple[Part, int]]:
+        own = parts.of_kind(kind)
         placed = [(part, part.number) for part in own[: middle + 1]]
         placed += [(own[middle], middle + 1 + i) for i in range(more)]
-        placed += [(part, part.number + more) for part in own[middle + 1 :]]
-        yield placed if kind == FORWARD_PART else placed[::-1]
-    yield [(outside[2], 2)]
+        return placed + [(part, part.number + more) for part in own[middle + 1 :]]
+
+    yield before, before.number
+    yield from periods(PartKind.FORWARD)
+    yield between, between.number
+    yield from reversed(periods(PartKind.BACKWARD))
+    yield after, after.number
 
 
-class _Made:
-    """The longer stream, while it is written."""
+class _Longer:
+    """The longer stream and its marks, while they are written."""
 
-    def __init__(self, parts: Parts, more: int) -> None:
+    def __init__(self, parts: Parts) -> None:
+        self.timeline = TimelineBuilder()
+        self.marks: list[list[Mark]] = []
         self._parts = parts
-        self._more = more
-        self._template: list[int] = []  # of every new storage, which it is like
-        self._modules: list[str] = []
-        self._storage: dict[Owner, int] = {}
-        self._hold: dict[Owner, int] = {}
-        self._events: list[int] = []
-        self._phases: list[tuple[str, int]] = []
-        self._marks: list[list[Mark]] = []
+        self._storages: dict[Origin, int] = {}
+        self._holds: dict[Origin, int] = {}
 
-    def play(self, part: Part, number: int) -> None:
-        """Write `part` as that of period `number`."""
-        parts, shift = self._parts, number - part.number
-        names = parts.stream.names
-        births = holds = 0
-        for position in range(part.start, part.end):
-            item = parts.items[position]
-            if parts.births[position]:
-                storage = len(self._template)
-                self._storage[part.kind, number, births] = storage
-                births += 1
-                self._template.append(item[1])
-                name = names[parts.stream.modules[item[1]]]
-                self._modules.append(parts.renamed(name, part, shift, self._more))
-                self._events.append(storage)
-            elif item[0] == EVENT:
-                self._events.append(self._find(self._storage, parts.owner[item[1]], part, shift))
-            elif item[0] == PHASE:
-                self._phases.append((item[1], len(self._events)))
-                self._marks.append([])
+    def play(self, part: Part, number: int, move: Move) -> None:
+        """Write `part` as the one of that number."""
+        births = self._parts.births
+        num_births = 0
+        for item in part.items:
+            if isinstance(item, PhaseBegins):
+                self.timeline.phase(item.name)
+                self.marks.append([])
+            elif isinstance(item, Mark):
+                storage = self._storage(item, part, number, move)
+                self.marks[-1].append(Mark(len(self.timeline.events), item.kind, move.number(item), storage))
+            elif item.is_birth:
+                self._storages[Origin(part.kind, number, num_births)] = self._birth(item.storage, move)
+                num_births += 1
             else:
-                _, what, about, storage = item
-                if what == HOLD:
-                    self._hold[part.kind, number, holds] = storage = len(self._hold)
-                    holds += 1
-                elif what == LET_GO:
-                    storage = self._find(self._hold, parts.hold_owner[storage], part, shift)
-                elif storage >= 0:
-                    storage = self._find(self._storage, parts.owner[storage], part, shift)
-                about = parts.numbered(what, about, part, shift, self._more)
-                self._marks[-1].append((len(self._events), what, about, storage))
+                self.timeline.events.append(_known(self._storages, move.origin(births[item.storage])))
 
-    def _find(self, known: dict[Owner, int], owner: Owner, part: Part, shift: int) -> int:
-        kind, number, ordinal = owner
-        if kind != OUTSIDE:
-            if part.kind == OUTSIDE:
-                shift = self._more if number > self._parts.middle else 0
-            number += shift
-        storage = known.get((kind, number, ordinal))
-        if storage is None:
-            raise NotPeriodicError("a layer frees what was never made")
-        return storage
-
-    def result(self) -> tuple[Timeline, Marks]:
-        """What was written, names in the order of their use, as a recorder has them."""
+    def _birth(self, template: int, move: Move) -> int:
         stream = self._parts.stream
-        names: dict[str, int] = {"": 0}
-        operators, modules = [], []
-        for template, module in zip(self._template, self._modules, strict=True):
-            operator = stream.names[stream.operators[template]]
-            operators.append(names.setdefault(operator, len(names)))
-            modules.append(names.setdefault(module, len(names)))
-        return Timeline(
-            fixed=tuple(stream.fixed[i] for i in self._template),
-            per_sample=tuple(stream.per_sample[i] for i in self._template),
-            categories=tuple(stream.categories[i] for i in self._template),
-            operators=tuple(operators),
-            modules=tuple(modules),
-            names=tuple(names),
-            events=tuple(self._events),
-            phases=tuple(self._phases),
-        ), tuple(map(tuple, self._marks))
+        return self.timeline.born(
+            stream.fixed[template],
+            stream.categories[template],
+            stream.names[stream.operators[template]],
+            move.name(stream.names[stream.modules[template]]),
+            stream.per_sample[template],
+        )
+
+    def _storage(self, mark: Mark, part: Part, number: int, move: Move) -> int:
+        """What stands in the place of a mark's storage."""
+        if mark.kind is MarkKind.HOLD:
+            ordinal = self._parts.holds[mark.storage].ordinal
+            return self._holds.setdefault(Origin(part.kind, number, ordinal), len(self._holds))
+        if mark.kind is MarkKind.LET_GO:
+            return _known(self._holds, move.origin(self._parts.holds[mark.storage]))
+        if mark.storage < 0:
+            return mark.storage
+        return _known(self._storages, move.origin(self._parts.births[mark.storage]))
+
+
+def _known(numbers: dict[Origin, int], origin: Origin) -> int:
+    if origin not in numbers:
+        raise NotPeriodicError("a layer frees what was never made")
+    return numbers[origin]

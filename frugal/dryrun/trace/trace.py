@@ -21,18 +21,10 @@ from frugal.config.cluster import DeviceKind
 from frugal.deepspeed_adapter import zero3_graph
 from frugal.dryrun.trace.cuda_kernels import kernels_of
 from frugal.dryrun.trace.recorder import Tracker, not_collected
-from frugal.dryrun.trace.splice import LayerLayout, Marks, splice
+from frugal.dryrun.trace.splice import LayerLayout, splice
 from frugal.errors import FrugalError
 from frugal.planning.cost import Counts, Work, between
-from frugal.planning.memory.model_trace import (
-    ARRIVAL,
-    BATCH_ENDS,
-    GRADIENT,
-    LAYER,
-    LOSS_ENDS,
-    Mark,
-    ModelTrace,
-)
+from frugal.planning.memory.model_trace import ARRIVAL, BATCH_ENDS, LOSS_ENDS, Mark, MarkKind, Marks, ModelTrace
 from frugal.planning.memory.timeline import BACKWARD, FORWARD, MICRO_BATCHES, NotAffineError, Timeline, TimelineBuilder
 from frugal.planning.strategy import ActivationCheckpointing
 from frugal.training.measure.storage_watch import tensors_in
@@ -56,7 +48,7 @@ class Recorder(Tracker):
         self._building = False
         self._alone = True
         self.marks: list[list[Mark]] = [[]]
-        self.counts_at: dict[tuple[int, int], Counts] = {}
+        self.counts_at: dict[tuple[MarkKind, int], Counts] = {}
         self.addresses_at_rest: set[int] = set()  # ZeRO-3: storages of parameters that nobody has fetched
         self.uses_at_rest = False
 
@@ -87,19 +79,22 @@ class Recorder(Tracker):
 
     def _begins(self, number: int) -> None:
         if self.phase == FORWARD:
-            self.marks[-1].append((len(self._timeline.events), LAYER, number, -1))
-            self.counts_at.setdefault((LAYER, number), self.counts)
+            self._mark(MarkKind.LAYER, number, -1)
+            self.counts_at.setdefault((MarkKind.LAYER, number), self.counts)
 
     def _finished(self, parameter: Tensor, index: int) -> None:
         assert parameter.grad is not None
         storage = self._storage.get(parameter.grad.untyped_storage()._cdata, -1)
-        self.marks[-1].append((len(self._timeline.events), GRADIENT, index, storage))
-        self.counts_at[GRADIENT, index] = self.counts
+        self._mark(MarkKind.GRADIENT, index, storage)
+        self.counts_at[MarkKind.GRADIENT, index] = self.counts
         parameter.grad = None
 
-    def module(self, what: int, number: int, hold: int) -> None:
+    def module(self, kind: MarkKind, number: int, hold: int) -> None:
         """Mark what `frugal.deepspeed_adapter.zero3_graph` tells."""
-        self.marks[-1].append((len(self._timeline.events), what, number, hold))
+        self._mark(kind, number, hold)
+
+    def _mark(self, kind: MarkKind, number: int, storage: int) -> None:
+        self.marks[-1].append(Mark(len(self._timeline.events), kind, number, storage))
 
 
 def built(build: Callable[[], nn.Module]) -> tuple[nn.Module, int]:
@@ -173,7 +168,7 @@ class _Recorded:
     stream: Timeline
     marks: Marks
     counts: Counts
-    counts_at: dict[tuple[int, int], Counts]
+    counts_at: dict[tuple[MarkKind, int], Counts]
     notes: tuple[str, ...]
 
 
@@ -218,7 +213,7 @@ def _spliced(model: nn.Module, mode: _Mode) -> dict[str, Any] | None:
         stream, marks = splice(stream, marks, layer_layout(model, repeated, more), repeated.num_periods)
     except Exception:  # a model may count its layers by itself; what is wrong with the whole one will be said
         return None
-    marks = tuple(tuple(mark for mark in phase if mark[1] != LAYER) for phase in marks)
+    marks = tuple(tuple(mark for mark in phase if mark.kind is not MarkKind.LAYER) for phase in marks)
     counts = [
         each.counts.plus(
             _of_a_period(each, layer_layout(model, repeated, num_periods)), repeated.num_periods - num_periods
@@ -234,12 +229,12 @@ def _of_a_period(raw: _Recorded, layers: LayerLayout) -> Counts:
     Only called where splicing has found the periods alike.
     """
     middle = layers.num_periods // 2
-    begins = [raw.counts_at[LAYER, layers.first_layer + i * layers.period] for i in (middle, middle + 1)]
+    begins = [raw.counts_at[MarkKind.LAYER, layers.first_layer + i * layers.period] for i in (middle, middle + 1)]
     own = range(
         layers.first_parameter + middle * layers.parameters, layers.first_parameter + layers.parameters * (middle + 1)
     )
-    parameter = next(number for number in own if (GRADIENT, number) in raw.counts_at)
-    ends = [raw.counts_at[GRADIENT, number] for number in (parameter + layers.parameters, parameter)]
+    parameter = next(number for number in own if (MarkKind.GRADIENT, number) in raw.counts_at)
+    ends = [raw.counts_at[MarkKind.GRADIENT, number] for number in (parameter + layers.parameters, parameter)]
     return begins[1].minus(begins[0]).plus(ends[1].minus(ends[0]))
 
 

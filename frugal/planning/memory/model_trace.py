@@ -1,7 +1,9 @@
 """One micro-step of a model alone, without DeepSpeed: what the ZeRO simulations start from."""
 
 from dataclasses import dataclass
+from enum import IntEnum
 from functools import cached_property
+from typing import NamedTuple
 
 from frugal.planning.cost import Work
 from frugal.planning.memory.timeline import Timeline
@@ -10,14 +12,40 @@ ARRIVAL, BATCH_ENDS, LOSS_ENDS = "arrival", "batch ends", "loss ends"
 """Phases of a trace besides forward and backward: its batch comes to the device; it goes; the loss goes, with what the
 graph behind it still holds."""
 
-GRADIENT, DEATH, FORWARD_BEGINS, FETCH, RELEASE, FETCH_IN_BACKWARD, RELEASE_IN_BACKWARD, HOLD, LET_GO, LAYER = range(10)
-"""What a mark says: a gradient is whole; a storage that was a gradient dies. Under ZeRO-3 also: the model's forward
-begins; a module is about to run and has run, in forward (also where backward repeats it) and in backward; somebody
-keeps a parameter's memory beyond its module's run, and does so no more. For splicing: a repeated layer begins."""
 
-Mark = tuple[int, int, int, int]
-"""`(event, what, number, storage)`: it happens before that event. The number is a parameter's or a module's; in place
-of the storage, holds of parameters have a number of their own."""
+class MarkKind(IntEnum):
+    """What happens at a mark."""
+
+    GRADIENT = 0  # autograd has finished the gradient of a parameter
+    DEATH = 1  # a storage that was a gradient dies
+    FORWARD_BEGINS = 2  # ZeRO-3: of the whole model
+    FETCH = 3  # ZeRO-3: a module is about to run, in forward or where backward repeats it
+    RELEASE = 4  # ZeRO-3: it has run
+    FETCH_IN_BACKWARD = 5  # ZeRO-3: a module's backward is about to run
+    RELEASE_IN_BACKWARD = 6  # ZeRO-3: it has run
+    HOLD = 7  # ZeRO-3: somebody keeps a parameter's memory beyond its module's run
+    LET_GO = 8  # ZeRO-3: and does so no more
+    LAYER = 9  # a repeated layer begins in forward; only splicing asks
+
+
+class Mark(NamedTuple):
+    """Something that a ZeRO optimizer acts on.
+
+    Attributes:
+        event: number of the event that it comes before.
+        kind: what happens.
+        number: of the parameter, the module or the layer.
+        storage: the gradient's, -1 where it is not of this stream; of a hold the number of the hold.
+    """
+
+    event: int
+    kind: MarkKind
+    number: int
+    storage: int
+
+
+Marks = tuple[tuple[Mark, ...], ...]
+"""Those of each phase, in order."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,8 +56,7 @@ class ModelTrace:
         stream: births and deaths, in the phases `ARRIVAL`, forward, backward, `BATCH_ENDS`
             and `LOSS_ENDS`. The model's parameters and buffers
             are not part of it.
-        marks: what a ZeRO optimizer acts on, of each phase, in order. A gradient's storage is -1 where it is not of
-            this stream.
+        marks: what a ZeRO optimizer acts on.
         own_parameters: of each module, the parameters it owns without its submodules'.
         elements: of every parameter, in the model's order.
         trainable: for every parameter.
@@ -42,7 +69,7 @@ class ModelTrace:
     """
 
     stream: Timeline
-    marks: tuple[tuple[Mark, ...], ...]
+    marks: Marks
     own_parameters: tuple[tuple[int, ...], ...]
     elements: tuple[int, ...]
     trainable: tuple[bool, ...]
@@ -64,26 +91,26 @@ class ModelTrace:
 
         Parameters are counted among the trainable ones.
         """
-        gradients = {mark[3] for marks in self.marks for mark in marks if mark[1] == GRADIENT}
-        events, is_birth = self.stream.events, self.stream.is_birth.tolist()
+        gradients = {mark.storage for marks in self.marks for mark in marks if mark.kind is MarkKind.GRADIENT}
+        storages, is_birth = self.stream.events, self.stream.is_birth.tolist()
         stops = {}
-        for (phase, numbers), marks in zip(self.stream.phase_ranges, self.marks, strict=True):
+        for (phase, events), marks in zip(self.stream.phase_ranges, self.marks, strict=True):
             of_phase = [
-                (event, what, self.trainable_index[number] if what == GRADIENT else number, storage)
-                for event, what, number, storage in marks
+                mark._replace(number=self.trainable_index[mark.number]) if mark.kind is MarkKind.GRADIENT else mark
+                for mark in marks
             ]
             of_phase += [
-                (event, DEATH, -1, events[event])
-                for event in numbers
-                if events[event] in gradients and not is_birth[event]
+                Mark(event, MarkKind.DEATH, -1, storages[event])
+                for event in events
+                if storages[event] in gradients and not is_birth[event]
             ]
-            stops[phase] = sorted(of_phase, key=lambda stop: stop[0])  # stable: a mark is before what happens
+            stops[phase] = sorted(of_phase, key=lambda mark: mark.event)  # stable: a mark is before what happens
         return stops
 
     @cached_property
     def has_all_gradients(self) -> bool:
         """Whether backward reaches every trainable parameter, once."""
-        reached = [number for marks in self.marks for _, what, number, _ in marks if what == GRADIENT]
+        reached = [mark.number for marks in self.marks for mark in marks if mark.kind is MarkKind.GRADIENT]
         return sorted(reached) == sorted(self.trainable_index)
 
     @property
