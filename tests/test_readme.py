@@ -120,3 +120,23 @@ def test_how_fast_planning_and_votes_are() -> None:
     cases = measured("guard-cpu")["cases"]
     shares = [100 * cases[f"ZeRO-{stage}, 2 layers of 128"]["share"]["median"] for stage in (2, 3)]
     assert f"{shares[0]:.2f} and {shares[1]:.2f} % of the step" in row("votes of a training step")
+
+
+def test_the_figures_between_the_tables_of_the_benchmarks_are_those_that_were_measured() -> None:
+    said = " ".join(readme.text("benchmarks").split())
+    true, chosen, told = measured("accuracy-cpu"), measured("choice-cpu"), measured("lengths-cpu")
+    times = {each["what"]: each["seconds"] for each in measured("latency")["results"]}
+    llama, tracker = times["llama-3.1-8b on 1 x 8 GPUs of 80G, cold"], times[TRACKER]
+    assert f"| frugal | 0 (worst +{100 * true['worst_error']:.3f} %) on CPU ranks" in said
+    assert f"none of {true['configurations']} low on CPU ranks | {llama:.0f} s for all strategies" in said
+    assert f"{llama / tracker:.2f} x MemTracker" in said and f"{tracker:.0f} s in that run" in said
+    assert f"trains every strategy that fits, {chosen['strategies_timed']} in all" in said
+    assert f"fastest in {chosen['fastest']} cases, at most 5 % slower in {chosen['within_5_percent']}" in said
+    ranked = [each["seconds"]["search"]["cpu_seconds"] for each in measured("search")["results"]]
+    assert f"{ranked[0]:.1f} s for GPT-2 and {ranked[1]:.1f} s for an 8B Llama" in said
+    by_source = told["lengths_a_second_of_cpu_time"]
+    assert f"{by_source['a JSON list'] / 1e6:.0f} million a second from a file" in said
+    assert f"{by_source['tokenised data'] / 1e6:.0f} million a second from tokenised data" in said
+
+
+TRACKER = "memtracker, one configuration of llama-3.1-8b"
