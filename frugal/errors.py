@@ -35,7 +35,7 @@ class FrugalError(Exception):
         super().__init__(self.render())
 
     def render(self) -> str:
-        """The whole message, as printed after `error: `. What it quotes of a file may be endless; lines are not."""
+        """The message, as printed after `error: `. Lines are cut to `LONGEST_LINE`: a quoted file may be endless."""
         lines = [self.what, *(f"  because {line}" for line in self.because)]
         if self.hint:
             lines += ["", f"hint: {self.hint}"]

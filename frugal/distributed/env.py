@@ -85,7 +85,7 @@ def limit_threads() -> None:
 
 
 def choose_gloo_interface() -> None:
-    """Have gloo talk over the interface that leads to rank 0, unless GLOO_SOCKET_IFNAME names one.
+    """Have gloo use the interface that leads to rank 0, unless GLOO_SOCKET_IFNAME names one.
 
     Otherwise gloo takes the one with the address of this host's name, which Debian and Ubuntu say is 127.0.1.1: ranks
     of several nodes then wait for each other until the timeout. NCCL looks for interfaces itself.

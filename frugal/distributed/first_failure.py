@@ -28,7 +28,7 @@ LAUNCHER_SECONDS = 15.0
 """Launchers look after their ranks every second or so; one that has not ended this rank by then does not know more."""
 
 STORE_SECONDS = 5.0
-"""For an answer from the store of ranks, whose host may be the one that is gone."""
+"""For an answer from the store that all ranks share: its host may be the one that failed."""
 
 REPORT_FOLDER = "FRUGAL_REPORT"
 """Names a folder, shared by all nodes, in which ranks leave how the run ended for whoever started it."""
@@ -40,13 +40,13 @@ _ending = threading.RLock()
 class LostRankError(RuntimeError):
     """Another rank is gone.
 
-    `is_elsewhere`: it was on another host than this rank. `is_silent`: nothing was heard of that host any more.
+    `is_elsewhere`: it was on another host than this rank. `is_unreachable`: that host does not answer any more.
     """
 
-    def __init__(self, what: str, why: str, *, is_elsewhere: bool, is_silent: bool) -> None:
+    def __init__(self, what: str, why: str, *, is_elsewhere: bool, is_unreachable: bool) -> None:
         super().__init__(what)
         self.what, self.why = what, why
-        self.is_elsewhere, self.is_silent = is_elsewhere, is_silent
+        self.is_elsewhere, self.is_unreachable = is_elsewhere, is_unreachable
 
 
 class FailureReport(msgspec.Struct):
@@ -138,10 +138,10 @@ def _wait_for_launcher() -> None:
 
 
 def _may_print(error: BaseException) -> bool:
-    """Whether this rank failed first, or has to speak for rank 0, whose host keeps the store and is gone."""
+    """Whether this rank failed first, or reports the loss of rank 0, on whose host the store was."""
     claimed = _claim_first_failure()
     if claimed is None:
-        return isinstance(error, LostRankError) and error.is_elsewhere and _speaks_for_rank_0(error)
+        return isinstance(error, LostRankError) and error.is_elsewhere and _reports_loss_of_rank_0(error)
     return claimed
 
 
@@ -170,11 +170,11 @@ def _claim_first_failure() -> bool | None:
     return answers[0] if answers else None
 
 
-def _speaks_for_rank_0(error: LostRankError) -> bool:
-    """Whether nobody else can say that rank 0 is gone. One that failed has said why itself."""
+def _reports_loss_of_rank_0(error: LostRankError) -> bool:
+    """Whether no other rank does so, and rank 0 did not report a failure itself."""
     if env.local_rank() != 0:
         return False
-    if not error.is_silent:
+    if not error.is_unreachable:
         _wait_for_launcher()
     folder = os.environ.get(REPORT_FOLDER)
     return folder is None or read_report(Path(folder)) is None
@@ -200,7 +200,7 @@ def _print(error: BaseException, code: int) -> None:
 
 
 def _message(error: BaseException) -> str:
-    """What people are told; a bug of ours with its traceback."""
+    """What is printed; for a bug of ours the traceback."""
     if isinstance(error, LostRankError):
         return f"error: {error.what}\n  because {error.why}"
     if _lost_connection(error):

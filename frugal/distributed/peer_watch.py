@@ -3,8 +3,8 @@
 A collective waits for a rank that will never come until its timeout, ten minutes by default, and NCCL's waits also for
 one that was killed. A shorter timeout would end healthy runs, too: the first step compiles, a checkpoint takes minutes.
 So every rank holds a TCP connection to rank 0 on which nothing is sent. The kernels at its two ends keep it alive,
-however busy the processes are: a killed one closes it, and where a host is silent the other kernel gives up after
-`SILENT_SECONDS`. Rank 0 then ends, which closes all the others.
+however busy the processes are: a killed one closes it, and where a host does not answer the other kernel gives up
+after `KEEPALIVE_SECONDS`. Rank 0 then ends, which closes all the others.
 
 Left out: a stopped process (SIGSTOP), whose kernel goes on answering; a cut between two hosts that both reach rank 0.
 """
@@ -24,9 +24,9 @@ from frugal.distributed import sockets
 from frugal.distributed.first_failure import LostRankError
 
 IDLE_SECONDS, PROBE_SECONDS, PROBES = 10, 2, 7
-SILENT_SECONDS = IDLE_SECONDS + PROBE_SECONDS * PROBES
-"""24 s, of the minute in which a run has to know that a host is gone. A host that is busy, swaps or is out of threads
-is not silent: its kernel answers. Every outage below `PROBE_SECONDS * PROBES` = 14 s is waited out: a bond or a
+KEEPALIVE_SECONDS = IDLE_SECONDS + PROBE_SECONDS * PROBES
+"""24 s, of the minute in which a run has to know that a host is gone. The kernel of a host that is busy,
+swaps or is out of threads still answers. Every outage below `PROBE_SECONDS * PROBES` = 14 s is waited out: a bond or a
 spanning tree of today heals within 6 s. Where the network drops packets, seven probes in a row have to be lost or
 their answers: at a loss of 1 % once in 10^12 tries, one every 10 s.
 """
@@ -95,16 +95,19 @@ class PeerWatch:
     def _reason_for_end(self, sock: socket.socket) -> LostRankError | None:
         """Why a connection ended; None if with a goodbye."""
         rank, host = self._peers[sock]
-        is_silent = False
+        is_unreachable = False
         try:
             if sock.recv(1) == _GOODBYE:
                 return None
             why = "its connection was closed"
         except OSError as error:
-            is_silent = isinstance(error, TimeoutError) or error.errno in (errno.EHOSTUNREACH, errno.ENETUNREACH)
-            why = f"its host has been silent for {SILENT_SECONDS} s" if is_silent else str(error.strerror)
+            is_unreachable = isinstance(error, TimeoutError) or error.errno in (errno.EHOSTUNREACH, errno.ENETUNREACH)
+            why = f"its host has not answered for {KEEPALIVE_SECONDS} s" if is_unreachable else str(error.strerror)
         return LostRankError(
-            f"rank {rank} on {host} is gone", why, is_elsewhere=host != socket.gethostname(), is_silent=is_silent
+            f"rank {rank} on {host} is gone",
+            why,
+            is_elsewhere=host != socket.gethostname(),
+            is_unreachable=is_unreachable,
         )
 
 

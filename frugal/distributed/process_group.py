@@ -109,7 +109,7 @@ def form() -> None:
         if "EADDRINUSE" not in str(error):
             raise
         raise RequestError(
-            f"port {os.environ['MASTER_PORT']} is in use", hint="choose another port for the ranks to meet at"
+            f"port {os.environ['MASTER_PORT']} is in use", hint="choose another port with --master-port"
         ) from None
 
 

@@ -135,7 +135,7 @@ def _connect(rank: int, wait_seconds: float) -> TCPStore:
         if serves:
             if "EADDRINUSE" not in str(error):
                 raise
-            raise RequestError(f"port {port} is in use", hint="choose another port for the ranks to meet at") from None
+            raise RequestError(f"port {port} is in use", hint="choose another port with --master-port") from None
         raise RequestError(
             f"{socket.gethostname()} does not reach rank 0 at {address}:{port}",
             because=f"it tried for {wait_seconds:.0f} s: {str(error).splitlines()[0]}",

@@ -50,7 +50,7 @@ class HostReport(msgspec.Struct):
         working_gpus: the numbers of those that memory can be allocated on; None where none was tried.
         compilers: path by name of the C++ compiler, nvcc and ninja, which DeepSpeed's own operators need.
         token: content of the token file; None where there is none: then the folder is not shared.
-        free_port: one that nobody listens on.
+        free_port: a TCP port that no process listens on.
     """
 
     host: str

@@ -130,7 +130,7 @@ def run(
         report = first_failure.read_report(Path(folder))
     if report is None:
         error = FrugalError(
-            "the run ended without a word from its ranks",
+            "the run ended without a message from its ranks",
             because=ranks.pdsh_messages or f"pdsh ended with {code}",
             hint=f"see {asked.out}/logs",
         )
@@ -234,7 +234,7 @@ class RemoteRanks:
             )
         except subprocess.TimeoutExpired:
             return True
-        return done.stderr.count(b"exited with exit code 1\n") < len(self._hosts)  # pkill's, for nobody there
+        return done.stderr.count(b"exited with exit code 1\n") < len(self._hosts)  # pkill's, where no process matches
 
     def _relay_stderr(self, stream: IO[bytes]) -> None:
         """To our standard error, without what pdsh says of its own: which ssh ended with which code."""
@@ -288,5 +288,5 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
 
 
 def _end_with_parent() -> None:
-    """Have the kernel end this process when the one that started it is killed without a word."""
+    """Have the kernel end this process when the one that started it is killed, which runs no handlers."""
     ctypes.CDLL(None).prctl(_DEATH_SIGNAL, signal.SIGTERM)

@@ -81,11 +81,11 @@ def judge(code: int, report: FailureReport | None, asked: Settings) -> RunEnd:
         return RunEnd(report.code, _why(report), False, step, checkpoint)
     if code in FINAL_CODES:  # refused before there was a rank
         return RunEnd(code, "", True, step, checkpoint)
-    return RunEnd(code, "the run ended without a word from its ranks", False, step, checkpoint)
+    return RunEnd(code, "the run ended without a message from its ranks", False, step, checkpoint)
 
 
 def _why(report: FailureReport) -> str:
-    """A message for people is about a rank that is gone; of a traceback the exception, above its last line."""
+    """Of a message its first line, of a traceback the exception, which is above its last line."""
     lines = report.text.splitlines()
     if lines[0].startswith("error: "):
         return lines[0].removeprefix("error: ")

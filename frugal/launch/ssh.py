@@ -35,7 +35,7 @@ PASSED = (
 
 @dataclass(frozen=True, kw_only=True)
 class Access:
-    """How hosts are reached, and over which network interface ranks talk; None: ssh's and the library's own choice."""
+    """The port of ssh on the hosts, and the network interface that ranks use; None: ssh's and the libraries' choice."""
 
     ssh_port: int | None = None
     nic: str | None = None
@@ -173,7 +173,7 @@ def problems(
 
 
 def _shortages(host: HostfileEntry, report: HostReport, kind: DeviceKind) -> Iterator[str]:
-    """What a host has less of than its line says, by more than a tenth: a card of 12G reports 11.76 GiB."""
+    """What a host has less of than its line says, by more than a tenth: a GPU of 12G reports 11.76 GiB."""
     if kind == "cuda":
         num_gpus = len(report.gpus) if report.cuda_devices is None else report.cuda_devices
         if num_gpus == 0:

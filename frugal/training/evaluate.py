@@ -39,7 +39,7 @@ class Evaluation:
 
 
 def evaluate(engine: "Engine", samples: Sequence[Sample]) -> Evaluation:
-    """The model's loss on `samples`, given whole and equal on every rank. Collective; dropout is off meanwhile.
+    """The model's loss on `samples`, the same sequence on every rank. Collective; dropout is off meanwhile.
 
     The samples are cut into micro-batches like a global batch, under the same limits, or smaller ones where memory runs
     out on a rank: then all of it is run again. Every sample is in exactly one micro-batch; a rank whose own is empty

@@ -103,7 +103,7 @@ def _saved_and_explained(
 
 
 def num_steps(batches: GlobalBatches, settings: Settings) -> int:
-    """Optimizer steps of the whole run: as asked, or until every sample was drawn `epochs` times."""
+    """Optimizer steps of the run: as set, or until every sample was drawn `epochs` times."""
     if settings.steps is not None:
         return settings.steps
     return batches.steps(settings.epochs or 1)

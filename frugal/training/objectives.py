@@ -124,7 +124,7 @@ def summed_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 def token_loss_sum(model: nn.Module, inputs: Batch, targets: Tensor) -> Tensor:
     """Cross entropy of what `model(**inputs)` says of each position, summed over `targets (samples, positions)`.
 
-    Tiled where the plan says so, so that the logits are never held whole.
+    Tiled where the plan says so, so that the logits of a batch never exist at once.
     """
     if tiled_loss.is_applied(model):
         return tiled_loss.summed_cross_entropy(model, inputs, targets)

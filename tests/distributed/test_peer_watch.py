@@ -10,7 +10,7 @@ import pytest
 from torch.distributed import HashStore
 
 from frugal.distributed.first_failure import LostRankError
-from frugal.distributed.peer_watch import SILENT_SECONDS, PeerWatch
+from frugal.distributed.peer_watch import KEEPALIVE_SECONDS, PeerWatch
 
 
 class Held:
@@ -45,7 +45,7 @@ def test_a_rank_that_vanishes_is_noticed_at_once_and_named(held: Held) -> None:
     assert held.heard.wait(10)
     (error,) = held.told[0]
     assert str(error) == f"rank 2 on {socket.gethostname()} is gone"
-    assert (error.why, error.is_silent, error.is_elsewhere) == ("its connection was closed", False, False)
+    assert (error.why, error.is_unreachable, error.is_elsewhere) == ("its connection was closed", False, False)
 
 
 def test_a_run_that_is_closing_is_no_loss(held: Held) -> None:
@@ -58,13 +58,13 @@ def test_a_run_that_is_closing_is_no_loss(held: Held) -> None:
 
 
 def test_a_silent_host_is_given_up_within_a_minute(held: Held) -> None:
-    assert SILENT_SECONDS < 60
+    assert KEEPALIVE_SECONDS < 60
     for rank in held.ranks:
         for sock in rank._peers:
             assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
             seconds = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE)
             probes = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT)
-            assert seconds + probes * sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL) == SILENT_SECONDS
+            assert seconds + probes * sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL) == KEEPALIVE_SECONDS
 
 
 def test_who_does_not_know_the_secret_is_no_rank(held: Held) -> None:

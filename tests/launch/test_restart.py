@@ -26,7 +26,7 @@ FULL = said(1, 6, "error: cannot write the checkpoint")
     ("code", "report", "expected"),
     [
         (0, None, (0, "", True)),
-        (1, None, (1, "the run ended without a word from its ranks", False)),
+        (1, None, (1, "the run ended without a message from its ranks", False)),
         (247, LOST, (137, "a rank was ended by SIGKILL", False)),
         (-9, None, (137, "a rank was ended by SIGKILL", False)),
         (1, BUG, (1, "rank 1 failed (KeyError: 3)", False)),

@@ -36,8 +36,8 @@ class Manifest:
         zero_stage: 0 to 3.
         offload: where the optimizer's states and the parameters lived: none, cpu or nvme.
         strategy: all of the plan's strategy, in words.
-        optimizer: in words; with its implementation, where that keeps its states in another way.
-        model: as it was asked for.
+        optimizer: in words; with its implementation, where that lays its states out differently.
+        model: the request's reference to it.
         shapes: the SHA-256 of the names and shapes of the model's parameters.
         recipe: what decides which weights come out, by name: the same in a run that continues.
     """

@@ -1,6 +1,6 @@
 """Before a run starts: its folder is created and locked, and every host has the memory and disk that it will take.
 
-A host without memory ends ranks with SIGKILL, hours into a run and without a word; a full disk ends it at the first
+A host without memory ends ranks with SIGKILL, hours into a run and without a message; a full disk ends it at the first
 checkpoint. What is free is known only here, on each node itself.
 """
 
@@ -120,10 +120,10 @@ def _cannot_write(asked: Settings, error: OSError) -> RequestError:
 
 
 def check_space(plan: Plan, asked: Settings) -> None:
-    """Refuse a run that some host has no room for. Collective: all ranks raise, if one does.
+    """Refuse a run that needs more than some host has free. Collective: all ranks raise, if one does.
 
     Raises:
-        NothingFitsError: a host, by its name, lacks memory, or room on a disk.
+        NothingFitsError: a host, by its name, lacks memory or disk.
     """
     name = socket.gethostname()
     names: list[str] = [""] * dist.get_world_size()

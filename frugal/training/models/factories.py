@@ -57,7 +57,7 @@ def _import_file(path: Path) -> Any:
     path = path.expanduser().resolve()
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {path}")
-    name = f"frugal_factory_{path.stem}"  # so that a `random.py` stands in nobody's way
+    name = f"frugal_factory_{path.stem}"  # so that a user's `random.py` does not replace Python's
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None, path
     module = importlib.util.module_from_spec(spec)

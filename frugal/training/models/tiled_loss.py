@@ -1,4 +1,4 @@
-"""Cross entropy that never holds the whole logits.
+"""Cross entropy without the logits of a whole batch in memory.
 
 The logits of a vocabulary of 128k and 4,096 tokens are 2.1 GB in fp32, and backward needs them two more times. Here
 the head runs on a slice of the sequence at a time and its gradient is taken on the spot, so that one slice of logits
