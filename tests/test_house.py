@@ -14,8 +14,8 @@ import frugal
 
 ROOT = Path(frugal.__file__).parent
 FLOORS = [
-    "errors", "units", "atomic_files", "cache_pruning", "required", "config", "planning", "deepspeed_adapter",
-    "distributed", "training", "dryrun", "launch", "cli",
+    "errors", "units", "atomic_files", "cache_pruning", "required", "config", "planning", "torch_internals",
+    "deepspeed_adapter", "distributed", "training", "dryrun", "launch", "cli",
 ]  # fmt: skip
 """From the ground up: a module imports from its own floor and from those below."""
 

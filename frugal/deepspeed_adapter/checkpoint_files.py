@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 
+from frugal import torch_internals
 from frugal.units import format_bytes
 
 OF_DEEPSPEED = [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]
@@ -137,13 +137,13 @@ def _copied(state_dict: Any) -> Any:
     def copied(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
             return copy.deepcopy(leaf)
-        storage = leaf.untyped_storage()
-        if storage._cdata not in storages:
-            storages[storage._cdata] = torch.UntypedStorage(storage.nbytes()).copy_(storage)
+        storage, address = leaf.untyped_storage(), torch_internals.address(leaf)
+        if address not in storages:
+            storages[address] = torch.UntypedStorage(storage.nbytes()).copy_(storage)
         own = torch.empty(0, dtype=leaf.dtype)
-        return own.set_(storages[storage._cdata], leaf.storage_offset(), leaf.size(), leaf.stride())
+        return own.set_(storages[address], leaf.storage_offset(), leaf.size(), leaf.stride())
 
-    return pytree.tree_map(copied, state_dict)
+    return torch_internals.tree_map(copied, state_dict)
 
 
 def _first_line(error: Exception) -> str:

@@ -39,10 +39,10 @@ from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from deepspeed.runtime.zero import parameter_offload, partition_parameters, partitioned_param_coordinator, stage3
 from deepspeed.utils import groups
 from torch import Tensor
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from frugal import torch_internals
 from frugal.config.optimizers import EIGHT_BIT_BLOCK
-from frugal.deepspeed_adapter import kernels, zero3_graph
+from frugal.deepspeed_adapter import contract, kernels, zero3_graph
 from frugal.planning.memory.allocator import HostAllocator
 from frugal.planning.plan import Plan
 
@@ -132,6 +132,7 @@ def pretend(
     `side_stream`: entered where the engine works on a stream beside the computing one; None: it has only one.
     `pinning`: entered where pinned host memory is made; None: the host pins nothing.
     """
+    contract.verify()  # before anything of it is replaced
     with ExitStack() as stack:
         environment = {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(world_size), "LOCAL_SIZE": "1"}
         stack.enter_context(patch.dict(os.environ, environment))
@@ -162,7 +163,7 @@ def _accelerator(accelerator: CPU_Accelerator) -> Iterator[None]:
 def _process_group(rank: int, world_size: int) -> Iterator[None]:
     names = [name for name in vars(groups) if name.isupper()]  # process groups that DeepSpeed makes and keeps
     before = {name: copy.copy(getattr(groups, name)) for name in names}
-    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+    dist.init_process_group("fake", rank=rank, world_size=world_size, store=torch_internals.FakeStore())
     try:
         yield
     finally:
@@ -211,10 +212,9 @@ def _autocast() -> Iterator[None]:
 @contextmanager
 def _fused_optimizers() -> Iterator[None]:
     """torch lets only devices with a fused kernel ask for one; the tracker stands for the kernel."""
-    with (
-        patch("torch.optim.adam._device_dtype_check_for_fused", lambda *_args, **_kwargs: None),
-        patch("torch.optim.sgd._device_dtype_check_for_fused", lambda *_args, **_kwargs: None),
-    ):
+    with ExitStack() as stack:
+        for check in torch_internals.FUSED_CHECKS:
+            stack.enter_context(patch(check, lambda *_args, **_kwargs: None))
         yield
 
 
@@ -290,9 +290,9 @@ class _Disk:
     def new_cpu_locked_tensor(self, elements: int, example: Tensor) -> Tensor:
         """A pinned buffer on the host."""
         buffer = torch.empty(int(elements), dtype=example.dtype)
-        storage = buffer.untyped_storage()
-        self._pinned.add(storage._cdata)
-        weakref.finalize(storage, self._pinned.discard, storage._cdata).atexit = False
+        address = torch_internals.address(buffer)
+        self._pinned.add(address)
+        weakref.finalize(buffer.untyped_storage(), self._pinned.discard, address).atexit = False
         return buffer
 
     def free_cpu_locked_tensor(self, buffer: Tensor) -> bool:
@@ -301,7 +301,7 @@ class _Disk:
 
     def is_pinned(self, tensor: Tensor) -> bool:
         """Whether it is part of such a buffer."""
-        return tensor.untyped_storage()._cdata in self._pinned
+        return torch_internals.address(tensor) in self._pinned
 
     def async_pread(self, buffer: Tensor, path: str, offset: int) -> int:
         """Begin to read."""

@@ -25,8 +25,8 @@ from deepspeed import comm
 from deepspeed.runtime.zero import stage3
 from deepspeed.runtime.zero.partition_parameters import AllGatherCoalescedHandle, ZeroParamStatus
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
 
+from frugal import torch_internals
 from frugal.deepspeed_adapter.simulate import mirrored
 from frugal.planning.memory.model_trace import MarkKind
 
@@ -94,7 +94,7 @@ class _Parameters:
         self._mark = mark
         self._numbers = {id(parameter): number for number, parameter in enumerate(model.parameters())}
         self._at_rest = [parameter.data for parameter in model.parameters()]
-        self.addresses_at_rest = {data.untyped_storage()._cdata for data in self._at_rest}
+        self.addresses_at_rest = {torch_internals.address(data) for data in self._at_rest}
         self._users: dict[int, int] = {}  # parameter -> modules that use it
         self._uses: dict[int, Any] = {}  # parameter -> what tells whether its present memory is gone
         self._num_uses = 0
@@ -104,7 +104,7 @@ class _Parameters:
         for parameter in module.parameters(recurse=False):
             number = self._numbers[id(parameter)]
             if number not in self._uses:
-                with _disable_current_modes():
+                with torch_internals.without_modes():
                     data = torch.empty_like(self._at_rest[number])
                     self._uses[number] = weakref.finalize(data.untyped_storage(), self._gone, number, self._num_uses)
                     self._num_uses += 1
@@ -117,7 +117,7 @@ class _Parameters:
             number = self._numbers[id(parameter)]
             self._users[number] -= 1
             if self._users[number] == 0:
-                with _disable_current_modes():
+                with torch_internals.without_modes():
                     parameter.data = self._at_rest[number]
                 use = self._uses.pop(number).peek()
                 if use is not None:  # somebody has it still
@@ -242,7 +242,7 @@ def at_once() -> Iterator[None]:
 
 def _narrow(tensor: Tensor, dim: int, start: int, length: int) -> Tensor:
     """A view, made without asking the tracker: one a rank is made for every gathered bucket."""
-    with torch._C._DisableTorchDispatch():
+    with torch_internals.without_dispatch():
         return torch.narrow(tensor, dim, start, length)
 
 

@@ -149,11 +149,12 @@ def _claim_first_failure() -> bool | None:
     """Whether no other rank has failed before; None where the store does not answer."""
     import torch.distributed as dist
 
+    from frugal import torch_internals
     from frugal.distributed import rendezvous
 
     store: dist.Store | None = rendezvous.store()
     if store is None and dist.is_initialized():
-        store = dist.distributed_c10d._get_default_store()
+        store = torch_internals.default_store()
     if store is None:
         return env.local_rank() == 0  # before ranks met: all of a node read the same files and flags
     answers: list[bool] = []

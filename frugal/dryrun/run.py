@@ -14,8 +14,8 @@ from unittest.mock import patch
 
 from deepspeed.runtime.zero.partition_parameters import Init
 from torch import nn
-from torch.utils._python_dispatch import _disable_current_modes
 
+from frugal import torch_internals
 from frugal.config.cluster import DeviceKind
 from frugal.config.request import Request
 from frugal.deepspeed_adapter.fake_device import pretend
@@ -137,7 +137,7 @@ def _train(
         tracker.mark(phase)
 
     mark_phases(engine, mark)
-    with _disable_current_modes():  # made on the host, whatever their values cost
+    with torch_internals.without_modes():  # made on the host, whatever their values cost
         example = objective.example(micro_batch, seq_len)
     tracker.expect(example)
     for num_micro_steps in micro_steps:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from frugal import torch_internals
 from frugal.training.oom_retry import Guard, again_after_cleaning
 
 
@@ -94,7 +95,7 @@ class Update:
                 continue
             gradient, each.grad = each.grad, each.detach()  # only its being there matters
             try:
-                self._optimizer._init_group({**group, "params": [each]}, [], [], [], [], [], [])
+                torch_internals.make_adam_states(self._optimizer, {**group, "params": [each]})
             except BaseException:
                 self._optimizer.state.pop(each, None)  # half a state is taken for a whole one
                 raise
@@ -112,7 +113,7 @@ class Update:
 
     def _versions(self) -> dict[int, int]:
         """How often each tensor the step may write to was written to, by the tensor's id."""
-        return {id(each): each._version for each in self._written()}
+        return {id(each): torch_internals.version(each) for each in self._written()}
 
     def _written(self) -> Iterator[Tensor]:
         for group in self._optimizer.param_groups:
@@ -124,7 +125,7 @@ class Update:
         """Whether a step that failed has written nothing; states that it had begun to make are gone then."""
         if not type(self._optimizer).__module__.startswith("torch.optim"):
             return False  # kernels of others do not count what they write
-        if any(before.get(id(each), each._version) != each._version for each in self._written()):
+        if any(before.get(each, version) != version for each, version in self._versions().items()):
             return False
         for group in self._optimizer.param_groups:
             for each in group["params"]:

@@ -12,8 +12,8 @@ from types import FrameType
 from typing import Any
 
 from torch import Tensor, nn
-from torch.autograd.graph import _engine_run_backward
 
+from frugal import torch_internals
 from frugal.planning.memory.timeline import (
     ACTIVATIONS,
     BACKWARD,
@@ -53,7 +53,7 @@ _TRANSPARENT = (
 """Code that runs operators for whoever called it. By the folders of the packages themselves: a model may lie anywhere,
 also in a folder named `deepspeed` or `torch`."""
 
-_asker_of_code: dict[Any, str | None] = {_engine_run_backward.__code__: AUTOGRAD}
+_asker_of_code: dict[Any, str | None] = {torch_internals.RUN_BACKWARD: AUTOGRAD}
 
 
 def asker(frame: FrameType | None) -> str:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
+from frugal import torch_internals
 from frugal.dryrun.trace.stand_ins import exact
 from frugal.training.measure.storage_watch import tensors_in, traffic
 
@@ -61,7 +62,7 @@ def run_cached(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tupl
 
 
 def _cost(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> _Cost:
-    packet = func._overloadpacket
+    packet = torch_internals.packet(func)
     formula = flop_registry.get(packet) or _MORE_FLOPS.get(packet)
     if formula is None:
         return 0, traffic(func, args, kwargs, out)
@@ -72,7 +73,7 @@ def _key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What the outputs depend on; None where they share memory with an input, or depend on more."""
     pure = _is_pure.get(func)
     if pure is None:
-        schema = func._schema
+        schema = torch_internals.schema(func)
         shared = any(value.alias_info is not None for value in (*schema.arguments, *schema.returns))
         pure = _is_pure[func] = not shared and not schema.is_mutable
     if not pure:
@@ -98,8 +99,8 @@ def _part(value: Any) -> Any:
 
 
 def _share_storage(args: tuple[Any, ...], out: Any) -> bool:
-    inputs = {tensor.untyped_storage()._cdata for tensor in tensors_in(args)}
-    return any(tensor.untyped_storage()._cdata in inputs for tensor in tensors_in(out))
+    inputs = {torch_internals.address(tensor) for tensor in tensors_in(args)}
+    return any(torch_internals.address(tensor) in inputs for tensor in tensors_in(out))
 
 
 def _outputs(out: Any) -> _Outputs | None:
@@ -120,7 +121,7 @@ def _outputs(out: Any) -> _Outputs | None:
         ):
             return None
         layouts.append(layout)
-    if len({t.untyped_storage()._cdata for t in tensors if t is not None}) < sum(t is not None for t in tensors):
+    if len({torch_internals.address(t) for t in tensors if t is not None}) < sum(t is not None for t in tensors):
         return None
     return isinstance(out, Tensor), tuple(layouts)
 

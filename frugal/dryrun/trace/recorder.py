@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
 
+from frugal import torch_internals
 from frugal.config.cluster import DeviceKind
 from frugal.deepspeed_adapter.fake_device import SideStreams
 from frugal.dryrun.trace import operator_cache, stand_ins
@@ -105,7 +105,7 @@ class Tracker(StorageWatch):
     def arrive(self, *tensors: Tensor) -> None:
         """The model's `tensors` move from the host to the device, where they are not there already."""
         for tensor in tensors:
-            address = tensor.untyped_storage()._cdata
+            address = torch_internals.address(tensor)
             size_bytes = self.host.leave(address)
             if size_bytes is not None:
                 self._storage[address] = self._record(size_bytes, PARAMETERS, "to device")
@@ -114,9 +114,9 @@ class Tracker(StorageWatch):
         """Give what lives now the category of its owner."""
         assert self._model is not None, "watch a model first"
         seen: set[int] = set()
-        with _disable_current_modes():  # looking is no operator
+        with torch_internals.without_modes():  # looking is no operator
             for tensor, category in owned(self._model, optimizer):
-                index = self._storage.get(tensor.untyped_storage()._cdata)
+                index = self._storage.get(torch_internals.address(tensor))
                 if index is not None and index not in seen:
                     seen.add(index)
                     self._timeline.categories[index] = category

@@ -35,6 +35,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
+from frugal import torch_internals
 from frugal.planning.memory.allocator import HostAllocator
 
 aten = torch.ops.aten
@@ -188,8 +189,9 @@ def _result(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return untouched_host_tensor(args[0], None, kwargs.get("dtype") or torch.get_default_dtype())
     if not any(is_untouched(value) for value in _flat(args)):
         return NotImplemented
-    arguments = func._schema.arguments
-    if func._schema.is_mutable and arguments[0].alias_info is not None and arguments[0].alias_info.is_write:
+    schema = torch_internals.schema(func)
+    arguments = schema.arguments
+    if schema.is_mutable and arguments[0].alias_info is not None and arguments[0].alias_info.is_write:
         return args[0]
     if any(argument.alias_info is not None for argument in arguments):
         return NotImplemented  # a view
@@ -228,7 +230,7 @@ RESERVED_BYTES = 1 << 30
 
 def untouched_host_tensor(size: Sequence[int], stride: Sequence[int] | None, dtype: torch.dtype) -> Tensor:
     """An uninitialised tensor of this shape on the host. Nobody must read or write it."""
-    with torch._C._DisableTorchDispatch():
+    with torch_internals.without_dispatch():
         on_meta = torch.empty(tuple(size), dtype=dtype, device="meta")
         if stride is not None:
             on_meta = torch.empty_strided(tuple(size), tuple(stride), dtype=dtype, device="meta")

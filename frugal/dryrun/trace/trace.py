@@ -17,6 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from frugal import torch_internals
 from frugal.config.cluster import DeviceKind
 from frugal.deepspeed_adapter import zero3_graph
 from frugal.dryrun.trace.cuda_kernels import kernels_of
@@ -60,7 +61,7 @@ class Recorder(Tracker):
     def execute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the operator returns."""
         if self.addresses_at_rest and not self.uses_at_rest:
-            read = {tensor.untyped_storage()._cdata for tensor in tensors_in(args)}
+            read = {torch_internals.address(tensor) for tensor in tensors_in(args)}
             self.uses_at_rest = not read.isdisjoint(self.addresses_at_rest)
         return super().execute(func, args, kwargs)
 
@@ -84,7 +85,7 @@ class Recorder(Tracker):
 
     def _finished(self, parameter: Tensor, index: int) -> None:
         assert parameter.grad is not None
-        storage = self._storage.get(parameter.grad.untyped_storage()._cdata, -1)
+        storage = self._storage.get(torch_internals.address(parameter.grad), -1)
         self._mark(MarkKind.GRADIENT, index, storage)
         self.counts_at[MarkKind.GRADIENT, index] = self.counts
         parameter.grad = None

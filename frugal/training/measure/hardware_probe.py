@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from frugal import torch_internals
 from frugal.config.calibration import MOST_CONTEXT_BYTES, Probe
 from frugal.config.cluster import DeviceKind
 from frugal.config.request import Precision
@@ -156,7 +156,7 @@ def operator_seconds(device: torch.device) -> float:
     return best_seconds(step, device) / counter.number
 
 
-class _Counter(TorchDispatchMode):
+class _Counter(torch_internals.DispatchMode):
     """How many operators run, and the bytes they read and write, as a dry run counts them."""
 
     def __init__(self, device: torch.device) -> None:
@@ -178,7 +178,7 @@ def _context_bytes(device: torch.device) -> int:
     free, total = torch.cuda.mem_get_info(device)
     outside = total - free - torch.cuda.memory_reserved(device)
     before = torch.cuda.memory_allocated(device)
-    torch._C._cuda_clearCublasWorkspaces()
+    torch_internals.clear_cublas_workspaces()
     context = outside + before - torch.cuda.memory_allocated(device)
     if context > MOST_CONTEXT_BYTES:
         raise RequestError(

@@ -18,14 +18,13 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
-from torch._prims_common import is_non_overlapping_and_dense_or_false
-from torch.autograd.graph import _engine_run_backward
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from frugal import torch_internals
 
 aten = torch.ops.aten
 
 
-class StorageWatch(TorchDispatchMode):
+class StorageWatch(torch_internals.DispatchMode):
     """Calls `born` for every new storage that an operator returns, and `died` when it is gone.
 
     A storage that existed before the mode is not born, whatever views of it appear: an output is new only if no
@@ -97,13 +96,13 @@ class StorageWatch(TorchDispatchMode):
 
     def _see(self, tensor: Tensor, operator: Any, inputs: tuple[Any, ...]) -> None:
         storage = tensor.untyped_storage()
-        address, size = storage._cdata, storage.nbytes()
+        address, size = torch_internals.address(tensor), storage.nbytes()
         known = self._known.get(address)
         if known == size:
             return
         if known is not None:  # resized: the old one ends, a new one begins
             self.died(address, known)
-        elif any(address == other.untyped_storage()._cdata for other in tensors_in(inputs)):
+        elif any(address == torch_internals.address(other) for other in tensors_in(inputs)):
             return
         else:
             weakref.finalize(storage, self._gone, address).atexit = False
@@ -120,9 +119,9 @@ _OTHERS: set[Any] = set()
 
 def _is_view(operator: Any) -> bool:
     """Whether it only ever returns its input's storage, unchanged; remembered. `reshape` and its like may copy."""
-    returns = operator._schema.returns
+    returns = torch_internals.schema(operator).returns
     views = bool(returns) and all(value.alias_info and not value.alias_info.is_write for value in returns)
-    views = views and not operator.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
+    views = views and not torch_internals.is_composite(operator)
     (_VIEWS if views else _OTHERS).add(operator)
     return views
 
@@ -149,16 +148,16 @@ def _added_in_place(args: tuple[Any, ...], caller: Any) -> bool:
     the storage and the call itself three to the tensor. The caller must be the engine: Python code inside a hook
     that adds two tensors holds neither of them less.
     """
-    if caller.f_code is not _engine_run_backward.__code__ or torch.is_grad_enabled():
+    if caller.f_code is not torch_internals.RUN_BACKWARD or torch.is_grad_enabled():
         return False
     buffer, other = args[0], args[1]
     return (
         isinstance(other, Tensor)
         and buffer.shape == other.shape
         and buffer.dtype == other.dtype
-        and torch._C._storage_Use_Count(buffer.untyped_storage()._cdata) <= 2
-        and buffer._use_count() <= 4
-        and is_non_overlapping_and_dense_or_false(buffer)
+        and torch_internals.storage_uses(buffer) <= 2
+        and torch_internals.uses(buffer) <= 4
+        and torch_internals.is_dense(buffer)
     )
 
 
@@ -206,13 +205,13 @@ def traffic(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) 
     inputs = list(tensors_in((*args, *kwargs.values())))
     if func in _OVERWRITES:
         return written + sum(map(_bytes, inputs[1:]))
-    if not func._schema.is_mutable and not _storages(tensors_in(out)).isdisjoint(_storages(inputs)):
+    if not torch_internals.schema(func).is_mutable and not _storages(tensors_in(out)).isdisjoint(_storages(inputs)):
         return 0  # a view after all, such as `_unsafe_view`
     return written + sum(map(_bytes, inputs))
 
 
 def _storages(tensors: Iterable[Tensor]) -> set[int]:
-    return {tensor.untyped_storage()._cdata for tensor in tensors}
+    return {torch_internals.address(tensor) for tensor in tensors}
 
 
 def _bytes(tensor: Tensor) -> int:

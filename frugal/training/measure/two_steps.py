@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from frugal import torch_internals
 from frugal.config import local_host
 from frugal.config.request import Task
 from frugal.deepspeed_adapter.kernels import DTYPES
@@ -103,7 +104,7 @@ def _gpu_bytes(gauge: CudaGauge, device: torch.device) -> dict[str, int]:
     free, total = torch.cuda.mem_get_info(device)
     outside = total - free - torch.cuda.memory_reserved(device)
     before = torch.cuda.memory_allocated(device)
-    torch._C._cuda_clearCublasWorkspaces()  # they live in the allocator's blocks from the first product on
+    torch_internals.clear_cublas_workspaces()  # they live in the allocator's blocks from the first product on
     return {
         "reserved_bytes": gauge.reserved_bytes,
         "workspace_bytes": before - torch.cuda.memory_allocated(device),

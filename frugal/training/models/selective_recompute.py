@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from frugal import torch_internals
 
 aten = torch.ops.aten
 
@@ -58,7 +59,7 @@ class _Call:
         self.versions: list[int] = []
 
 
-class _Keep(TorchDispatchMode):
+class _Keep(torch_internals.DispatchMode):
     """Keeps what expensive operators return, in their order."""
 
     def __init__(self, calls: list[_Call]) -> None:
@@ -76,7 +77,7 @@ class _Keep(TorchDispatchMode):
             call = _Call(None if _draws(func, args, kwargs) else _map(_detached, out))
             self._calls.append(call)
             for result in _tensors(call.result):
-                self._of_storage[_address(result)] = call
+                self._of_storage[torch_internals.address(result)] = call
         return out
 
     def __exit__(self, *exception: Any) -> None:
@@ -88,12 +89,12 @@ class _Keep(TorchDispatchMode):
 
     def _note_uses(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         """Which results `func` read or changed."""
-        used = {_address(value): value for value in _tensors((*args, *kwargs.values()))}
+        used = {torch_internals.address(value): value for value in _tensors((*args, *kwargs.values()))}
         touched = used.keys() & self._of_storage.keys()
         if not touched:
             return
-        written = {_address(value) for value in _written(func, args, kwargs)}
-        viewed = {_address(value) for value in _tensors(out)} - written
+        written = {torch_internals.address(value) for value in _written(func, args, kwargs)}
+        viewed = {torch_internals.address(value) for value in _tensors(out)} - written
         for address in touched:
             call = self._of_storage[address]
             if address in written and len(written) == 1 and not call.is_read:
@@ -105,11 +106,11 @@ class _Keep(TorchDispatchMode):
 
     def _forget(self, call: _Call) -> None:
         for result in _tensors(call.result):
-            self._of_storage.pop(_address(result), None)
+            self._of_storage.pop(torch_internals.address(result), None)
         call.result = None
 
 
-class _Return(TorchDispatchMode):
+class _Return(torch_internals.DispatchMode):
     """Returns what was kept, instead of running the operators again that made it."""
 
     def __init__(self, calls: list[_Call]) -> None:
@@ -148,15 +149,15 @@ class _Return(TorchDispatchMode):
         result, call.result = _map(_detached, call.result), None
         if call.num_writes:
             for tensor in _tensors(result):
-                self._writes_left[_address(tensor)] = call.num_writes, tensor
+                self._writes_left[torch_internals.address(tensor)] = call.num_writes, tensor
         return result
 
     def _was_written(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether the kept result that `func` writes to has its effect already."""
         for target in _written(func, args, kwargs):
-            left, tensor = self._writes_left.pop(_address(target), (0, target))
+            left, tensor = self._writes_left.pop(torch_internals.address(target), (0, target))
             if left > 1:
-                self._writes_left[_address(target)] = left - 1, tensor
+                self._writes_left[torch_internals.address(target)] = left - 1, tensor
             if left:
                 return True
         return False
@@ -164,7 +165,7 @@ class _Return(TorchDispatchMode):
 
 def _draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether it takes random numbers: attention with dropout."""
-    for i, argument in enumerate(func._schema.arguments):
+    for i, argument in enumerate(torch_internals.schema(func).arguments):
         if argument.name == "dropout_p":
             return bool(args[i] if i < len(args) else kwargs.get("dropout_p", argument.default_value))
     return False
@@ -172,10 +173,10 @@ def _draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     """The tensors that `func` changes in place."""
-    if not func._schema.is_mutable:
+    if not torch_internals.schema(func).is_mutable:
         return []
     changed = []
-    for i, argument in enumerate(func._schema.arguments):
+    for i, argument in enumerate(torch_internals.schema(func).arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             changed += _tensors(args[i] if i < len(args) else kwargs.get(argument.name))
     return changed
@@ -199,13 +200,9 @@ def _detached(value: Any) -> Any:
     """Free of the graph, or layer and graph would hold each other; with the same count of changes."""
     if not isinstance(value, Tensor):
         return value
-    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+    with torch_internals.counting_versions():
         return value.detach()
 
 
 def _versions(result: Any) -> list[int]:
-    return [tensor._version for tensor in _tensors(result)]
-
-
-def _address(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return [torch_internals.version(tensor) for tensor in _tensors(result)]

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from frugal import torch_internals
 from frugal.errors import RequestError
 
 NUM_TILES = 8
@@ -64,7 +65,7 @@ def summed_cross_entropy(model: nn.Module, inputs: dict[str, Any], targets: Tens
     tiled.targets = targets
     try:
         loss = model(**inputs).logits
-        if tiled.loss is None or loss.untyped_storage()._cdata != tiled.loss.untyped_storage()._cdata:
+        if tiled.loss is None or torch_internals.address(loss) != torch_internals.address(tiled.loss):
             raise RequestError(
                 f"{type(getattr(model, 'module', model)).__name__} cannot take the tiled loss",
                 because="it changes its logits after the output head",

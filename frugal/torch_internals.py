@@ -1,0 +1,130 @@
+"""torch's private names: nothing else uses them. They are checked, in one table, when this module is first imported."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch._prims_common
+import torch.autograd.graph
+import torch.testing._internal.distributed.fake_pg
+import torch.utils._python_dispatch
+import torch.utils._pytree
+from torch import Tensor
+
+from frugal import required
+from frugal.required import needed
+
+TESTED = "2.13.0"
+
+NAMES = (
+    *needed("torch", "storages are told apart by their address", "UntypedStorage._cdata"),
+    *needed("torch", "who else holds a gradient", "_C._storage_Use_Count", "Tensor._use_count"),
+    *needed("torch", "whether a tensor was written to", "Tensor._version"),
+    *needed("torch", "work that no mode is to see", "_C._DisableTorchDispatch"),
+    *needed("torch", "writes count in a mode", "_C._SetExcludeDispatchKeyGuard", "_C.DispatchKey.ADInplaceOrView"),
+    *needed("torch", "operators made of others", "_C.DispatchKey.CompositeImplicitAutograd"),
+    *needed("torch._ops:OpOverload", "operators", "_schema", "_overloadpacket", "has_kernel_for_dispatch_key"),
+    *needed("torch._prims_common", "what autograd adds in place", "is_non_overlapping_and_dense_or_false"),
+    *needed("torch.autograd.graph", "autograd's own frame", "_engine_run_backward"),
+    *needed(
+        "torch.utils._python_dispatch", "every operator is seen",
+        "TorchDispatchMode.__torch_dispatch__", "TorchDispatchMode._should_skip_dynamo", "_disable_current_modes()",
+    ),
+    *needed("torch.utils._pytree", "copies of nested states", "tree_map"),
+    *needed("torch.testing._internal.distributed.fake_pg", "a process group of any size", "FakeStore"),
+    *needed("torch.distributed.distributed_c10d", "who failed first", "_get_default_store()"),
+    *needed("torch.optim.adam", "there are no fused kernels on meta", "_device_dtype_check_for_fused"),
+    *needed("torch.optim.sgd", "there are no fused kernels on meta", "_device_dtype_check_for_fused"),
+    *needed(
+        "torch.optim:Adam", "moments are made before the vote",
+        "_init_group(self, group, params_with_grad, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, state_steps)",
+    ),
+    *needed("torch.nn:Module", "replaced in place", "__init__:_buffers", "__init__:_parameters"),
+    *needed(
+        "torch.ops", "operators with a rule of their own",
+        "aten._fused_adam_", "aten._fused_adamw_", "aten._fused_sgd_", "aten._grouped_mm", "aten._local_scalar_dense",
+        "aten._log_softmax", "aten._scaled_dot_product_cudnn_attention", "aten._scaled_dot_product_efficient_attention",
+        "aten._scaled_dot_product_flash_attention", "aten._scaled_dot_product_flash_attention_backward",
+        "aten._scaled_dot_product_flash_attention_for_cpu", "aten._scaled_dot_product_flash_attention_for_cpu_backward",
+        "aten._scaled_dot_product_fused_attention_overrideable", "aten._scaled_mm", "aten._softmax", "aten._to_copy",
+        "aten._unique2",
+    ),
+)  # fmt: skip
+"""Every private name of torch that this package uses, and why."""
+
+NAMES_OF_CUDA = needed("torch", "workspaces are in the allocator's blocks", "_C._cuda_clearCublasWorkspaces")
+
+required.verify("torch", TESTED, (*NAMES, *NAMES_OF_CUDA) if torch.backends.cuda.is_built() else NAMES)
+
+DispatchMode = torch.utils._python_dispatch.TorchDispatchMode
+FakeStore = torch.testing._internal.distributed.fake_pg.FakeStore
+tree_map = torch.utils._pytree.tree_map
+is_dense = torch._prims_common.is_non_overlapping_and_dense_or_false
+
+RUN_BACKWARD = torch.autograd.graph._engine_run_backward.__code__
+"""The code of the frame in which autograd runs a backward."""
+
+FUSED_CHECKS = ("torch.optim.adam._device_dtype_check_for_fused", "torch.optim.sgd._device_dtype_check_for_fused")
+"""Functions that refuse fused optimizers on devices without a fused kernel."""
+
+without_modes: Callable[[], AbstractContextManager[Any]] = torch.utils._python_dispatch._disable_current_modes
+"""No `TorchDispatchMode` is active inside the `with` block."""
+
+without_dispatch: Callable[[], AbstractContextManager[Any]] = torch._C._DisableTorchDispatch
+"""Operators reach no `TorchDispatchMode` inside the `with` block: the cheapest way past one."""
+
+
+def address(tensor: Tensor) -> int:
+    """The address of a tensor's storage, its own while it lives."""
+    return tensor.untyped_storage()._cdata
+
+
+def storage_uses(tensor: Tensor) -> int:
+    """References to a tensor's storage."""
+    return torch._C._storage_Use_Count(address(tensor))
+
+
+def uses(tensor: Tensor) -> int:
+    """References to a tensor."""
+    return tensor._use_count()  # type: ignore[attr-defined]  # private, and not in torch's stubs
+
+
+def version(tensor: Tensor) -> int:
+    """How often a tensor was written to."""
+    return tensor._version
+
+
+def schema(operator: Any) -> Any:
+    """What an operator takes, returns and writes to."""
+    return operator._schema
+
+
+def packet(operator: Any) -> Any:
+    """The operator of all overloads, of one of them."""
+    return operator._overloadpacket
+
+
+def is_composite(operator: Any) -> bool:
+    """Whether autograd sees the operators that it is made of, not itself."""
+    return operator.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
+
+
+def counting_versions() -> AbstractContextManager[Any]:
+    """Inside the `with` block, which a mode runs, writes count in a tensor's version."""
+    return torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False)
+
+
+def clear_cublas_workspaces() -> None:
+    """Free what cuBLAS keeps in the allocator's blocks. GPUs only."""
+    torch._C._cuda_clearCublasWorkspaces()
+
+
+def default_store() -> "torch.distributed.Store":
+    """The store of the default process group."""
+    return torch.distributed.distributed_c10d._get_default_store()
+
+
+def make_adam_states(optimizer: torch.optim.Adam, group: dict[str, Any]) -> None:
+    """Make the moments of a group's parameters that have gradients and no moments."""
+    optimizer._init_group(group, [], [], [], [], [], [])
