@@ -45,7 +45,6 @@ RESULTS = Path(__file__).parent / "results"
 ROOM = 1.02  # of what the binding strategy takes
 NEAR, SHARE = 1.05, 0.9  # the goal
 QUICK = 6  # every so manieth case
-STDERR = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,7 +134,7 @@ def measure(decisions: Sequence[Decision], kind: DeviceKind, folder: Path) -> di
             msgspec.json.encode([Job(d.case.name, tuple(plan.to_json().decode() for plan in d.plans)) for d in mine])
         )
         arguments = ["--jobs", str(jobs), "--out", str(out)]
-        code = local.start_ranks(kind, world_size, "bench.choice_worker", arguments, stdout=STDERR)
+        code = local.start_ranks(kind, world_size, "bench.choice_worker", arguments, to_stderr=True)
         lines = out.read_bytes().splitlines() if out.exists() else []
         found |= {timed.name: timed for timed in (msgspec.json.decode(line, type=Timed) for line in lines)}
         if code:

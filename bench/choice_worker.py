@@ -11,11 +11,11 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import click
 import msgspec
 import torch
 import torch.distributed as dist
 
+from frugal.config.settings.arguments import parse
 from frugal.deepspeed_adapter.kernels import DTYPES
 from frugal.distributed import first_failure, process_group
 from frugal.planning.plan import Plan
@@ -96,17 +96,14 @@ def _wait(device: torch.device) -> None:
     dist.barrier()
 
 
-@click.command("choice_worker")
-@click.option("--jobs", type=click.Path(path_type=Path), required=True, help="A list of jobs as JSON.")
-@click.option("--out", type=click.Path(path_type=Path), required=True, help="Where rank 0 writes one line a job.")
-@click.option("--local_rank", "--local-rank", "_local_rank", type=int, hidden=True)  # DeepSpeed's launcher adds it
-def command(jobs: Path, out: Path, _local_rank: int | None) -> None:
-    """Time every plan of every job."""
-    for job in msgspec.json.decode(jobs.read_bytes(), type=tuple[Job, ...]):
+def command(words: Sequence[str]) -> None:
+    """Time every plan of every job. `--jobs`: a list of them as JSON. `--out`: where rank 0 writes one line a job."""
+    given = parse(words, {"jobs": Path, "out": Path}, needed=["jobs", "out"])
+    for job in msgspec.json.decode(given["jobs"].read_bytes(), type=tuple[Job, ...]):
         plans = [Plan.from_json(text.encode()) for text in job.plans]
         found = Timed(job.name, tuple(map(tuple, timed(plans))))
         if dist.get_rank() == 0:
-            with out.open("ab") as file:
+            with given["out"].open("ab") as file:
                 file.write(msgspec.json.encode(found) + b"\n")
             sys.stderr.write(f"{job.name}: {len(plans)} strategies timed\n")
     dist.barrier()

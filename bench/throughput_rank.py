@@ -70,7 +70,7 @@ def frugal_loop(meter: Meter, plan: Plan, shape: dict[str, Any], samples: Any, s
     import msgspec
     from rich.console import Console
 
-    from frugal.config.run import Settings
+    from frugal.config.settings.run_settings import RunSettings
     from frugal.training import loop
     from frugal.training.checkpoint.loading import Progress
     from frugal.training.data.global_batches import GlobalBatches
@@ -82,7 +82,7 @@ def frugal_loop(meter: Meter, plan: Plan, shape: dict[str, Any], samples: Any, s
     batches = GlobalBatches(samples, global_batch=plan.batch.global_batch, seed=seed)
     with tempfile.TemporaryDirectory() as name:
         folder, rank = Path(name), dist.get_rank()
-        asked = Settings(steps=steps, save_every=0, eval_every=0, out=folder)
+        asked = RunSettings(steps=steps, save_every=0, eval_every=0, out=folder)
         with Log(folder, rank=rank, planned_bytes=1, total_steps=steps, console=Console(file=io.StringIO())) as log:
             meter.begin()
             loop.train(engine, batches, (), asked, log, start=Progress(step=0), total_steps=steps)

@@ -4,14 +4,16 @@ import shutil
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
+from typing import get_args
 
 import click
 import msgspec
 
-from frugal.config import hostfile, schema
+from frugal.config import hostfile
 from frugal.config.cluster import DeviceKind
 from frugal.config.hostfile import HostfileEntry
-from frugal.config.run import Settings
+from frugal.config.schema import read_toml
+from frugal.config.settings.run_settings import RunSettings
 from frugal.errors import RequestError
 from frugal.launch import host_report, ssh
 from frugal.launch.host_report import HostReport
@@ -25,8 +27,8 @@ NOT_READY = RequestError.exit_code
 @click.option("--hostfile", "path", type=click.Path(path_type=Path), help="Ask each of its hosts over ssh.")
 @click.option("--ssh-port", type=click.IntRange(1, 65535), help="Where ssh listens on the hosts.")
 @click.option("--nic", metavar="NAME", help="The network interface that ranks are to talk over.")
-@click.option("--out", type=click.Path(path_type=Path), help=f"The run's folder.  [default: {Settings.out}]")
-@click.option("--device", type=click.Choice(["cuda", "cpu"]), help="What the run is for.  [default: cuda]")
+@click.option("--out", type=click.Path(path_type=Path), help=f"The run's folder.  [default: {RunSettings.out}]")
+@click.option("--device", type=click.Choice(get_args(DeviceKind)), help="What the run is for.  [default: cuda]")
 @click.option("--config", "file", type=click.Path(path_type=Path), help="Settings file.  [default: frugal.toml]")
 @click.option("--json", "as_json", is_flag=True, help="Print it for programs.")
 def command(
@@ -34,10 +36,10 @@ def command(
     as_json: bool,
 ) -> int:  # fmt: skip
     """Look at what this machine, or each host of a hostfile, has for a run; exit code 2 if something would stop it."""
-    settings = schema.read_toml(file)
+    settings = read_toml(file)
     path = path or (Path(settings.plan["hostfile"]) if "hostfile" in settings.plan else None)
     kind: DeviceKind = "cpu" if (device or settings.plan.get("device")) == "cpu" else "cuda"
-    folder = out or Path(settings.train.get("out", Settings.out))
+    folder = out or Path(settings.train.get("out", RunSettings.out))
     access = Access(ssh_port=ssh_port, nic=nic)
     reports: list[HostReport | UnreachableHost]
     if path is None:

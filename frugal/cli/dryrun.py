@@ -8,11 +8,12 @@ from typing import Any
 import click
 import msgspec
 
-from frugal.cli.options import collect, planning_options
-from frugal.cli.plan import waiting
+from frugal.cli.options import SettingsCommand, config_option, options
+from frugal.cli.planned import collect, refuse_beside_a_plan, waiting
+from frugal.config.build_cluster import ClusterSettings
 from frugal.config.cluster import Cluster
 from frugal.config.request import Request, check_pins
-from frugal.config.schema import NAMES
+from frugal.config.schema import PLAN_SETTINGS
 from frugal.dryrun import figures as curve
 from frugal.dryrun.client import DryRunSource
 from frugal.dryrun.figures import Figures, figures, fullest
@@ -38,9 +39,10 @@ class _Subject:
     promised_bytes: int | None = None
 
 
-@click.command("dryrun")
+@click.command("dryrun", cls=SettingsCommand)
 @click.argument("what", metavar="PLAN|MODEL")
-@planning_options
+@options(Request, ClusterSettings)
+@config_option
 @click.option("--json", "as_json", is_flag=True, help="Print the figures for programs.")
 @click.option("--explain", type=click.Choice(CATEGORIES), help="Name the modules that hold it at the peak.")
 @click.option(
@@ -99,13 +101,7 @@ def _is_plan(what: str) -> bool:
 
 
 def _plan(path: Path, values: dict[str, Any]) -> _Subject:
-    for name in ("config", *NAMES):
-        if values.get(name) is not None:
-            raise RequestError(
-                f"{path} was given together with --{name.replace('_', '-')}",
-                because="a plan is a decision already made",
-                hint="leave one of them out",
-            )
+    refuse_beside_a_plan(str(path), values, "config", *PLAN_SETTINGS)
     plan = Plan.read(path)
     return _Subject(
         request=plan.request,

@@ -1,28 +1,26 @@
-"""`frugal explain`, and the table of `frugal plan --what-if`."""
+"""`frugal explain`."""
 
-from collections.abc import Sequence
-from contextlib import closing
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import click
 
-from frugal.cli.options import collect, planning_options
-from frugal.cli.plan import WHAT_IF, waiting, with_lengths
-from frugal.config import schema
-from frugal.config.schema import NAMES
-from frugal.dryrun.planner import make_plan
-from frugal.errors import RequestError
+from frugal.cli.options import SettingsCommand, config_option, options
+from frugal.cli.plan import WHAT_IF
+from frugal.cli.planned import plan_path, planned, refuse_beside_a_plan, waiting
+from frugal.cli.what_if import help_for, table
+from frugal.config.build_cluster import ClusterSettings
+from frugal.config.request import Request
+from frugal.config.schema import PLAN_SETTINGS
 from frugal.planning.plan import Plan
-from frugal.planning.report import explanation, improvements, what_if
-from frugal.planning.search.candidate import OpenSource
-from frugal.planning.what_if import axes_around, changes, grid, parse_axes, predicted, shorter
+from frugal.planning.report import explanation
+from frugal.planning.what_if import parse_axes
 
 
-@click.command("explain")
+@click.command("explain", cls=SettingsCommand)
 @click.argument("words", nargs=-1, metavar="[PLAN] [AXIS=...]")
-@planning_options
+@options(Request, ClusterSettings)
+@config_option
 @click.option("--what-if", "with_table", is_flag=True, help=WHAT_IF)
 def command(words: tuple[str, ...], with_table: bool, **values: Any) -> None:
     """Say why a plan is what it is, and what would help.
@@ -33,7 +31,7 @@ def command(words: tuple[str, ...], with_table: bool, **values: Any) -> None:
     if len(paths) > 1:
         raise click.UsageError(f"Got unexpected extra argument ({paths[1]})", click.get_current_context())
     axes = parse_axes([word for word in words if word not in paths])
-    plan = _read(Path(paths[0]), values) if paths else _made(values)
+    plan = _read(paths[0], values) if paths else planned(values)
     blocks = explanation(plan)
     with waiting("predicting"):
         blocks.append(help_for(plan))
@@ -42,57 +40,6 @@ def command(words: tuple[str, ...], with_table: bool, **values: Any) -> None:
     click.echo("\n\n".join("\n".join(block) for block in blocks if block))
 
 
-def help_for(plan: Plan) -> list[str]:
-    """What would make the step shorter."""
-    cases = [*changes(plan), *shorter(plan)]
-    with closing(_pool()) as pool:
-        return improvements(plan, cases, predicted(cases, _arithmetic(pool)))
-
-
-def table(plan: Plan, given: dict[str, tuple[int, ...]]) -> list[str]:
-    """The what-if table; axes that are not `given` lie around the plan."""
-    with closing(_pool()) as pool:
-        dry_run = _arithmetic(pool)
-        with dry_run(plan.request, plan.cluster) as source:
-            longest = source.facts().max_positions
-        axes: dict[str, Sequence[int]] = {**axes_around(plan, longest), **given}
-        if longest is not None and max(axes["seq-len"]) > longest:
-            raise RequestError(
-                f"seq-len={max(axes['seq-len'])} is longer than {plan.request.model} can read",
-                because=f"it has {longest} positions",
-            )
-        cases = grid(plan, axes)
-        found = predicted(list(cases.values()), dry_run)
-    return what_if(plan, axes, cases, dict(zip(cases, found, strict=True)))
-
-
-def _pool() -> Any:
-    from frugal.dryrun.client import workers
-
-    return workers()
-
-
-def _arithmetic(pool: Any) -> OpenSource:
-    """Sources that are asked for drafts only: workers start where a trace is missing."""
-    from frugal.dryrun.client import DryRunSource
-
-    return partial(DryRunSource, pool=pool, will_dry_run=False)
-
-
-def _read(path: Path, values: dict[str, Any]) -> Plan:
-    given = [name for name in ("config", *NAMES) if values.get(name) is not None]
-    if given:
-        raise RequestError(
-            f"{path} was given together with --{given[0].replace('_', '-')}",
-            because="a plan is a decision already made",
-            hint="leave one of them out",
-        )
-    return Plan.read(path / "plan.json" if path.is_dir() else path)
-
-
-def _made(values: dict[str, Any]) -> Plan:
-    file = schema.read_toml(values["config"])
-    request, cluster, defaults = collect(values, file)
-    request = with_lengths(request, values, file)
-    with waiting(f"dry-running {request.model}"):
-        return make_plan(request, cluster, defaults)
+def _read(path: str, values: dict[str, Any]) -> Plan:
+    refuse_beside_a_plan(path, values, "config", *PLAN_SETTINGS)
+    return Plan.read(plan_path(Path(path)))

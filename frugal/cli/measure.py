@@ -16,7 +16,7 @@ from typing import Any, get_args
 import click
 import msgspec
 
-from frugal.cli.plan import waiting
+from frugal.cli.planned import waiting
 from frugal.config import calibration, local_host
 from frugal.config.calibration import Calibration, Probe, format_flops, read_all
 from frugal.config.cluster import DeviceKind, recognise_card
@@ -30,7 +30,6 @@ from frugal.planning.plan import Plan
 from frugal.training.measure.record import Capped, Measured, Trial
 from frugal.units import format_bytes
 
-STDERR = 2
 INITIALISATION = "initialisation"
 RECORDS = Path("tests/measured")
 
@@ -144,7 +143,7 @@ def _run(plan: Plan, path: Path, cap_bytes: int | None) -> Trial | int:
         arguments = ["--plan", str(path), "--out", str(out)]
         if cap_bytes is not None:
             arguments += ["--cap", str(cap_bytes)]
-        code = local.start(plan, "frugal.training.measure.two_steps", arguments, stdout=STDERR)
+        code = local.start(plan, "frugal.training.measure.two_steps", arguments, to_stderr=True)
         return code or msgspec.json.decode(out.read_bytes(), type=Trial)
 
 
@@ -244,7 +243,7 @@ def calibrate(kind: DeviceKind, num_ranks: int, of_plan: Measurement | None = No
     with TemporaryDirectory(prefix="frugal-") as folder, waiting("calibrating"):
         out = Path(folder) / "probe.json"
         arguments = ["--kind", kind, "--out", str(out)]
-        code = local.start_ranks(kind, num_ranks, "frugal.training.measure.hardware_probe", arguments, stdout=STDERR)
+        code = local.start_ranks(kind, num_ranks, "frugal.training.measure.hardware_probe", arguments, to_stderr=True)
         if code:
             raise FrugalError(f"the calibration ended with exit code {code}", because="its own message is above")
         probe = msgspec.json.decode(out.read_bytes(), type=Probe)

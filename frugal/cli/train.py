@@ -1,8 +1,9 @@
 """`frugal train`."""
 
+import os
 import socket
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -11,14 +12,22 @@ from typing import Any
 import click
 import psutil  # type: ignore[import-untyped]  # has no types
 
-from frugal.cli.options import collect, planning_options
-from frugal.cli.plan import waiting, with_lengths
-from frugal.config import hostfile, schema
-from frugal.config import run as settings
+from frugal.cli.options import SettingsCommand, config_option, options
+from frugal.cli.planned import planned, planned_for, refuse_beside_a_plan
+from frugal.config.build_cluster import ClusterSettings
 from frugal.config.cluster import Cluster
-from frugal.config.hostfile import HostfileEntry
-from frugal.config.run import Settings
-from frugal.config.schema import NAMES, REQUEST_NAMES, requested
+from frugal.config.hostfile import HostfileEntry, read_hostfile
+from frugal.config.local_host import allocator_note
+from frugal.config.request import Request
+from frugal.config.schema import PLAN_SETTINGS, TomlFile, read_toml, requested
+from frugal.config.settings.run_settings import (
+    LaunchSettings,
+    RunSettings,
+    earlier_settings,
+    launch_settings,
+    run_settings,
+)
+from frugal.config.settings.setting import settings_of
 from frugal.deepspeed_adapter.json_config import write_plan
 from frugal.distributed.env import DEFAULT_PORT
 from frugal.errors import CheckpointError, PlanMismatchError, RequestError
@@ -34,106 +43,149 @@ from frugal.training.run import run
 PLAN = "plan.json"
 
 
-@click.command("train")
+@dataclass(frozen=True, kw_only=True)
+class _Job:
+    """What flags (`values`) and frugal.toml (`file`) ask for. `hosts` are those of `hostfile`, if one is named."""
+
+    values: dict[str, Any]
+    file: TomlFile
+    ranks: int | None
+    asked: RunSettings
+    how: LaunchSettings
+    hostfile: Path | None
+    hosts: Sequence[HostfileEntry]
+
+    @property
+    def access(self) -> Access:
+        """How to reach the hosts."""
+        return Access(ssh_port=self.how.ssh_port, nic=self.how.nic)
+
+
+@click.command("train", cls=SettingsCommand)
 @click.option("--plan", "plan_path", type=click.Path(path_type=Path), help="A plan.json, instead of planning flags.")
 @click.option("--ranks", type=int, help="Train on so many CPU processes; short for --device cpu --gpus N.")
-@click.option("--master-port", type=click.IntRange(1, 65535), help="Where ranks meet.  [default: a free port]")
-@click.option("--ssh-port", type=click.IntRange(1, 65535), help="With --hostfile: where ssh listens on the nodes.")
-@click.option("--nic", metavar="NAME", help="Several nodes: the network interface to talk over, such as eth0.")
 @click.option(
     "--print", "printed", type=click.Choice(list(commands.LAUNCHERS)),
     help="Start nothing; print the commands that do, one for each node or one for all.",
 )  # fmt: skip
-@click.option("--max-restarts", type=click.IntRange(0), default=0, help="After a crash, go on so many times.")
-@click.option("--elastic", is_flag=True, help="With --max-restarts: plan anew when GPUs or hosts are gone.")
-@settings.options
-@planning_options
-def command(
-    plan_path: Path | None,
-    ranks: int | None,
-    master_port: int | None,
-    ssh_port: int | None,
-    nic: str | None,
-    printed: commands.Launcher | None,
-    max_restarts: int,
-    elastic: bool,
-    **values: Any,
-) -> int:
+@options(Request, ClusterSettings, RunSettings, LaunchSettings)
+@config_option
+def command(plan_path: Path | None, ranks: int | None, printed: commands.Launcher | None, **values: Any) -> int:
     """Train as planned; without a plan, plan first, as `frugal plan` with the same flags does."""
-    if elastic and not max_restarts:
-        raise RequestError("--elastic was given without --max-restarts", hint="add --max-restarts 3")
-    file = schema.read_toml(values.get("config"))
-    hosts_path = values.get("hostfile") or file.plan.get("hostfile")
-    named = hostfile.read_hostfile(Path(hosts_path)) if hosts_path else ()
-    asked = settings.collect(values, file.train)
-    if asked.resume:
-        if manifest.newest_checkpoint(asked.checkpoints) is None:
-            raise CheckpointError(f"there is no checkpoint in {asked.checkpoints}", hint="start without --resume")
-        asked = settings.collect(values, settings.earlier(asked.out) | file.train)
-    elif (newest := manifest.newest_checkpoint(asked.checkpoints)) is not None:
-        raise in_use(asked, newest)
-    plan = _given_plan(plan_path, values, asked, ranks, named)
-    is_new = plan is None
+    job = _job(values, ranks)
+    plan = _given_plan(job, plan_path)
     if plan is None:
-        if asked.resume and (asked.out / PLAN).exists():
-            file = replace(file, plan=_trained(Plan.read(asked.out / PLAN)) | file.plan)
-        plan = _make_plan(ranks, values, file, is_new=not asked.resume)
+        plan = _new_plan(job)
         click.echo(report(plan) + "\n", err=printed is not None)
+        if printed is not None:
+            plan_path, _ = write_plan(plan, job.asked.out)
+    else:
+        for note in allocator_note(plan.cluster, os.environ):
+            click.echo(f"note: {note}", err=True)
     _check_ranks(plan, ranks)
-    if named:
-        pdsh.check_nodes(plan, named)
-    access = Access(ssh_port=ssh_port, nic=nic)
-    if printed is not None:
-        if is_new:
-            plan_path, _ = write_plan(plan, asked.out)
-        told = commands.LaunchRequest(
-            plan=plan, plan_path=plan_path or asked.out / PLAN, hosts=named, settings=asked, access=access,
-            hostfile=Path(hosts_path) if hosts_path else None, port=master_port or DEFAULT_PORT,
-        )  # fmt: skip
-        click.echo(commands.launch_command(printed, told))
-        return 0
-    if named and not _is_this_machine(named):
-        if not max_restarts:
-            return pdsh.launch(plan, named, access, asked, master_port)
-        plan_for = partial(_plan_on, before=plan, values=values, file=file) if elastic else None
-        on = RestartableHosts(plan, named, access, asked, master_port, plan_for)
-        return restart.supervise(on.start, plan, asked, max_restarts, on.plan_for_restart)
-    local.check_machine(plan, master_port)
-    if max_restarts:
-        rest = partial(_plan_for_rest, values=values, file=file) if elastic else lambda before: before
-        return restart.supervise(local.starter(master_port), plan, asked, max_restarts, rest)
+    if job.hosts:
+        pdsh.check_nodes(plan, job.hosts)
+    if printed is None:
+        return _start(job, plan)
+    told = commands.LaunchRequest(
+        plan=plan, plan_path=plan_path or job.asked.out / PLAN, hosts=job.hosts, settings=job.asked,
+        access=job.access, hostfile=job.hostfile, port=job.how.master_port or DEFAULT_PORT,
+    )  # fmt: skip
+    click.echo(commands.launch_command(printed, told))
+    return 0
+
+
+def _job(values: dict[str, Any], ranks: int | None) -> _Job:
+    """Read the files that flags name, and a run's own record where it is resumed.
+
+    Raises:
+        RequestError: they contradict each other, or a run is in the folder already.
+        CheckpointError: there is nothing to resume.
+    """
+    file = read_toml(values.get("config"))
+    how = launch_settings(values, file.train)
+    path = values.get("hostfile") or file.plan.get("hostfile")
+    hosts = read_hostfile(Path(path)) if path else ()
+    asked = run_settings(values, file.train)
+    newest = manifest.newest_checkpoint(asked.checkpoints)
+    if asked.resume:
+        if newest is None:
+            raise CheckpointError(f"there is no checkpoint in {asked.checkpoints}", hint="start without --resume")
+        asked = run_settings(values, earlier_settings(asked.out) | file.train)
+    elif newest is not None:
+        raise in_use(asked, newest)
+    hostfile = Path(path) if path else None
+    return _Job(values=values, file=file, ranks=ranks, asked=asked, how=how, hostfile=hostfile, hosts=hosts)
+
+
+def _given_plan(job: _Job, path: Path | None) -> Plan | None:
+    """A plan that was made before: the one given, or that of a run to resume, unless flags ask for another.
+
+    A hostfile does not: beside a plan it says where to run it. To resume on other nodes is to plan anew.
+    """
+    names = [name for name in PLAN_SETTINGS if name != "hostfile"]
+    if path is not None:
+        refuse_beside_a_plan("--plan", job.values, *names)
+        return Plan.read(path)
+    earlier = job.asked.out / PLAN
+    if not job.asked.resume or any(job.values.get(name) is not None for name in names) or not earlier.exists():
+        return None
+    plan = Plan.read(earlier)
+    is_for_others = job.hosts and [len(node.devices) for node in plan.cluster.nodes] != [h.slots for h in job.hosts]
+    return None if is_for_others or (job.ranks is not None and not _is_for(plan, job.ranks)) else plan
+
+
+def _new_plan(job: _Job) -> Plan:
+    """A plan for what is asked; of a run that is resumed, what it was asked before."""
+    file, earlier = job.file, job.asked.out / PLAN
+    if job.asked.resume and earlier.exists():
+        file = replace(file, plan=_trained(Plan.read(earlier)) | file.plan)
+    return _planned(job.ranks, job.values, file, asks_data=not job.asked.resume)
+
+
+def _start(job: _Job, plan: Plan) -> int:
+    """Train here or on the hosts that are named, again after a crash where that is asked for; the exit code."""
+    asked, restarts, port = job.asked, job.how.max_restarts, job.how.master_port
+    if job.hosts and not _is_this_machine(job.hosts):
+        if not restarts:
+            return pdsh.launch(plan, job.hosts, job.access, asked, port)
+        plan_for = partial(_plan_on, job, before=plan) if job.how.elastic else None
+        on = RestartableHosts(plan, job.hosts, job.access, asked, port, plan_for)
+        return restart.supervise(on.start, plan, asked, restarts, on.plan_for_restart)
+    local.check_machine(plan, port)
+    if restarts:
+        rest = partial(_plan_for_rest, job) if job.how.elastic else lambda before: before
+        return restart.supervise(local.starter(port), plan, asked, restarts, rest)
     if plan.batch.world_size > 1:
         with TemporaryDirectory(prefix="frugal-") as folder:
             written, _ = write_plan(plan, Path(folder))
-            return local.launch(plan, written, asked, master_port)
+            return local.launch(plan, written, asked, port)
     run(plan, asked)
     return 0
 
 
-def _plan_on(cluster: Cluster, *, before: Plan, values: dict[str, Any], file: schema.TomlFile) -> Plan:
+def _plan_on(job: _Job, cluster: Cluster, *, before: Plan) -> Plan:
     """The plan for a part of the hosts that a run began on."""
-    from frugal.dryrun.planner import make_plan
-
-    given = file.plan | {name: value for name, value in values.items() if value is not None}
-    wanted = _trained(before) | {name: value for name, value in given.items() if name in REQUEST_NAMES}
-    request, defaults = requested(wanted)
-    with waiting(f"dry-running {request.model}"):
-        plan = make_plan(request, cluster, defaults)
+    given = job.file.plan | {name: value for name, value in job.values.items() if value is not None}
+    rows = settings_of(Request)
+    request, defaults = requested(_trained(before) | {name: given[name] for name in given if name in rows})
+    plan = planned_for(request, cluster, defaults)
     click.echo(report(plan) + "\n")
     return plan
 
 
-def _plan_for_rest(before: Plan, *, values: dict[str, Any], file: schema.TomlFile) -> Plan:
+def _plan_for_rest(job: _Job, before: Plan) -> Plan:
     """The plan for the devices of this machine that are left; the one before, if these are all."""
     number = local.num_working_devices(before)
     if number == before.batch.world_size:
         return before
     click.echo(f"{number} of {before.batch.world_size} devices are left: planning anew", err=True)
     on_cpu = before.cluster.devices[0].kind == "cpu"
-    values = values | {"nodes": None, "hostfile": None, "gpu": None, "device": None, "gpus": None if on_cpu else number}
-    described = {name: value for name, value in file.plan.items() if name != "hostfile"}
-    file = replace(file, plan=_trained(before) | described)
-    plan = _make_plan(number if on_cpu else None, values, file, is_new=False)
+    replaced = ("nodes", "hostfile", "gpu", "device", "gpus")  # what described all devices
+    values = {name: value for name, value in job.values.items() if name not in replaced}
+    described = {name: value for name, value in job.file.plan.items() if name != "hostfile"}
+    file = replace(job.file, plan=_trained(before) | described)
+    plan = _planned(number if on_cpu else None, values | ({} if on_cpu else {"gpus": number}), file, asks_data=False)
     click.echo(report(plan) + "\n")
     return plan
 
@@ -142,29 +194,6 @@ def _is_this_machine(named: Sequence[HostfileEntry]) -> bool:
     """Whether this machine alone is named, which needs no ssh."""
     here = {"localhost", "127.0.0.1", "::1", socket.gethostname(), socket.getfqdn()}
     return len(named) == 1 and named[0].name in here
-
-
-def _given_plan(
-    path: Path | None, values: dict[str, Any], asked: Settings, ranks: int | None, named: Sequence[HostfileEntry]
-) -> Plan | None:
-    """A plan that was made before: the one given, or that of a run to resume, unless flags ask for another.
-
-    A hostfile does not: beside a plan it says where to run it. To resume on other nodes is to plan anew.
-    """
-    flags = [name for name in NAMES if values.get(name) is not None and name != "hostfile"]
-    if path is not None and flags:
-        raise RequestError(
-            f"--plan was given together with --{flags[0].replace('_', '-')}",
-            because="a plan is a decision already made",
-            hint="leave one of them out",
-        )
-    if path is not None:
-        return Plan.read(path)
-    if not asked.resume or flags or not (asked.out / PLAN).exists():
-        return None
-    plan = Plan.read(asked.out / PLAN)
-    is_for_others = named and [len(node.devices) for node in plan.cluster.nodes] != [host.slots for host in named]
-    return None if is_for_others or (ranks is not None and not _is_for(plan, ranks)) else plan
 
 
 def _trained(plan: Plan) -> dict[str, Any]:
@@ -197,10 +226,8 @@ def _check_ranks(plan: Plan, ranks: int | None) -> None:
         )
 
 
-def _make_plan(ranks: int | None, values: dict[str, Any], file: schema.TomlFile, *, is_new: bool) -> Plan:
-    """A plan for what flags and `file` describe. Only for a new run the data is asked how long its samples are."""
-    from frugal.dryrun.planner import make_plan
-
+def _planned(ranks: int | None, values: dict[str, Any], file: TomlFile, *, asks_data: bool) -> Plan:
+    """`planned`, where `ranks` may stand for this machine's CPU."""
     if ranks is not None:
         for name in ("gpus", "nodes", "gpu", "device"):
             if values.get(name) is not None:
@@ -209,13 +236,9 @@ def _make_plan(ranks: int | None, values: dict[str, Any], file: schema.TomlFile,
                     because=f"--ranks {ranks} means {ranks} processes on this machine's CPU",
                     hint="leave one of them out",
                 )
-        cpu = {"device": "cpu", "gpus": ranks}
+        cpu: dict[str, Any] = {"device": "cpu", "gpus": ranks}
         if values.get("mem") is None and "mem" not in file.plan:
             cpu["mem"] = psutil.virtual_memory().available // max(ranks, 1)
         values = values | cpu
         file = replace(file, plan={name: value for name, value in file.plan.items() if name not in ("gpu", "nodes")})
-    request, cluster, defaults = collect(values, file)
-    if is_new:
-        request = with_lengths(request, values, file)
-    with waiting(f"dry-running {request.model}"):
-        return make_plan(request, cluster, defaults)
+    return planned(values, file, asks_data=asks_data)

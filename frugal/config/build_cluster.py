@@ -1,30 +1,72 @@
 """From settings to a cluster: flags describe nodes that are all alike, a hostfile nodes that may differ."""
 
-from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from frugal.config import cluster, hostfile
 from frugal.config.calibration import Calibration
-from frugal.config.cluster import MOST_RANKS, Cluster, Device, Node
+from frugal.config.cluster import CARDS, MOST_RANKS, Cluster, Device, DeviceKind, Node
 from frugal.config.hostfile import HostfileEntry
 from frugal.config.request import Precision
+from frugal.config.settings.setting import SIZE, SIZES, check_sizes, setting
 from frugal.errors import RequestError
 from frugal.units import parse_bytes
 
 Amounts = str | int | list[str | int] | tuple[str | int, ...]
 
 
-def machines(given: Mapping[str, Any], precision: Precision, calibration: Calibration | None) -> Cluster:
-    """The cluster that the settings in `given` describe. What a line of a hostfile says wins over a flag.
+@dataclass(frozen=True, kw_only=True)
+class ClusterSettings:
+    """What there is to run on, as flags describe it: nodes that are all alike, or a hostfile's."""
+
+    gpus: int | None = setting(
+        None, "GPUs of one node (with --device cpu: ranks).", "hardware", least=1, is_first=True,
+        shown_default="those of this machine",
+    )  # fmt: skip
+    nodes: int | None = setting(None, "Nodes, all alike.", "hardware", least=1, shown_default="1")
+    mem: Amounts | None = setting(
+        None, "Memory of each GPU, such as 12G (12 GiB); or one size for each.", "hardware", kind=SIZES, is_first=True,
+        metavar="SIZE[,SIZE...]", shown_default="what this machine's have",
+    )  # fmt: skip
+    hostfile: str | None = setting(
+        None, "Nodes that differ: `NAME slots=GPUS # mem=12G gpu=CARD host-mem=64G disk=1T`.", "hardware",
+        metavar="FILE",
+    )  # fmt: skip
+    gpu: str | None = setting(
+        None, f"A known card instead of --mem, or one for each: {', '.join(CARDS)}.", "hardware",
+        metavar="CARD[,CARD...]",
+    )  # fmt: skip
+    held: Amounts | None = setting(
+        None, "What other processes keep of each GPU's memory.", "hardware", kind=SIZES, metavar="SIZE[,SIZE...]",
+        shown_default="what they do here", is_expert=True,
+    )  # fmt: skip
+    host_mem: str | int | None = setting(
+        None, "Memory of a node's host, to check plans against.", "hardware", kind=SIZE, metavar="SIZE"
+    )
+    host_disk: str | int | None = setting(
+        None, "Free disk of a node, to check --offload nvme against.", "hardware", kind=SIZE, metavar="SIZE",
+        is_expert=True,
+    )  # fmt: skip
+    device: DeviceKind | None = setting(None, "What to run on.", "hardware", shown_default="cuda")
+    calibration: bool | None = setting(
+        None, "Whether to plan with what `frugal measure --calibrate` measured here.", "hardware",
+        shown_default="yes, if there is any", is_expert=True,
+    )  # fmt: skip
+
+    def __post_init__(self) -> None:
+        check_sizes(self)
+
+
+def build_cluster(asked: ClusterSettings, precision: Precision, calibration: Calibration | None) -> Cluster:
+    """The cluster that settings describe. What a line of a hostfile says wins over a flag.
 
     Raises:
         RequestError: it is not known how many GPUs there are or how large they are, or settings contradict each other.
     """
-    hosts = _of_hostfile(given) if "hostfile" in given else _alike(given)
+    hosts = _alike(asked) if asked.hostfile is None else _of_hostfile(asked, Path(asked.hostfile))
     world_size = sum(host.slots for host in hosts)
-    kinds = {host: _node(host, given, precision, world_size) for host in {replace(host, name="") for host in hosts}}
+    kinds = {host: _node(host, asked, precision, world_size) for host in {replace(host, name="") for host in hosts}}
     links = [_link(device) for node in kinds.values() for device in node.devices]
     measured = None
     if calibration is not None:
@@ -48,17 +90,17 @@ def machines(given: Mapping[str, Any], precision: Precision, calibration: Calibr
     )
 
 
-def _of_hostfile(given: Mapping[str, Any]) -> tuple[HostfileEntry, ...]:
+def _of_hostfile(asked: ClusterSettings, path: Path) -> tuple[HostfileEntry, ...]:
     for name in ("gpus", "nodes"):
-        if name in given:
+        if getattr(asked, name) is not None:
             raise RequestError(
                 f"--{name} was given together with --hostfile",
                 because="the hostfile says how many there are",
                 hint="leave one of them out",
             )
-    hosts = hostfile.read_hostfile(Path(given["hostfile"]))
+    hosts = hostfile.read_hostfile(path)
     if (total := sum(host.slots for host in hosts)) > MOST_RANKS:
-        raise _too_many(f"{given['hostfile']} has {total} GPUs, which")
+        raise _too_many(f"{path} has {total} GPUs, which")
     return hosts
 
 
@@ -68,33 +110,30 @@ def _too_many(what: str) -> RequestError:
     )
 
 
-def _alike(given: Mapping[str, Any]) -> tuple[HostfileEntry, ...]:
+def _alike(asked: ClusterSettings) -> tuple[HostfileEntry, ...]:
     """The nodes that flags describe."""
-    for name in ("gpus", "nodes"):
-        if given.get(name, 1) < 1:
-            raise RequestError(f"--{name} is {given[name]}", because="it must be at least 1")
-    num_nodes = given.get("nodes", 1)
-    if given.get("gpus", 1) * num_nodes > MOST_RANKS:
-        raise _too_many(f"{num_nodes} node{'s' * (num_nodes > 1)} with {given.get('gpus', 1)} GPUs")
-    if "mem" not in given and given.get("device") == "cpu":
+    num_nodes = asked.nodes or 1
+    if (asked.gpus or 1) * num_nodes > MOST_RANKS:
+        raise _too_many(f"{num_nodes} node{'s' * (num_nodes > 1)} with {asked.gpus or 1} GPUs")
+    if asked.mem is None and asked.device == "cpu":
         raise RequestError(
             "the memory of a CPU rank is not known",
             because="--mem was not given",
-            hint=f"frugal plan --device cpu --gpus {given.get('gpus', 2)} --mem 2G",
+            hint=f"frugal plan --device cpu --gpus {asked.gpus or 2} --mem 2G",
         )
-    if "mem" not in given and "gpu" not in given:
+    if asked.mem is None and asked.gpu is None:
         raise RequestError(
             "the memory of a GPU is not known",
             because="--mem was not given, and no GPU was found here",
             hint="frugal plan --gpus 4 --mem 12G",
         )
     lists = {
-        "amounts of memory": ("mem", _amounts(given.get("mem", ()))),
-        "cards": ("gpu", _names(given.get("gpu"))),
-        "amounts that are held": ("held", _amounts(given.get("held", ()))),
+        "amounts of memory": ("mem", _amounts(asked.mem)),
+        "cards": ("gpu", _names(asked.gpu)),
+        "amounts that are held": ("held", _amounts(asked.held)),
     }
     several = {what: len(values) for what, (_, values) in lists.items() if len(values) > 1}
-    num_gpus = given.get("gpus", next(iter(several.values()), None))
+    num_gpus = asked.gpus or next(iter(several.values()), None)
     if num_gpus is None:
         raise RequestError(
             "the number of GPUs is not known",
@@ -112,14 +151,14 @@ def _alike(given: Mapping[str, Any]) -> tuple[HostfileEntry, ...]:
     return (HostfileEntry(name="", slots=num_gpus),) * num_nodes
 
 
-def _node(host: HostfileEntry, given: Mapping[str, Any], precision: Precision, world_size: int) -> Node:
+def _node(host: HostfileEntry, asked: ClusterSettings, precision: Precision, world_size: int) -> Node:
     """What a host has; flags fill in what its line does not say."""
-    where = f"{host.slots} slots of a node" if "hostfile" in given else ""
-    memory = _for_each(host.memory or _amounts(given.get("mem", ())), host.slots, "mem", where)
-    names = _for_each(host.cards or _names(given.get("gpu")), host.slots, "gpu", where)
-    held = _for_each(_amounts(given.get("held", ())), host.slots, "held", where)
-    host_memory = _amounts(given.get("host_mem", ()))
-    disk = _amounts(given.get("host_disk", ()))
+    where = f"{host.slots} slots of a node" if asked.hostfile is not None else ""
+    memory = _for_each(host.memory or _amounts(asked.mem), host.slots, "mem", where)
+    names = _for_each(host.cards or _names(asked.gpu), host.slots, "gpu", where)
+    held = _for_each(_amounts(asked.held), host.slots, "held", where)
+    host_memory = _amounts(asked.host_mem)
+    disk = _amounts(asked.host_disk)
     for name, amounts, example in (("host-mem", host_memory, "64G"), ("host-disk", disk, "500G")):
         if len(amounts) > 1:
             raise RequestError(
@@ -129,7 +168,7 @@ def _node(host: HostfileEntry, given: Mapping[str, Any], precision: Precision, w
             )
     return Node(
         devices=tuple(
-            replace(_device(given, precision, world_size, *each), held_bytes=taken or 0)
+            replace(_device(asked, precision, world_size, *each), held_bytes=taken or 0)
             for *each, taken in zip(memory, names, held, strict=True)
         ),
         host_memory_bytes=host.host_memory_bytes or next(iter(host_memory), None),
@@ -138,9 +177,9 @@ def _node(host: HostfileEntry, given: Mapping[str, Any], precision: Precision, w
 
 
 def _device(
-    given: Mapping[str, Any], precision: Precision, world_size: int, memory: int | None, name: str | None
+    asked: ClusterSettings, precision: Precision, world_size: int, memory: int | None, name: str | None
 ) -> Device:
-    if given.get("device", "cuda") == "cpu":
+    if asked.device == "cpu":
         if memory is None:
             raise RequestError(
                 "--gpu names a card, but --device is cpu", hint="give the budget of a CPU rank: --mem 2G"
@@ -180,8 +219,10 @@ def _names(value: str | None) -> tuple[str, ...]:
     return () if value is None else tuple(name.strip() for name in value.split(","))
 
 
-def _amounts(value: Amounts) -> tuple[int, ...]:
+def _amounts(value: Amounts | None) -> tuple[int, ...]:
     """Bytes of each amount in `value`."""
+    if value is None:
+        return ()
     if isinstance(value, str):
         return tuple(parse_bytes(part) for part in value.split(","))
     if isinstance(value, int):

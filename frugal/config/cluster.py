@@ -32,6 +32,8 @@ HOST_BANDWIDTH = 50e9
 HOP_SECONDS = 20e-6
 """Assumed latency of one message between two GPUs, with the launch of its kernel."""
 
+DeviceKind = Literal["cuda", "cpu"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
@@ -52,7 +54,7 @@ class Device:
     """
 
     name: str
-    kind: Literal["cuda", "cpu"]
+    kind: DeviceKind
     memory_bytes: int
     context_bytes: int
     margin_bytes: int
@@ -304,5 +306,3 @@ def cpu_rank(memory_bytes: int) -> Device:
 
 CPU_LINK_BANDWIDTH = 2e9
 """Assumed between two processes of one host through gloo, bytes/s."""
-
-DeviceKind = Literal["cuda", "cpu"]

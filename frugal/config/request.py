@@ -1,9 +1,6 @@
-"""What the user asks for.
+"""What the user asks for, and whether what is pinned can be true at once."""
 
-Whether what the user pinned can be true at once.
-"""
-
-import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -11,6 +8,7 @@ from frugal.config import optimizers
 from frugal.config.learning_rate import Rule, Scaling, check_rule
 from frugal.config.optimizers import OptimizerImplementation, OptimizerName
 from frugal.config.sample_lengths import Lengths
+from frugal.config.settings.setting import Kind, check_sizes, setting
 from frugal.errors import RequestError
 
 Task = Literal["causal-lm", "masked-lm", "seq2seq", "sequence-classification"]
@@ -25,76 +23,110 @@ DEFAULT_GLOBAL_BATCH = 512
 MOST_SAMPLES = 10_000_000
 """Of a global batch. A rank lists its micro-batch sizes one by one: tens of megabytes for so many."""
 
+LENGTHS = Kind(
+    str,
+    "a file, a list of tokens or a table of tokens and samples",
+    lambda value: isinstance(value, str | list | tuple | Mapping | Lengths),
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """One training run as the user wants it; `None` leaves the decision to frugal.
+    """One training run as the user wants it; `None` leaves the decision to frugal."""
 
-    Attributes:
-        model: a preset, a transformers model type, a config.json or model folder, `package.module:factory`,
-            or a hub name.
-        task: what is trained; None: what the model's architecture is for.
-        global_batch: samples per optimizer step over all GPUs.
-        global_tokens: tokens per optimizer step over all GPUs; as many whole samples as fit, never over. Of pairs
-            the target's tokens count. Given both, tokens win.
-        seq_len: tokens in the longest sample; of pairs, in the longer side.
-        max_samples_per_gpu: cap on the micro-batch, samples.
-        max_tokens_per_gpu: cap on the micro-batch, tokens (padding counts; of pairs on either side).
-        micro_batch: pinned micro-batch, samples per GPU and micro-step.
-        accumulation_steps: pinned micro-steps per optimizer step.
-        zero_stage: pinned ZeRO stage, 0-3.
-        activation_checkpointing: `auto` switches it on when it is needed or pays; see `Strategy` for the modes.
-        loss: `plain` holds the logits whole, `tiled` a slice at a time; `auto` takes what makes the step faster.
-        offload: what may live in host memory; `auto`: nothing, unless nothing fits without. `nvme`: the optimizer's
-            states live on an NVMe disk, the parameters there or in host memory.
-        nvme_path: a folder on a disk of each node, for `nvme`; without it disks are not used.
-        precision: of weights, activations and gradients in forward and backward.
-        optimizer: what updates the parameters.
-        optimizer_implementation: whose kernels; None: torch's fused ones where there are any.
-        momentum: of SGD; None: none.
-        learning_rate: peak learning rate; of `reference_batch`, where there is one.
-        reference_batch: the global batch that `learning_rate` was found for, in the unit of the target: tokens with
-            `global_tokens`, samples otherwise. None: the rate is for the global batch that is asked for.
-        lr_rule: how the rate grows with the batch; see `frugal.config.learning_rate`.
-        weight_decay: decoupled for AdamW.
-        gradient_clipping: largest norm of the global gradient; 0 switches clipping off.
-        gradient_accumulation_dtype: of gradients summed over micro-steps; None: fp32. `bf16` halves their memory, and
-            loses more with every micro-step.
-        overlap_comm: let gradients travel while backward goes on; None: no.
-        reduce_bucket_elements: pinned size of DeepSpeed's gradient bucket, elements.
-        lengths: tokens of the data's samples, where they are known; see `frugal.planning.length_bucketing`.
-        pack: put several documents into one sample of up to `seq_len` tokens, in which they do not see each other;
-            None: no.
-    """
-
-    model: str = "gpt2"
-    task: Task | None = None
-    global_batch: int | None = None
-    global_tokens: int | None = None
-    seq_len: int = 1024
-    max_samples_per_gpu: int | None = None
-    max_tokens_per_gpu: int | None = None
-    micro_batch: int | None = None
-    accumulation_steps: int | None = None
-    zero_stage: int | None = None
-    activation_checkpointing: ActivationCheckpointingChoice = "auto"
-    loss: LossChoice = "auto"
-    offload: OffloadChoice = "auto"
-    nvme_path: str | None = None
-    precision: Precision = "bf16"
-    optimizer: OptimizerName = "adamw"
-    optimizer_implementation: OptimizerImplementation | None = None
-    momentum: float | None = None
-    learning_rate: float = 3e-4
-    reference_batch: int | None = None
-    lr_rule: Rule | None = None
-    weight_decay: float = 0.01
-    gradient_clipping: float = 1.0
-    gradient_accumulation_dtype: AccumulationDtype | None = None
-    overlap_comm: bool | None = None
-    reduce_bucket_elements: int | None = None
-    lengths: Lengths | None = None
-    pack: bool | None = None
+    model: str = setting(
+        "gpt2",
+        "Preset, transformers model type, config.json, model folder, package.module:factory or hub name.",
+        "model and batch", is_first=True,
+    )  # fmt: skip
+    task: Task | None = setting(None, "What is trained.", "model and batch", shown_default="what the model is for")
+    global_batch: int | None = setting(
+        None, "Samples per optimizer step over all GPUs.", "model and batch", least=1, is_first=True,
+        shown_default=str(DEFAULT_GLOBAL_BATCH),
+    )  # fmt: skip
+    global_tokens: int | None = setting(
+        None,
+        "Tokens per optimizer step over all GPUs: as many whole samples as fit, never over. Of pairs the target's "
+        "count. Wins over --global-batch.",
+        "model and batch", least=1,
+    )  # fmt: skip
+    seq_len: int = setting(
+        1024, "Tokens in the longest sample; of pairs, in the longer side.", "model and batch", least=1, is_first=True
+    )
+    max_samples_per_gpu: int | None = setting(None, "Cap on the micro-batch, samples.", "memory and speed", least=1)
+    max_tokens_per_gpu: int | None = setting(
+        None, "Cap on the micro-batch, tokens: padding counts; of pairs on either side.", "memory and speed", least=1
+    )
+    micro_batch: int | None = setting(
+        None, "Pin the micro-batch: samples of one GPU in one micro-step.", "memory and speed", least=1
+    )
+    accumulation_steps: int | None = setting(
+        None, "Pin the micro-steps per optimizer step.", "memory and speed", least=1
+    )
+    zero_stage: int | None = setting(None, "Pin the ZeRO stage, 0-3.", "memory and speed")
+    activation_checkpointing: ActivationCheckpointingChoice = setting(
+        "auto", "Recompute activations in backward; `auto`: where it is needed or pays.", "memory and speed"
+    )
+    loss: LossChoice = setting(
+        "auto",
+        "`plain` holds the logits whole, `tiled` a slice at a time; `auto` takes what makes the step faster.",
+        "memory and speed", is_expert=True,
+    )  # fmt: skip
+    offload: OffloadChoice = setting(
+        "auto",
+        "What may live in host memory; `auto`: nothing, unless nothing fits without. `nvme`: the optimizer's states "
+        "on an NVMe disk, parameters there or in host memory.",
+        "memory and speed",
+    )
+    nvme_path: str | None = setting(
+        None, "Folder on a local disk of each node, for --offload nvme; without it disks are not used.",
+        "memory and speed", metavar="DIR", is_expert=True,
+    )  # fmt: skip
+    precision: Precision = setting(
+        "bf16", "Of weights, activations and gradients in forward and backward.", "model and batch", is_first=True
+    )
+    optimizer: OptimizerName = setting("adamw", "What updates the parameters.", "optimizer")
+    optimizer_implementation: OptimizerImplementation | None = setting(
+        None, "Whose kernels.", "optimizer", shown_default="torch's fused ones, if there are any", is_expert=True
+    )
+    momentum: float | None = setting(None, "Of --optimizer sgd.", "optimizer", least=0, shown_default="none")
+    learning_rate: float = setting(
+        3e-4, "Peak learning rate; of --reference-batch, where there is one.", "optimizer", least=0, short=("--lr",),
+        is_first=True,
+    )  # fmt: skip
+    reference_batch: int | None = setting(
+        None,
+        "The global batch that --learning-rate was found for: samples, or tokens with --global-tokens.",
+        "optimizer", least=1, shown_default="the one asked for", is_expert=True,
+    )  # fmt: skip
+    lr_rule: Rule | None = setting(
+        None, "How the rate follows the batch from --reference-batch: linear (for SGD) or sqrt (for Adam).",
+        "optimizer", is_expert=True,
+    )  # fmt: skip
+    weight_decay: float = setting(0.01, "Decoupled for AdamW.", "optimizer", least=0)
+    gradient_clipping: float = setting(
+        1.0, "Largest norm of the global gradient; 0: no clipping.", "optimizer", least=0
+    )
+    gradient_accumulation_dtype: AccumulationDtype | None = setting(
+        None,
+        "Of gradients summed over micro-steps. bf16 halves their memory, and loses more with every micro-step.",
+        "memory and speed", shown_default="fp32", is_expert=True,
+    )  # fmt: skip
+    overlap_comm: bool | None = setting(
+        None, "Let gradients travel while backward goes on, for a second bucket.", "memory and speed",
+        shown_default="no", is_expert=True,
+    )  # fmt: skip
+    reduce_bucket_elements: int | None = setting(
+        None, "Pin DeepSpeed's gradient bucket, elements.", "memory and speed", least=1, is_expert=True
+    )
+    lengths: Lengths | None = setting(
+        None, "Plan for samples of these lengths: JSON, tokens of each or `{tokens: samples}`.", "model and batch",
+        kind=LENGTHS, metavar="FILE", is_expert=True,
+    )  # fmt: skip
+    pack: bool | None = setting(
+        None, "Put several documents into one sample of --seq-len tokens; none sees another.", "model and batch",
+        shown_default="no",
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
         self._check_numbers()
@@ -109,24 +141,9 @@ class Request:
                 "--model is empty",
                 hint=f"leave it out for {Request.model}, or give a preset, a config.json or a model folder",
             )
-        for name in (
-            "global_batch", "global_tokens", "seq_len", "max_samples_per_gpu", "max_tokens_per_gpu",
-            "micro_batch", "accumulation_steps", "reduce_bucket_elements", "reference_batch",
-        ):  # fmt: skip
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                flag = "--" + name.replace("_", "-")
-                raise RequestError(
-                    f"{flag} is {value}", because="it must be at least 1", hint=f"leave {flag} out to let frugal decide"
-                )
+        check_sizes(self, hint="leave {flag} out to let frugal decide")
         if self.zero_stage is not None and not 0 <= self.zero_stage <= 3:
             raise RequestError(f"--zero-stage is {self.zero_stage}", because="ZeRO has the stages 0, 1, 2 and 3")
-        for name in ("learning_rate", "weight_decay", "gradient_clipping", "momentum"):
-            value = getattr(self, name)
-            if value is not None and not (math.isfinite(value) and value >= 0):
-                raise RequestError(
-                    f"--{name.replace('_', '-')} is {value:g}", because="it must be a finite number, at least 0"
-                )
 
     def _check_precision(self) -> None:
         """What DeepSpeed can train right."""

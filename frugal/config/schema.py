@@ -1,58 +1,29 @@
-"""What can be set, under one name in flags, in frugal.toml and in Python, and what it means.
+"""One table of settings: the flags of every command, the keys of frugal.toml, `frugal.plan`'s arguments, the messages.
 
-`frugal.toml`: the same settings as the flags, in a file.
-
-Planning's settings stand at the top, under the flags' names (`global-batch` or `global_batch`). A table `[train]`
-holds what only `frugal train` knows.
+In frugal.toml planning's settings stand at the top, under the flags' names (`global-batch` or `global_batch`). A table
+`[train]` holds what only `frugal train` knows.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import msgspec
 
-from frugal.config import cluster, sample_lengths
-from frugal.config.build_cluster import machines
+from frugal.config import sample_lengths
+from frugal.config.build_cluster import ClusterSettings, build_cluster
 from frugal.config.calibration import Calibration
 from frugal.config.cluster import Cluster
-from frugal.config.learning_rate import Rule
-from frugal.config.optimizers import OptimizerImplementation, OptimizerName
-from frugal.config.request import (
-    AccumulationDtype,
-    ActivationCheckpointingChoice,
-    LossChoice,
-    OffloadChoice,
-    Precision,
-    Request,
-    Task,
-)
+from frugal.config.request import Request
+from frugal.config.settings.run_settings import LaunchSettings, RunSettings
+from frugal.config.settings.setting import SettingRow, settings_of, unknown_setting
 from frugal.errors import RequestError
 
-REQUEST_NAMES = tuple(field.name for field in fields(Request))
-CLUSTER_NAMES = (
-    "gpus", "nodes", "hostfile", "mem", "gpu", "held", "host_mem", "host_disk", "device", "calibration",
-)  # fmt: skip
-NAMES = REQUEST_NAMES + CLUSTER_NAMES
-
-_CHOICES = {
-    "task": get_args(Task),
-    "precision": get_args(Precision),
-    "optimizer": get_args(OptimizerName),
-    "optimizer_implementation": get_args(OptimizerImplementation),
-    "activation_checkpointing": get_args(ActivationCheckpointingChoice),
-    "loss": get_args(LossChoice),
-    "gradient_accumulation_dtype": get_args(AccumulationDtype),
-    "lr_rule": get_args(Rule),
-    "offload": get_args(OffloadChoice),
-    "device": get_args(cluster.DeviceKind),
-}
-_TEXT = {"model", "gpu", "hostfile", "nvme_path"}
-_FLOATS = {"learning_rate", "weight_decay", "gradient_clipping", "momentum"}
-_MEMORY = {"mem", "held", "host_mem", "host_disk"}
-_SWITCHES = {"calibration", "overlap_comm", "pack"}
+PLAN_SETTINGS: Mapping[str, SettingRow] = {**settings_of(Request), **settings_of(ClusterSettings)}
+TRAIN_SETTINGS: Mapping[str, SettingRow] = {**settings_of(RunSettings), **settings_of(LaunchSettings)}
+SETTINGS: Mapping[str, SettingRow] = {**PLAN_SETTINGS, **TRAIN_SETTINGS}
+"""All rows. A row is a field of one of four dataclasses, see `frugal.config.settings.setting`."""
 
 
 def understand(
@@ -60,24 +31,24 @@ def understand(
 ) -> tuple[Request, Cluster, tuple[str, ...]]:
     """The request, the cluster, and the names of the request's fields that were left to their defaults.
 
-    `settings` maps names in `NAMES` to values; None is the same as not given. Memory and disk are bytes, or text such
-    as `12G`; `mem` may be one value a GPU of the node, `12G,24G` or a list, and so may `held`, what others keep of it;
-    `gpu` is a card, or one a GPU: `a100-40g,a100-80g`. `hostfile` is a path, see `frugal.config.hostfile`.
+    `settings` maps names in `PLAN_SETTINGS` to values; None is the same as not given. Memory and disk are bytes, or
+    text such as `12G`; `mem` may be one value a GPU of the node, `12G,24G` or a list, and so may `held`, what others
+    keep of it; `gpu` is a card, or one a GPU: `a100-40g,a100-80g`. `hostfile` is a path, see `frugal.config.hostfile`.
     `calibration` is that of the devices, if they have one and it is wanted.
 
     Raises:
         RequestError: an unknown name, a value of the wrong kind, or no GPUs or memory given.
     """
     request, defaults = requested(settings)
-    given = {name: value for name, value in settings.items() if value is not None}
-    return request, machines(given, request.precision, calibration), defaults
+    asked = ClusterSettings(**_of(ClusterSettings, settings))
+    return request, build_cluster(asked, request.precision, calibration), defaults
 
 
 def requested(settings: Mapping[str, Any]) -> tuple[Request, tuple[str, ...]]:
     """Of `understand` what is asked for, without what there is to run it on. Raises as `understand`."""
     for name, value in settings.items():
         check(name, value)
-    given = {name: value for name, value in settings.items() if value is not None}
+    given = _of(Request, settings)
     if given.get("pack") and not isinstance(given.get("lengths"), sample_lengths.Lengths | None):
         raise RequestError(
             "--pack was given together with --lengths",
@@ -86,56 +57,30 @@ def requested(settings: Mapping[str, Any]) -> tuple[Request, tuple[str, ...]]:
         )
     if "lengths" in given:
         given["lengths"] = sample_lengths.of(given["lengths"])
-    request = Request(**{name: value for name, value in given.items() if name in REQUEST_NAMES})
     defaults = tuple(
         field.name
         for field in fields(Request)
         if field.name not in given
         and (field.default is not None or (field.name == "global_batch" and "global_tokens" not in given))
     )
-    return request, defaults
+    return Request(**given), defaults
+
+
+def _of(owner: type, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of `settings` that are given and are `owner`'s."""
+    return {name: value for name, value in settings.items() if value is not None and name in settings_of(owner)}
 
 
 def check(name: str, value: Any, *, source: str = "") -> None:
-    """Whether a setting of this name may have this value; `source` names the file it stands in.
+    """Whether planning has a setting of this name, and it may have this value; `source` names the file it stands in.
 
     Raises:
-        RequestError: it may not.
+        RequestError: it has not, or it may not.
     """
     place = f" in {source}" if source else ""
-    if name not in NAMES:
-        close = get_close_matches(name, NAMES, n=1)
-        raise RequestError(
-            f"unknown setting `{name}`{place}",
-            hint=f"did you mean `{close[0]}`?" if close else "see `frugal plan --help`",
-        )
-    if value is None:
-        return
-    choices = _CHOICES.get(name)
-    if choices is not None:
-        if value not in choices:
-            raise RequestError(f"`{name}`{place} is {value!r}", because=f"it must be one of {', '.join(choices)}")
-        return
-    if name in _SWITCHES:
-        if not isinstance(value, bool):
-            raise RequestError(f"`{name}`{place} is {value!r}", because="it must be true or false")
-        return
-    if name in _MEMORY:
-        kind, right = (
-            "an amount such as 12G",
-            isinstance(value, str | int) or (name in ("mem", "held") and isinstance(value, list | tuple)),
-        )
-    elif name == "lengths":
-        kind = "a file, a list of tokens or a table of tokens and samples"
-        right = isinstance(value, str | list | tuple | Mapping | sample_lengths.Lengths)
-    elif name in _TEXT:
-        kind, right = "text", isinstance(value, str)
-    elif name in _FLOATS:
-        kind, right = "a number", isinstance(value, int | float)
-    else:
-        kind, right = "a whole number", isinstance(value, int)
-    if not right or isinstance(value, bool):
-        raise RequestError(f"`{name}`{place} is {value!r}", because=f"it must be {kind}")
+    if name not in PLAN_SETTINGS:
+        raise unknown_setting(name, value, PLAN_SETTINGS, place=place, command="frugal plan")
+    PLAN_SETTINGS[name].check(value, place)
 
 
 FILE_NAME = "frugal.toml"
@@ -154,7 +99,7 @@ def read_toml(path: Path | None) -> TomlFile:
     """The settings in `path`; without one, in `frugal.toml` here, if there is one.
 
     Raises:
-        RequestError: no such file, no TOML, or a setting that is unknown or of the wrong kind.
+        RequestError: no such file, no TOML, or a setting of planning that is unknown or of the wrong kind.
     """
     if path is None:
         path = Path(FILE_NAME)
@@ -169,12 +114,7 @@ def read_toml(path: Path | None) -> TomlFile:
     train = content.pop("train", {})
     if not isinstance(train, dict):
         raise RequestError(f"`train` in {path} is {train!r}", because="it must be a table", hint="write [train]")
-    plan = {_name(key): value for key, value in content.items()}
+    plan = {key.replace("-", "_"): value for key, value in content.items()}
     for name, value in plan.items():
         check(name, value, source=str(path))
-    return TomlFile(path, plan, {_name(key): value for key, value in train.items()})
-
-
-def _name(key: str) -> str:
-    """A flag's spelling, as a Python name."""
-    return key.replace("-", "_")
+    return TomlFile(path, plan, {key.replace("-", "_"): value for key, value in train.items()})

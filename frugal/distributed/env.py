@@ -39,6 +39,11 @@ def ranks_on_node() -> int | None:
     return int(number) if number else None
 
 
+def is_restarted_by_torchrun() -> bool:
+    """Whether torchrun has started its ranks before, with the same arguments (--max-restarts)."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+
+
 def adopt_launcher_variables() -> None:
     """Set torch's variables from those of OpenMPI, MPICH or SLURM, where one of them started more than one rank.
 

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn
@@ -77,11 +77,11 @@ def read_report(folder: Path) -> FailureReport | None:
         return None
 
 
-def run_command(command: Callable[..., object]) -> None:
-    """Run a click command with the process's arguments as a rank: an error ends the process as `end_rank` does."""
+def run_command(command: Callable[[Sequence[str]], None]) -> None:
+    """Run `command` with the process's arguments as a rank: an error ends the process as `end_rank` does."""
     process_group.end_with_starter()
     try:
-        command(sys.argv[1:], standalone_mode=False)
+        command(sys.argv[1:])
     except BaseException as error:  # whatever it is, the other ranks must not wait for this one
         end_rank(error)
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import psutil  # type: ignore[import-untyped]  # has no types
 
+from frugal.config.cluster import DeviceKind
 from frugal.distributed import env, rank_logs
 from frugal.errors import PlanMismatchError, RequestError
 from frugal.planning.plan import Plan
@@ -34,8 +35,6 @@ def join(plan: Plan, out: Path | None = None) -> "torch.device":
     """
     env.adopt_launcher_variables()
     kind = plan.cluster.devices[0].kind
-    if kind == "cpu":
-        os.environ["DS_ACCELERATOR"] = "cpu"
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if world_size != plan.batch.world_size:
         raise PlanMismatchError(
@@ -45,6 +44,8 @@ def join(plan: Plan, out: Path | None = None) -> "torch.device":
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # it warns of addresses that have no name, for one
     env.correct_local_rank(plan.cluster)
     env.limit_threads()
+    if kind == "cpu":
+        os.environ["DS_ACCELERATOR"] = "cpu"  # before DeepSpeed is imported
     if world_size > 1 and out is not None:
         rank_logs.redirect(out, int(os.environ["RANK"]))
     import torch
@@ -58,10 +59,7 @@ def join(plan: Plan, out: Path | None = None) -> "torch.device":
 
     silence_libraries()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # else tokenizers warn of every fork
-    device = torch.device(kind, int(os.environ.get("LOCAL_RANK", "0"))) if kind == "cuda" else torch.device("cpu")
-    if kind == "cuda":
-        _refuse_missing_gpu(device)
-        torch.cuda.set_device(device)
+    device = use_device(kind)
     if world_size > 1:
         env.choose_gloo_interface()
         rendezvous.rendezvous(plan)
@@ -69,11 +67,28 @@ def join(plan: Plan, out: Path | None = None) -> "torch.device":
     return device
 
 
+def use_device(kind: DeviceKind) -> "torch.device":
+    """This rank's device, which torch and DeepSpeed now use.
+
+    Raises:
+        PlanMismatchError: more ranks were started here than there are GPUs.
+    """
+    import torch
+
+    if kind == "cpu":
+        os.environ["DS_ACCELERATOR"] = "cpu"
+        return torch.device("cpu")
+    device = torch.device(kind, env.local_rank())
+    _refuse_missing_gpu(device)
+    torch.cuda.set_device(device)
+    return device
+
+
 def _refuse_missing_gpu(device: "torch.device") -> None:
     import torch
 
     if device.index >= torch.cuda.device_count():
-        ranks = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or device.index + 1
+        ranks = env.ranks_on_node() or device.index + 1
         raise PlanMismatchError(
             f"{socket.gethostname()} has fewer GPUs than ranks",
             because=f"of its GPUs {torch.cuda.device_count()} can be used, and {ranks} ranks were started",
@@ -113,13 +128,18 @@ def form() -> None:
         ) from None
 
 
+def is_over_ssh() -> bool:
+    """Whether this rank was started over ssh by a `frugal train` elsewhere."""
+    return OVER_SSH in os.environ
+
+
 def end_with_starter() -> None:
     """End this rank soon after the command that started it has vanished, killed without a word.
 
     `frugal train` names itself in the environment, which only ranks of its own machine get to see; to ranks that it
     started over ssh it is what holds their standard input open. Started by another launcher, this does nothing.
     """
-    if OVER_SSH in os.environ:
+    if is_over_ssh():
         held = select.poll()
         held.register(0, select.POLLIN)  # nothing is ever written there: what comes is its end
 

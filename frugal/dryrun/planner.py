@@ -1,12 +1,16 @@
 """From settings to a plan: one that was made before, or a new one."""
 
 import logging
+import os
+from collections.abc import Sequence
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from frugal.config import calibration
+from frugal.config.calibration import chosen
 from frugal.config.cluster import Cluster
+from frugal.config.local_host import allocator_note
 from frugal.config.request import Request
 from frugal.config.schema import understand
 from frugal.dryrun.cache import Cache, digest, model_key
@@ -26,18 +30,20 @@ def plan(**settings: Any) -> Plan:
         RequestError: a setting is unknown or wrong, or settings contradict each other.
         NothingFitsError: no strategy fits.
     """
-    calibration_of_host, notes = calibration.chosen(settings)
+    calibration, notes = chosen(settings)
     for note in notes:
         logger.warning(note)
-    return make_plan(*understand(settings, calibration_of_host))
+    request, cluster, defaults = understand(settings, calibration)
+    return make_plan(request, cluster, defaults, warnings=allocator_note(cluster, os.environ))
 
 
 def make_plan(
-    request: Request, cluster: Cluster, defaults: tuple[str, ...] = (), *, dry_run: "OpenSource | None" = None
-) -> Plan:
+    request: Request, cluster: Cluster, defaults: tuple[str, ...] = (), *, warnings: Sequence[str] = (),
+    dry_run: "OpenSource | None" = None,
+) -> Plan:  # fmt: skip
     """The plan for a request; `defaults` names its fields that nobody set, `dry-run` where profiles come from.
 
-    Plans are kept in the user's cache, except where `dry-run` is given.
+    Plans are kept in the user's cache, except where `dry-run` is given. `warnings` are of this machine, and added.
 
     Raises: as `plan`.
     """
@@ -51,7 +57,7 @@ def make_plan(
     if kept is None or kept.digest != kept.compute_digest():
         kept = _decided(request, cluster, defaults)
         cache.write(key, kept)
-    return kept
+    return replace(kept, warnings=(*kept.warnings, *warnings)).sealed() if warnings else kept
 
 
 def _decided(request: Request, cluster: Cluster, defaults: tuple[str, ...]) -> Plan:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from frugal.config.hostfile import HostfileEntry
-from frugal.config.run import Settings
+from frugal.config.settings.run_settings import RunSettings
 from frugal.distributed.env import DEFAULT_PORT
 from frugal.errors import RequestError
 from frugal.launch.ssh import Access
@@ -35,7 +35,7 @@ class LaunchRequest:
     hosts: Sequence[HostfileEntry]
     hostfile: Path | None
     access: Access
-    settings: Settings
+    settings: RunSettings
     port: int = DEFAULT_PORT
 
     @property

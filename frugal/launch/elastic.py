@@ -4,12 +4,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-import click
-
 from frugal.config.cluster import Cluster, DeviceKind
 from frugal.config.hostfile import HostfileEntry
-from frugal.config.run import Settings
+from frugal.config.settings.run_settings import RunSettings
 from frugal.distributed import first_failure
+from frugal.distributed.rank_logs import to_console
 from frugal.errors import RequestError
 from frugal.launch import pdsh, ssh
 from frugal.launch.host_report import HostReport
@@ -30,7 +29,7 @@ class RestartableHosts:
     """
 
     def __init__(
-        self, plan: Plan, named: Sequence[HostfileEntry], access: Access, asked: Settings, master_port: int | None,
+        self, plan: Plan, named: Sequence[HostfileEntry], access: Access, asked: RunSettings, master_port: int | None,
         plan_for: Callable[[Cluster], Plan] | None,
     ) -> None:  # fmt: skip
         self._plan, self._named, self._access, self._port = plan, named, access, master_port
@@ -39,7 +38,7 @@ class RestartableHosts:
         pdsh.make_folder(asked)
         self._ready = pdsh.ready_hosts(plan, named, access, asked.out)
 
-    def start(self, plan: Plan, asked: Settings) -> tuple[int, first_failure.FailureReport | None]:
+    def start(self, plan: Plan, asked: RunSettings) -> tuple[int, first_failure.FailureReport | None]:
         """Train on the hosts that were ready when last checked."""
         return pdsh.run(plan, self._ready, self._access, asked, self._port)
 
@@ -58,18 +57,17 @@ class RestartableHosts:
         if not left:
             raise RequestError("no host is left to go on with", because=lost, hint="continue with --resume later")
         for text in lost:
-            click.echo(text, err=True)
+            to_console(text)
         previous, self._ready = self._ready, left
         if _gpus_by_host(left) == _gpus_by_host(previous):
             return before
         if not lost:
-            click.echo(f"all {len(left)} hosts are there again: going on as planned at first", err=True)
+            to_console(f"all {len(left)} hosts are there again: going on as planned at first")
             return self._plan
         number, total = sum(len(host.gpus) for host in left), self._plan.batch.world_size
-        click.echo(
+        to_console(
             f"{len(left)} of {len(self._named)} hosts are left, with {number} of {total} "
-            f"{'ranks' if self._kind == 'cpu' else 'GPUs'}: planning anew",
-            err=True,
+            f"{'ranks' if self._kind == 'cpu' else 'GPUs'}: planning anew"
         )
         return self._plan_for(part_of_cluster(self._plan.cluster, self._named, left))
 
@@ -89,7 +87,7 @@ class RestartableHosts:
                     for host, report in zip(self._named, reports, strict=True)
                     if isinstance(report, UnreachableHost)
                 ]
-                click.echo(f"waiting {RETURN_SECONDS / 60:.0f} minutes for {'; '.join(unreachable)}", err=True)
+                to_console(f"waiting {RETURN_SECONDS / 60:.0f} minutes for {'; '.join(unreachable)}")
                 is_noticed = True
             time.sleep(RETRY_SECONDS)
 

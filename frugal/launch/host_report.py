@@ -17,11 +17,11 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
-import click
 import msgspec
 import psutil  # type: ignore[import-untyped]  # has no types
 
 from frugal.config import local_host
+from frugal.config.settings.arguments import parse
 from frugal.distributed.process_group import free_port
 from frugal.units import MIB
 
@@ -137,14 +137,11 @@ def _compilers() -> dict[str, str]:
     return {name: path for name, path in paths.items() if path is not None}
 
 
-@click.command()
-@click.option("--folder", type=click.Path(path_type=Path), default=Path())
-@click.option("--token", type=click.Path(path_type=Path))
-@click.option("--cuda", is_flag=True)
-@click.option("--probe", is_flag=True)
-def command(folder: Path, token: Path | None, cuda: bool, probe: bool) -> None:
+def command(words: Sequence[str]) -> None:
     """Print this host's report."""
-    sys.stdout.buffer.write(msgspec.json.encode(collect(folder, token, cuda=cuda, probe=probe)) + b"\n")
+    given = parse(words, {"folder": Path, "token": Path, "cuda": bool, "probe": bool})
+    report = collect(given.get("folder", Path()), given.get("token"), cuda="cuda" in given, probe="probe" in given)
+    sys.stdout.buffer.write(msgspec.json.encode(report) + b"\n")
 
 
 PROBE_SECONDS = 60
@@ -166,4 +163,4 @@ def _gpu_works(gpu: str) -> bool:
 
 
 if __name__ == "__main__":
-    command()
+    command(sys.argv[1:])

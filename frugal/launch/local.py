@@ -17,14 +17,14 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import FrameType
 
-import click
 import psutil  # type: ignore[import-untyped]  # has no types
 
 from frugal.config.cluster import DeviceKind
-from frugal.config.run import Settings
+from frugal.config.settings.run_settings import RunSettings
 from frugal.deepspeed_adapter.json_config import write_plan
 from frugal.distributed import first_failure
 from frugal.distributed.process_group import STARTER, free_port
+from frugal.distributed.rank_logs import to_console
 from frugal.distributed.signals import STOP_SIGNALS, handled
 from frugal.errors import PlanMismatchError, RequestError
 from frugal.launch.host_report import working_gpus
@@ -64,7 +64,7 @@ def check_machine(plan: Plan, master_port: int | None) -> None:
                 ) from None
 
 
-def launch(plan: Plan, plan_path: Path, asked: Settings, master_port: int | None) -> int:
+def launch(plan: Plan, plan_path: Path, asked: RunSettings, master_port: int | None) -> int:
     """Train on the plan's ranks; the exit code of the first that failed, or 0. Says so if one was killed."""
     code = start(plan, "frugal.training.run", ["--plan", str(plan_path), *asked.arguments()], master_port)
     number = signal_of(code)
@@ -72,14 +72,14 @@ def launch(plan: Plan, plan_path: Path, asked: Settings, master_port: int | None
         return code
     saved = newest_checkpoint(asked.checkpoints)
     hint = f"\n\nhint: continue from {saved.name} with --resume" if saved is not None else ""
-    click.echo(f"error: a rank was ended by {number.name}{hint}", err=True)
+    to_console(f"error: a rank was ended by {number.name}{hint}")
     return 128 + number
 
 
 def starter(master_port: int | None) -> Start:
     """Starts runs on this machine. An exit code of 0 does not end a run whose ranks did not report that it is done."""
 
-    def run(plan: Plan, asked: Settings) -> tuple[int, first_failure.FailureReport | None]:
+    def run(plan: Plan, asked: RunSettings) -> tuple[int, first_failure.FailureReport | None]:
         with TemporaryDirectory(prefix="frugal-") as folder:
             written, _ = write_plan(plan, Path(folder))
             os.environ[first_failure.REPORT_FOLDER] = folder
@@ -94,11 +94,11 @@ def starter(master_port: int | None) -> Start:
 
 
 def start(
-    plan: Plan, module: str, arguments: Sequence[str], master_port: int | None = None, *, stdout: int | None = None
+    plan: Plan, module: str, arguments: Sequence[str], master_port: int | None = None, *, to_stderr: bool = False
 ) -> int:
     """Run `module` on the plan's ranks; see `start_ranks`."""
     return start_ranks(
-        plan.cluster.devices[0].kind, plan.batch.world_size, module, arguments, master_port, stdout=stdout
+        plan.cluster.devices[0].kind, plan.batch.world_size, module, arguments, master_port, to_stderr=to_stderr
     )
 
 
@@ -109,11 +109,11 @@ def start_ranks(
     arguments: Sequence[str],
     master_port: int | None = None,
     *,
-    stdout: int | None = None,
+    to_stderr: bool = False,
 ) -> int:
     """Run `module` on ranks of this node under DeepSpeed's launcher; the exit code of the first that failed, or 0.
 
-    `stdout` is a file descriptor for what they print; None: this process's standard output.
+    `to_stderr`: what they print goes to this process's standard error, not its standard output.
     """
     environment = {**os.environ, STARTER: str(os.getpid())}
     if kind == "cpu":
@@ -129,7 +129,7 @@ def start_ranks(
     early_interrupts: list[int] = []  # while there is no process yet that could be ended
     before = signal.signal(signal.SIGINT, lambda number, _frame: early_interrupts.append(number))
     with (
-        subprocess.Popen(command, env=environment, start_new_session=True, stdout=stdout) as process,
+        subprocess.Popen(command, env=environment, start_new_session=True, stdout=2 if to_stderr else None) as process,
         _forwarded_signals(process),
     ):
         signal.signal(signal.SIGINT, before)

@@ -23,14 +23,14 @@ from tempfile import TemporaryDirectory
 from types import FrameType
 from typing import IO
 
-import click
 import psutil  # type: ignore[import-untyped]  # has no types
 
 from frugal.config.cluster import DeviceKind
 from frugal.config.hostfile import HostfileEntry
-from frugal.config.run import Settings
+from frugal.config.settings.run_settings import RunSettings
 from frugal.deepspeed_adapter.json_config import write_plan
 from frugal.distributed import first_failure, process_group
+from frugal.distributed.rank_logs import to_console
 from frugal.distributed.signals import STOP_SIGNALS, handled
 from frugal.errors import FrugalError, PlanMismatchError, RequestError
 from frugal.launch import ssh
@@ -92,7 +92,7 @@ def require_ready(
     ]
 
 
-def make_folder(asked: Settings) -> None:
+def make_folder(asked: RunSettings) -> None:
     """Create the run's folder down to its checkpoints, so that hosts can be asked whether they see it.
 
     Raises:
@@ -101,7 +101,9 @@ def make_folder(asked: Settings) -> None:
     run_folder.make_folder(asked, asked.checkpoints)
 
 
-def launch(plan: Plan, named: Sequence[HostfileEntry], access: Access, asked: Settings, master_port: int | None) -> int:
+def launch(
+    plan: Plan, named: Sequence[HostfileEntry], access: Access, asked: RunSettings, master_port: int | None
+) -> int:
     """Train on all hosts; 0, or an exit code for how it ended."""
     make_folder(asked)
     code, report = run(plan, ready_hosts(plan, named, access, asked.out), access, asked, master_port)
@@ -109,7 +111,7 @@ def launch(plan: Plan, named: Sequence[HostfileEntry], access: Access, asked: Se
 
 
 def run(
-    plan: Plan, hosts: Sequence[ReadyHost], access: Access, asked: Settings, master_port: int | None
+    plan: Plan, hosts: Sequence[ReadyHost], access: Access, asked: RunSettings, master_port: int | None
 ) -> tuple[int, first_failure.FailureReport | None]:
     """Train on these hosts; 0 if the run came to its end, otherwise an exit code and the first failed rank's report.
 
@@ -134,7 +136,7 @@ def run(
             because=ranks.pdsh_messages or f"pdsh ended with {code}",
             hint=f"see {asked.out}/logs",
         )
-        click.echo(f"error: {error}", err=True)
+        to_console(f"error: {error}")
     return code or 1, report
 
 
@@ -242,7 +244,8 @@ class RemoteRanks:
             if _PDSH_EXIT.match(line):
                 self.pdsh_messages.append(line.decode(errors="replace").strip())
             else:
-                click.echo(line, nl=False, err=True)
+                sys.stderr.buffer.write(line)
+                sys.stderr.flush()
 
     @contextmanager
     def _forwarded_signals(self) -> Iterator[None]:

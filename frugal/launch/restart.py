@@ -10,11 +10,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import click
 import msgspec
 
-from frugal.config.run import METRICS, Settings
+from frugal.config.settings.run_settings import METRICS, RunSettings
 from frugal.distributed.first_failure import FailureReport
+from frugal.distributed.rank_logs import to_console
 from frugal.errors import INTERRUPTED
 from frugal.planning.plan import Plan
 from frugal.training.checkpoint.manifest import newest_checkpoint
@@ -22,7 +22,7 @@ from frugal.training.checkpoint.manifest import newest_checkpoint
 FINAL_CODES = (2, 3, 4, 5, 6, 7, INTERRUPTED)
 """Of runs that ended with a message for the user (`frugal.errors`): it would come again."""
 
-Start = Callable[[Plan, Settings], tuple[int, FailureReport | None]]
+Start = Callable[[Plan, RunSettings], tuple[int, FailureReport | None]]
 """Starts a run and waits: 0 if it came to its end, otherwise an exit code and what the rank said that failed first."""
 
 
@@ -41,7 +41,7 @@ class RunEnd:
 
 
 def supervise(
-    start: Start, plan: Plan, asked: Settings, max_restarts: int, plan_for_rest: Callable[[Plan], Plan]
+    start: Start, plan: Plan, asked: RunSettings, max_restarts: int, plan_for_rest: Callable[[Plan], Plan]
 ) -> int:
     """Run a plan until it is done, starting it again at most `max_restarts` times; the last exit code.
 
@@ -53,21 +53,21 @@ def supervise(
         if end.is_final:
             return end.code
         if before is not None and (end.why, end.step, end.checkpoint) == (before.why, before.step, before.checkpoint):
-            click.echo(f"error: {end.why} again, after step {end.step} as before: not started again", err=True)
+            to_console(f"error: {end.why} again, after step {end.step} as before: not started again")
             return end.code
         if restart == max_restarts:
             hint = f"\n\nhint: continue from {end.checkpoint} with --resume" if end.checkpoint else ""
-            click.echo(f"error: {end.why}, and all {max_restarts} restarts are used up{hint}", err=True)
+            to_console(f"error: {end.why}, and all {max_restarts} restarts are used up{hint}")
             return end.code
         where = f"going on from {end.checkpoint}" if end.checkpoint else "starting anew, as there is no checkpoint"
-        click.echo(f"restart {restart + 1} of {max_restarts}: {end.why} after step {end.step}; {where}", err=True)
+        to_console(f"restart {restart + 1} of {max_restarts}: {end.why} after step {end.step}; {where}")
         asked = replace(asked, resume=end.checkpoint is not None)
         plan, failed = plan_for_rest(plan), plan
         before = end if plan.digest == failed.digest else None  # the same again on other devices is another failure
     raise AssertionError("the loop returns")
 
 
-def judge(code: int, report: FailureReport | None, asked: Settings) -> RunEnd:
+def judge(code: int, report: FailureReport | None, asked: RunSettings) -> RunEnd:
     """What an exit code and the report of the rank that failed first amount to."""
     saved = newest_checkpoint(asked.checkpoints)
     step, checkpoint = _last_step(asked.out / METRICS), None if saved is None else saved.name

@@ -18,7 +18,7 @@ import msgspec
 from frugal.config.cluster import DeviceKind
 from frugal.config.hostfile import HostfileEntry
 from frugal.config.local_host import versions
-from frugal.config.run import Settings
+from frugal.config.settings.run_settings import RunSettings
 from frugal.errors import RequestError
 from frugal.launch.host_report import HostReport
 from frugal.units import format_bytes
@@ -94,7 +94,7 @@ def collect_reports(
     `probe` every GPU is tried, which takes seconds.
     """
     environment = {name: value for name, value in access.environment().items() if name.startswith("PYTHON")}
-    with _token(Settings(out=folder).checkpoints) as token, ThreadPoolExecutor(min(len(hosts), 64)) as pool:
+    with _token(RunSettings(out=folder).checkpoints) as token, ThreadPoolExecutor(min(len(hosts), 64)) as pool:
         command = remote_command(
             [
                 sys.executable, "-m", "frugal.launch.host_report", "--folder", str(folder), "--token", str(token),

@@ -9,7 +9,7 @@ from itertools import islice
 
 import torch
 
-from frugal.config.run import METRICS, Settings
+from frugal.config.settings.run_settings import METRICS, RunSettings
 from frugal.errors import CheckpointError, NumbersError, OutOfMemoryError
 from frugal.training.checkpoint import manifest
 from frugal.training.checkpoint.loading import Progress
@@ -41,7 +41,7 @@ def train(
     engine: Engine,
     batches: GlobalBatches,
     validation: Sequence[Sample],
-    settings: Settings,
+    settings: RunSettings,
     log: Log,
     *,
     start: Progress,
@@ -86,7 +86,7 @@ def train(
 
 
 def _saved_and_explained(
-    error: OutOfMemoryError, engine: Engine, saver: Saver, settings: Settings, now: Progress
+    error: OutOfMemoryError, engine: Engine, saver: Saver, settings: RunSettings, now: Progress
 ) -> OutOfMemoryError:
     """The error with where the steps before it are saved; saves them now if no update is half done. Collective."""
     newest = manifest.newest_checkpoint(settings.checkpoints)
@@ -102,7 +102,7 @@ def _saved_and_explained(
     return OutOfMemoryError(error.what, because=[*error.because, kept], hint=error.hint)
 
 
-def num_steps(batches: GlobalBatches, settings: Settings) -> int:
+def num_steps(batches: GlobalBatches, settings: RunSettings) -> int:
     """Optimizer steps of the run: as set, or until every sample was drawn `epochs` times."""
     if settings.steps is not None:
         return settings.steps
@@ -126,7 +126,7 @@ class FiniteCheck:
     The engine has left weights and optimizer states of such a step as they were.
     """
 
-    def __init__(self, settings: Settings, log: Log) -> None:
+    def __init__(self, settings: RunSettings, log: Log) -> None:
         self._settings = settings
         self._log = log
         self._in_a_row = 0

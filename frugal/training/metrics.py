@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
 from frugal import atomic_files
-from frugal.config.run import METRICS
+from frugal.config.settings.run_settings import METRICS
 from frugal.distributed import rank_logs
 from frugal.errors import CheckpointError
 from frugal.training.engine import StepResult

@@ -7,21 +7,19 @@ Started by `frugal train`, by DeepSpeed's launcher, torchrun, OpenMPI, MPICH or 
     mpirun -x MASTER_ADDR -n 2 python -m frugal.training.run --plan run/plan.json --data corpus.jsonl --steps 100
 """
 
-import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import click
+from typing import TYPE_CHECKING
 
 from frugal.config import local_host, sample_lengths
-from frugal.config import run as settings
-from frugal.config.run import Settings
-from frugal.distributed import first_failure, process_group, signals
-from frugal.errors import PlanMismatchError, RequestError
+from frugal.config.settings.arguments import parse
+from frugal.config.settings.run_settings import RunSettings, run_settings
+from frugal.config.settings.setting import settings_of
+from frugal.distributed import env, first_failure, process_group, signals
+from frugal.errors import PlanMismatchError
 from frugal.planning.plan import Plan
 from frugal.training.checkpoint import loading, run_folder
 from frugal.units import format_count
@@ -37,7 +35,7 @@ if TYPE_CHECKING:
     from frugal.training.metrics import Log
 
 
-def run(plan: Plan, asked: Settings) -> None:
+def run(plan: Plan, asked: RunSettings) -> None:
     """Train as `plan` and `asked` say, on this rank. Collective over all ranks of the run.
 
     Raises:
@@ -62,15 +60,17 @@ def run(plan: Plan, asked: Settings) -> None:
 
 
 def _hold_on() -> "PeerWatch":
+    import torch.distributed as dist
+
     from frugal.distributed import rendezvous
     from frugal.distributed.peer_watch import PeerWatch
 
     store = rendezvous.store()
     assert store is not None
-    return PeerWatch(store, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), first_failure.end_rank)
+    return PeerWatch(store, dist.get_rank(), dist.get_world_size(), first_failure.end_rank)
 
 
-def _train(plan: Plan, asked: Settings, device: "torch.device") -> None:
+def _train(plan: Plan, asked: RunSettings, device: "torch.device") -> None:
     from frugal.config.learning_rate import schedule_factor
     from frugal.deepspeed_adapter.kernels import DTYPES
     from frugal.training import loop, rng
@@ -81,7 +81,7 @@ def _train(plan: Plan, asked: Settings, device: "torch.device") -> None:
     from frugal.training.measure import memory_gauge
     from frugal.training.metrics import Log
 
-    rank = int(os.environ["RANK"])
+    rank = env.rank()
     asked = run_folder.create(asked)
     run_folder.check_space(plan, asked)
     data = corpus.read_samples(plan, asked)
@@ -159,7 +159,7 @@ def _refuse_other_model(plan: Plan, model: "torch.nn.Module") -> None:
         )
 
 
-def _start(engine: "Engine", asked: Settings, data: "Provenance") -> "tuple[Progress, tuple[str, ...]]":
+def _start(engine: "Engine", asked: RunSettings, data: "Provenance") -> "tuple[Progress, tuple[str, ...]]":
     """Where to begin, and what is not as it was when the run stopped."""
     from frugal.training.checkpoint import loading
 
@@ -174,7 +174,7 @@ def _number(number: int, thing: str) -> str:
     return f"{number} {thing}{'s' * (number != 1)}"
 
 
-def _describe(plan: Plan, asked: Settings, data: "RunData", total_steps: int, steps_done: int) -> str:
+def _describe(plan: Plan, asked: RunSettings, data: "RunData", total_steps: int, steps_done: int) -> str:
     batch = plan.batch
     size = _number(batch.global_batch, "sample")
     if batch.global_tokens is not None:  # as many samples as fit, which shorter ones do more of
@@ -193,13 +193,13 @@ def _describe(plan: Plan, asked: Settings, data: "RunData", total_steps: int, st
     return "; ".join(parts)
 
 
-@click.command("run")
-@click.option("--plan", "plan_path", type=click.Path(path_type=Path), required=True, help="plan.json.")
-@click.option("--local_rank", "--local-rank", "_local_rank", type=int, hidden=True)  # DeepSpeed's launcher adds it
-@settings.options
-def command(plan_path: Path, _local_rank: int | None, **flags: Any) -> None:
-    """Train as a plan says, on one rank of a launcher."""
-    run(Plan.read(plan_path), settings.collect(flags, {}))
+def command(words: Sequence[str]) -> None:
+    """Train as a plan says, on one rank of a launcher: `--plan plan.json` and the flags of a run.
+
+    Raises: as `run`; RequestError also for words that say something else.
+    """
+    given = parse(words, {"plan": Path}, settings_of(RunSettings), needed=["plan"])
+    run(Plan.read(given.pop("plan")), run_settings(given, {}))
 
 
 def main() -> None:
@@ -209,12 +209,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, lambda _number, _frame: first_failure.end_rank(KeyboardInterrupt()))
     with signals.recorded():
         try:
-            with command.make_context("frugal.training.run", list(sys.argv[1:])) as context:
-                command.invoke(context)
-        except click.exceptions.Exit:
-            return
-        except click.ClickException as error:
-            first_failure.end_rank(RequestError(error.format_message()))
+            command(sys.argv[1:])
         except BaseException as error:  # whatever it is, the other ranks must not wait for this one
             first_failure.end_rank(error)
 

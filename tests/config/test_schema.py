@@ -1,11 +1,15 @@
 """Settings become a request and a cluster, or an error that says what is wrong with them."""
 
+from dataclasses import fields
 from typing import Any
 
 import pytest
 
 from frugal.config import cluster as cards
-from frugal.config.schema import understand
+from frugal.config.build_cluster import ClusterSettings
+from frugal.config.request import Request
+from frugal.config.schema import PLAN_SETTINGS, SETTINGS, TRAIN_SETTINGS, check, understand
+from frugal.config.settings.run_settings import DATA_NAMES, LaunchSettings, RunSettings, run_settings
 from frugal.errors import RequestError
 from frugal.units import GIB
 
@@ -160,14 +164,34 @@ def test_what_is_wrong_is_said(case: str) -> None:
     assert caught.value.exit_code == 2
 
 
-def test_every_setting_has_a_flag_and_no_flag_is_without_a_setting() -> None:
-    from frugal.cli.plan import command
-    from frugal.config.run import DATA_NAMES
-    from frugal.config.schema import NAMES
+def test_every_field_is_a_row_every_row_a_flag_and_a_key_of_frugal_toml() -> None:
+    from frugal.cli.train import command
 
     flags = {parameter.name for parameter in command.params}
-    assert flags - set(NAMES) == {"config", "as_json", "output", "with_table", "axes", *DATA_NAMES}
-    assert set(NAMES) <= flags
+    assert flags - set(SETTINGS) == {"config", "plan_path", "ranks", "printed", "help_all"}
+    assert set(SETTINGS) <= flags
+    owners = (Request, ClusterSettings, RunSettings, LaunchSettings)
+    assert list(SETTINGS) == [field.name for owner in owners for field in fields(owner)], "and in one owner each"
+    for name, row in PLAN_SETTINGS.items():
+        check(name, row.default)
+    for name in TRAIN_SETTINGS:
+        with pytest.raises(RequestError, match=f"`{name}` in \\[train\\] is"):
+            run_settings({}, {name: object()})
+
+
+def test_planning_commands_have_the_flags_of_planning() -> None:
+    from frugal.cli import dryrun, explain, plan
+
+    for command in (plan.command, explain.command, dryrun.command):
+        assert set(PLAN_SETTINGS) <= {parameter.name for parameter in command.params}
+    own = {"config", "as_json", "output", "with_table", "axes", "help_all"}
+    assert {parameter.name for parameter in plan.command.params} == {*PLAN_SETTINGS, *DATA_NAMES, *own}
+
+
+def test_every_setting_says_what_it_is_for_in_a_sentence() -> None:
+    for row in SETTINGS.values():
+        assert row.help.endswith(".") and row.help[0] != " ", row.name
+        assert row.choices or row.kind.must_be
 
 
 @pytest.mark.parametrize("card", ["t4-16g", "v100-16g", "v100-32g", "rtx2080ti-11g"])

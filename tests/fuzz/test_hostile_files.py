@@ -11,8 +11,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from frugal.config import hostfile, run, sample_lengths, schema
+from frugal.config import hostfile, sample_lengths, schema
 from frugal.config.schema import understand
+from frugal.config.settings.run_settings import run_settings
 from frugal.deepspeed_adapter.json_config import deepspeed_config
 from frugal.errors import FrugalError
 from frugal.planning.plan import Plan, expanded
@@ -107,7 +108,7 @@ def test_frugal_toml(tmp_path: Path) -> None:
     def use(path: Path) -> None:
         file = schema.read_toml(path)
         understand(file.plan)
-        run.collect({}, file.train)
+        run_settings({}, file.train)
 
     def texts() -> Iterator[bytes]:
         yield from bytes_like(TOML, NUMBER // 2)

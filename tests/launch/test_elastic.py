@@ -9,7 +9,7 @@ import pytest
 from frugal.config.cluster import Cluster, Node
 from frugal.config.hostfile import parse_hostfile
 from frugal.config.local_host import versions
-from frugal.config.run import Settings
+from frugal.config.settings.run_settings import RunSettings
 from frugal.errors import RequestError
 from frugal.launch import elastic as restarts
 from frugal.launch import host_report
@@ -74,7 +74,7 @@ def test_hosts_that_stay_away_end_the_run_and_are_named(
     plan = plan_by_hand(world_size=1, global_batch=1, micro_batch=1, zero_stage=2)
     named = parse_hostfile("nowhere.invalid slots=1\n")
     on = restarts.RestartableHosts(
-        plan, named, Access(), Settings(out=tmp_path / "run"), None, (lambda _: plan) if elastic else None
+        plan, named, Access(), RunSettings(out=tmp_path / "run"), None, (lambda _: plan) if elastic else None
     )
     with pytest.raises(RequestError, match=what) as raised:
         on.plan_for_restart(plan)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from frugal.config.run import Settings
+from frugal.config.settings.run_settings import RunSettings
 from frugal.distributed.first_failure import FailureReport
 from frugal.launch import local, restart
 from frugal.launch.restart import RunEnd, judge
@@ -39,21 +39,21 @@ FULL = said(1, 6, "error: cannot write the checkpoint")
 def test_what_the_ranks_reported_decides(
     code: int, report: FailureReport | None, expected: tuple[int, str, bool], tmp_path: Path
 ) -> None:
-    end = judge(code, report, Settings(out=tmp_path))
+    end = judge(code, report, RunSettings(out=tmp_path))
     assert (end.code, end.why, end.is_final) == expected
 
 
 def test_a_folder_says_how_far_a_run_came(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"event": "step", "step": 7}\n{"event": "step", "st')
     (tmp_path / "checkpoints" / "step-000005").mkdir(parents=True)
-    end = judge(-9, None, Settings(out=tmp_path))
+    end = judge(-9, None, RunSettings(out=tmp_path))
     assert (end.step, end.checkpoint) == (7, "step-000005")
 
 
 def test_an_exit_code_of_0_without_a_word_from_the_ranks_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = plan_by_hand(world_size=2, global_batch=2, micro_batch=1, zero_stage=2)
     monkeypatch.setattr(local, "start", lambda *_: 0)  # as launchers say of ranks that were killed
-    assert local.starter(None)(plan, Settings()) == (1, None)
+    assert local.starter(None)(plan, RunSettings()) == (1, None)
 
 
 def killed(step: int, checkpoint: str | None = "step-000002", why: str = "a rank was ended by SIGKILL") -> RunEnd:
@@ -99,13 +99,13 @@ def test_a_run_is_started_again_as_often_as_it_may(
     coming: Iterator[RunEnd] = iter(ends)
     resumed = []
 
-    def start(_plan: Any, asked: Settings) -> tuple[int, None]:
+    def start(_plan: Any, asked: RunSettings) -> tuple[int, None]:
         resumed.append(asked.resume)
         return 0, None
 
     monkeypatch.setattr(restart, "judge", lambda *_: next(coming))
     plan = plan_by_hand(world_size=2, global_batch=2, micro_batch=1, zero_stage=2)
-    assert restart.supervise(start, plan, Settings(), 2, lambda before: before) == code
+    assert restart.supervise(start, plan, RunSettings(), 2, lambda before: before) == code
     assert capsys.readouterr().err == "".join(line + "\n" for line in said)
     assert next(coming, None) is None
     assert resumed == [False, *(end.checkpoint is not None for end in ends[:-1])]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from frugal.config.run import Settings
+from frugal.config.settings.run_settings import RunSettings
 from frugal.errors import NumbersError
 from frugal.training import loop
 from frugal.training.checkpoint import loading
@@ -131,9 +131,9 @@ SAMPLES = spoilt_samples(20, (13,))
 
 def train(folder: Path, on_nan: str, *, resume: bool = False, all_spoilt: bool = False) -> str:
     """Seven steps on 20 samples, one of which spoils two batches; what is said at the end. Runs on ranks."""
-    asked = Settings(steps=7, eval_every=0, save_every=1, out=folder, on_nan=on_nan)  # type: ignore[arg-type]
+    asked = RunSettings(steps=7, eval_every=0, save_every=1, out=folder, on_nan=on_nan)  # type: ignore[arg-type]
     if all_spoilt:
-        asked = Settings(steps=30, eval_every=0, save_every=1, out=folder, on_nan=on_nan)  # type: ignore[arg-type]
+        asked = RunSettings(steps=30, eval_every=0, save_every=1, out=folder, on_nan=on_nan)  # type: ignore[arg-type]
     folder.mkdir(parents=True, exist_ok=True)
     plan = plan_by_hand(world_size=2, global_batch=6, micro_batch=2, zero_stage=2, request={"seq_len": 128})
     engine = initialize(tiny_gpt2(), plan, Spoiling())

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from frugal.config.learning_rate import schedule_factor
-from frugal.config.run import Settings
+from frugal.config.settings.run_settings import RunSettings
 from frugal.distributed import signals
 from frugal.training import loop, rng
 from frugal.training.checkpoint import loading
@@ -36,7 +36,7 @@ def train(
 
     `die` makes rank 1 end with SIGKILL in the middle of step 6, or of saving step 6, or tells it to stop in step 5.
     """
-    asked = Settings(**{"steps": 8, "eval_every": 4, "save_every": 3, "out": folder} | changes)
+    asked = RunSettings(**{"steps": 8, "eval_every": 4, "save_every": 3, "out": folder} | changes)
     rank = torch.distributed.get_rank()
     folder.mkdir(parents=True, exist_ok=True)
     plan = plan_by_hand(
@@ -127,11 +127,11 @@ def test_one_rank_and_two_train_the_same_model(tmp_path: Path, one_rank: Ranks, 
 
 def test_epochs_become_steps_for_samples_and_for_tokens() -> None:
     samples = GlobalBatches(SAMPLES, global_batch=6)
-    assert [loop.num_steps(samples, Settings(epochs=epochs)) for epochs in (1, 2, 3)] == [4, 7, 10]
-    assert loop.num_steps(samples, Settings()) == 4
-    assert loop.num_steps(samples, Settings(steps=5)) == 5
+    assert [loop.num_steps(samples, RunSettings(epochs=epochs)) for epochs in (1, 2, 3)] == [4, 7, 10]
+    assert loop.num_steps(samples, RunSettings()) == 4
+    assert loop.num_steps(samples, RunSettings(steps=5)) == 5
     lengths = torch.tensor([len(sample["input_ids"]) for sample in SAMPLES]).numpy()
     tokens = GlobalBatches(SAMPLES, global_tokens=128, lengths=lengths)
-    steps = loop.num_steps(tokens, Settings(epochs=2))
+    steps = loop.num_steps(tokens, RunSettings(epochs=2))
     assert tokens.after(steps).epoch >= 2 > tokens.after(steps - 1).epoch
     assert tokens.after(0) == Position()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from frugal.config.run import Settings
+from frugal.config.settings.run_settings import RunSettings
 from frugal.errors import FrugalError, OutOfMemoryError
 from frugal.planning.plan import Plan
 from frugal.training import loop, oom_limits
@@ -273,7 +273,7 @@ def train(folder: Path, failures: int, *, resume: bool = False) -> tuple[str, tu
 
     What is said at the end, the limits then, and the losses in the log.
     """
-    asked = Settings(steps=4, eval_every=0, out=folder)
+    asked = RunSettings(steps=4, eval_every=0, out=folder)
     folder.mkdir(parents=True, exist_ok=True)
     plan = plan_by_hand(
         world_size=2, global_batch=8, micro_batch=4, zero_stage=2, strategy={"activation_checkpointing": "full"}

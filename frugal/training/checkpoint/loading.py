@@ -26,7 +26,7 @@ import msgspec
 import torch.distributed as dist
 
 from frugal.config import local_host
-from frugal.config.run import Settings
+from frugal.config.settings.run_settings import RunSettings
 from frugal.deepspeed_adapter import checkpoint_files, kernels, state_layout
 from frugal.distributed.vote import gather
 from frugal.errors import CheckpointError, PlanMismatchError, RequestError
@@ -286,7 +286,7 @@ def resume_changes(made_by: Manifest, this: Manifest) -> tuple[str, ...]:
     return (*layout_changes(made_by, this), *values)
 
 
-def on_data(progress: "Progress", data: Provenance, asked: Settings) -> "tuple[Progress, tuple[str, ...]]":
+def on_data(progress: "Progress", data: Provenance, asked: RunSettings) -> "tuple[Progress, tuple[str, ...]]":
     """Where a run goes on in data of this provenance, and what is not as it was.
 
     On other data the place in the order means nothing, so it begins an epoch: each sample comes once in it.

@@ -17,9 +17,8 @@ from pathlib import Path
 import torch.distributed as dist
 
 from frugal import atomic_files
-from frugal.config import run
 from frugal.config.local_host import available_bytes
-from frugal.config.run import Settings
+from frugal.config.settings.run_settings import RECORD, RunSettings
 from frugal.deepspeed_adapter import kernels
 from frugal.deepspeed_adapter.json_config import write_plan
 from frugal.distributed import env, process_group, rank_logs
@@ -34,14 +33,14 @@ LOCK_SECONDS = 120.0
 a host that is gone for a minute or two."""
 
 
-def create(asked: Settings) -> Settings:
+def create(asked: RunSettings) -> RunSettings:
     """The settings of this start, whose folder exists now.
 
     Raises:
         RequestError: it holds another run, or cannot be made.
     """
     newest = manifest.newest_checkpoint(asked.checkpoints)
-    if newest is not None and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0:
+    if newest is not None and env.is_restarted_by_torchrun():
         asked = replace(asked, resume=True)  # torchrun --max-restarts gives every start the same flags
     if newest is not None and not asked.resume:
         raise in_use(asked, newest)
@@ -49,7 +48,7 @@ def create(asked: Settings) -> Settings:
     return asked
 
 
-def make_folder(asked: Settings, folder: Path) -> None:
+def make_folder(asked: RunSettings, folder: Path) -> None:
     """Create `folder`, which is the run's or in it.
 
     Raises:
@@ -61,7 +60,7 @@ def make_folder(asked: Settings, folder: Path) -> None:
         raise _cannot_write(asked, error) from None
 
 
-def in_use(asked: Settings, newest: Path) -> RequestError:
+def in_use(asked: RunSettings, newest: Path) -> RequestError:
     """The folder has another run in it."""
     return RequestError(
         f"{asked.out} holds a run already",
@@ -71,12 +70,12 @@ def in_use(asked: Settings, newest: Path) -> RequestError:
 
 
 @contextmanager
-def locked(asked: Settings) -> Iterator[None]:
+def locked(asked: RunSettings) -> Iterator[None]:
     """Lock the run's folder for this run; the kernel unlocks it when the process ends, however that comes about."""
     folder = os.open(asked.out, os.O_RDONLY)
     try:
         is_locked = _try_lock(folder)
-        if not is_locked and asked.resume and process_group.OVER_SSH in os.environ:
+        if not is_locked and asked.resume and process_group.is_over_ssh():
             rank_logs.to_console(f"waiting for {asked.out}, which another run still holds")
             end = time.monotonic() + LOCK_SECONDS
             while not is_locked and time.monotonic() < end:
@@ -104,22 +103,22 @@ def _try_lock(folder: int) -> bool:
     return True
 
 
-def record(plan: Plan, asked: Settings) -> None:
+def record(plan: Plan, asked: RunSettings) -> None:
     """What the run is, in its folder: the plan, its print-out for DeepSpeed, and what was asked for."""
     write_plan(plan, asked.out)
     try:
-        atomic_files.write_file(asked.out / run.RECORD, asked.record())
+        atomic_files.write_file(asked.out / RECORD, asked.record())
     except OSError as error:
         raise _cannot_write(asked, error) from None
 
 
-def _cannot_write(asked: Settings, error: OSError) -> RequestError:
+def _cannot_write(asked: RunSettings, error: OSError) -> RequestError:
     return RequestError(
         f"cannot write to {asked.out}", because=str(error.strerror), hint="choose another folder with --out"
     )
 
 
-def check_space(plan: Plan, asked: Settings) -> None:
+def check_space(plan: Plan, asked: RunSettings) -> None:
     """Refuse a run that needs more than some host has free. Collective: all ranks raise, if one does.
 
     Raises:
@@ -141,7 +140,7 @@ def check_space(plan: Plan, asked: Settings) -> None:
         )
 
 
-def _lacking(plan: Plan, asked: Settings, name: str, num_ranks: int) -> list[str]:
+def _lacking(plan: Plan, asked: RunSettings, name: str, num_ranks: int) -> list[str]:
     """What this host lacks for its ranks, a line each."""
     ranks = "its rank" if num_ranks == 1 else f"its {num_ranks} ranks"
     lines = []
@@ -182,7 +181,7 @@ def copied_bytes(plan: Plan, num_ranks: int, *, has_rank_0: bool) -> int:
     return (total - weights) * num_ranks // plan.batch.world_size + weights * has_rank_0
 
 
-def saved_bytes(plan: Plan, asked: Settings) -> int:
+def saved_bytes(plan: Plan, asked: RunSettings) -> int:
     """What the run will add to its folder: as many checkpoints as are kept and one in the making, and the model.
 
     Left out: the best checkpoint, where it is not among the newest.

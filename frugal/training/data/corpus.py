@@ -8,7 +8,6 @@ not used for 90 days are removed, and the least recently used beyond 200 GiB.
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
@@ -24,14 +23,15 @@ from numpy.typing import NDArray
 from frugal import cache_pruning
 from frugal.config import sample_lengths
 from frugal.config.request import Request
-from frugal.config.run import Settings
-from frugal.config.sample_lengths import Lengths
+from frugal.config.sample_lengths import Lengths, TooLong
+from frugal.config.settings.run_settings import RunSettings
+from frugal.distributed import env
 from frugal.errors import RequestError
 from frugal.planning.plan import Plan
 from frugal.training.data import packing, sources
 from frugal.training.data import tokenizer as tokenizing
 from frugal.training.data.arrow_store import ArrowSamples
-from frugal.training.data.build import BuildReport, SampleMaker, TooLong, bad_rows_error, build_samples
+from frugal.training.data.build import BuildReport, SampleMaker, bad_rows_error, build_samples
 from frugal.training.data.global_batches import permutation
 from frugal.training.data.sources import Columns, DocumentSource, Provenance, find_sources
 from frugal.training.models import resolve
@@ -164,7 +164,7 @@ class RunData:
     provenance: Provenance
 
 
-def read_samples(plan: Plan, asked: Settings) -> RunData:
+def read_samples(plan: Plan, asked: RunSettings) -> RunData:
     """Read, tokenise and split the data. One rank of each node does it, the others wait for it. Collective.
 
     Raises:
@@ -176,7 +176,7 @@ def read_samples(plan: Plan, asked: Settings) -> RunData:
     def load_all() -> tuple[Corpus, Any, Any]:
         return _load(spec.task, tokenizer, plan.request.seq_len, bool(plan.request.pack), asked)
 
-    is_first = os.environ["LOCAL_RANK"] == "0"
+    is_first = env.local_rank() == 0
     loaded = load_all() if is_first else None
     dist.barrier()
     corpus, validation, test = loaded or load_all()
@@ -193,7 +193,7 @@ def read_samples(plan: Plan, asked: Settings) -> RunData:
     )
 
 
-def _load(task: str, tokenizer: Any, seq_len: int, pack: bool, asked: Settings) -> tuple[Corpus, Any, Any]:
+def _load(task: str, tokenizer: Any, seq_len: int, pack: bool, asked: RunSettings) -> tuple[Corpus, Any, Any]:
     """What to train on, what to evaluate on meanwhile, and at the end."""
     columns = sources.Columns(
         text=asked.text_column, label=asked.label_column, source=asked.source_column, target=asked.target_column
@@ -214,7 +214,7 @@ def _load(task: str, tokenizer: Any, seq_len: int, pack: bool, asked: Settings) 
     return corpus, validation or corpus.validation or (), test
 
 
-def lengths_of(request: Request, asked: Settings) -> Lengths:
+def lengths_of(request: Request, asked: RunSettings) -> Lengths:
     """How long the samples are that a plan for `request` would train on; its source says what is left out.
 
     The data is tokenised as training will do it, and kept for it. Of more than `MOST_LENGTHS` lengths some are read,

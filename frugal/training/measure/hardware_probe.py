@@ -6,14 +6,12 @@ Each rank measures while the others do the same, since they share memory, links 
 the best of a few tries: what else ran meanwhile only ever makes it worse.
 """
 
-import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import log2
 from pathlib import Path
 from typing import Any
 
-import click
 import msgspec
 import torch
 import torch.distributed as dist
@@ -22,8 +20,8 @@ from torch import Tensor, nn
 
 from frugal import torch_internals
 from frugal.config.calibration import MOST_CONTEXT_BYTES, Probe
-from frugal.config.cluster import DeviceKind
 from frugal.config.request import Precision
+from frugal.config.settings.arguments import parse
 from frugal.deepspeed_adapter.kernels import DTYPES
 from frugal.distributed import env, first_failure, process_group
 from frugal.errors import RequestError
@@ -208,25 +206,19 @@ def _finish(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-@click.command("probe")
-@click.option("--kind", type=click.Choice(["cuda", "cpu"]), required=True, help="Of device.")
-@click.option("--out", type=click.Path(path_type=Path), required=True, help="Where rank 0 writes what was found.")
-@click.option("--local_rank", "--local-rank", "_local_rank", type=int, hidden=True)  # DeepSpeed's launcher adds it
-def command(kind: DeviceKind, out: Path, _local_rank: int | None) -> None:
-    """Measure what this machine does in a second, on one rank of a launcher."""
-    if kind == "cpu":
-        os.environ["DS_ACCELERATOR"] = "cpu"
-    device = torch.device(kind, int(os.environ.get("LOCAL_RANK", "0"))) if kind == "cuda" else torch.device("cpu")
-    if kind == "cuda":
-        torch.cuda.set_device(device)
-    from frugal.distributed.env import silence_libraries
+def command(words: Sequence[str]) -> None:
+    """Measure what this machine does in a second, on one rank of a launcher.
 
-    silence_libraries()
+    `--kind`: of device, `cuda` or `cpu`. `--out`: where rank 0 writes what was measured.
+    """
+    given = parse(words, {"kind": str, "out": Path}, needed=["kind", "out"])
+    device = process_group.use_device(given["kind"])
+    env.silence_libraries()
     process_group.form()
     probes: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(probes, probe(device))
     if dist.get_rank() == 0:
-        out.write_bytes(msgspec.json.encode(Probe.slowest(probes)))
+        given["out"].write_bytes(msgspec.json.encode(Probe.slowest(probes)))
     dist.barrier()
     dist.destroy_process_group()
 

@@ -10,14 +10,13 @@ import gc
 import inspect
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 from unittest.mock import patch
 
-import click
 import deepspeed.comm.comm as deepspeed_comm
 import msgspec
 import torch
@@ -27,6 +26,7 @@ from torch import nn
 from frugal import torch_internals
 from frugal.config import local_host
 from frugal.config.request import Task
+from frugal.config.settings.arguments import parse
 from frugal.deepspeed_adapter.kernels import DTYPES
 from frugal.distributed import first_failure, process_group
 from frugal.errors import OutOfMemoryError
@@ -207,16 +207,16 @@ def definition(spec: ModelSpec) -> ModelDefinition:
     )
 
 
-@click.command("trial")
-@click.option("--plan", "plan_path", type=click.Path(path_type=Path), required=True, help="plan.json.")
-@click.option("--out", type=click.Path(path_type=Path), required=True, help="Where rank 0 writes what was measured.")
-@click.option("--cap", type=int, help="Bytes that the caching allocator may take.")
-@click.option("--local_rank", "--local-rank", "_local_rank", type=int, hidden=True)  # DeepSpeed's launcher adds it
-def command(plan_path: Path, out: Path, cap: int | None, _local_rank: int | None) -> None:
-    """Measure two optimizer steps, on one rank of a launcher."""
-    found = measure(Plan.read(plan_path), cap)
+def command(words: Sequence[str]) -> None:
+    """Measure two optimizer steps, on one rank of a launcher.
+
+    `--plan`: plan.json. `--out`: where rank 0 writes what was measured. `--cap`: bytes that the caching allocator may
+    take.
+    """
+    given = parse(words, {"plan": Path, "out": Path, "cap": int}, needed=["plan", "out"])
+    measured = measure(Plan.read(given["plan"]), given.get("cap"))
     if dist.get_rank() == 0:
-        out.write_bytes(msgspec.json.encode(found))
+        given["out"].write_bytes(msgspec.json.encode(measured))
     dist.barrier()
     dist.destroy_process_group()
 

@@ -8,7 +8,6 @@ import difflib
 import functools
 import importlib
 import importlib.util
-import os
 import socket
 import sys
 from collections.abc import Callable, Iterator
@@ -16,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 import torch
 from torch import nn
@@ -113,7 +113,7 @@ def hub_unreachable_because() -> str | None:
 
     if constants.HF_HUB_OFFLINE:
         return "HF_HUB_OFFLINE is set"
-    if any(os.environ.get(name) for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")):
+    if {"https", "all"} & getproxies().keys():
         return None
     try:
         socket.getaddrinfo(urlsplit(constants.ENDPOINT).hostname, 443)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from frugal.config.local_host import available_bytes
-from frugal.config.run import Settings
+from frugal.config.settings.run_settings import RunSettings
 from frugal.errors import NothingFitsError
 from frugal.planning.memory import breakdown
 from frugal.planning.plan import Plan
@@ -35,7 +35,7 @@ def plan_of(world_size: int, *, tensors: int = 0, parameters: int = 0, **strateg
     return replace(made, memory=memory, model=model)
 
 
-def refusal(plan: Plan, asked: Settings) -> str:
+def refusal(plan: Plan, asked: RunSettings) -> str:
     """What the check says; runs on ranks."""
     try:
         run_folder.check_space(plan, asked)
@@ -45,7 +45,7 @@ def refusal(plan: Plan, asked: Settings) -> str:
 
 
 def test_each_host_is_held_against_what_its_ranks_will_take(two_ranks: Ranks, tmp_path: Path) -> None:
-    asked = Settings(data=("x",), out=tmp_path / "run")
+    asked = RunSettings(data=("x",), out=tmp_path / "run")
     assert two_ranks.run(refusal, plan_of(2, tensors=1 << 20, parameters=1000), asked) == ["", ""]
 
     (first, second) = two_ranks.run(refusal, plan_of(2, tensors=HUGE), asked)

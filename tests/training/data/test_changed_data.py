@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from frugal.config.run import Settings
+from frugal.config.settings.run_settings import RunSettings
 from frugal.errors import FrugalError
 from frugal.training.checkpoint import loading
 from frugal.training.checkpoint.loading import Progress
@@ -77,7 +77,7 @@ PROGRESS = Progress(step=40, position=Position(2, 5), data=DATA, seed=1)
 
 
 def go_on(now: Provenance, *, seed: int = 1, accept: bool = False) -> tuple[Progress, tuple[str, ...]]:
-    asked = Settings(seed=seed, accept_changed_data=accept, out=Path("run"), resume=True)
+    asked = RunSettings(seed=seed, accept_changed_data=accept, out=Path("run"), resume=True)
     return loading.on_data(PROGRESS, now, asked)
 
 

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from frugal.config.request import Request
-from frugal.config.run import Settings
+from frugal.config.settings.run_settings import RunSettings
 from frugal.errors import RequestError
 from frugal.training.checkpoint import loading
 from frugal.training.checkpoint.manifest import Manifest
@@ -161,7 +161,7 @@ def test_text_on_disk_is_packed_once_and_a_plan_is_told_how_full(
     assert pack.report.tokens == plain.report.tokens and len(pack.train) < len(plain.train)
     assert pack.fingerprint != plain.fingerprint
     found = lengths_of(
-        Request(model="gpt2", seq_len=SEQ_LEN, pack=True), Settings(data=(str(path),), validation_fraction=0)
+        Request(model="gpt2", seq_len=SEQ_LEN, pack=True), RunSettings(data=(str(path),), validation_fraction=0)
     )
     assert found.num_samples == len(pack.train) and found.longest == SEQ_LEN
 

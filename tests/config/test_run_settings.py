@@ -4,14 +4,14 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-import click
 import pytest
 
-from frugal.config import run
-from frugal.config.run import Settings
+from frugal.config.settings.arguments import parse
+from frugal.config.settings.run_settings import RunSettings, earlier_settings, run_settings
+from frugal.config.settings.setting import settings_of
 from frugal.errors import RequestError
 
-SOME = Settings(
+SOME = RunSettings(
     data=("a.txt", "b.txt"), validation_data=("c.txt",), test_data=("d.txt",), tokenizer="folder", limit=3,
     skip_bad_rows=True, steps=7, too_long="skip", schedule="linear", warmup_steps=2, eval_every=3, save_every=0,
     keep=5, async_save=True, on_nan="skip", seed=9, out=Path("there"), validation_fraction=0.25,
@@ -20,34 +20,24 @@ SOME = Settings(
 )  # fmt: skip
 
 
-def parsed(arguments: list[str]) -> Settings:
+def parsed(arguments: list[str]) -> RunSettings:
     """What the ranks understand."""
-
-    understood = Settings()
-
-    @click.command()
-    @run.options
-    def command(**flags: Any) -> None:
-        nonlocal understood
-        understood = run.collect(flags, {})
-
-    command.main(arguments, standalone_mode=False)
-    return understood
+    return run_settings(parse(arguments, {}, settings_of(RunSettings)), {})
 
 
-@pytest.mark.parametrize("asked", [Settings(), SOME, replace(Settings(), epochs=3)])
-def test_the_ranks_understand_what_was_asked(asked: Settings) -> None:
+@pytest.mark.parametrize("asked", [RunSettings(), SOME, replace(RunSettings(), epochs=3)])
+def test_the_ranks_understand_what_was_asked(asked: RunSettings) -> None:
     assert parsed(asked.arguments()) == asked
 
 
 def test_every_setting_is_tried_above() -> None:
-    assert [f.name for f in fields(Settings) if getattr(SOME, f.name) == f.default] == ["epochs"]
+    assert [f.name for f in fields(RunSettings) if getattr(SOME, f.name) == f.default] == ["epochs"]
 
 
 def test_a_run_to_resume_need_not_be_told_again(tmp_path: Path) -> None:
     (tmp_path / "train.json").write_bytes(replace(SOME, out=tmp_path).record())
     flags = {"resume": True, "accept_changed_data": True, "epochs": 2, "data": ()}
-    resumed = run.collect(flags, run.earlier(tmp_path))
+    resumed = run_settings(flags, earlier_settings(tmp_path))
     assert resumed == replace(SOME, out=tmp_path, steps=None, epochs=2)
 
 
@@ -70,7 +60,7 @@ def test_a_run_to_resume_need_not_be_told_again(tmp_path: Path) -> None:
 )
 def test_impossible_settings_are_refused(values: dict[str, Any], message: str) -> None:
     with pytest.raises(RequestError) as raised:
-        run.collect(values, {})
+        run_settings(values, {})
     assert str(raised.value) == message
 
 
@@ -90,5 +80,5 @@ def test_impossible_settings_are_refused(values: dict[str, Any], message: str) -
 )
 def test_a_wrong_table_in_frugal_toml_is_refused(table: dict[str, Any], message: str) -> None:
     with pytest.raises(RequestError) as raised:
-        run.collect({}, table)
+        run_settings({}, table)
     assert str(raised.value) == message

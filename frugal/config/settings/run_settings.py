@@ -1,0 +1,199 @@
+"""What a run is told besides its plan: the same in `frugal train`, in frugal.toml's [train] and on the ranks."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from frugal.config.learning_rate import Schedule
+from frugal.config.sample_lengths import TooLong
+from frugal.config.settings.setting import check_sizes, flag_of, setting, settings_of, unknown_setting
+from frugal.errors import RequestError
+
+OnNan = Literal["stop", "skip"]
+
+RECORD = "train.json"
+METRICS = "metrics.jsonl"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSettings:
+    """One run. `steps` counts optimizer steps from the beginning, also for a run that is resumed."""
+
+    data: tuple[str, ...] = setting(
+        ("stdlib",),
+        "Files, globs, folders, saved datasets, a hub name, `file.py:name` that gives rows, or `stdlib`; repeatable.",
+        "data", metavar="PATH", is_first=True,
+    )  # fmt: skip
+    text_column: str = setting("text", "Where texts are.", "data", metavar="NAME")
+    label_column: str = setting("label", "Where classes are.", "data", metavar="NAME", is_expert=True)
+    source_column: str = setting("source", "Of pairs, what is read.", "data", metavar="NAME", is_expert=True)
+    target_column: str = setting("target", "Of pairs, what is written.", "data", metavar="NAME", is_expert=True)
+    tokenizer: str = setting("byte", "`byte`, or a tokenizer's folder or hub name.", "data", metavar="NAME")
+    limit: int | None = setting(
+        None, "Use at most so many documents.", "data", least=1, shown_default="all", is_expert=True
+    )
+    skip_bad_rows: bool = setting(
+        False, "Leave out rows that cannot be read, instead of stopping.", "data", is_expert=True
+    )
+    too_long: TooLong = setting(
+        "error", "What to do with pairs and classes that are longer than planned.", "data", is_expert=True
+    )
+    validation_data: tuple[str, ...] = setting(
+        (), "Like --data, in place of a part of it; repeatable.", "data", metavar="PATH"
+    )
+    validation_fraction: float = setting(0.05, "Part of the samples kept from training.", "data")
+    validation_samples: int | None = setting(1000, "Evaluate on at most so many samples.", "data", least=1)
+    test_data: tuple[str, ...] = setting(
+        (), "Like --data: the model is evaluated on all of it at the end; repeatable.", "data", metavar="PATH"
+    )
+    steps: int | None = setting(
+        None, "Optimizer steps, counted from the beginning.", "run", least=1, shown_default="--epochs", is_first=True
+    )
+    epochs: int | None = setting(None, "Passes over the data, instead of --steps.", "run", least=1, shown_default="1")
+    seed: int = setting(0, "Of weights, data order and dropout.", "run", least=0)
+    schedule: Schedule = setting("cosine", "Of the learning rate after warmup.", "optimizer")
+    warmup_steps: int = setting(0, "Optimizer steps until the peak learning rate.", "optimizer", least=0)
+    eval_every: int | None = setting(
+        None, "Optimizer steps between evaluations; 0: never.", "run", least=0, shown_default="at the end"
+    )
+    save_every: int | None = setting(
+        None, "Optimizer steps between checkpoints; 0: never.", "run", least=0, shown_default="at the end"
+    )
+    keep: int = setting(2, "Newest checkpoints kept, beside the best.", "run", least=1)
+    async_save: bool = setting(
+        False, "Write checkpoints while training goes on, from a copy in the host's memory.", "run", is_expert=True
+    )
+    on_nan: OnNan = setting(
+        "stop", "When the loss or the gradient is not finite: stop, or leave the batch out.", "run", is_expert=True
+    )
+    out: Path = setting(Path("run"), "The run's folder.", "run", metavar="DIR", is_first=True)
+    resume: bool = setting(False, "Continue from the newest checkpoint in the run's folder.", "run")
+    accept_changed_data: bool = setting(
+        False, "Resume also on other data than the run was started with.", "run", is_expert=True
+    )
+
+    def __post_init__(self) -> None:
+        check_sizes(self)
+        if not 0 <= self.validation_fraction < 1:
+            raise RequestError(
+                f"--validation-fraction is {self.validation_fraction}",
+                because="it is the part of the data that is not trained on: at least 0, less than 1",
+            )
+        if self.steps is not None and self.epochs is not None:
+            raise RequestError("--steps and --epochs were both given", hint="leave one of them out")
+        if self.steps is not None and self.warmup_steps > self.steps:
+            raise RequestError(
+                f"--warmup-steps {self.warmup_steps} is more than --steps {self.steps}",
+                because="the learning rate would never reach its peak",
+            )
+
+    @property
+    def checkpoints(self) -> Path:
+        """The folder of the run's checkpoints."""
+        return self.out / "checkpoints"
+
+    def record(self) -> bytes:
+        """The text of `train.json`: what a resumed run need not be told again."""
+        values = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in _OF_ONE_START}
+        return msgspec.json.format(msgspec.json.encode(values | {"out": str(self.out)}), indent=2) + b"\n"
+
+    def arguments(self) -> list[str]:
+        """The flags that say the same: what launchers hand to the ranks."""
+        arguments: list[str] = []
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value == field.default:
+                continue
+            if isinstance(value, bool):
+                arguments.append(flag_of(field.name))
+            else:
+                for each in value if isinstance(value, tuple) else (value,):
+                    arguments += [flag_of(field.name), str(each)]
+        return arguments
+
+
+_OF_ONE_START = ("resume", "accept_changed_data")  # not of the run, and so not in its record
+
+DATA_NAMES = (
+    "data", "text_column", "label_column", "source_column", "target_column", "tokenizer", "limit", "skip_bad_rows",
+    "too_long",
+)  # fmt: skip
+SAMPLE_NAMES = (*DATA_NAMES, "validation_data", "validation_fraction")  # what is not kept for validation is trained on
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchSettings:
+    """How `frugal train` starts the ranks."""
+
+    master_port: int | None = setting(
+        None, "Where ranks meet.", "launch", least=1, most=65535, shown_default="a free port", is_expert=True
+    )
+    ssh_port: int | None = setting(
+        None, "With --hostfile: where ssh listens on the nodes.", "launch", least=1, most=65535, is_expert=True
+    )
+    nic: str | None = setting(
+        None, "Several nodes: the network interface to talk over, such as eth0.", "launch", metavar="NAME",
+        is_expert=True,
+    )  # fmt: skip
+    max_restarts: int = setting(0, "After a crash, go on so many times.", "launch", least=0)
+    elastic: bool = setting(False, "With --max-restarts: plan anew when GPUs or hosts are gone.", "launch")
+
+    def __post_init__(self) -> None:
+        check_sizes(self)
+        if self.elastic and not self.max_restarts:
+            raise RequestError("--elastic was given without --max-restarts", hint="add --max-restarts 3")
+
+
+def run_settings(flags: Mapping[str, Any], file: Mapping[str, Any]) -> RunSettings:
+    """The settings that flags and the table `[train]` of frugal.toml give; flags win, and others' names are ignored.
+
+    Raises:
+        RequestError: they cannot be.
+    """
+    rows = settings_of(RunSettings)
+    _check_table(file)
+    given = {name: value for name, value in flags.items() if name in rows and value not in (None, ())}
+    settings = {name: value for name, value in file.items() if name in rows} | given
+    if len({"steps", "epochs"} & given.keys()) == 1:  # then the other one, from the file, is overruled
+        settings.pop("epochs" if "steps" in given else "steps", None)
+    for name, value in settings.items():
+        if rows[name].is_repeatable:
+            settings[name] = (value,) if isinstance(value, str) else tuple(value)
+    if "out" in settings:
+        settings["out"] = Path(settings["out"])
+    return RunSettings(**settings)
+
+
+def launch_settings(flags: Mapping[str, Any], file: Mapping[str, Any]) -> LaunchSettings:
+    """The same, of how to start the ranks."""
+    rows = settings_of(LaunchSettings)
+    given = {name: value for name, value in flags.items() if name in rows and value is not None}
+    return LaunchSettings(**{name: value for name, value in file.items() if name in rows} | given)
+
+
+def _check_table(file: Mapping[str, Any]) -> None:
+    """Whether [train] may say so."""
+    rows = {**settings_of(RunSettings), **settings_of(LaunchSettings)}
+    for name, value in file.items():
+        if name not in rows:
+            raise unknown_setting(name, value, rows, place=" in [train]", command="frugal train")
+        rows[name].check(value, " in [train]")
+
+
+def earlier_settings(folder: Path) -> dict[str, Any]:
+    """What the run in `folder` was asked for, without what says nothing; empty where there is no record.
+
+    Raises:
+        RequestError: the record cannot be read.
+    """
+    path = folder / RECORD
+    try:
+        record = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+    except FileNotFoundError:
+        return {}
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise RequestError(f"cannot read what the run in {folder} was asked for", because=f"{path}: {error}") from None
+    return {name: value for name, value in record.items() if value not in (None, [])}
