@@ -4,7 +4,6 @@ The name says what is computed, the implementation how:
 
     adamw        fused, foreach, for-loop (torch's own words) or deepspeed: its FusedAdam, and on the host its CPUAdam
     sgd          fused, foreach or for-loop
-    adafactor    for-loop or foreach: torch has no fused one
     adamw-8bit   bitsandbytes, whose moments take a byte each
 
 All implementations of one optimizer compute the same, so there is one flag for each question, and the second can be
@@ -16,13 +15,12 @@ from typing import Literal
 
 from frugal.errors import RequestError
 
-OptimizerName = Literal["adamw", "sgd", "adafactor", "adamw-8bit"]
+OptimizerName = Literal["adamw", "sgd", "adamw-8bit"]
 OptimizerImplementation = Literal["fused", "foreach", "for-loop", "deepspeed"]
 
 IMPLEMENTATIONS: dict[OptimizerName, tuple[OptimizerImplementation, ...]] = {
     "adamw": ("fused", "foreach", "for-loop", "deepspeed"),
     "sgd": ("fused", "foreach", "for-loop"),
-    "adafactor": ("for-loop", "foreach"),
     "adamw-8bit": (),
 }
 """The first is taken where none is asked for; none: there is only the library's own."""
@@ -40,13 +38,11 @@ def state_bytes_per_element(optimizer: OptimizerName, momentum: float | None = N
     """Bytes that the optimizer keeps of each element, without the fp32 master weight.
 
     AdamW: two moments in fp32. SGD: its momentum, if any. 8-bit AdamW: two moments of a byte, and two scales a block.
-    Left out: Adafactor's rows and columns, one element in hundreds; parameters below 4096 elements, whose moments
-    bitsandbytes keeps in fp32.
+    Left out: parameters below 4096 elements, whose moments bitsandbytes keeps in fp32.
     """
     return {
         "adamw": 8.0,
         "sgd": 4.0 if momentum else 0.0,
-        "adafactor": 0.0,
         "adamw-8bit": 2 + 2 * 4 / EIGHT_BIT_BLOCK,
     }[optimizer]
 
@@ -56,8 +52,6 @@ def check(
     asked: OptimizerImplementation | None,
     *,
     momentum: float | None,
-    precision: str,
-    zero_stage: int | None,
     offload: str,
 ) -> None:
     """Whether these go together.
@@ -78,40 +72,9 @@ def check(
             because="only sgd has a momentum to choose",
             hint="leave one of them out, or use --optimizer sgd",
         )
-    if optimizer == "adafactor":
-        _check_whole_parameters(precision, zero_stage, offload)
     if optimizer == "adamw-8bit" and offload == "nvme":
         raise RequestError(
             "--optimizer adamw-8bit cannot be used with --offload nvme",
             because="DeepSpeed moves only states in fp32 to disk",
             hint="use --optimizer adamw, or --offload all",
         )
-
-
-def _check_whole_parameters(precision: str, zero_stage: int | None, offload: str) -> None:
-    """Adafactor keeps rows and columns of each matrix, and scales its step by the norm of each parameter.
-
-    Under ZeRO 1 to 3 DeepSpeed hands an optimizer one flat row of all parameters' elements, cut into a part a rank.
-    torch's Adafactor runs on it, but keeps a whole second moment of 4 bytes an element, because a row has no rows,
-    and norms that span parameters and depend on the number of ranks: another optimizer, and another on every split.
-    """
-    given = (
-        f"--precision {precision}"
-        if precision != "fp32"
-        else f"--zero-stage {zero_stage}"
-        if zero_stage
-        else f"--offload {offload}"
-        if offload not in ("auto", "none")
-        else None
-    )
-    if given is None:
-        return
-    needs = {"--zero-stage": "is", "--precision": "needs", "--offload": "needs"}[given.split()[0]]
-    raise RequestError(
-        f"--optimizer adafactor cannot be used with {given}",
-        because=[
-            f"{given} {needs} a ZeRO stage that hands the optimizer flat parts of many parameters at once",
-            "there Adafactor's rows and columns are lost, and its step depends on the number of GPUs",
-        ],
-        hint="use --precision fp32 --zero-stage 0 --offload none, or --optimizer adamw-8bit",
-    )

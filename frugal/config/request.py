@@ -167,8 +167,6 @@ class Request:
             self.optimizer,
             self.optimizer_implementation,
             momentum=self.momentum,
-            precision=self.precision,
-            zero_stage=self.zero_stage,
             offload=self.offload,
         )
 

@@ -91,8 +91,6 @@ def _optimizer(request: Request) -> dict[str, Any] | None:
     if request.optimizer == "sgd":
         momentum = {} if request.momentum is None else {"momentum": request.momentum}
         return {"type": "SGD", "params": {**common, **momentum, **how}}
-    if request.optimizer == "adafactor":
-        return {"type": "Adafactor", "params": {**common, **how}}
     return None
 
 

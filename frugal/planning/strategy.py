@@ -119,8 +119,6 @@ def offload_levels(request: Request, *, on_gpus: bool = True) -> tuple[Offload, 
     """
     if request.offload != "auto":
         return (request.offload,)
-    if request.optimizer == "adafactor":  # only whole parameters, see `frugal.config.optimizers`
-        return ("none",)
     if not on_gpus:
         return ("none",)
     return ("none", "optimizer", "all", "nvme") if request.nvme_path else ("none", "optimizer", "all")
@@ -145,8 +143,6 @@ def _stages(request: Request, offload: Offload, world_size: int) -> tuple[int, .
     needed = {"none": 0, "optimizer": 1, "all": 3, "nvme": 3}[offload]
     if request.zero_stage is not None:
         return (request.zero_stage,) if request.zero_stage >= needed else ()
-    if request.optimizer == "adafactor":
-        return (0,)
     lowest = max(needed, 2 if request.precision != "fp32" else 0)
     return tuple(range(lowest, 4)) if world_size > 1 else (lowest,)
 

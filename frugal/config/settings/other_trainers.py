@@ -37,7 +37,7 @@ def _schedule(name: str) -> str:
 
 
 def _optimizer(name: str) -> str:
-    if "8bit" in name:
+    if "8bit" in name or name == "adafactor":  # for memory, too
         return "adamw-8bit"
     return "sgd" if name.startswith("sgd") else "adamw"
 

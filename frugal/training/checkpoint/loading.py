@@ -256,7 +256,7 @@ def refuse_other_layout(path: Path, made_by: Manifest, this: Manifest) -> PlanMi
     """Why the states cannot be read on another layout than the one that wrote them; None where they can."""
     changed = ", ".join(layout_changes(made_by, this)) or "its optimizer's implementation"
     reason = None
-    if this.recipe["optimizer"] in ("adafactor", "adamw-8bit"):
+    if this.recipe["optimizer"] == "adamw-8bit":
         reason = f"{this.recipe['optimizer']} keeps states of many elements together, which cannot be cut anew"
     elif "nvme" in (*made_by.offload, *this.offload):
         reason = "states on NVMe are in files that only the layout which wrote them can read"

@@ -7,8 +7,8 @@ what it likes. Measured on one CPU rank, 30M parameters, bf16, to ZeRO-3: 7.9 by
 peak as afterwards, which are Adam's moments; where the layout is the same, DeepSpeed's own reading peaks at 12.
 
 What it relies on: that states with an element a parameter's element belong to it alone (Adam's moments, momentum), and
-that the model's weights are its fp32 master weights, rounded. Left out, and refused: states in blocks (8-bit Adam), or
-in rows and columns (Adafactor), and states on NVMe.
+that the model's weights are its fp32 master weights, rounded. Left out, and refused: states in blocks (8-bit Adam),
+and states on NVMe.
 """
 
 from collections import defaultdict
