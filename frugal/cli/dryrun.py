@@ -44,7 +44,10 @@ class _Subject:
 @options(Request, ClusterSettings)
 @config_option
 @click.option("--json", "as_json", is_flag=True, help="Print the figures for programs.")
-@click.option("--explain", type=click.Choice(CATEGORIES), help="Name the modules that hold it at the peak.")
+@click.option(
+    "--explain", type=click.Choice(CATEGORIES), metavar="CATEGORY",
+    help=f"Name the modules that hold it at the peak: {', '.join(CATEGORIES)}.",
+)  # fmt: skip
 @click.option(
     "--timeline",
     type=click.Path(path_type=Path),

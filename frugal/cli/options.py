@@ -91,7 +91,7 @@ class SettingsCommand(click.Command):
             if not flag.startswith("--") or _normalised(flag) in known:
                 continue
             given = value if is_given else after if after is not None and not after.startswith("-") else None
-            theirs = answer(flag.removeprefix("--"), given, flag)
+            theirs = answer(flag.removeprefix("--"), given, flag, known)
             if theirs is not None:
                 raise theirs
         return super().parse_args(ctx, args)
@@ -129,4 +129,4 @@ def _help_all(ctx: click.Context, _option: click.Parameter, is_given: bool) -> N
 
 def _normalised(word: str) -> str:
     """Flags may be written with `_` for `-`, as some launchers and trainers do."""
-    return word.replace("_", "-") if word.startswith("--") else word
+    return word.replace("_", "-")

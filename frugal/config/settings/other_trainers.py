@@ -1,6 +1,6 @@
 """Other trainers' names for what frugal calls otherwise, decides itself, or has no need of."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,21 +12,21 @@ class OtherName:
     """What to answer. In `hint` `{}` is the value that was given, or `stand_in` where there is none.
 
     Attributes:
-        trainer: whose name it is.
+        whose: name it is.
         hint: what to write here.
         because: why it means something else here; empty where it is the same under another name.
         stand_in: for a value, in words.
         of_value: their value in our words.
     """
 
-    trainer: str
+    whose: str
     hint: str
     because: str = ""
     stand_in: str = "N"
     of_value: Callable[[str], str] = str
 
 
-_HF, _DEEPSPEED, _MANY = "transformers' Trainer", "DeepSpeed", "other trainers"
+_HF, _DEEPSPEED, _MANY = "HF Trainer's", "DeepSpeed's", "other trainers'"
 
 _KEEPS_THE_BATCH = "frugal keeps the global batch, and cuts it into micro-batches for the GPUs there are"
 _SCHEDULES = {"cosine": "cosine", "linear": "linear", "constant": "constant", "constant_with_warmup": "constant"}
@@ -89,7 +89,7 @@ OTHER_NAMES = {
     "resume_from_checkpoint": OtherName(
         _HF, "--resume --out DIR", "a run goes on from the newest checkpoint in its folder"
     ),
-    "nproc_per_node": OtherName("torchrun", "--gpus {}, or --ranks {} for CPU processes"),
+    "nproc_per_node": OtherName("torchrun's", "--gpus {}, or --ranks {} for CPU processes"),
     "num_gpus": OtherName(_DEEPSPEED, "--gpus {}"),
     "dataset_name": OtherName(_HF, "--data {}", stand_in="NAME"),
     "train_file": OtherName(_HF, "--data {}", stand_in="FILE"),
@@ -97,17 +97,17 @@ OTHER_NAMES = {
 }
 
 
-def answer(name: str, value: Any, shown: str) -> RequestError | None:
+def answer(name: str, value: Any, shown: str, flags: Collection[str] = ()) -> RequestError | None:
     """What to say of a name that another trainer knows; None of any other name. `shown` is it as it was written.
 
-    `value` is what it was given; None where that is not known.
+    `value` is what it was given; None where that is not known. `flags` are those of the command that it was given to.
     """
-    other = OTHER_NAMES.get(name.replace("-", "_").removeprefix("__"))
+    other = OTHER_NAMES.get(name.replace("-", "_"))
     if other is None:
         return None
     word = other.stand_in if value is None or isinstance(value, bool) else other.of_value(str(value))
-    return RequestError(
-        f"{shown} is the name of {other.trainer}",
-        because=other.because,
-        hint=other.hint.replace("{}", word),
-    )
+    hint = other.hint.replace("{}", word)
+    ours = hint.split()[0]
+    if flags and ours.startswith("--") and ours not in flags:
+        hint += ", which `frugal train` has"
+    return RequestError(f"{shown} is {other.whose} name", because=other.because or (), hint=hint)

@@ -1,0 +1,97 @@
+"""Help that people can read, and other trainers' names answered with ours."""
+
+import pytest
+
+from frugal.cli import run
+from frugal.config.schema import SETTINGS
+from frugal.config.settings.other_trainers import OTHER_NAMES
+from tests.commands import frugal
+
+HF = "error: {} is HF Trainer's name\n"
+BATCH = "  because frugal keeps the global batch, and cuts it into micro-batches for the GPUs there are\n"
+LOGGED = "  because every step is written to metrics.jsonl in the run's folder\n\nhint: leave it out\n"
+
+ANSWERS = {
+    "--per-device-train-batch-size 8": f"{HF}{BATCH}\n"
+    "hint: --global-batch N is what you want kept; --micro-batch 8 pins the per-GPU size\n",
+    "--batch-size": f"error: --batch-size is other trainers' name\n{BATCH}\n"
+    "hint: --global-batch N is what you want kept; --micro-batch N pins the per-GPU size\n",
+    "--gradient_accumulation_steps=4": f"{HF}{BATCH}\n"
+    "hint: --global-batch N is what you want kept; --accumulation-steps 4 pins the micro-steps\n",
+    "--gradient-checkpointing": HF
+    + "  because frugal switches activation checkpointing on where it is needed or pays\n\n"
+    "hint: leave it out, or pin it: --activation-checkpointing full\n",
+    "--deepspeed ds.json": HF
+    + "  because frugal writes DeepSpeed's JSON itself, from a plan that was checked against the memory there is\n\n"
+    "hint: `frugal plan -o DIR` writes DIR/ds_config.json; --zero-stage and --offload pin parts of it\n",
+    "--bf16 True": HF + "\nhint: --precision bf16\n",
+    "--fp16": HF + "\nhint: --precision fp16\n",
+    "--output-dir there": HF + "\nhint: --out there\n",
+    "--output_dir=there": HF + "\nhint: --out there\n",
+    "--num-train-epochs 3": HF + "\nhint: --epochs 3\n",
+    "--max-steps 100": HF + "\nhint: --steps 100\n",
+    "--max-seq-length 512": HF + "\nhint: --seq-len 512\n",
+    "--block-size 512": HF + "\nhint: --seq-len 512\n",
+    "--model-name-or-path gpt2": HF + "\nhint: --model gpt2\n",
+    "--save-steps 50": HF + "\nhint: --save-every 50\n",
+    "--eval-steps 50": HF + "\nhint: --eval-every 50\n",
+    "--logging-steps 10": HF + LOGGED,
+    "--report-to wandb": HF + LOGGED,
+    "--max-grad-norm 0.5": HF + "\nhint: --gradient-clipping 0.5\n",
+    "--lr-scheduler-type linear": HF + "\nhint: --schedule linear\n",
+    "--lr-scheduler-type polynomial": HF + "\nhint: --schedule cosine, linear or constant\n",
+    "--optim adamw_bnb_8bit": HF + "\nhint: --optimizer adamw-8bit\n",
+    "--resume-from-checkpoint run/checkpoint-5": HF
+    + "  because a run goes on from the newest checkpoint in its folder\n\nhint: --resume --out DIR\n",
+    "--nproc-per-node 2": "error: --nproc-per-node is torchrun's name\n\n"
+    "hint: --gpus 2, or --ranks 2 for CPU processes\n",
+    "--dataset-name wikitext": HF + "\nhint: --data wikitext\n",
+    "--train-file a.jsonl": HF + "\nhint: --data a.jsonl\n",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("words", ANSWERS)
+def test_another_trainers_flag_is_answered_with_ours(capsys: pytest.CaptureFixture[str], words: str) -> None:
+    flag = words.split()[0].partition("=")[0]
+    assert frugal(capsys, "train", *words.split()) == (2, "", ANSWERS[words].replace("{}", flag))
+
+
+def test_a_flag_of_training_alone_is_said_to_be_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert frugal(capsys, "plan", "--num-train-epochs", "3")[2] == (
+        "error: --num-train-epochs is HF Trainer's name\n\nhint: --epochs 3, which `frugal train` has\n"
+    )
+
+
+@pytest.mark.parametrize("name", ["learning_rate", "seed", "warmup_steps", "weight_decay", "zero_stage"])
+def test_names_that_mean_the_same_everywhere_are_ours(name: str) -> None:
+    assert name in SETTINGS and name not in OTHER_NAMES
+
+
+def test_no_other_name_is_ours_and_no_hint_names_a_flag_that_there_is_not() -> None:
+    assert not OTHER_NAMES.keys() & SETTINGS.keys()
+    ours = {row.flag for row in SETTINGS.values()} | {"--ranks"}
+    for other in OTHER_NAMES.values():
+        assert {word.strip(",;:") for word in other.hint.split() if word.startswith("--")} <= ours
+
+
+def test_a_flag_may_be_written_with_underscores(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--global-batch is 0" in frugal(capsys, "plan", "--gpus", "4", "--mem", "12G", "--global_batch", "0")[2]
+
+
+@pytest.mark.parametrize("command", ["plan", "train", "explain", "dryrun"])
+@pytest.mark.parametrize("flag", ["--help", "--help-all"])
+def test_help_fits_a_terminal_and_begins_with_what_people_need_first(
+    capsys: pytest.CaptureFixture[str], command: str, flag: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    assert run([command, flag]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    start = lines.index("What most runs need:")
+    first = [line.split()[0].strip(",") for line in lines[start : lines.index("", start)] if line.startswith("  --")]
+    expected = ["--model", "--global-batch", "--seq-len", "--precision", "--learning-rate", "--gpus", "--mem"]
+    expected += {"plan": ["--data"], "train": ["--data", "--steps", "--out"]}.get(command, [])
+    assert first == expected
+    hidden = [row.flag for row in SETTINGS.values() if row.is_expert and row.group == "memory and speed"]
+    shown = {line.split()[0] for line in lines if line.startswith("  --")}
+    assert (set(hidden) <= shown) == (flag == "--help-all")
