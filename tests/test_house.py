@@ -24,7 +24,7 @@ PUBLIC = (ROOT / "__init__.py", ROOT / "__main__.py")
 
 HEAVY = {"torch", "deepspeed", "transformers", "datasets", "accelerate"}
 
-MOST_MODULES, MOST_LINES, MOST_FUNCTION_LINES, FILES_OF_A_FOLDER = 145, 500, 60, range(3, 13)
+MOST_MODULES, MOST_LINES, MOST_FUNCTION_LINES, FILES_OF_A_FOLDER = 150, 500, 60, range(3, 13)
 
 CIRCLES: set[frozenset[str]] = {
     frozenset(
@@ -208,7 +208,6 @@ def test_nothing_but_tests_imports_tests(folder: str) -> None:
         ROOT / "cli" / "options.py",
         ROOT / "cli" / "plan.py",
         ROOT / "cli" / "planned.py",
-        ROOT / "cli" / "what_if.py",
         ROOT / "cli" / "explain.py",
     ],
     ids=named,

@@ -1,27 +1,32 @@
-"""`frugal explain`."""
+"""`frugal explain`, and the table of `--what-if`: what other machines and settings would come to, by arithmetic."""
 
+from collections.abc import Sequence
+from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import click
 
-from frugal.cli.options import SettingsCommand, config_option, options
-from frugal.cli.plan import WHAT_IF
+from frugal.cli.options import SettingsCommand, config_option, options, what_if_option
 from frugal.cli.planned import plan_path, planned, refuse_beside_a_plan, waiting
-from frugal.cli.what_if import help_for, table
 from frugal.config.build_cluster import ClusterSettings
 from frugal.config.request import Request
 from frugal.config.schema import PLAN_SETTINGS
+from frugal.dryrun.client import DryRunSource, workers
+from frugal.dryrun.pool import Pool
+from frugal.errors import RequestError
 from frugal.planning.plan import Plan
-from frugal.planning.report import explanation
-from frugal.planning.what_if import parse_axes
+from frugal.planning.report import explanation, improvements, what_if
+from frugal.planning.search.candidate import OpenSource
+from frugal.planning.what_if import axes_around, changes, grid, parse_axes, predicted, shorter
 
 
 @click.command("explain", cls=SettingsCommand)
 @click.argument("words", nargs=-1, metavar="[PLAN] [AXIS=...]")
 @options(Request, ClusterSettings)
 @config_option
-@click.option("--what-if", "with_table", is_flag=True, help=WHAT_IF)
+@what_if_option
 def command(words: tuple[str, ...], with_table: bool, **values: Any) -> None:
     """Say why a plan is what it is, and what would help.
 
@@ -38,6 +43,35 @@ def command(words: tuple[str, ...], with_table: bool, **values: Any) -> None:
         if with_table:
             blocks.append(table(plan, axes))
     click.echo("\n\n".join("\n".join(block) for block in blocks if block))
+
+
+def help_for(plan: Plan) -> list[str]:
+    """What would make the step shorter."""
+    cases = [*changes(plan), *shorter(plan)]
+    with closing(workers()) as pool:
+        return improvements(plan, cases, predicted(cases, _arithmetic(pool)))
+
+
+def table(plan: Plan, given: dict[str, tuple[int, ...]]) -> list[str]:
+    """The what-if table; axes that are not `given` lie around the plan."""
+    with closing(workers()) as pool:
+        dry_run = _arithmetic(pool)
+        with dry_run(plan.request, plan.cluster) as source:
+            longest = source.facts().max_positions
+        axes: dict[str, Sequence[int]] = {**axes_around(plan, longest), **given}
+        if longest is not None and max(axes["seq-len"]) > longest:
+            raise RequestError(
+                f"seq-len={max(axes['seq-len'])} is longer than {plan.request.model} can read",
+                because=f"it has {longest} positions",
+            )
+        cases = grid(plan, axes)
+        predictions = predicted(list(cases.values()), dry_run)
+    return what_if(plan, axes, cases, dict(zip(cases, predictions, strict=True)))
+
+
+def _arithmetic(pool: Pool) -> OpenSource:
+    """Sources that are asked for drafts only: workers start where a trace is missing."""
+    return partial(DryRunSource, pool=pool, will_dry_run=False)
 
 
 def _read(path: str, values: dict[str, Any]) -> Plan:

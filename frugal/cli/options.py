@@ -55,6 +55,17 @@ def config_option(command: Callable[..., Any]) -> Callable[..., Any]:
     )(command)
 
 
+def what_if_option(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a command `--what-if`, whose axes are its arguments."""
+    return click.option(
+        "--what-if",
+        "with_table",
+        is_flag=True,
+        help="Also a table over GPUs x memory x sample length, predicted by arithmetic. Values may be named after it: "
+        "--what-if gpus=1,2,4 mem=12G,24G seq-len=512,1024.  [default: half, the same and twice as much of each]",
+    )(command)
+
+
 def _add(command: Any, option: click.Option) -> None:
     """As click's own decorators do, which keep options at the function until it has become a command."""
     command.__dict__.setdefault("__click_params__", []).append(option)

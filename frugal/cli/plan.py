@@ -5,18 +5,13 @@ from typing import Any
 
 import click
 
-from frugal.cli.options import SettingsCommand, config_option, options
+from frugal.cli.options import SettingsCommand, config_option, options, what_if_option
 from frugal.cli.planned import planned, waiting
 from frugal.config.build_cluster import ClusterSettings
 from frugal.config.request import Request
 from frugal.config.settings.run_settings import DATA_NAMES, RunSettings
 from frugal.deepspeed_adapter.json_config import write_plan
 from frugal.planning.report import report
-
-WHAT_IF = (
-    "Also a table over GPUs x memory x sample length, predicted by arithmetic. Values may be named after it: "
-    "--what-if gpus=1,2,4 mem=12G,24G seq-len=512,1024.  [default: half, the same and twice as much of each]"
-)
 
 
 @click.command("plan", cls=SettingsCommand)
@@ -26,7 +21,7 @@ WHAT_IF = (
 @config_option
 @click.option("--json", "as_json", is_flag=True, help="Print plan.json instead of the report.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Write plan.json and ds_config.json there.")
-@click.option("--what-if", "with_table", is_flag=True, help=WHAT_IF)
+@what_if_option
 def command(axes: tuple[str, ...], as_json: bool, output: Path | None, with_table: bool, **values: Any) -> None:
     """Choose the fastest plan that fits, and say why."""
     if axes and not with_table:
@@ -39,7 +34,7 @@ def command(axes: tuple[str, ...], as_json: bool, output: Path | None, with_tabl
         return
     click.echo(report(plan))
     if with_table:
-        from frugal.cli.what_if import table  # the search behind it takes a while to import
+        from frugal.cli.explain import table  # the search behind it takes a while to import
 
         with waiting("predicting"):
             lines = table(plan, named)
