@@ -52,7 +52,7 @@ contract: setup
 
 # Whether the tests of planning notice when its arithmetic is wrong; with WORDS only some of the mutants.
 mutation: setup
-	$(BIN)/python -m bench.mutation $(WORDS)
+	$(BIN)/python -m bench.planning.mutation $(WORDS)
 
 # After a change to planning: the plans in ds_configs/ and what README.md and docs/ show.
 renew: setup

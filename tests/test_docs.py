@@ -116,7 +116,7 @@ def test_make_targets_and_benchmarks_exist(page: Path) -> None:
     makefile = (ROOT / "Makefile").read_text()
     for target in re.findall(r"(?:\$ |`)make ([\w-]+)", page.read_text()):
         assert re.search(rf"^{target}:", makefile, flags=re.MULTILINE), f"make {target}"
-    for name in re.findall(r"python -m ((?:bench|tests)\.\w+)", page.read_text()):
+    for name in re.findall(r"python -m ((?:bench|tests)(?:\.\w+)+)", page.read_text()):
         assert (ROOT / f"{name.replace('.', '/')}.py").exists(), name
 
 

@@ -2,8 +2,8 @@
 
 gloo takes a byte through two threads on each rank and around a ring of all; nearly all of its time is threads waking
 each other. Here every rank sends its byte to rank 0 and waits for the answer, on a connection of its own and in the
-thread that asks. On two cores, `python -m bench.guard`: 0.07 instead of 0.35 ms for 2 ranks, 0.09 instead of 1.0 ms for
-4, 0.14 instead of 3.4 ms for 8. In the midst of a step it is 0.2 ms for 2, because who waits sleeps.
+thread that asks. On two cores, `python -m bench.reliability.guard`: 0.07 instead of 0.35 ms for 2 ranks, 0.09 instead
+of 1.0 ms for 4, 0.14 instead of 3.4 ms for 8. In the midst of a step it is 0.2 ms for 2, because who waits sleeps.
 
 Left out: a tree. Rank 0 reads and writes once for each other rank, which must show with hundreds of them.
 """

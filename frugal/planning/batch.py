@@ -129,7 +129,7 @@ class BatchPlan:
             ),
         )
 
-    @cached_property
+    @property
     def groups(self) -> Mapping[int, int]:
         """The number of ranks of each cap, smallest cap first."""
         return _groups(self.micro_batch)

@@ -1,6 +1,6 @@
-"""What `bench.choice` measures: real steps of every plan, in turns, on real ranks."""
+"""What `bench.planning.choice` measures: real steps of every plan, in turns, on real ranks."""
 
-from bench.choice_worker import timed
+from bench.planning.choice_worker import timed
 from tests.plans import plan_by_hand
 from tests.ranks import Ranks
 
@@ -9,7 +9,8 @@ def test_every_plan_is_trained_and_timed_on_all_ranks() -> None:
     plans = [
         plan_by_hand(
             world_size=2, global_batch=8, micro_batch=micro, zero_stage=stage,
-            request={"model": "bench/families.py:llama", "seq_len": 16}, strategy={"activation_checkpointing": mode},
+            request={"model": "bench/memory/families.py:llama", "seq_len": 16},
+            strategy={"activation_checkpointing": mode},
         )
         for stage, mode, micro in ((2, "off", 4), (2, "selective", 1))
     ]  # fmt: skip

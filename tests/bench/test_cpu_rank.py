@@ -2,7 +2,7 @@
 
 import torch
 
-from bench.cpu_rank import dry_run_as_process
+from bench.memory.cpu_rank import dry_run_as_process
 from frugal.dryrun.messages import DryRun
 from frugal.dryrun.run import dry_run
 from frugal.training.objectives import CausalLM

@@ -2,7 +2,7 @@
 
 import json
 
-from bench import faults, nodes
+from bench.reliability import faults, nodes
 from tests import readme
 
 DOCS = readme.text("reliability")

@@ -1,4 +1,4 @@
-"""`bench/gpu_truth.py` runs for real on a CPU; what only a GPU can answer is asked of a stand-in."""
+"""`bench/gpu/truth.py` runs for real on a CPU; what only a GPU can answer is asked of a stand-in."""
 
 import json
 import subprocess
@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from bench import gpu_truth
-from bench.gpu_configurations import configurations
-from bench.gpu_predictions import Prediction
-from bench.gpu_report import summary
-from bench.gpu_truth import Bench
-from bench.gpu_worker import Answer, Attention, Constants, Run
+from bench.gpu import truth as gpu_truth
+from bench.gpu.configurations import configurations
+from bench.gpu.predictions import Prediction
+from bench.gpu.report import summary
+from bench.gpu.truth import Bench
+from bench.gpu.worker import Answer, Attention, Constants, Run
 from frugal.dryrun.compare import Measurement, is_true
 from frugal.dryrun.figures import Figures
 from frugal.units import GIB, MIB
@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.exhaustive  # a minute
 def test_two_configurations_are_predicted_run_and_compared_on_a_cpu(tmp_path: Path) -> None:
     out = tmp_path / "truth.json"
-    command = [sys.executable, "-m", "bench.gpu_truth", "--device", "cpu", "--first", "2", "--out", str(out)]
+    command = [sys.executable, "-m", "bench.gpu.truth", "--device", "cpu", "--first", "2", "--out", str(out)]
     command += ["--record", str(tmp_path / "records")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr

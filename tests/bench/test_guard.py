@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.guard import MOST, RESULTS, in_turns, seconds_of, summary, votes_alone
+from bench.reliability.guard import MOST, RESULTS, in_turns, seconds_of, summary, votes_alone
 from tests import readme
 from tests.plans import plan_by_hand
 from tests.ranks import Ranks
@@ -39,4 +39,7 @@ def test_what_the_kept_results_show(case: str) -> None:
     kept = json.loads(RESULTS.read_text())["cases"][case]
     assert kept["share"]["median"] <= MOST
     said = readme.text("reliability")
-    assert f"{100 * kept['share']['median']:.2f}" in said.partition("the votes cost")[2].partition("bench.guard")[0]
+    assert (
+        f"{100 * kept['share']['median']:.2f}"
+        in said.partition("the votes cost")[2].partition("bench.reliability.guard")[0]
+    )

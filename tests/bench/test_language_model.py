@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.language_model import EVENTS, RESULTS, ROOT, summary, table, trained
+from bench.training.language_model import EVENTS, RESULTS, ROOT, summary, table, trained
 from frugal.training.models import factories
 from tests import readme
 

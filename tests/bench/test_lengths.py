@@ -2,7 +2,7 @@
 
 import json
 
-from bench.lengths import GOAL, RESULTS
+from bench.planning.lengths import GOAL, RESULTS
 
 
 def test_a_million_lengths_are_read_in_a_second() -> None:

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from bench.mutation import MUTANTS, PART_OF_GOAL, RESULTS, ROOT, Mutant, applied
+from bench.planning.mutation import MUTANTS, PART_OF_GOAL, RESULTS, ROOT, Mutant, applied
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.means)

@@ -2,7 +2,7 @@
 
 import json
 
-from bench.ragged import RESULTS
+from bench.training.ragged import RESULTS
 
 
 def test_the_kept_results_reach_every_goal() -> None:

@@ -2,7 +2,7 @@
 
 import json
 
-from bench.saving import RESULTS
+from bench.reliability.saving import RESULTS
 from tests import readme
 
 

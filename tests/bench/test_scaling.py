@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.scaling import MODEL, RESULTS, STAGES, in_turns, summary, table
-from bench.training_rank import Text
+from bench.training.scaling import MODEL, RESULTS, STAGES, in_turns, summary, table
+from bench.training.training_rank import Text
 from tests import readme
 from tests.plans import plan_by_hand
 from tests.ranks import Ranks

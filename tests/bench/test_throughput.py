@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from bench.throughput import MODEL, RESULTS, USUAL, Docstrings, rounds, summary, table
-from bench.throughput_rank import CONTENDERS
+from bench.training.throughput import MODEL, RESULTS, USUAL, Docstrings, rounds, summary, table
+from bench.training.throughput_rank import CONTENDERS
 from tests import readme
 from tests.plans import plan_by_hand
 from tests.ranks import Ranks

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.tight import CASES, compare, is_shown
+from bench.memory.tight import CASES, compare, is_shown
 from frugal.dryrun.client import workers
 from frugal.dryrun.pool import Pool
 from tests.ranks import Ranks

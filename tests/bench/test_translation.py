@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from bench import translation
-from bench.translation import MODEL, RESULTS, summary, table, trained, written
+from bench.training import translation
+from bench.training.translation import MODEL, RESULTS, summary, table, trained, written
 from tests import readme
 from tests.plans import plan_by_hand
 from tests.ranks import Ranks

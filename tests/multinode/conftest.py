@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from bench.hosts import SSH_PORT, Hosts, environment, start, why_not
+from bench.reliability.hosts import SSH_PORT, Hosts, environment, start, why_not
 from bench.runs import prepared
 
 RUN = ("--data", "text.jsonl", "--steps", "4", "--save-every", "2", "--eval-every", "0")

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from bench.hosts import SSH_PORT, Hosts, plan, start
+from bench.reliability.hosts import SSH_PORT, Hosts, plan, start
 from frugal.distributed.peer_watch import KEEPALIVE_SECONDS
 
 pytestmark = pytest.mark.exhaustive  # half a minute each

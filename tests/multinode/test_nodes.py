@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.hosts import SSH_PORT, Hosts, environment, plan, start
+from bench.reliability.hosts import SSH_PORT, Hosts, environment, plan, start
 from tests.multinode.conftest import RUN, by_hand, frugal, losses, train
 
 LAUNCH = Path(__file__).parents[2] / "launch"

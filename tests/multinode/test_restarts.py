@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from bench.hosts import SSH_PORT, Hosts, plan, start
+from bench.reliability.hosts import SSH_PORT, Hosts, plan, start
 from frugal.distributed.peer_watch import KEEPALIVE_SECONDS
 from tests.multinode.conftest import by_hand, frugal, losses
 

@@ -6,10 +6,10 @@ The resident set of a rank is
 
     a process that has trained a tiny model once + the tensors that live at the peak + 3 % for the allocator
 
-which `bench/host_memory.py` measures on CPU ranks, where host and device are one. The first part is the interpreter,
-torch, DeepSpeed, transformers and what they load when they first work. It holds where large blocks go back to the
-system when they are freed, which frugal sees to in a run that offloads (`frugal.config.local_host`): with glibc's own
-settings, which keep blocks of up to 32 MiB, resident sets were up to 16 % larger than their tensors.
+which `bench/memory/host_memory.py` measures on CPU ranks, where host and device are one. The first part is the
+interpreter, torch, DeepSpeed, transformers and what they load when they first work. It holds where large blocks go back
+to the system when they are freed, which frugal sees to in a run that offloads (`frugal.config.local_host`): with
+glibc's own settings, which keep blocks of up to 32 MiB, resident sets were up to 16 % larger than their tensors.
 
 Left out: the data, of which a rank holds its part of two global batches at a time, 16 bytes a token; worker
 processes; shared pages, which are counted in every rank that maps them, as the kernel does in a resident set.
@@ -80,7 +80,7 @@ class MemoryBreakdown:
 
 
 PROCESS_BYTES = {"cpu": 372 * MIB, "cuda": 2 * GIB}
-"""A rank without tensors. On the CPU measured, with torch 2.13 (bench/host_memory.py). With CUDA assumed:
+"""A rank without tensors. On the CPU measured, with torch 2.13 (bench/memory/host_memory.py). With CUDA assumed:
 its libraries and context take 1 to 2 GiB of the host, depending on the driver; not measured yet."""
 
 ALLOCATOR_SHARE = 0.03

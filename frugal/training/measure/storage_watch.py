@@ -189,8 +189,8 @@ def cpu_pace(func: Any) -> float:
     """How long a CPU takes for a byte of this operator's traffic; 1 for GELU, SiLU and norms.
 
     A GPU waits for its memory whatever it computes; one thread of a CPU is held up by the arithmetic: three passes and
-    exponentials of a softmax, random numbers of a dropout. `python -m bench.cpu_paces` measures them; these are rounded
-    from a Xeon at 2.5 GHz in fp32, and an EPYC is within a factor of 1.7 of all but `exp_`.
+    exponentials of a softmax, random numbers of a dropout. `python -m bench.planning.cpu_paces` measures them; these
+    are rounded from a Xeon at 2.5 GHz in fp32, and an EPYC is within a factor of 1.7 of all but `exp_`.
     """
     return 0.35 if func in _STREAMS else _CPU_PACES.get(func, 1.0)
 

@@ -1,0 +1,249 @@
+"""`python -m bench.gpu.worker cuda`: runs of `bench/gpu/truth.py`, one after another in one process.
+
+One JSON object a line comes in, one goes out. Imports and the CUDA context are paid once. That is sound as long as
+the allocator is empty between two runs; `clean` says whether it was, and whoever asks then starts another process.
+"""
+
+import gc
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+from unittest.mock import patch
+
+import msgspec
+
+from bench.gpu.configurations import Configuration, device
+from frugal.training.measure.record import ModelDefinition
+
+WEIGHT = 0.01
+LEFT_BYTES = 65_536  # that a run may leave behind, so that one small segment is the most it takes from the next
+
+
+class Constants(msgspec.Struct, frozen=True, tag="constants"):
+    """Measure what no configuration changes."""
+
+
+class Run(msgspec.Struct, frozen=True, tag="run", kw_only=True):
+    """Measure one configuration; `cap_bytes` is what the caching allocator may take."""
+
+    configuration: Configuration
+    parameters: int
+    trainable_parameters: int
+    largest_parameter: int
+    folder: str
+    cap_bytes: int | None = None
+
+
+class Attention(msgspec.Struct, frozen=True, order=True, kw_only=True):
+    """A kernel that CUDA chose in a run, and the one that a dry run assumes for the same tensors."""
+
+    kernel: str
+    predicted: str
+    dtype: str
+    query: tuple[int, ...]
+    key: tuple[int, ...]
+    masked: bool
+
+
+class Answer(msgspec.Struct, frozen=True, kw_only=True):
+    """What came of it; all sizes in bytes.
+
+    Attributes:
+        constants: of the device, where they were asked for.
+        model: what was run, for a record.
+        rss_before_bytes: resident set of the process before the run; `rss_peak_bytes`: its highest during it.
+        phases: the peak of each phase; empty where the run failed.
+        of_gpu: reserved, workspace, outside and device bytes, as in `RankMeasurement`.
+        attention: the kernels chosen.
+        deepspeed_bytes: DeepSpeed's own estimate for the model.
+        accelerate_bytes: accelerate's.
+        seconds: that the run took.
+        survived: whether memory was enough.
+        clean: whether nothing of the run is left in this process.
+        failure: of another kind than memory.
+    """
+
+    constants: dict[str, Any] | None = None
+    model: ModelDefinition | None = None
+    rss_before_bytes: int = 0
+    rss_peak_bytes: int = 0
+    phases: dict[str, int] = {}
+    of_gpu: dict[str, int] = {}
+    attention: tuple[Attention, ...] = ()
+    deepspeed_bytes: int = 0
+    accelerate_bytes: int = 0
+    seconds: float = 0.0
+    survived: bool = True
+    clean: bool = True
+    failure: str | None = None
+
+
+def main() -> None:
+    """Answer every question on standard input."""
+    kind = sys.argv[1]
+    if kind == "cpu":
+        os.environ |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "LOCAL_SIZE": "1"}
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    answers = _protect_stdout()
+    for line in sys.stdin.buffer:
+        question = msgspec.json.decode(line, type=Constants | Run)
+        try:
+            answer = _constants(kind) if isinstance(question, Constants) else _run(question, kind)
+        except Exception as error:  # a failure is a result
+            answer = Answer(failure=f"{type(error).__name__}: {str(error).strip().splitlines()[0]}", clean=False)
+        answers.write(msgspec.json.encode(answer) + b"\n")
+        answers.flush()
+    os._exit(0)
+
+
+def _protect_stdout() -> BinaryIO:
+    """A private copy of standard output; what libraries print goes to standard error."""
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    return answers
+
+
+def _run(question: Run, kind: str) -> Answer:
+    import torch
+
+    from frugal.config import local_host
+    from frugal.deepspeed_adapter.kernels import DTYPES
+    from frugal.distributed import process_group
+    from frugal.distributed.env import silence_libraries
+    from frugal.planning.memory.timeline import phase_peaks
+    from frugal.training.measure.two_steps import definition, watched
+    from frugal.training.models.resolve import resolve
+
+    silence_libraries()
+    process_group.form()
+    here = torch.device("cuda", 0) if kind == "cuda" else torch.device("cpu")
+    blank = device("cuda" if kind == "cuda" else "cpu", 1 << 50, 0)
+    plan = question.configuration.plan(Path(question.folder), blank, question.trainable_parameters)
+    spec = resolve(plan.request.model, plan.request.task)
+    if kind == "cuda":
+        torch.cuda.set_device(here)
+        total = torch.cuda.mem_get_info(here)[1]
+        torch.cuda.set_per_process_memory_fraction((question.cap_bytes or total) / total, here)
+    before = local_host.forget_peak_rss()
+    start = time.perf_counter()
+    chosen: set[Attention] = set()
+    try:
+        with _watching_attention(chosen, kind):
+            build = _with_quick_weights(lambda: spec.build(dtype=DTYPES[plan.request.precision]))
+            intervals, of_gpu = watched(build, spec.objective(), plan, here, 2)
+    except torch.OutOfMemoryError:
+        return Answer(survived=False, clean=False, seconds=time.perf_counter() - start)
+    return Answer(
+        model=definition(spec),
+        rss_before_bytes=before,
+        rss_peak_bytes=local_host.peak_rss(),
+        phases=phase_peaks(intervals),
+        of_gpu=of_gpu,
+        attention=tuple(sorted(chosen)),
+        deepspeed_bytes=_deepspeed(question),
+        accelerate_bytes=_accelerate(question),
+        seconds=time.perf_counter() - start,
+        clean=_is_clean(kind),
+    )
+
+
+def _is_clean(kind: str) -> bool:
+    """Give back what is cached; whether that was all."""
+    import torch
+
+    gc.collect()
+    if kind == "cpu":
+        return True
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_allocated() <= LEFT_BYTES
+
+
+def _with_quick_weights(build: Callable[[], Any]) -> Callable[[], Any]:
+    """`build` with a constant instead of random numbers: billions of them would take minutes, and no other memory."""
+    import torch
+
+    def fill(tensor: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        return tensor.fill_(WEIGHT)
+
+    def quick() -> Any:
+        with patch.object(torch.Tensor, "normal_", fill), patch.object(torch.Tensor, "uniform_", fill):
+            return build()
+
+    return quick
+
+
+@contextmanager
+def _watching_attention(chosen: set[Attention], kind: str) -> Iterator[None]:
+    """Ask torch which attention kernel it takes for the tensors of each call, and frugal which one it would expect."""
+    import torch
+    import torch.nn.functional as F
+    from torch.nn.attention import SDPBackend
+
+    from frugal.dryrun.trace.cuda_kernels import chosen_for_cuda
+
+    attention = F.scaled_dot_product_attention
+    names = {
+        SDPBackend.FLASH_ATTENTION.value: "flash",
+        SDPBackend.CUDNN_ATTENTION.value: "cudnn",
+        SDPBackend.EFFICIENT_ATTENTION.value: "efficient",
+        SDPBackend.MATH.value: "math",
+    }
+
+    def watched(
+        query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False,
+        scale: float | None = None, enable_gqa: bool = False,
+    ) -> Any:  # fmt: skip
+        options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
+        number = torch._fused_sdp_choice(query, key, value, attn_mask, dropout_p, is_causal, **options)
+        grouped = enable_gqa and query.shape[-3] != key.shape[-3]
+        chosen.add(
+            Attention(
+                kernel=names.get(number, str(number)),
+                predicted=chosen_for_cuda(query, value, attn_mask, grouped),
+                dtype=str(query.dtype).removeprefix("torch."),
+                query=tuple(query.shape),
+                key=tuple(key.shape),
+                masked=attn_mask is not None,
+            )
+        )
+        return attention(query, key, value, attn_mask, dropout_p, is_causal, **options)
+
+    if kind == "cpu":
+        yield
+        return
+    with patch.object(F, "scaled_dot_product_attention", watched):
+        yield
+
+
+def _constants(kind: str) -> Answer:
+    from bench.gpu.constants import constants
+
+    return Answer(constants=constants(), clean=_is_clean(kind))
+
+
+def _deepspeed(question: Run) -> int:
+    """DeepSpeed's own estimate of model states on one GPU, without offloading; it has none below ZeRO-2."""
+    from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs as zero_3
+    from deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem_needs as zero_2
+
+    nowhere_else = {"cpu_offload": False}
+    if question.configuration.zero_stage < 3:
+        return int(zero_2(question.parameters, **nowhere_else)[1])
+    return int(zero_3(question.parameters, question.largest_parameter, cpu_offload_params=False, **nowhere_else)[1])
+
+
+def _accelerate(question: Run) -> int:
+    """What `accelerate estimate-memory` prints as `Training w/ Adam`: it knows the model, not the batch."""
+    from accelerate.commands.estimate import estimate_training_usage
+
+    names = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+    return int(max(estimate_training_usage(4 * question.parameters, names[question.configuration.precision]).values()))
+
+
+if __name__ == "__main__":
+    main()

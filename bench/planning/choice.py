@@ -1,0 +1,263 @@
+"""`python -m bench.planning.choice`: is the strategy that frugal chooses the fastest that fits?
+
+The machine is probed once for each number of ranks, as `frugal measure --calibrate` does. For each case the budget is
+what one strategy takes in its dry run, and 2 % more; with it frugal plans. Then every strategy that fits, each with
+its own best batch from the search, really trains for a few optimizer steps, in turns; the best step counts, because
+other work on the machine only ever adds. Goal: the chosen one takes at most 5 % longer than the fastest, in 90 % of
+cases. On GPUs the cases are presets in bf16; that has not been run yet.
+"""
+
+import argparse
+import os
+import platform
+import statistics
+import sys
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import msgspec
+
+os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}
+
+from bench.planning import choice_cases
+from bench.planning.choice_cases import Case
+from bench.planning.choice_worker import Job, Timed
+from frugal.cli.measure import calibrate
+from frugal.config.calibration import Calibration
+from frugal.config.cluster import Cluster, DeviceKind
+from frugal.config.local_host import cpu_name
+from frugal.config.request import Request
+from frugal.config.schema import understand
+from frugal.dryrun.client import DryRunSource, workers
+from frugal.dryrun.pool import Pool
+from frugal.launch import local
+from frugal.planning.plan import Plan
+from frugal.planning.search.candidate import Candidate, SearchResult
+from frugal.planning.search.search import Search
+
+RESULTS = Path(__file__).parents[1] / "results"
+ROOM = 1.02  # of what the binding strategy takes
+NEAR, SHARE = 1.05, 0.9  # the goal
+QUICK = 6  # every so manieth case
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """What frugal found for a case: its choice first, then every other strategy that fits."""
+
+    case: Case
+    request: Request
+    cluster: Cluster
+    budget_bytes: int
+    options: tuple[Candidate, ...]
+    plans: tuple[Plan, ...]
+    num_strategies: int
+
+
+def settings(case: Case, kind: DeviceKind, memory_bytes: int) -> dict[str, Any]:
+    """A case as flags."""
+    return {
+        "model": case.model, "device": kind, "gpus": case.world_size, "mem": memory_bytes, "seq_len": case.seq_len,
+        "global_batch": case.global_batch, "precision": "fp32" if kind == "cpu" else "bf16", "offload": "none",
+    }  # fmt: skip
+
+
+def decide(case: Case, kind: DeviceKind, calibration: Calibration | None, pool: Pool, folder: Path) -> Decision:
+    """Dry-run the strategy that binds, take its memory as the budget, and choose. `folder` keeps what was traced."""
+    plenty = 1 << 40
+    request, cluster, _ = understand(settings(case, kind, plenty), calibration)
+    with DryRunSource(request, cluster, folder, pool=pool) as source:
+        search = Search(request, cluster, source)
+        (binding,) = (
+            strategy
+            for strategy in search.strategies("none")
+            if (strategy.zero_stage, strategy.activation_checkpointing, strategy.loss)
+            == (case.zero_stage, case.activation_checkpointing, case.loss)
+        )
+        steps = case.global_batch // (case.micro_batch * case.world_size)
+        device = cluster.devices[0]
+        needed = ROOM * source.dry_run(binding, case.micro_batch, steps).total_bytes + device.margin_bytes
+        budget = int(needed if kind == "cpu" else needed / (1 - device.margin_bytes / device.memory_bytes))
+    request, cluster, _ = understand(settings(case, kind, budget), calibration)
+    with DryRunSource(request, cluster, folder, pool=pool) as source:
+        search = Search(request, cluster, source)
+        choice = search.run()
+        assert isinstance(choice, SearchResult), f"nothing fits: {case.name}"
+        strategies = search.strategies("none")
+        looked_at = [
+            search.evaluation.evaluate(strategy) for strategy in strategies if strategy != choice.chosen.strategy
+        ]
+    options = (choice.chosen, *(option for option in looked_at if option.fits))
+    return Decision(
+        case=case,
+        request=request,
+        cluster=cluster,
+        budget_bytes=budget,
+        options=options,
+        plans=tuple(_plan(request, cluster, choice, option) for option in options),
+        num_strategies=1 + len(looked_at),
+    )
+
+
+def _plan(request: Request, cluster: Cluster, choice: SearchResult, option: Candidate) -> Plan:
+    assert option.batch is not None and option.time is not None and option.memory is not None
+    return Plan(
+        frugal_version=version("frugal-trainer"),
+        versions={},
+        request=request,
+        defaults=(),
+        model=choice.model,
+        cluster=cluster,
+        strategy=option.strategy,
+        batch=option.batch,
+        memory=option.memory,
+        time=option.time,
+        why=(),
+        warnings=(),
+        rejected=(),
+    ).sealed()
+
+
+def measure(decisions: Sequence[Decision], kind: DeviceKind, folder: Path) -> dict[str, Timed]:
+    """Train with all plans of all decisions, in one launch of the ranks for each number of them."""
+    found: dict[str, Timed] = {}
+    for world_size in sorted({decision.case.world_size for decision in decisions}):
+        mine = [decision for decision in decisions if decision.case.world_size == world_size]
+        jobs, out = folder / f"jobs-{world_size}.json", folder / f"timed-{world_size}.jsonl"
+        jobs.write_bytes(
+            msgspec.json.encode([Job(d.case.name, tuple(plan.to_json().decode() for plan in d.plans)) for d in mine])
+        )
+        arguments = ["--jobs", str(jobs), "--out", str(out)]
+        code = local.start_ranks(kind, world_size, "bench.planning.choice_worker", arguments, to_stderr=True)
+        lines = out.read_bytes().splitlines() if out.exists() else []
+        found |= {timed.name: timed for timed in (msgspec.json.decode(line, type=Timed) for line in lines)}
+        if code:
+            print(f"ranks of {world_size} ended with exit code {code}", file=sys.stderr)
+    return found
+
+
+def row(decision: Decision, timed: Timed) -> dict[str, Any]:
+    """One case of the results. The first strategy is frugal's choice."""
+    best = [min(seconds) for seconds in timed.seconds]
+    predicted = [option.seconds for option in decision.options]
+    strategies = [
+        {
+            "strategy": str(option.strategy),
+            "micro_batch": option.micro_batch,
+            "accumulation_steps": plan.batch.accumulation_steps,
+            "predicted_seconds": option.seconds,
+            "predicted_parts": msgspec.to_builtins(option.time),
+            "measured_seconds": list(seconds),
+            "headroom_bytes": option.headroom_bytes,
+        }
+        for option, plan, seconds in zip(decision.options, decision.plans, timed.seconds, strict=True)
+    ]
+    return {
+        "case": asdict(decision.case),
+        "budget_bytes": decision.budget_bytes,
+        "num_strategies": decision.num_strategies,
+        "num_fitting": len(best),
+        "ratio": best[0] / min(best),
+        "rank_correlation": _rank_correlation(predicted, best),
+        "predicted_over_measured": predicted[0] / best[0],
+        "strategies": strategies,
+    }
+
+
+def _rank_correlation(first: Sequence[float], second: Sequence[float]) -> float | None:
+    """Spearman's; None where there is nothing to order."""
+    if len(first) < 3:
+        return None
+    ranks = [[sorted(values).index(value) for value in values] for values in (first, second)]
+    return statistics.correlation(*ranks)
+
+
+def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """How often the goal is met. Ratios are the choice's seconds, divided by those of the fastest that fits."""
+    ratios = [row["ratio"] for row in rows]
+    correlations = [row["rank_correlation"] for row in rows if row["rank_correlation"] is not None]
+    return {
+        "cases": len(rows),
+        "within_5_percent": sum(ratio <= NEAR for ratio in ratios),
+        "fastest": sum(ratio == 1 for ratio in ratios),
+        "median_ratio": statistics.median(ratios),
+        "worst_ratio": max(ratios),
+        "median_rank_correlation": statistics.median(correlations) if correlations else None,
+        "strategies_timed": sum(row["num_fitting"] for row in rows),
+    }
+
+
+def _environment(kind: DeviceKind, calibrations: dict[int, Calibration]) -> dict[str, Any]:
+    return {
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "command": "python -m bench.planning.choice" + " --device cuda" * (kind == "cuda"),
+        "device": next(iter(calibrations.values())).device
+        if kind == "cuda"
+        else f"{cpu_name()}, {os.cpu_count()} cores",
+        "versions": {
+            "python": platform.python_version(),
+            **{name: version(name) for name in ("frugal-trainer", "torch", "deepspeed", "transformers")},
+        },
+        "probes": {str(ranks): msgspec.to_builtins(each.probe) for ranks, each in calibrations.items()},
+    }
+
+
+def _line(row: dict[str, Any]) -> str:
+    chosen = row["strategies"][0]
+    fastest = min(row["strategies"], key=lambda each: min(each["measured_seconds"]))
+    correlation = row["rank_correlation"]
+    text = f"{Case(**row['case']).name:<56} {row['num_fitting']:>3} of {row['num_strategies']:<3} {row['ratio']:>6.3f} "
+    text += f"{correlation:>6.2f} " if correlation is not None else "       "
+    text += f"{row['predicted_over_measured']:>6.2f}  {chosen['strategy']}, {chosen['micro_batch']}"
+    if row["ratio"] > NEAR:
+        text += f"\n{'':<88}fastest: {fastest['strategy']}, {fastest['micro_batch']}"
+    return text
+
+
+def main() -> int:
+    """Plan, train, compare, print; 1 if the goal is missed."""
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.planning.choice", description="The plan's choice against all others."
+    )
+    parser.add_argument("--quick", action="store_true", help=f"every {QUICK}th case; nothing is written")
+    parser.add_argument("--only", metavar="TEXT", help="cases whose name contains it; nothing is written")
+    parser.add_argument("--record", action="store_true", help=f"write {RESULTS.name}/choice-DEVICE.json")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write what was measured there, whatever was run")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    asked = parser.parse_args()
+    kind: DeviceKind = asked.device
+    cases = choice_cases.CPU if kind == "cpu" else choice_cases.CUDA
+    cases = tuple(case for case in cases if (asked.only or "") in case.name)[:: QUICK if asked.quick else 1]
+    calibrations = {ranks: calibrate(kind, ranks) for ranks in sorted({case.world_size for case in cases})}
+    for ranks, each in calibrations.items():
+        print(f"{ranks} ranks: {each.probe}", flush=True)
+    with TemporaryDirectory(prefix="frugal-") as folder:
+        with closing(workers()) as pool:
+            decisions = [decide(case, kind, calibrations[case.world_size], pool, Path(folder)) for case in cases]
+        timed = measure(decisions, kind, Path(folder))
+    rows = [row(decision, timed[decision.case.name]) for decision in decisions if decision.case.name in timed]
+    print(f"{'case and what binds':<56} {'fitting':>10}  ratio  ranks  pred.  choice")
+    for each in rows:
+        print(_line(each))
+    if not rows:
+        return 1
+    found = summary(rows) | {"failures": len(cases) - len(rows)}
+    print("\n" + "\n".join(f"{name:<24} {value}" for name, value in found.items()))
+    content = msgspec.json.encode(_environment(kind, calibrations) | found | {"rows": rows})
+    if asked.record and not (asked.quick or asked.only):
+        RESULTS.mkdir(exist_ok=True)
+        asked.out = RESULTS / f"choice-{kind}.json"
+    if asked.out is not None:
+        asked.out.write_bytes(msgspec.json.format(content) + b"\n")
+        print(f"\nwrote {asked.out}")
+    return int(found["within_5_percent"] < SHARE * len(cases))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,114 @@
+"""`python -m bench.planning.choice_worker --jobs FILE --out FILE`: each rank trains with every plan, timed.
+
+The plans of a job take turns, a few optimizer steps each, so that whatever else the machine does meets all of them.
+Each turn makes its engine anew, because several engines in one process change each other: ZeRO-3 replaces functions of
+torch. A step is timed from a barrier to a barrier.
+"""
+
+import gc
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from frugal.config.settings.arguments import parse
+from frugal.deepspeed_adapter.kernels import DTYPES
+from frugal.distributed import first_failure, process_group
+from frugal.planning.plan import Plan
+from frugal.training.engine import Engine, initialize
+from frugal.training.models.resolve import resolve
+from frugal.training.models.spec import ModelSpec
+from frugal.training.objectives import Batch
+
+TURNS, STEPS, FAR = 3, 2, 1.5
+
+
+class Job(msgspec.Struct, frozen=True):
+    """One case: the text of `plan.json` of each strategy."""
+
+    name: str
+    plans: tuple[str, ...]
+
+
+class Timed(msgspec.Struct, frozen=True):
+    """What became of a job: seconds of every timed step of every plan."""
+
+    name: str
+    seconds: tuple[tuple[float, ...], ...]
+
+
+def timed(plans: Sequence[Plan], turns: int = TURNS, steps: int = STEPS) -> list[list[float]]:
+    """Seconds of the optimizer steps of each plan, all of one model. Collective.
+
+    Every plan has its first turn. What took half as long again as the fastest so far is not asked again.
+    """
+    device = process_group.join(plans[0])
+    spec = resolve(plans[0].request.model, plans[0].request.task)
+    seconds: list[list[float]] = [[] for _ in plans]
+    for _ in range(turns):
+        best = [min(found, default=0.0) for found in seconds]
+        dist.broadcast_object_list(best)  # all ranks leave out the same
+        for plan, found, before in zip(plans, seconds, best, strict=True):
+            if before <= FAR * min(best):
+                found += _turn(spec, plan, device, steps)
+    return seconds
+
+
+def _turn(spec: ModelSpec, plan: Plan, device: torch.device, steps: int) -> list[float]:
+    """One step that does not count, and then some that do."""
+    torch.manual_seed(0)
+    objective = spec.objective()
+    engine = initialize(spec.build(dtype=DTYPES[plan.request.precision]), plan, objective)
+    sizes = plan.batch.sizes[dist.get_rank()]
+    batches = [
+        _random(objective.example(size, plan.request.seq_len) if size else objective.collate([objective.dummy()]))
+        for size in sizes
+    ]
+    found = [_step(engine, batches, device) for _ in range(1 + steps)][1:]
+    engine.destroy()
+    del engine
+    gc.collect()
+    return found
+
+
+def _random(batch: Batch) -> Batch:
+    """Other tokens than padding: experts would all get the same."""
+    return {name: torch.randint(2, 500, value.shape) if name == "input_ids" else value for name, value in batch.items()}
+
+
+def _step(engine: Engine, batches: list[Batch], device: torch.device) -> float:
+    gc.collect()
+    _wait(device)
+    start = time.perf_counter()
+    engine.accumulate(batches, targets=1000)
+    engine.deepspeed.step()
+    _wait(device)
+    return time.perf_counter() - start
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    dist.barrier()
+
+
+def command(words: Sequence[str]) -> None:
+    """Time every plan of every job. `--jobs`: a list of them as JSON. `--out`: where rank 0 writes one line a job."""
+    given = parse(words, {"jobs": Path, "out": Path}, needed=["jobs", "out"])
+    for job in msgspec.json.decode(given["jobs"].read_bytes(), type=tuple[Job, ...]):
+        plans = [Plan.from_json(text.encode()) for text in job.plans]
+        found = Timed(job.name, tuple(map(tuple, timed(plans))))
+        if dist.get_rank() == 0:
+            with given["out"].open("ab") as file:
+                file.write(msgspec.json.encode(found) + b"\n")
+            sys.stderr.write(f"{job.name}: {len(plans)} strategies timed\n")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    first_failure.run_command(command)

@@ -1,0 +1,1 @@
+"""What faults, votes and checkpoints cost."""

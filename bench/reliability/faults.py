@@ -1,0 +1,259 @@
+"""What a fault costs: `frugal train` on two CPU ranks, disturbed in each of the ways that runs end by.
+
+    python -m bench.reliability.faults
+
+A small GPT-2 trains 40 steps with a checkpoint every 5. For each fault: seconds until the command has ended, its exit
+code, and the steps that are done again because the last checkpoint is older. Then the run is resumed, and its losses
+are held against those of a run that nobody disturbed: they have to be equal to the last bit, each step exactly once.
+Results go to `bench/results/faults-cpu.json`; the table of docs/reliability.md is printed.
+"""
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import psutil  # type: ignore[import-untyped]  # has no types
+
+from bench.environment import environment
+from bench.goals import report_goals
+
+RESULTS = Path(__file__).parents[1] / "results" / "faults-cpu.json"
+MODEL = {"model_type": "gpt2", "n_layer": 2, "n_embd": 64, "n_head": 2, "vocab_size": 260, "n_positions": 128}
+STEPS, SAVE_EVERY, FAULT_AFTER = 40, 5, 12
+FLAGS = (
+    "--model", "config.json", "--ranks", "2", "--precision", "fp32", "--seq-len", "128", "--global-batch", "16",
+    "--data", "text.jsonl", "--steps", str(STEPS), "--save-every", str(SAVE_EVERY), "--validation-fraction", "0.1",
+)  # fmt: skip
+PATIENCE_SECONDS = 300
+SMALL_DISK = "64m"
+FILLER = "of-another-program"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What one fault came to.
+
+    Attributes:
+        fault: in words.
+        seconds: from the fault until the command had ended.
+        exit_code: of the command.
+        message: what it said at the end.
+        steps_done: by the run that was disturbed.
+        steps_saved: that of its newest checkpoint that is whole.
+        is_exact: whether the resumed run's losses are the undisturbed run's, bit for bit.
+    """
+
+    fault: str
+    seconds: float
+    exit_code: int
+    message: str
+    steps_done: int
+    steps_saved: int
+    is_exact: bool
+
+
+class Run:
+    """One `frugal train` in a folder of its own."""
+
+    def __init__(self, folder: Path, out: Path, *more: str) -> None:
+        self.out = out
+        command = [sys.executable, "-m", "frugal", "train", *FLAGS, "--out", str(out), *more]
+        environment = {**os.environ, "XDG_CACHE_HOME": str(folder / "cache"), "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+        self.process = subprocess.Popen(
+            command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+
+    def wait_for(self, is_there: Callable[[], bool]) -> None:
+        """Return when something is so; the command may not end before."""
+        began = time.monotonic()
+        while not is_there():
+            if self.process.poll() is not None or time.monotonic() - began > PATIENCE_SECONDS:
+                raise RuntimeError(f"the run never came so far:\n{self.process.communicate()[0]}")
+            time.sleep(0.002)
+
+    def ranks(self) -> list[psutil.Process]:
+        """The processes of its ranks, in order."""
+        children = psutil.Process(self.process.pid).children(recursive=True)
+        found = [(word, child) for child in children for word in child.cmdline() if word.startswith("--local_rank=")]
+        return [child for _, child in sorted(found, key=lambda each: each[0])]
+
+    def end(self) -> tuple[int, str]:
+        """Exit code and output."""
+        output, _ = self.process.communicate(timeout=PATIENCE_SECONDS)
+        return self.process.returncode, output
+
+
+def losses(out: Path) -> dict[int, float]:
+    """The loss of each step; every step once."""
+    found: dict[int, float] = {}
+    for line in (out / "metrics.jsonl").read_text().splitlines():
+        record = json.loads(line) if line.endswith("}") else {}
+        if record.get("event") == "step":
+            assert record["step"] not in found, f"step {record['step']} was logged twice"
+            found[record["step"]] = record["loss"]
+    return found
+
+
+def is_after(run: Run, step: int) -> Callable[[], bool]:
+    """Whether a run has logged so many steps."""
+    return lambda: (run.out / "metrics.jsonl").exists() and len(losses(run.out)) >= step
+
+
+def told(number: signal.Signals, rank: int | None) -> Callable[[Run], float]:
+    """A signal to one rank, or to the command itself; when."""
+
+    def disturb(run: Run) -> float:
+        run.wait_for(is_after(run, FAULT_AFTER))
+        target = run.process if rank is None else run.ranks()[rank]
+        target.send_signal(number)
+        return time.monotonic()
+
+    return disturb
+
+
+def in_a_save(run: Run) -> float:
+    """SIGKILL to rank 1 while the third checkpoint is being written."""
+    run.wait_for(is_after(run, 1))
+    rank = run.ranks()[1]
+    aside = run.out / "checkpoints" / f"step-{3 * SAVE_EVERY:06d}.tmp"
+    run.wait_for(aside.exists)
+    rank.send_signal(signal.SIGKILL)
+    return time.monotonic()
+
+
+def fill(run: Run) -> float:
+    """Another program takes what is left of the run's disk."""
+    run.wait_for(is_after(run, FAULT_AFTER))
+    with contextlib.suppress(OSError), (run.out / FILLER).open("wb", buffering=0) as file:
+        while True:
+            file.write(bytes(1 << 16))
+    return time.monotonic()
+
+
+def truncated(out: Path) -> list[Path]:
+    """Copies of a run's folder, in each another file of the newest checkpoint cut to half."""
+    copies = []
+    newest = Path("checkpoints") / (out / "checkpoints" / "latest").read_text().strip()
+    for name in sorted(path.name for path in (out / newest).iterdir()):
+        copies.append(out.with_name(f"{out.name}-{name}"))
+        shutil.copytree(out, copies[-1])
+        file = copies[-1] / newest / name
+        os.truncate(file, file.stat().st_size // 2)
+    return copies
+
+
+def disturbed(folder: Path, whole: dict[int, float], fault: str, disturb: Callable[[Run], float]) -> Outcome:
+    """A run, the fault, and the run that continues it."""
+    out = folder / re.sub(r"\W+", "-", fault)
+    small = fault == "disk full"
+    if small:
+        out.mkdir()
+        subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={SMALL_DISK}", "tmpfs", str(out)], check=True)
+    try:
+        run = Run(folder, out)
+        at = disturb(run)
+        code, output = run.end()
+        seconds = time.monotonic() - at
+        if small and code == 0:
+            raise RuntimeError(f"{SMALL_DISK} were enough")
+        done = max(losses(out))
+        if small:
+            (out / FILLER).unlink()
+        continued = [resumed(folder, each) for each in (truncated(out) if fault == TRUNCATED else [out])]
+        return Outcome(
+            fault=fault,
+            seconds=round(seconds, 1),
+            exit_code=code,
+            message=last_word(output),
+            steps_done=done,
+            steps_saved=min(step for step, _ in continued),
+            is_exact=all(found == whole for _, found in continued),
+        )
+    finally:
+        if small:
+            subprocess.run(["umount", str(out)], check=True)
+
+
+def resumed(folder: Path, out: Path) -> tuple[int, dict[int, float]]:
+    """Continue a run to its end: the step it went on from, and the losses of all steps."""
+    code, said = Run(folder, out, "--resume").end()
+    if code != 0:
+        raise RuntimeError(f"the run in {out} cannot be resumed:\n{said}")
+    saved = re.search(r"continuing after step (\d+)", said)
+    return int(saved[1]) if saved else 0, losses(out)
+
+
+def last_word(output: str) -> str:
+    """The error's first line, or the last line."""
+    lines = [line for line in output.splitlines() if line.strip()]
+    return next((line for line in lines if line.startswith("error: ")), lines[-1] if lines else "")
+
+
+TRUNCATED = "each of the newest checkpoint's files truncated"
+FAULTS: dict[str, Callable[[Run], float]] = {
+    "SIGKILL of rank 0": told(signal.SIGKILL, 0),
+    "SIGKILL of rank 1": told(signal.SIGKILL, 1),
+    "SIGKILL in a save": in_a_save,
+    "SIGTERM to the command": told(signal.SIGTERM, None),
+    "SIGTERM to one rank": told(signal.SIGTERM, 1),
+    "Ctrl-C": told(signal.SIGINT, None),
+    "disk full": fill,
+    TRUNCATED: told(signal.SIGKILL, 1),
+}
+
+
+def table(outcomes: list[Outcome]) -> str:
+    """That of docs/reliability.md."""
+    lines = ["| fault | ends after | exit code | steps done again | resumed |", "|---|---|---|---|---|"]
+    for each in outcomes:
+        again = each.steps_done - each.steps_saved
+        exact = "bit for bit" if each.is_exact else "DIFFERS"
+        lines.append(f"| {each.fault} | {each.seconds:.1f} s | {each.exit_code} | {again} | {exact} |")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """Disturb, resume, compare, and keep what came of it."""
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        (folder / "config.json").write_text(json.dumps(MODEL))
+        rows = [{"text": f"line {i}: " + "to be or not to be, " * (i % 7)} for i in range(400)]
+        (folder / "text.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        undisturbed = Run(folder, folder / "whole")
+        code, output = undisturbed.end()
+        if code != 0:
+            raise RuntimeError(output)
+        whole = losses(folder / "whole")
+        outcomes = []
+        for fault, disturb in FAULTS.items():
+            if fault == "disk full" and (os.geteuid() != 0 or shutil.which("mount") is None):
+                print("left out: disk full, as only root may mount a small file system", file=sys.stderr)
+                continue
+            outcomes.append(disturbed(folder, whole, fault, disturb))
+            print(outcomes[-1], file=sys.stderr)
+    result = environment("python -m bench.reliability.faults") | {
+        "ranks": 2,
+        "steps": STEPS,
+        "save_every": SAVE_EVERY,
+        "outcomes": [asdict(each) for each in outcomes],
+        "goals": {
+            "every run is resumed bit for bit": all(each.is_exact for each in outcomes),
+            "every run ends within a minute": all(each.seconds < 60 for each in outcomes),
+        },
+    }
+    print(table(outcomes))
+    return report_goals(result, RESULTS)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""What training with a plan learns and how fast, beside others."""
