@@ -1,5 +1,6 @@
 """A global batch is cut into micro-batches exactly: nothing lost, nothing invented, nothing over a cap."""
 
+import pickle
 import re
 
 import pytest
@@ -130,3 +131,9 @@ def test_a_batch_below_one_sample_is_refused(global_batch: int) -> None:
 def test_a_cap_below_one_sample_is_refused() -> None:
     with pytest.raises(RequestError, match="leave a rank without samples"):
         BatchPlan.of(8, (4, 0))
+
+
+def test_a_batch_is_sent_to_another_process_whatever_was_asked_of_it_before() -> None:
+    batch = BatchPlan.of(100, (3, 5, 5))
+    assert batch.sizes and batch.largest_micro_batch and batch.groups
+    assert pickle.loads(pickle.dumps(batch)) == batch
