@@ -246,7 +246,7 @@ def applied(mutant: Mutant, source: str) -> str:
 
 
 def first_failure(folder: Path, first: str = "") -> str | None:
-    """The first test that fails on the package in `folder`, where those of the file `first` go first; None: all pass."""
+    """The first test that fails on the package in `folder`; those of the file `first` go first. None: all pass."""
     likely = [first] if (folder / first).is_file() else []
     options = ("-x", "-p", "no:cacheprovider", "-n", "0", "-k", f"not {LOADS_DEEPSPEED}")
     done = subprocess.run(
