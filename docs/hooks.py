@@ -16,6 +16,10 @@ import click
 
 from frugal import errors
 from frugal.cli import COMMANDS, cli
+from frugal.config.request import Request
+from frugal.config.schema import PLAN_SETTINGS, SETTINGS
+from frugal.config.settings.other_trainers import OTHER_NAMES
+from frugal.config.settings.setting import Group
 from frugal.planning import plan
 
 _MARKER = re.compile(r"<!-- generated: (\w+) -->")
@@ -31,20 +35,22 @@ def flags() -> str:
     """Every command with its flags; those that plan are listed once."""
     context = click.Context(cli)
     commands = {name: _command(context, name) for name in COMMANDS}
-    planning = {option.name for option in _options(commands["explain"])} & {
-        option.name for option in _options(commands["plan"])
-    }
+    planning = set.intersection(*({option.name for option in _options(commands[name])} for name in PLANNERS))
+    planning.discard("help_all")
     shared = [option for option in _options(commands["plan"]) if option.name in planning]
-    parts = ["## Planning flags", "`frugal plan`, `frugal explain`, `frugal dryrun` and `frugal train` have these.", ""]
-    parts += _table(("flag", "meaning"), map(_flag, shared))
+    parts = ["## Planning flags", "", "`frugal plan`, `frugal explain`, `frugal dryrun` and `frugal train` have these."]
+    parts += _by_group(shared)
     for name, command in commands.items():
-        own = [option for option in _options(command) if option.name not in planning]
-        also = len(own) < len(_options(command))
+        plans = name in PLANNERS
+        own = [option for option in _options(command) if not plans or option.name not in planning]
         usage = " ".join(command.collect_usage_pieces(click.Context(command, info_name=name)))
         parts += ["", f"## frugal {name}", "", inspect.cleandoc(command.help or ""), "", f"`frugal {name} {usage}`", ""]
-        parts += ["The [planning flags](#planning-flags), and:", ""] if also else []
-        parts += _table(("flag", "meaning"), map(_flag, own))
+        parts += ["The [planning flags](#planning-flags), and:"] if plans else []
+        parts += _by_group(own)
     return "\n".join(parts)
+
+
+PLANNERS = ("plan", "explain", "dryrun", "train")
 
 
 def _command(context: click.Context, name: str) -> click.Command:
@@ -57,12 +63,39 @@ def _options(command: click.Command) -> list[click.Option]:
     return [each for each in command.params if isinstance(each, click.Option)]
 
 
+def _by_group(options: Sequence[click.Option]) -> list[str]:
+    """A table for each group of the table of settings, as in `--help`; first the flags that are no settings."""
+    lines: list[str] = []
+    for group in ("", *typing.get_args(Group)):
+        rows = [option for option in options if _group(option) == group]
+        if rows:
+            lines += ["", f"**{group.capitalize()}**", ""] if group else [""]
+            lines += _table(("flag", "meaning"), map(_flag, rows))
+    return lines
+
+
+def _group(option: click.Option) -> str:
+    row = SETTINGS.get(option.name or "")
+    return "" if row is None else row.group
+
+
 def _flag(option: click.Option) -> tuple[str, str]:
     """A flag as in a help text: its spelling with its values, and what it means."""
     record = option.get_help_record(click.Context(click.Command("any")))
     if record is None:  # click hides it
         record = ", ".join(option.opts), option.help or ""
-    return f"`{record[0]}`", _cell(record[1])
+    row = SETTINGS.get(option.name or "")
+    for_experts = " *(`--help-all`)*" if row is not None and row.is_expert else ""
+    return f"`{record[0]}`", _cell(record[1]) + for_experts
+
+
+def other_names() -> str:
+    """What frugal answers to flags of other trainers."""
+    rows = [
+        (f"`--{name.replace('_', '-')}`", other.whose, _cell(other.hint.replace("{}", other.stand_in)))
+        for name, other in OTHER_NAMES.items()
+    ]
+    return "\n".join(_table(("flag", "whose", "here"), rows))
 
 
 def plan_schema() -> str:
@@ -77,6 +110,8 @@ def plan_fields() -> str:
         text = inspect.cleandoc(part.__doc__ or "")
         prose, _, listed = text.partition("Attributes:\n")
         meanings = {name: " ".join(meaning.split()) for name, meaning in _ATTRIBUTE.findall(listed)}
+        if part is Request:
+            meanings = {name: row.help for name, row in PLAN_SETTINGS.items()}
         hints = typing.get_type_hints(part)
         header = ("field", "type", "meaning") if meanings else ("field", "type")
         rows = [
@@ -142,4 +177,10 @@ def _cell(text: str) -> str:
     return re.sub(r"[|\[\]]", r"\\\g<0>", " ".join(text.split()))
 
 
-GENERATED = {"flags": flags, "plan_schema": plan_schema, "plan_fields": plan_fields, "exit_codes": exit_codes}
+GENERATED = {
+    "flags": flags,
+    "other_names": other_names,
+    "plan_schema": plan_schema,
+    "plan_fields": plan_fields,
+    "exit_codes": exit_codes,
+}
