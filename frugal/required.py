@@ -158,3 +158,13 @@ def _assigned(code: CodeType | None) -> Iterator[str]:
 
 
 _STORE_ATTR, _EXTENDED_ARG = dis.opmap["STORE_ATTR"], dis.EXTENDED_ARG
+
+
+def put(owner: Any, name: str, value: Any) -> None:
+    """Set an attribute that is there already.
+
+    Raises:
+        AttributeError: it is not, in the version that is installed; a plain assignment would make one nobody reads.
+    """
+    getattr(owner, name)
+    setattr(owner, name, value)

@@ -3,16 +3,35 @@
 A pickle can run any code when it is read. DeepSpeed reads its files so; here torch's restricted unpickler does.
 
 How a rank writes DeepSpeed's checkpoint files: without raising in the middle of what all ranks do together.
+
+Which elements of which parameters a rank keeps, and where, is kept beside them: what it takes to read them on other
+ranks. DeepSpeed hands its optimizer flat tensors, here called slots. What a slot holds depends on the ZeRO stage and
+the number of ranks:
+
+    stage 0       a slot a parameter, whole, the same on every rank
+    stages 1, 2   a slot a parameter group: all parameters end to end, cut into one equal part a rank
+    stage 3       a slot a sub-group: of each parameter one equal part a rank, end to end
+
+Parameters without gradients are in no slot: stages 0 to 2 keep them whole, stage 3 cuts them as it cuts the others.
 """
 
-import contextlib
 import copy
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
+from deepspeed.checkpoint.constants import (
+    BASE_OPTIMIZER_STATE,
+    FP32_FLAT_GROUPS,
+    FROZEN_PARAM_FRAGMENTS,
+    LOSS_SCALER,
+    OPTIMIZER_STATE_DICT,
+    SINGLE_PARTITION_OF_FP32_GROUPS,
+)
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
@@ -41,15 +60,99 @@ def read(path: str | Path, map_location: Any = "cpu", *, mmap: bool = False) -> 
         return torch.load(path, map_location=map_location, mmap=mmap, weights_only=True)
 
 
-@contextlib.contextmanager
-def installed(deepspeed_engine: Any) -> Iterator[None]:
-    """Have the engine read so."""
-    checkpoint_engine = deepspeed_engine.checkpoint_engine
-    checkpoint_engine.load = read
-    try:
-        yield
-    finally:
-        del checkpoint_engine.load
+def load(deepspeed_engine: Any, folder: Path) -> None:
+    """Have the engine read a checkpoint that was written on its own layout. Collective."""
+    with patch.object(deepspeed_engine.checkpoint_engine, "load", read):
+        deepspeed_engine.load_checkpoint(str(folder.parent), tag=folder.name)
+
+
+class StateFiles:
+    """The states in the files of one rank, as its ZeRO stage keeps them.
+
+    `contents` reads a file of the rank by how its name ends: `model_states` or `optim_states`. Stages 1 and 2 have the
+    former of rank 0 alone, stage 0 has no other.
+    """
+
+    def __init__(self, zero_stage: int, contents: Callable[[str], dict[str, Any]]) -> None:
+        self._stage = zero_stage
+        self._contents = contents
+
+    @property
+    def common(self) -> dict[str, Any]:
+        """The model, the counters and the learning rate's schedule; at stage 0 the optimizer, too."""
+        return self._contents("model_states")
+
+    @property
+    def module(self) -> dict[str, torch.Tensor]:
+        """Parameters and buffers of the model; under stage 3 buffers alone."""
+        return self.common["module"]
+
+    def slot(self, slot: int) -> dict[str, Any]:
+        """The optimizer's states of one slot; empty before its first step."""
+        if self._stage == 0:
+            states = self.common["optimizer"]
+        else:
+            states = self._of_zero()[OPTIMIZER_STATE_DICT if self._stage == 3 else BASE_OPTIMIZER_STATE]
+        return states["state"].get(slot, {})
+
+    def master(self, slot: int) -> torch.Tensor:
+        """The fp32 weights of one slot, from stage 1 on."""
+        return self._of_zero()[FP32_FLAT_GROUPS if self._stage == 3 else SINGLE_PARTITION_OF_FP32_GROUPS][slot]
+
+    def frozen(self, name: str) -> torch.Tensor:
+        """What is kept of a parameter that is not trained."""
+        return self.common[FROZEN_PARAM_FRAGMENTS][name] if self._stage == 3 else self.module[name]
+
+    def scaler(self) -> dict[str, Any]:
+        """What DeepSpeed keeps of fp16's loss scale, and has also where there is none; empty without ZeRO."""
+        kept = self._of_zero() if self._stage else {}
+        return {name: kept[name] for name in (LOSS_SCALER, "dynamic_loss_scale", "overflow") if name in kept}
+
+    def _of_zero(self) -> dict[str, Any]:
+        return self._contents("optim_states")[OPTIMIZER_STATE_DICT]
+
+
+class Piece(NamedTuple):
+    """`number` elements of parameter `name`, from element `first` on; in their slot they begin at element `place`."""
+
+    name: str
+    first: int
+    number: int
+    place: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateLayout:
+    """What one rank keeps: the pieces in each slot, in the optimizer's order, and those of frozen parameters."""
+
+    slots: tuple[tuple[Piece, ...], ...]
+    frozen: tuple[Piece, ...] = ()
+
+
+def whole(parameters: Iterable[Any], names: dict[int, str]) -> tuple[Piece, ...]:
+    """Stage 0, and what is frozen in stages 1 and 2."""
+    return tuple(Piece(names[id(each)], 0, each.numel(), 0) for each in parameters)
+
+
+def linked(group: Iterable[Any], names: dict[int, str]) -> tuple[Piece, ...]:
+    """Stages 1 and 2: what DeepSpeed itself keeps of how its parameters lie in this rank's part of their group."""
+    links = [(names[id(each)], each._hp_mapping) for each in group if each._hp_mapping is not None]
+    return tuple(
+        Piece(name, link.lp_fragment_address.start, link.lp_fragment_address.numel, link.hp_fragment_address.start)
+        for name, link in links
+    )
+
+
+def parts(group: Iterable[Any], names: dict[int, str], rank: int) -> tuple[Piece, ...]:
+    """Stage 3: of each parameter the part of this rank; the last ranks' are filled up with padding."""
+    pieces, place = [], 0
+    for each in group:
+        share = each.partition_numel()
+        number = min(share, each.ds_numel - rank * share)
+        if number > 0:
+            pieces.append(Piece(names[id(each)], rank * share, number, place))
+        place += share
+    return tuple(pieces)
 
 
 class CheckpointWriter(CheckpointEngine):
@@ -66,17 +169,13 @@ class CheckpointWriter(CheckpointEngine):
         self._copies: list[tuple[Any, Path]] = []
         self._written: list[Path] = []
 
-    @contextlib.contextmanager
-    def installed(self, deepspeed_engine: Any) -> Iterator[None]:
-        """Have the engine write through this writer, and leave out the scripts it copies beside a checkpoint."""
-        usual = deepspeed_engine.checkpoint_engine
-        deepspeed_engine.checkpoint_engine = self
-        deepspeed_engine._copy_recovery_script = lambda _path: None
-        try:
-            yield
-        finally:
-            deepspeed_engine.checkpoint_engine = usual
-            del deepspeed_engine._copy_recovery_script
+    def collect(self, deepspeed_engine: Any, folder: Path) -> None:
+        """Take what the engine keeps, for files in `folder`; not the scripts it copies beside a checkpoint."""
+        with (
+            patch.object(deepspeed_engine, "checkpoint_engine", self),
+            patch.object(deepspeed_engine, "_copy_recovery_script", lambda _path: None),
+        ):
+            deepspeed_engine.save_checkpoint(str(folder.parent), tag=folder.name, save_latest=False)
 
     def save(self, state_dict: Any, path: str | Path) -> None:
         """torch.save, remembering the first failure instead of raising it."""

@@ -24,6 +24,7 @@ _COORDINATOR = f"{_RUNTIME}.zero.partitioned_param_coordinator:PartitionedParame
 _OFFLOAD = f"{_RUNTIME}.zero.parameter_offload"
 _SPLITTING = f"{_RUNTIME}.zero.partition_parameters"
 _RESET = "reset after out of memory"
+_CATEGORY = "counted as what it is kept for"
 _LAYOUT = "where states lie, for checkpoints"
 _SPLIT = "a parameter that is split"
 _DEVICE = "a pretended device"
@@ -121,9 +122,12 @@ NAMES = (
     *needed(f"{_RUNTIME}.base_optimizer", _RESET, "BackwardHookStateManager._grad_acc_post_hooks"),
     *needed(f"{_RUNTIME}.base_optimizer", _RESET, "ZeROOptimizer._backward_hook_state"),
     *needed(f"{_RUNTIME}.zero.stage_1_and_2:IPGBucket", _RESET, "clear(self)"),
+    *needed(f"{_RUNTIME}.zero.stage_1_and_2", _RESET, "INITIAL_MICRO_STEP_ID"),
+    *needed("deepspeed.utils", "modules within gather nothing themselves", "z3_leaf_module(model)"),
     *needed(
         _ZERO12,
         _RESET,
+        "zero_grad(self, set_to_none)",
         "ipg_buckets",
         "params_already_reduced",
         "_release_ipg_buffers(self)",
@@ -132,11 +136,9 @@ NAMES = (
         "previous_reduced_grads",
         "averaged_gradients",
         "all_grad_tensors",
-        "cpu_offload",
         "_offload_accumulated_param_ids",
         "reset_cpu_buffers(self)",
         "single_partition_of_fp32_groups",
-        "_fill_param_grad_accum_attribute:grad_accum",
     ),
     *needed(f"{_RUNTIME}.zero.stage3:IPGBucketZ3", _RESET, "clear_params(self)"),
     *needed(
@@ -145,7 +147,6 @@ NAMES = (
         "ipg_buckets",
         "params_already_reduced",
         "zero_grad(self, set_to_none)",
-        "offload_optimizer",
         "averaged_gradients",
         "fp32_partitioned_groups_flat",
         "_offload_boundary_param_ids",
@@ -169,16 +170,38 @@ NAMES = (
         "release_and_reset_all(self, module)",
     ),
     *needed(f"{_SPLITTING}:ZeroParamStatus", _RESET, "INFLIGHT", "NOT_AVAILABLE", "AVAILABLE"),
+    # What dry runs count as parameters, gradients, ...
+    *needed(
+        _ZERO12,
+        _CATEGORY,
+        "bit16_groups_flat",
+        "round_robin_bit16_meta",
+        "_global_grad_norm",
+        "param_buffer_of_bit16_for_cpu_offload_groups",
+        "accumulated_grads_in_cpu",
+        "temp_grad_buffer_for_cpu_offload",
+        "temp_grad_buffer_for_gpu_offload",
+        "norm_for_param_grads",
+    ),
+    *needed(
+        _ZERO3,
+        _CATEGORY,
+        "param_groups_fp16_flat_cpu_memory",
+        "grad_partitions_flat_buffer",
+        "_global_grad_norm",
+        "inf_or_nan_tracker",
+        "norm_for_param_grads",
+    ),
     # The optimizer step: ranks vote before it writes weights
     *needed(
         _ZERO3,
-        "one vote before small parameters are gathered; states on disks are not made beforehand",
+        "one vote before small parameters are gathered",
         "_post_step(self, timer_names)",
         "persistent_parameters",
-        "swap_optimizer",
         "optimizer",
     ),
     *needed(_ZERO12, "torch's own is inside", "optimizer"),
+    *needed("deepspeed.ops.adam", "they count steps in an int", "FusedAdam", "DeepSpeedCPUAdam"),
     # Checkpoints: what lies where, and in which files
     *needed(_ZERO12, _LAYOUT, "bit16_groups", "_hp_optimizer_states_linked"),
     *needed("deepspeed.utils.mixed_precision_linkage", _LAYOUT, "_init_lp_to_hp_mapping:_hp_mapping"),
@@ -206,7 +229,6 @@ NAMES = (
         "_convert_to_deepspeed_param:ds_numel",
         "_convert_to_deepspeed_param:ds_shape",
         "_convert_to_deepspeed_param:ds_status",
-        "_convert_to_deepspeed_param:ds_id",
         "_convert_to_deepspeed_param:ds_tensor",
         "_convert_to_deepspeed_param:partition",
         "_convert_to_deepspeed_param:partition_numel",
@@ -219,6 +241,7 @@ NAMES = (
         "FP32_FLAT_GROUPS = 'fp32_flat_groups'",
         "FROZEN_PARAM_FRAGMENTS = 'frozen_param_fragments'",
         "SINGLE_PARTITION_OF_FP32_GROUPS = 'single_partition_of_fp32_groups'",
+        "LOSS_SCALER = 'loss_scaler'",
     ),
     *needed(f"{_RUNTIME}.fp16.loss_scaler", "in every file of states", "DynamicLossScaler", "LossScaler"),
     *needed(f"{_RUNTIME}.zero.config", "in every file of states", "ZeroStageEnum"),

@@ -23,7 +23,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import replace
+from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -44,7 +44,6 @@ from frugal import torch_internals
 from frugal.config.optimizers import EIGHT_BIT_BLOCK
 from frugal.deepspeed_adapter import contract, kernels, zero3_graph
 from frugal.planning.memory.allocator import HostAllocator
-from frugal.planning.plan import Plan
 
 SideStream = Callable[[str], AbstractContextManager[Any]]
 Pinning = Callable[[], AbstractContextManager[Any]]
@@ -327,11 +326,7 @@ def without_kernels() -> Iterator[None]:
         for module in ("partitioned_optimizer_swapper", "partitioned_param_swapper"):
             stack.enter_context(patch(f"deepspeed.runtime.swap_tensor.{module}.AsyncIOBuilder", _Disk))
         folder = stack.enter_context(TemporaryDirectory(prefix="frugal-"))  # DeepSpeed makes and removes folders
-
-        def elsewhere(plan: Plan, _votes: Any) -> Plan:
-            return replace(plan, strategy=replace(plan.strategy, nvme_path=folder))
-
-        stack.enter_context(patch.object(kernels, "with_own_nvme_folder", elsewhere))
+        stack.enter_context(patch.object(kernels, "own_nvme_folder", lambda *_: Path(folder)))
         stack.enter_context(patch("cpuinfo.get_cpu_info", dict))  # asks the system for a second
         yield
 

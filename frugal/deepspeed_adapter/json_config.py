@@ -15,6 +15,7 @@ from frugal import atomic_files
 from frugal.config import optimizers
 from frugal.config.request import Request
 from frugal.errors import RequestError
+from frugal.planning.batch import BatchPlan
 from frugal.planning.plan import Plan
 from frugal.planning.strategy import Strategy
 
@@ -34,17 +35,20 @@ _AIO = {
 
 
 def deepspeed_config(plan: Plan) -> dict[str, Any]:
-    """The DeepSpeed JSON of a plan.
+    """The DeepSpeed JSON of a plan."""
+    return batch_config(plan.batch) | strategy_config(plan.request, plan.strategy)
 
-    Where the global batch does not divide, the three batch keys state the capacity of the micro-batches, because
-    DeepSpeed insists on `micro x accumulation x world = batch`; frugal's engine runs the planned sizes themselves.
+
+def batch_config(batch: BatchPlan) -> dict[str, Any]:
+    """The batch.
+
+    Where the global batch does not divide, the three keys state the capacity of the micro-batches, because DeepSpeed
+    insists on `micro x accumulation x world = batch`; frugal's engine runs the planned sizes themselves.
     """
-    batch = plan.batch
     return {
         "train_batch_size": batch.capacity,
         "train_micro_batch_size_per_gpu": batch.largest_micro_batch,
         "gradient_accumulation_steps": batch.accumulation_steps,
-        **strategy_config(plan.request, plan.strategy),
     }
 
 

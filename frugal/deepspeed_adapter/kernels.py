@@ -9,9 +9,9 @@ import shutil
 import socket
 import uuid
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -21,18 +21,17 @@ from deepspeed.runtime import compiler
 from frugal.config.request import Request
 from frugal.deepspeed_adapter.json_config import ADAM_BETAS, ADAM_EPSILON
 from frugal.errors import RequestError
-from frugal.planning.plan import Plan
+from frugal.planning.strategy import Strategy
 
 MakeOptimizer = Callable[[Iterable[Any]], torch.optim.Optimizer]
 
 
-def ready_made(plan: Plan) -> MakeOptimizer | None:
-    """What makes the plan's optimizer of parameters; None where DeepSpeed makes it itself.
+def ready_made(request: Request, strategy: Strategy) -> MakeOptimizer | None:
+    """What makes the optimizer of parameters; None where DeepSpeed makes it itself.
 
     Raises:
         RequestError: its library is not installed, or its kernels cannot be compiled here.
     """
-    request = plan.request
     if request.optimizer == "adamw-8bit":
         kind = adamw_8bit()
         return lambda parameters: kind(
@@ -43,7 +42,7 @@ def ready_made(plan: Plan) -> MakeOptimizer | None:
             weight_decay=request.weight_decay,
         )
     if request.optimizer_implementation == "deepspeed":
-        compile_kernels(on_host=plan.strategy.offload_optimizer != "none")
+        compile_kernels(on_host=strategy.offload_optimizer != "none")
     return None
 
 
@@ -52,12 +51,8 @@ def leave_muon_uncompiled() -> None:
 
     It asks for torch.compile when imported, and that for Inductor: some three seconds of every rank's start.
     """
-    compile_function = compiler.compile
-    compiler.compile = lambda *_args, **_kwargs: lambda function: function
-    try:
+    with patch.object(compiler, "compile", lambda *_args, **_kwargs: lambda function: function):
         import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401  # for what the import leaves behind
-    finally:
-        compiler.compile = compile_function
 
 
 def adamw_8bit() -> Callable[..., torch.optim.Optimizer]:
@@ -101,13 +96,13 @@ def describe_optimizer(request: Request) -> str:
     return request.optimizer if asked in (None, "fused") else f"{request.optimizer} ({asked})"
 
 
-def uses_nvme(plan: Plan) -> bool:
-    """Whether anything of the plan lives on disk."""
-    return "nvme" in (plan.strategy.offload_optimizer, plan.strategy.offload_parameters)
+def uses_nvme(strategy: Strategy) -> bool:
+    """Whether anything lives on disk."""
+    return "nvme" in (strategy.offload_optimizer, strategy.offload_parameters)
 
 
-def with_own_nvme_folder(plan: Plan, votes: dist.ProcessGroup | None) -> Plan:
-    """The plan with a folder of this run alone in the one it names: DeepSpeed empties what it uses. Collective.
+def own_nvme_folder(strategy: Strategy, votes: dist.ProcessGroup | None) -> Path:
+    """A folder of this run alone in the one that the strategy names: DeepSpeed empties what it uses. Collective.
 
     Raises:
         RequestError: the folder cannot be made, or DeepSpeed's I/O cannot be compiled.
@@ -115,16 +110,16 @@ def with_own_nvme_folder(plan: Plan, votes: dist.ProcessGroup | None) -> Plan:
     check_nvme_io()
     names: list[Any] = [f"frugal-{uuid.uuid4().hex[:12]}"]
     dist.broadcast_object_list(names, src=0, group=votes)
-    folder = Path(str(plan.strategy.nvme_path)).expanduser() / names[0]
+    folder = Path(str(strategy.nvme_path)).expanduser() / names[0]
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise RequestError(
-            f"cannot write to --nvme-path {plan.strategy.nvme_path}",
+            f"cannot write to --nvme-path {strategy.nvme_path}",
             because=str(error.strerror),
             hint="name a folder on a local disk of each node",
         ) from None
-    return replace(plan, strategy=replace(plan.strategy, nvme_path=str(folder)))
+    return folder
 
 
 def check_nvme_io() -> None:
@@ -144,9 +139,9 @@ def check_nvme_io() -> None:
         ) from None
 
 
-def remove_nvme_folder(plan: Plan) -> None:
+def remove_nvme_folder(strategy: Strategy) -> None:
     """Remove the folder of a run that is over; other ranks of the node may do the same."""
-    shutil.rmtree(str(plan.strategy.nvme_path), ignore_errors=True)
+    shutil.rmtree(str(strategy.nvme_path), ignore_errors=True)
 
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -159,8 +154,6 @@ def check_precision(precision: str) -> None:
     Raises:
         RequestError: with what it does.
     """
-    from deepspeed.accelerator import get_accelerator  # takes seconds, and planning needs the types alone
-
     device = get_accelerator()
     supported = {"fp32": True, "bf16": device.is_bf16_supported(), "fp16": device.is_fp16_supported()}
     if not supported[precision]:

@@ -3,7 +3,6 @@
 import os
 import select
 import socket
-import sys
 import threading
 import time
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING
 import psutil  # type: ignore[import-untyped]  # has no types
 
 from frugal.config.cluster import DeviceKind
+from frugal.deepspeed_adapter import collectives
 from frugal.distributed import env, rank_logs
 from frugal.errors import PlanMismatchError, RequestError
 from frugal.planning.plan import Plan
@@ -45,7 +45,7 @@ def join(plan: Plan, out: Path | None = None) -> "torch.device":
     env.correct_local_rank(plan.cluster)
     env.limit_threads()
     if kind == "cpu":
-        os.environ["DS_ACCELERATOR"] = "cpu"  # before DeepSpeed is imported
+        os.environ.update(collectives.ON_CPU)  # before DeepSpeed is imported
     if world_size > 1 and out is not None:
         rank_logs.redirect(out, int(os.environ["RANK"]))
     import torch
@@ -76,7 +76,7 @@ def use_device(kind: DeviceKind) -> "torch.device":
     import torch
 
     if kind == "cpu":
-        os.environ["DS_ACCELERATOR"] = "cpu"
+        os.environ.update(collectives.ON_CPU)
         return torch.device("cpu")
     device = torch.device(kind, env.local_rank())
     _refuse_missing_gpu(device)
@@ -100,15 +100,14 @@ def _refuse_missing_gpu(device: "torch.device") -> None:
 def form() -> None:
     """Enter the process group that a launcher describes, or one of this process alone; if in one, stay. Collective.
 
-    Without DeepSpeed's shared-memory kernel for CPU ranks, which costs more than it saves: it is compiled when first
-    used, a process killed while loading it leaves a lock that later runs wait on for ever, and its buffers (66 MiB a
-    rank) stay in /dev/shm after the run. gloo does the same sums.
-
     Raises:
         RequestError: the port where ranks meet is taken.
     """
-    import deepspeed  # seconds, and a parent that only needs `free_port` is not to wait for it
     from torch.distributed import DistNetworkError
+
+    from frugal.deepspeed_adapter import contract
+
+    contract.verify()  # before modules are imported that name what may be missing
 
     alone = {
         "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_SIZE": os.environ.get("LOCAL_WORLD_SIZE", "1"),
@@ -116,10 +115,8 @@ def form() -> None:
     }  # fmt: skip
     for name, value in alone.items():
         os.environ.setdefault(name, value)
-    # Not `deepspeed.comm.torch.build_shm_op`: that attribute is torch itself.
-    setattr(sys.modules["deepspeed.comm.torch"], "build_shm_op", lambda: None)  # noqa: B010  # unknown to mypy
     try:
-        deepspeed.init_distributed(auto_mpi_discovery=False)
+        collectives.init_distributed()
     except DistNetworkError as error:
         if "EADDRINUSE" not in str(error):
             raise

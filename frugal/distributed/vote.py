@@ -17,8 +17,8 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from deepspeed.constants import default_pg_timeout
 
+from frugal.deepspeed_adapter.collectives import timeout_seconds
 from frugal.distributed import sockets
 
 _NO, _YES = b"\0", b"\1"
@@ -97,7 +97,7 @@ def _connect_to_rank_0(group: dist.ProcessGroup | None) -> list[socket.socket] |
         return None
     for peer in peers:
         peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        peer.settimeout(default_pg_timeout.total_seconds())
+        peer.settimeout(timeout_seconds())
     return peers
 
 

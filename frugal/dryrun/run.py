@@ -5,20 +5,19 @@ A model whose forward fails on the inputs of a dry run: whose fault it is, and w
 
 import gc
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import cast
-from unittest.mock import patch
 
-from deepspeed.runtime.zero.partition_parameters import Init
 from torch import nn
 
 from frugal import torch_internals
 from frugal.config.cluster import DeviceKind
 from frugal.config.request import Request
+from frugal.deepspeed_adapter.engine import destroy, told_of_arrivals
 from frugal.deepspeed_adapter.fake_device import pretend
+from frugal.deepspeed_adapter.stages import Zero
+from frugal.distributed import process_group
 from frugal.dryrun.messages import DryRun
 from frugal.dryrun.trace.categories import package_folder
 from frugal.dryrun.trace.cuda_kernels import kernels_of
@@ -26,22 +25,11 @@ from frugal.dryrun.trace.recorder import Tracker, not_collected
 from frugal.errors import RequestError
 from frugal.planning.batch import BatchPlan
 from frugal.planning.cost import Counts
-from frugal.planning.plan import Plan
 from frugal.planning.strategy import Strategy
-from frugal.training.engine import Engine, initialize
 from frugal.training.measure.memory_gauge import mark_phases
 from frugal.training.models import factories
 from frugal.training.objectives import Objective
-
-
-@dataclass(frozen=True, kw_only=True)
-class _PlanStandIn:
-    """As much of a `Plan` as training needs."""
-
-    request: Request
-    strategy: Strategy
-    batch: BatchPlan
-    digest: str = "dry run"
+from frugal.training.train_step import accumulate, wrap
 
 
 def dry_run(
@@ -67,12 +55,11 @@ def dry_run(
     batch = BatchPlan.of(world_size * micro_batch * accumulation_steps, (micro_batch,) * world_size)
     if kind == "cpu" and strategy.activation_checkpointing == "offloaded":
         strategy = replace(strategy, activation_checkpointing="full")  # as it is where the host is the device
-    plan = cast(Plan, _PlanStandIn(request=request, strategy=strategy, batch=batch))
     micro_steps = (first_micro_steps or accumulation_steps, accumulation_steps)
     for integer in (None, 1):
         tracker = Tracker(kind, integer)
         try:
-            return _dry_run(tracker, build, objective, plan, micro_batch, micro_steps, rank)
+            return _dry_run(tracker, build, objective, request, strategy, batch, micro_steps, rank)
         except (IndexError, RuntimeError):
             if integer is not None or not tracker.was_asked_for_integers:
                 raise
@@ -83,13 +70,14 @@ def _dry_run(
     tracker: Tracker,
     build: Callable[[], nn.Module],
     objective: Objective,
-    plan: Plan,
-    micro_batch: int,
+    request: Request,
+    strategy: Strategy,
+    batch: BatchPlan,
     micro_steps: tuple[int, int],
     rank: int,
 ) -> DryRun:
     """One attempt."""
-    kind, strategy, world_size = tracker.kind, plan.strategy, plan.batch.world_size
+    kind, world_size, micro_batch = tracker.kind, batch.world_size, batch.largest_micro_batch
     side_stream = tracker.side_streams.at_work if kind == "cuda" and strategy.overlap_comm else None
     pinning = tracker.host.pinning if kind == "cuda" else None
     with (
@@ -102,12 +90,13 @@ def _dry_run(
             tracker.watch(model)
             if strategy.zero_stage < 3:
                 tracker.arrive(*model.parameters(), *model.buffers())
-            with _parameters_arrive_one_by_one(tracker):
-                engine = initialize(model, plan, objective)
+            with told_of_arrivals(tracker.arrive):
+                process_group.form()
+                zero = wrap(model, request, strategy, batch)
             tracker.arrive(*model.parameters(), *model.buffers())
             gc.collect()
-            tracker.relabel(engine.deepspeed.optimizer)
-            counts = _train(tracker, engine, objective, micro_batch, micro_steps, plan.request.seq_len)
+            tracker.relabel(zero.kept())
+            counts = _train(tracker, zero, objective, micro_batch, micro_steps, request.seq_len)
         recorded = DryRun(
             timeline=tracker.timeline(),
             micro_batch=micro_batch,
@@ -115,15 +104,15 @@ def _dry_run(
             notes=tracker.notes,
             counts=counts,
         )
-        engine.destroy()
-        del engine, model
+        destroy(zero)
+        del zero, model
         gc.collect()
     return recorded
 
 
 def _train(
     tracker: Tracker,
-    engine: Engine,
+    zero: Zero,
     objective: Objective,
     micro_batch: int,
     micro_steps: tuple[int, int],
@@ -133,10 +122,10 @@ def _train(
 
     def mark(phase: str) -> None:
         gc.collect()
-        tracker.relabel(engine.deepspeed.optimizer)
+        tracker.relabel(zero.kept())
         tracker.mark(phase)
 
-    mark_phases(engine, mark)
+    marked = mark_phases(zero.engine, objective, mark)
     with torch_internals.without_modes():  # made on the host, whatever their values cost
         example = objective.example(micro_batch, seq_len)
     tracker.expect(example)
@@ -145,29 +134,13 @@ def _train(
         if tracker.kind == "cpu":  # there the host is the device, and holds all of them
             batches = [{name: tensor.to("meta") for name, tensor in batch.items()} for batch in batches]
         before = tracker.counts
-        engine.accumulate(batches, targets=1)
+        accumulate(zero.engine, marked, batches, targets=1)
         done = tracker.counts.minus(before)
         del batches
-        engine.deepspeed.step()
+        zero.engine.step()
     gc.collect()
-    tracker.relabel(engine.deepspeed.optimizer)
+    tracker.relabel(zero.kept())
     return done.divided(num_micro_steps)
-
-
-@contextmanager
-def _parameters_arrive_one_by_one(tracker: Tracker) -> Iterator[None]:
-    """ZeRO-3 brings a parameter to the device and splits it before it turns to the next.
-
-    Model and device are both meta here, so the tracker is told what a real `.to(device)` would show.
-    """
-    split = Init._zero_init_param
-
-    def arrive_and_split(init: Init, parameter: nn.Parameter) -> None:
-        tracker.arrive(parameter.data)
-        split(init, parameter)
-
-    with patch.object(Init, "_zero_init_param", arrive_and_split):
-        yield
 
 
 _RUNS_A_FORWARD = ("loss_sum", "recompute_fn")  # of an objective, and of torch's activation checkpointing

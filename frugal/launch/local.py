@@ -4,13 +4,10 @@ The launcher and its ranks run in a session of their own, so that Ctrl-C reaches
 interrupted and end with 130, and the launchers above them pass that on without a traceback.
 """
 
-import base64
-import json
 import os
 import signal
 import socket
 import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -21,6 +18,7 @@ import psutil  # type: ignore[import-untyped]  # has no types
 
 from frugal.config.cluster import DeviceKind
 from frugal.config.settings.run_settings import RunSettings
+from frugal.deepspeed_adapter import collectives
 from frugal.deepspeed_adapter.json_config import write_plan
 from frugal.distributed import first_failure
 from frugal.distributed.process_group import STARTER, free_port
@@ -117,15 +115,12 @@ def start_ranks(
     """
     environment = {**os.environ, STARTER: str(os.getpid())}
     if kind == "cpu":
-        environment |= {"DS_ACCELERATOR": "cpu", "LOCAL_SIZE": str(num_ranks)}  # the latter spares it asking numactl
+        environment |= {**collectives.ON_CPU, "LOCAL_SIZE": str(num_ranks)}  # the latter spares it asking numactl
     devices = list(range(num_ranks)) if kind == "cpu" else visible_gpus()[:num_ranks]
-    world = base64.urlsafe_b64encode(json.dumps({"localhost": devices}).encode()).decode()
     environment.setdefault("OMP_NUM_THREADS", str(max(1, _cores() // num_ranks)))
-    # What `deepspeed` itself would start on one node, without the seconds it takes to import DeepSpeed once more.
-    command = [
-        sys.executable, "-m", "deepspeed.launcher.launch", "--log_level=critical", f"--world_info={world}",
-        f"--master_port={master_port or free_port()}", "--module", module, *arguments,
-    ]  # fmt: skip
+    command = collectives.launcher(
+        {"localhost": devices}, master_port=master_port or free_port(), module=module, arguments=arguments
+    )
     early_interrupts: list[int] = []  # while there is no process yet that could be ended
     before = signal.signal(signal.SIGINT, lambda number, _frame: early_interrupts.append(number))
     with (
@@ -159,7 +154,7 @@ def _interrupt_ranks(process: subprocess.Popen[bytes]) -> bool:
 
 def _ranks(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
     tree = psutil.Process(process.pid).children(recursive=True)
-    return [child for child in tree if "--local_rank" in " ".join(_command_line(child))]
+    return [child for child in tree if collectives.RANK_FLAG in " ".join(_command_line(child))]
 
 
 def _command_line(process: psutil.Process) -> list[str]:

@@ -4,9 +4,7 @@ This is what `deepspeed --hostfile` does, with what a run needs besides: argumen
 alone, no prompts, signals that reach the ranks, and a run that is judged by what its ranks reported, not by exit codes.
 """
 
-import base64
 import ctypes
-import json
 import os
 import re
 import secrets
@@ -28,6 +26,7 @@ import psutil  # type: ignore[import-untyped]  # has no types
 from frugal.config.cluster import DeviceKind
 from frugal.config.hostfile import HostfileEntry
 from frugal.config.settings.run_settings import RunSettings
+from frugal.deepspeed_adapter import collectives
 from frugal.deepspeed_adapter.json_config import write_plan
 from frugal.distributed import first_failure, process_group
 from frugal.distributed.rank_logs import to_console
@@ -124,7 +123,7 @@ def run(
         prefix=".start-", suffix=secrets.token_hex(4), dir=asked.out, ignore_cleanup_errors=True
     ) as folder:
         written, _ = write_plan(plan, Path(folder))
-        arguments = ["--module", "frugal.training.run", "--plan", str(written), *asked.arguments()]
+        arguments = ["--plan", str(written), *asked.arguments()]
         ranks = RemoteRanks([host.host for host in hosts], access, Path(folder))
         code = ranks.run(_node_command(plan, hosts, access, address, port, Path(folder), arguments))
         if first_failure.is_done(Path(folder)):
@@ -155,13 +154,16 @@ def _node_command(
         process_group.OVER_SSH: "1",
     }
     if plan.cluster.devices[0].kind == "cpu":
-        environment["DS_ACCELERATOR"] = "cpu"
+        environment |= collectives.ON_CPU
     world = {host.host.name: host.gpus for host in hosts}
-    words = [
-        sys.executable, "-u", "-m", "deepspeed.launcher.launch", "--log_level=critical",
-        f"--world_info={base64.urlsafe_b64encode(json.dumps(world).encode()).decode()}", f"--master_addr={address}",
-        f"--master_port={port}", "--node_rank=NUMBER", *arguments,
-    ]  # fmt: skip
+    words = collectives.launcher(
+        world,
+        f"--master_addr={address}",
+        "--node_rank=NUMBER",
+        master_port=port,
+        module="frugal.training.run",
+        arguments=arguments,
+    )
     return escape(ssh.remote_command(words, environment)).replace("--node_rank=NUMBER", "--node_rank=%n", 1)
 
 

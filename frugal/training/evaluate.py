@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -17,9 +16,7 @@ from frugal.training.data.micro_batches import pin, prefetch, share
 from frugal.training.objectives import Batch, Sample
 from frugal.training.oom_limits import OutOfMemory
 from frugal.training.oom_retry import abandon
-
-if TYPE_CHECKING:
-    from frugal.training.engine import Engine
+from frugal.training.train_step import Stepper
 
 logger = logging.getLogger("frugal")
 
@@ -38,7 +35,7 @@ class Evaluation:
         return math.exp(self.loss) if self.loss < 709 else math.inf
 
 
-def evaluate(engine: "Engine", samples: Sequence[Sample]) -> Evaluation:
+def evaluate(engine: Stepper, samples: Sequence[Sample]) -> Evaluation:
     """The model's loss on `samples`, the same sequence on every rank. Collective; dropout is off meanwhile.
 
     The samples are cut into micro-batches like a global batch, under the same limits, or smaller ones where memory runs
@@ -60,7 +57,7 @@ def evaluate(engine: "Engine", samples: Sequence[Sample]) -> Evaluation:
         outcome = engine.guard.attempt(partial(_evaluated, engine, samples, cut.places))
         if not isinstance(outcome, OutOfMemory):
             break
-        abandon(engine.deepspeed)
+        abandon(engine.zero)
         rng.restore(before, engine.device)
         message = engine.caution.lower_evaluation(outcome, cut.largest)
         if engine.rank == 0:
@@ -76,7 +73,7 @@ def evaluate(engine: "Engine", samples: Sequence[Sample]) -> Evaluation:
     return Evaluation(loss=loss_sum / num_targets, targets=int(num_targets), samples=len(samples))
 
 
-def _evaluated(engine: "Engine", samples: Sequence[Sample], shares: Sequence[Sequence[int]]) -> tuple[float, int]:
+def _evaluated(engine: Stepper, samples: Sequence[Sample], shares: Sequence[Sequence[int]]) -> tuple[float, int]:
     """This rank's micro-batches: the summed loss and the number of targets. Collective."""
     loss = torch.zeros((), dtype=torch.float64, device=engine.device)
     targets = 0
@@ -94,7 +91,7 @@ def _evaluated(engine: "Engine", samples: Sequence[Sample], shares: Sequence[Seq
     return loss.item(), targets
 
 
-def _collated(engine: "Engine", samples: Sequence[Sample], shares: Sequence[Sequence[int]]) -> Iterator[Batch]:
+def _collated(engine: Stepper, samples: Sequence[Sample], shares: Sequence[Sequence[int]]) -> Iterator[Batch]:
     for places in shares:
         own = [samples[place] for place in places]
         yield pin(engine.objective.collate(own or [engine.objective.dummy()]), engine.device)

@@ -16,11 +16,12 @@ from frugal.training.checkpoint.loading import Progress
 from frugal.training.checkpoint.saving import Saver
 from frugal.training.data.global_batches import GlobalBatch, GlobalBatches
 from frugal.training.data.micro_batches import prefetch
-from frugal.training.engine import Engine, StepResult
+from frugal.training.engine import Engine
 from frugal.training.evaluate import evaluate
 from frugal.training.measure.memory_gauge import Gauge
 from frugal.training.metrics import Log
 from frugal.training.objectives import Sample
+from frugal.training.train_step import StepResult
 
 
 class FirstStepsGauge:

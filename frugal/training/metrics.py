@@ -27,8 +27,8 @@ from frugal import atomic_files
 from frugal.config.settings.run_settings import METRICS
 from frugal.distributed import rank_logs
 from frugal.errors import CheckpointError
-from frugal.training.engine import StepResult
 from frugal.training.evaluate import Evaluation
+from frugal.training.train_step import StepResult
 from frugal.units import format_bytes, format_seconds
 
 PLAIN_LINES = 40  # about so many lines of progress where there is no terminal

@@ -9,7 +9,7 @@ Numbers that are not finite leave everything as it was, at every stage and preci
 ZeRO 1 to 3, by the norm of the gradient, which it computes anyway; at stage 0 it would write them into the weights.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,29 +17,27 @@ import torch
 from torch import Tensor
 
 from frugal import torch_internals
+from frugal.deepspeed_adapter.stages import Zero
 from frugal.training.oom_retry import Guard, again_after_cleaning
 
 
 class Update:
     """One engine's optimizer step. Call it within `Guard.attempt`."""
 
-    def __init__(self, deepspeed_engine: Any, guard: Guard) -> None:
+    def __init__(self, zero: Zero, guard: Guard) -> None:
         self.is_begun = False  # whether weights may have been written to, on any rank; equal on all
         self.grad_norm: float | None = None  # of the global gradient before clipping; None: it is not finite
-        self._engine = deepspeed_engine
+        self._zero = zero
+        self._engine = zero.engine
         self._guard = guard
-        self._optimizer = deepspeed_engine.optimizer
-        while hasattr(self._optimizer, "optimizer"):  # ZeRO's, around torch's
-            self._optimizer = self._optimizer.optimizer
+        self._optimizer = zero.inner
         self._optimizer.step = self._step_by(self._optimizer.step)
-        zero = deepspeed_engine.optimizer
-        if hasattr(zero, "persistent_parameters"):  # ZeRO-3's, gathered last: first their memory, then one by one
-            zero._post_step = guard.with_one_vote(zero._post_step)
+        zero.gathers_by(guard.with_one_vote)  # first the memory for all, then one by one
 
     def update(self) -> bool:
         """Do the step; False: the gradient is not finite, so nothing was changed but the count of steps. Collective."""
         self.is_begun, engine = False, self._engine
-        is_plain = engine.optimizer is self._optimizer
+        is_plain = self._zero.strategy.zero_stage == 0
         with self._groups_kept():
             if is_plain:
                 gradients = [each.grad for each in engine.module.parameters() if each.grad is not None]
@@ -52,8 +50,7 @@ class Update:
             self.grad_norm = None
             if engine.fp16_enabled():  # the loss scale was too high for this batch, and is lower now
                 return True
-            if engine.lr_scheduler is not None:
-                engine.lr_scheduler.step()
+            self._zero.step_schedule()
             return False
         if not is_plain:
             norm = engine.get_global_grad_norm()
@@ -63,10 +60,7 @@ class Update:
     def leave_out(self) -> bool:
         """Count a step that changes nothing; False. The learning rate goes on: it depends on the number of the step."""
         self.grad_norm = None
-        self._engine.global_steps += 1
-        self._engine.skipped_steps += 1
-        if self._engine.lr_scheduler is not None:
-            self._engine.lr_scheduler.step()
+        self._zero.count_skipped_step()
         return False
 
     def _step_by(self, step: Callable[..., Any]) -> Callable[..., Any]:
@@ -90,7 +84,7 @@ class Update:
         if not isinstance(self._optimizer, torch.optim.Adam):
             return
         group = self._optimizer.param_groups[0]
-        for each in self._masters():
+        for each in self._zero.masters():
             if self._optimizer.state.get(each):
                 continue
             gradient, each.grad = each.grad, each.detach()  # only its being there matters
@@ -101,15 +95,6 @@ class Update:
                 raise
             finally:
                 each.grad = gradient
-
-    def _masters(self) -> Iterable[Tensor]:
-        """The tensors that will be written to: all of them, also where ZeRO-3 shows one sub-group at a time."""
-        zero = self._engine.optimizer
-        if getattr(zero, "swap_optimizer", False):  # they come from the disk and go back there, one by one
-            return []
-        if hasattr(zero, "fp32_partitioned_groups_flat"):
-            return zero.fp32_partitioned_groups_flat
-        return [each for group in self._optimizer.param_groups for each in group["params"] if each.requires_grad]
 
     def _versions(self) -> dict[int, int]:
         """How often each tensor the step may write to was written to, by the tensor's id."""

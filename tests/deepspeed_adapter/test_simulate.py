@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from frugal.config.request import Request
+from frugal.deepspeed_adapter.kernels import DTYPES
 from frugal.deepspeed_adapter.simulate.engine import covers, simulate
 from frugal.dryrun.run import dry_run
 from frugal.dryrun.trace.trace import built, trace
 from frugal.planning.memory.model_trace import ModelTrace
 from frugal.planning.strategy import Strategy
-from frugal.training.engine import DTYPES
 from frugal.training.objectives import CausalLM, MaskedLM, Seq2Seq, SummedLoss
 
 TOLERANCE = 0.001  # of a phase's bytes; operators on scalars are left out, which is seen on models this small

@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from frugal.deepspeed_adapter.kernels import DTYPES
 from frugal.dryrun.messages import DryRun
 from frugal.dryrun.run import dry_run
 from frugal.dryrun.trace import stand_ins
 from frugal.planning.memory.timeline import phase_peaks
-from frugal.training.engine import DTYPES
 from frugal.training.measure.two_steps import trial
 from frugal.training.objectives import CausalLM, SequenceClassification, SummedLoss
 from tests.dryrun.test_truth import SEQ_LEN, TOLERANCE, plan_for

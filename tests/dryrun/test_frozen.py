@@ -8,8 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from frugal.deepspeed_adapter.kernels import DTYPES
 from frugal.dryrun.run import dry_run
-from frugal.training.engine import DTYPES, initialize
+from frugal.training.engine import initialize
 from frugal.training.measure.two_steps import trial
 from frugal.training.models.resolve import resolve
 from frugal.training.objectives import CausalLM

@@ -6,12 +6,11 @@ on past the end of a phase is looked up where its owner keeps it, and relabelled
 
 import functools
 import importlib.util
-from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from frugal import torch_internals
 from frugal.planning.memory.timeline import (
@@ -21,8 +20,6 @@ from frugal.planning.memory.timeline import (
     FORWARD,
     GRADIENTS,
     LOGITS,
-    OPTIMIZER,
-    PARAMETERS,
     TEMPORARY,
 )
 
@@ -112,60 +109,3 @@ def vocabulary_size(model: nn.Module) -> int | None:
     if config is None or not hasattr(config, "get_text_config"):
         return None
     return getattr(config.get_text_config(), "vocab_size", None)
-
-
-def owned(model: nn.Module, optimizer: Any) -> Iterator[tuple[Tensor, int]]:
-    """Every tensor that the model, its gradients and DeepSpeed's optimizer keep, with its category.
-
-    `optimizer` is what DeepSpeed put around torch's. The first category of a storage is the right one.
-    """
-    for parameter in model.parameters():
-        partition = getattr(parameter, "ds_tensor", None)
-        if partition is None:
-            yield parameter.data, PARAMETERS
-        else:
-            yield partition, PARAMETERS
-            yield parameter.data, COMMUNICATION  # gathered for use
-        if parameter.grad is not None:
-            yield parameter.grad, GRADIENTS
-    for buffer in model.buffers():
-        yield buffer, PARAMETERS
-    inner = getattr(optimizer, "optimizer", optimizer)
-    for state in getattr(inner, "state", {}).values():
-        for value in state.values():
-            if isinstance(value, Tensor):
-                yield value, OPTIMIZER
-    if inner is not optimizer:
-        for name, value in vars(optimizer).items():
-            category = _attribute_category(name)
-            for tensor in _inside(value):
-                yield tensor, category
-                if tensor.grad is not None:
-                    yield tensor.grad, GRADIENTS
-
-
-def _attribute_category(name: str) -> int:
-    """The category of what a ZeRO optimizer keeps under an attribute's name."""
-    if any(part in name for part in ("ipg", "bucket")):
-        return COMMUNICATION
-    if "grad" in name:
-        return GRADIENTS
-    if any(part in name for part in ("fp32", "master", "single_partition")):
-        return OPTIMIZER
-    if any(part in name for part in ("bit16", "fp16")):
-        return PARAMETERS
-    return COMMUNICATION
-
-
-def _inside(value: Any, depth: int = 4) -> Iterator[Tensor]:
-    """Tensors in nested lists and dicts, no deeper than DeepSpeed nests them."""
-    if isinstance(value, Tensor):
-        yield value
-    elif depth and isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _inside(item, depth - 1)
-    elif depth and isinstance(value, dict):
-        for item in value.values():
-            yield from _inside(item, depth - 1)
-    elif depth and type(value).__module__.startswith("deepspeed.") and hasattr(value, "buffer"):
-        yield from _inside(value.buffer, depth - 1)  # an IPG bucket

@@ -8,7 +8,7 @@ Reference cycles, which Python collects when it likes, and with them storages of
 import gc
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,7 +19,7 @@ from frugal import torch_internals
 from frugal.config.cluster import DeviceKind
 from frugal.deepspeed_adapter.fake_device import SideStreams
 from frugal.dryrun.trace import operator_cache, stand_ins
-from frugal.dryrun.trace.categories import DEEPSPEED, MODEL, Shapes, asked_by_transformers, asker, owned
+from frugal.dryrun.trace.categories import DEEPSPEED, MODEL, Shapes, asked_by_transformers, asker
 from frugal.dryrun.trace.cuda_kernels import cuda_workspace
 from frugal.dryrun.trace.stand_ins import HostMemory
 from frugal.planning.cost import Counts
@@ -110,12 +110,11 @@ class Tracker(StorageWatch):
             if size_bytes is not None:
                 self._storage[address] = self._record(size_bytes, PARAMETERS, "to device")
 
-    def relabel(self, optimizer: Any = None) -> None:
-        """Give what lives now the category of its owner."""
-        assert self._model is not None, "watch a model first"
+    def relabel(self, kept: Iterable[tuple[Tensor, int]]) -> None:
+        """Give what lives now the category that it is `kept` for; a storage's first is the right one."""
         seen: set[int] = set()
         with torch_internals.without_modes():  # looking is no operator
-            for tensor, category in owned(self._model, optimizer):
+            for tensor, category in kept:
                 index = self._storage.get(torch_internals.address(tensor))
                 if index is not None and index not in seen:
                     seen.add(index)

@@ -20,14 +20,14 @@ import logging
 import pickle
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import torch.distributed as dist
 
 from frugal.config import local_host
 from frugal.config.settings.run_settings import RunSettings
-from frugal.deepspeed_adapter import checkpoint_files, kernels, state_layout
+from frugal.deepspeed_adapter import checkpoint_files, kernels
 from frugal.distributed.vote import gather
 from frugal.errors import CheckpointError, PlanMismatchError, RequestError
 from frugal.planning.plan import Plan
@@ -37,11 +37,7 @@ from frugal.training.checkpoint.manifest import File, Manifest
 from frugal.training.data.global_batches import Position
 from frugal.training.data.sources import Provenance
 from frugal.training.oom_limits import LearntLimits
-
-if TYPE_CHECKING:
-    from frugal.training.engine import Engine
-
-    pass
+from frugal.training.train_step import Stepper
 
 TRAINING = "training.json"
 logger = logging.getLogger("frugal")
@@ -78,7 +74,7 @@ class Loaded:
     changes: tuple[str, ...]
 
 
-def load(engine: "Engine", folder: Path) -> Loaded:
+def load(engine: Stepper, folder: Path) -> Loaded:
     """Bring the engine and this rank's generators to the newest good checkpoint in `folder`. Collective.
 
     Raises:
@@ -107,10 +103,10 @@ def load(engine: "Engine", folder: Path) -> Loaded:
     raise CheckpointError(f"there is no checkpoint in {folder}", hint="start without --resume")
 
 
-def origin(engine: "Engine", step: int, listed: dict[str, File]) -> Manifest:
+def origin(engine: Stepper, step: int, listed: dict[str, File]) -> Manifest:
     """What this run is, in the manifest's words."""
     plan = engine.plan
-    shapes = [(name, tuple(getattr(p, "ds_shape", p.shape))) for name, p in engine.module.named_parameters()]
+    shapes = [(name, engine.zero.shape(p)) for name, p in engine.module.named_parameters()]
     return Manifest(
         step=step,
         world_size=engine.world_size,
@@ -127,7 +123,7 @@ def origin(engine: "Engine", step: int, listed: dict[str, File]) -> Manifest:
     )
 
 
-def _damage(engine: "Engine", path: Path) -> str | None:
+def _damage(engine: Stepper, path: Path) -> str | None:
     """Why this rank cannot use the checkpoint, or None."""
     try:
         made_by = manifest.read(path)
@@ -137,7 +133,7 @@ def _damage(engine: "Engine", path: Path) -> str | None:
     return manifest.first_damage(path, made_by, engine.rank, engine.world_size) or _foreign(engine, path, made_by)
 
 
-def _foreign(engine: "Engine", path: Path, made_by: Manifest) -> str | None:
+def _foreign(engine: Stepper, path: Path, made_by: Manifest) -> str | None:
     """What no checkpoint of ours holds, in the files that this rank answers for."""
     for name, file in made_by.files.items():
         if name.endswith(".pt") and file.rank % engine.world_size == engine.rank:
@@ -164,10 +160,9 @@ def read_progress(path: Path) -> Progress:
         raise ValueError(f"{path / TRAINING} is no record of a run: {error}") from None
 
 
-def _restore(engine: "Engine", path: Path, made_by: Manifest, this: Manifest) -> Progress:
+def _restore(engine: Stepper, path: Path, made_by: Manifest, this: Manifest) -> Progress:
     if all(gather(_fits(engine, path, made_by, this), engine.votes)):
-        with checkpoint_files.installed(engine.deepspeed):
-            engine.deepspeed.load_checkpoint(str(path.parent), tag=path.name)
+        checkpoint_files.load(engine.deepspeed, path)
     elif (refusal := refuse_other_layout(path, made_by, this)) is not None:
         raise refusal
     else:
@@ -182,17 +177,16 @@ def _restore(engine: "Engine", path: Path, made_by: Manifest, this: Manifest) ->
     return progress
 
 
-def _fits(engine: "Engine", path: Path, made_by: Manifest, this: Manifest) -> bool:
+def _fits(engine: Stepper, path: Path, made_by: Manifest, this: Manifest) -> bool:
     """Whether this rank finds its states in one of the files, as it keeps them."""
     if this.zero_stage > 0 and made_by.world_size != this.world_size:
         return False
     kinds = [(each.zero_stage, each.offload, each.optimizer) for each in (made_by, this)]
-    return kinds[0] == kinds[1] and reshard.read_layout(path, engine.rank % made_by.world_size) == state_layout.of(
-        engine.deepspeed, engine.plan.strategy.zero_stage
-    )
+    written = reshard.read_layout(path, engine.rank % made_by.world_size)
+    return kinds[0] == kinds[1] and written == engine.zero.layout()
 
 
-def _follow_plan(engine: "Engine") -> None:
+def _follow_plan(engine: Stepper) -> None:
     """Have the optimizer go on with the plan's settings, which DeepSpeed overwrites with those it saved."""
     request, scheduler = engine.plan.request, engine.deepspeed.lr_scheduler
     peak, factor = request.scaled_learning_rate, 1.0

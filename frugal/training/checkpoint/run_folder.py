@@ -150,7 +150,7 @@ def _lacking(plan: Plan, asked: RunSettings, name: str, num_ranks: int) -> list[
         ranks += " and the copy of --async-save"
     if needed > free:
         lines.append(f"{name} has {format_bytes(free)} of memory left, and {ranks} will take {format_bytes(needed)}")
-    if kernels.uses_nvme(plan):
+    if kernels.uses_nvme(plan.strategy):
         needed = max(
             breakdown.nvme_bytes(plan.request, plan.strategy, plan.model, node, plan.cluster) // len(node.devices)
             for node in set(plan.cluster.nodes)

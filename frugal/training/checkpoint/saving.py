@@ -16,25 +16,22 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
-import deepspeed
 import msgspec
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from frugal import atomic_files
-from frugal.deepspeed_adapter import state_layout
 from frugal.deepspeed_adapter.checkpoint_files import CheckpointWriter
+from frugal.deepspeed_adapter.stages import Zero
 from frugal.distributed.vote import RanksFailed, together
 from frugal.errors import CheckpointError
 from frugal.training import rng
 from frugal.training.checkpoint import manifest, reshard
 from frugal.training.checkpoint.loading import TRAINING, Progress, origin, read_progress
 from frugal.training.checkpoint.manifest import File, Manifest
-
-if TYPE_CHECKING:
-    from frugal.training.engine import Engine
+from frugal.training.train_step import Stepper
 
 
 class Saver:
@@ -43,7 +40,7 @@ class Saver:
     Use it in a `with` block, which does not end, with an error or without, before what was begun is written.
     """
 
-    def __init__(self, engine: "Engine", folder: Path, *, keep: int = 2, in_background: bool = False) -> None:
+    def __init__(self, engine: Stepper, folder: Path, *, keep: int = 2, in_background: bool = False) -> None:
         self._engine = engine
         self._folder = folder.absolute()
         self._keep = keep
@@ -130,7 +127,7 @@ class Saver:
             ) from None
 
 
-def save(engine: "Engine", folder: Path, progress: Progress, *, keep: int = 2) -> Path:
+def save(engine: Stepper, folder: Path, progress: Progress, *, keep: int = 2) -> Path:
     """Write one checkpoint into `folder`; see `Saver`. Collective."""
     return Saver(engine, folder, keep=keep).save(progress)
 
@@ -158,15 +155,11 @@ def _find(aside: Path) -> None:
     )
 
 
-def _collect(engine: "Engine", writer: CheckpointWriter, aside: Path, progress: Progress) -> None:
+def _collect(engine: Stepper, writer: CheckpointWriter, aside: Path, progress: Progress) -> None:
     """Give this rank's states to the writer."""
-    with writer.installed(engine.deepspeed):
-        engine.deepspeed.save_checkpoint(str(aside.parent), tag=aside.name, save_latest=False)
+    writer.collect(engine.deepspeed, aside)
     writer.save(rng.state(engine.device), aside / f"rng_rank_{engine.rank}.pt")
-    writer.write(
-        msgspec.json.encode(state_layout.of(engine.deepspeed, engine.plan.strategy.zero_stage)),
-        aside / reshard.file_name(engine.rank),
-    )
+    writer.write(msgspec.json.encode(engine.zero.layout()), aside / reshard.file_name(engine.rank))
     if engine.rank == 0:
         learnt = replace(progress, learnt=engine.caution.learnt())
         writer.write(msgspec.json.encode(learnt), aside / TRAINING)
@@ -201,7 +194,7 @@ def _validation_loss(path: Path) -> float | None:
     return None
 
 
-def save_model(engine: "Engine", folder: Path, tokenizer: Any = None) -> Path:
+def save_model(engine: Stepper, folder: Path, tokenizer: Any = None) -> Path:
     """Write the model in the precision it was trained in, and the tokenizer, to `folder`. Collective.
 
     A transformers model becomes what `from_pretrained` loads; any other module a `model.safetensors` for
@@ -212,7 +205,7 @@ def save_model(engine: "Engine", folder: Path, tokenizer: Any = None) -> Path:
     """
     folder = folder.absolute()
     aside = folder.with_name(folder.name + ".tmp")
-    weights = _whole_weights(engine.module, keep=engine.rank == 0)
+    weights = _whole_weights(engine.zero, engine.module, keep=engine.rank == 0)
     try:
         together(lambda: _write(engine.module, weights, aside, tokenizer) if engine.rank == 0 else None, engine.votes)
     except RanksFailed as failed:
@@ -224,7 +217,7 @@ def save_model(engine: "Engine", folder: Path, tokenizer: Any = None) -> Path:
     return folder
 
 
-def _whole_weights(module: nn.Module, *, keep: bool) -> dict[str, Tensor]:
+def _whole_weights(zero: Zero, module: nn.Module, *, keep: bool) -> dict[str, Tensor]:
     """Parameters and buffers by name, on the host, tied ones shared; empty unless `keep`. Collective.
 
     ZeRO-3 gathers one parameter at a time, so no device ever holds more than the largest beside its share.
@@ -232,7 +225,7 @@ def _whole_weights(module: nn.Module, *, keep: bool) -> dict[str, Tensor]:
     weights: dict[str, Tensor] = {}
     parameters: dict[int, Tensor] = {}
     for parameter in module.parameters():
-        with deepspeed.zero.GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
+        with zero.gathered(parameter):
             if keep:
                 parameters[id(parameter)] = parameter.detach().to("cpu", copy=True)
     if keep:

@@ -159,11 +159,11 @@ def gauge(device: torch.device | str, holding: Iterable[Tensor] = ()) -> Iterato
         yield host
 
 
-def mark_phases(engine: Any, mark: Callable[[str], None]) -> None:
-    """Have a `frugal.training.engine.Engine` say when forward, backward and the optimizer step begin."""
-    engine.objective = _MarkedObjective(engine.objective, mark)
+def mark_phases(deepspeed: Any, objective: Any, mark: Callable[[str], None]) -> Any:
+    """Have DeepSpeed's engine say when backward and optimizer step begin; an objective that says when forward does."""
     for name, phase in (("backward", BACKWARD), ("step", OPTIMIZER_STEP)):
-        setattr(engine.deepspeed, name, _marked(getattr(engine.deepspeed, name), phase, mark))
+        setattr(deepspeed, name, _marked(getattr(deepspeed, name), phase, mark))
+    return _MarkedObjective(objective, mark)
 
 
 def _marked(function: Callable[..., Any], phase: str, mark: Callable[[str], None]) -> Callable[..., Any]:

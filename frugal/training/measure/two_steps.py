@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, cast
 from unittest.mock import patch
 
-import deepspeed.comm.comm as deepspeed_comm
 import msgspec
 import torch
 import torch.distributed as dist
@@ -27,6 +26,7 @@ from frugal import torch_internals
 from frugal.config import local_host
 from frugal.config.request import Task
 from frugal.config.settings.arguments import parse
+from frugal.deepspeed_adapter import collectives
 from frugal.deepspeed_adapter.kernels import DTYPES
 from frugal.distributed import first_failure, process_group
 from frugal.errors import OutOfMemoryError
@@ -43,7 +43,6 @@ from frugal.training.objectives import Objective, SummedLoss
 WARM_UP_ELEMENTS = 1_000
 NUM_STEPS = 2  # as many as are dry-run: optimizer states come to be in the first
 
-_BACKEND = ("all_gather_function", "reduce_scatter_function")
 _TORCH = ("broadcast", "all_reduce", "all_gather", "reduce", "reduce_scatter", "_all_gather_base")
 _SECONDS = 0.001
 
@@ -82,7 +81,7 @@ def watched(
             found.mark(phase)
 
         engine = initialize(build(), plan, objective)
-        mark_phases(engine, mark)
+        engine.objective = mark_phases(engine.deepspeed, objective, mark)
         for _ in range(NUM_STEPS):
             batches = [{name: tensor.clone() for name, tensor in example.items()} for _ in range(micro_steps)]
             engine.accumulate(batches, targets=1)
@@ -116,9 +115,8 @@ def _gpu_bytes(gauge: CudaGauge, device: torch.device) -> dict[str, int]:
 @contextmanager
 def settled_collectives() -> Iterator[None]:
     """Wait after each collective until gloo's threads have let go of its tensors."""
-    backend = deepspeed_comm.cdb
     with ExitStack() as stack:
-        for owner, names in ((backend, _BACKEND), (dist, _TORCH)):
+        for owner, names in ((collectives.backend(), collectives.DIRECT), (dist, _TORCH)):
             for name in names:
                 stack.enter_context(patch.object(owner, name, _settled(getattr(owner, name))))
         yield

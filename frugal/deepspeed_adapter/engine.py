@@ -1,0 +1,95 @@
+"""The DeepSpeed engine of a strategy, made and taken down."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.zero.partition_parameters import Init
+from torch import Tensor, nn
+
+from frugal.config.request import Request
+from frugal.deepspeed_adapter import kernels, stages
+from frugal.deepspeed_adapter.json_config import batch_config, strategy_config
+from frugal.deepspeed_adapter.stages import Zero
+from frugal.planning.batch import BatchPlan
+from frugal.planning.strategy import Strategy
+
+
+def initialize(
+    model: nn.Module,
+    request: Request,
+    strategy: Strategy,
+    batch: BatchPlan,
+    *,
+    learning_rate_schedule: Callable[[int], float] | None = None,
+    votes: dist.ProcessGroup | None = None,
+) -> Zero:
+    """DeepSpeed's engine around `model`, which has rank 0's weights on all ranks then. Collective.
+
+    `learning_rate_schedule`: a factor on the learning rate by the number of optimizer steps done. `votes`: a gloo group
+    of all ranks; None: the usual one.
+
+    Raises:
+        RequestError: the device cannot do the precision, or its optimizer's library, a compiler or the disk is missing.
+    """
+    kernels.check_precision(request.precision)
+    if kernels.uses_nvme(strategy):
+        strategy = replace(strategy, nvme_path=str(kernels.own_nvme_folder(strategy, votes)))
+    config = batch_config(batch) | strategy_config(request, strategy)
+    kernels.leave_muon_uncompiled()
+    optimizer = kernels.ready_made(request, strategy)
+    if strategy.zero_stage == 3:
+        _partition(model, config, kernels.DTYPES[request.precision])
+    scheduler = None
+    if learning_rate_schedule is not None:
+
+        def scheduler(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+            return torch.optim.lr_scheduler.LambdaLR(optimizer, learning_rate_schedule)
+
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    engine, *_ = deepspeed.initialize(
+        model=model, optimizer=optimizer, model_parameters=trainable, lr_scheduler=scheduler, config=config
+    )
+    return stages.of(engine, strategy)
+
+
+def destroy(zero: Zero) -> None:
+    """Free the engine's hooks and buffers and its files, so that another can follow in this process."""
+    zero.destroy()
+    if kernels.uses_nvme(zero.strategy):
+        kernels.remove_nvme_folder(zero.strategy)
+
+
+def _partition(model: nn.Module, config: dict[str, Any], dtype: torch.dtype) -> None:
+    """Split the parameters over the ranks one by one, so that no device ever holds the whole model.
+
+    `deepspeed.initialize` alone would move all of it to every device first.
+    """
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype)
+    zero = Init(module=model, config_dict_or_path=config, dtype=dtype)
+    for module in model.modules():  # DeepSpeed leaves the buffers of a partitioned model where they are
+        for name, buffer in module.named_buffers(recurse=False):
+            module._buffers[name] = buffer.to(zero.local_device)
+
+
+@contextmanager
+def told_of_arrivals(arrive: Callable[[Tensor], None]) -> Iterator[None]:
+    """`arrive` is called with each parameter that stage 3 brings to the device, before it splits it.
+
+    For a device that is pretended, where nothing shows that a tensor came.
+    """
+    split = Init._zero_init_param
+
+    def arrive_and_split(init: Init, parameter: nn.Parameter) -> None:
+        arrive(parameter.data)
+        split(init, parameter)
+
+    with patch.object(Init, "_zero_init_param", arrive_and_split):
+        yield

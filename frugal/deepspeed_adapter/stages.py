@@ -1,0 +1,399 @@
+"""What each ZeRO stage keeps under names of its own: how it is reset, updated, laid out and filled from a checkpoint.
+
+A stage is chosen by the plan. Names of DeepSpeed 0.19.8; one that is not there raises, nothing is done instead.
+
+`Zero.optimizer` is what DeepSpeed put around `Zero.inner`, torch's optimizer or one of DeepSpeed's kernels; at stage 0
+they are the same. The inner one updates flat fp32 tensors, the masters: see `checkpoint_files`.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, ClassVar
+
+import deepspeed
+import torch
+import torch.nn.functional as F
+from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+from deepspeed.runtime.base_optimizer import BackwardHookStateManager
+from deepspeed.runtime.zero import parameter_offload
+from deepspeed.runtime.zero.parameter_offload import ZeROOrderedDict
+from deepspeed.runtime.zero.partition_parameters import InsertPostInitMethodToModuleSubClasses, ZeroParamStatus
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID, DeepSpeedZeroOptimizer
+from deepspeed.utils import z3_leaf_module
+from torch import Tensor, nn
+
+from frugal.deepspeed_adapter import checkpoint_files
+from frugal.deepspeed_adapter.checkpoint_files import StateLayout
+from frugal.planning.memory.timeline import COMMUNICATION, GRADIENTS, OPTIMIZER, PARAMETERS
+from frugal.planning.strategy import Strategy
+from frugal.required import put
+
+Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+CopyElements = Callable[[str, int, Tensor, bool], None]
+"""Fills a tensor with a parameter's saved elements: its name, the first of them, where to, whether it is frozen."""
+
+_COUNTERS = ("global_steps", "global_samples", "skipped_steps")
+
+
+class Zero(ABC):
+    """A DeepSpeed engine under the strategy it was made for."""
+
+    _kind: ClassVar[type[Any]]
+    """Of `optimizer`."""
+
+    def __init__(self, engine: Any, strategy: Strategy) -> None:
+        self.engine = engine
+        self.strategy = strategy
+        self.optimizer: Any = engine.optimizer
+        assert isinstance(self.optimizer, self._kind), f"{type(self.optimizer)} at stage {strategy.zero_stage}"
+        self.inner: Any = self.optimizer.optimizer if strategy.zero_stage else self.optimizer
+
+    # What there is
+
+    _KEPT: ClassVar[dict[int, tuple[str, ...]]] = {}
+    """Attributes of `optimizer` with tensors of its own, by category; behind them those it has when offloading."""
+    _KEPT_OFFLOADING: ClassVar[dict[int, tuple[str, ...]]] = {}
+
+    def kept(self) -> Iterator[tuple[Tensor, int]]:
+        """Every tensor that model, gradients and optimizer keep, and its category. The first of a storage is right."""
+        for parameter in self.engine.module.parameters():
+            yield from self._of_parameter(parameter)
+            if parameter.grad is not None:
+                yield parameter.grad, GRADIENTS
+        for buffer in self.engine.module.buffers():
+            yield buffer, PARAMETERS
+        for state in self.inner.state.values():
+            yield from ((value, OPTIMIZER) for value in state.values() if isinstance(value, Tensor))
+        is_offloading = self.strategy.offload_optimizer != "none"
+        for names in (self._KEPT, self._KEPT_OFFLOADING if is_offloading else {}):
+            for category, attributes in names.items():
+                for name in attributes:
+                    yield from ((tensor, category) for tensor in _tensors(getattr(self.optimizer, name)))
+        if self.strategy.zero_stage:
+            buckets = [bucket.buffer for bucket in self.optimizer.ipg_buckets.values()]
+            yield from ((tensor, COMMUNICATION) for tensor in _tensors(buckets))
+            for flat in self.flat_tensors():
+                if flat.grad is not None:
+                    yield flat.grad, GRADIENTS
+
+    def _of_parameter(self, parameter: nn.Parameter) -> Iterator[tuple[Tensor, int]]:
+        yield parameter.data, PARAMETERS
+
+    # After memory ran out
+
+    def reset(self) -> None:
+        """Go back to before the first micro-step of a global batch. No communication."""
+        for name, value in (
+            ("_running_engine_backward", False),
+            ("_running_engine_backward_count", 0),
+            ("_running_engine_step", False),
+        ):
+            put(self.engine, name, value)
+        for parameter in self.engine.module.parameters():
+            parameter.grad = None
+        self._reset_optimizer()
+
+    @abstractmethod
+    def _reset_optimizer(self) -> None: ...
+
+    def _forget_backward(self) -> None:
+        """What stages 1 to 3 know of a backward that was begun: its hooks, and what is in the buckets."""
+        fresh = BackwardHookStateManager()
+        put(fresh, "_grad_acc_post_hooks", self.optimizer._backward_hook_state._grad_acc_post_hooks)
+        put(self.optimizer, "_backward_hook_state", fresh)
+
+    # The optimizer step
+
+    @abstractmethod
+    def masters(self) -> list[Tensor]:
+        """The tensors that an optimizer step writes to, all of them; none where they are on disk."""
+
+    def gathers_by(self, wrap: Wrap) -> None:  # noqa: B027  # stages 0 to 2 have nothing to do
+        """Have what an optimizer step gathers at its end go through `wrap`; only stage 3 gathers there."""
+
+    def count_skipped_step(self) -> None:
+        """Count a step that changes nothing. The learning rate goes on: it depends on the number of the step."""
+        put(self.engine, "global_steps", self.engine.global_steps + 1)
+        put(self.engine, "skipped_steps", self.engine.skipped_steps + 1)
+        self.step_schedule()
+
+    def step_schedule(self) -> None:
+        """Go on to the learning rate of the next step."""
+        if self.engine.lr_scheduler is not None:
+            self.engine.lr_scheduler.step()
+
+    # The model's parameters
+
+    @staticmethod
+    def shape(parameter: nn.Parameter) -> tuple[int, ...]:
+        """Of the whole parameter."""
+        return tuple(parameter.shape)
+
+    @staticmethod
+    def gathered(parameter: nn.Parameter) -> AbstractContextManager[Any]:
+        """The parameter is whole inside the `with` block. Collective."""
+        return nullcontext()
+
+    # Layout, and states from a checkpoint of another one
+
+    @abstractmethod
+    def layout(self) -> StateLayout:
+        """Which elements of which parameters this rank keeps, and where."""
+
+    @abstractmethod
+    def flat_tensors(self) -> list[Any]:
+        """What the inner optimizer updates, fp32, in the order of the layout's slots."""
+
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        """The model's weights may be written to inside the `with` block. Collective."""
+        yield
+
+    def fill_weights(self, copy: CopyElements) -> None:
+        """The model's own weights, after those of the optimizer."""
+        for name, parameter in self.engine.module.named_parameters():
+            copy(name, 0, parameter.data.view(-1), not parameter.requires_grad)
+
+    def put_states(self, flat: Any, states: dict[str, Tensor], single: dict[str, Any]) -> None:
+        """The inner optimizer's states of one flat tensor: those with an element for each of its, and single values.
+
+        Such a value is Adam's number of steps: torch keeps it as fp32 beside its kernel, DeepSpeed's own as an int.
+        """
+        kept: dict[str, Any] = dict(states)
+        for name, value in single.items():
+            if isinstance(self.inner, FusedAdam | DeepSpeedCPUAdam):
+                kept[name] = int(value)
+                continue
+            beside = any(group.get("fused") or group.get("capturable") for group in self.inner.param_groups)
+            kept[name] = torch.tensor(float(value), dtype=torch.float32, device=flat.device if beside else "cpu")
+        self.inner.state[flat] = kept
+
+    def put_counters(self, counters: dict[str, Any], scaler: dict[str, Any]) -> None:
+        """What the engine counts, its learning rate's schedule, and what it keeps of fp16's loss scale."""
+        for name in _COUNTERS:
+            put(self.engine, name, counters[name])
+        if self.engine.lr_scheduler is not None and counters["lr_scheduler"] is not None:
+            self.engine.lr_scheduler.load_state_dict(counters["lr_scheduler"])
+        if self.strategy.zero_stage:
+            for name, value in scaler.items():
+                put(self.optimizer, name, value)
+
+    def destroy(self) -> None:
+        """Free the engine's hooks and buffers, so that another can follow in this process."""
+        self.engine.destroy()
+
+    def _names(self) -> dict[int, str]:
+        return {id(parameter): name for name, parameter in self.engine.module.named_parameters()}
+
+    def _frozen(self) -> list[nn.Parameter]:
+        return [parameter for parameter in self.engine.module.parameters() if not parameter.requires_grad]
+
+
+class Zero0(Zero):
+    """All ranks keep all of it, in fp32, and torch's optimizer updates the parameters themselves."""
+
+    _kind = torch.optim.Optimizer
+
+    def _reset_optimizer(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def masters(self) -> list[Tensor]:
+        return [parameter for parameter in self.flat_tensors() if parameter.requires_grad]
+
+    def layout(self) -> StateLayout:
+        names = self._names()
+        return StateLayout(
+            slots=tuple(checkpoint_files.whole([parameter], names) for parameter in self.flat_tensors()),
+            frozen=checkpoint_files.whole(self._frozen(), names),
+        )
+
+    def flat_tensors(self) -> list[Any]:
+        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+
+
+class Zero12(Zero):
+    """Each rank updates its part of the parameters; at stage 2 it keeps only its part of the gradients, too."""
+
+    _kind = DeepSpeedZeroOptimizer
+    _KEPT: ClassVar[dict[int, tuple[str, ...]]] = {
+        OPTIMIZER: ("single_partition_of_fp32_groups",),
+        PARAMETERS: ("bit16_groups_flat", "round_robin_bit16_meta"),
+        GRADIENTS: ("averaged_gradients", "all_grad_tensors", "_global_grad_norm"),
+    }
+    _KEPT_OFFLOADING: ClassVar[dict[int, tuple[str, ...]]] = {
+        PARAMETERS: ("param_buffer_of_bit16_for_cpu_offload_groups",),
+        GRADIENTS: (
+            "accumulated_grads_in_cpu", "temp_grad_buffer_for_cpu_offload", "temp_grad_buffer_for_gpu_offload",
+            "norm_for_param_grads",
+        ),
+    }  # fmt: skip
+
+    def _reset_optimizer(self) -> None:
+        optimizer = self.optimizer
+        optimizer.zero_grad(set_to_none=True)  # also the gradients that are summed beside the parameters' own
+        self._forget_backward()
+        for bucket in optimizer.ipg_buckets.values():
+            bucket.clear()
+        put(optimizer, "params_already_reduced", [False] * len(optimizer.params_already_reduced))
+        optimizer._release_ipg_buffers()
+        put(optimizer, "micro_step_id", INITIAL_MICRO_STEP_ID)
+        optimizer.extra_large_param_to_reduce.clear()
+        for gradients in optimizer.previous_reduced_grads.values():
+            gradients.clear()
+        for gathered in (optimizer.averaged_gradients, optimizer.all_grad_tensors):
+            for key in gathered:
+                gathered[key] = None
+        if self.strategy.offload_optimizer != "none":
+            put(optimizer, "_offload_accumulated_param_ids", set())
+            optimizer.reset_cpu_buffers()
+        else:
+            for part in optimizer.single_partition_of_fp32_groups:
+                part.grad = None
+
+    def masters(self) -> list[Tensor]:
+        return self.flat_tensors()
+
+    def layout(self) -> StateLayout:
+        names = self._names()
+        return StateLayout(
+            slots=tuple(checkpoint_files.linked(group, names) for group in self.optimizer.bit16_groups),
+            frozen=checkpoint_files.whole(self._frozen(), names),
+        )
+
+    def flat_tensors(self) -> list[Any]:
+        return list(self.optimizer.single_partition_of_fp32_groups)
+
+    def put_states(self, flat: Any, states: dict[str, Tensor], single: dict[str, Any]) -> None:
+        super().put_states(flat, states, single)
+        put(self.optimizer, "_hp_optimizer_states_linked", False)  # parameters are linked to states in the next step
+
+
+class Zero3(Zero):
+    """Each rank keeps its part of each parameter, and gathers the whole for its use."""
+
+    _kind = DeepSpeedZeroOptimizer_Stage3
+    _KEPT: ClassVar[dict[int, tuple[str, ...]]] = {
+        OPTIMIZER: ("fp32_partitioned_groups_flat",),
+        PARAMETERS: ("fp16_partitioned_groups_flat", "param_groups_fp16_flat_cpu_memory"),
+        GRADIENTS: ("averaged_gradients", "grad_partitions_flat_buffer", "_global_grad_norm"),
+        COMMUNICATION: ("inf_or_nan_tracker",),
+    }
+    _KEPT_OFFLOADING: ClassVar[dict[int, tuple[str, ...]]] = {GRADIENTS: ("norm_for_param_grads",)}
+
+    def _of_parameter(self, parameter: nn.Parameter) -> Iterator[tuple[Tensor, int]]:
+        yield parameter.ds_tensor, PARAMETERS  # type: ignore[attr-defined]  # DeepSpeed's
+        yield parameter.data, COMMUNICATION  # gathered for use
+
+    def _reset_optimizer(self) -> None:
+        optimizer = self.optimizer
+        self._forget_backward()
+        for bucket in optimizer.ipg_buckets.values():
+            bucket.clear_params()  # and keep its buffer
+        put(optimizer, "params_already_reduced", dict.fromkeys(optimizer.params_already_reduced, False))
+        optimizer.zero_grad(set_to_none=True)  # also resets the micro-step and the backward epilogue
+        if self.strategy.offload_optimizer == "none":
+            put(optimizer, "averaged_gradients", {})
+            for part in optimizer.fp32_partitioned_groups_flat:
+                part.grad = None
+        put(optimizer, "_offload_boundary_param_ids", set())
+        self._release_parameters()
+
+    def _release_parameters(self) -> None:
+        """End every gather, and forget the order in which modules used their parameters."""
+        model = self.engine.module
+        for module in _with_hooks(model):
+            module.ds_recompute_parameters.clear()
+        for module in model.modules():
+            if isinstance(module._parameters, ZeROOrderedDict):
+                put(module._parameters, "_in_forward", False)
+        coordinator = self.optimizer.parameter_offload.get_param_coordinator()
+        coordinator._PartitionedParameterCoordinator__active_backward_submodules.clear()
+        if not coordinator.is_invalid_trace():
+            coordinator._invalidate_trace()  # also waits for gathers in flight
+        in_flight = coordinator._PartitionedParameterCoordinator__inflight_param_registry
+        for parameter in model.parameters():
+            if parameter.ds_status == ZeroParamStatus.INFLIGHT and parameter not in in_flight:
+                put(parameter, "ds_status", ZeroParamStatus.NOT_AVAILABLE)  # the vote before the gather stopped it
+        coordinator.release_and_reset_all(model)
+        put(coordinator, "_PartitionedParameterCoordinator__n_available_params", 0)
+        parameter_offload.FWD_MODULE_STACK.clear()
+
+    def masters(self) -> list[Tensor]:
+        if self.strategy.offload_optimizer == "nvme":  # they come from the disk and go back there, one by one
+            return []
+        return self.flat_tensors()
+
+    def gathers_by(self, wrap: Wrap) -> None:
+        put(self.optimizer, "_post_step", wrap(self.optimizer._post_step))
+
+    @staticmethod
+    def shape(parameter: nn.Parameter) -> tuple[int, ...]:
+        return tuple(parameter.ds_shape)  # type: ignore[attr-defined]  # DeepSpeed's
+
+    @staticmethod
+    def gathered(parameter: nn.Parameter) -> AbstractContextManager[Any]:
+        return deepspeed.zero.GatheredParameters([parameter])
+
+    def layout(self) -> StateLayout:
+        names, rank = self._names(), self.engine.global_rank
+        return StateLayout(
+            slots=tuple(checkpoint_files.parts(group, names, rank) for group in self.optimizer.fp16_groups),
+            frozen=tuple(piece for each in self._frozen() for piece in checkpoint_files.parts([each], names, rank)),
+        )
+
+    def flat_tensors(self) -> list[Any]:
+        return list(self.optimizer.fp32_partitioned_groups_flat)
+
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        optimizer = self.optimizer
+        optimizer.checkpoint_event_prologue()
+        yield
+        if optimizer.persistent_parameters:
+            optimizer.persistent_parameters[0].partition(optimizer.persistent_parameters)
+        optimizer.checkpoint_event_epilogue()
+
+    def fill_weights(self, copy: CopyElements) -> None:
+        """This rank's parts: rounded from the optimizer's, as in a step; those of frozen parameters are copied."""
+        optimizer = self.optimizer
+        groups: Sequence[Any] = (optimizer.fp32_partitioned_groups_flat, optimizer.fp16_partitioned_groups_flat)
+        for master, rounded, parts in zip(*groups, optimizer.fp16_partitioned_groups, strict=True):
+            rounded.data.copy_(master.data)
+            for part, elements in zip(parts, optimizer.unflatten(rounded, parts), strict=True):
+                part.data = elements.data
+        parameters = dict(self.engine.module.named_parameters())
+        for piece in self.layout().frozen:
+            copy(piece.name, piece.first, parameters[piece.name].ds_tensor.data.view(-1)[: piece.number], True)
+
+    def destroy(self) -> None:
+        super().destroy()
+        F.linear = InsertPostInitMethodToModuleSubClasses.linear_bk  # DeepSpeed's keeps inputs of frozen layers, too
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """Tensors in nested lists and dicts; nothing where a group has none at the moment."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _tensors(item)
+
+
+def _with_hooks(module: nn.Module) -> Iterator[Any]:
+    """The modules that gather their parameters: not those inside one that gathers for all within."""
+    yield module
+    if not z3_leaf_module(module):
+        for child in module.children():
+            yield from _with_hooks(child)
+
+
+def of(engine: Any, strategy: Strategy) -> Zero:
+    """The engine's stage."""
+    kinds: dict[int, type[Zero]] = {0: Zero0, 1: Zero12, 2: Zero12, 3: Zero3}
+    return kinds[strategy.zero_stage](engine, strategy)

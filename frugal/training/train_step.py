@@ -1,0 +1,231 @@
+"""One global batch in, one optimizer step out, the same on any split.
+
+For a global batch with T targets on W ranks, every micro-batch's loss is a sum scaled by W / T. DeepSpeed averages
+gradients over ranks, so the W cancels and what remains is the exact mean over T, however the batch was cut.
+"""
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from frugal.config import local_host
+from frugal.config.request import Request
+from frugal.deepspeed_adapter import engine as deepspeed_engine
+from frugal.deepspeed_adapter.stages import Zero
+from frugal.distributed import signals
+from frugal.errors import RequestError
+from frugal.planning.batch import BatchPlan
+from frugal.planning.plan import Plan
+from frugal.planning.strategy import Strategy
+from frugal.training import rng
+from frugal.training.data.micro_batches import MicroBatchLimits, Share, pin, share
+from frugal.training.models import activation_checkpointing, tiled_loss, transformers_internals
+from frugal.training.objectives import Batch, Objective, Sample
+from frugal.training.oom_limits import AdaptiveLimits, OutOfMemory
+from frugal.training.oom_retry import Guard, abandon
+from frugal.training.optimizer_step import Update
+
+logger = logging.getLogger("frugal")
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """One optimizer step: mean loss over `targets`, norm of the global gradient before clipping, learning rate used.
+
+    `is_finite`: whether loss and gradient are numbers; otherwise neither weights nor optimizer states were touched.
+    """
+
+    loss: float
+    targets: int
+    samples: int
+    grad_norm: float | None
+    learning_rate: float
+    is_finite: bool = True
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A global batch, and what this rank takes of it under `limits`: its micro-batches, and the targets in them."""
+
+    samples: Sequence[Sample]
+    limits: MicroBatchLimits
+    batches: list[Batch]
+    targets: int
+
+
+class Stepper:
+    """A model under a plan, on this rank, and its optimizer steps; `frugal.training.engine.Engine` has the rest."""
+
+    def __init__(self, zero: Zero, plan: Plan, objective: Objective, votes: dist.ProcessGroup | None) -> None:
+        self.zero = zero
+        self.deepspeed = zero.engine
+        self.plan = plan
+        self.objective = objective
+        self.votes = votes  # a gloo group: small sums between hosts, without touching the device
+        self.guard = Guard(votes)
+        self.update = Update(zero, self.guard)
+        self.caution = AdaptiveLimits(plan, zero.engine.module)
+        self.wants_to_stop = False  # for a reason of this rank's own
+        self.is_to_stop = False  # whether any rank wants or was told to; equal on all ranks, after each step
+        self.rank = dist.get_rank()
+        self.world_size = dist.get_world_size()
+        self.device = torch.device(zero.engine.device)
+
+    @property
+    def module(self) -> nn.Module:
+        """The model itself."""
+        return self.deepspeed.module
+
+    @property
+    def limits(self) -> MicroBatchLimits:
+        """What a micro-batch may take: the plan's word, lowered where memory ran out all the same."""
+        return self.caution.limits
+
+    @limits.setter
+    def limits(self, limits: MicroBatchLimits) -> None:
+        self.caution.limits = limits
+
+    def micro_batches(self, samples: Sequence[Sample]) -> list[Batch]:
+        """This rank's micro-batches of a global batch, collated; an empty one becomes a dummy without targets."""
+        return self.prepare(samples).batches
+
+    def prepare(self, samples: Sequence[Sample]) -> Prepared:
+        """All that `train_step` does on the host alone; another thread may do it while a step runs."""
+        limits = self.limits
+        taken = ([samples[place] for place in places] for places in self._share(samples, limits).places)
+        batches = [pin(self.objective.collate(own or [self.objective.dummy()]), self.device) for own in taken]
+        return Prepared(samples, limits, batches, sum(map(self.objective.count, batches)))
+
+    def train_step(self, batch: Sequence[Sample] | Prepared) -> StepResult:
+        """One optimizer step on the samples of a global batch, given whole and equal on every rank, or prepared.
+
+        Only this rank's micro-batches are read, so they may be loaded on access. Where `batch.lengths` has the tokens
+        of each, samples of like length share a micro-batch; see `frugal.training.data.micro_batches`. If memory runs
+        out on any rank, all run the same samples again in smaller micro-batches, and keep these for a while; see
+        `frugal.training.oom_limits`. Where loss or gradient are not finite, nothing is updated, and the result says so.
+        Collective.
+
+        Raises:
+            RequestError: no sample, or no target in any of them.
+            OutOfMemoryError: a single sample is too large, or the optimizer step. All is as it was after the last
+                step then, unless `update.is_begun`.
+        """
+        samples = batch.samples if isinstance(batch, Prepared) else batch
+        if len(samples) == 0:
+            raise RequestError("the global batch is empty", hint="pass at least one sample")
+        if not isinstance(batch, Prepared) or batch.limits != self.limits:  # it was prepared before memory ran out
+            batch = self.prepare(samples)
+        batches = batch.batches
+        (targets,) = self._sum(batch.targets)
+        if targets == 0:
+            raise RequestError(
+                "the global batch has no target to learn from",
+                because=f"every label of its {len(samples)} samples is ignored",
+            )
+        learning_rate = self.deepspeed.get_lr()[0]
+        before = rng.state(self.device)
+        attempts = 0
+        while isinstance(done := self._try(batches, int(targets)), OutOfMemory):
+            attempts += 1
+            abandon(self.zero)
+            rng.restore(before, self.device)
+            self._say(self._make_room(done, samples, attempts))
+            batches = self.micro_batches(samples)
+        loss_sum, is_finite = done
+        if is_finite:
+            self._say(self.caution.after_step())
+        return StepResult(
+            loss=loss_sum / targets,
+            targets=int(targets),
+            samples=len(samples),
+            grad_norm=self.update.grad_norm,
+            learning_rate=learning_rate,
+            is_finite=is_finite,
+        )
+
+    def _try(self, batches: Sequence[Batch], targets: int) -> tuple[float, bool] | OutOfMemory:
+        """A whole step: the loss summed over the ranks, and whether all numbers are finite. Collective."""
+        self.update.is_begun = False
+        local_loss = self.guard.attempt(partial(self.accumulate, batches, targets))
+        if isinstance(local_loss, OutOfMemory):
+            return local_loss
+        loss_sum, num_told = self._sum(local_loss.item(), self.wants_to_stop or signals.stop_requested())
+        self.is_to_stop = num_told > 0
+        if not math.isfinite(loss_sum):
+            abandon(self.zero)
+            return loss_sum, self.update.leave_out()
+        is_finite = self.guard.attempt(self.update.update)
+        if isinstance(is_finite, OutOfMemory):
+            return is_finite
+        self.update.is_begun = False
+        return loss_sum, is_finite
+
+    def _make_room(self, shortage: OutOfMemory, samples: Sequence[Sample], attempts: int) -> str:
+        """After a global batch ran out of memory for the `attempts`-th time: change what may help, and say what."""
+        if shortage.is_in_update:
+            return self.caution.retry_update(shortage, attempts, is_begun=self.update.is_begun)
+        if shortage.is_fragmentation and attempts == 1:
+            return "out of memory, though enough is free in pieces: these are given back, and the batch is run again"
+        return self.caution.lower(shortage, self._share(samples, self.limits).largest)
+
+    def _say(self, message: str | None) -> None:
+        if message is not None and self.rank == 0:
+            logger.warning(message)
+
+    def accumulate(self, batches: Sequence[Batch], targets: int) -> Tensor:
+        """Forward and backward over this rank's micro-batches; see `accumulate`."""
+        return accumulate(self.deepspeed, self.objective, batches, targets)
+
+    def _share(self, samples: Sequence[Sample], limits: MicroBatchLimits) -> Share:
+        """This rank's micro-batches of a global batch."""
+        return share(samples, limits, self.rank, self.plan.batch)
+
+    def _sum(self, *values: float) -> list[float]:
+        """Each value summed over the ranks, in fp64."""
+        tensor = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(tensor, group=self.votes)
+        return tensor.tolist()
+
+
+def wrap(
+    model: nn.Module,
+    request: Request,
+    strategy: Strategy,
+    batch: BatchPlan,
+    *,
+    learning_rate_schedule: Callable[[int], float] | None = None,
+    votes: dist.ProcessGroup | None = None,
+) -> Zero:
+    """DeepSpeed's engine around `model`, changed as the strategy says. Collective. Raises as the adapter does."""
+    transformers_internals.always_use()
+    activation_checkpointing.apply(model, strategy.activation_checkpointing)
+    if strategy.loss == "tiled":
+        tiled_loss.apply(model)
+    if strategy.offload_optimizer != "none":
+        local_host.give_back_large_blocks()
+    return deepspeed_engine.initialize(
+        model, request, strategy, batch, learning_rate_schedule=learning_rate_schedule, votes=votes
+    )
+
+
+def accumulate(deepspeed: Any, objective: Objective, batches: Sequence[Batch], targets: int) -> Tensor:
+    """Forward and backward over this rank's micro-batches; the loss summed over them, fp64, shape `()`.
+
+    `targets` counts those of the global batch. The gradients are reduced after the last micro-batch. Collective.
+    """
+    device, world_size = torch.device(deepspeed.device), dist.get_world_size()
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for i, batch in enumerate(batches):
+        deepspeed.set_gradient_accumulation_boundary(i == len(batches) - 1)
+        on_device = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
+        loss = objective.loss_sum(deepspeed, on_device)
+        total += loss.detach()
+        deepspeed.backward(loss * (world_size / targets), scale_wrt_gas=False)
+    return total

@@ -1,0 +1,54 @@
+"""Every collective of DeepSpeed's backend is under guard, and one guard follows another."""
+
+from collections.abc import Callable
+from typing import Any
+
+from deepspeed.comm.torch import TorchBackend
+
+from frugal.deepspeed_adapter import collectives
+from frugal.deepspeed_adapter.collectives import COLLECTIVES, DIRECT, Collective
+from tests.ranks import Ranks
+
+NOT_CALLED = {
+    "send", "recv", "isend", "irecv", "batch_isend_irecv",  # of pipelines
+    "gather", "scatter", "broadcast_object_list", "all_gather_object",  # of checkpoints and reports
+    "barrier", "monitored_barrier",
+}  # fmt: skip
+"""Methods that ranks meet in, and that no micro-step and no optimizer step calls."""
+
+NO_COLLECTIVES = {
+    "destroy_process_group", "enable_symm_mem_for_group", "get_all_gather_function", "get_backend", "get_global_rank",
+    "get_rank", "get_reduce_scatter_function", "get_world_group", "get_world_size", "has_all_gather_into_tensor",
+    "has_reduce_scatter_tensor", "init_device_mesh", "init_process_group", "is_initialized", "new_group",
+}  # fmt: skip
+
+
+def test_the_backend_has_no_collective_that_ranks_do_not_vote_on() -> None:
+    public = {name for name, value in vars(TorchBackend).items() if not name.startswith("_")}
+    assert public - NO_COLLECTIVES - NOT_CALLED == set(COLLECTIVES)
+
+
+def guarded_twice() -> tuple[list[str], bool]:
+    """What the guards of a backend note of one collective, and whether its own calls are still there; on a rank."""
+    import torch
+
+    noted: list[str] = []
+
+    def guard(who: str) -> Callable[[Collective], Collective]:
+        def guarded(collective: Collective) -> Collective:
+            def call(*args: Any, **kwargs: Any) -> Any:
+                noted.append(who)
+                return collective(*args, **kwargs)
+
+            return call
+
+        return guarded
+
+    for who in ("first", "second"):
+        collectives.guard(guard(who))
+    collectives.backend().all_reduce(torch.ones(1))
+    return noted, all(callable(getattr(collectives.backend(), name)) for name in DIRECT)
+
+
+def test_a_guard_takes_the_place_of_the_one_before(two_ranks: Ranks) -> None:
+    assert two_ranks.run(guarded_twice) == [(["second"], True)] * 2
