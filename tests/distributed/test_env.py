@@ -38,8 +38,8 @@ def test_a_launcher_that_numbers_processes_is_understood(name: str, bare: pytest
     for variable, value in (LAUNCHERS[name] | {"MASTER_ADDR": "node0"}).items():
         bare.setenv(variable, value)
     env.adopt_launcher_variables()
-    found = [os.environ[key] for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "MASTER_PORT")]
-    assert found == ["3", "4", "1", "2", "29500"]
+    variables = [os.environ[key] for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "MASTER_PORT")]
+    assert variables == ["3", "4", "1", "2", "29500"]
 
 
 def test_one_that_does_not_say_where_rank_0_is_is_refused(bare: pytest.MonkeyPatch) -> None:

@@ -45,17 +45,17 @@ def test_other_plans_are_named_with_hosts_and_ranks() -> None:
 
 
 def test_a_rank_that_does_not_come_is_named_with_its_node(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = plan_by_hand(world_size=3, global_batch=6, micro_batch=2, zero_stage=2)
-    device = made.cluster.devices[0]
+    plan = plan_by_hand(world_size=3, global_batch=6, micro_batch=2, zero_stage=2)
+    device = plan.cluster.devices[0]
     nodes = tuple(Node(devices=(device,) * number) for number in (1, 2))
-    made = replace(made, cluster=replace(made.cluster, nodes=nodes))
+    plan = replace(plan, cluster=replace(plan.cluster, nodes=nodes))
     for name, value in {
         "RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()),
     }.items():  # fmt: skip
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(rendezvous, "_store", None)
     with pytest.raises(RequestError) as caught:
-        rendezvous.rendezvous(made, wait_seconds=1)
+        rendezvous.rendezvous(plan, wait_seconds=1)
     assert str(caught.value) == (
         "not all ranks came within 1 s\n  because node 1 of the plan: ranks 1-2\n\n"
         "hint: start the command on every node; what these ranks said is in logs/ of the run's folder on their host"

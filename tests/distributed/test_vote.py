@@ -14,13 +14,13 @@ def answers(rank_0: str) -> tuple[bool, list[bool]]:
     yes, and then none; runs on ranks."""
     before, os.environ["MASTER_ADDR"] = os.environ["MASTER_ADDR"], rank_0
     try:
-        ballot = Vote(None)
+        vote = Vote(None)
     finally:
         os.environ["MASTER_ADDR"] = before
-    found = [ballot.any(dist.get_rank() == number) for number in range(dist.get_world_size() + 1)]
-    is_direct = ballot._peers is not None
-    ballot.close()
-    return is_direct, found
+    votes = [vote.any(dist.get_rank() == number) for number in range(dist.get_world_size() + 1)]
+    is_direct = vote._peers is not None
+    vote.close()
+    return is_direct, votes
 
 
 @pytest.mark.parametrize(("rank_0", "is_direct"), [("127.0.0.1", True), ("nobody.invalid", False)])
@@ -28,9 +28,9 @@ def answers(rank_0: str) -> tuple[bool, list[bool]]:
 def test_one_yes_is_a_yes_on_all_ranks(
     rank_0: str, is_direct: bool, ranks: str, request: pytest.FixtureRequest
 ) -> None:
-    found: Ranks = request.getfixturevalue(ranks)
-    expected = [True] * found.world_size + [False]
-    assert found.run(answers, rank_0) == [(is_direct, expected)] * found.world_size
+    pool: Ranks = request.getfixturevalue(ranks)
+    expected = [True] * pool.world_size + [False]
+    assert pool.run(answers, rank_0) == [(is_direct, expected)] * pool.world_size
 
 
 def answers_where_one_does_not_reach_rank_0() -> tuple[bool, list[bool]]:
@@ -43,20 +43,20 @@ def test_one_rank_that_does_not_reach_rank_0_is_enough_for_all_to_use_gloo(three
 
 def error_where_a_rank_is_gone(gone: int) -> str:
     """What a rank is told; runs on ranks."""
-    ballot = Vote(None)
+    vote = Vote(None)
     if dist.get_rank() == gone:
-        ballot.close()
+        vote.close()
         return ""
     try:
-        ballot.any(False)
+        vote.any(False)
     except RuntimeError as error:
         return str(error)
     finally:
-        ballot.close()
+        vote.close()
     return "answered"
 
 
 @pytest.mark.parametrize("gone", [0, 1])
 def test_a_rank_that_is_gone_is_no_answer(gone: int, three_ranks: Ranks) -> None:
-    told = three_ranks.run(error_where_a_rank_is_gone, gone, timeout=30)
-    assert all(told[rank].startswith("Connection to another rank was lost: ") for rank in range(3) if rank != gone)
+    errors = three_ranks.run(error_where_a_rank_is_gone, gone, timeout=30)
+    assert all(errors[rank].startswith("Connection to another rank was lost: ") for rank in range(3) if rank != gone)

@@ -52,6 +52,6 @@ def test_out_of_memory_on_one_rank_leaves_no_trace(
     }
     for fault in FAULTS:
         like = "training" if fault in HALVING else "evaluation" if fault == "evaluation" else ""
-        found = ranks.run(disturbed.run, *strategy, fault, world_size - 1, timeout=120)[0]
-        assert found == undisturbed[like], fault
+        disturbed_run = ranks.run(disturbed.run, *strategy, fault, world_size - 1, timeout=120)[0]
+        assert disturbed_run == undisturbed[like], fault
     survived(len(FAULTS))

@@ -75,9 +75,9 @@ def test_elastic_goes_on_with_the_devices_that_are_left(folder: Path, whole: lis
     assert code == 0, output + errors
     assert errors.splitlines()[1] == "1 of 2 devices are left: planning anew"
     assert "2 ranks -> 1 rank" in output
-    found = losses(folder / "elastic")
-    assert [step for step, _ in found] == [step for step, _ in whole]
-    apart = [abs(loss / expected - 1) for (_, loss), (_, expected) in zip(found, whole, strict=True)]
+    restarted = losses(folder / "elastic")
+    assert [step for step, _ in restarted] == [step for step, _ in whole]
+    apart = [abs(loss / expected - 1) for (_, loss), (_, expected) in zip(restarted, whole, strict=True)]
     assert next(filter(None, apart)) < 1e-6  # the first step on one rank: other sums, the same batch and rate
     assert max(apart) < 1e-3  # AdamW makes more of it
 

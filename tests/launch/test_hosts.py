@@ -25,11 +25,11 @@ from tests.plans import plan_by_hand
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with a plan for two nodes of one and two ranks, and a hostfile for it."""
-    made = plan_by_hand(world_size=3, global_batch=6, micro_batch=2, zero_stage=2)
-    device = made.cluster.devices[0]
+    plan = plan_by_hand(world_size=3, global_batch=6, micro_batch=2, zero_stage=2)
+    device = plan.cluster.devices[0]
     nodes = tuple(Node(devices=(device,) * number) for number in (1, 2))
-    made = dataclasses.replace(made, cluster=Cluster(nodes=nodes, intra_bandwidth=1e9, inter_bandwidth=1e9))
-    sealed = msgspec.convert(msgspec.to_builtins(made), Plan).sealed()
+    plan = dataclasses.replace(plan, cluster=Cluster(nodes=nodes, intra_bandwidth=1e9, inter_bandwidth=1e9))
+    sealed = msgspec.convert(msgspec.to_builtins(plan), Plan).sealed()
     (tmp_path / "plan.json").write_bytes(sealed.to_json())
     (tmp_path / "hosts").write_text("a slots=1\nb slots=2\n")
     monkeypatch.chdir(tmp_path)
@@ -120,8 +120,8 @@ def test_what_hosts_lack_is_said_of_each() -> None:
         "a has 8.00 GiB on GPU 1 (small), its line says 12.00 GiB",
         "a has 32.00 GiB of host memory, its line says 64.00 GiB",
     ]
-    found = ssh.problems(named, reports, Access(), "cuda")
-    assert found[2:] == [
+    problems = ssh.problems(named, reports, Access(), "cuda")
+    assert problems[2:] == [
         "b has no GPU that torch can use; CPU ranks take --device cpu",
         "c does not answer: ssh: connect to host c port 22: Connection timed out",
         f"d has torch 2.12.1; {socket.gethostname()}, this machine, has {versions()['torch']}",
@@ -154,8 +154,8 @@ def test_deepspeeds_file_of_variables_is_passed_on(tmp_path: Path, monkeypatch: 
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     (tmp_path / ".deepspeed_env").write_text('NCCL_IB_DISABLE=1\n\nPLACE="over there"\n')
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    found = Access(nic="ib0").environment()
-    assert found.items() >= {
+    variables = Access(nic="ib0").environment()
+    assert variables.items() >= {
         "NCCL_IB_DISABLE": "1", "PLACE": "over there", "HF_HUB_OFFLINE": "1", "GLOO_SOCKET_IFNAME": "ib0",
         "NCCL_SOCKET_IFNAME": "ib0",
     }.items()  # fmt: skip
@@ -170,9 +170,9 @@ def test_doctor_says_what_this_machine_has(capsys: pytest.CaptureFixture[str]) -
     assert output.endswith("all is well\n")
     assert f"deepspeed {versions()['deepspeed']}" in output
     assert cli.run(["doctor", "--device", "cpu", "--json"]) == 0
-    told = msgspec.json.decode(capsys.readouterr().out)
-    ((_, here),) = told["hosts"].items()
-    assert (told["problems"], here["versions"]) == ([], versions())
+    answer = msgspec.json.decode(capsys.readouterr().out)
+    ((_, here),) = answer["hosts"].items()
+    assert (answer["problems"], here["versions"]) == ([], versions())
 
 
 def test_doctor_ends_with_2_where_something_would_stop_a_run(

@@ -69,8 +69,8 @@ def older_on_n2(hosts: Hosts) -> Iterator[None]:
     # A checkout has one more than site-packages, of the same installation; which is read depends on the process.
     records = {
         Path(str(file.locate())).resolve()
-        for found in distributions(name="frugal-trainer")
-        for file in found.files or ()
+        for distribution in distributions(name="frugal-trainer")
+        for file in distribution.files or ()
         if file.name in ("METADATA", "PKG-INFO")
     }
     other = hosts.folder / "METADATA"

@@ -153,8 +153,8 @@ def train(folder: Path, on_nan: str, *, resume: bool = False, all_spoilt: bool =
 
 def trajectory(folder: Path) -> list[tuple[Any, ...]]:
     """Events, steps and losses."""
-    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [(each["event"], each["step"], each.get("loss"), each.get("samples")) for each in found]
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [(each["event"], each["step"], each.get("loss"), each.get("samples")) for each in records]
 
 
 def test_a_run_stops_before_it_harms_itself_or_leaves_such_batches_out(tmp_path: Path, two_ranks: Ranks) -> None:

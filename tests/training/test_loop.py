@@ -80,9 +80,9 @@ def _kill_in(owner: Any, name: str, number: signal.Signals, *, when: Callable[[]
     setattr(owner, name, killed)
 
 
-def trajectory(found: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
+def trajectory(records: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
     """Everything in the records but time and speed."""
-    return [(r["event"], r["step"], r["loss"], r.get("learning_rate"), r.get("grad_norm")) for r in found]
+    return [(r["event"], r["step"], r["loss"], r.get("learning_rate"), r.get("grad_norm")) for r in records]
 
 
 @pytest.mark.parametrize(

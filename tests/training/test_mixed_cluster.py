@@ -47,10 +47,10 @@ def trained(plan: Plan, model: str) -> tuple[list[float], int]:
     spec = resolve(model, None)
     tokens = torch.randint(0, 256, (GLOBAL_BATCH, SEQ_LEN), generator=torch.Generator().manual_seed(0))
     samples = [{"input_ids": row, "labels": row.clone()} for row in tokens]
-    with settled_collectives(), gauge("cpu") as found:
+    with settled_collectives(), gauge("cpu") as memory:
         engine = initialize(spec.build(dtype=torch.float32, seed=0), plan, spec.objective())
         results = [engine.train_step(samples) for _ in range(STEPS)]
-        peak = found.peak_bytes
+        peak = memory.peak_bytes
     engine.destroy()
     del engine
     gc.collect()

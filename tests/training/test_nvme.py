@@ -38,11 +38,11 @@ def losses(plan: Plan) -> tuple[list[float], int]:
     """Of three steps, and the number of files that were on disk then. Runs on ranks."""
     model = tiny_gpt2(n_embd=WIDTH, n_head=2, vocab_size=1024, n_positions=64).bfloat16()
     engine = initialize(model, plan, CausalLM())
-    found = [engine.train_step(ragged_samples(2, shortest=8, longest=16)).loss for _ in range(3)]
+    losses_of_steps = [engine.train_step(ragged_samples(2, shortest=8, longest=16)).loss for _ in range(3)]
     folder = engine.plan.strategy.nvme_path
     num_files = sum(len(files) for _, _, files in os.walk(folder)) if folder else 0
     engine.destroy()
-    return found, num_files
+    return losses_of_steps, num_files
 
 
 @pytest.mark.parametrize("parameters", ["none", "cpu", "nvme"])
@@ -52,7 +52,7 @@ def test_it_computes_the_same_from_disk(parameters: str, one_rank: Ranks, tmp_pa
     if parameters == "nvme":
         buffers = {"nvme_buffer_elements": 4 * WIDTH * WIDTH, "max_live_elements": 0, "prefetch_bucket_elements": 0}
         on_disk |= buffers  # type: ignore[arg-type]  # numbers among words
-    ((found, num_files),) = one_rank.run(losses, plan_of(**on_disk))
-    assert found == in_memory
+    ((losses_of_steps, num_files),) = one_rank.run(losses, plan_of(**on_disk))
+    assert losses_of_steps == in_memory
     assert num_files > 0
     assert list(tmp_path.iterdir()) == []

@@ -56,9 +56,9 @@ def raised(error: Exception) -> Exception:
     ],
 )  # fmt: skip
 def test_the_request_is_read_from_the_error(text: str, number: int | None) -> None:
-    found = report_of(raised(RuntimeError(text)), rank=3)
-    assert (found.rank, found.request_bytes, found.phase) == (3, number, "forward")
-    assert found.where.startswith("training/test_oom_retry.py:")
+    report = report_of(raised(RuntimeError(text)), rank=3)
+    assert (report.rank, report.request_bytes, report.phase) == (3, number, "forward")
+    assert report.where.startswith("training/test_oom_retry.py:")
 
 
 def test_the_allocators_own_error_on_a_cpu_is_understood() -> None:
@@ -77,39 +77,39 @@ def test_fragmentation_is_where_enough_is_held_and_not_in_use() -> None:
 
 
 def test_cells_are_halved_and_grow_again_one_at_a_time() -> None:
-    found = AdaptiveLimits(a_plan(), SkipNet())
+    limits = AdaptiveLimits(a_plan(), SkipNet())
     shortage, sizes = OutOfMemory((a_report(),)), []
     assert (
-        found.lower(shortage, 8) == "out of memory: the global batch is run again with at most 4 samples a micro-batch"
+        limits.lower(shortage, 8) == "out of memory: the global batch is run again with at most 4 samples a micro-batch"
     )
     assert (
-        found.lower(shortage, 4) == "out of memory: the global batch is run again with at most 2 samples a micro-batch"
+        limits.lower(shortage, 4) == "out of memory: the global batch is run again with at most 2 samples a micro-batch"
     )
     for _ in range(3 * oom_limits.PATIENCE):
-        sizes.append(found.limits.max_samples[0])
-        found.after_step()
+        sizes.append(limits.limits.max_samples[0])
+        limits.after_step()
     assert sizes == [2] * 100 + [4] * 100 + [8] * 100
 
 
 def test_growing_too_early_makes_it_wait_twice_as_long() -> None:
-    found = AdaptiveLimits(a_plan(), SkipNet())
+    limits = AdaptiveLimits(a_plan(), SkipNet())
     waited = []
     for _ in range(3):
-        found.lower(OutOfMemory((a_report(),)), 8)
+        limits.lower(OutOfMemory((a_report(),)), 8)
         steps = 1
-        while found.after_step() is None:
+        while limits.after_step() is None:
             steps += 1
         waited.append(steps)
     assert waited == [100, 200, 400]
 
 
 def test_what_was_learnt_holds_under_the_same_plan_only() -> None:
-    found = AdaptiveLimits(a_plan(), SkipNet())
-    assert found.learnt() is None
-    found.lower(OutOfMemory((a_report(),)), 8)
+    limits = AdaptiveLimits(a_plan(), SkipNet())
+    assert limits.learnt() is None
+    limits.lower(OutOfMemory((a_report(),)), 8)
     for _ in range(7):
-        found.after_step()
-    learnt = found.learnt()
+        limits.after_step()
+    learnt = limits.learnt()
     assert isinstance(learnt, LearntLimits)
     again = AdaptiveLimits(a_plan(), SkipNet())
     again.recall(learnt)
@@ -120,9 +120,9 @@ def test_what_was_learnt_holds_under_the_same_plan_only() -> None:
 
 
 def test_a_request_beyond_the_whole_plan_is_not_tried_again() -> None:
-    found = AdaptiveLimits(a_plan(total_bytes=100 * MIB), SkipNet())
+    limits = AdaptiveLimits(a_plan(total_bytes=100 * MIB), SkipNet())
     with pytest.raises(OutOfMemoryError) as error:
-        found.lower(OutOfMemory((a_report(request=101 * MIB),)), 8)
+        limits.lower(OutOfMemory((a_report(request=101 * MIB),)), 8)
     assert str(error.value) == (
         "a single request for more memory than the whole plan\n"
         "  because rank 1 asked for 101.0 MiB in backward, models/gpt2.py:7 (forward)\n"
@@ -130,13 +130,13 @@ def test_a_request_beyond_the_whole_plan_is_not_tried_again() -> None:
         "hint: look at models/gpt2.py:7 (forward): smaller micro-batches would not help; or "
         "plan with the data's own lengths"
     )
-    assert found.limits.max_samples == (8, 8)
+    assert limits.limits.max_samples == (8, 8)
 
 
 def test_nothing_left_to_lower_ends_with_the_arithmetic() -> None:
-    found = AdaptiveLimits(a_plan(total_bytes=3 << 30, activation_checkpointing="full"), SkipNet())
+    limits = AdaptiveLimits(a_plan(total_bytes=3 << 30, activation_checkpointing="full"), SkipNet())
     with pytest.raises(OutOfMemoryError) as error:
-        found.lower(OutOfMemory((a_report(allocated=MIB, reserved=MIB),)), 1)
+        limits.lower(OutOfMemory((a_report(allocated=MIB, reserved=MIB),)), 1)
     assert str(error.value) == (
         "out of memory with a micro-batch of one sample\n"
         "  because rank 1 asked for 2.00 GiB with 1.0 MiB of 1.0 MiB in use in backward, models/gpt2.py:7 (forward)\n"

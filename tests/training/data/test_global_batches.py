@@ -142,7 +142,7 @@ def test_the_steps_of_epochs_of_tokens_are_those_that_walking_them_counts(
     monkeypatch.setattr(global_batches, "_STRETCH", stretch)
     for n, tokens in ((1, 60), (5, 60), (20, 100), (50, 5000), (200, 128)):
         lengths = np.random.default_rng(n).integers(1, 60, n)
-        found = GlobalBatches(range(n), global_tokens=tokens, lengths=lengths, seed=n)
+        batches = GlobalBatches(range(n), global_tokens=tokens, lengths=lengths, seed=n)
         for epochs in (1, 2, 3):
-            steps = found.steps(epochs)
-            assert found.after(steps).epoch >= epochs > found.after(steps - 1).epoch
+            steps = batches.steps(epochs)
+            assert batches.after(steps).epoch >= epochs > batches.after(steps - 1).epoch

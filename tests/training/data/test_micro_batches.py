@@ -36,7 +36,7 @@ def limits(*max_samples: int, shortest: int = 64, overhead: int | None = None) -
     return MicroBatchLimits(max_samples=max_samples, seq_len=64, shortest=shortest, overhead=overhead)
 
 
-def found(zero_stage: int, *, is_known: bool) -> tuple[Gradient, float, float, list[list[int]]]:
+def train(zero_stage: int, *, is_known: bool) -> tuple[Gradient, float, float, list[list[int]]]:
     """Gradient and loss of a step, loss of an evaluation, and rows and columns of the rank's micro-batches."""
     world_size = dist.get_world_size()
     plan = plan_by_hand(
@@ -59,7 +59,7 @@ def found(zero_stage: int, *, is_known: bool) -> tuple[Gradient, float, float, l
 
 def all_stages() -> list[tuple[Gradient, float, float, list[list[int]]]]:
     """Grouped under each ZeRO stage, and once as planned; runs on ranks."""
-    return [found(stage, is_known=True) for stage in range(4)] + [found(2, is_known=False)]
+    return [train(stage, is_known=True) for stage in range(4)] + [train(2, is_known=False)]
 
 
 @pytest.mark.parametrize(

@@ -55,15 +55,15 @@ def test_every_piece_is_in_one_pack_and_none_is_too_full(sizes: list[int], most_
     pieces = [np.full(size, number, dtype=np.int32) for number, size in enumerate(sizes)]
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(packing, "MOST_OPEN", most_open)
-        found = packed(pieces)
-    assert sorted(piece for pack in found for piece in pieces_of(pack)) == sorted(piece.tobytes() for piece in pieces)
-    assert all(pack["length"] == len(pack["input_ids"]) == sum(pack["documents"]) <= SEQ_LEN for pack in found)
+        packs = packed(pieces)
+    assert sorted(piece for pack in packs for piece in pieces_of(pack)) == sorted(piece.tobytes() for piece in pieces)
+    assert all(pack["length"] == len(pack["input_ids"]) == sum(pack["documents"]) <= SEQ_LEN for pack in packs)
 
 
 def test_packs_of_many_lengths_are_nearly_full() -> None:
     random = np.random.default_rng(1)
-    found = packed([np.zeros(size, dtype=np.int32) for size in random.integers(2, 400, 5000)], 1024)
-    assert np.mean([pack["length"] for pack in found]) > 0.99 * 1024
+    packs = packed([np.zeros(size, dtype=np.int32) for size in random.integers(2, 400, 5000)], 1024)
+    assert np.mean([pack["length"] for pack in packs]) > 0.99 * 1024
 
 
 def test_a_document_begins_with_no_target_and_at_position_0() -> None:
@@ -85,11 +85,11 @@ def gradient(family: str, zero_stage: int, loss: str, micro_batch: int) -> tuple
     before = weights(tiny("causal-lm", family))
     engine = initialize(tiny("causal-lm", family), plan, CausalLM(packed=True))
     result = engine.train_step(samples)
-    found = applied(engine, before)
+    gradients = applied(engine, before)
     engine.destroy()
     del engine
     gc.collect()
-    return found, result.loss
+    return gradients, result.loss
 
 
 def alone(family: str) -> tuple[Gradient, float]:
@@ -120,9 +120,9 @@ def test_the_gradient_is_that_of_the_documents_alone(
 ) -> None:
     ranks: Ranks = request.getfixturevalue(fixture)
     expected, expected_loss = alone(family)
-    for found, found_loss in ranks.run(gradient, family, zero_stage, loss, micro_batch):
-        assert relative_error(found, expected) < 1e-6
-        assert found_loss == pytest.approx(expected_loss, rel=1e-6)
+    for gradients, mean_loss in ranks.run(gradient, family, zero_stage, loss, micro_batch):
+        assert relative_error(gradients, expected) < 1e-6
+        assert mean_loss == pytest.approx(expected_loss, rel=1e-6)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama-3.1-70b", "mistral", "gemma3_text", "mixtral"])
@@ -160,10 +160,10 @@ def test_text_on_disk_is_packed_once_and_a_plan_is_told_how_full(
     assert sorted(piece for sample in pack.train for piece in pieces_of(sample)) == windows
     assert pack.report.tokens == plain.report.tokens and len(pack.train) < len(plain.train)
     assert pack.fingerprint != plain.fingerprint
-    found = lengths_of(
+    lengths = lengths_of(
         Request(model="gpt2", seq_len=SEQ_LEN, pack=True), RunSettings(data=(str(path),), validation_fraction=0)
     )
-    assert found.num_samples == len(pack.train) and found.longest == SEQ_LEN
+    assert lengths.num_samples == len(pack.train) and lengths.longest == SEQ_LEN
 
 
 def test_a_packed_run_can_be_resumed() -> None:

@@ -28,17 +28,17 @@ def test_the_same_items_come_in_the_same_order_and_no_thread_is_left() -> None:
 
 
 def test_one_item_is_made_while_the_last_is_worked_on_and_never_more() -> None:
-    made = [threading.Event() for _ in range(4)]
+    is_made = [threading.Event() for _ in range(4)]
 
     def making() -> Iterator[int]:
-        for number, event in enumerate(made):
+        for number, event in enumerate(is_made):
             event.set()
             yield number
 
     items = prefetch(making())
     assert next(items) == 0
-    assert made[1].wait(60)  # nobody has asked for it yet
-    assert not made[2].is_set()
+    assert is_made[1].wait(60)  # nobody has asked for it yet
+    assert not is_made[2].is_set()
     assert next(items) == 1
     items.close()  # type: ignore[attr-defined]  # a generator
     assert not threads()
@@ -49,11 +49,11 @@ def test_a_failure_is_raised_once_where_its_item_would_have_come() -> None:
         yield from range(2)
         raise ValueError("row 2 is broken")
 
-    items, found = prefetch(making()), []
+    items, received = prefetch(making()), []
     with pytest.raises(ValueError, match="row 2 is broken"):
         for item in items:
-            found.append(item)
-    assert found == [0, 1]
+            received.append(item)
+    assert received == [0, 1]
     assert next(items, None) is None
     assert not threads()
 
@@ -62,7 +62,7 @@ def prepared_and_plain() -> dict[str, Any]:
     """Losses and weights of steps on batches prepared ahead and on plain ones, and limits that fall between."""
     samples = ragged_samples(24)
     batches = GlobalBatches(samples, global_batch=8, seed=3)
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for way in ("plain", "ahead"):
         plan = plan_by_hand(world_size=1, global_batch=8, micro_batch=4, zero_stage=2)
         engine = initialize(tiny_gpt2(), plan, CausalLM())
@@ -74,13 +74,13 @@ def prepared_and_plain() -> dict[str, Any]:
                 engine.limits = MicroBatchLimits(max_samples=(1,), seq_len=64, shortest=64, overhead=None)
             losses.append(engine.train_step(batch).loss)
         weights = torch.cat([parameter.detach().flatten() for parameter in engine.module.parameters()])
-        found[way] = losses, weights.numpy()
+        results[way] = losses, weights.numpy()
         engine.destroy()
     gc.collect()
-    return found
+    return results
 
 
 def test_batches_prepared_ahead_train_the_same_weights_also_when_memory_runs_out_between(one_rank: Ranks) -> None:
-    (found,) = one_rank.run(prepared_and_plain)
-    assert found["ahead"][0] == found["plain"][0]
-    assert (found["ahead"][1] == found["plain"][1]).all()
+    (results,) = one_rank.run(prepared_and_plain)
+    assert results["ahead"][0] == results["plain"][0]
+    assert (results["ahead"][1] == results["plain"][1]).all()

@@ -224,10 +224,10 @@ def test_a_tokenizer_with_more_tokens_than_the_model(tmp_path: Path) -> None:
 
 def test_an_unreachable_hub_costs_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody waits for retries where the host has no address."""
-    asked = []
+    lookups = []
 
     def no_address(*arguments: object) -> None:
-        asked.append(arguments)
+        lookups.append(arguments)
         raise OSError("Name or service not known")
 
     monkeypatch.undo()
@@ -238,6 +238,6 @@ def test_an_unreachable_hub_costs_no_time(monkeypatch: pytest.MonkeyPatch) -> No
     factories.hub_unreachable_because.cache_clear()
     try:
         assert "the network does not reach it" in message("gtp2")
-        assert len(asked) == 1
+        assert len(lookups) == 1
     finally:
         factories.hub_unreachable_because.cache_clear()
