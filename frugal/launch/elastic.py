@@ -29,18 +29,18 @@ class RestartableHosts:
     """
 
     def __init__(
-        self, plan: Plan, named: Sequence[HostfileEntry], access: Access, asked: RunSettings, master_port: int | None,
-        plan_for: Callable[[Cluster], Plan] | None,
+        self, plan: Plan, named: Sequence[HostfileEntry], access: Access, settings: RunSettings,
+        master_port: int | None, plan_for: Callable[[Cluster], Plan] | None,
     ) -> None:  # fmt: skip
         self._plan, self._named, self._access, self._port = plan, named, access, master_port
-        self._out, self._plan_for = asked.out, plan_for
+        self._out, self._plan_for = settings.out, plan_for
         self._kind: DeviceKind = plan.cluster.devices[0].kind
-        pdsh.make_folder(asked)
-        self._ready = pdsh.ready_hosts(plan, named, access, asked.out)
+        pdsh.make_folder(settings)
+        self._ready = pdsh.ready_hosts(plan, named, access, settings.out)
 
-    def start(self, plan: Plan, asked: RunSettings) -> tuple[int, first_failure.FailureReport | None]:
+    def start(self, plan: Plan, settings: RunSettings) -> tuple[int, first_failure.FailureReport | None]:
         """Train on the hosts that were ready when last checked."""
-        return pdsh.run(plan, self._ready, self._access, asked, self._port)
+        return pdsh.run(plan, self._ready, self._access, settings, self._port)
 
     def plan_for_restart(self, before: Plan) -> Plan:
         """Check the hosts again; the plan for those that are ready, which is `before` where they are the same.

@@ -62,13 +62,13 @@ def check_machine(plan: Plan, master_port: int | None) -> None:
                 ) from None
 
 
-def launch(plan: Plan, plan_path: Path, asked: RunSettings, master_port: int | None) -> int:
+def launch(plan: Plan, plan_path: Path, settings: RunSettings, master_port: int | None) -> int:
     """Train on the plan's ranks; the exit code of the first that failed, or 0. Says so if one was killed."""
-    code = start(plan, "frugal.training.run", ["--plan", str(plan_path), *asked.arguments()], master_port)
+    code = start(plan, "frugal.training.run", ["--plan", str(plan_path), *settings.arguments()], master_port)
     number = signal_of(code)
     if number is None:
         return code
-    saved = newest_checkpoint(asked.checkpoints)
+    saved = newest_checkpoint(settings.checkpoints)
     hint = f"\n\nhint: continue from {saved.name} with --resume" if saved is not None else ""
     to_console(f"error: a rank was ended by {number.name}{hint}")
     return 128 + number
@@ -77,12 +77,12 @@ def launch(plan: Plan, plan_path: Path, asked: RunSettings, master_port: int | N
 def starter(master_port: int | None) -> Start:
     """Starts runs on this machine. An exit code of 0 does not end a run whose ranks did not report that it is done."""
 
-    def run(plan: Plan, asked: RunSettings) -> tuple[int, first_failure.FailureReport | None]:
+    def run(plan: Plan, settings: RunSettings) -> tuple[int, first_failure.FailureReport | None]:
         with TemporaryDirectory(prefix="frugal-") as folder:
             written, _ = write_plan(plan, Path(folder))
             os.environ[first_failure.REPORT_FOLDER] = folder
             try:
-                code = start(plan, "frugal.training.run", ["--plan", str(written), *asked.arguments()], master_port)
+                code = start(plan, "frugal.training.run", ["--plan", str(written), *settings.arguments()], master_port)
             finally:
                 del os.environ[first_failure.REPORT_FOLDER]
             is_done = first_failure.is_done(Path(folder))

@@ -91,26 +91,26 @@ def require_ready(
     ]
 
 
-def make_folder(asked: RunSettings) -> None:
+def make_folder(settings: RunSettings) -> None:
     """Create the run's folder down to its checkpoints, so that hosts can be asked whether they see it.
 
     Raises:
         RequestError: it cannot be created.
     """
-    run_folder.make_folder(asked, asked.checkpoints)
+    run_folder.make_folder(settings, settings.checkpoints)
 
 
 def launch(
-    plan: Plan, named: Sequence[HostfileEntry], access: Access, asked: RunSettings, master_port: int | None
+    plan: Plan, named: Sequence[HostfileEntry], access: Access, settings: RunSettings, master_port: int | None
 ) -> int:
     """Train on all hosts; 0, or an exit code for how it ended."""
-    make_folder(asked)
-    code, report = run(plan, ready_hosts(plan, named, access, asked.out), access, asked, master_port)
-    return judge(code, report, asked).code
+    make_folder(settings)
+    code, report = run(plan, ready_hosts(plan, named, access, settings.out), access, settings, master_port)
+    return judge(code, report, settings).code
 
 
 def run(
-    plan: Plan, hosts: Sequence[ReadyHost], access: Access, asked: RunSettings, master_port: int | None
+    plan: Plan, hosts: Sequence[ReadyHost], access: Access, settings: RunSettings, master_port: int | None
 ) -> tuple[int, first_failure.FailureReport | None]:
     """Train on these hosts; 0 if the run came to its end, otherwise an exit code and the first failed rank's report.
 
@@ -120,10 +120,10 @@ def run(
     port = master_port or hosts[0].report.free_port
     # In the run's folder, which all nodes see; its name is that of this start in every command line on them.
     with TemporaryDirectory(
-        prefix=".start-", suffix=secrets.token_hex(4), dir=asked.out, ignore_cleanup_errors=True
+        prefix=".start-", suffix=secrets.token_hex(4), dir=settings.out, ignore_cleanup_errors=True
     ) as folder:
         written, _ = write_plan(plan, Path(folder))
-        arguments = ["--plan", str(written), *asked.arguments()]
+        arguments = ["--plan", str(written), *settings.arguments()]
         ranks = RemoteRanks([host.host for host in hosts], access, Path(folder))
         code = ranks.run(_node_command(plan, hosts, access, address, port, Path(folder), arguments))
         if first_failure.is_done(Path(folder)):
@@ -133,7 +133,7 @@ def run(
         error = FrugalError(
             "the run ended without a message from its ranks",
             because=ranks.pdsh_messages or f"pdsh ended with {code}",
-            hint=f"see {asked.out}/logs",
+            hint=f"see {settings.out}/logs",
         )
         to_console(f"error: {error}")
     return code or 1, report

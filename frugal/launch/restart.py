@@ -41,7 +41,7 @@ class RunEnd:
 
 
 def supervise(
-    start: Start, plan: Plan, asked: RunSettings, max_restarts: int, plan_for_rest: Callable[[Plan], Plan]
+    start: Start, plan: Plan, settings: RunSettings, max_restarts: int, plan_for_rest: Callable[[Plan], Plan]
 ) -> int:
     """Run a plan until it is done, starting it again at most `max_restarts` times; the last exit code.
 
@@ -49,7 +49,7 @@ def supervise(
     """
     before: RunEnd | None = None
     for restart in range(max_restarts + 1):
-        end = judge(*start(plan, asked), asked)
+        end = judge(*start(plan, settings), settings)
         if end.is_final:
             return end.code
         if before is not None and (end.why, end.step, end.checkpoint) == (before.why, before.step, before.checkpoint):
@@ -61,16 +61,16 @@ def supervise(
             return end.code
         where = f"going on from {end.checkpoint}" if end.checkpoint else "starting anew, as there is no checkpoint"
         to_console(f"restart {restart + 1} of {max_restarts}: {end.why} after step {end.step}; {where}")
-        asked = replace(asked, resume=end.checkpoint is not None)
+        settings = replace(settings, resume=end.checkpoint is not None)
         plan, failed = plan_for_rest(plan), plan
         before = end if plan.digest == failed.digest else None  # the same again on other devices is another failure
     raise AssertionError("the loop returns")
 
 
-def judge(code: int, report: FailureReport | None, asked: RunSettings) -> RunEnd:
+def judge(code: int, report: FailureReport | None, settings: RunSettings) -> RunEnd:
     """What an exit code and the report of the rank that failed first amount to."""
-    saved = newest_checkpoint(asked.checkpoints)
-    step, checkpoint = _last_step(asked.out / METRICS), None if saved is None else saved.name
+    saved = newest_checkpoint(settings.checkpoints)
+    step, checkpoint = _last_step(settings.out / METRICS), None if saved is None else saved.name
     if code == 0:
         return RunEnd(0, "", True, step, checkpoint)
     if report is not None and report.code in FINAL_CODES:

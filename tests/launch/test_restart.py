@@ -99,8 +99,8 @@ def test_a_run_is_started_again_as_often_as_it_may(
     coming: Iterator[RunEnd] = iter(ends)
     resumed = []
 
-    def start(_plan: Any, asked: RunSettings) -> tuple[int, None]:
-        resumed.append(asked.resume)
+    def start(_plan: Any, settings: RunSettings) -> tuple[int, None]:
+        resumed.append(settings.resume)
         return 0, None
 
     monkeypatch.setattr(restart, "judge", lambda *_: next(coming))

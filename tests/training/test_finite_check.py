@@ -131,20 +131,20 @@ SAMPLES = spoilt_samples(20, (13,))
 
 def train(folder: Path, on_nan: str, *, resume: bool = False, all_spoilt: bool = False) -> str:
     """Seven steps on 20 samples, one of which spoils two batches; what is said at the end. Runs on ranks."""
-    asked = RunSettings(steps=7, eval_every=0, save_every=1, out=folder, on_nan=on_nan)  # type: ignore[arg-type]
+    settings = RunSettings(steps=7, eval_every=0, save_every=1, out=folder, on_nan=on_nan)  # type: ignore[arg-type]
     if all_spoilt:
-        asked = RunSettings(steps=30, eval_every=0, save_every=1, out=folder, on_nan=on_nan)  # type: ignore[arg-type]
+        settings = RunSettings(steps=30, eval_every=0, save_every=1, out=folder, on_nan=on_nan)  # type: ignore[arg-type]
     folder.mkdir(parents=True, exist_ok=True)
     plan = plan_by_hand(world_size=2, global_batch=6, micro_batch=2, zero_stage=2, request={"seq_len": 128})
     engine = initialize(tiny_gpt2(), plan, Spoiling())
     samples = spoilt_samples(20, tuple(range(20))) if all_spoilt else SAMPLES
     batches = GlobalBatches(samples, global_batch=6)
-    start = loading.load(engine, asked.checkpoints).progress if resume else Progress(step=0)
+    start = loading.load(engine, settings.checkpoints).progress if resume else Progress(step=0)
     message = ""
-    log = Log(folder, rank=engine.rank, planned_bytes=1, total_steps=asked.steps or 0, first_step=start.step)
+    log = Log(folder, rank=engine.rank, planned_bytes=1, total_steps=settings.steps or 0, first_step=start.step)
     try:
         with log:
-            loop.train(engine, batches, [], asked, log, start=start, total_steps=asked.steps or 0)
+            loop.train(engine, batches, [], settings, log, start=start, total_steps=settings.steps or 0)
     except NumbersError as error:
         message = f"{error.exit_code} {error}"
     engine.destroy()

@@ -36,15 +36,15 @@ def train(
 
     `die` makes rank 1 end with SIGKILL in the middle of step 6, or of saving step 6, or tells it to stop in step 5.
     """
-    asked = RunSettings(**{"steps": 8, "eval_every": 4, "save_every": 3, "out": folder} | changes)
+    settings = RunSettings(**{"steps": 8, "eval_every": 4, "save_every": 3, "out": folder} | changes)
     rank = torch.distributed.get_rank()
     folder.mkdir(parents=True, exist_ok=True)
     plan = plan_by_hand(
         world_size=world_size, global_batch=6, micro_batch=2, zero_stage=zero_stage, request={"learning_rate": 1e-2}
     )
     model = tiny_gpt2(resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout)
-    batches = GlobalBatches(SAMPLES, global_batch=6, seed=asked.seed)
-    total_steps = loop.num_steps(batches, asked)
+    batches = GlobalBatches(SAMPLES, global_batch=6, seed=settings.seed)
+    total_steps = loop.num_steps(batches, settings)
     engine = initialize(
         model, plan, CausalLM(),
         learning_rate_schedule=lambda step: schedule_factor(
@@ -53,7 +53,7 @@ def train(
     )  # fmt: skip
     rng.seed_all(rank)
     random.seed(rank)
-    start = loading.load(engine, asked.checkpoints).progress if asked.resume else Progress(step=0)
+    start = loading.load(engine, settings.checkpoints).progress if settings.resume else Progress(step=0)
     if die == "in a step" and rank == 1:
         _kill_in(engine.deepspeed, "backward", signal.SIGKILL, when=lambda: engine.deepspeed.global_steps == 5)
     if die == "told to stop" and rank == 1:
@@ -62,7 +62,7 @@ def train(
         _kill_in(torch, "save", signal.SIGKILL, when=lambda: engine.deepspeed.global_steps == 6)
     log = Log(folder, rank=rank, planned_bytes=1, total_steps=total_steps, first_step=start.step)
     with log, signals.recorded():
-        loop.train(engine, batches, SAMPLES[:5], asked, log, start=start, total_steps=total_steps)
+        loop.train(engine, batches, SAMPLES[:5], settings, log, start=start, total_steps=total_steps)
     engine.destroy()
     gc.collect()
     return records(folder)

@@ -33,22 +33,22 @@ LOCK_SECONDS = 120.0
 a host that is gone for a minute or two."""
 
 
-def create(asked: RunSettings) -> RunSettings:
+def create(settings: RunSettings) -> RunSettings:
     """The settings of this start, whose folder exists now.
 
     Raises:
         RequestError: it holds another run, or cannot be made.
     """
-    newest = manifest.newest_checkpoint(asked.checkpoints)
+    newest = manifest.newest_checkpoint(settings.checkpoints)
     if newest is not None and env.is_restarted_by_torchrun():
-        asked = replace(asked, resume=True)  # torchrun --max-restarts gives every start the same flags
-    if newest is not None and not asked.resume:
-        raise in_use(asked, newest)
-    make_folder(asked, asked.out)
-    return asked
+        settings = replace(settings, resume=True)  # torchrun --max-restarts gives every start the same flags
+    if newest is not None and not settings.resume:
+        raise in_use(settings, newest)
+    make_folder(settings, settings.out)
+    return settings
 
 
-def make_folder(asked: RunSettings, folder: Path) -> None:
+def make_folder(settings: RunSettings, folder: Path) -> None:
     """Create `folder`, which is the run's or in it.
 
     Raises:
@@ -57,33 +57,33 @@ def make_folder(asked: RunSettings, folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise _cannot_write(asked, error) from None
+        raise _cannot_write(settings, error) from None
 
 
-def in_use(asked: RunSettings, newest: Path) -> RequestError:
+def in_use(settings: RunSettings, newest: Path) -> RequestError:
     """The folder has another run in it."""
     return RequestError(
-        f"{asked.out} holds a run already",
+        f"{settings.out} holds a run already",
         because=f"its newest checkpoint is {newest.name}",
         hint="continue it with --resume, or choose another folder with --out",
     )
 
 
 @contextmanager
-def locked(asked: RunSettings) -> Iterator[None]:
+def locked(settings: RunSettings) -> Iterator[None]:
     """Lock the run's folder for this run; the kernel unlocks it when the process ends, however that comes about."""
-    folder = os.open(asked.out, os.O_RDONLY)
+    folder = os.open(settings.out, os.O_RDONLY)
     try:
         is_locked = _try_lock(folder)
-        if not is_locked and asked.resume and process_group.is_over_ssh():
-            rank_logs.to_console(f"waiting for {asked.out}, which another run still holds")
+        if not is_locked and settings.resume and process_group.is_over_ssh():
+            rank_logs.to_console(f"waiting for {settings.out}, which another run still holds")
             end = time.monotonic() + LOCK_SECONDS
             while not is_locked and time.monotonic() < end:
                 time.sleep(1)
                 is_locked = _try_lock(folder)
         if not is_locked:
             raise RequestError(
-                f"another run is writing to {asked.out}",
+                f"another run is writing to {settings.out}",
                 because="two runs in one folder would overwrite each other's checkpoints",
                 hint="wait for it to end, or choose another folder with --out",
             )
@@ -103,22 +103,22 @@ def _try_lock(folder: int) -> bool:
     return True
 
 
-def record(plan: Plan, asked: RunSettings) -> None:
+def record(plan: Plan, settings: RunSettings) -> None:
     """What the run is, in its folder: the plan, its print-out for DeepSpeed, and what was asked for."""
-    write_plan(plan, asked.out)
+    write_plan(plan, settings.out)
     try:
-        atomic_files.write_file(asked.out / RECORD, asked.record())
+        atomic_files.write_file(settings.out / RECORD, settings.record())
     except OSError as error:
-        raise _cannot_write(asked, error) from None
+        raise _cannot_write(settings, error) from None
 
 
-def _cannot_write(asked: RunSettings, error: OSError) -> RequestError:
+def _cannot_write(settings: RunSettings, error: OSError) -> RequestError:
     return RequestError(
-        f"cannot write to {asked.out}", because=str(error.strerror), hint="choose another folder with --out"
+        f"cannot write to {settings.out}", because=str(error.strerror), hint="choose another folder with --out"
     )
 
 
-def check_space(plan: Plan, asked: RunSettings) -> None:
+def check_space(plan: Plan, settings: RunSettings) -> None:
     """Refuse a run that needs more than some host has free. Collective: all ranks raise, if one does.
 
     Raises:
@@ -129,7 +129,7 @@ def check_space(plan: Plan, asked: RunSettings) -> None:
     dist.all_gather_object(names, name)
     lacking: list[list[str]] = [[]] * len(names)
     first = names.index(name) == dist.get_rank()
-    dist.all_gather_object(lacking, _lacking(plan, asked, name, names.count(name)) if first else [])
+    dist.all_gather_object(lacking, _lacking(plan, settings, name, names.count(name)) if first else [])
     because = [text for texts in lacking for text in texts]
     if because:
         raise NothingFitsError(
@@ -140,12 +140,12 @@ def check_space(plan: Plan, asked: RunSettings) -> None:
         )
 
 
-def _lacking(plan: Plan, asked: RunSettings, name: str, num_ranks: int) -> list[str]:
+def _lacking(plan: Plan, settings: RunSettings, name: str, num_ranks: int) -> list[str]:
     """What this host lacks for its ranks, a line each."""
     ranks = "its rank" if num_ranks == 1 else f"its {num_ranks} ranks"
     lines = []
     needed, free = host_bytes(plan) * num_ranks, available_bytes()
-    if asked.async_save:
+    if settings.async_save:
         needed += copied_bytes(plan, num_ranks, has_rank_0=env.rank() == 0)
         ranks += " and the copy of --async-save"
     if needed > free:
@@ -157,7 +157,7 @@ def _lacking(plan: Plan, asked: RunSettings, name: str, num_ranks: int) -> list[
         )
         lines += _on_disk(name, Path(str(plan.strategy.nvme_path)).expanduser(), needed * num_ranks, "offloaded states")
     if env.rank() == 0:
-        lines += _on_disk(name, asked.out, saved_bytes(plan, asked), "checkpoints and the trained model")
+        lines += _on_disk(name, settings.out, saved_bytes(plan, settings), "checkpoints and the trained model")
     return lines
 
 
@@ -181,13 +181,13 @@ def copied_bytes(plan: Plan, num_ranks: int, *, has_rank_0: bool) -> int:
     return (total - weights) * num_ranks // plan.batch.world_size + weights * has_rank_0
 
 
-def saved_bytes(plan: Plan, asked: RunSettings) -> int:
+def saved_bytes(plan: Plan, settings: RunSettings) -> int:
     """What the run will add to its folder: as many checkpoints as are kept and one in the making, and the model.
 
     Left out: the best checkpoint, where it is not among the newest.
     """
-    existing = len(manifest.checkpoints_in(asked.checkpoints))
-    copies = max(1, (asked.keep + 1 if asked.save_every else 1) - existing)
+    existing = len(manifest.checkpoints_in(settings.checkpoints))
+    copies = max(1, (settings.keep + 1 if settings.save_every else 1) - existing)
     weights = _weight_bytes(plan) * plan.model.parameters
     return copies * breakdown.checkpoint_bytes(plan.request, plan.strategy, plan.model) + weights
 

@@ -164,17 +164,17 @@ class RunData:
     provenance: Provenance
 
 
-def read_samples(plan: Plan, asked: RunSettings) -> RunData:
+def read_samples(plan: Plan, settings: RunSettings) -> RunData:
     """Read, tokenise and split the data. One rank of each node does it, the others wait for it. Collective.
 
     Raises:
         RequestError: the data, the tokenizer or the model cannot be used.
     """
-    tokenizer = tokenizing.load_tokenizer(asked.tokenizer)
+    tokenizer = tokenizing.load_tokenizer(settings.tokenizer)
     spec = resolve.resolve(plan.request.model, plan.request.task)
 
     def load_all() -> tuple[Corpus, Any, Any]:
-        return _load(spec.task, tokenizer, plan.request.seq_len, bool(plan.request.pack), asked)
+        return _load(spec.task, tokenizer, plan.request.seq_len, bool(plan.request.pack), settings)
 
     is_first = env.local_rank() == 0
     loaded = load_all() if is_first else None
@@ -186,35 +186,38 @@ def read_samples(plan: Plan, asked: RunSettings) -> RunData:
         spec=spec.for_tokenizer(tokenizer),
         tokenizer=tokenizer,
         training=corpus.train,
-        validation=Subset.drawn_from(validation, asked.validation_samples),
+        validation=Subset.drawn_from(validation, settings.validation_samples),
         test=test,
         report=corpus.report,
         provenance=corpus.provenance,
     )
 
 
-def _load(task: str, tokenizer: Any, seq_len: int, pack: bool, asked: RunSettings) -> tuple[Corpus, Any, Any]:
+def _load(task: str, tokenizer: Any, seq_len: int, pack: bool, settings: RunSettings) -> tuple[Corpus, Any, Any]:
     """What to train on, what to evaluate on meanwhile, and at the end."""
     columns = sources.Columns(
-        text=asked.text_column, label=asked.label_column, source=asked.source_column, target=asked.target_column
+        text=settings.text_column,
+        label=settings.label_column,
+        source=settings.source_column,
+        target=settings.target_column,
     )
 
     def load(paths: tuple[str, ...], validation_fraction: float = 0.0, label_names: Sequence[str] = ()) -> Corpus:
         return load_corpus(
             paths, tokenizer=tokenizer, task=task, seq_len=seq_len, pack=pack, columns=columns,
-            limit=asked.limit, skip_bad_rows=asked.skip_bad_rows, too_long=asked.too_long,
+            limit=settings.limit, skip_bad_rows=settings.skip_bad_rows, too_long=settings.too_long,
             validation_fraction=validation_fraction, label_names=label_names,
         )  # fmt: skip
 
-    corpus = load(asked.data, 0.0 if asked.validation_data else asked.validation_fraction)
+    corpus = load(settings.data, 0.0 if settings.validation_data else settings.validation_fraction)
     validation, test = (
         load(paths, label_names=corpus.report.label_names).train if paths else ()
-        for paths in (asked.validation_data, asked.test_data)
+        for paths in (settings.validation_data, settings.test_data)
     )
     return corpus, validation or corpus.validation or (), test
 
 
-def lengths_of(request: Request, asked: RunSettings) -> Lengths:
+def lengths_of(request: Request, settings: RunSettings) -> Lengths:
     """How long the samples are that a plan for `request` would train on; its source says what is left out.
 
     The data is tokenised as training will do it, and kept for it. Of more than `MOST_LENGTHS` lengths some are read,
@@ -224,8 +227,8 @@ def lengths_of(request: Request, asked: RunSettings) -> Lengths:
     """
     spec = resolve.resolve(request.model, request.task)
     seq_len = min(request.seq_len, spec.max_positions or request.seq_len)
-    corpus, *_ = _load(spec.task, tokenizing.load_tokenizer(asked.tokenizer), seq_len, bool(request.pack), asked)
-    return lengths_of_corpus(corpus, ", ".join(asked.data), corpus.report.left_out(asked.too_long))
+    corpus, *_ = _load(spec.task, tokenizing.load_tokenizer(settings.tokenizer), seq_len, bool(request.pack), settings)
+    return lengths_of_corpus(corpus, ", ".join(settings.data), corpus.report.left_out(settings.too_long))
 
 
 MOST_LENGTHS = 100_000_000

@@ -77,8 +77,8 @@ PROGRESS = Progress(step=40, position=Position(2, 5), data=DATA, seed=1)
 
 
 def go_on(now: Provenance, *, seed: int = 1, accept: bool = False) -> tuple[Progress, tuple[str, ...]]:
-    asked = RunSettings(seed=seed, accept_changed_data=accept, out=Path("run"), resume=True)
-    return loading.on_data(PROGRESS, now, asked)
+    settings = RunSettings(seed=seed, accept_changed_data=accept, out=Path("run"), resume=True)
+    return loading.on_data(PROGRESS, now, settings)
 
 
 def test_changed_data_and_another_seed_are_refused() -> None:
