@@ -13,7 +13,7 @@ from frugal.deepspeed_adapter.json_config import deepspeed_config
 from frugal.dryrun.client import DryRunSource, workers
 from frugal.dryrun.planner import make_plan
 from frugal.errors import NothingFitsError
-from frugal.planning.report import report
+from frugal.planning.report import summary
 
 HERE = Path(__file__).parent
 
@@ -34,7 +34,7 @@ def generate(folder: Path, wanted: dict[str, dict[str, Any]]) -> None:
                 (folder / f"{name}.txt").write_text(f"error: {error}\n")
                 continue
             (folder / f"{name}.json").write_text(json.dumps(deepspeed_config(plan), indent=2) + "\n")
-            (folder / f"{name}.txt").write_text(report(plan) + "\n")
+            (folder / f"{name}.txt").write_text(summary(plan) + "\n")
 
 
 if __name__ == "__main__":

@@ -65,6 +65,11 @@ def format_count(number: int) -> str:
     return str(number)
 
 
+def plural(number: int, noun: str) -> str:
+    """A count with its noun: `1 GPU`, `4 GPUs`."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def format_seconds(seconds: float) -> str:
     """A duration for people: `85 ms`, `12.3 s`, `4 min 05 s`, `3 h 20 min`."""
     if seconds < 1:

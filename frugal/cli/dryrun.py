@@ -22,7 +22,7 @@ from frugal.planning.batch import BatchPlan
 from frugal.planning.memory.timeline import CATEGORIES
 from frugal.planning.plan import Plan
 from frugal.planning.strategy import Strategy, allowed_strategies, offload_levels
-from frugal.units import format_bytes
+from frugal.units import format_bytes, plural
 
 SHOWN_MODULES = 20
 _NUMBER = re.compile(r"\.\d+(?=\.|$)")  # of a layer in a dotted name
@@ -149,12 +149,12 @@ def _dry_run(source: DryRunSource, subject: _Subject) -> list[Any]:
 
 
 def _title(subject: _Subject) -> list[str]:
-    batch, kind = subject.batch, "GPU" if subject.cluster.devices[0].kind == "cuda" else "rank"
+    batch = subject.batch
     return [
         f"{subject.request.model} in {subject.request.precision}, samples of {subject.request.seq_len} tokens",
         f"{subject.strategy}",
-        f"{batch.world_size} {kind}{'s' * (batch.world_size > 1)}, micro-batch {batch.largest_micro_batch}, "
-        f"{batch.accumulation_steps} accumulation step{'s' * (batch.accumulation_steps > 1)}",
+        f"{plural(batch.world_size, subject.cluster.rank_noun)}, micro-batch {batch.largest_micro_batch}, "
+        f"{plural(batch.accumulation_steps, 'accumulation step')}",
     ]
 
 

@@ -17,9 +17,18 @@ from frugal.dryrun.client import DryRunSource, workers
 from frugal.dryrun.pool import Pool
 from frugal.errors import RequestError
 from frugal.planning.plan import Plan
-from frugal.planning.report import explanation, improvements, what_if
+from frugal.planning.report import explanation
 from frugal.planning.search.candidate import OpenSource
-from frugal.planning.what_if import axes_around, changes, grid, parse_axes, predicted, shorter
+from frugal.planning.what_if import (
+    axes_around,
+    changes,
+    grid,
+    improvements,
+    parse_axes,
+    predicted,
+    shorter,
+    what_if_table,
+)
 
 
 @click.command("explain", cls=SettingsCommand)
@@ -66,7 +75,7 @@ def table(plan: Plan, given: dict[str, tuple[int, ...]]) -> list[str]:
             )
         cases = grid(plan, axes)
         predictions = predicted(list(cases.values()), dry_run)
-    return what_if(plan, axes, cases, dict(zip(cases, predictions, strict=True)))
+    return what_if_table(plan, axes, cases, dict(zip(cases, predictions, strict=True)))
 
 
 def _arithmetic(pool: Pool) -> OpenSource:

@@ -28,7 +28,7 @@ from frugal.errors import FrugalError, OutOfMemoryError, RequestError
 from frugal.launch import local
 from frugal.planning.plan import Plan
 from frugal.training.measure.record import Capped, Measured, Trial
-from frugal.units import format_bytes
+from frugal.units import format_bytes, plural
 
 INITIALISATION = "initialisation"
 RECORDS = Path("tests/measured")
@@ -321,7 +321,7 @@ def report(found: Calibration) -> list[str]:
     rows.append(("an operator", f"{probe.operator_seconds * 1e6:.1f} microseconds"))
     if probe.context_bytes is not None:
         rows += [("context", format_bytes(probe.context_bytes)), ("slack", format_bytes(found.slack_bytes))]
-    ranks = f"{found.num_ranks} rank{'s' * (found.num_ranks > 1)}"
+    ranks = plural(found.num_ranks, "rank")
     driver = f", driver {found.driver}" if found.driver else ""
     return [
         f"{found.device} with {ranks}{driver}, torch {found.torch}",

@@ -11,7 +11,7 @@ from frugal.config.build_cluster import ClusterSettings
 from frugal.config.request import Request
 from frugal.config.settings.run_settings import DATA_NAMES, RunSettings
 from frugal.deepspeed_adapter.json_config import write_plan
-from frugal.planning.report import report
+from frugal.planning.report import summary
 
 
 @click.command("plan", cls=SettingsCommand)
@@ -32,7 +32,7 @@ def command(axes: tuple[str, ...], as_json: bool, output: Path | None, with_tabl
     if as_json:
         click.echo(plan.to_json().decode(), nl=False)
         return
-    click.echo(report(plan))
+    click.echo(summary(plan))
     if with_table:
         from frugal.cli.explain import table  # the search behind it takes a while to import
 

@@ -35,7 +35,7 @@ from frugal.launch import commands, local, pdsh, restart
 from frugal.launch.elastic import RestartableHosts
 from frugal.launch.ssh import Access
 from frugal.planning.plan import Plan
-from frugal.planning.report import report
+from frugal.planning.report import summary
 from frugal.training.checkpoint import manifest
 from frugal.training.checkpoint.run_folder import in_use
 from frugal.training.run import run
@@ -76,7 +76,7 @@ def command(plan_path: Path | None, ranks: int | None, printed: commands.Launche
     plan = _given_plan(job, plan_path)
     if plan is None:
         plan = _new_plan(job)
-        click.echo(report(plan) + "\n", err=printed is not None)
+        click.echo(summary(plan) + "\n", err=printed is not None)
         if printed is not None:
             plan_path, _ = write_plan(plan, job.asked.out)
     else:
@@ -170,7 +170,7 @@ def _plan_on(job: _Job, cluster: Cluster, *, before: Plan) -> Plan:
     rows = settings_of(Request)
     request, defaults = requested(_trained(before) | {name: given[name] for name in given if name in rows})
     plan = planned_for(request, cluster, defaults)
-    click.echo(report(plan) + "\n")
+    click.echo(summary(plan) + "\n")
     return plan
 
 
@@ -186,7 +186,7 @@ def _plan_for_rest(job: _Job, before: Plan) -> Plan:
     described = {name: value for name, value in job.file.plan.items() if name != "hostfile"}
     file = replace(job.file, plan=_trained(before) | described)
     plan = _planned(number if on_cpu else None, values | ({} if on_cpu else {"gpus": number}), file, asks_data=False)
-    click.echo(report(plan) + "\n")
+    click.echo(summary(plan) + "\n")
     return plan
 
 

@@ -11,7 +11,7 @@ from frugal.config.hostfile import HostfileEntry
 from frugal.config.request import Precision
 from frugal.config.settings.setting import SIZE, SIZES, check_sizes, setting
 from frugal.errors import RequestError
-from frugal.units import parse_bytes
+from frugal.units import parse_bytes, plural
 
 Amounts = str | int | list[str | int] | tuple[str | int, ...]
 
@@ -114,7 +114,7 @@ def _alike(asked: ClusterSettings) -> tuple[HostfileEntry, ...]:
     """The nodes that flags describe."""
     num_nodes = asked.nodes or 1
     if (asked.gpus or 1) * num_nodes > MOST_RANKS:
-        raise _too_many(f"{num_nodes} node{'s' * (num_nodes > 1)} with {asked.gpus or 1} GPUs")
+        raise _too_many(f"{plural(num_nodes, 'node')} with {asked.gpus or 1} GPUs")
     if asked.mem is None and asked.device == "cpu":
         raise RequestError(
             "the memory of a CPU rank is not known",

@@ -124,6 +124,11 @@ class Cluster:
         """Ranks, one a device."""
         return len(self.devices)
 
+    @property
+    def rank_noun(self) -> str:
+        """What people call a rank here."""
+        return "GPU" if self.devices[0].kind == "cuda" else "rank"
+
 
 MATRIX_SHARE, HOPPER_SHARE = 0.7, 0.55
 """Share of its peak that a card reaches in the matrix products of training; from Hopper on power limits it.

@@ -10,6 +10,7 @@ from frugal.config.optimizers import OptimizerImplementation, OptimizerName
 from frugal.config.sample_lengths import Lengths
 from frugal.config.settings.setting import Kind, check_sizes, setting
 from frugal.errors import RequestError
+from frugal.units import plural
 
 Task = Literal["causal-lm", "masked-lm", "seq2seq", "sequence-classification"]
 Precision = Literal["bf16", "fp16", "fp32"]
@@ -269,7 +270,7 @@ def check_pins(request: Request, world_size: int) -> None:
         RequestError: they contradict each other; the message has the numbers.
     """
     batch, micro, steps = request.batch_samples, request.micro_batch, request.accumulation_steps
-    gpus = f"{world_size} GPU{'s' if world_size > 1 else ''}"
+    gpus = plural(world_size, "GPU")
     cap = request.micro_batch_cap
     if micro is not None and cap is not None and cap < micro:
         name = "--max-samples-per-gpu" if request.max_samples_per_gpu == cap else "--max-tokens-per-gpu"

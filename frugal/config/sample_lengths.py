@@ -9,6 +9,7 @@ from typing import Any, Literal
 import msgspec
 
 from frugal.errors import RequestError
+from frugal.units import plural
 
 TooLong = Literal["error", "truncate", "skip"]
 
@@ -101,7 +102,9 @@ class Lengths:
         over = [(tokens, count) for tokens, count in zip(self.tokens, self.counts, strict=True) if tokens > seq_len]
         number = sum(count for _, count in over)
         shown = reversed(over[-SHOWN:])
-        longest = ", ".join(f"{tokens} tokens" + f" ({count} of them)" * (count > 1) for tokens, count in shown)
+        longest = ", ".join(
+            f"{tokens} tokens ({count} of them)" if count > 1 else f"{tokens} tokens" for tokens, count in shown
+        )
         because = f"the longest have {longest}"
         if self.too_long == "error":
             raise RequestError(
@@ -176,7 +179,7 @@ def of(value: Any, *, too_long: TooLong = "error", source: str = "") -> Lengths:
             raise RequestError(f"the lengths{place} have an entry {tokens!r}: {samples!r}", because=form)
         if length < 1 and number:
             raise RequestError(
-                f"the lengths{place} have {number} sample{'s' * (number > 1)} of {length} tokens",
+                f"the lengths{place} have {plural(number, 'sample')} of {length} tokens",
                 because="there is nothing to learn from an empty sample",
             )
         counts[length] += number

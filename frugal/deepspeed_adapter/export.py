@@ -23,6 +23,7 @@ from typing import Literal
 from frugal.deepspeed_adapter.json_config import ADAM_BETAS, ADAM_EPSILON, deepspeed_config
 from frugal.errors import RequestError
 from frugal.planning.plan import Plan
+from frugal.units import plural
 
 Target = Literal["hf", "accelerate", "script"]
 FILES: dict[Target, str] = {"hf": "planned_trainer.py", "accelerate": "accelerate.yaml", "script": "train.py"}
@@ -59,11 +60,11 @@ def _on_cpu(plan: Plan) -> bool:
 def _sum(plan: Plan) -> str:
     """The batch as a product, or as a bound where the micro-batch sizes differ."""
     batch = plan.batch
-    kind = ("rank" if _on_cpu(plan) else "GPU") + "s" * (batch.world_size > 1)
     up_to = "" if batch.is_uniform else "up to "
+    ranks = plural(batch.world_size, plan.cluster.rank_noun)
     return (
-        f"{batch.global_batch} samples = {batch.world_size} {kind} x {up_to}micro-batch {batch.largest_micro_batch} x "
-        f"{batch.accumulation_steps} accumulation step{'s' * (batch.accumulation_steps > 1)}"
+        f"{batch.global_batch} samples = {ranks} x {up_to}micro-batch {batch.largest_micro_batch} x "
+        f"{plural(batch.accumulation_steps, 'accumulation step')}"
     )
 
 
@@ -278,7 +279,7 @@ def _is_even(plan: Plan) -> bool:
 
 def _uneven(plan: Plan, target: Target) -> RequestError:
     batch = plan.batch
-    kind = "ranks" if plan.cluster.devices[0].kind == "cpu" else "GPUs"
+    kind = f"{plan.cluster.rank_noun}s"
     world, groups = batch.world_size, batch.groups.values()
     dealt = [pair for steps in batch.micro_steps for pair in zip(steps.samples, groups, strict=True)]
     sizes = sorted({size for samples, ranks in dealt for size in (samples // ranks, -(-samples // ranks))})

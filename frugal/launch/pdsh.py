@@ -38,6 +38,7 @@ from frugal.launch.restart import judge
 from frugal.launch.ssh import Access, ReadyHost, UnreachableHost
 from frugal.planning.plan import Plan
 from frugal.training.checkpoint import run_folder
+from frugal.units import plural
 
 FAN_OUT = 1024  # hosts that pdsh reaches at the same time
 SIGNAL_SECONDS = 30.0  # for a signal to reach all nodes
@@ -63,7 +64,7 @@ def check_nodes(plan: Plan, named: Sequence[HostfileEntry]) -> None:
 
 
 def _nodes(slots: Sequence[int]) -> str:
-    return f"{len(slots)} node{'s' * (len(slots) != 1)} with {', '.join(map(str, slots))} GPUs"
+    return f"{plural(len(slots), 'node')} with {', '.join(map(str, slots))} GPUs"
 
 
 def ready_hosts(plan: Plan, named: Sequence[HostfileEntry], access: Access, folder: Path) -> list[ReadyHost]:

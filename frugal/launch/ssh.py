@@ -21,7 +21,7 @@ from frugal.config.local_host import versions
 from frugal.config.settings.run_settings import RunSettings
 from frugal.errors import RequestError
 from frugal.launch.host_report import HostReport
-from frugal.units import format_bytes
+from frugal.units import format_bytes, plural
 
 CONNECT_SECONDS = 10
 ASK_SECONDS = 120  # importing torch from a busy network file system takes long
@@ -179,7 +179,7 @@ def _shortages(host: HostfileEntry, report: HostReport, kind: DeviceKind) -> Ite
         if num_gpus == 0:
             yield "has no GPU that torch can use; CPU ranks take --device cpu"
         elif num_gpus < host.slots:
-            yield f"has {num_gpus} GPU{'s' * (num_gpus != 1)} that torch can use, its line says slots={host.slots}"
+            yield f"has {plural(num_gpus, 'GPU')} that torch can use, its line says slots={host.slots}"
         memories = host.memory * host.slots if len(host.memory) == 1 else host.memory
         for number, (gpu, memory) in enumerate(zip(report.gpus, memories, strict=False)):
             if gpu.memory_bytes < 0.9 * memory:

@@ -13,20 +13,20 @@ from frugal.planning.search.candidate import Candidate, Infeasible, OpenSource, 
 from frugal.planning.search.search import Search
 from frugal.planning.strategy import Strategy
 from frugal.planning.what_if import with_gpus
-from frugal.units import GIB, MIB, format_bytes
+from frugal.units import GIB, MIB, format_bytes, plural
 
 SHORTEST_SEQUENCE = 64
 FACTORS = (2, 4, 8)
 """How many times as many GPUs, and how many times shorter samples, are tried."""
 
 
-def nothing_fits(request: Request, cluster: Cluster, found: Infeasible, ways: list[str]) -> NothingFitsError:
+def nothing_fits(request: Request, cluster: Cluster, result: Infeasible, ways: list[str]) -> NothingFitsError:
     """The proof: the nearest candidate, its shortfall, what its floor consists of, and ways out."""
-    nearest = found.nearest
+    nearest = result.nearest
     assert nearest.memory is not None
     memory, device = nearest.memory, min(cluster.devices, key=lambda device: device.usable_bytes)
     where_to = {"cuda": "a GPU", "cpu": "a CPU rank"}
-    samples = f"{nearest.micro_batch} sample{'s' if nearest.micro_batch > 1 else ''} of {request.seq_len} tokens"
+    samples = f"{plural(nearest.micro_batch, 'sample')} of {request.seq_len} tokens"
     where = (
         "a node's host memory"
         if nearest.host_shortfall_bytes
@@ -35,8 +35,8 @@ def nothing_fits(request: Request, cluster: Cluster, found: Infeasible, ways: li
         else f"{where_to[device.kind]} of {format_bytes(device.memory_bytes)}"
     )
     because = [
-        *_levels(cluster, found),
-        f"the nearest of {found.num_strategies} strategies is {nearest.strategy}, with {samples}",
+        *_levels(cluster, result),
+        f"the nearest of {result.num_strategies} strategies is {nearest.strategy}, with {samples}",
         f"it takes {format_bytes(memory.total_bytes)}: {floor(memory)}",
     ]
     if nearest.host_shortfall_bytes:
@@ -54,13 +54,13 @@ def nothing_fits(request: Request, cluster: Cluster, found: Infeasible, ways: li
     )
 
 
-def _levels(cluster: Cluster, found: Infeasible) -> Iterator[str]:
+def _levels(cluster: Cluster, result: Infeasible) -> Iterator[str]:
     """For every level of offloading, what each ZeRO stage lacks at least."""
-    kind = "GPU" if cluster.devices[0].kind == "cuda" else "rank"
-    for (optimizer, parameters), stages in found.by_level.items():
+    devices = f"{cluster.rank_noun}s" if cluster.world_size > 1 else cluster.rank_noun
+    for (optimizer, parameters), stages in result.by_level.items():
         what = "optimizer and parameters" if parameters != "none" else "the optimizer"
         where = {"cpu": "in host memory", "nvme": "on NVMe"}.get(optimizer, "")
-        level = f"with {what} {where}" if where else f"on the {kind}{'s' * (cluster.world_size > 1)} alone"
+        level = f"with {what} {where}" if where else f"on the {devices} alone"
         yield f"{level} {_lacks(stages)}"
 
 
@@ -110,11 +110,11 @@ def floor(memory: MemoryBreakdown) -> str:
     return ", ".join(f"{name} {format_bytes(size)}" for size, name in parts if size * 100 > memory.total_bytes)
 
 
-def remedies(request: Request, cluster: Cluster, search: Search, found: Infeasible, dry_run: OpenSource) -> list[str]:
+def remedies(request: Request, cluster: Cluster, search: Search, result: Infeasible, dry_run: OpenSource) -> list[str]:
     """Changes of one flag that make the request fit, cheapest first; each has been checked by computing it."""
-    nearest = found.nearest
+    nearest = result.nearest
     ways = [flag for flag, relaxed in _relaxed(request) if _fits(relaxed, cluster, search.source, nearest.strategy)]
-    more_host = list(_more_host_memory(request, cluster, search, found))
+    more_host = list(_more_host_memory(request, cluster, search, result))
     ways += more_host
     ways += [way for way in _more_memory(cluster, search, nearest) if not (more_host and "--host-mem" in way)]
     for flag, other_request, other_cluster in _larger(request, cluster, nearest):
@@ -154,12 +154,12 @@ def _relaxed(request: Request) -> Iterator[tuple[str, Request]]:
         yield "no --micro-batch", smaller
 
 
-def _more_host_memory(request: Request, cluster: Cluster, search: Search, found: Infeasible) -> Iterator[str]:
+def _more_host_memory(request: Request, cluster: Cluster, search: Search, result: Infeasible) -> Iterator[str]:
     """What the strategy that asks least of the host needs there, where the host is all that it lacks."""
     short = [
-        candidate for candidate in found.candidates if candidate.host_shortfall_bytes and candidate.memory is not None
+        candidate for candidate in result.candidates if candidate.host_shortfall_bytes and candidate.memory is not None
     ]
-    if not short or found.nearest.host_shortfall_bytes:
+    if not short or result.nearest.host_shortfall_bytes:
         return
     least = min(short, key=lambda candidate: candidate.host_shortfall_bytes)
     assert least.memory is not None

@@ -14,8 +14,8 @@ from frugal.planning.search.candidate import Infeasible, OpenSource, SearchResul
 from frugal.planning.search.search import Search
 from frugal.units import format_bytes
 
-MOST_HELD = 8
-"""GPUs of which a plan says one by one what others hold."""
+MAX_LISTED_GPUS = 8
+"""GPUs of which a plan says one by one what other processes use."""
 
 
 def decide(request: Request, cluster: Cluster, defaults: tuple[str, ...], dry_run: OpenSource) -> Plan:
@@ -43,7 +43,11 @@ def decide(request: Request, cluster: Cluster, defaults: tuple[str, ...], dry_ru
 def _readable(
     request: Request, cluster: Cluster, defaults: tuple[str, ...], dry_run: OpenSource
 ) -> tuple[Request, list[str]]:
-    """The request with samples that the model can read: a default length gives way, with a note; a wish is refused."""
+    """The request with samples that the model can read: a default length is shortened, with a note.
+
+    Raises:
+        RequestError: a length that was asked for is too long.
+    """
     with dry_run(request, cluster) as source:
         longest = source.facts().max_positions
     if longest is None or request.seq_len <= longest:
@@ -74,11 +78,11 @@ def _proven(search: Search, result: SearchResult, dry_run: OpenSource) -> Search
         ]
         with dry_run(replace(request, seq_len=length, lengths=None), search.cluster) as source:
             try:
-                found = [source.dry_run(chosen.strategy, samples, steps, device) for samples, device in loads]
+                dry_runs = [source.dry_run(chosen.strategy, samples, steps, device) for samples, device in loads]
             except RequestError:  # the model cannot read samples that short
                 continue
-        if all(each.fits for each in found):
-            memory = min((*found, memory), key=lambda memory: memory.headroom_bytes)
+        if all(dry_run_memory.fits for dry_run_memory in dry_runs):
+            memory = min((*dry_runs, memory), key=lambda memory: memory.headroom_bytes)
             shortest = length
             break
     batch = replace(chosen.batch, shortest=shortest)
@@ -118,16 +122,16 @@ def _decided(
 
 
 def _of_machines(request: Request, cluster: Cluster, result: SearchResult) -> list[str]:
-    """What others hold, and what could not be checked because it is not known."""
-    held = [
+    """What other processes use, and what could not be checked because it is not known."""
+    in_use = [
         f"GPU {number}{f' of node {name}' if len(cluster.nodes) > 1 else ''}: "
-        f"{format_bytes(device.held_bytes)} are held by other processes"
+        f"{format_bytes(device.held_bytes)} are in use by other processes"
         for name, node in enumerate(cluster.nodes)
         for number, device in enumerate(node.devices)
         if device.held_bytes
     ]
-    if len(held) > MOST_HELD:
-        held = [*held[:MOST_HELD], f"and so are parts of {len(held) - MOST_HELD} other GPUs"]
+    if len(in_use) > MAX_LISTED_GPUS:
+        in_use = [*in_use[:MAX_LISTED_GPUS], f"and so are parts of {len(in_use) - MAX_LISTED_GPUS} other GPUs"]
     strategy, memory = result.chosen.strategy, result.memory
     unknown = []
     if strategy.offload_optimizer != "none" and any(node.host_memory_bytes is None for node in cluster.nodes):
@@ -142,7 +146,7 @@ def _of_machines(request: Request, cluster: Cluster, result: SearchResult) -> li
         unknown.append(
             f"each node must have {format_bytes(disk_bytes)} of disk free; give --host-disk to have that checked"
         )
-    return held + unknown
+    return in_use + unknown
 
 
 def _notes(request: Request, largest: int) -> list[str]:

@@ -1,27 +1,24 @@
 """A plan as people read it: plain text, the same in a terminal, a pipe and a log.
 
-The strategies that were weighed, as a table: what each would take, and why it was not taken.
-
-Why a plan is what it is, and what would change it, as people read it.
+`summary` is what `frugal plan` prints, `explanation` what `frugal explain` knows from the plan alone; both have the
+strategies that were weighed as a table.
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from frugal.config.cluster import Node
 from frugal.config.request import Request
 from frugal.planning.memory.breakdown import MemoryBreakdown
 from frugal.planning.plan import Plan, Rejected, StepTime
-from frugal.planning.search.candidate import TIE, Candidate
 from frugal.planning.strategy import Strategy
-from frugal.planning.what_if import Case
-from frugal.units import format_bytes, format_count, format_seconds
+from frugal.units import format_bytes, format_count, format_seconds, plural
 
 SHOWN_REJECTED = 7
 SHOWN_BYTES = 1 << 16
 
 
-def report(plan: Plan) -> str:
+def summary(plan: Plan) -> str:
     """Everything a plan says, as text."""
     blocks = [
         [arithmetic(plan), *_uneven(plan)],
@@ -40,12 +37,12 @@ def arithmetic(plan: Plan) -> str:
     """The global batch in one line."""
     batch = plan.batch
     tokens = f" ({batch.global_tokens} {plan.counted})" if batch.global_tokens is not None else ""
-    total = f"{_samples(batch.global_batch)}{tokens}"
-    gpus = _devices(plan, batch.world_size)
-    steps = f"{batch.accumulation_steps} accumulation step{_s(batch.accumulation_steps)}"
+    total = f"{plural(batch.global_batch, 'sample')}{tokens}"
+    ranks = plural(batch.world_size, plan.cluster.rank_noun)
     if batch.is_uniform:
-        return f"{total} = {gpus} x micro-batch {batch.largest_micro_batch} x {steps}"
-    return f"{total} = {gpus} x {batch.accumulation_steps} micro-step{_s(batch.accumulation_steps)} of {_sizes(plan)}"
+        steps = plural(batch.accumulation_steps, "accumulation step")
+        return f"{total} = {ranks} x micro-batch {batch.largest_micro_batch} x {steps}"
+    return f"{total} = {ranks} x {plural(batch.accumulation_steps, 'micro-step')} of {_sizes(plan)}"
 
 
 def _sizes(plan: Plan) -> str:
@@ -58,13 +55,13 @@ def _sizes(plan: Plan) -> str:
             for steps in batch.micro_steps
             for size in (steps.samples[group] // num_ranks, -(-steps.samples[group] // num_ranks))
         }
-        texts.append((_range(sorted(sizes)), f"on {num_ranks} rank{_s(num_ranks)}"))
+        texts.append((_range(sorted(sizes)), f"on {plural(num_ranks, 'rank')}"))
     return texts[0][0] if len(texts) == 1 else ", ".join(map(" ".join, texts))
 
 
 def _range(sizes: list[int]) -> str:
     if len(sizes) <= 2:
-        return f"{' or '.join(map(str, sizes))} sample{_s(sizes[-1])}"
+        return " or ".join([*map(str, sizes[:-1]), plural(sizes[-1], "sample")])
     return f"{sizes[0]} to {sizes[-1]} samples"
 
 
@@ -75,7 +72,7 @@ def _uneven(plan: Plan) -> list[str]:
         return []
     return [
         f"ds_config.json says train_batch_size {batch.capacity}, the capacity of its micro-batches: DeepSpeed's JSON "
-        f"cannot express uneven ones; plan.json does, and frugal trains exactly {_samples(batch.global_batch)}"
+        f"cannot express uneven ones; plan.json does, and frugal trains exactly {plural(batch.global_batch, 'sample')}"
     ]
 
 
@@ -94,12 +91,12 @@ def _facts(plan: Plan) -> list[str]:
         (time.offload_seconds, "offload"),
         (time.optimizer_seconds, "optimizer"),
     ]
+    packed = ", packed with documents" if request.pack else ""
     shares = ", ".join(f"{name} {format_seconds(seconds)}" for seconds, name in parts if seconds)
     rows = [
         (
             "model",
-            f"{request.model}, {model.task}, {parameters} parameters, samples of {request.seq_len} tokens"
-            + ", packed with documents" * bool(request.pack),
+            f"{request.model}, {model.task}, {parameters} parameters, samples of {request.seq_len} tokens{packed}",
         ),
         ("cluster", _cluster(plan)),
         ("strategy", f"{plan.strategy}"),
@@ -112,26 +109,27 @@ def _facts(plan: Plan) -> list[str]:
 
 def _data(plan: Plan) -> list[str]:
     """What the plan knows of the data, and what it makes of it."""
-    found, batch = plan.grouping, plan.batch
-    if found is None:
+    grouping, batch = plan.grouping, plan.batch
+    if grouping is None:
         return []
-    source = f" ({found.source})" if found.source else ""
+    source = f" ({grouping.source})" if grouping.source else ""
     largest = max(batch.micro_batch) * plan.request.seq_len // (batch.shortest or plan.request.seq_len)
     rows = [
         (
             "data",
-            f"{found.num_samples:,} samples{source}, {format_count(found.num_tokens)} tokens: half have up to "
-            f"{found.median}, 99 % up to {found.percentile_99}, the longest has {found.longest}",
+            f"{grouping.num_samples:,} samples{source}, {format_count(grouping.num_tokens)} tokens: half have up to "
+            f"{grouping.median}, 99 % up to {grouping.percentile_99}, the longest has {grouping.longest}",
         ),
         (
             "typical",
-            f"{_samples(found.step_samples)} are {found.step_tokens:,} tokens in {found.micro_steps} "
-            f"micro-step{_s(found.micro_steps)}, with up to {_samples(largest)} in one micro-batch",
+            f"{plural(grouping.step_samples, 'sample')} are {grouping.step_tokens:,} tokens in "
+            f"{plural(grouping.micro_steps, 'micro-step')}, with up to {plural(largest, 'sample')} in one micro-batch",
         ),
         (
             "padding",
-            f"{100 * found.padding:.0f} % of the tokens; micro-batches of {_samples(max(batch.micro_batch))} in random "
-            f"order would have {100 * found.fixed_padding:.0f} %",
+            f"{100 * grouping.padding:.0f} % of the tokens; micro-batches of "
+            f"{plural(max(batch.micro_batch), 'sample')} in random order would have "
+            f"{100 * grouping.fixed_padding:.0f} %",
         ),
     ]
     return [f"{name:<10} {text}" for name, text in rows]
@@ -139,15 +137,15 @@ def _data(plan: Plan) -> list[str]:
 
 def _optimizer(request: Request) -> str:
     momentum = f" with momentum {request.momentum:g}" if request.momentum else ""
-    asked = f" ({request.optimizer_implementation})" if request.optimizer_implementation else ""
-    return f"{request.optimizer}{asked}{momentum}"
+    implementation = f" ({request.optimizer_implementation})" if request.optimizer_implementation else ""
+    return f"{request.optimizer}{implementation}{momentum}"
 
 
 def _cluster(plan: Plan) -> str:
     kinds = Counter(map(_node, plan.cluster.nodes))
     if len(plan.cluster.nodes) == 1:
         return next(iter(kinds))
-    return " + ".join(f"{count} node{_s(count)} of {node}" for node, count in kinds.items())
+    return " + ".join(f"{plural(count, 'node')} of {node}" for node, count in kinds.items())
 
 
 def _node(node: Node) -> str:
@@ -167,7 +165,7 @@ def _memory(plan: Plan) -> list[str]:
     width = max(len(name) for name in (*memory.CATEGORIES, "total"))
     lines = [
         f"memory of {'the fullest' if len(set(plan.batch.micro_batch)) > 1 else 'each'} "
-        f"{'GPU' if device.kind == 'cuda' else 'rank'} at its peak, in {_peak(memory)}"
+        f"{plan.cluster.rank_noun} at its peak, in {_peak(memory)}"
     ]
     for name, size, _ in rows:
         lines.append(f"  {name:<{width}} {format_bytes(size):>12}")
@@ -205,24 +203,11 @@ def _assumptions(plan: Plan) -> list[str]:
             f"{format_bytes(device.margin_bytes)} (fragmentation); not measured on your card"
         )
     speed = f"{device.matrix_flops / 1e12:.3g} TFLOP/s reached, {device.memory_bandwidth / 1e9:.0f} GB/s of memory"
-    links = f"{plan.cluster.intra_bandwidth / 1e9:.0f} GB/s between {'GPUs' if device.kind == 'cuda' else 'ranks'}"
+    links = f"{plan.cluster.intra_bandwidth / 1e9:.0f} GB/s between {plan.cluster.rank_noun}s"
     if len(plan.cluster.nodes) > 1:
         links += f", {plan.cluster.inter_bandwidth / 1e9:.0f} GB/s between nodes"
     lines.append(f"{device.name}: {speed}, {links}; only the seconds depend on it")
     return lines
-
-
-def _devices(plan: Plan, number: int) -> str:
-    kind = "GPU" if plan.cluster.devices[0].kind == "cuda" else "rank"
-    return f"{number} {kind}{_s(number)}"
-
-
-def _samples(number: int) -> str:
-    return f"{number} sample{_s(number)}"
-
-
-def _s(number: int) -> str:
-    return "" if number == 1 else "s"
 
 
 def _list(title: str, lines: object) -> list[str]:
@@ -239,9 +224,10 @@ def strategy_table(plan: Plan, *, shown: int | None = None) -> list[str]:
     A batch is micro-batch x accumulation steps.
     """
     rejected = plan.rejected if shown is None else plan.rejected[:shown]
-    lines = aligned([HEAD, _chosen(plan), *(_row(plan, each) for each in rejected)])
+    lines = aligned([HEAD, _chosen(plan), *(_row(plan, strategy) for strategy in rejected)])
     rest = len(plan.rejected) - len(rejected)
-    notes = ["> at least, < at most: known without a closer look"] if any(each.is_bound for each in rejected) else []
+    has_bounds = any(strategy.is_bound for strategy in rejected)
+    notes = ["> lower bound, < upper bound: pruned, not fully evaluated"] if has_bounds else []
     notes += [f"{rest} more: `frugal explain`"] if rest else []
     return ["strategies", *lines, *(["  " + "; ".join(notes)] if notes else [])]
 
@@ -256,7 +242,7 @@ def aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
     """Rows as lines, indented; all columns but the last aligned to the right."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]
     return [
-        "  " + "  ".join([*(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=False)), row[-1]]).rstrip()
+        "  " + "  ".join([*(f"{text:>{width}}" for text, width in zip(row, widths, strict=False)), row[-1]]).rstrip()
         for row in rows
     ]
 
@@ -274,18 +260,17 @@ def _chosen(plan: Plan) -> tuple[str, ...]:
 
 
 def _row(plan: Plan, rejected: Rejected) -> tuple[str, ...]:
-    bound = ">" * rejected.is_bound
+    lower, upper = (">", "<") if rejected.is_bound else ("", "")
     seconds, headroom = rejected.step_seconds, rejected.headroom_bytes
     fits = seconds is not None and (headroom is None or headroom >= 0)
     steps = f" x {rejected.accumulation_steps}" if rejected.accumulation_steps else ""
-    peak = f"{bound}{format_bytes(rejected.peak_bytes)}" if rejected.peak_bytes is not None else ""
-    room = format_bytes(headroom) if headroom is not None else ""
+    peak = f"{lower}{format_bytes(rejected.peak_bytes)}" if rejected.peak_bytes is not None else ""
     return (
-        f"{bound}{format_seconds(seconds)}" if fits and seconds is not None else "-",
+        f"{lower}{format_seconds(seconds)}" if fits and seconds is not None else "-",
         _times(seconds, plan.time.total_seconds) if fits and seconds is not None else "",
         f"{rejected.micro_batch}{steps}",
         peak,
-        f"<{room}" if bound and room else room,
+        f"{upper}{format_bytes(headroom)}" if headroom is not None else "",
         f"{short_name(rejected.strategy)}: {_verdict(plan.time, rejected)}",
     )
 
@@ -308,20 +293,6 @@ def _verdict(chosen: StepTime, rejected: Rejected) -> str:
     return f"{rejected.reason}, {longest} +{format_seconds(parts[longest])}" if parts[longest] > 0 else rejected.reason
 
 
-NOT_DRY_RUN = "predicted, not dry-run"
-
-_LETTERS = {
-    "a": "activation checkpointing full",
-    "s": "activation checkpointing selective",
-    "h": "activation checkpointing offloaded",
-    "t": "tiled loss",
-    "o": "optimizer in host memory",
-    "p": "parameters in host memory",
-    "n": "optimizer on NVMe",
-    "q": "parameters on NVMe",
-}
-
-
 def explanation(plan: Plan) -> list[list[str]]:
     """What the plan itself knows: what binds, why, and all strategies that were weighed."""
     return [
@@ -335,7 +306,6 @@ def explanation(plan: Plan) -> list[list[str]]:
 def binding(plan: Plan) -> list[str]:
     """What keeps the micro-batch from being larger; the fullest moment, and the phases that come next."""
     memory = plan.memory
-    device = "GPU" if plan.cluster.devices[0].kind == "cuda" else "rank"
     operator = memory.operator.removeprefix("aten.").removesuffix(".default")
     parts = sorted(((getattr(memory, name), name) for name in memory.CATEGORIES), reverse=True)
     largest = ", ".join(f"{name} {format_bytes(size)} ({size / memory.total_bytes:.0%})" for size, name in parts[:3])
@@ -343,7 +313,7 @@ def binding(plan: Plan) -> list[str]:
     lines = [
         "what binds",
         *(f"  {sentence}" for sentence in plan.why[-1:]),
-        f"  the peak of a {device} is in {memory.phase}{f' ({operator})' if operator else ''}: "
+        f"  the peak of a {plan.cluster.rank_noun} is in {memory.phase}{f' ({operator})' if operator else ''}: "
         f"{format_bytes(memory.total_bytes)} of {format_bytes(limit)} that may be used",
         f"  most of it: {largest}",
     ]
@@ -357,74 +327,3 @@ def binding(plan: Plan) -> list[str]:
         there = f" of {format_bytes(host)}" if host is not None else "; what it has is not known, see --host-mem"
         lines.append(f"  the host of a node holds {format_bytes(memory.host_bytes_per_node)}{there}")
     return lines
-
-
-def improvements(plan: Plan, cases: Sequence[Case], found: Sequence[Candidate | None]) -> list[str]:
-    """One line a change: what it would bring, with a sample's tokens taken into account."""
-    before = plan.time.total_seconds / plan.request.seq_len
-    rows = []
-    for case, candidate in zip(cases, found, strict=True):
-        if candidate is None:
-            rows.append((case.name, "", "", "", "only a dry run could tell"))
-        elif not candidate.fits or candidate.batch is None:
-            rows.append(
-                (case.name, "-", "", "", f"does not fit, {format_bytes(-(candidate.headroom_bytes or 0))} short")
-            )
-        else:
-            change = 100 * (candidate.seconds / case.request.seq_len / before - 1)
-            a_token = " a token" if case.request.seq_len != plan.request.seq_len else ""
-            batch = f"{candidate.batch.largest_micro_batch} x {candidate.batch.accumulation_steps}"
-            gain = f"{change:+.0f} %{a_token}" if abs(change) > 100 * (TIE - 1) else "no gain"
-            strategy = "same strategy" if candidate.strategy == plan.strategy else short_name(candidate.strategy)
-            rows.append((case.name, format_seconds(candidate.seconds), gain, batch, strategy))
-    return [f"what would help ({NOT_DRY_RUN})", *aligned(rows)] if rows else []
-
-
-def what_if(
-    plan: Plan,
-    axes: Mapping[str, Sequence[int]],
-    cases: Mapping[tuple[int, int, int], Case],
-    found: Mapping[tuple[int, int, int], Candidate | None],
-) -> list[str]:
-    """A table a sample length, memory by GPUs: seconds a step, tokens/s of a GPU, and the strategy's letters."""
-    kind = "GPU" if plan.cluster.devices[0].kind == "cuda" else "rank"
-    each = " a node" if len(plan.cluster.nodes) > 1 else ""
-    used: set[str] = set()
-    lines = [f"what if: a step of {plan.batch.global_batch} samples ({NOT_DRY_RUN})"]
-    for seq_len in axes["seq-len"]:
-        head = ("", *(f"{number} {kind}{'s' * (number > 1)}{each}" for number in axes["gpus"]), "")
-        rows = [head]
-        for memory in axes["mem"]:
-            row = [format_bytes(memory)]
-            for num_gpus in axes["gpus"]:
-                key = (num_gpus, memory, seq_len)
-                row.append(_cell(cases[key], found[key], used) if key in cases else "-")
-            rows.append((*row, ""))
-        lines += ["", f"samples of {seq_len} tokens", *aligned(rows)]
-    legend = [f"{letter} {meaning}" for letter, meaning in _LETTERS.items() if letter in used]
-    lines += ["", "  seconds a step, tokens/s of each device, Z ZeRO stage" + "".join(f"; {each}" for each in legend)]
-    return lines
-
-
-def _cell(case: Case, candidate: Candidate | None, used: set[str]) -> str:
-    if candidate is None:
-        return "?"
-    if not candidate.fits:
-        return f"- {format_bytes(-(candidate.headroom_bytes or 0))} short"
-    letters = _letters(candidate.strategy)
-    used.update(letters)
-    rate = case.request.batch_samples * case.request.seq_len / candidate.seconds / case.cluster.world_size
-    return f"{format_seconds(candidate.seconds)} {_rate(rate)} Z{candidate.strategy.zero_stage}{letters}"
-
-
-def _rate(tokens_per_second: float) -> str:
-    return f"{tokens_per_second / 1000:.1f}k/s" if tokens_per_second >= 1000 else f"{tokens_per_second:.0f}/s"
-
-
-def _letters(strategy: Strategy) -> str:
-    return (
-        {"off": "", "full": "a", "selective": "s", "offloaded": "h"}[strategy.activation_checkpointing]
-        + "t" * (strategy.loss == "tiled")
-        + {"none": "", "cpu": "o", "nvme": "n"}[strategy.offload_optimizer]
-        + {"none": "", "cpu": "p", "nvme": "q"}[strategy.offload_parameters]
-    )

@@ -1,5 +1,7 @@
 """What other clusters and requests would come to: predicted from drafts and the allocator's replay, not dry-run.
 
+As cases, as their predictions, and as the tables in which people read these.
+
 Cases that differ in memory and links only share one source, whose profiles depend on neither.
 """
 
@@ -11,9 +13,11 @@ from frugal.config.cluster import NCCL_BYTES, Cluster, Device
 from frugal.config.request import Request
 from frugal.errors import FrugalError, RequestError
 from frugal.planning.plan import Plan
-from frugal.planning.search.candidate import Candidate, OpenSource
+from frugal.planning.report import aligned, short_name
+from frugal.planning.search.candidate import TIE, Candidate, OpenSource
 from frugal.planning.search.search import Search
-from frugal.units import GIB, format_bytes, parse_bytes
+from frugal.planning.strategy import Strategy
+from frugal.units import GIB, format_bytes, format_seconds, parse_bytes, plural
 
 AXES = ("gpus", "mem", "seq-len")
 MOST_CASES = 200
@@ -38,16 +42,16 @@ def predicted(cases: Sequence[Case], dry_run: OpenSource) -> list[Candidate | No
     for i, case in enumerate(cases):
         layout = tuple(len(node.devices) for node in case.cluster.nodes)
         groups.setdefault((case.request, layout), []).append(i)
-    found: list[Candidate | None] = [None] * len(cases)
+    predictions: list[Candidate | None] = [None] * len(cases)
     for indices in groups.values():
         first = cases[indices[0]]
         with dry_run(first.request, first.cluster) as source:
             for i in indices:
                 try:
-                    found[i] = Search(first.request, cases[i].cluster, source).predicted()
+                    predictions[i] = Search(first.request, cases[i].cluster, source).predicted()
                 except FrugalError:  # the model cannot take it, or pins contradict each other
-                    found[i] = None
-    return found
+                    predictions[i] = None
+    return predictions
 
 
 def with_gpus(cluster: Cluster, num_gpus: int) -> Cluster:
@@ -81,11 +85,10 @@ def changes(plan: Plan) -> list[Case]:
     request, cluster = plan.request, plan.cluster
     cases = [Case(name=name, request=replace(request, **free), cluster=cluster) for name, free in _pins(plan)]
     num_gpus = len(cluster.nodes[0].devices)
-    kind = "GPUs" if cluster.devices[0].kind == "cuda" else "ranks"
-    each = " in each node" if len(cluster.nodes) > 1 else ""
+    per_node = " in each node" if len(cluster.nodes) > 1 else ""
     if len(set(cluster.devices)) == 1:
         cases += [
-            Case(name=f"{number} {kind}{each}", request=request, cluster=with_gpus(cluster, number))
+            Case(name=plural(number, cluster.rank_noun) + per_node, request=request, cluster=with_gpus(cluster, number))
             for number in sorted({num_gpus + 1, 2 * num_gpus})
         ]
         memory = cluster.devices[0].memory_bytes
@@ -189,3 +192,87 @@ def grid(plan: Plan, axes: Mapping[str, Sequence[int]]) -> dict[tuple[int, int, 
                     continue
                 cases[num_gpus, memory, seq_len] = Case(name="", request=request, cluster=cluster)
     return cases
+
+
+NOT_DRY_RUN = "predicted, not dry-run"
+
+_LETTERS = {
+    "a": "activation checkpointing full",
+    "s": "activation checkpointing selective",
+    "h": "activation checkpointing offloaded",
+    "t": "tiled loss",
+    "o": "optimizer in host memory",
+    "p": "parameters in host memory",
+    "n": "optimizer on NVMe",
+    "q": "parameters on NVMe",
+}
+
+
+def improvements(plan: Plan, cases: Sequence[Case], predictions: Sequence[Candidate | None]) -> list[str]:
+    """One line a change: what it would bring, with a sample's tokens taken into account."""
+    before = plan.time.total_seconds / plan.request.seq_len
+    rows = []
+    for case, candidate in zip(cases, predictions, strict=True):
+        if candidate is None:
+            rows.append((case.name, "", "", "", "only a dry run could tell"))
+        elif not candidate.fits or candidate.batch is None:
+            rows.append(
+                (case.name, "-", "", "", f"does not fit, {format_bytes(-(candidate.headroom_bytes or 0))} short")
+            )
+        else:
+            change = 100 * (candidate.seconds / case.request.seq_len / before - 1)
+            a_token = " a token" if case.request.seq_len != plan.request.seq_len else ""
+            batch = f"{candidate.batch.largest_micro_batch} x {candidate.batch.accumulation_steps}"
+            gain = f"{change:+.0f} %{a_token}" if abs(change) > 100 * (TIE - 1) else "no gain"
+            strategy = "same strategy" if candidate.strategy == plan.strategy else short_name(candidate.strategy)
+            rows.append((case.name, format_seconds(candidate.seconds), gain, batch, strategy))
+    return [f"what would help ({NOT_DRY_RUN})", *aligned(rows)] if rows else []
+
+
+def what_if_table(
+    plan: Plan,
+    axes: Mapping[str, Sequence[int]],
+    cases: Mapping[tuple[int, int, int], Case],
+    predictions: Mapping[tuple[int, int, int], Candidate | None],
+) -> list[str]:
+    """A table a sample length, memory by GPUs: seconds a step, tokens/s of a GPU, and the strategy's letters."""
+    per_node = " a node" if len(plan.cluster.nodes) > 1 else ""
+    used: set[str] = set()
+    lines = [f"what if: a step of {plan.batch.global_batch} samples ({NOT_DRY_RUN})"]
+    for seq_len in axes["seq-len"]:
+        head = ("", *(plural(number, plan.cluster.rank_noun) + per_node for number in axes["gpus"]), "")
+        rows = [head]
+        for memory in axes["mem"]:
+            row = [format_bytes(memory)]
+            for num_gpus in axes["gpus"]:
+                key = (num_gpus, memory, seq_len)
+                row.append(_entry(cases[key], predictions[key], used) if key in cases else "-")
+            rows.append((*row, ""))
+        lines += ["", f"samples of {seq_len} tokens", *aligned(rows)]
+    legend = [f"{letter} {meaning}" for letter, meaning in _LETTERS.items() if letter in used]
+    lines += ["", "  seconds a step, tokens/s of each device, Z ZeRO stage" + "".join(f"; {entry}" for entry in legend)]
+    return lines
+
+
+def _entry(case: Case, candidate: Candidate | None, used: set[str]) -> str:
+    if candidate is None:
+        return "?"
+    if not candidate.fits:
+        return f"- {format_bytes(-(candidate.headroom_bytes or 0))} short"
+    letters = _letters(candidate.strategy)
+    used.update(letters)
+    rate = case.request.batch_samples * case.request.seq_len / candidate.seconds / case.cluster.world_size
+    return f"{format_seconds(candidate.seconds)} {_rate(rate)} Z{candidate.strategy.zero_stage}{letters}"
+
+
+def _rate(tokens_per_second: float) -> str:
+    return f"{tokens_per_second / 1000:.1f}k/s" if tokens_per_second >= 1000 else f"{tokens_per_second:.0f}/s"
+
+
+def _letters(strategy: Strategy) -> str:
+    return (
+        {"off": "", "full": "a", "selective": "s", "offloaded": "h"}[strategy.activation_checkpointing]
+        + {"plain": "", "tiled": "t"}[strategy.loss]
+        + {"none": "", "cpu": "o", "nvme": "n"}[strategy.offload_optimizer]
+        + {"none": "", "cpu": "p", "nvme": "q"}[strategy.offload_parameters]
+    )

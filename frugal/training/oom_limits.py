@@ -1,6 +1,4 @@
-"""Memory ran out: whether an error says so, what it tells of the device, and the words for it.
-
-What a run has learnt of the memory there is: how small its micro-batches have to be, and when to try larger ones again.
+"""Out of memory: whether an error says so, what it says of the device, and how small micro-batches have to be then.
 
 Where memory runs out, micro-batches are halved, down to one sample, then activation checkpointing is switched on. After
 `PATIENCE` steps without a failure the last halving is taken back, one at a time; where that was too early, the next
@@ -20,7 +18,7 @@ from frugal.errors import OutOfMemoryError
 from frugal.planning.plan import Plan
 from frugal.training.data.micro_batches import MicroBatchLimits
 from frugal.training.models import activation_checkpointing
-from frugal.units import format_bytes
+from frugal.units import format_bytes, plural
 
 _SIGNS = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED", "Failed to CUDA calloc")
 UPDATE = "the optimizer step"
@@ -37,7 +35,7 @@ class OutOfMemoryReport:
         rank: which one.
         request_bytes: what it had asked for; None where the error does not say.
         allocated_bytes: what its tensors took.
-        reserved_bytes: what torch's allocator held of the device for them; 0 on the host, which has no such allocator.
+        reserved_bytes: what torch's allocator had reserved of the device; 0 on the host, which has no such allocator.
         phase: forward, backward, the optimizer step or evaluation.
         where: the line of code that asked.
     """
@@ -51,15 +49,16 @@ class OutOfMemoryReport:
 
     @property
     def is_fragmentation(self) -> bool:
-        """Whether enough was free inside what the allocator held, only not in one piece."""
+        """Whether enough was free inside what the allocator had reserved, only not in one block."""
         return self.request_bytes is not None and self.reserved_bytes - self.allocated_bytes >= self.request_bytes
 
     def __str__(self) -> str:
-        asked = "could not be given memory" if self.request_bytes is None else (
-            f"asked for {format_bytes(self.request_bytes)}"
-        )  # fmt: skip
-        held = f" with {format_bytes(self.allocated_bytes)} of {format_bytes(self.reserved_bytes)} in use"
-        return f"rank {self.rank} {asked}{held if self.reserved_bytes else ''} in {self.phase}, {self.where}"
+        failure = "could not be given memory"
+        if self.request_bytes is not None:
+            failure = f"asked for {format_bytes(self.request_bytes)}"
+        if self.reserved_bytes:
+            failure += f" with {format_bytes(self.allocated_bytes)} of {format_bytes(self.reserved_bytes)} in use"
+        return f"rank {self.rank} {failure} in {self.phase}, {self.where}"
 
 
 @dataclass(frozen=True)
@@ -70,7 +69,7 @@ class OutOfMemory:
 
     @property
     def is_fragmentation(self) -> bool:
-        """Whether the same work may go well once the allocators have given back what they held."""
+        """Whether the same work may succeed once the allocators have emptied their caches."""
         return all(report.is_fragmentation for report in self.reports)
 
     @property
@@ -94,13 +93,13 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def report_of(error: BaseException, rank: int) -> OutOfMemoryReport:
-    """What this rank has to say of `error`, before what it held is given back."""
-    found = _REQUEST.search(str(error))
+    """What this rank reports of `error`, before its memory is freed."""
+    request = _REQUEST.search(str(error))
     on_gpu = torch.cuda.is_available() and torch.cuda.is_initialized()
     frames = traceback.extract_tb(error.__traceback__)
     return OutOfMemoryReport(
         rank=rank,
-        request_bytes=None if found is None else int(float(found[1]) * _UNITS[found[2]]),
+        request_bytes=None if request is None else int(float(request[1]) * _UNITS[request[2]]),
         allocated_bytes=torch.cuda.memory_allocated() if on_gpu else 0,
         reserved_bytes=torch.cuda.memory_reserved() if on_gpu else 0,
         phase=_phase(frames),
@@ -121,7 +120,7 @@ def _where(frames: traceback.StackSummary) -> str:
     """The innermost line that is neither torch's nor DeepSpeed's."""
     own = [frame for frame in frames if not set(Path(frame.filename).parts) & set(_OTHERS_CODE)] or list(frames)
     if not own:
-        return "nobody knows where"
+        return "an unknown place"
     return f"{'/'.join(Path(own[-1].filename).parts[-2:])}:{own[-1].lineno} ({own[-1].name})"
 
 
@@ -192,15 +191,15 @@ class AdaptiveLimits:
             self._recompute()
 
     def after_step(self) -> str | None:
-        """An optimizer step went well; what to say if larger micro-batches are tried again from here on."""
+        """An optimizer step succeeded; what to say if larger micro-batches are tried again from here on."""
         if not self._larger:
             return None
         self._clean_steps += 1
         if self._clean_steps < self._patience:
             return None
         self.limits, self._larger = self._larger[-1], self._larger[:-1]
-        done, self._clean_steps, self._has_grown = self._clean_steps, 0, True
-        return f"{done} steps without running out of memory: {_micro_batches(self.limits)} again"
+        clean_steps, self._clean_steps, self._has_grown = self._clean_steps, 0, True
+        return f"{clean_steps} steps without running out of memory: {_micro_batches(self.limits)} again"
 
     def lower(self, shortage: OutOfMemory, largest: int) -> str:
         """Memory ran out in training, where the largest micro-batch took as much as `largest` samples; what to say.
@@ -290,5 +289,4 @@ def refuse_mistake(shortage: OutOfMemory, plan: Plan) -> None:
 
 
 def _micro_batches(limits: MicroBatchLimits) -> str:
-    most = max(limits.max_samples)
-    return f"at most {most} sample{'s' * (most != 1)} a micro-batch"
+    return f"at most {plural(max(limits.max_samples), 'sample')} a micro-batch"

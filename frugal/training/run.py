@@ -22,7 +22,7 @@ from frugal.distributed import env, first_failure, process_group, signals
 from frugal.errors import PlanMismatchError
 from frugal.planning.plan import Plan
 from frugal.training.checkpoint import loading, run_folder
-from frugal.units import format_count
+from frugal.units import format_count, plural
 
 if TYPE_CHECKING:
     import torch
@@ -170,18 +170,14 @@ def _start(engine: "Engine", asked: RunSettings, data: "Provenance") -> "tuple[P
     return start, loaded.changes + data_changes
 
 
-def _number(number: int, thing: str) -> str:
-    return f"{number} {thing}{'s' * (number != 1)}"
-
-
 def _describe(plan: Plan, asked: RunSettings, data: "RunData", total_steps: int, steps_done: int) -> str:
     batch = plan.batch
-    size = _number(batch.global_batch, "sample")
+    size = plural(batch.global_batch, "sample")
     if batch.global_tokens is not None:  # as many samples as fit, which shorter ones do more of
         size = f"up to {batch.global_tokens} {plan.counted}"
     parts = [
         f"training {plan.request.model} ({format_count(plan.model.parameters)} parameters) for "
-        f"{_number(total_steps, 'step')} of {size} on {_number(batch.world_size, 'rank')}",
+        f"{plural(total_steps, 'step')} of {size} on {plural(batch.world_size, 'rank')}",
         f"{len(data.training)} samples, {len(data.validation)} for validation",
     ]
     if plan.request.pack:

@@ -70,7 +70,7 @@ recompute +676 ms
 recompute +676 ms
    2.6 s  1.12x   64 x 2   7.58 GiB   3.82 GiB  ZeRO-2, activation checkpointing full: slower, recompute +676 ms
    2.8 s  1.20x  13 x 10  11.40 GiB    1.7 MiB  ZeRO-2, activation checkpointing selective: slower, recompute +559 ms
-  > at least, < at most: known without a closer look
+  > lower bound, < upper bound: pruned, not fully evaluated
 
 defaults
   model gpt2, global batch 512, seq len 1024, activation checkpointing auto, loss auto, offload auto, \

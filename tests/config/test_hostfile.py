@@ -10,7 +10,7 @@ from frugal.config.hostfile import HostfileEntry, parse_hostfile
 from frugal.config.schema import understand
 from frugal.dryrun.planner import make_plan
 from frugal.errors import RequestError
-from frugal.planning.report import report
+from frugal.planning.report import summary
 from frugal.units import GIB
 from tests.planning.synthetic import dry_running
 
@@ -138,7 +138,7 @@ def test_the_report_counts_equal_nodes_and_says_what_each_kind_of_rank_takes(tmp
         *understand({"hostfile": str(path), "global_batch": 100}),
         dry_run=dry_running(parameters=124_000_000, flops_per_token=8e8),
     )
-    lines = report(made).splitlines()
+    lines = summary(made).splitlines()
     assert (
         "cluster    2 nodes of 4 x rtx3060-12g with 12.00 GiB + "
         "1 node of 1 x a100-40g with 39.39 GiB and 1 x a100-80g with 79.15 GiB"

@@ -10,7 +10,7 @@ from frugal.deepspeed_adapter.json_config import deepspeed_config
 from frugal.dryrun.planner import make_plan
 from frugal.errors import RequestError
 from frugal.planning.plan import Plan
-from frugal.planning.report import report
+from frugal.planning.report import summary
 from tests.planning.synthetic import dry_running
 
 
@@ -60,7 +60,7 @@ def test_the_number_of_gpus_changes_no_rate() -> None:
 )  # fmt: skip
 def test_the_plan_states_the_arithmetic(settings: dict[str, Any], line: str) -> None:
     made = plan(**({"reference_batch": 256} | settings))
-    assert line in report(made)
+    assert line in summary(made)
     assert made.warnings == (), "the rule is the one for this optimizer"
     config = deepspeed_config(made)
     assert config["optimizer"]["params"]["lr"] == made.request.scaled_learning_rate

@@ -17,7 +17,7 @@ from frugal.config.settings.run_settings import run_settings
 from frugal.deepspeed_adapter.json_config import deepspeed_config
 from frugal.errors import FrugalError
 from frugal.planning.plan import Plan, expanded
-from frugal.planning.report import report
+from frugal.planning.report import summary
 from frugal.training.checkpoint import manifest
 from frugal.training.checkpoint.loading import TRAINING, Progress, read_progress
 from frugal.training.checkpoint.manifest import File, Manifest
@@ -79,7 +79,7 @@ def test_plan_json(tmp_path: Path) -> None:
 
     def use(path: Path) -> None:
         plan = Plan.read(path)
-        report(plan)
+        summary(plan)
         deepspeed_config(plan)
 
     survives(use, tmp_path / "plan.json", json_like(good, NUMBER, after=resealed), refused=NUMBER // 2)

@@ -58,13 +58,13 @@ def test_every_strategy_has_a_row_with_time_batch_and_room() -> None:
         "recompute +500 ms",
         "   3.0 s  1.50x  1 x 8   5.00 GiB    3.00 GiB  ZeRO-3: slower, communication +1.5 s",
         "       -             1  >9.00 GiB  <-1.00 GiB  ZeRO-0, tiled loss: does not fit",
-        "  > at least, < at most: known without a closer look",
+        "  > lower bound, < upper bound: pruned, not fully evaluated",
     ]
 
 
 def test_a_report_shows_the_first_ones_and_counts_the_rest() -> None:
     assert strategy_table(by_hand(), shown=1)[-1] == (
-        "  > at least, < at most: known without a closer look; 2 more: `frugal explain`"
+        "  > lower bound, < upper bound: pruned, not fully evaluated; 2 more: `frugal explain`"
     )
 
 

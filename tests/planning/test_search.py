@@ -138,7 +138,7 @@ def test_what_could_not_be_checked_is_said() -> None:
 def test_what_others_hold_is_taken_off_and_said() -> None:
     made = planned(gpus=2, mem="24G", held=[0, 3 * GIB], model=SMALL)
     assert made.cluster.devices[0].usable_bytes - made.cluster.devices[1].usable_bytes == 3 * GIB
-    assert "GPU 1: 3.00 GiB are held by other processes" in made.warnings
+    assert "GPU 1: 3.00 GiB are in use by other processes" in made.warnings
 
 
 def test_a_token_target_is_never_exceeded() -> None:

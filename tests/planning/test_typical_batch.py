@@ -11,7 +11,7 @@ from frugal.config.schema import understand
 from frugal.dryrun.planner import make_plan
 from frugal.errors import RequestError
 from frugal.planning.plan import Plan
-from frugal.planning.report import report
+from frugal.planning.report import summary
 from tests.planning.synthetic import dry_running
 
 SMALL = {"parameters": 124_000_000, "flops_per_token": 8e8, "num_operators": 100}
@@ -96,7 +96,7 @@ def test_a_token_target_counts_only_the_target_of_pairs() -> None:
 
 
 def test_the_report_says_what_the_data_comes_to() -> None:
-    lines = report(plan(lengths={16: 300, 64: 90, 1024: 4})).splitlines()
+    lines = summary(plan(lengths={16: 300, 64: 90, 1024: 4})).splitlines()
     assert [line for line in lines if line.split(" ")[0] in ("data", "typical", "padding")] == [
         "data       394 samples, 14.66k tokens: half have up to 16, 99 % up to 1024, the longest has 1024",
         "typical    512 samples are 19,045 tokens in 1 micro-step, with up to 512 samples in one micro-batch",

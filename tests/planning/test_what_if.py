@@ -9,8 +9,19 @@ from frugal.config.schema import understand
 from frugal.dryrun.planner import make_plan
 from frugal.errors import RequestError
 from frugal.planning.plan import Plan
-from frugal.planning.report import binding, explanation, improvements, what_if
-from frugal.planning.what_if import axes_around, changes, grid, parse_axes, predicted, shorter, with_gpus, with_memory
+from frugal.planning.report import binding, explanation
+from frugal.planning.what_if import (
+    axes_around,
+    changes,
+    grid,
+    improvements,
+    parse_axes,
+    predicted,
+    shorter,
+    what_if_table,
+    with_gpus,
+    with_memory,
+)
 from frugal.units import GIB
 from tests.planning.synthetic import dry_running
 
@@ -82,7 +93,7 @@ def test_the_table_has_a_cell_for_every_case() -> None:
     assert axes == {"gpus": (1, 4), "mem": (2 * GIB, 12 * GIB), "seq-len": (512, 1024)}
     cases = grid(made, axes)
     found = dict(zip(cases, predicted(list(cases.values()), dry_running(**SMALL)), strict=True))
-    lines = what_if(made, axes, cases, found)
+    lines = what_if_table(made, axes, cases, found)
     assert lines[0] == "what if: a step of 64 samples (predicted, not dry-run)"
     assert [line for line in lines if line.startswith("samples of")] == [
         "samples of 512 tokens",

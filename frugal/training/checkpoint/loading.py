@@ -38,6 +38,7 @@ from frugal.training.data.global_batches import Position
 from frugal.training.data.sources import Provenance
 from frugal.training.oom_limits import LearntLimits
 from frugal.training.train_step import Stepper
+from frugal.units import plural
 
 TRAINING = "training.json"
 logger = logging.getLogger("frugal")
@@ -265,7 +266,7 @@ def refuse_other_layout(path: Path, made_by: Manifest, this: Manifest) -> PlanMi
 
 def layout_changes(made_by: Manifest, this: Manifest) -> list[str]:
     """What differs in how the run is laid out, in words."""
-    pairs = [(_ranks(made_by.world_size), _ranks(this.world_size))]
+    pairs = [(plural(made_by.world_size, "rank"), plural(this.world_size, "rank"))]
     pairs += zip(made_by.strategy.split(", ", 1), this.strategy.split(", ", 1), strict=True)  # ZeRO-2, and the rest
     return [f"{before} -> {now}" for before, now in pairs if before != now]
 
@@ -322,10 +323,6 @@ def describe_changes(changed: tuple[str, ...], step: int, out: Path) -> str:
 
 def _tells(change: str, name: str) -> bool:
     return change.startswith({"order": "the data"}.get(name, name))
-
-
-def _ranks(number: int) -> str:
-    return f"{number} rank{'s' * (number != 1)}"
 
 
 def _value(word: str, value: object) -> str:

@@ -20,6 +20,7 @@ from frugal.errors import RequestError
 from frugal.training.data import tokenizer
 from frugal.training.data.arrow_store import ArrowWriter, PackingWriter
 from frugal.training.data.sources import BadRow, Columns, DocumentSource, Row, type_in_words
+from frugal.units import plural
 
 _FLUSH_CHARACTERS = 1 << 20  # tokenised and written together
 
@@ -62,7 +63,7 @@ class BuildReport:
             (self.too_short_rows, "of one token left out"),
             (self.too_long_rows, "longer than --seq-len " + ("truncated" if too_long == "truncate" else "left out")),
         )
-        return [f"{number} row{'s' * (number != 1)} {what}" for number, what in rows if number]
+        return [f"{plural(number, 'row')} {what}" for number, what in rows if number]
 
 
 def build_samples(
@@ -386,7 +387,7 @@ def _check(report: BuildReport, reader: _DocumentReader, train: ArrowWriter) -> 
     if train.num_samples == 0:
         raise RequestError(
             "the data cannot be divided into training and validation",
-            because=f"it is {report.documents} document{'s' * (report.documents != 1)}",
+            because=f"it is {plural(report.documents, 'document')}",
             hint="set the validation fraction to 0, or give validation data of its own",
         )
 
