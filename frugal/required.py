@@ -28,7 +28,7 @@ class Required:
     Attributes:
         module: its full name.
         path: of the name in it, such as `Class.method`. `Class.name` is also an attribute that the class gives its
-            instances; `function:name` one that the function gives any object, or a string in it, such as a key.
+            instances; `function:name` one that the function gives any object, a parameter, or a string such as a key.
             Empty: the module itself, which is not imported to see.
         why: what it is for.
         form: of a function its parameters, such as `(self, closure)`; of anything else its `repr`. None: any.
@@ -86,7 +86,7 @@ def _gap(each: Required) -> str | None:
         if value is _ABSENT:
             return None if _gives_instances(owner, _mangled(owner, part)) else f"{name} has no `{part}`"
         name += f".{part}"
-    if given and given not in {*_assigned(_code(value)), *_strings(_code(value))}:
+    if given and given not in _named(_code(value)):
         return f"{name} does not name `{given}`"
     form = _form(value) if each.form is not None else None
     return None if form == each.form else f"{name} is {form}, not {each.form}"
@@ -142,8 +142,10 @@ def _codes(code: CodeType | None) -> Iterator[CodeType]:
                 yield from _codes(constant)
 
 
-def _strings(code: CodeType | None) -> set[str]:
-    return {constant for each in _codes(code) for constant in each.co_consts if isinstance(constant, str)}
+def _named(code: CodeType | None) -> set[str]:
+    """Attributes that a function assigns, its variables and its strings."""
+    strings = {constant for each in _codes(code) for constant in each.co_consts if isinstance(constant, str)}
+    return strings.union(_assigned(code), code.co_varnames if code else ())
 
 
 def _assigned(code: CodeType | None) -> Iterator[str]:

@@ -84,6 +84,6 @@ def _has_weights(folder: Path) -> bool:
 
 
 def _is_model_type(reference: str) -> bool:
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES  # takes a second
+    from frugal.training.models import transformers_internals  # takes a second
 
-    return reference in CONFIG_MAPPING_NAMES
+    return reference in transformers_internals.model_types()

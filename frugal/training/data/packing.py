@@ -10,12 +10,13 @@ from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+from frugal.training.models import transformers_internals
 
 MOST_OPEN = 256
 """Packs that are filled at the same time. Python's standard library fills them to 99.3 % or more, from 64 on."""
@@ -24,9 +25,7 @@ MOST_OPEN = 256
 @contextmanager
 def documents_kept_apart() -> Iterator[None]:
     """Models called inside keep attention within documents, whose positions start at 0."""
-    from transformers import masking_utils
-
-    with patch.object(masking_utils, "find_packed_sequence_indices", _numbers_of_documents):
+    with transformers_internals.packed_documents(_numbers_of_documents):
         yield
 
 

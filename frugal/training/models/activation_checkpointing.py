@@ -27,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 
 from frugal.errors import RequestError
 from frugal.planning.strategy import ActivationCheckpointing
-from frugal.training.models import selective_recompute
+from frugal.training.models import selective_recompute, transformers_internals
 
 
 def apply(model: nn.Module, mode: ActivationCheckpointing) -> None:
@@ -43,15 +43,12 @@ def apply(model: nn.Module, mode: ActivationCheckpointing) -> None:
             model.gradient_checkpointing_disable()  # type: ignore[operator]  # a transformers model
     elif _has_switch(model):
         model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]  # a transformers model
-        layers = [module for module in model.modules() if hasattr(module, "_gradient_checkpointing_func")]
-        if not layers and mode != "full":
+        if not transformers_internals.recompute_layers(model, _RUN[mode]) and mode != "full":
             raise RequestError(
                 f"{type(model).__name__} does not support activation checkpointing {mode}",
                 because="it recomputes its layers in a way of its own",
                 hint="plan with --activation-checkpointing full",
             )
-        for layer in layers:
-            layer._gradient_checkpointing_func = _RUN[mode]  # type: ignore[assignment]  # a function, not a module
     else:
         layers = repeated_layers(model)
         if not layers:

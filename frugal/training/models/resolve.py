@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from frugal.errors import RequestError
-from frugal.training.models import factories
+from frugal.training.models import factories, transformers_internals
 from frugal.training.models.spec import OWN, TASKS, ModelSpec, heads, max_positions_of
 
 MOST_LAYERS = 10_000
@@ -40,7 +40,7 @@ def resolve(
         preset = presets()[reference]
         config = _config_class(preset["type"]).from_dict(dict(preset["config"]))
         return _from_config(reference, config, task or preset["task"], num_labels=num_labels)
-    if reference in _model_types():
+    if reference in transformers_internals.model_types():
         return _from_config(reference, _config_class(reference)(), task, num_labels=num_labels)
     if ":" in reference and not Path(reference).exists():
         return _from_factory(reference, task)
@@ -58,13 +58,6 @@ def resolve(
 def presets() -> Mapping[str, Mapping[str, Any]]:
     """The models of presets.toml by name."""
     return tomllib.loads((Path(__file__).parent / "presets.toml").read_text())
-
-
-@functools.cache
-def _model_types() -> Mapping[str, str]:
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
-
-    return CONFIG_MAPPING_NAMES
 
 
 def _config_class(model_type: str) -> Any:
@@ -160,11 +153,11 @@ def _from_path(
         from transformers import AutoConfig
 
         config = AutoConfig.from_pretrained(file.parent, trust_remote_code=True)
-    elif model_type not in _model_types():
+    elif model_type not in transformers_internals.model_types():
         raise RequestError(
             f"transformers does not know the model type `{model_type}` of {file}",
             because="the code that comes with a model runs only if asked" if raw.get("auto_map") else (),
-            hint=_similar(model_type, _model_types()),
+            hint=_similar(model_type, transformers_internals.model_types()),
         )
     else:
         try:
@@ -190,7 +183,7 @@ def _from_hub(reference: str, task: str | None, *, num_labels: int | None, trust
                 "it is no preset, no transformers model type, no path and no factory",
                 factories.why_hub_failed(error),
             ),
-            hint=_similar(reference.rpartition("/")[2], presets(), _model_types()),
+            hint=_similar(reference.rpartition("/")[2], presets(), transformers_internals.model_types()),
         ) from None
     return _from_config(
         reference, config, task, num_labels=num_labels, weights=reference, trust_remote_code=trust_remote_code

@@ -212,9 +212,7 @@ def check_sequence_length(spec: ModelSpec, seq_len: int) -> None:
 @functools.cache
 def heads(task: str) -> Mapping[str, Any]:
     """Model type -> class name (or names) of its model for `task`."""
-    from transformers.models.auto import modeling_auto
-
-    return getattr(modeling_auto, _AUTO[task][1])
+    return transformers_internals.heads(_AUTO[task][1])
 
 
 def max_positions_of(config: Any) -> int | None:

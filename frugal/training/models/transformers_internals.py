@@ -1,19 +1,57 @@
-"""Attention masks of bidirectional models, made the same way for every batch.
+"""Names of transformers beyond its documented interface: nothing else uses them. Each is checked when first used."""
 
-transformers leaves the mask out when it finds no padding in a batch, so that attention takes another kernel: more or
-less memory from one micro-batch to the next, a look at the device's data in every forward, and nothing a dry run
-without data could foresee. Here a mask that is passed is used.
-"""
-
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
+
+from torch import nn
+
+from frugal import required
+from frugal.required import needed
+
+TESTED = "5.23.0"
+
+MASKS = (
+    *needed("transformers.masking_utils", "attention masks are always used", "ALL_MASK_ATTENTION_FUNCTIONS"),
+    *needed("transformers.masking_utils", "attention masks are always used", "sdpa_mask:allow_is_bidirectional_skip"),
+    *needed("transformers.masking_utils", "attention masks are always used", "eager_mask:allow_is_bidirectional_skip"),
+    *needed("transformers.masking_utils", "packed documents", "find_packed_sequence_indices(position_ids)"),
+)
+LAYERS = needed(
+    "transformers.modeling_utils:PreTrainedModel",
+    "how a layer is recomputed",
+    "_set_gradient_checkpointing:_gradient_checkpointing_func",
+)
+MODELS = (
+    *needed("transformers.models.auto.configuration_auto", "types of models", "CONFIG_MAPPING_NAMES"),
+    *needed(
+        "transformers.models.auto.modeling_auto",
+        "types of models with a head for a task",
+        "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
+        "MODEL_FOR_MASKED_LM_MAPPING_NAMES",
+        "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
+        "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
+    ),
+)
+
+
+@functools.cache
+def _verify(table: tuple[required.Required, ...]) -> None:
+    required.verify("transformers", TESTED, table)
 
 
 def always_use() -> None:
     """Make transformers use every padding mask it is given; for all models of this process.
 
-    Through its documented interface for mask functions
-    (https://huggingface.co/docs/transformers/attention_interface), as of 5.23. Causal masks are not touched.
+    transformers leaves the mask of a bidirectional model out when it finds no padding in a batch, so that attention
+    takes another kernel: more or less memory from one micro-batch to the next, a look at the device's data in every
+    forward, and nothing a dry run without data could foresee. Here a mask that is passed is used, through the
+    documented interface for mask functions (https://huggingface.co/docs/transformers/attention_interface) and an option
+    that is not documented. Causal masks are not touched.
     """
+    _verify(MASKS)
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask, sdpa_mask
 
     for name, make_mask in (("sdpa", sdpa_mask), ("eager", eager_mask)):
@@ -24,3 +62,38 @@ def always_use() -> None:
             return make_mask(*args, attention_mask=attention_mask, **options)
 
         ALL_MASK_ATTENTION_FUNCTIONS.register(name, with_padding)
+
+
+@contextmanager
+def packed_documents(numbers: Callable[[Any], Any]) -> Iterator[None]:
+    """Models called inside the `with` block learn from `numbers(position_ids)` the document of each token of a pack."""
+    _verify(MASKS)
+    from transformers import masking_utils
+
+    with patch.object(masking_utils, "find_packed_sequence_indices", numbers):
+        yield
+
+
+def model_types() -> Mapping[str, str]:
+    """The types of models that transformers has, and their config classes."""
+    _verify(MODELS)
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES  # takes a second
+
+    return CONFIG_MAPPING_NAMES
+
+
+def heads(mapping: str) -> Mapping[str, Any]:
+    """Types of models, and the classes (one or several) that one of transformers' `MODEL_FOR_..._NAMES` gives them."""
+    _verify(MODELS)
+    from transformers.models.auto import modeling_auto
+
+    return getattr(modeling_auto, mapping)
+
+
+def recompute_layers(model: nn.Module, run: Callable[..., Any]) -> int:
+    """Have the layers of a model whose checkpointing is on be run by `run`; how many there are."""
+    _verify(LAYERS)
+    layers = [module for module in model.modules() if hasattr(module, "_gradient_checkpointing_func")]
+    for layer in layers:
+        layer._gradient_checkpointing_func = run  # type: ignore[assignment]  # a function, not a module
+    return len(layers)
