@@ -1,6 +1,7 @@
 """Flags from the table of settings, and `--help` in groups: what people need first, the rest behind `--help-all`."""
 
 from collections.abc import Callable, Iterable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, get_args
 
@@ -95,13 +96,13 @@ class SettingsCommand(click.Command):
             RequestError: there is one; the message names ours.
         """
         known = {spelling for each in self.get_params(ctx) for spelling in (*each.opts, *each.secondary_opts)}
-        for word, after in zip(args, [*args[1:], None], strict=True):
+        for word, after in pairwise((*args, "--")):
             if word == "--":
                 break
             flag, is_given, value = word.partition("=")
             if not flag.startswith("--") or _normalised(flag) in known:
                 continue
-            given = value if is_given else after if after is not None and not after.startswith("-") else None
+            given = value if is_given else after if not after.startswith("-") else None
             theirs = answer(flag.removeprefix("--"), given, flag, known)
             if theirs is not None:
                 raise theirs

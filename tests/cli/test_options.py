@@ -74,6 +74,10 @@ def test_no_other_name_is_ours_and_no_hint_names_a_flag_that_there_is_not() -> N
         assert {word.strip(",;:") for word in other.hint.split() if word.startswith("--")} <= ours
 
 
+def test_a_command_may_be_called_with_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert frugal(capsys, "dryrun")[2].startswith("error: missing argument 'PLAN|MODEL'")
+
+
 def test_a_flag_may_be_written_with_underscores(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--global-batch is 0" in frugal(capsys, "plan", "--gpus", "4", "--mem", "12G", "--global_batch", "0")[2]
 
