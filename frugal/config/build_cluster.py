@@ -38,8 +38,8 @@ class ClusterSettings:
         metavar="CARD[,CARD...]",
     )  # fmt: skip
     held: Amounts | None = setting(
-        None, "What other processes keep of each GPU's memory.", "hardware", kind=SIZES, metavar="SIZE[,SIZE...]",
-        shown_default="what they do here", is_expert=True,
+        None, "Memory of each GPU in use by other processes.", "hardware", kind=SIZES, metavar="SIZE[,SIZE...]",
+        shown_default="what is in use here", is_expert=True,
     )  # fmt: skip
     host_mem: str | int | None = setting(
         None, "Memory of a node's host, to check plans against.", "hardware", kind=SIZE, metavar="SIZE"
@@ -130,7 +130,7 @@ def _alike(asked: ClusterSettings) -> tuple[HostfileEntry, ...]:
     lists = {
         "amounts of memory": ("mem", _amounts(asked.mem)),
         "cards": ("gpu", _names(asked.gpu)),
-        "amounts that are held": ("held", _amounts(asked.held)),
+        "amounts of memory in use": ("held", _amounts(asked.held)),
     }
     several = {what: len(values) for what, (_, values) in lists.items() if len(values) > 1}
     num_gpus = asked.gpus or next(iter(several.values()), None)

@@ -49,7 +49,7 @@ class Device:
         memory_bandwidth: bytes/s that operators without products reach, read and written.
         operator_seconds: host time of one operator, however small.
         host_link_bandwidth: bytes/s to and from pinned host memory, while all ranks of the node copy.
-        held_bytes: what other processes keep of its memory.
+        held_bytes: memory in use by other processes.
         measured_on: the date of the calibration that the last five and the context are from; None: they are assumed.
     """
 
@@ -70,7 +70,7 @@ class Device:
             raise RequestError(
                 f"{format_bytes(self.memory_bytes)} is less than a {self.kind} device needs before the first tensor",
                 because=f"context takes {format_bytes(self.context_bytes)}, margin {format_bytes(self.margin_bytes)}"
-                + (f", and other processes hold {format_bytes(self.held_bytes)}" if self.held_bytes else ""),
+                + (f", and other processes use {format_bytes(self.held_bytes)}" if self.held_bytes else ""),
             )
 
     @property

@@ -5,7 +5,7 @@ l tokens, is padded to n x l. It may take the place of the proven one where
 
     n x max(l, shortest) <= micro_batch x seq_len
 
-What a step holds is a sum of parts that grow with n, l, n x l and n x l x l. Under this bound n x l is never more than
+A step's memory is a sum of parts that grow with n, l, n x l and n x l x l. Under this bound n x l is never more than
 was proven, nor is n x l x l <= (n x l) x seq_len. Parts that grow with n alone (a class for each sample, attention's
 statistics rounded up) could be: along n x l = B the bytes are a + b B + c B l + d B / l + e l, which is convex in l, so
 the most is at one of its two ends, l = seq_len and l = `shortest`. The plan was dry-run at both. Where only the first
@@ -14,11 +14,9 @@ was dry-run `shortest` is `seq_len`: no micro-batch has more samples than planne
 Left out: kernels that round lengths up, and what a caching allocator loses between micro-steps of different shapes. The
 longest come first, so that later ones find blocks that are large enough.
 
-A plan for samples of different lengths: what a typical global batch comes to, and which micro-batches are proven.
-
-The plan's micro-batch sizes stay those of full-length samples, which is what its memory is proven for. What is added:
-how short samples may be before they no longer count by their tokens (`BatchPlan.shortest`), what a micro-step costs
-besides tokens (`BatchPlan.overhead_tokens`), and what that makes of the data (`Grouping`).
+In the plan the micro-batch sizes stay those of full-length samples, which is what its memory is proven for. It adds how
+short samples may be before they no longer count by their tokens (`BatchPlan.shortest`), what a micro-step costs besides
+tokens (`BatchPlan.overhead_tokens`), and what that makes of a typical global batch of the data (`Grouping`).
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -21,16 +21,16 @@ def heavy_tailed(number: int, seed: int = 0) -> list[int]:
 
 
 @given(samples, caps, st.integers(1, SEQ_LEN), st.sampled_from([None, 0, 10, 1000]))
-def test_every_sample_is_in_one_cell_and_no_cell_is_over_the_budget(
+def test_every_sample_is_in_one_micro_batch_and_none_is_over_the_budget(
     lengths: list[int], max_samples: list[int], shortest: int, overhead: int | None
 ) -> None:
     budget = TokenBudget(tokens=tuple(SEQ_LEN * cap for cap in max_samples), shortest=shortest)
     steps = grouped(lengths, budget, overhead)
-    assert sorted(place for step in steps for cell in step for place in cell) == list(range(len(lengths)))
+    assert sorted(place for step in steps for samples in step for place in samples) == list(range(len(lengths)))
     for step in steps:
         assert any(step)
-        for cell, tokens in zip(step, budget.tokens, strict=True):
-            assert not cell or len(cell) * max(lengths[cell.start], shortest) <= tokens
+        for samples, tokens in zip(step, budget.tokens, strict=True):
+            assert not samples or len(samples) * max(lengths[samples.start], shortest) <= tokens
 
 
 @given(samples, caps, st.integers(1, SEQ_LEN))
@@ -60,7 +60,7 @@ def test_equal_samples_are_dealt_evenly() -> None:
 def test_the_longest_samples_are_dealt_to_the_ranks_by_turns() -> None:
     budget = TokenBudget(tokens=(SEQ_LEN, SEQ_LEN), shortest=SEQ_LEN)
     first, second = grouped([9, 8, 7, 6], budget)
-    assert [list(cell) for cell in (*first, *second)] == [[0], [1], [3], [2]]
+    assert [list(samples) for samples in (*first, *second)] == [[0], [1], [3], [2]]
 
 
 def fastest(lengths: list[int], budget: TokenBudget, overhead: int) -> float:
@@ -93,7 +93,7 @@ def test_a_huge_batch_is_cut_alike_and_about_as_well() -> None:
     for each in (lengths, [512, *lengths]):
         steps = grouped(each, budget, 100)
         assert [
-            place for step in steps for cell in sorted(step, key=lambda cell: cell.start) for place in cell
+            place for step in steps for samples in sorted(step, key=lambda samples: samples.start) for place in samples
         ] == list(range(len(each)))
         taken.append(work(each, steps, budget) + 100 * len(steps))
     assert taken[0] < taken[1] < 1.05 * taken[0]

@@ -28,7 +28,7 @@ def plan(model: dict[str, Any] | None = None, **settings: Any) -> Plan:
     return make_plan(*understand(settings), dry_run=dry_running(**(SMALL | (model or {}))))
 
 
-def test_the_cells_and_the_memory_stay_those_of_full_length_samples() -> None:
+def test_the_micro_batch_sizes_and_the_memory_stay_those_of_full_length_samples() -> None:
     known, unknown = plan(micro_batch=8), plan(micro_batch=8, lengths=None)
     assert unknown.grouping is None
     assert unknown.batch.shortest is None
@@ -61,7 +61,7 @@ def test_equal_samples_of_full_length_are_planned_as_ever() -> None:
     assert known.time.total_seconds == pytest.approx(unknown.time.total_seconds, rel=0.02)
 
 
-def test_a_cell_has_no_more_samples_than_fit_whatever_their_length() -> None:
+def test_a_micro_batch_has_no_more_samples_than_fit_whatever_their_length() -> None:
     free, dear = (plan(each, global_batch=1024).batch for each in ({}, {"bytes_per_sample": 50_000_000}))
     assert free.shortest == 1024 // 64
     assert dear.shortest is not None
@@ -70,7 +70,7 @@ def test_a_cell_has_no_more_samples_than_fit_whatever_their_length() -> None:
     assert samples * (dear.shortest * 1_000_000 + 50_000_000) < 12 << 30
 
 
-def test_where_only_full_length_samples_are_proven_no_cell_has_more_of_them() -> None:
+def test_where_only_full_length_samples_are_proven_no_micro_batch_has_more_of_them() -> None:
     assert plan({"bytes_per_sample": 4_000_000_000, "bytes_per_token": 1_000}).batch.shortest is None
 
 

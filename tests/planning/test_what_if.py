@@ -87,7 +87,7 @@ def test_what_does_not_fit_and_what_only_a_dry_run_could_tell() -> None:
     assert improvements(made, cases, [unknown])[1].endswith("only a dry run could tell")
 
 
-def test_the_table_has_a_cell_for_every_case() -> None:
+def test_the_table_has_an_entry_for_every_case() -> None:
     made = plan(gpus=4, mem="12G", global_batch=64)
     axes = {**axes_around(made, longest=1024), **parse_axes(["gpus=1,4", "mem=2G,12G"])}
     assert axes == {"gpus": (1, 4), "mem": (2 * GIB, 12 * GIB), "seq-len": (512, 1024)}

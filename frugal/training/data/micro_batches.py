@@ -4,11 +4,9 @@ Where all samples are as long, or nobody knows how long they are, these are the 
 order. Otherwise samples of like length are together (`frugal.planning.length_bucketing`): the same global batch, hence
 the same gradient, with less padding.
 
-What comes next is made while the last is worked on.
-
-One thread works one item ahead. Not `torch.utils.data.DataLoader` with worker processes: samples come tokenised from
-a memory map, so that an item is made in milliseconds; on CPU ranks there is no core left for a worker; and a
-global batch is cut anew when memory runs out, which a worker would have to be told.
+They are collated by a thread that works one item ahead. Not `torch.utils.data.DataLoader` with workers: samples
+come tokenised from a memory map, so an item takes milliseconds; on CPU ranks there is no core left for a worker;
+and a global batch is cut again when memory runs out, which a worker would have to be told.
 """
 
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
@@ -103,7 +101,7 @@ Item = TypeVar("Item")
 
 
 def prefetch(items: Iterable[Item], device: torch.device | None = None) -> Generator[Item, None, None]:
-    """The same items in the same order, each made on a thread while the caller works on the one before it.
+    """The same items in the same order, each prepared on a thread while the caller works on the one before it.
 
     Never more than one waits. What making an item raises is raised where that item would have come. When the iterator
     is closed, an item in the making is finished first and thrown away. With a CUDA `device` the thread works there,
