@@ -194,6 +194,39 @@ def test_a_private_attribute_is_seen() -> None:
     assert private_attributes(tree) == {"_late_step", "_lost", "__hidden"}
 
 
+DEEPSPEEDS = re.compile(r"(self\.|deepspeed_)?(engine|optimizer|zero|coordinator|bucket|checkpoint_engine)")
+"""What objects of DeepSpeed are called in the adapter."""
+
+
+def attributes_of_deepspeed(tree: ast.Module) -> set[str]:
+    """What a module reads of DeepSpeed's objects, sets in them with `put`, and lists as kept in them."""
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and DEEPSPEEDS.fullmatch(ast.unparse(node.value)):
+            names.add(node.attr)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "put" and isinstance(node.args[1], ast.Constant):
+            names.add(str(node.args[1].value))
+        elif isinstance(node, ast.AnnAssign) and "_KEPT" in ast.unparse(node.target) and node.value is not None:
+            names |= {str(each.value) for each in ast.walk(node.value) if isinstance(each, ast.Constant)}
+    return {re.sub(r"^_[A-Z]\w*?__", "__", name) for name in names}
+
+
+OF_TORCHS_OPTIMIZER = {"param_groups", "state"}
+
+
+@pytest.mark.parametrize("file", ["stages.py", "checkpoint_files.py", "collectives.py"])
+def test_attributes_of_deepspeeds_objects_are_in_the_table(file: str) -> None:
+    used = attributes_of_deepspeed(ast.parse((ADAPTER / file).read_text()))
+    assert used - known() - own_names() - OF_TORCHS_OPTIMIZER == set()
+
+
+def test_an_attribute_of_deepspeeds_objects_is_seen() -> None:
+    tree = ast.parse(
+        "optimizer.late; self.engine.lost = 1; put(bucket, '_Class__hidden', 1)\n_KEPT: X = {'kept': ()}; model.own"
+    )
+    assert attributes_of_deepspeed(tree) == {"late", "lost", "__hidden", "kept"}
+
+
 def test_as_a_program_it_prints_what_does_not_hold() -> None:
     ran = subprocess.run(
         [sys.executable, "-m", "frugal.deepspeed_adapter.contract"], capture_output=True, text=True, check=False

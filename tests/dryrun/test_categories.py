@@ -1,0 +1,69 @@
+"""What a storage is for follows from whose code made it, wherever that code lies."""
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from frugal.config.request import Request
+from frugal.dryrun.messages import DryRun
+from frugal.dryrun.run import dry_run
+from frugal.planning.strategy import Strategy
+from frugal.training.objectives import SummedLoss
+
+NET = """
+import torch
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.outer = nn.Linear(64, 256), nn.Linear(256, 64)
+
+    def forward(self, x):
+        return self.outer(torch.relu(self.inner(x)) * torch.ones_like(self.inner(x)))
+"""
+
+MICRO_BATCH = 512
+
+
+def net_in(folder: Path) -> Any:
+    """The class of a file in `folder`."""
+    folder.mkdir(parents=True)
+    path = folder / "net.py"
+    path.write_text(NET)
+    spec = importlib.util.spec_from_file_location(f"net_in_{folder.name}", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.Net
+
+
+def dry_run_of(net: Any) -> DryRun:
+    def build() -> nn.Module:
+        with torch.device("meta"):
+            return net()
+
+    return dry_run(
+        build,
+        SummedLoss(lambda model, batch: model(batch["x"]).square().sum(), example={"x": torch.ones(64)}),
+        Request(precision="fp32"),
+        Strategy(zero_stage=2),
+        micro_batch=MICRO_BATCH,
+        accumulation_steps=1,
+        world_size=2,
+        rank=0,
+        kind="cuda",
+    )
+
+
+@pytest.mark.parametrize("folder", ["deepspeed", "deepspeed/runtime", "torch", "frugal/dryrun", "transformers"])
+def test_a_model_below_a_folder_of_a_librarys_name_is_a_model(folder: str, tmp_path: Path) -> None:
+    plain, named = dry_run_of(net_in(tmp_path / "plain")), dry_run_of(net_in(tmp_path / folder))
+    assert named.timeline.peak(MICRO_BATCH).categories == plain.timeline.peak(MICRO_BATCH).categories
+    assert plain.timeline.peak(MICRO_BATCH).categories["activations"] > 0
+    assert named.counts == plain.counts
