@@ -27,14 +27,6 @@ HEAVY = {"torch", "deepspeed", "transformers", "datasets", "accelerate"}
 
 MOST_MODULES, MOST_LINES, MOST_FUNCTION_LINES, FILES_OF_A_FOLDER = 153, 500, 60, range(3, 13)
 
-CIRCLES: set[frozenset[str]] = {
-    frozenset({"frugal", *(f"frugal.dryrun.{name}" for name in ("cache", "client", "planner", "shipped"))}),
-}
-"""Import circles there still are; a new one, or a larger one, fails."""
-
-LONG_FUNCTIONS = {}
-"""Functions that are still too long."""
-
 READ_THE_ENVIRONMENT = {
     "frugal.deepspeed_adapter.fake_device": "a dry run gives DeepSpeed the variables of the rank that it stands for",
     "frugal.dryrun.planner": "`frugal.plan` says of this process, as `frugal plan` does, what a plan does not know",
@@ -144,8 +136,7 @@ def test_a_circle_of_imports_is_seen() -> None:
 
 
 def test_no_modules_import_each_other_in_a_circle() -> None:
-    for circle in circles(import_graph()):
-        assert any(circle <= known for known in CIRCLES), f"new circle: {', '.join(sorted(circle))}"
+    assert not [sorted(circle) for circle in circles(import_graph())]
 
 
 @pytest.mark.parametrize("path", below("config", "planning"), ids=named)
@@ -310,7 +301,7 @@ def test_a_file_is_short_and_says_what_it_is(path: Path) -> None:
 @pytest.mark.parametrize("name", modules())
 def test_functions_are_short(name: str) -> None:
     for node in ast.walk(tree_of(modules()[name])):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and f"{name}.{node.name}" not in LONG_FUNCTIONS:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             assert node.end_lineno is not None
             lines = node.end_lineno - node.lineno + 1
             assert lines <= MOST_FUNCTION_LINES, f"{node.name} has {lines} lines"

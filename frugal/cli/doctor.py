@@ -49,20 +49,22 @@ def command(
     else:
         named = hostfile.read_hostfile(path)
         reports = ssh.collect_reports(named, access, folder, kind)
-    found = ssh.problems(named, reports, access, kind)
+    problems = ssh.problems(named, reports, access, kind)
     if path is not None and shutil.which("pdsh") is None:
-        found.append("this machine has no pdsh, with which `frugal train --hostfile` starts the ranks")
+        problems.append("this machine has no pdsh, with which `frugal train --hostfile` starts the ranks")
     if as_json:
         told = {
             host.name: {"why": report.why} if isinstance(report, UnreachableHost) else report
             for host, report in zip(named, reports, strict=True)
         }
-        click.echo(msgspec.json.format(msgspec.json.encode({"hosts": told, "problems": found}), indent=2).decode())
+        click.echo(msgspec.json.format(msgspec.json.encode({"hosts": told, "problems": problems}), indent=2).decode())
     else:
         for host, report in zip(named, reports, strict=True):
             click.echo("\n".join(_table(host, report, folder, is_shared=path is not None)) + "\n")
-        click.echo("\n".join(["what would stop a run", *(f"  {text}" for text in found)] if found else ["all is well"]))
-    return NOT_READY if found else 0
+        click.echo(
+            "\n".join(["what would stop a run", *(f"  {text}" for text in problems)] if problems else ["all is well"])
+        )
+    return NOT_READY if problems else 0
 
 
 def _table(
@@ -98,8 +100,8 @@ def _gpus(report: HostReport) -> str:
         return "none found by nvidia-smi"
     kinds = groupby(report.gpus, lambda gpu: (gpu.name, gpu.memory_bytes))
     parts = []
-    for (name, memory), found in kinds:
-        free = [format_bytes(gpu.free_bytes) for gpu in found]
+    for (name, memory), gpus in kinds:
+        free = [format_bytes(gpu.free_bytes) for gpu in gpus]
         parts.append(f"{len(free)} x {name} with {format_bytes(memory)}, free {', '.join(free)}")
     driver = f"; driver {report.driver}" if report.driver else ""
     usable = "" if report.cuda_devices is None else f"; torch can use {report.cuda_devices}"

@@ -162,13 +162,13 @@ class Calibration:
 
 def read_all(folder: Path) -> tuple[list[Calibration], list[str]]:
     """The calibrations in `folder`, and a note for each file that is damaged."""
-    found, notes = [], []
+    calibrations, notes = [], []
     for path in sorted(folder.glob("*.json")):
         try:
-            found.append(msgspec.json.decode(path.read_bytes(), type=Calibration))
+            calibrations.append(msgspec.json.decode(path.read_bytes(), type=Calibration))
         except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
             notes.append(f"the calibration {path} cannot be read and is ignored: {error}")
-    return found, notes
+    return calibrations, notes
 
 
 def find(
@@ -230,9 +230,9 @@ def chosen(settings: Mapping[str, Any], gpu_name: str | None = None) -> tuple[Ca
     known, notes = read_all(calibration_folder())
     torch = library_versions()["torch"]
     if settings.get("device", "cuda") == "cpu":
-        found = find(known, kind="cpu", torch=torch, device=cpu_name(), driver="")
+        calibration = find(known, kind="cpu", torch=torch, device=cpu_name(), driver="")
     elif gpu_name is not None:
-        found = find(known, kind="cuda", torch=torch, device=gpu_name, driver=cuda_driver())
+        calibration = find(known, kind="cuda", torch=torch, device=gpu_name, driver=cuda_driver())
     else:
-        found = find(known, kind="cuda", torch=torch, card=settings.get("gpu"))
-    return found, notes
+        calibration = find(known, kind="cuda", torch=torch, card=settings.get("gpu"))
+    return calibration, notes

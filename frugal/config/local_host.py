@@ -69,18 +69,18 @@ def allocator_note(cluster: Cluster, environment: Mapping[str, str]) -> tuple[st
 def cpu_name() -> str:
     """The processor as the kernel calls it; its architecture where it has no name."""
     with suppress(OSError):
-        found = re.search(r"^model name\s*:\s*(.+)$", _CPU_INFO.read_text(), re.MULTILINE)
-        if found is not None:
-            return found[1].strip()
+        name = re.search(r"^model name\s*:\s*(.+)$", _CPU_INFO.read_text(), re.MULTILINE)
+        if name is not None:
+            return name[1].strip()
     return f"CPU, {platform.machine()}"
 
 
 def cuda_driver() -> str:
     """The version of NVIDIA's driver, such as `580.95.05`; empty where there is none, or it does not say."""
     with suppress(OSError):
-        found = re.search(r"\b(\d{3,}\.\d+(?:\.\d+)?)\b", _DRIVER.read_text())
-        if found is not None:
-            return found[1]
+        driver = re.search(r"\b(\d{3,}\.\d+(?:\.\d+)?)\b", _DRIVER.read_text())
+        if driver is not None:
+            return driver[1]
     return ""
 
 
@@ -89,14 +89,14 @@ def available_bytes() -> int:
 
     A container's limit is its control group's, of which page cache that can be dropped does not count.
     """
-    found = int(psutil.virtual_memory().available)
+    available = int(psutil.virtual_memory().available)
     for limit, used, dropped in _LIMITS:
         with suppress(OSError, ValueError):  # no such file, or no limit: `max`
             stat = (_CGROUP / Path(limit).parent / "memory.stat").read_text()
             cache = re.search(rf"^{dropped} (\d+)$", stat, re.MULTILINE)
             left = int((_CGROUP / limit).read_text()) - int((_CGROUP / used).read_text())
-            found = min(found, left + (int(cache[1]) if cache else 0))
-    return max(0, found)
+            available = min(available, left + (int(cache[1]) if cache else 0))
+    return max(0, available)
 
 
 def held_on_gpus() -> dict[str, int]:
@@ -112,16 +112,16 @@ def held_on_gpus() -> dict[str, int]:
 
 def held(answer: str) -> dict[str, int]:
     """The same from the tool's answer: a line `GPU-UUID, MiB` for each GPU. What it cannot tell is left out."""
-    found = re.findall(r"^\s*(?:GPU-)?([0-9a-f-]{36}), (\d+)\s*$", answer, re.MULTILINE)
-    return {uuid: int(number) * MIB for uuid, number in found if int(number) * MIB >= HELD_BYTES}
+    held = re.findall(r"^\s*(?:GPU-)?([0-9a-f-]{36}), (\d+)\s*$", answer, re.MULTILINE)
+    return {uuid: int(number) * MIB for uuid, number in held if int(number) * MIB >= HELD_BYTES}
 
 
 def peak_rss() -> int:
     """The highest resident set of this process since `forget_peak_rss`, bytes."""
     with suppress(OSError):
-        found = re.search(r"VmHWM:\s*(\d+) kB", _STATUS.read_text())
-        if found is not None:
-            return int(found[1]) * 1024
+        peak = re.search(r"VmHWM:\s*(\d+) kB", _STATUS.read_text())
+        if peak is not None:
+            return int(peak[1]) * 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 

@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 import msgspec
 import platformdirs
 
-import frugal
 from frugal import atomic_files, cache_pruning
 from frugal.config.local_host import versions
 from frugal.config.request import Request
@@ -23,7 +22,7 @@ from frugal.units import MIB
 
 T = TypeVar("T")
 
-_ROOT = Path(frugal.__file__).parent
+_ROOT = Path(__file__).parents[1]
 LIMIT_BYTES = 512 * MIB
 """Of all profiles; see `frugal.cache_pruning`. A plan of a large model takes some MiB."""
 

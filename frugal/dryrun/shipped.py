@@ -15,7 +15,6 @@ from pathlib import Path
 
 import msgspec
 
-import frugal
 from frugal.config.local_host import library_versions
 from frugal.config.request import Request
 from frugal.dryrun.messages import AskFacts, AskTrace, ModelFacts, Traced
@@ -24,7 +23,7 @@ from frugal.errors import FrugalError
 from frugal.planning.strategy import ActivationCheckpointing
 
 FOLDER = Path(__file__).parent / "shipped_traces"
-PRESETS = Path(frugal.__file__).parent / "training" / "models" / "presets.toml"
+PRESETS = Path(__file__).parents[1] / "training" / "models" / "presets.toml"
 MODES: tuple[ActivationCheckpointing, ...] = ("off", "selective", "full", "offloaded")  # those that `auto` tries
 
 
@@ -58,8 +57,8 @@ def _shipment(model: str, mode: ActivationCheckpointing) -> Shipment | None:
     path = FOLDER / _file_name(model, mode)
     if model not in presets() or not path.is_file():
         return None
-    found = msgspec.json.decode(lzma.decompress(path.read_bytes()), type=Shipment)
-    return found if (found.versions, found.definition) == (_versions(), _definition(model)) else None
+    shipment = msgspec.json.decode(lzma.decompress(path.read_bytes()), type=Shipment)
+    return shipment if (shipment.versions, shipment.definition) == (_versions(), _definition(model)) else None
 
 
 def _file_name(model: str, mode: ActivationCheckpointing) -> str:
@@ -105,9 +104,9 @@ def make(model: str, mode: ActivationCheckpointing, pool: Pool) -> Shipment:
     return Shipment(_versions(), _definition(model), described.describe, traces)
 
 
-def _questions(request: Request, found: ModelFacts, mode: ActivationCheckpointing) -> Iterator[AskTrace]:
+def _questions(request: Request, facts: ModelFacts, mode: ActivationCheckpointing) -> Iterator[AskTrace]:
     for stage in (2, 3):
-        for loss in ("plain", "tiled") if found.can_tile else ("plain",):
+        for loss in ("plain", "tiled") if facts.can_tile else ("plain",):
             yield AskTrace(request=request, activation_checkpointing=mode, loss=loss, zero_stage=stage, kind="cuda")
 
 
