@@ -151,13 +151,14 @@ class MicroStep:
         """All events of one of the trace's phases; `optimizer` is told of the marks."""
         position, end = self._ranges[phase].start, self._ranges[phase].stop
         stream, events = self._stream, self._events
+        death, gradient = MarkKind.DEATH, MarkKind.GRADIENT  # looking up a member takes as long as the rest of the loop
         for event, kind, number, storage in self._stops[phase]:
             stream.extend(events[position:event])
             position = event
-            if kind is MarkKind.DEATH:
+            if kind is death:
                 stream.dies(storage + self._first)
                 position += 1
-            elif kind is MarkKind.GRADIENT:
+            elif kind is gradient:
                 optimizer.gradient(number, storage if storage < 0 else storage + self._first)
             else:
                 optimizer.module(kind, number, storage)

@@ -3,6 +3,8 @@
 Names in brackets are methods of `DeepSpeedZeroOptimizer_Stage3` in deepspeed/runtime/zero/stage3.py.
 """
 
+from collections.abc import Callable
+
 from frugal.deepspeed_adapter.simulate.stream import PinnedBlocks, Setting, Stream
 from frugal.deepspeed_adapter.simulate.zero3_prefetch import SimulatedPrefetch
 from frugal.planning.memory.model_trace import MarkKind
@@ -29,6 +31,16 @@ class SimulatedZero3:
         self._held: dict[int, int] = {}  # number of a hold -> storage of the gathered parameter
         self._norms: list[int] = []  # of own gradients that went to the host
         self._has_states = False
+        gathering = self._gathering
+        self._at_marks: dict[MarkKind, Callable[[int, int], None]] = {
+            MarkKind.FORWARD_BEGINS: lambda *_: gathering.forward_begins(),
+            MarkKind.FETCH: lambda module, _: gathering.fetch(module, in_backward=False),
+            MarkKind.RELEASE: lambda module, _: gathering.release(module, in_backward=False),
+            MarkKind.FETCH_IN_BACKWARD: lambda module, _: gathering.fetch(module, in_backward=True),
+            MarkKind.RELEASE_IN_BACKWARD: lambda module, _: gathering.release(module, in_backward=True),
+            MarkKind.HOLD: self._hold,
+            MarkKind.LET_GO: self._let_go,
+        }
 
     def initialise(self, *, one_by_one: bool) -> None:
         """Parameters are split, as they arrive `one_by_one` or all at once; the parts move together.
@@ -99,17 +111,14 @@ class SimulatedZero3:
 
     def module(self, kind: MarkKind, number: int, hold: int) -> None:
         """See `Optimizer`."""
-        if kind is MarkKind.FORWARD_BEGINS:
-            self._gathering.forward_begins()
-        elif kind in (MarkKind.FETCH, MarkKind.FETCH_IN_BACKWARD):
-            self._gathering.fetch(number, in_backward=kind is MarkKind.FETCH_IN_BACKWARD)
-        elif kind in (MarkKind.RELEASE, MarkKind.RELEASE_IN_BACKWARD):
-            self._gathering.release(number, in_backward=kind is MarkKind.RELEASE_IN_BACKWARD)
-        elif kind is MarkKind.HOLD:
-            self._held[hold] = self._gathering.storage(number)
-            self._stream.hold(self._held[hold])
-        else:
-            self._stream.release(self._held.pop(hold))
+        self._at_marks[kind](number, hold)
+
+    def _hold(self, parameter: int, hold: int) -> None:
+        self._held[hold] = self._gathering.storage(parameter)
+        self._stream.hold(self._held[hold])
+
+    def _let_go(self, _parameter: int, hold: int) -> None:
+        self._stream.release(self._held.pop(hold))
 
     def gradient(self, parameter: int, storage: int) -> None:
         """See `Optimizer` (`reduce_independent_p_g_buckets_and_remove_grads`, `__add_grad_to_ipg_bucket`)."""

@@ -91,12 +91,13 @@ class ModelTrace:
 
         Parameters are counted among the trainable ones.
         """
-        gradients = {mark.storage for marks in self.marks for mark in marks if mark.kind is MarkKind.GRADIENT}
+        gradient, trainable = MarkKind.GRADIENT, self.trainable_index
+        gradients = {mark.storage for marks in self.marks for mark in marks if mark.kind is gradient}
         storages, is_birth = self.stream.events, self.stream.is_birth.tolist()
         stops = {}
         for (phase, events), marks in zip(self.stream.phase_ranges, self.marks, strict=True):
             of_phase = [
-                mark._replace(number=self.trainable_index[mark.number]) if mark.kind is MarkKind.GRADIENT else mark
+                Mark(mark.event, gradient, trainable[mark.number], mark.storage) if mark.kind is gradient else mark
                 for mark in marks
             ]
             of_phase += [
