@@ -49,6 +49,7 @@ _TRANSPARENT = (
 )
 """Code that runs operators for whoever called it. By the folders of the packages themselves: a model may lie anywhere,
 also in a folder named `deepspeed` or `torch`."""
+assert all(place.exists() for place in _TRANSPARENT), "DeepSpeed has moved what runs operators for others"
 
 _asker_of_code: dict[Any, str | None] = {torch_internals.RUN_BACKWARD: AUTOGRAD}
 

@@ -12,7 +12,7 @@ from frugal.planning.batch import BatchPlan
 from frugal.training.data import corpus
 from frugal.training.data.corpus import Corpus
 from frugal.training.data.global_batches import GlobalBatches, Position
-from frugal.training.data.sources import find
+from frugal.training.data.sources import find_sources
 from frugal.training.data.tokenizer import byte_tokenizer
 
 TEXTS = [f"{i:03} " + "word " * (i % 5) for i in range(101)]
@@ -129,7 +129,7 @@ def test_an_endless_stream_is_limited_and_a_broken_one_is_told(tmp_path: Path, m
 def test_other_code_is_another_stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     stream(tmp_path)
-    ((rows,), (dataset,)) = (find([f"stream.py:{name}"]) for name in ("rows", "dataset"))
+    ((rows,), (dataset,)) = (find_sources([f"stream.py:{name}"]) for name in ("rows", "dataset"))
     (tmp_path / "stream.py").write_text((tmp_path / "stream.py").read_text() + "# other\n")
-    (other,) = find(["stream.py:rows"])
+    (other,) = find_sources(["stream.py:rows"])
     assert len({rows.fingerprint, dataset.fingerprint, other.fingerprint}) == 3
