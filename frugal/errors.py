@@ -19,9 +19,6 @@ INTERRUPTED = 130
 
 LONGEST_LINE = 1000  # characters
 
-INTERRUPTED = 130
-"""Exit code after Ctrl-C, as in the shell."""
-
 
 class FrugalError(Exception):
     """A mistake or a shortage the user can do something about.
