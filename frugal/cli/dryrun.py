@@ -72,16 +72,16 @@ def command(what: str, as_json: bool, explain: str | None, timeline: Path | None
                 subject = _simplest(request, cluster, defaults, source)
                 dry_runs = _dry_run(source, subject)
     kind = subject.cluster.devices[0].kind
-    found = figures(dry_runs, kind, max(len(node.devices) for node in subject.cluster.nodes))
+    result = figures(dry_runs, kind, max(len(node.devices) for node in subject.cluster.nodes))
     held = fullest(dry_runs, kind).explain(explain) if explain is not None else None
     if timeline is not None:
         curve.write_timeline(fullest(dry_runs, kind).timeline, timeline)
     notes = list(dict.fromkeys(note for each in dry_runs for note in each.notes))
     if as_json:
-        content = msgspec.to_builtins(found) | {"notes": notes} | ({} if held is None else {"explained": dict(held)})
+        content = msgspec.to_builtins(result) | {"notes": notes} | ({} if held is None else {"explained": dict(held)})
         click.echo(msgspec.json.format(msgspec.json.encode(content), indent=2).decode())
         return
-    blocks = [_title(subject), *_report(found, subject)]
+    blocks = [_title(subject), *_report(result, subject)]
     if notes:
         blocks.append(["assumed, because it depends on data", *(f"  {note}" for note in notes)])
     if held is not None:
@@ -158,24 +158,24 @@ def _title(subject: _Subject) -> list[str]:
     ]
 
 
-def _report(found: Figures, subject: _Subject) -> list[list[str]]:
-    operator = found.operator.removeprefix("aten.").removesuffix(".default")
+def _report(result: Figures, subject: _Subject) -> list[list[str]]:
+    operator = result.operator.removeprefix("aten.").removesuffix(".default")
     device = min(subject.cluster.devices, key=lambda device: device.usable_bytes)
     totals = {
-        "allocated": found.peak_allocated_bytes,
-        "reserved": found.peak_reserved_bytes,
-        "smallest": found.smallest_capacity_bytes,
+        "allocated": result.peak_allocated_bytes,
+        "reserved": result.peak_reserved_bytes,
+        "smallest": result.smallest_capacity_bytes,
         "usable": device.usable_bytes,
     }
     if subject.promised_bytes is not None:
         totals["promised"] = subject.promised_bytes
     if device.kind == "cuda":
-        totals["host, a node"] = found.host_bytes_per_node
-    missing = found.smallest_capacity_bytes - device.usable_bytes
+        totals["host, a node"] = result.host_bytes_per_node
+    missing = result.smallest_capacity_bytes - device.usable_bytes
     verdict = "it fits" if missing <= 0 else f"it does not fit: {format_bytes(missing)} short"
     return [
-        [f"at its peak, in {found.phase} ({operator})", *_table(found.categories, found.peak_allocated_bytes)],
-        ["peak of each phase", *_table(found.phases)],
+        [f"at its peak, in {result.phase} ({operator})", *_table(result.categories, result.peak_allocated_bytes)],
+        ["peak of each phase", *_table(result.phases)],
         ["memory of the fullest device", *_table(totals)],
         [verdict],
     ]

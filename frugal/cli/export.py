@@ -26,14 +26,14 @@ def command(plan_path: Path, target: Target, output: Path | None) -> None:
     """
     plan = Plan.read(plan_path)
     make_model = _make_model(plan) if target == "script" else ""
-    made = export(plan, target, folder="" if output is None else str(output), make_model=make_model)
+    exported = export(plan, target, folder="" if output is None else str(output), make_model=make_model)
     if output is None:
-        click.echo(next(iter(made.files.values())), nl=False)
-        click.echo(f"it reads {list(made.files)[1]} beside it: -o DIR writes both", err=True)
+        click.echo(next(iter(exported.files.values())), nl=False)
+        click.echo(f"it reads {list(exported.files)[1]} beside it: -o DIR writes both", err=True)
         return
-    _refuse_to_replace(output, made.files)
-    written = write_files(output, {name: text.encode() for name, text in made.files.items()})
-    click.echo(f"wrote {' and '.join(map(str, written))}\n\nstart it with\n  {made.start}")
+    _refuse_to_replace(output, exported.files)
+    written = write_files(output, {name: text.encode() for name, text in exported.files.items()})
+    click.echo(f"wrote {' and '.join(map(str, written))}\n\nstart it with\n  {exported.start}")
 
 
 def _refuse_to_replace(folder: Path, texts: dict[str, str]) -> None:

@@ -63,31 +63,31 @@ def command(
     count as two. With --calibrate the machine is measured, too, or alone.
     """
     _check(path, record=record, capped=capped, calibrating=calibrating, device=device, gpus=gpus)
-    found: Measurement | None = None
+    measurement: Measurement | None = None
     written: Path | None = None
     calibration: Calibration | None = None
     if path is not None:
         measured = _measured(Plan.read(path), path, record, capped)
         if isinstance(measured, int):
             return measured
-        found, written = measured
+        measurement, written = measured
     if calibrating:
-        if found is not None:
-            kind, num_ranks = found.cluster.devices[0].kind, found.batch.world_size
+        if measurement is not None:
+            kind, num_ranks = measurement.cluster.devices[0].kind, measurement.batch.world_size
         else:
             kind, num_ranks = what_is_here(device, gpus)
-        calibration = calibrate(kind, num_ranks, found)
+        calibration = calibrate(kind, num_ranks, measurement)
         keep(calibration)
     if as_json:
-        content = {} if found is None else _summary(found)
+        content = {} if measurement is None else _summary(measurement)
         content |= {} if calibration is None else {"calibration": msgspec.to_builtins(calibration)}
         click.echo(msgspec.json.format(msgspec.json.encode(content), indent=2).decode())
     else:
-        blocks = [] if found is None else [_report(found)]
+        blocks = [] if measurement is None else [_report(measurement)]
         blocks += [] if calibration is None else [report(calibration)]
         blocks += [] if written is None else [[f"wrote {written}"]]
         click.echo("\n\n".join("\n".join(block) for block in blocks))
-    enough = found is None or found.capped is None or found.capped.survived
+    enough = measurement is None or measurement.capped is None or measurement.capped.survived
     return 0 if enough else OutOfMemoryError.exit_code
 
 
@@ -121,13 +121,13 @@ def _measured(plan: Plan, path: Path, record: Path | None, capped: bool) -> tupl
         trial = _run(plan, path, None)
         if isinstance(trial, int):
             return trial
-        found = _measurement(plan, expected, trial)
+        measurement = _measurement(plan, expected, trial)
         if capped:
-            found = replace(found, capped=_capped(plan, path, found))
-        written = _record(found, record, pool) if record is not None else None
+            measurement = replace(measurement, capped=_capped(plan, path, measurement))
+        written = _record(measurement, record, pool) if record is not None else None
     finally:
         pool.close()
-    return found, written
+    return measurement, written
 
 
 def _expected(plan: Plan, pool: Pool) -> Figures:
@@ -147,11 +147,11 @@ def _run(plan: Plan, path: Path, cap_bytes: int | None) -> Trial | int:
         return code or msgspec.json.decode(out.read_bytes(), type=Trial)
 
 
-def _capped(plan: Plan, path: Path, found: Measurement) -> Capped:
+def _capped(plan: Plan, path: Path, measurement: Measurement) -> Capped:
     """Fresh processes on GPUs with as much memory as was predicted: context and allocator, and no more."""
     device = min(plan.cluster.devices, key=lambda device: device.usable_bytes)
-    total = found.predicted.smallest_capacity_bytes + device.context_bytes
-    limit = max(1, total - (found.measured.context_bytes or 0))
+    total = measurement.predicted.smallest_capacity_bytes + device.context_bytes
+    limit = max(1, total - (measurement.measured.context_bytes or 0))
     again = _run(plan, path, limit)
     if isinstance(again, int) and again != OutOfMemoryError.exit_code:
         raise RequestError(f"the capped run ended with exit code {again}", because="its own message is above")
@@ -182,33 +182,36 @@ def _measurement(plan: Plan, expected: Figures, trial: Trial) -> Measurement:
     )
 
 
-def _record(found: Measurement, folder: Path, pool: Pool) -> Path:
+def _record(measurement: Measurement, folder: Path, pool: Pool) -> Path:
     """Write it, if it can be predicted from what it holds."""
-    again = found.predict(pool).peak_allocated_bytes
-    if again != found.predicted.peak_allocated_bytes:
+    again = measurement.predict(pool).peak_allocated_bytes
+    if again != measurement.predicted.peak_allocated_bytes:
         raise RequestError(
             "the measurement cannot be recorded",
             because=f"from the record alone its peak is {again:,} bytes, "
-            f"from the plan {found.predicted.peak_allocated_bytes:,}",
+            f"from the plan {measurement.predicted.peak_allocated_bytes:,}",
             hint="a factory must be whole in one file, and give the same model every time",
         )
-    return found.write(folder)
+    return measurement.write(folder)
 
 
-def _summary(found: Measurement) -> dict[str, Any]:
+def _summary(measurement: Measurement) -> dict[str, Any]:
     """The measured figures under the names of `frugal dryrun`, and the dry-run ones beside them."""
     return {
-        **msgspec.to_builtins(found.measured),
-        "predicted": msgspec.to_builtins(found.predicted),
-        "error": found.error,
-        "capped": msgspec.to_builtins(found.capped),
-        **{name: getattr(found, name) for name in ("plan_digest", "device", "driver", "versions", "date", "command")},
+        **msgspec.to_builtins(measurement.measured),
+        "predicted": msgspec.to_builtins(measurement.predicted),
+        "error": measurement.error,
+        "capped": msgspec.to_builtins(measurement.capped),
+        **{
+            name: getattr(measurement, name)
+            for name in ("plan_digest", "device", "driver", "versions", "date", "command")
+        },
     }
 
 
-def _report(found: Measurement) -> list[str]:
-    expected, measured = found.predicted, found.measured
-    device = min(found.cluster.devices, key=lambda device: device.usable_bytes)
+def _report(measurement: Measurement) -> list[str]:
+    expected, measured = measurement.predicted, measurement.measured
+    device = min(measurement.cluster.devices, key=lambda device: device.usable_bytes)
     rows = [("", "predicted", "measured", "")]
     for name, size in measured.phases.items():  # cuBLAS has its workspace from the first forward on
         workspace = 0 if name == INITIALISATION else measured.workspace_bytes
@@ -220,12 +223,12 @@ def _report(found: Measurement) -> list[str]:
         context = measured.context_bytes + measured.workspace_bytes
         rows.append(_row("context", device.context_bytes, context))
         rows.append(_row("driver", expected.peak_reserved_bytes + device.context_bytes, measured.device_bytes))
-    rows.append(_row("host", host_bytes_per_node(expected, found.cluster), measured.host_bytes_per_node))
+    rows.append(_row("host", host_bytes_per_node(expected, measurement.cluster), measured.host_bytes_per_node))
     lines = [f"{name:<16} {planned:>12} {real:>12} {off:>9}".rstrip() for name, planned, real, off in rows]
     lines += ["", f"host: what the processes grew by, from {format_bytes(measured.host_before_bytes_per_node)} on"]
-    if found.capped is not None:
-        verdict = "enough" if found.capped.survived else "not enough: the prediction is too low"
-        lines.append(f"capped at the prediction, {format_bytes(found.capped.limit_bytes)} for tensors: {verdict}")
+    if measurement.capped is not None:
+        verdict = "enough" if measurement.capped.survived else "not enough: the prediction is too low"
+        lines.append(f"capped at the prediction, {format_bytes(measurement.capped.limit_bytes)} for tensors: {verdict}")
     return lines
 
 
@@ -248,7 +251,7 @@ def calibrate(kind: DeviceKind, num_ranks: int, of_plan: Measurement | None = No
             raise FrugalError(f"the calibration ended with exit code {code}", because="its own message is above")
         probe = msgspec.json.decode(out.read_bytes(), type=Probe)
     device, card = _device(kind)
-    found = Calibration(
+    calibrated = Calibration(
         kind=kind,
         device=device,
         card=card,
@@ -259,19 +262,19 @@ def calibrate(kind: DeviceKind, num_ranks: int, of_plan: Measurement | None = No
         command=shlex.join(["frugal", *sys.argv[1:]]),
         probe=probe,
     )
-    return _with_plans(found, of_plan)
+    return _with_plans(calibrated, of_plan)
 
 
-def _with_plans(found: Calibration, of_plan: Measurement | None) -> Calibration:
+def _with_plans(calibrated: Calibration, of_plan: Measurement | None) -> Calibration:
     """What measured plans took, this one and those before: kernels that no probe loads, and bytes nobody foresaw."""
-    before = [each for each in read_all(calibration.calibration_folder())[0] if each.file_name == found.file_name]
+    before = [each for each in read_all(calibration.calibration_folder())[0] if each.file_name == calibrated.file_name]
     for each in before:
-        found = replace(found, slack_bytes=max(found.slack_bytes, each.slack_bytes))
+        calibrated = replace(calibrated, slack_bytes=max(calibrated.slack_bytes, each.slack_bytes))
     context = None if of_plan is None else of_plan.measured.context_bytes
     if of_plan is None or context is None:
-        return found
+        return calibrated
     expected, measured = of_plan.predicted, of_plan.measured
-    return found.of_plan(
+    return calibrated.of_plan(
         context + measured.workspace_bytes,
         max(0, measured.peak_reserved_bytes - measured.workspace_bytes - expected.peak_reserved_bytes),
     )
@@ -306,9 +309,9 @@ def what_is_here(device: DeviceKind | None, num_ranks: int | None) -> tuple[Devi
     return kind, num_ranks or num_gpus
 
 
-def report(found: Calibration) -> list[str]:
+def report(calibrated: Calibration) -> list[str]:
     """The calibration for people."""
-    probe = found.probe
+    probe = calibrated.probe
     rows = [(f"matrix, {name}", format_flops(flops)) for name, flops in probe.matrix_flops.items()]
     rows.append(("memory", f"{probe.memory_bandwidth / 1e9:.3g} GB/s"))
     if probe.link_bandwidth is not None:
@@ -320,16 +323,16 @@ def report(found: Calibration) -> list[str]:
         rows.append(("to the host", f"{probe.host_link_bandwidth / 1e9:.3g} GB/s"))
     rows.append(("an operator", f"{probe.operator_seconds * 1e6:.1f} microseconds"))
     if probe.context_bytes is not None:
-        rows += [("context", format_bytes(probe.context_bytes)), ("slack", format_bytes(found.slack_bytes))]
-    ranks = plural(found.num_ranks, "rank")
-    driver = f", driver {found.driver}" if found.driver else ""
+        rows += [("context", format_bytes(probe.context_bytes)), ("slack", format_bytes(calibrated.slack_bytes))]
+    ranks = plural(calibrated.num_ranks, "rank")
+    driver = f", driver {calibrated.driver}" if calibrated.driver else ""
     return [
-        f"{found.device} with {ranks}{driver}, torch {found.torch}",
+        f"{calibrated.device} with {ranks}{driver}, torch {calibrated.torch}",
         *(f"  {name:<16} {value:>18}" for name, value in rows),
     ]
 
 
-def keep(found: Calibration) -> None:
+def keep(calibrated: Calibration) -> None:
     """Write it where the next plan looks, and say so on standard error."""
-    path = found.write(calibration.calibration_folder())
+    path = calibrated.write(calibration.calibration_folder())
     click.echo(f"kept in {path}; plans for this device use it unless given --no-calibration", err=True)

@@ -130,18 +130,18 @@ def with_lengths(request: Request, values: Mapping[str, Any], file: TomlFile) ->
     """
     flags = {name: values.get(name) for name in SAMPLE_NAMES}
     train = {name: value for name, value in file.train.items() if name in SAMPLE_NAMES}
-    asked = run_settings(flags, train)
+    settings = run_settings(flags, train)
     if request.lengths is not None:
         is_said = flags["too_long"] is not None or "too_long" in train
-        return replace(request, lengths=replace(request.lengths, too_long=asked.too_long)) if is_said else request
+        return replace(request, lengths=replace(request.lengths, too_long=settings.too_long)) if is_said else request
     if not flags["data"] and "data" not in train:
         return request
     from frugal.distributed.env import silence_libraries
     from frugal.training.data.corpus import lengths_of  # torch takes seconds
 
     silence_libraries()
-    with waiting(f"tokenising {', '.join(asked.data)}"):
-        return replace(request, lengths=lengths_of(request, asked))
+    with waiting(f"tokenising {', '.join(settings.data)}"):
+        return replace(request, lengths=lengths_of(request, settings))
 
 
 def refuse_beside_a_plan(what: str, values: Mapping[str, Any], *names: str) -> None:

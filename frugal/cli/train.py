@@ -50,7 +50,7 @@ class _Job:
     values: dict[str, Any]
     file: TomlFile
     ranks: int | None
-    asked: RunSettings
+    settings: RunSettings
     how: LaunchSettings
     hostfile: Path | None
     hosts: Sequence[HostfileEntry]
@@ -78,7 +78,7 @@ def command(plan_path: Path | None, ranks: int | None, printed: commands.Launche
         plan = _new_plan(job)
         click.echo(summary(plan) + "\n", err=printed is not None)
         if printed is not None:
-            plan_path, _ = write_plan(plan, job.asked.out)
+            plan_path, _ = write_plan(plan, job.settings.out)
     else:
         for note in allocator_note(plan.cluster, os.environ):
             click.echo(f"note: {note}", err=True)
@@ -87,11 +87,11 @@ def command(plan_path: Path | None, ranks: int | None, printed: commands.Launche
         pdsh.check_nodes(plan, job.hosts)
     if printed is None:
         return _start(job, plan)
-    told = commands.LaunchRequest(
-        plan=plan, plan_path=plan_path or job.asked.out / PLAN, hosts=job.hosts, settings=job.asked,
+    launch_request = commands.LaunchRequest(
+        plan=plan, plan_path=plan_path or job.settings.out / PLAN, hosts=job.hosts, settings=job.settings,
         access=job.access, hostfile=job.hostfile, port=job.how.master_port or DEFAULT_PORT,
     )  # fmt: skip
-    click.echo(commands.launch_command(printed, told))
+    click.echo(commands.launch_command(printed, launch_request))
     return 0
 
 
@@ -106,16 +106,16 @@ def _job(values: dict[str, Any], ranks: int | None) -> _Job:
     how = launch_settings(values, file.train)
     path = values.get("hostfile") or file.plan.get("hostfile")
     hosts = read_hostfile(Path(path)) if path else ()
-    asked = run_settings(values, file.train)
-    newest = manifest.newest_checkpoint(asked.checkpoints)
-    if asked.resume:
+    settings = run_settings(values, file.train)
+    newest = manifest.newest_checkpoint(settings.checkpoints)
+    if settings.resume:
         if newest is None:
-            raise CheckpointError(f"there is no checkpoint in {asked.checkpoints}", hint="start without --resume")
-        asked = run_settings(values, earlier_settings(asked.out) | file.train)
+            raise CheckpointError(f"there is no checkpoint in {settings.checkpoints}", hint="start without --resume")
+        settings = run_settings(values, earlier_settings(settings.out) | file.train)
     elif newest is not None:
-        raise in_use(asked, newest)
+        raise in_use(settings, newest)
     hostfile = Path(path) if path else None
-    return _Job(values=values, file=file, ranks=ranks, asked=asked, how=how, hostfile=hostfile, hosts=hosts)
+    return _Job(values=values, file=file, ranks=ranks, settings=settings, how=how, hostfile=hostfile, hosts=hosts)
 
 
 def _given_plan(job: _Job, path: Path | None) -> Plan | None:
@@ -127,8 +127,8 @@ def _given_plan(job: _Job, path: Path | None) -> Plan | None:
     if path is not None:
         refuse_beside_a_plan("--plan", job.values, *names)
         return Plan.read(path)
-    earlier = job.asked.out / PLAN
-    if not job.asked.resume or any(job.values.get(name) is not None for name in names) or not earlier.exists():
+    earlier = job.settings.out / PLAN
+    if not job.settings.resume or any(job.values.get(name) is not None for name in names) or not earlier.exists():
         return None
     plan = Plan.read(earlier)
     is_for_others = job.hosts and [len(node.devices) for node in plan.cluster.nodes] != [h.slots for h in job.hosts]
@@ -137,30 +137,30 @@ def _given_plan(job: _Job, path: Path | None) -> Plan | None:
 
 def _new_plan(job: _Job) -> Plan:
     """A plan for what is asked; of a run that is resumed, what it was asked before."""
-    file, earlier = job.file, job.asked.out / PLAN
-    if job.asked.resume and earlier.exists():
+    file, earlier = job.file, job.settings.out / PLAN
+    if job.settings.resume and earlier.exists():
         file = replace(file, plan=_trained(Plan.read(earlier)) | file.plan)
-    return _planned(job.ranks, job.values, file, asks_data=not job.asked.resume)
+    return _planned(job.ranks, job.values, file, asks_data=not job.settings.resume)
 
 
 def _start(job: _Job, plan: Plan) -> int:
     """Train here or on the hosts that are named, again after a crash where that is asked for; the exit code."""
-    asked, restarts, port = job.asked, job.how.max_restarts, job.how.master_port
+    settings, restarts, port = job.settings, job.how.max_restarts, job.how.master_port
     if job.hosts and not _is_this_machine(job.hosts):
         if not restarts:
-            return pdsh.launch(plan, job.hosts, job.access, asked, port)
+            return pdsh.launch(plan, job.hosts, job.access, settings, port)
         plan_for = partial(_plan_on, job, before=plan) if job.how.elastic else None
-        on = RestartableHosts(plan, job.hosts, job.access, asked, port, plan_for)
-        return restart.supervise(on.start, plan, asked, restarts, on.plan_for_restart)
+        on = RestartableHosts(plan, job.hosts, job.access, settings, port, plan_for)
+        return restart.supervise(on.start, plan, settings, restarts, on.plan_for_restart)
     local.check_machine(plan, port)
     if restarts:
         rest = partial(_plan_for_rest, job) if job.how.elastic else lambda before: before
-        return restart.supervise(local.starter(port), plan, asked, restarts, rest)
+        return restart.supervise(local.starter(port), plan, settings, restarts, rest)
     if plan.batch.world_size > 1:
         with TemporaryDirectory(prefix="frugal-") as folder:
             written, _ = write_plan(plan, Path(folder))
-            return local.launch(plan, written, asked, port)
-    run(plan, asked)
+            return local.launch(plan, written, settings, port)
+    run(plan, settings)
     return 0
 
 

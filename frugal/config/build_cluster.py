@@ -58,15 +58,15 @@ class ClusterSettings:
         check_sizes(self)
 
 
-def build_cluster(asked: ClusterSettings, precision: Precision, calibration: Calibration | None) -> Cluster:
+def build_cluster(settings: ClusterSettings, precision: Precision, calibration: Calibration | None) -> Cluster:
     """The cluster that settings describe. What a line of a hostfile says wins over a flag.
 
     Raises:
         RequestError: it is not known how many GPUs there are or how large they are, or settings contradict each other.
     """
-    hosts = _alike(asked) if asked.hostfile is None else _of_hostfile(asked, Path(asked.hostfile))
+    hosts = _alike(settings) if settings.hostfile is None else _of_hostfile(settings, Path(settings.hostfile))
     world_size = sum(host.slots for host in hosts)
-    kinds = {host: _node(host, asked, precision, world_size) for host in {replace(host, name="") for host in hosts}}
+    kinds = {host: _node(host, settings, precision, world_size) for host in {replace(host, name="") for host in hosts}}
     links = [_link(device) for node in kinds.values() for device in node.devices]
     measured = None
     if calibration is not None:
@@ -90,9 +90,9 @@ def build_cluster(asked: ClusterSettings, precision: Precision, calibration: Cal
     )
 
 
-def _of_hostfile(asked: ClusterSettings, path: Path) -> tuple[HostfileEntry, ...]:
+def _of_hostfile(settings: ClusterSettings, path: Path) -> tuple[HostfileEntry, ...]:
     for name in ("gpus", "nodes"):
-        if getattr(asked, name) is not None:
+        if getattr(settings, name) is not None:
             raise RequestError(
                 f"--{name} was given together with --hostfile",
                 because="the hostfile says how many there are",
@@ -110,30 +110,30 @@ def _too_many(what: str) -> RequestError:
     )
 
 
-def _alike(asked: ClusterSettings) -> tuple[HostfileEntry, ...]:
+def _alike(settings: ClusterSettings) -> tuple[HostfileEntry, ...]:
     """The nodes that flags describe."""
-    num_nodes = asked.nodes or 1
-    if (asked.gpus or 1) * num_nodes > MOST_RANKS:
-        raise _too_many(f"{plural(num_nodes, 'node')} with {asked.gpus or 1} GPUs")
-    if asked.mem is None and asked.device == "cpu":
+    num_nodes = settings.nodes or 1
+    if (settings.gpus or 1) * num_nodes > MOST_RANKS:
+        raise _too_many(f"{plural(num_nodes, 'node')} with {settings.gpus or 1} GPUs")
+    if settings.mem is None and settings.device == "cpu":
         raise RequestError(
             "the memory of a CPU rank is not known",
             because="--mem was not given",
-            hint=f"frugal plan --device cpu --gpus {asked.gpus or 2} --mem 2G",
+            hint=f"frugal plan --device cpu --gpus {settings.gpus or 2} --mem 2G",
         )
-    if asked.mem is None and asked.gpu is None:
+    if settings.mem is None and settings.gpu is None:
         raise RequestError(
             "the memory of a GPU is not known",
             because="--mem was not given, and no GPU was found here",
             hint="frugal plan --gpus 4 --mem 12G",
         )
     lists = {
-        "amounts of memory": ("mem", _amounts(asked.mem)),
-        "cards": ("gpu", _names(asked.gpu)),
-        "amounts of memory in use": ("held", _amounts(asked.held)),
+        "amounts of memory": ("mem", _amounts(settings.mem)),
+        "cards": ("gpu", _names(settings.gpu)),
+        "amounts of memory in use": ("held", _amounts(settings.held)),
     }
     several = {what: len(values) for what, (_, values) in lists.items() if len(values) > 1}
-    num_gpus = asked.gpus or next(iter(several.values()), None)
+    num_gpus = settings.gpus or next(iter(several.values()), None)
     if num_gpus is None:
         raise RequestError(
             "the number of GPUs is not known",
@@ -151,14 +151,14 @@ def _alike(asked: ClusterSettings) -> tuple[HostfileEntry, ...]:
     return (HostfileEntry(name="", slots=num_gpus),) * num_nodes
 
 
-def _node(host: HostfileEntry, asked: ClusterSettings, precision: Precision, world_size: int) -> Node:
+def _node(host: HostfileEntry, settings: ClusterSettings, precision: Precision, world_size: int) -> Node:
     """What a host has; flags fill in what its line does not say."""
-    where = f"{host.slots} slots of a node" if asked.hostfile is not None else ""
-    memory = _for_each(host.memory or _amounts(asked.mem), host.slots, "mem", where)
-    names = _for_each(host.cards or _names(asked.gpu), host.slots, "gpu", where)
-    held = _for_each(_amounts(asked.held), host.slots, "held", where)
-    host_memory = _amounts(asked.host_mem)
-    disk = _amounts(asked.host_disk)
+    where = f"{host.slots} slots of a node" if settings.hostfile is not None else ""
+    memory = _for_each(host.memory or _amounts(settings.mem), host.slots, "mem", where)
+    names = _for_each(host.cards or _names(settings.gpu), host.slots, "gpu", where)
+    held = _for_each(_amounts(settings.held), host.slots, "held", where)
+    host_memory = _amounts(settings.host_mem)
+    disk = _amounts(settings.host_disk)
     for name, amounts, example in (("host-mem", host_memory, "64G"), ("host-disk", disk, "500G")):
         if len(amounts) > 1:
             raise RequestError(
@@ -168,7 +168,7 @@ def _node(host: HostfileEntry, asked: ClusterSettings, precision: Precision, wor
             )
     return Node(
         devices=tuple(
-            replace(_device(asked, precision, world_size, *each), held_bytes=taken or 0)
+            replace(_device(settings, precision, world_size, *each), held_bytes=taken or 0)
             for *each, taken in zip(memory, names, held, strict=True)
         ),
         host_memory_bytes=host.host_memory_bytes or next(iter(host_memory), None),
@@ -177,9 +177,9 @@ def _node(host: HostfileEntry, asked: ClusterSettings, precision: Precision, wor
 
 
 def _device(
-    asked: ClusterSettings, precision: Precision, world_size: int, memory: int | None, name: str | None
+    settings: ClusterSettings, precision: Precision, world_size: int, memory: int | None, name: str | None
 ) -> Device:
-    if asked.device == "cpu":
+    if settings.device == "cpu":
         if memory is None:
             raise RequestError(
                 "--gpu names a card, but --device is cpu", hint="give the budget of a CPU rank: --mem 2G"

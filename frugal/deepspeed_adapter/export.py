@@ -243,10 +243,10 @@ def check(plan: Plan, target: Target) -> None:
             hint=f"plan with --global-batch {batch.global_batch} instead of --global-tokens",
         )
     if strategy.loss == "tiled":
-        told = next((reason for reason in plan.why if reason.startswith("the loss is tiled")), None)
+        reason_for_tiles = next((reason for reason in plan.why if reason.startswith("the loss is tiled")), None)
         raise RequestError(
             f"{who} does not know frugal's tiled loss",
-            because=told or "it holds the logits whole, for which the plan may have no memory",
+            because=reason_for_tiles or "it holds the logits whole, for which the plan may have no memory",
             hint="plan with --loss plain",
         )
     if strategy.activation_checkpointing not in ("off", "full"):
@@ -318,7 +318,7 @@ def nearest(global_batch: int, world_size: int, cap: int) -> list[tuple[int, int
         return [(global_batch, size)]
     below = ((k, size) for k in range(share, 0, -1) if (size := micro(k)))
     above = ((k, size) for k in range(share + 1, share + cap + 1) if (size := micro(k)))
-    found = [pair for pair in (next(below, None), next(above, None)) if pair is not None]
+    nearest = [pair for pair in (next(below, None), next(above, None)) if pair is not None]
     return sorted(
-        ((k * world_size, size) for k, size in found), key=lambda pair: (abs(pair[0] - global_batch), -pair[0])
+        ((k * world_size, size) for k, size in nearest), key=lambda pair: (abs(pair[0] - global_batch), -pair[0])
     )

@@ -92,8 +92,8 @@ def compile_kernels(*, on_host: bool) -> None:
 
 def describe_optimizer(request: Request) -> str:
     """The optimizer in the words that a checkpoint keeps: states of one implementation may not suit another."""
-    asked = request.optimizer_implementation
-    return request.optimizer if asked in (None, "fused") else f"{request.optimizer} ({asked})"
+    requested = request.optimizer_implementation
+    return request.optimizer if requested in (None, "fused") else f"{request.optimizer} ({requested})"
 
 
 def uses_nvme(strategy: Strategy) -> bool:

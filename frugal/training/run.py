@@ -35,19 +35,19 @@ if TYPE_CHECKING:
     from frugal.training.metrics import Log
 
 
-def run(plan: Plan, asked: RunSettings) -> None:
-    """Train as `plan` and `asked` say, on this rank. Collective over all ranks of the run.
+def run(plan: Plan, settings: RunSettings) -> None:
+    """Train as `plan` and `settings` say, on this rank. Collective over all ranks of the run.
 
     Raises:
         FrugalError: the plan, the data, the folder or the memory does not allow it.
     """
-    device = process_group.join(plan, asked.out)
+    device = process_group.join(plan, settings.out)
     import torch.distributed as dist
 
     alone = dist.get_world_size() == 1
     lifeline = None if alone else _hold_on()
     try:
-        _train(plan, asked, device)
+        _train(plan, settings, device)
         dist.barrier()
         first_failure.report_done()
         if lifeline is not None:
@@ -70,7 +70,7 @@ def _hold_on() -> "PeerWatch":
     return PeerWatch(store, dist.get_rank(), dist.get_world_size(), first_failure.end_rank)
 
 
-def _train(plan: Plan, asked: RunSettings, device: "torch.device") -> None:
+def _train(plan: Plan, settings: RunSettings, device: "torch.device") -> None:
     from frugal.config.learning_rate import schedule_factor
     from frugal.deepspeed_adapter.kernels import DTYPES
     from frugal.training import loop, rng
@@ -82,45 +82,47 @@ def _train(plan: Plan, asked: RunSettings, device: "torch.device") -> None:
     from frugal.training.metrics import Log
 
     rank = env.rank()
-    asked = run_folder.create(asked)
-    run_folder.check_space(plan, asked)
-    data = corpus.read_samples(plan, asked)
+    settings = run_folder.create(settings)
+    run_folder.check_space(plan, settings)
+    data = corpus.read_samples(plan, settings)
     if plan.batch.global_tokens is None:
-        batches = GlobalBatches(data.training, global_batch=plan.batch.global_batch, seed=asked.seed)
+        batches = GlobalBatches(data.training, global_batch=plan.batch.global_batch, seed=settings.seed)
     else:
-        batches = GlobalBatches(data.training, global_tokens=plan.batch.global_tokens, seed=asked.seed)
-    total_steps = loop.num_steps(batches, asked)
+        batches = GlobalBatches(data.training, global_tokens=plan.batch.global_tokens, seed=settings.seed)
+    total_steps = loop.num_steps(batches, settings)
 
     def learning_rate(step: int) -> float:
-        return schedule_factor(step, schedule=asked.schedule, warmup_steps=asked.warmup_steps, total_steps=total_steps)
+        return schedule_factor(
+            step, schedule=settings.schedule, warmup_steps=settings.warmup_steps, total_steps=total_steps
+        )
 
     # The loop takes the gauge off after two steps; the folder stays ours to the end.
-    with run_folder.locked(asked) if rank == 0 else nullcontext(), ExitStack() as measuring:
+    with run_folder.locked(settings) if rank == 0 else nullcontext(), ExitStack() as measuring:
         gauge = measuring.enter_context(memory_gauge.gauge(device))
-        model = data.spec.build(dtype=DTYPES[plan.request.precision], device="cpu", seed=asked.seed)
+        model = data.spec.build(dtype=DTYPES[plan.request.precision], device="cpu", seed=settings.seed)
         _refuse_other_model(plan, model)
-        objective = data.spec.objective(data.tokenizer, seed=asked.seed, pack=bool(plan.request.pack))
+        objective = data.spec.objective(data.tokenizer, seed=settings.seed, pack=bool(plan.request.pack))
         engine = initialize(model, plan, objective, learning_rate_schedule=learning_rate)
-        rng.seed_all(asked.seed * 1_000_003 + rank)
-        start, changes = _start(engine, asked, data.provenance)
+        rng.seed_all(settings.seed * 1_000_003 + rank)
+        start, changes = _start(engine, settings, data.provenance)
         if rank == 0:
-            run_folder.record(plan, asked)
+            run_folder.record(plan, settings)
         planned = plan.memory.live_bytes
-        with Log(asked.out, rank=rank, planned_bytes=planned, total_steps=total_steps, first_step=start.step) as log:
-            log.say(_describe(plan, asked, data, total_steps, start.step))
+        with Log(settings.out, rank=rank, planned_bytes=planned, total_steps=total_steps, first_step=start.step) as log:
+            log.say(_describe(plan, settings, data, total_steps, start.step))
             if changes:
-                log.say(loading.describe_changes(changes, start.step, asked.out))
+                log.say(loading.describe_changes(changes, start.step, settings.out))
             for remark in _not_as_planned(plan, data):
                 log.say(remark)
-            first_steps = None if asked.resume else loop.FirstStepsGauge(gauge, measuring)
+            first_steps = None if settings.resume else loop.FirstStepsGauge(gauge, measuring)
             done = loop.train(
-                engine, batches, data.validation, asked, log, start=start, total_steps=total_steps, gauge=first_steps
+                engine, batches, data.validation, settings, log, start=start, total_steps=total_steps, gauge=first_steps
             )
             if done.step < total_steps:
-                log.say(f"told to stop: step {done.step} is saved in {asked.checkpoints}, continue with --resume")
+                log.say(f"told to stop: step {done.step} is saved in {settings.checkpoints}, continue with --resume")
             else:
                 _evaluate_at_the_end(engine, data, total_steps, log)
-                log.say(f"model written to {save_model(engine, asked.out / 'model', data.tokenizer)}")
+                log.say(f"model written to {save_model(engine, settings.out / 'model', data.tokenizer)}")
         engine.destroy()
 
 
@@ -130,8 +132,8 @@ def _not_as_planned(plan: Plan, data: "RunData") -> Iterator[str]:
     for name, planned_with in plan.versions.items():
         if planned_with != installed.get(name):
             yield f"the plan was made with {name} {planned_with}, this is {installed.get(name)}: memory may differ"
-    planned, found = plan.request.lengths, data.training.lengths
-    note = None if planned is None else sample_lengths.unlike(planned, len(found), int(found.sum()))
+    planned, lengths = plan.request.lengths, data.training.lengths
+    note = None if planned is None else sample_lengths.unlike(planned, len(lengths), int(lengths.sum()))
     if note is not None:
         yield note
 
@@ -159,18 +161,18 @@ def _refuse_other_model(plan: Plan, model: "torch.nn.Module") -> None:
         )
 
 
-def _start(engine: "Engine", asked: RunSettings, data: "Provenance") -> "tuple[Progress, tuple[str, ...]]":
+def _start(engine: "Engine", settings: RunSettings, data: "Provenance") -> "tuple[Progress, tuple[str, ...]]":
     """Where to begin, and what is not as it was when the run stopped."""
     from frugal.training.checkpoint import loading
 
-    if not asked.resume:
-        return loading.Progress(step=0, seed=asked.seed, data=data), ()
-    loaded = loading.load(engine, asked.checkpoints)
-    start, data_changes = loading.on_data(loaded.progress, data, asked)
+    if not settings.resume:
+        return loading.Progress(step=0, seed=settings.seed, data=data), ()
+    loaded = loading.load(engine, settings.checkpoints)
+    start, data_changes = loading.on_data(loaded.progress, data, settings)
     return start, loaded.changes + data_changes
 
 
-def _describe(plan: Plan, asked: RunSettings, data: "RunData", total_steps: int, steps_done: int) -> str:
+def _describe(plan: Plan, settings: RunSettings, data: "RunData", total_steps: int, steps_done: int) -> str:
     batch = plan.batch
     size = plural(batch.global_batch, "sample")
     if batch.global_tokens is not None:  # as many samples as fit, which shorter ones do more of
@@ -183,7 +185,7 @@ def _describe(plan: Plan, asked: RunSettings, data: "RunData", total_steps: int,
     if plan.request.pack:
         full = data.training.lengths.mean() / plan.request.seq_len
         parts.append(f"samples are packed with documents and {100 * full:.1f} % full")
-    parts += data.report.left_out(asked.too_long)
+    parts += data.report.left_out(settings.too_long)
     if steps_done:
         parts.append(f"continuing after step {steps_done}")
     return "; ".join(parts)

@@ -281,7 +281,7 @@ def resume_changes(made_by: Manifest, this: Manifest) -> tuple[str, ...]:
     return (*layout_changes(made_by, this), *values)
 
 
-def on_data(progress: "Progress", data: Provenance, asked: RunSettings) -> "tuple[Progress, tuple[str, ...]]":
+def on_data(progress: "Progress", data: Provenance, settings: RunSettings) -> "tuple[Progress, tuple[str, ...]]":
     """Where a run goes on in data of this provenance, and what is not as it was.
 
     On other data the place in the order means nothing, so it begins an epoch: each sample comes once in it.
@@ -290,25 +290,25 @@ def on_data(progress: "Progress", data: Provenance, asked: RunSettings) -> "tupl
         RequestError: another seed.
         PlanMismatchError: other data, and nobody said that this was all right.
     """
-    if progress.seed != asked.seed:
+    if progress.seed != settings.seed:
         raise RequestError(
-            f"the run in {asked.out} was started with another seed",
-            because=f"its seed is {progress.seed}, this one is {asked.seed}",
+            f"the run in {settings.out} was started with another seed",
+            because=f"its seed is {progress.seed}, this one is {settings.seed}",
             hint="resume with the same --seed, or start anew with another --out",
         )
     if progress.data.fingerprint == data.fingerprint:
         return progress, ()
-    found = progress.data.changes(data)
-    if not asked.accept_changed_data:
+    changes = progress.data.changes(data)
+    if not settings.accept_changed_data:
         raise PlanMismatchError(
-            f"the data of the run in {asked.out} has changed since step {progress.step}",
-            because=found,
+            f"the data of the run in {settings.out} has changed since step {progress.step}",
+            because=changes,
             hint="restore it, start anew with another --out, or go on with --accept-changed-data",
         )
     position = progress.position
     if position.offset:
         position = Position(position.epoch + 1, 0)
-    words = f"the data ({'; '.join(found)}), which begins with epoch {position.epoch + 1}"
+    words = f"the data ({'; '.join(changes)}), which begins with epoch {position.epoch + 1}"
     return replace(progress, data=data, position=position), (words,)
 
 

@@ -74,11 +74,11 @@ def watched(
     example = objective.example(plan.batch.largest_micro_batch, plan.request.seq_len)
     micro_steps = min(plan.batch.accumulation_steps, most_micro_steps or plan.batch.accumulation_steps)
     gc.freeze()  # going through all of transformers takes longer than a phase
-    with settled_collectives() if device.type == "cpu" else nullcontext(), gauge(device) as found:
+    with settled_collectives() if device.type == "cpu" else nullcontext(), gauge(device) as memory:
 
         def mark(phase: str) -> None:
             gc.collect()
-            found.mark(phase)
+            memory.mark(phase)
 
         engine = initialize(build(), plan, objective)
         engine.objective = mark_phases(engine.deepspeed, objective, mark)
@@ -88,8 +88,8 @@ def watched(
             del batches
             engine.deepspeed.step()
         gc.collect()
-        intervals = found.intervals
-        of_gpu = _gpu_bytes(found, device) if isinstance(found, CudaGauge) else {}
+        intervals = memory.intervals
+        of_gpu = _gpu_bytes(memory, device) if isinstance(memory, CudaGauge) else {}
     engine.destroy()
     del engine
     gc.collect()
@@ -156,11 +156,11 @@ def measure(plan: Plan, cap_bytes: int | None = None) -> Trial:
         intervals, of_gpu = watched(lambda: spec.build(dtype=dtype), objective, plan, device, 2)
     except torch.OutOfMemoryError as error:
         raise OutOfMemoryError("out of memory while measuring", because=str(error).splitlines()[0]) from None
-    found = RankMeasurement(
+    measurement = RankMeasurement(
         phases=phase_peaks(intervals), rss_before_bytes=before, rss_peak_bytes=local_host.peak_rss(), **of_gpu
     )
     ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(ranks, found)
+    dist.all_gather_object(ranks, measurement)
     return Trial(
         ranks=tuple(ranks),
         model=definition(spec),
