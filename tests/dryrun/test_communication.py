@@ -1,11 +1,12 @@
 """Buckets, overlapped communication, clipping and accumulation take the memory that was dry-run."""
 
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
 
+from frugal.config.cluster import DeviceKind
 from frugal.dryrun.run import dry_run
 from frugal.planning.plan import Plan
 from frugal.training.objectives import CausalLM
@@ -66,7 +67,7 @@ def test_every_phase_of_every_rank_is_as_dry_run(name: str, two_ranks: Ranks) ->
             assert (phase, live) == (phase, pytest.approx(true_live, rel=TOLERANCE))
 
 
-def backward_peak(plan: Plan, kind: Literal["cuda", "cpu"]) -> int:
+def backward_peak(plan: Plan, kind: DeviceKind) -> int:
     """The most that lives in backward, bytes."""
 
     def build() -> torch.nn.Module:
