@@ -7,7 +7,7 @@ The model's traces are there (they come with frugal), and nothing is dry-run. Ti
 - ranking: every strategy of every level: the largest micro-batch each kind of GPU holds, micro-batches balanced by
 memory and
   speed, seconds of a step. By drafts, which leave the allocator out;
-- closer look: those of the first level that fits that could be fastest, with CUDA's allocator replayed: what is left
+- full evaluation: those of the first level that fits that could be fastest, with CUDA's allocator replayed: what is left
   of a search before the winner is dry-run. It ranks that level once more, as a search does;
 - search: both together. Medians of several runs, each of which knows no replay of those before.
 
@@ -100,7 +100,7 @@ def measured(repeats: int, model: str, global_batch: int, *cards: str) -> dict[s
             with timed("search", runs):
                 with timed("ranking", runs):
                     drafts = [draft for strategy in strategies for draft in search._draft(strategy)]
-                with timed("closer look", runs):
+                with timed("full evaluation", runs):
                     fitting = {draft.strategy for draft in drafts if draft.fits}
                     options = search.candidates(next(level for level in levels if fitting & {*levels[level]}))
     looked = [option for option in options if not option.is_draft and option.memory is not None]

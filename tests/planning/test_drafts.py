@@ -1,4 +1,4 @@
-"""Where profiles can be drafted at once, all strategies are ranked and few are looked at closely."""
+"""Where profiles can be drafted at once, all strategies are ranked and few are evaluated in full."""
 
 from dataclasses import dataclass, field, replace
 from typing import Any

@@ -147,7 +147,7 @@ def fullest(
     expandable_segments: bool = False,
     counts_slack: bool = True,
 ) -> MemoryBreakdown:
-    """The breakdown of the rank that needs most. The others are only looked at closely if they might need more."""
+    """The breakdown of the rank that needs most. The others are only evaluated in full if they might need more."""
     on_host = max(rank.host_bytes + rank.host_bytes_per_sample * micro_batch for rank in ranks)
     host_bytes = host.node_host_bytes(on_host, device.kind, ranks_per_node)
     first, *others = sorted(ranks, key=lambda rank: -rank.timeline.peak_bytes(micro_batch))
