@@ -5,8 +5,7 @@ The model's traces are there (they come with frugal), and nothing is dry-run. Ti
 - profiles, once: DeepSpeed simulated over the traces, for every strategy of every level of offloading, and for one and
   for several micro-steps, with the fullest moment for every micro-batch;
 - ranking: every strategy of every level: the largest micro-batch each kind of GPU holds, micro-batches balanced by
-memory and
-  speed, seconds of a step. By drafts, which leave the allocator out;
+  memory and speed, seconds of a step. By drafts, which leave the allocator out;
 - full evaluation: those of the first level that fits that could win, with CUDA's allocator replayed: what is left
   of a search before the winner is dry-run. It ranks that level once more, as a search does;
 - search: both together. Medians of several runs, each of which knows no replay of those before.
