@@ -1,9 +1,8 @@
 """Profiles and dry runs for planning: from the cache, or from worker processes. No torch here.
 
-Profiles by arithmetic: the model's step traced once for each way to run it, and DeepSpeed simulated over it.
-
-No torch here: traces come from the cache or from worker processes. What the simulation does not cover, and models
-that give no trace, have no draft; they are dry-run.
+Most profiles are simulated: the model's step is traced once for each way to run it, and what DeepSpeed adds is
+arithmetic. A draft is such a profile without what the allocator wastes, which takes longest to find. What the
+simulation does not cover, and models that give no trace, have no draft; they are dry-run.
 """
 
 import os

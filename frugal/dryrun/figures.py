@@ -1,8 +1,6 @@
-"""What a dry run says in numbers, and a measurement under the same names. No torch here.
+"""What a dry run says in numbers: its peaks, its live bytes over time, and which ranks are worth it. No torch here.
 
-The live bytes of a dry run over its events, for plotting. No torch here.
-
-One row an event, a storage that begins or ends to live. Columns:
+The timeline of `--timeline` has one row an event, a storage that begins or ends to live. Columns:
 
     event        number, from 0
     phase        initialisation, forward, backward, optimizer step
@@ -14,9 +12,8 @@ One row an event, a storage that begins or ends to live. Columns:
 
 A .csv file has them as lines under a head, a .json file as one object with a list for each column.
 
-Which ranks may be the fullest, so that not all of them need to be dry-run. No torch here.
-
-ZeRO-1 and 2 lay all gradients end to end and cut the row into equal parts (stage_1_and_2.py), through parameters.
+Not all ranks need to be dry-run, only those that may be the fullest. ZeRO-1 and 2 lay all gradients end to end and cut
+the row into equal parts (stage_1_and_2.py), through parameters.
 Until the step a rank keeps the whole gradient of every parameter that its part touches, so the one whose part
 touches most is the fullest; unless the last, whose gradients come first, while most activations still live, or one
 in between. On three to five ranks the first and the last alone were up to 4 % low, where the cuts go through large

@@ -1,6 +1,6 @@
-"""What a dry run finds out. Plain data: no torch here.
+"""What client and worker say to each other, as JSON a line: questions, answers and what a dry run finds out.
 
-What client and worker say to each other: one of these as JSON a line.
+Plain data: no torch here.
 """
 
 from dataclasses import dataclass

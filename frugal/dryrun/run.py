@@ -1,6 +1,6 @@
 """One dry run: the training engine itself, on a pretended device, for two optimizer steps.
 
-A model whose forward fails on the inputs of a dry run: whose fault it is, and what can be done.
+Where the model's forward fails on the inputs of a dry run, the error says whose fault it is, and what can be done.
 """
 
 import gc

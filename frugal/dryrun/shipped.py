@@ -116,10 +116,10 @@ def main() -> None:
     for model in sys.argv[1:] or presets():
         with closing(Pool(2)) as pool:
             for mode in MODES:
-                made = make(model, mode, pool)
+                shipment = make(model, mode, pool)
                 path = FOLDER / _file_name(model, mode)
-                path.write_bytes(lzma.compress(msgspec.json.encode(made), preset=9))
-                sys.stderr.write(f"{path.name}: {len(made.traces)} traces, {path.stat().st_size >> 10} KiB\n")
+                path.write_bytes(lzma.compress(msgspec.json.encode(shipment), preset=9))
+                sys.stderr.write(f"{path.name}: {len(shipment.traces)} traces, {path.stat().st_size >> 10} KiB\n")
 
 
 if __name__ == "__main__":

@@ -128,8 +128,8 @@ def _outputs(out: Any) -> _Outputs | None:
 
 def _made(outputs: _Outputs) -> Any:
     single, layouts = outputs
-    made = tuple(
+    tensors = tuple(
         None if layout is None else torch.empty_strided(layout[0], layout[1], dtype=layout[2], device="meta")
         for layout in layouts
     )
-    return made[0] if single else made
+    return tensors[0] if single else tensors

@@ -1,8 +1,7 @@
 """Records every storage that a dry run makes, on the pretended device and on the host.
 
-Meta tensors stand for the device, CPU tensors for the host.
-
-Reference cycles, which Python collects when it likes, and with them storages of a dry run.
+Meta tensors stand for the device, CPU tensors for the host. Reference cycles, which hold storages,
+are collected between phases only.
 """
 
 import gc

@@ -17,12 +17,9 @@ The last three are no upper bounds for every model; the note says what was taken
 The grouped matrix product of experts needs no assumption: its results do not depend on the routing. torch has a
 kernel for it on meta in bf16 only, and does not count its FLOPs.
 
-Operators on host tensors in a dry run: what they return, without reading or writing host memory.
-
-Host tensors of a dry run are real but never touched, so their pages cost nothing. Small ones may hold numbers that
+Host tensors of a dry run are real but never touched: they are address space without memory, even where a machine
+would have to refuse so much. Operators on them return without reading or writing. Small ones may hold numbers that
 decide what the program does next; on those alone operators really run.
-
-Host tensors of a dry run: address space, but no memory, even where a machine would have to refuse so much.
 """
 
 import math
@@ -50,8 +47,8 @@ AS_MANY_BINS = "how many bins there are depends on data: counted as many as aske
 
 def stand_in(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Result | None:
     """The result of an operator that meta tensors reject; None if they take it."""
-    made = _STAND_INS.get(func)
-    return None if made is None else made(*args, **kwargs)
+    stand_in_of = _STAND_INS.get(func)
+    return None if stand_in_of is None else stand_in_of(*args, **kwargs)
 
 
 def exact(func: Any) -> Callable[..., Any]:
@@ -96,8 +93,8 @@ def _unique_consecutive(
 ) -> Result:
     shape = [1] if dim is None else [1 if i == dim % values.dim() else size for i, size in enumerate(values.shape)]
     inverse = values.shape if dim is None else values.shape[dim]
-    made = (torch.empty(n, dtype=torch.int64, device=values.device) for n in (inverse, 1))
-    return (values.new_empty(shape), *made), ALL_EQUAL
+    numbers = (torch.empty(n, dtype=torch.int64, device=values.device) for n in (inverse, 1))
+    return (values.new_empty(shape), *numbers), ALL_EQUAL
 
 
 def _bincount(values: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Result | None:

@@ -1,9 +1,9 @@
 """The model's step alone on meta tensors: no DeepSpeed, no optimizer, gradients dropped as soon as they are whole.
 
-What DeepSpeed does with the gradients is added by arithmetic (`frugal.planning.zero`), for any stage and world size.
-`import deepspeed` alone takes as long as all traces of a model.
+What DeepSpeed does with the gradients is added by arithmetic (`frugal.deepspeed_adapter.simulate`), for any stage and
+world size. `import deepspeed` alone takes as long as all traces of a model.
 
-The repeated layers of a model: where they are, whether they are alike, and the same model with fewer of them.
+A model of many layers that are alike is traced with fewer of them, and the trace is spliced to its length.
 """
 
 import copy

@@ -1,8 +1,6 @@
-"""What fills a device at its fullest moment.
+"""What a training run takes: of a device at its fullest moment, of a node's host memory, and of its disks.
 
-What a training run takes of a node's host memory: its ranks' tensors, and what a process is without any.
-
-The resident set of a rank is
+Host memory is for the ranks' tensors and for what a process is without any. The resident set of a rank is
 
     a process that has trained a tiny model once + the tensors that live at the peak + 3 % for the allocator
 
@@ -14,9 +12,8 @@ glibc's own settings, which keep blocks of up to 32 MiB, resident sets were up t
 Left out: the data, of which a rank holds its part of two global batches at a time, 16 bytes a token; worker
 processes; shared pages, which are counted in every rank that maps them, as the kernel does in a resident set.
 
-What a run takes of a node's disk: states that live on NVMe while it trains, and saved checkpoints.
-
-Left out: the cache of tokenised data, and logs.
+A node's disks hold states that live on NVMe while it trains, and saved checkpoints. Left out there: the cache of
+tokenised data, and logs.
 """
 
 from dataclasses import dataclass, field, fields
