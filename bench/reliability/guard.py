@@ -86,9 +86,9 @@ def timed(engine: Any) -> Iterator[dict[str, list[tuple[float, float]]]]:
 
         return timed_work
 
-    ballot = engine.guard.ballot
+    vote = engine.guard.vote
     with (
-        patch.object(ballot, "any", timing("votes", ballot.any)),
+        patch.object(vote, "any", timing("votes", vote.any)),
         patch.object(rng, "state", timing("states", rng.state)),
     ):
         yield kept
@@ -169,15 +169,15 @@ def votes_alone(number: int) -> dict[str, float]:
     from frugal.distributed.vote import Vote
 
     found = {}
-    ballot = Vote(None)
+    vote = Vote(None)
     for name in ("to rank 0 and back", "gloo"):
         if name == "gloo":
-            ballot.close()
-            ballot._peers = None  # as where a rank does not reach rank 0
+            vote.close()
+            vote._peers = None  # as where a rank does not reach rank 0
         dist.barrier()
         began = time.perf_counter()
         for _ in range(number):
-            ballot.any(False)
+            vote.any(False)
         found[name] = (time.perf_counter() - began) / number
     return found
 

@@ -36,7 +36,7 @@ class Engine(Stepper):
     def destroy(self) -> None:
         """Free the engine's hooks and buffers, so that another can follow in this process."""
         deepspeed_engine.destroy(self.zero)
-        self.guard.ballot.close()
+        self.guard.vote.close()
 
 
 def initialize(

@@ -53,13 +53,13 @@ def evaluate(engine: Stepper, samples: Sequence[Sample]) -> Evaluation:
         )
     before = rng.state(engine.device)
     while True:
-        cut = share(samples, engine.caution.evaluation, engine.rank)
+        cut = share(samples, engine.adaptive_limits.evaluation, engine.rank)
         outcome = engine.guard.attempt(partial(_evaluated, engine, samples, cut.places))
         if not isinstance(outcome, OutOfMemory):
             break
         abandon(engine.zero)
         rng.restore(before, engine.device)
-        message = engine.caution.lower_evaluation(outcome, cut.largest)
+        message = engine.adaptive_limits.lower_evaluation(outcome, cut.largest)
         if engine.rank == 0:
             logger.warning(message)
     sums = torch.tensor(outcome, dtype=torch.float64)

@@ -1,7 +1,8 @@
 """Out of memory on any rank, without a hang and without a wrong gradient.
 
 CUDA's allocator reports out-of-memory on the host, before the kernel is launched. So before each of DeepSpeed's
-collectives all ranks vote (see `ballot`); a rank that failed votes "failed" instead of entering, and no rank enters.
+collectives all ranks vote (`frugal.distributed.vote`); a rank that failed votes "failed" instead of entering, and no
+rank enters.
 Then every rank abandons what it accumulated, and the same global batch is run again in smaller micro-batches.
 
 The optimizer step takes one vote more, between all that it allocates and the first weight it writes: see `update`.
@@ -56,7 +57,7 @@ class Guard:
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
-        self.ballot = Vote(group)
+        self.vote = Vote(group)
         self._group = group
         self.watching = False
         self._is_agreed = False  # that the collectives which follow will be entered by all ranks
@@ -76,7 +77,7 @@ class Guard:
             own = report_of(error, dist.get_rank())
         finally:
             self.watching = False
-        if not told and not self.ballot.any(own is not None):
+        if not told and not self.vote.any(own is not None):
             return result
         reports: list[OutOfMemoryReport | None] = [None] * dist.get_world_size()
         dist.all_gather_object(reports, own, group=self._group)
@@ -84,7 +85,7 @@ class Guard:
 
     def agree(self) -> None:
         """Return on every rank, or where one ran out of memory on none: `attempt` ends."""
-        if self.ballot.any(False):
+        if self.vote.any(False):
             raise _PeerFailedError
 
     def with_one_vote(self, work: Callable[..., T]) -> Callable[..., T]:

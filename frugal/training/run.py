@@ -45,13 +45,13 @@ def run(plan: Plan, settings: RunSettings) -> None:
     import torch.distributed as dist
 
     alone = dist.get_world_size() == 1
-    lifeline = None if alone else _hold_on()
+    peer_watch = None if alone else _watch_peers()
     try:
         _train(plan, settings, device)
         dist.barrier()
         first_failure.report_done()
-        if lifeline is not None:
-            lifeline.close()
+        if peer_watch is not None:
+            peer_watch.close()
     except BaseException:
         if alone:  # otherwise the process ends at once: the others may be waiting for it
             dist.destroy_process_group()
@@ -59,7 +59,7 @@ def run(plan: Plan, settings: RunSettings) -> None:
     dist.destroy_process_group()
 
 
-def _hold_on() -> "PeerWatch":
+def _watch_peers() -> "PeerWatch":
     import torch.distributed as dist
 
     from frugal.distributed import rendezvous

@@ -71,7 +71,7 @@ class Stepper:
         self.votes = votes  # a gloo group: small sums between hosts, without touching the device
         self.guard = Guard(votes)
         self.update = Update(zero, self.guard)
-        self.caution = AdaptiveLimits(plan, zero.engine.module)
+        self.adaptive_limits = AdaptiveLimits(plan, zero.engine.module)
         self.wants_to_stop = False  # for a reason of this rank's own
         self.is_to_stop = False  # whether any rank wants or was told to; equal on all ranks, after each step
         self.rank = dist.get_rank()
@@ -86,11 +86,11 @@ class Stepper:
     @property
     def limits(self) -> MicroBatchLimits:
         """What a micro-batch may take: the plan's word, lowered where memory ran out all the same."""
-        return self.caution.limits
+        return self.adaptive_limits.limits
 
     @limits.setter
     def limits(self, limits: MicroBatchLimits) -> None:
-        self.caution.limits = limits
+        self.adaptive_limits.limits = limits
 
     def micro_batches(self, samples: Sequence[Sample]) -> list[Batch]:
         """This rank's micro-batches of a global batch, collated; an empty one becomes a dummy without targets."""
@@ -140,7 +140,7 @@ class Stepper:
             batches = self.micro_batches(samples)
         loss_sum, is_finite = done
         if is_finite:
-            self._say(self.caution.after_step())
+            self._say(self.adaptive_limits.after_step())
         return StepResult(
             loss=loss_sum / targets,
             targets=int(targets),
@@ -170,10 +170,10 @@ class Stepper:
     def _make_room(self, shortage: OutOfMemory, samples: Sequence[Sample], attempts: int) -> str:
         """After a global batch ran out of memory for the `attempts`-th time: change what may help, and say what."""
         if shortage.is_in_update:
-            return self.caution.retry_update(shortage, attempts, is_begun=self.update.is_begun)
+            return self.adaptive_limits.retry_update(shortage, attempts, is_begun=self.update.is_begun)
         if shortage.is_fragmentation and attempts == 1:
             return "out of memory, though enough is free in pieces: these are given back, and the batch is run again"
-        return self.caution.lower(shortage, self._share(samples, self.limits).largest)
+        return self.adaptive_limits.lower(shortage, self._share(samples, self.limits).largest)
 
     def _say(self, message: str | None) -> None:
         if message is not None and self.rank == 0:

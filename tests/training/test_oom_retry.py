@@ -173,7 +173,7 @@ def with_layers_recomputed(zero_stage: int, kind: str, mode: str) -> tuple[list[
     failing(engine, 2)
     samples: Callable[..., Any] = ragged_samples if kind == "transformers" else points
     losses = [engine.train_step(samples(8, seed=step)).loss for step in range(3)]
-    recomputes = engine.caution.learnt() is not None
+    recomputes = engine.adaptive_limits.learnt() is not None
     engine.destroy()
     return said, losses, recomputes
 

@@ -170,7 +170,7 @@ def _restore(engine: Stepper, path: Path, made_by: Manifest, this: Manifest) -> 
         reshard.restore(engine, path, made_by)
     _follow_plan(engine)
     progress = read_progress(path)
-    engine.caution.recall(progress.learnt)
+    engine.adaptive_limits.recall(progress.learnt)
     if made_by.world_size == this.world_size:
         rng.restore(checkpoint_files.read(path / f"rng_rank_{engine.rank}.pt"), engine.device)
     else:  # nobody's generators are this rank's, so it gets some that no rank had

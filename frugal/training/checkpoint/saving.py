@@ -161,7 +161,7 @@ def _collect(engine: Stepper, writer: CheckpointWriter, aside: Path, progress: P
     writer.save(rng.state(engine.device), aside / f"rng_rank_{engine.rank}.pt")
     writer.write(msgspec.json.encode(engine.zero.layout()), aside / reshard.file_name(engine.rank))
     if engine.rank == 0:
-        learnt = replace(progress, learnt=engine.caution.learnt())
+        learnt = replace(progress, learnt=engine.adaptive_limits.learnt())
         writer.write(msgspec.json.encode(learnt), aside / TRAINING)
     if writer.failure is not None:
         raise writer.failure
