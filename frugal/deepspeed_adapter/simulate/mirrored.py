@@ -246,6 +246,7 @@ def changed(folder: Path, ours: str = "") -> list[Mirrored]:
     return [each for each in MIRRORED if each.ours.startswith(ours) and each.is_changed(folder)]
 
 
+@functools.cache
 def package_folder() -> Path:
     """Where DeepSpeed is installed; it is not imported."""
     spec = importlib.util.find_spec("deepspeed")
