@@ -18,8 +18,7 @@ from frugal import errors
 from frugal.cli import COMMANDS, cli
 from frugal.config.request import Request
 from frugal.config.schema import PLAN_SETTINGS, SETTINGS
-from frugal.config.settings.other_trainers import OTHER_NAMES
-from frugal.config.settings.setting import Group
+from frugal.config.setting import OTHER_NAMES, Group
 from frugal.planning import plan
 
 _MARKER = re.compile(r"<!-- generated: (\w+) -->")

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from frugal.cache_pruning import DAY, lock, prune, touch
 from frugal.dryrun import cache as profiles
 from frugal.dryrun.cache import Cache
+from frugal.files import DAY, lock, prune, touch
 from frugal.training.data import corpus
 from frugal.training.data.tokenizer import load_tokenizer
 

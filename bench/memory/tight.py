@@ -143,7 +143,7 @@ def train(made: Plan, vocabulary: int) -> tuple[list[float], int]:
     import torch
 
     from frugal.training.engine import initialize
-    from frugal.training.measure.memory_gauge import gauge
+    from frugal.training.measure.memory_watch import gauge
     from frugal.training.measure.two_steps import settled_collectives
     from frugal.training.models.resolve import resolve
 

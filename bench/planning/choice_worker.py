@@ -15,7 +15,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from frugal.config.settings.arguments import parse
+from frugal.config.schema import parse
 from frugal.deepspeed_adapter.kernels import DTYPES
 from frugal.distributed import first_failure, process_group
 from frugal.planning.plan import Plan

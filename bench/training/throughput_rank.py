@@ -70,10 +70,10 @@ def frugal_loop(meter: Meter, plan: Plan, shape: dict[str, Any], samples: Any, s
     import msgspec
     from rich.console import Console
 
-    from frugal.config.settings.run_settings import RunSettings
+    from frugal.config.run_settings import RunSettings
     from frugal.training import loop
     from frugal.training.checkpoint.loading import Progress
-    from frugal.training.data.global_batches import GlobalBatches
+    from frugal.training.data.batches import GlobalBatches
     from frugal.training.engine import initialize
     from frugal.training.metrics import METRICS, Log
 
@@ -97,8 +97,7 @@ def by_hand(meter: Meter, plan: Plan, shape: dict[str, Any], samples: Any, steps
     """A loop on DeepSpeed alone, with frugal's micro-batches and its JSON; it logs nothing but the loss."""
     import deepspeed
 
-    from frugal.training.data.global_batches import GlobalBatches
-    from frugal.training.data.micro_batches import MicroBatchLimits, share
+    from frugal.training.data.batches import GlobalBatches, MicroBatchLimits, share
 
     model = model_of(shape)
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=deepspeed_config(plan))

@@ -16,8 +16,8 @@ from frugal.deepspeed_adapter.kernels import DTYPES
 from frugal.planning.plan import Plan
 from frugal.training.data import corpus as data
 from frugal.training.data import tokenizer as tokenizing
+from frugal.training.data.batches import GlobalBatches, Position
 from frugal.training.data.corpus import Corpus, Subset
-from frugal.training.data.global_batches import GlobalBatches, Position
 from frugal.training.engine import Engine, initialize
 from frugal.training.models import resolve
 

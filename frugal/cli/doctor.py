@@ -9,11 +9,11 @@ from typing import get_args
 import click
 import msgspec
 
-from frugal.config import hostfile
+from frugal.config import build_cluster
+from frugal.config.build_cluster import HostfileEntry
 from frugal.config.cluster import DeviceKind
-from frugal.config.hostfile import HostfileEntry
+from frugal.config.run_settings import RunSettings
 from frugal.config.schema import read_toml
-from frugal.config.settings.run_settings import RunSettings
 from frugal.errors import RequestError
 from frugal.launch import host_report, ssh
 from frugal.launch.host_report import HostReport
@@ -47,7 +47,7 @@ def command(
         named: Sequence[HostfileEntry] = (HostfileEntry(name=here.host, slots=1),)
         reports = [here]
     else:
-        named = hostfile.read_hostfile(path)
+        named = build_cluster.read_hostfile(path)
         reports = ssh.collect_reports(named, access, folder, kind)
     problems = ssh.problems(named, reports, access, kind)
     if path is not None and shutil.which("pdsh") is None:

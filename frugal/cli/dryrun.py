@@ -8,8 +8,7 @@ from typing import Any
 import click
 import msgspec
 
-from frugal.cli.options import SettingsCommand, config_option, options
-from frugal.cli.planned import collect, refuse_beside_a_plan, waiting
+from frugal.cli.options import SettingsCommand, collect, config_option, options, refuse_beside_a_plan, waiting
 from frugal.config.build_cluster import ClusterSettings
 from frugal.config.cluster import Cluster
 from frugal.config.request import Request, check_pins

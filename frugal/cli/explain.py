@@ -8,8 +8,16 @@ from typing import Any
 
 import click
 
-from frugal.cli.options import SettingsCommand, config_option, options, what_if_option
-from frugal.cli.planned import plan_path, planned, refuse_beside_a_plan, waiting
+from frugal.cli.options import (
+    SettingsCommand,
+    config_option,
+    options,
+    plan_path,
+    planned,
+    refuse_beside_a_plan,
+    waiting,
+    what_if_option,
+)
 from frugal.config.build_cluster import ClusterSettings
 from frugal.config.request import Request
 from frugal.config.schema import PLAN_SETTINGS

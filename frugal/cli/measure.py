@@ -16,7 +16,7 @@ from typing import Any, get_args
 import click
 import msgspec
 
-from frugal.cli.planned import waiting
+from frugal.cli.options import waiting
 from frugal.config import calibration, local_host
 from frugal.config.calibration import Calibration, Probe, format_flops, read_all
 from frugal.config.cluster import DeviceKind, recognise_card

@@ -12,27 +12,19 @@ from typing import Any
 import click
 import psutil  # type: ignore[import-untyped]  # has no types
 
-from frugal.cli.options import SettingsCommand, config_option, options
-from frugal.cli.planned import planned, planned_for, refuse_beside_a_plan
-from frugal.config.build_cluster import ClusterSettings
+from frugal.cli.options import SettingsCommand, config_option, options, planned, planned_for, refuse_beside_a_plan
+from frugal.config.build_cluster import ClusterSettings, HostfileEntry, read_hostfile
 from frugal.config.cluster import Cluster
-from frugal.config.hostfile import HostfileEntry, read_hostfile
 from frugal.config.local_host import allocator_note
 from frugal.config.request import Request
+from frugal.config.run_settings import LaunchSettings, RunSettings, earlier_settings, launch_settings, run_settings
 from frugal.config.schema import PLAN_SETTINGS, TomlFile, read_toml, requested
-from frugal.config.settings.run_settings import (
-    LaunchSettings,
-    RunSettings,
-    earlier_settings,
-    launch_settings,
-    run_settings,
-)
-from frugal.config.settings.setting import settings_of
+from frugal.config.setting import settings_of
 from frugal.deepspeed_adapter.json_config import write_plan
 from frugal.distributed.env import DEFAULT_PORT
 from frugal.errors import CheckpointError, PlanMismatchError, RequestError
 from frugal.launch import commands, local, pdsh, restart
-from frugal.launch.elastic import RestartableHosts
+from frugal.launch.pdsh import RestartableHosts
 from frugal.launch.ssh import Access
 from frugal.planning.plan import Plan
 from frugal.planning.report import summary

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import platformdirs
 
-from frugal import atomic_files
+from frugal import files
 from frugal.config.cluster import NCCL_BYTES, Cluster, Device, DeviceKind
 from frugal.config.local_host import cpu_name, cuda_driver, library_versions
 from frugal.config.request import Precision
@@ -78,7 +78,7 @@ class Probe:
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """A probe with its circumstances. Device, driver and torch are its key: another of them, another calibration.
+    """A probe and where it was made. Device, driver and torch are its key: another of them, another calibration.
 
     Attributes:
         kind: of device.
@@ -154,7 +154,7 @@ class Calibration:
         path = folder / self.file_name
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            atomic_files.write_file(path, msgspec.json.format(msgspec.json.encode(self), indent=2) + b"\n")
+            files.write_file(path, msgspec.json.format(msgspec.json.encode(self), indent=2) + b"\n")
         except OSError as error:
             raise RequestError(f"cannot keep the calibration in {folder}", because=str(error.strerror)) from None
         return path

@@ -5,10 +5,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from frugal.config import optimizers
-from frugal.config.learning_rate import Rule, Scaling, check_rule
-from frugal.config.optimizers import OptimizerImplementation, OptimizerName
+from frugal.config.optimizers import OptimizerImplementation, OptimizerName, Rule, Scaling, check_rule
 from frugal.config.sample_lengths import Lengths
-from frugal.config.settings.setting import Kind, check_sizes, setting
+from frugal.config.setting import Kind, check_sizes, setting
 from frugal.errors import RequestError
 from frugal.units import plural
 

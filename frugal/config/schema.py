@@ -2,9 +2,13 @@
 
 In frugal.toml planning's settings stand at the top, under the flags' names (`global-batch` or `global_batch`). A table
 `[train]` holds what only `frugal train` knows.
+
+The command line of a rank: words that launchers hand on, as plain as `--name value`.
+
+`frugal`'s own commands have a library for this; a rank is started hundreds of times at once, by programs.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -16,14 +20,14 @@ from frugal.config.build_cluster import ClusterSettings, build_cluster
 from frugal.config.calibration import Calibration
 from frugal.config.cluster import Cluster
 from frugal.config.request import Request
-from frugal.config.settings.run_settings import LaunchSettings, RunSettings
-from frugal.config.settings.setting import SettingRow, settings_of, unknown_setting
+from frugal.config.run_settings import LaunchSettings, RunSettings
+from frugal.config.setting import SettingRow, flag_of, settings_of, unknown_setting
 from frugal.errors import RequestError
 
 PLAN_SETTINGS: Mapping[str, SettingRow] = {**settings_of(Request), **settings_of(ClusterSettings)}
 TRAIN_SETTINGS: Mapping[str, SettingRow] = {**settings_of(RunSettings), **settings_of(LaunchSettings)}
 SETTINGS: Mapping[str, SettingRow] = {**PLAN_SETTINGS, **TRAIN_SETTINGS}
-"""All rows. A row is a field of one of four dataclasses, see `frugal.config.settings.setting`."""
+"""All rows. A row is a field of one of four dataclasses, see `frugal.config.setting`."""
 
 
 def understand(
@@ -33,8 +37,8 @@ def understand(
 
     `settings` maps names in `PLAN_SETTINGS` to values; None is the same as not given. Memory and disk are bytes, or
     text such as `12G`; `mem` may be one value a GPU of the node, `12G,24G` or a list, and so may `held`, what others
-    keep of it; `gpu` is a card, or one a GPU: `a100-40g,a100-80g`. `hostfile` is a path, see `frugal.config.hostfile`.
-    `calibration` is that of the devices, if they have one and it is wanted.
+    keep of it; `gpu` is a card, or one a GPU: `a100-40g,a100-80g`. `hostfile` is a path, see
+    `frugal.config.build_cluster`. `calibration` is that of the devices, if they have one and it is wanted.
 
     Raises:
         RequestError: an unknown name, a value of the wrong kind, or no GPUs or memory given.
@@ -118,3 +122,61 @@ def read_toml(path: Path | None) -> TomlFile:
     for name, value in plan.items():
         check(name, value, source=str(path))
     return TomlFile(path, plan, {key.replace("-", "_"): value for key, value in train.items()})
+
+
+Kinds = Mapping[str, type]
+"""What each argument becomes, by name: int, str, Path, ...; bool is a flag without a value."""
+
+
+def parse(
+    words: Sequence[str], kinds: Kinds, settings: Mapping[str, SettingRow] | None = None, *, needed: Sequence[str] = ()
+) -> dict[str, Any]:
+    """The values in `words`, by name: `kinds` are a program's own, `settings` rows of the table, of which a repeatable
+    one gives a tuple. `--name value` and `--name=value` are the same, and so are `-` and `_` in a name.
+
+    DeepSpeed's launcher adds `--local_rank`, which the environment says, too; it is dropped.
+
+    Raises:
+        RequestError: an unknown name, a missing or wrong value, or one of `needed` is not there.
+    """
+    settings = settings or {}
+    values: dict[str, Any] = {}
+    rest = list(words)
+    while rest:
+        flag, has_value, value = rest.pop(0).partition("=")
+        name = flag.removeprefix("--").replace("-", "_")
+        row = settings.get(name)
+        kind = kinds.get(name) or (None if row is None else row.kind.word_type)
+        if name == "local_rank":
+            kind = int
+        if kind is None or not flag.startswith("--"):
+            raise RequestError(f"no such option {flag}", hint=f"there are {_shown([*kinds, *settings])}")
+        if kind is bool:
+            values[name] = True
+            continue
+        if not has_value:
+            if not rest:
+                raise RequestError(f"{flag} was given without a value")
+            value = rest.pop(0)
+        read = _read(flag_of(name), kind, value, () if row is None else row.choices)
+        values[name] = (*values.get(name, ()), read) if row is not None and row.is_repeatable else read
+    values.pop("local_rank", None)
+    for name in needed:
+        if name not in values:
+            raise RequestError(f"{flag_of(name)} was not given")
+    return values
+
+
+def _read(flag: str, kind: type, word: str, choices: Sequence[str]) -> Any:
+    if choices and word not in choices:
+        raise RequestError(f"{flag} is {word}", because=f"it must be one of {', '.join(choices)}")
+    try:
+        return kind(word)
+    except ValueError:
+        raise RequestError(
+            f"{flag} is {word}", because=f"it must be a {'whole ' if kind is int else ''}number"
+        ) from None
+
+
+def _shown(names: Sequence[str]) -> str:
+    return ", ".join(map(flag_of, names))

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from frugal import atomic_files
+from frugal import files
 from frugal.config import optimizers
 from frugal.config.request import Request
 from frugal.errors import RequestError
@@ -161,7 +161,7 @@ def write_files(folder: Path, texts: Mapping[str, bytes]) -> tuple[Path, ...]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for path, text in zip(written, texts.values(), strict=True):
-            atomic_files.write_file(path, text)
+            files.write_file(path, text)
     except OSError as error:
         raise RequestError(
             f"cannot write {error.filename or folder}",

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from frugal import torch_internals
 from frugal.deepspeed_adapter.simulate import mirrored
-from frugal.planning.memory.model_trace import MarkKind
+from frugal.planning.memory.timeline import MarkKind
 
 Marker = Callable[[MarkKind, int, int], None]
 """Takes what happens, the number of the module or parameter, and for the holds of parameters a number of the hold."""

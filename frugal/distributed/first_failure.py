@@ -18,7 +18,7 @@ from typing import NoReturn
 
 import msgspec
 
-from frugal.distributed import env, process_group, rank_logs, signals
+from frugal.distributed import env, process_group, rank_logs
 from frugal.errors import INTERRUPTED, FrugalError
 
 CAUSE_FIRST_SECONDS = 1.0
@@ -89,10 +89,10 @@ def run_command(command: Callable[[Sequence[str]], None]) -> None:
 def end_rank(error: BaseException) -> NoReturn:
     """End this rank's process for `error`: with its message if this rank failed first, otherwise without one."""
     code = _exit_code(error)
-    if _lost_a_rank(error) and signals.stop_requested():
+    if _lost_a_rank(error) and env.stop_requested():
         os._exit(code)  # the launcher saw another rank end and is ending all; it waits for this one
     if threading.current_thread() is threading.main_thread():
-        signals.restore_defaults()  # a signal from here on ends the process
+        env.restore_defaults()  # a signal from here on ends the process
     if _lost_connection(error):
         time.sleep(CAUSE_FIRST_SECONDS)
     if not _ending.acquire(blocking=False):
@@ -132,7 +132,7 @@ def _wait_for_launcher() -> None:
     """Give the launcher time to end this rank for another's failure; if it does, end without a message."""
     end = time.monotonic() + LAUNCHER_SECONDS
     while time.monotonic() < end:
-        if signals.stop_requested():
+        if env.stop_requested():
             os._exit(1)
         time.sleep(0.2)
 

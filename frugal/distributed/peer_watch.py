@@ -20,7 +20,7 @@ from contextlib import suppress
 
 from torch.distributed import Store
 
-from frugal.distributed import sockets
+from frugal.distributed import vote
 from frugal.distributed.first_failure import LostRankError
 
 IDLE_SECONDS, PROBE_SECONDS, PROBES = 10, 2, 7
@@ -47,11 +47,11 @@ class PeerWatch:
         self._peers: dict[socket.socket, tuple[int, str]] = {}  # rank and host
         server, secret = None, secrets.token_hex(16)
         if rank == 0:
-            server = sockets.listen(world_size)
+            server = vote.listen(world_size)
             store.set(_KEY, json.dumps([server.getsockname()[1], secret, socket.gethostname()]))
         else:
             port, secret, host = json.loads(store.get(_KEY))
-            self._add(sockets.connect(port, secret, rank, socket.gethostname()), 0, host)
+            self._add(vote.connect(port, secret, rank, socket.gethostname()), 0, host)
         num_peers = world_size - 1 if rank == 0 else 1
         watch = threading.Thread(target=self._watch, args=(server, secret, num_peers), name="peer watch", daemon=True)
         watch.start()
@@ -80,7 +80,7 @@ class PeerWatch:
                     ready = key.fileobj
                     assert isinstance(ready, socket.socket)
                     if ready is server:
-                        if (accepted := sockets.accept(server, secret)) is not None:
+                        if (accepted := vote.accept(server, secret)) is not None:
                             peer, (rank, host) = accepted
                             self._add(peer, rank, host)
                             selector.register(peer, selectors.EVENT_READ)

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import msgspec
 import platformdirs
 
-from frugal import atomic_files, cache_pruning
+from frugal import files
 from frugal.config.local_host import versions
 from frugal.config.request import Request
 from frugal.units import MIB
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 _ROOT = Path(__file__).parents[1]
 LIMIT_BYTES = 512 * MIB
-"""Of all profiles; see `frugal.cache_pruning`. A plan of a large model takes some MiB."""
+"""Of all profiles; see `frugal.files`. A plan of a large model takes some MiB."""
 
 
 class Cache:
@@ -45,7 +45,7 @@ class Cache:
         path = self.folder / f"{key}.json"
         try:
             value = msgspec.json.decode(path.read_bytes(), type=kind)
-            cache_pruning.touch(path)
+            files.touch(path)
             return value
         except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError, AssertionError):
             return None
@@ -56,8 +56,8 @@ class Cache:
             return
         with contextlib.suppress(OSError):
             self.folder.mkdir(parents=True, exist_ok=True)
-            atomic_files.write_file(self.folder / f"{key}.json", msgspec.json.encode(value), durable=False)
-            cache_pruning.prune(self.folder, LIMIT_BYTES)
+            files.write_file(self.folder / f"{key}.json", msgspec.json.encode(value), durable=False)
+            files.prune(self.folder, LIMIT_BYTES)
 
 
 def digest(*parts: Any) -> str:

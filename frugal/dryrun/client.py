@@ -25,9 +25,8 @@ from frugal.dryrun.pool import Pool
 from frugal.errors import FrugalError
 from frugal.planning.cost import between
 from frugal.planning.memory.breakdown import MemoryBreakdown
-from frugal.planning.memory.model_trace import ModelTrace
 from frugal.planning.memory.profile import MemoryProfile, RankMemory, fullest
-from frugal.planning.memory.timeline import MICRO_BATCHES, NotAffineError, Timeline
+from frugal.planning.memory.timeline import MICRO_BATCHES, ModelTrace, NotAffineError, Timeline
 from frugal.planning.strategy import Strategy
 
 SAMPLED_MICRO_BATCHES = (1, 2, 4, 8, 16, 32)

@@ -11,8 +11,7 @@ import msgspec
 from frugal.config.cluster import DeviceKind
 from frugal.config.request import Request
 from frugal.planning.cost import Counts
-from frugal.planning.memory.model_trace import ModelTrace
-from frugal.planning.memory.timeline import Peak, Timeline
+from frugal.planning.memory.timeline import ModelTrace, Peak, Timeline
 from frugal.planning.strategy import ActivationCheckpointing, Strategy
 
 
@@ -40,7 +39,7 @@ class DryRun:
 
     `timeline` has the sizes of this `micro_batch`. `counts` are those of one micro-step. `host_bytes` is the peak of
     the rank's tensors on its host.
-    `notes`: what was assumed where memory depends on data, see `frugal.dryrun.trace.stand_ins`.
+    `notes`: what was assumed where memory depends on data, see `frugal.dryrun.trace.operators`.
     """
 
     timeline: Timeline

@@ -19,14 +19,13 @@ from frugal.deepspeed_adapter.fake_device import pretend
 from frugal.deepspeed_adapter.stages import Zero
 from frugal.distributed import process_group
 from frugal.dryrun.messages import DryRun
-from frugal.dryrun.trace.categories import package_folder
 from frugal.dryrun.trace.cuda_kernels import kernels_of
-from frugal.dryrun.trace.recorder import Tracker, not_collected
+from frugal.dryrun.trace.recorder import Tracker, not_collected, package_folder
 from frugal.errors import RequestError
 from frugal.planning.batch import BatchPlan
 from frugal.planning.cost import Counts
 from frugal.planning.strategy import Strategy
-from frugal.training.measure.memory_gauge import mark_phases
+from frugal.training.measure.memory_watch import mark_phases
 from frugal.training.models import factories
 from frugal.training.objectives import Objective
 from frugal.training.train_step import accumulate, wrap

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from frugal.config.hostfile import HostfileEntry
-from frugal.config.settings.run_settings import RunSettings
+from frugal.config.build_cluster import HostfileEntry
+from frugal.config.run_settings import RunSettings
 from frugal.distributed.env import DEFAULT_PORT
 from frugal.errors import RequestError
 from frugal.launch.ssh import Access

@@ -21,7 +21,7 @@ import msgspec
 import psutil  # type: ignore[import-untyped]  # has no types
 
 from frugal.config import local_host
-from frugal.config.settings.arguments import parse
+from frugal.config.schema import parse
 from frugal.distributed.process_group import free_port
 from frugal.units import MIB
 

@@ -2,6 +2,8 @@
 
 This is what `deepspeed --hostfile` does, with what a run needs besides: arguments that the shells on the way leave
 alone, no prompts, signals that reach the ranks, and a run that is judged by what its ranks reported, not by exit codes.
+
+The hosts that a run on several is started again on: all of them, or with --elastic those that still work.
 """
 
 import ctypes
@@ -14,8 +16,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import FrameType
@@ -23,14 +26,14 @@ from typing import IO
 
 import psutil  # type: ignore[import-untyped]  # has no types
 
-from frugal.config.cluster import DeviceKind
-from frugal.config.hostfile import HostfileEntry
-from frugal.config.settings.run_settings import RunSettings
-from frugal.deepspeed_adapter import collectives
+from frugal.config.build_cluster import HostfileEntry
+from frugal.config.cluster import Cluster, DeviceKind
+from frugal.config.run_settings import RunSettings
+from frugal.deepspeed_adapter import engine
 from frugal.deepspeed_adapter.json_config import write_plan
 from frugal.distributed import first_failure, process_group
+from frugal.distributed.env import STOP_SIGNALS, handled
 from frugal.distributed.rank_logs import to_console
-from frugal.distributed.signals import STOP_SIGNALS, handled
 from frugal.errors import FrugalError, PlanMismatchError, RequestError
 from frugal.launch import ssh
 from frugal.launch.host_report import HostReport
@@ -155,9 +158,9 @@ def _node_command(
         process_group.OVER_SSH: "1",
     }
     if plan.cluster.devices[0].kind == "cpu":
-        environment |= collectives.ON_CPU
+        environment |= engine.ON_CPU
     world = {host.host.name: host.gpus for host in hosts}
-    words = collectives.launcher(
+    words = engine.launcher(
         world,
         f"--master_addr={address}",
         "--node_rank=NUMBER",
@@ -296,3 +299,116 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
 def _end_with_parent() -> None:
     """Have the kernel end this process when the one that started it is killed, which runs no handlers."""
     ctypes.CDLL(None).prctl(_DEATH_SIGNAL, signal.SIGTERM)
+
+
+RETURN_SECONDS = 300.0
+"""Until hosts that do not answer are given up: booting takes minutes, a spanning tree half of one."""
+
+RETRY_SECONDS = 5.0  # between two attempts to reach them
+
+
+class RestartableHosts:
+    """Starts a run on the hosts of a hostfile, and again on those that answer.
+
+    `plan` is the one for all of them. `plan_for` makes one for a part of the cluster; without it, the run waits for
+    all hosts.
+    """
+
+    def __init__(
+        self, plan: Plan, named: Sequence[HostfileEntry], access: Access, settings: RunSettings,
+        master_port: int | None, plan_for: Callable[[Cluster], Plan] | None,
+    ) -> None:  # fmt: skip
+        self._plan, self._named, self._access, self._port = plan, named, access, master_port
+        self._out, self._plan_for = settings.out, plan_for
+        self._kind: DeviceKind = plan.cluster.devices[0].kind
+        make_folder(settings)
+        self._ready = ready_hosts(plan, named, access, settings.out)
+
+    def start(self, plan: Plan, settings: RunSettings) -> tuple[int, first_failure.FailureReport | None]:
+        """Train on the hosts that were ready when last checked."""
+        return run(plan, self._ready, self._access, settings, self._port)
+
+    def plan_for_restart(self, before: Plan) -> Plan:
+        """Check the hosts again; the plan for those that are ready, which is `before` where they are the same.
+
+        Raises:
+            RequestError: some host, or with `plan_for` every host, does not answer for minutes, or lacks something.
+            NothingFitsError: the run does not fit on what is left.
+        """
+        reports = self._collect_reports()
+        if self._plan_for is None:
+            self._ready = require_ready(self._named, reports, self._access, self._kind)
+            return before
+        left, lost = usable_hosts(self._named, reports, self._access, self._kind)
+        if not left:
+            raise RequestError("no host is left to go on with", because=lost, hint="continue with --resume later")
+        for text in lost:
+            to_console(text)
+        previous, self._ready = self._ready, left
+        if _gpus_by_host(left) == _gpus_by_host(previous):
+            return before
+        if not lost:
+            to_console(f"all {len(left)} hosts are there again: going on as planned at first")
+            return self._plan
+        number, total = sum(len(host.gpus) for host in left), self._plan.batch.world_size
+        to_console(
+            f"{len(left)} of {len(self._named)} hosts are left, with {number} of {total} "
+            f"{'ranks' if self._kind == 'cpu' else 'GPUs'}: planning anew"
+        )
+        return self._plan_for(part_of_cluster(self._plan.cluster, self._named, left))
+
+    def _collect_reports(self) -> list[HostReport | UnreachableHost]:
+        """Reports once all hosts give one, or one host where that is enough; what there is after `RETURN_SECONDS`."""
+        enough, is_noticed = all if self._plan_for is None else any, False
+        end = time.monotonic() + RETURN_SECONDS
+        while True:
+            reports = ssh.collect_reports(
+                self._named, self._access, self._out, self._kind, probe=self._plan_for is not None
+            )
+            if enough(isinstance(report, HostReport) for report in reports) or time.monotonic() > end:
+                return reports
+            if not is_noticed:
+                unreachable = [
+                    f"{host.name}, which {report.why}"
+                    for host, report in zip(self._named, reports, strict=True)
+                    if isinstance(report, UnreachableHost)
+                ]
+                to_console(f"waiting {RETURN_SECONDS / 60:.0f} minutes for {'; '.join(unreachable)}")
+                is_noticed = True
+            time.sleep(RETRY_SECONDS)
+
+
+def usable_hosts(
+    named: Sequence[HostfileEntry], reports: Sequence[HostReport | UnreachableHost], access: Access, kind: DeviceKind
+) -> tuple[list[ReadyHost], list[str]]:
+    """The hosts to go on with, each with its GPUs that work, and a line for each host or GPU that is left out."""
+    left, lost = [], []
+    for host, report in zip(named, reports, strict=True):
+        gpus = tuple(range(host.slots))
+        if isinstance(report, HostReport) and report.working_gpus is not None:
+            gpus = tuple(number for number in gpus if number in report.working_gpus)
+        # What a report lacks in GPUs counts only where all of them are used.
+        problems = ssh.problems([host], [report], access, kind if len(gpus) == host.slots else "cpu")
+        if isinstance(report, UnreachableHost) or problems:
+            lost.append(f"left out: {'; '.join(problems)}")
+        elif not gpus:
+            lost.append(f"left out: {host.name} has no GPU that works")
+        else:
+            left.append(ReadyHost(host, report, gpus))
+            if len(gpus) < host.slots:
+                lost.append(f"left out: {host.slots - len(gpus)} of {host.slots} GPUs of {host.name}: they do not work")
+    return left, lost
+
+
+def part_of_cluster(cluster: Cluster, named: Sequence[HostfileEntry], left: Sequence[ReadyHost]) -> Cluster:
+    """The nodes and devices that are left of a cluster whose nodes are `named`."""
+    nodes_by_name = {host.name: node for host, node in zip(named, cluster.nodes, strict=True)}
+    nodes = []
+    for ready in left:
+        node = nodes_by_name[ready.host.name]
+        nodes.append(replace(node, devices=tuple(node.devices[number] for number in ready.gpus)))
+    return replace(cluster, nodes=tuple(nodes))
+
+
+def _gpus_by_host(hosts: Sequence[ReadyHost]) -> dict[str, tuple[int, ...]]:
+    return {ready.host.name: ready.gpus for ready in hosts}

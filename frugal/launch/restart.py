@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from frugal.config.settings.run_settings import METRICS, RunSettings
+from frugal.config.run_settings import METRICS, RunSettings
 from frugal.distributed.first_failure import FailureReport
 from frugal.distributed.rank_logs import to_console
 from frugal.errors import INTERRUPTED

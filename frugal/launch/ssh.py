@@ -15,10 +15,10 @@ from pathlib import Path
 
 import msgspec
 
+from frugal.config.build_cluster import HostfileEntry
 from frugal.config.cluster import DeviceKind
-from frugal.config.hostfile import HostfileEntry
 from frugal.config.local_host import versions
-from frugal.config.settings.run_settings import RunSettings
+from frugal.config.run_settings import RunSettings
 from frugal.errors import RequestError
 from frugal.launch.host_report import HostReport
 from frugal.units import format_bytes, plural

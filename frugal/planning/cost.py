@@ -37,7 +37,7 @@ class Work:
 
     Traffic are the bytes read and written by operators whose FLOPs are not counted: pointwise ones, norms, softmax,
     copies, gathers. They take as long as their bytes; matrix products and attention as long as their FLOPs. On a CPU
-    bytes are weighed by what is computed with them, see `frugal.training.measure.storage_watch`.
+    bytes are weighed by what is computed with them, see `frugal.training.measure.memory_watch`.
 
     Attributes:
         flops_per_sample: FLOPs of forward and backward, without recomputation.

@@ -7,26 +7,25 @@ from pathlib import Path
 import torch.distributed as dist
 from torch import nn
 
-from frugal.deepspeed_adapter import engine as deepspeed_engine
+from frugal.deepspeed_adapter import engine
 from frugal.distributed import process_group
 from frugal.errors import PlanMismatchError
 from frugal.planning.plan import Plan
 from frugal.training.checkpoint import loading, saving
 from frugal.training.checkpoint.loading import Progress
-from frugal.training.evaluate import Evaluation, evaluate
 from frugal.training.objectives import Objective, Sample
-from frugal.training.train_step import Stepper, wrap
+from frugal.training.train_step import Evaluation, Stepper, evaluate, wrap
 
 
 class Engine(Stepper):
     """A model under a plan. Make it with `initialize`."""
 
     def evaluate(self, samples: Sequence[Sample]) -> Evaluation:
-        """The mean loss on `samples`, given whole and equal on every rank; see `frugal.training.evaluate`."""
+        """The mean loss on `samples`, given whole and equal on every rank; see `frugal.training.train_step`."""
         return evaluate(self, samples)
 
     def save(self, folder: str | Path, progress: Progress | None = None, *, keep: int = 2) -> Path:
-        """Write a checkpoint into `folder`, whole or not at all; see `frugal.training.checkpoint.saving.Saver`."""
+        """Write a checkpoint into `folder`, atomically; see `frugal.training.checkpoint.saving.Saver`."""
         return saving.save(self, Path(folder), progress or Progress(step=self.deepspeed.global_steps), keep=keep)
 
     def load(self, folder: str | Path) -> Progress:
@@ -35,7 +34,7 @@ class Engine(Stepper):
 
     def destroy(self) -> None:
         """Free the engine's hooks and buffers, so that another can follow in this process."""
-        deepspeed_engine.destroy(self.zero)
+        engine.destroy(self.zero)
         self.guard.vote.close()
 
 

@@ -9,19 +9,17 @@ from itertools import islice
 
 import torch
 
-from frugal.config.settings.run_settings import METRICS, RunSettings
+from frugal.config.run_settings import METRICS, RunSettings
 from frugal.errors import CheckpointError, NumbersError, OutOfMemoryError
 from frugal.training.checkpoint import manifest
 from frugal.training.checkpoint.loading import Progress
 from frugal.training.checkpoint.saving import Saver
-from frugal.training.data.global_batches import GlobalBatch, GlobalBatches
-from frugal.training.data.micro_batches import prefetch
+from frugal.training.data.batches import GlobalBatch, GlobalBatches, prefetch
 from frugal.training.engine import Engine
-from frugal.training.evaluate import evaluate
-from frugal.training.measure.memory_gauge import Gauge
+from frugal.training.measure.memory_watch import Gauge
 from frugal.training.metrics import Log
 from frugal.training.objectives import Sample
-from frugal.training.train_step import StepResult
+from frugal.training.train_step import StepResult, evaluate
 
 
 class FirstStepsGauge:

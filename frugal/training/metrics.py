@@ -23,12 +23,11 @@ import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-from frugal import atomic_files
-from frugal.config.settings.run_settings import METRICS
+from frugal import files
+from frugal.config.run_settings import METRICS
 from frugal.distributed import rank_logs
 from frugal.errors import CheckpointError
-from frugal.training.evaluate import Evaluation
-from frugal.training.train_step import StepResult
+from frugal.training.train_step import Evaluation, StepResult
 from frugal.units import format_bytes, format_seconds
 
 PLAIN_LINES = 40  # about so many lines of progress where there is no terminal
@@ -180,7 +179,7 @@ class Log:
 def _open_metrics(path: Path, first_step: int) -> Any:
     """The file of metrics, open to append to, without records of steps after `first_step` or half a record."""
     try:
-        atomic_files.write_file(path, b"".join(_records_until(path, first_step)))
+        files.write_file(path, b"".join(_records_until(path, first_step)))
         return path.open("ab", buffering=0)  # a line is on its way to the disk before the next step
     except OSError as error:
         raise _cannot_write(path, error) from None

@@ -16,7 +16,7 @@ from torch import nn
 
 from frugal.errors import OutOfMemoryError
 from frugal.planning.plan import Plan
-from frugal.training.data.micro_batches import MicroBatchLimits
+from frugal.training.data.batches import MicroBatchLimits
 from frugal.training.models import activation_checkpointing
 from frugal.units import format_bytes, plural
 
@@ -108,10 +108,11 @@ def report_of(error: BaseException, rank: int) -> OutOfMemoryReport:
 
 
 def _phase(frames: traceback.StackSummary) -> str:
-    files = {Path(frame.filename).name for frame in frames if Path(frame.filename).parent == Path(__file__).parent}
-    if "optimizer_step.py" in files:
+    """By the functions of frugal.training that were running."""
+    running = {frame.name for frame in frames if Path(frame.filename).parent == Path(__file__).parent}
+    if "update" in running:  # Update.update in oom_retry
         return UPDATE
-    if "evaluate.py" in files:
+    if "evaluate" in running:  # evaluate in train_step
         return "evaluation"
     return "backward" if any(frame.name == "backward" for frame in frames) else "forward"
 

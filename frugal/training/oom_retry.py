@@ -10,17 +10,30 @@ After it ZeRO-3 gathers each persistent parameter by itself, hundreds of them; t
 
 Left out: a failure inside a collective that all ranks have entered.
 The tests compare weights bit by bit with undisturbed runs.
+
+DeepSpeed's optimizer step, so that it is done on all ranks or on none.
+
+A step first takes norms, copies gradients and, the first time, makes the optimizer's states: there memory may run out.
+Then it writes weights, and where that fails half-way on one rank nothing can be undone. So all ranks vote between the
+two. Before the vote the step can be given up, like a backward. Behind it torch's fused optimizers allocate nothing;
+where another one fails before it has written anything, it runs again once the caches are emptied.
+
+Numbers that are not finite leave everything as it was, at every stage and precision. DeepSpeed 0.19.8 sees to that for
+ZeRO 1 to 3, by the norm of the gradient, which it computes anyway; at stage 0 it would write them into the weights.
 """
 
 import functools
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from frugal.deepspeed_adapter import collectives
+from frugal import torch_internals
+from frugal.deepspeed_adapter import engine
 from frugal.deepspeed_adapter.stages import Zero
 from frugal.distributed.vote import Vote
 from frugal.training.oom_limits import OutOfMemory, OutOfMemoryReport, is_out_of_memory, report_of
@@ -62,7 +75,7 @@ class Guard:
         self.watching = False
         self._is_agreed = False  # that the collectives which follow will be entered by all ranks
         self._votes_once = False
-        collectives.guard(self._guarded)
+        engine.guard(self._guarded)
 
     def attempt(self, work: Callable[[], T]) -> T | OutOfMemory:
         """What `work` returns; on every rank the shortage, if any rank ran out of memory in it."""
@@ -120,3 +133,119 @@ def abandon(zero: Zero) -> None:
     """Go back to before the first micro-step of a global batch, with as much memory as there was. No communication."""
     zero.reset()
     clean()
+
+
+class Update:
+    """One engine's optimizer step. Call it within `Guard.attempt`."""
+
+    def __init__(self, zero: Zero, guard: Guard) -> None:
+        self.is_begun = False  # whether weights may have been written to, on any rank; equal on all
+        self.grad_norm: float | None = None  # of the global gradient before clipping; None: it is not finite
+        self._zero = zero
+        self._engine = zero.engine
+        self._guard = guard
+        self._optimizer = zero.inner
+        self._optimizer.step = self._step_by(self._optimizer.step)
+        zero.gathers_by(guard.with_one_vote)  # first the memory for all, then one by one
+
+    def update(self) -> bool:
+        """Do the step; False: the gradient is not finite, so nothing was changed but the count of steps. Collective."""
+        self.is_begun, engine = False, self._engine
+        is_plain = self._zero.strategy.zero_stage == 0
+        with self._groups_kept():
+            if is_plain:
+                gradients = [each.grad for each in engine.module.parameters() if each.grad is not None]
+                self.grad_norm = float(torch.nn.utils.get_total_norm(gradients))
+                if not _is_finite(self.grad_norm):
+                    engine.optimizer.zero_grad()
+                    return self.leave_out()
+            engine.step()
+        if not engine.was_step_applied():
+            self.grad_norm = None
+            if engine.fp16_enabled():  # the loss scale was too high for this batch, and is lower now
+                return True
+            self._zero.step_schedule()
+            return False
+        if not is_plain:
+            norm = engine.get_global_grad_norm()
+            self.grad_norm = None if norm is None else float(norm)
+        return True
+
+    def leave_out(self) -> bool:
+        """Count a step that changes nothing; False. The learning rate goes on: it depends on the number of the step."""
+        self.grad_norm = None
+        self._zero.count_skipped_step()
+        return False
+
+    def _step_by(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        """The inner optimizer's step; ZeRO-3 calls it once a sub-group."""
+
+        def guarded(*args: Any, **kwargs: Any) -> Any:
+            if not self._guard.watching:
+                return step(*args, **kwargs)
+            if not self.is_begun:
+                again_after_cleaning(self._make_states)
+                self._guard.agree()
+                self.is_begun = True
+            before = self._versions()
+            return again_after_cleaning(lambda: step(*args, **kwargs), lambda: self._is_untouched(before))
+
+        guarded.__dict__.update(getattr(step, "__dict__", {}))  # torch's schedulers leave marks there
+        return guarded
+
+    def _make_states(self) -> None:
+        """Adam's moments, which torch makes when it first sees a gradient."""
+        if not isinstance(self._optimizer, torch.optim.Adam):
+            return
+        group = self._optimizer.param_groups[0]
+        for each in self._zero.masters():
+            if self._optimizer.state.get(each):
+                continue
+            gradient, each.grad = each.grad, each.detach()  # only its being there matters
+            try:
+                torch_internals.make_adam_states(self._optimizer, {**group, "params": [each]})
+            except BaseException:
+                self._optimizer.state.pop(each, None)  # half a state is taken for a whole one
+                raise
+            finally:
+                each.grad = gradient
+
+    def _versions(self) -> dict[int, int]:
+        """How often each tensor the step may write to was written to, by the tensor's id."""
+        return {id(each): torch_internals.version(each) for each in self._written()}
+
+    def _written(self) -> Iterator[Tensor]:
+        for group in self._optimizer.param_groups:
+            for each in group["params"]:
+                yield each
+                yield from (kept for kept in self._optimizer.state.get(each, {}).values() if torch.is_tensor(kept))
+
+    def _is_untouched(self, before: dict[int, int]) -> bool:
+        """Whether a step that failed has written nothing; states that it had begun to make are gone then."""
+        if not type(self._optimizer).__module__.startswith("torch.optim"):
+            return False  # kernels of others do not count what they write
+        if any(before.get(each, version) != version for each, version in self._versions().items()):
+            return False
+        for group in self._optimizer.param_groups:
+            for each in group["params"]:
+                kept = self._optimizer.state.get(each, {}).values()
+                if any(torch.is_tensor(tensor) and id(tensor) not in before for tensor in kept):
+                    self._optimizer.state.pop(each)
+        return True
+
+    @contextmanager
+    def _groups_kept(self) -> Iterator[None]:
+        """ZeRO shows its optimizer one group at a time; a step that is given up leaves it as it was."""
+        groups = self._optimizer.param_groups
+        parameters = [list(group["params"]) for group in groups]
+        try:
+            yield
+        except BaseException:
+            self._optimizer.param_groups = groups
+            for group, kept in zip(groups, parameters, strict=True):
+                group["params"] = kept
+            raise
+
+
+def _is_finite(number: float) -> bool:
+    return abs(number) < float("inf")

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from frugal.config import local_host, sample_lengths
-from frugal.config.settings.arguments import parse
-from frugal.config.settings.run_settings import RunSettings, run_settings
-from frugal.config.settings.setting import settings_of
-from frugal.distributed import env, first_failure, process_group, signals
+from frugal.config.run_settings import RunSettings, run_settings
+from frugal.config.schema import parse
+from frugal.config.setting import settings_of
+from frugal.distributed import env, first_failure, process_group
 from frugal.errors import PlanMismatchError
 from frugal.planning.plan import Plan
 from frugal.training.checkpoint import loading, run_folder
@@ -71,14 +71,14 @@ def _watch_peers() -> "PeerWatch":
 
 
 def _train(plan: Plan, settings: RunSettings, device: "torch.device") -> None:
-    from frugal.config.learning_rate import schedule_factor
+    from frugal.config.optimizers import schedule_factor
     from frugal.deepspeed_adapter.kernels import DTYPES
     from frugal.training import loop, rng
     from frugal.training.checkpoint.saving import save_model
     from frugal.training.data import corpus
-    from frugal.training.data.global_batches import GlobalBatches
+    from frugal.training.data.batches import GlobalBatches
     from frugal.training.engine import initialize
-    from frugal.training.measure import memory_gauge
+    from frugal.training.measure import memory_watch
     from frugal.training.metrics import Log
 
     rank = env.rank()
@@ -98,7 +98,7 @@ def _train(plan: Plan, settings: RunSettings, device: "torch.device") -> None:
 
     # The loop takes the gauge off after two steps; the folder stays ours to the end.
     with run_folder.locked(settings) if rank == 0 else nullcontext(), ExitStack() as measuring:
-        gauge = measuring.enter_context(memory_gauge.gauge(device))
+        gauge = measuring.enter_context(memory_watch.gauge(device))
         model = data.spec.build(dtype=DTYPES[plan.request.precision], device="cpu", seed=settings.seed)
         _refuse_other_model(plan, model)
         objective = data.spec.objective(data.tokenizer, seed=settings.seed, pack=bool(plan.request.pack))
@@ -141,7 +141,7 @@ def _not_as_planned(plan: Plan, data: "RunData") -> Iterator[str]:
 def _evaluate_at_the_end(engine: "Engine", data: "RunData", total_steps: int, log: "Log") -> None:
     """What it makes of data kept for the end, and of as many samples that it knows as it was validated with."""
     from frugal.training.data.corpus import Subset
-    from frugal.training.evaluate import evaluate
+    from frugal.training.train_step import evaluate
 
     if len(data.test) > 0:
         known = Subset.drawn_from(data.training, len(data.validation) or len(data.test))
@@ -205,7 +205,7 @@ def main() -> None:
     process_group.end_with_starter()
     # Not as an exception, which is lost where it meets a finalizer.
     signal.signal(signal.SIGINT, lambda _number, _frame: first_failure.end_rank(KeyboardInterrupt()))
-    with signals.recorded():
+    with env.recorded():
         try:
             command(sys.argv[1:])
         except BaseException as error:  # whatever it is, the other ranks must not wait for this one

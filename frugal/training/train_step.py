@@ -2,11 +2,14 @@
 
 For a global batch with T targets on W ranks, every micro-batch's loss is a sum scaled by W / T. DeepSpeed averages
 gradients over ranks, so the W cancels and what remains is the exact mean over T, however the batch was cut.
+
+The mean loss on any number of samples, the same on any number of ranks.
 """
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,20 +20,19 @@ from torch import Tensor, nn
 
 from frugal.config import local_host
 from frugal.config.request import Request
-from frugal.deepspeed_adapter import engine as deepspeed_engine
+from frugal.deepspeed_adapter import engine
 from frugal.deepspeed_adapter.stages import Zero
-from frugal.distributed import signals
+from frugal.distributed import env
 from frugal.errors import RequestError
 from frugal.planning.batch import BatchPlan
 from frugal.planning.plan import Plan
 from frugal.planning.strategy import Strategy
 from frugal.training import rng
-from frugal.training.data.micro_batches import MicroBatchLimits, Share, pin, share
+from frugal.training.data.batches import MicroBatchLimits, Share, pin, prefetch, share
 from frugal.training.models import activation_checkpointing, tiled_loss, transformers_internals
 from frugal.training.objectives import Batch, Objective, Sample
 from frugal.training.oom_limits import AdaptiveLimits, OutOfMemory
-from frugal.training.oom_retry import Guard, abandon
-from frugal.training.optimizer_step import Update
+from frugal.training.oom_retry import Guard, Update, abandon
 
 logger = logging.getLogger("frugal")
 
@@ -107,7 +109,7 @@ class Stepper:
         """One optimizer step on the samples of a global batch, given whole and equal on every rank, or prepared.
 
         Only this rank's micro-batches are read, so they may be loaded on access. Where `batch.lengths` has the tokens
-        of each, samples of like length share a micro-batch; see `frugal.training.data.micro_batches`. If memory runs
+        of each, samples of like length share a micro-batch; see `frugal.training.data.batches`. If memory runs
         out on any rank, all run the same samples again in smaller micro-batches, and keep these for a while; see
         `frugal.training.oom_limits`. Where loss or gradient are not finite, nothing is updated, and the result says so.
         Collective.
@@ -156,7 +158,7 @@ class Stepper:
         local_loss = self.guard.attempt(partial(self.accumulate, batches, targets))
         if isinstance(local_loss, OutOfMemory):
             return local_loss
-        loss_sum, num_told = self._sum(local_loss.item(), self.wants_to_stop or signals.stop_requested())
+        loss_sum, num_told = self._sum(local_loss.item(), self.wants_to_stop or env.stop_requested())
         self.is_to_stop = num_told > 0
         if not math.isfinite(loss_sum):
             abandon(self.zero)
@@ -210,7 +212,7 @@ def wrap(
         tiled_loss.apply(model)
     if strategy.offload_optimizer != "none":
         local_host.give_back_large_blocks()
-    return deepspeed_engine.initialize(
+    return engine.initialize(
         model, request, strategy, batch, learning_rate_schedule=learning_rate_schedule, votes=votes
     )
 
@@ -229,3 +231,79 @@ def accumulate(deepspeed: Any, objective: Objective, batches: Sequence[Batch], t
         total += loss.detach()
         deepspeed.backward(loss * (world_size / targets), scale_wrt_gas=False)
     return total
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Mean loss over `targets` in `samples` samples."""
+
+    loss: float
+    targets: int
+    samples: int
+
+    @property
+    def perplexity(self) -> float:
+        """exp(loss); infinite where that is beyond a float."""
+        return math.exp(self.loss) if self.loss < 709 else math.inf
+
+
+def evaluate(engine: Stepper, samples: Sequence[Sample]) -> Evaluation:
+    """The model's loss on `samples`, the same sequence on every rank. Collective; dropout is off meanwhile.
+
+    The samples are cut into micro-batches like a global batch, under the same limits, or smaller ones where memory runs
+    out on a rank: then all of it is run again. Every sample is in exactly one micro-batch; a rank whose own is empty
+    runs the objective's dummy, because ZeRO-3 communicates in every forward. Sums and counts travel in fp64, so what
+    differs from one process is the rounding of each micro-batch's own sum.
+
+    Raises:
+        RequestError: no sample, or no target in any of them.
+        OutOfMemoryError: a single sample is too large.
+    """
+    if len(samples) == 0:
+        raise RequestError(
+            "there is no sample to evaluate on", hint="give validation data, or a larger part of the data"
+        )
+    before = rng.state(engine.device)
+    while True:
+        cut = share(samples, engine.adaptive_limits.evaluation, engine.rank)
+        outcome = engine.guard.attempt(partial(_evaluated, engine, samples, cut.places))
+        if not isinstance(outcome, OutOfMemory):
+            break
+        abandon(engine.zero)
+        rng.restore(before, engine.device)
+        message = engine.adaptive_limits.lower_evaluation(outcome, cut.largest)
+        if engine.rank == 0:
+            logger.warning(message)
+    sums = torch.tensor(outcome, dtype=torch.float64)
+    dist.all_reduce(sums, group=engine.votes)
+    loss_sum, num_targets = sums.tolist()
+    if num_targets == 0:
+        raise RequestError(
+            "the validation data has no target",
+            because=f"every label of its {len(samples)} samples is ignored",
+        )
+    return Evaluation(loss=loss_sum / num_targets, targets=int(num_targets), samples=len(samples))
+
+
+def _evaluated(engine: Stepper, samples: Sequence[Sample], shares: Sequence[Sequence[int]]) -> tuple[float, int]:
+    """This rank's micro-batches: the summed loss and the number of targets. Collective."""
+    loss = torch.zeros((), dtype=torch.float64, device=engine.device)
+    targets = 0
+    was_training = engine.module.training
+    engine.module.eval()
+    collated = prefetch(_collated(engine, samples, shares), engine.device)
+    try:
+        with torch.no_grad(), closing(collated):
+            for batch in collated:
+                targets += engine.objective.count(batch)
+                on_device = {name: tensor.to(engine.device, non_blocking=True) for name, tensor in batch.items()}
+                loss += engine.objective.loss_sum(engine.deepspeed, on_device)
+    finally:
+        engine.module.train(was_training)
+    return loss.item(), targets
+
+
+def _collated(engine: Stepper, samples: Sequence[Sample], shares: Sequence[Sequence[int]]) -> Iterator[Batch]:
+    for places in shares:
+        own = [samples[place] for place in places]
+        yield pin(engine.objective.collate(own or [engine.objective.dummy()]), engine.device)

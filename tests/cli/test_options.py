@@ -4,7 +4,7 @@ import pytest
 
 from frugal.cli import run
 from frugal.config.schema import SETTINGS
-from frugal.config.settings.other_trainers import OTHER_NAMES
+from frugal.config.setting import OTHER_NAMES
 from tests.commands import frugal
 
 HF = "error: {} is HF Trainer's name\n"

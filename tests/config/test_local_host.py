@@ -2,7 +2,7 @@
 
 from types import SimpleNamespace
 
-from frugal.cli.planned import described
+from frugal.cli.options import described
 from frugal.config.local_host import held
 from frugal.config.schema import understand
 from frugal.units import GIB, MIB

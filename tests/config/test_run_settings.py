@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from frugal.config.settings.arguments import parse
-from frugal.config.settings.run_settings import RunSettings, earlier_settings, run_settings
-from frugal.config.settings.setting import settings_of
+from frugal.config.run_settings import RunSettings, earlier_settings, run_settings
+from frugal.config.schema import parse
+from frugal.config.setting import settings_of
 from frugal.errors import RequestError
 
 SOME = RunSettings(

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from frugal.config.learning_rate import schedule_factor
+from frugal.config.optimizers import schedule_factor
 
 
 def rates(schedule: Any, warmup_steps: int, total_steps: int) -> list[float]:

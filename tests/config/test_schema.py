@@ -8,8 +8,8 @@ import pytest
 from frugal.config import cluster as cards
 from frugal.config.build_cluster import ClusterSettings
 from frugal.config.request import Request
+from frugal.config.run_settings import DATA_NAMES, LaunchSettings, RunSettings, run_settings
 from frugal.config.schema import PLAN_SETTINGS, SETTINGS, TRAIN_SETTINGS, check, understand
-from frugal.config.settings.run_settings import DATA_NAMES, LaunchSettings, RunSettings, run_settings
 from frugal.errors import RequestError
 from frugal.units import GIB
 

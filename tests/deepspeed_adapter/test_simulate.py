@@ -11,7 +11,7 @@ from frugal.deepspeed_adapter.kernels import DTYPES
 from frugal.deepspeed_adapter.simulate.engine import covers, simulate
 from frugal.dryrun.run import dry_run
 from frugal.dryrun.trace.trace import built, trace
-from frugal.planning.memory.model_trace import ModelTrace
+from frugal.planning.memory.timeline import ModelTrace
 from frugal.planning.strategy import Strategy
 from frugal.training.objectives import CausalLM, MaskedLM, Seq2Seq, SummedLoss
 

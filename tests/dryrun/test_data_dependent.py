@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from frugal.deepspeed_adapter.kernels import DTYPES
 from frugal.dryrun.messages import DryRun
 from frugal.dryrun.run import dry_run
-from frugal.dryrun.trace import stand_ins
+from frugal.dryrun.trace import operators
 from frugal.planning.memory.timeline import phase_peaks
 from frugal.training.measure.two_steps import trial
 from frugal.training.objectives import CausalLM, SequenceClassification, SummedLoss
@@ -70,13 +70,13 @@ def an_expert_chosen_by_data(x: Tensor) -> Tensor:
 
 
 CASES = {
-    chosen_by_a_mask: stand_ins.EVERYTHING,
-    chosen_by_positions: stand_ins.EVERYTHING,
-    selected: stand_ins.EVERYTHING,
-    unique: stand_ins.ALL_DIFFERENT,
+    chosen_by_a_mask: operators.EVERYTHING,
+    chosen_by_positions: operators.EVERYTHING,
+    selected: operators.EVERYTHING,
+    unique: operators.ALL_DIFFERENT,
     under_a_condition: "an `if` depends on data: counted as if its condition were true",
     as_long_as_data_says: "an integer is read from data: counted as if it were 64",
-    counted: stand_ins.AS_MANY_BINS,
+    counted: operators.AS_MANY_BINS,
     an_expert_chosen_by_data: "an integer is read from data: counted as if it were 1",
 }
 
@@ -150,7 +150,7 @@ def measured_classifier(family: str) -> dict[str, int]:
 @pytest.mark.parametrize("family", ["t5", "bart"])
 def test_classifiers_that_look_for_their_end_token_are_dry_run_as_an_upper_bound(family: str, one_rank: Ranks) -> None:
     found = dry_run_result(partial(classifier, family), SequenceClassification(0, end_id=2), "fp32")
-    assert found.notes == (stand_ins.ALL_EQUAL, stand_ins.EVERYTHING)
+    assert found.notes == (operators.ALL_EQUAL, operators.EVERYTHING)
     truth = one_rank.run(measured_classifier, family)[0]
     every_state = 4 * SEQ_LEN * 32 * 4  # samples, tokens, width, fp32: selected instead of one a sample
     for phase, peak in found.phases.items():

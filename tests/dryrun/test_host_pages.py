@@ -3,7 +3,7 @@
 import psutil
 import torch
 
-from frugal.dryrun.trace.stand_ins import untouched_host_tensor
+from frugal.dryrun.trace.operators import untouched_host_tensor
 
 
 def test_a_tensor_twice_the_size_of_the_machine_is_only_address_space() -> None:

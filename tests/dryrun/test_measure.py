@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from frugal.training.measure.memory_gauge import gauge
+from frugal.training.measure.memory_watch import gauge
 from frugal.training.objectives import CausalLM
 from tests.training.small_models import tiny_gpt2
 

@@ -13,7 +13,7 @@ from frugal.dryrun.messages import DryRun
 from frugal.dryrun.run import dry_run
 from frugal.dryrun.trace.recorder import Tracker
 from frugal.planning.strategy import Strategy
-from frugal.training.measure.memory_gauge import gauge
+from frugal.training.measure.memory_watch import gauge
 from frugal.training.models import activation_checkpointing
 from tests.dryrun.test_truth import FAMILIES, SMALL_BUCKETS, TOLERANCE, dry_run_result, measured, plan_for, tiny
 from tests.ranks import Ranks

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from frugal.dryrun.trace import trace as tracing
 from frugal.dryrun.trace.trace import repetition, trace
-from frugal.planning.memory.model_trace import ModelTrace
-from frugal.planning.memory.timeline import NotAffineError
+from frugal.planning.memory.timeline import ModelTrace, NotAffineError
 from frugal.training.objectives import CausalLM, MaskedLM, Objective, Seq2Seq, SummedLoss
 
 SEQ_LEN = 40

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 from frugal.training.engine import Engine, initialize
-from frugal.training.evaluate import evaluate
 from frugal.training.objectives import CausalLM
+from frugal.training.train_step import evaluate
 from tests.plans import plan_by_hand
 from tests.training.small_models import ragged_samples, tiny_gpt2
 

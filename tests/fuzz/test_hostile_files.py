@@ -11,9 +11,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from frugal.config import hostfile, sample_lengths, schema
+from frugal.config import build_cluster, sample_lengths, schema
+from frugal.config.run_settings import run_settings
 from frugal.config.schema import understand
-from frugal.config.settings.run_settings import run_settings
 from frugal.deepspeed_adapter.json_config import deepspeed_config
 from frugal.errors import FrugalError
 from frugal.planning.plan import Plan, expanded
@@ -21,7 +21,7 @@ from frugal.planning.report import summary
 from frugal.training.checkpoint import manifest
 from frugal.training.checkpoint.loading import TRAINING, Progress, read_progress
 from frugal.training.checkpoint.manifest import File, Manifest
-from frugal.training.data.micro_batches import MicroBatchLimits
+from frugal.training.data.batches import MicroBatchLimits
 from frugal.training.oom_limits import LearntLimits
 from tests.fuzz.hostile import bytes_like, documents_like, json_like
 from tests.plans import plan_by_hand
@@ -143,7 +143,7 @@ def test_hostfile(tmp_path: Path) -> None:
 
     path = tmp_path / "hosts"
     path.write_bytes(HOSTS)
-    assert len(hostfile.read_hostfile(path)) == 3
+    assert len(build_cluster.read_hostfile(path)) == 3
     survives(use, path, bytes_like(HOSTS, NUMBER), refused=NUMBER // 3)
 
 

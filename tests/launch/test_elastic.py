@@ -6,15 +6,14 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from frugal.config.build_cluster import parse_hostfile
 from frugal.config.cluster import Cluster, Node
-from frugal.config.hostfile import parse_hostfile
 from frugal.config.local_host import versions
-from frugal.config.settings.run_settings import RunSettings
+from frugal.config.run_settings import RunSettings
 from frugal.errors import RequestError
-from frugal.launch import elastic as restarts
-from frugal.launch import host_report
-from frugal.launch.elastic import part_of_cluster, usable_hosts
+from frugal.launch import host_report, pdsh
 from frugal.launch.host_report import HostReport
+from frugal.launch.pdsh import part_of_cluster, usable_hosts
 from frugal.launch.ssh import Access, UnreachableHost
 from tests.plans import plan_by_hand
 
@@ -68,12 +67,12 @@ def test_hosts_that_stay_away_end_the_run_and_are_named(
     elastic: bool, what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A name that cannot exist (RFC 6761) is a host that does not answer."""
-    monkeypatch.setattr(restarts, "RETURN_SECONDS", 0.1)
-    monkeypatch.setattr(restarts, "RETRY_SECONDS", 0.1)
-    monkeypatch.setattr(restarts.pdsh, "ready_hosts", lambda *_: [])  # as it was when the run began
+    monkeypatch.setattr(pdsh, "RETURN_SECONDS", 0.1)
+    monkeypatch.setattr(pdsh, "RETRY_SECONDS", 0.1)
+    monkeypatch.setattr(pdsh.pdsh, "ready_hosts", lambda *_: [])  # as it was when the run began
     plan = plan_by_hand(world_size=1, global_batch=1, micro_batch=1, zero_stage=2)
     named = parse_hostfile("nowhere.invalid slots=1\n")
-    on = restarts.RestartableHosts(
+    on = pdsh.RestartableHosts(
         plan, named, Access(), RunSettings(out=tmp_path / "run"), None, (lambda _: plan) if elastic else None
     )
     with pytest.raises(RequestError, match=what) as raised:

@@ -10,8 +10,8 @@ import msgspec
 import pytest
 
 from frugal import cli
+from frugal.config.build_cluster import parse_hostfile
 from frugal.config.cluster import Cluster, Node
-from frugal.config.hostfile import parse_hostfile
 from frugal.config.local_host import versions
 from frugal.errors import RequestError
 from frugal.launch import host_report, pdsh, ssh
@@ -46,11 +46,11 @@ def test_torchrun_has_a_line_for_each_node(folder: Path, capsys: pytest.CaptureF
     code, output, errors = said(capsys, "--hostfile", "hosts", "--print", "torchrun", "--nic", "eth1")
     assert (code, errors) == (0, "")
     nic = "DS_ACCELERATOR=cpu GLOO_SOCKET_IFNAME=eth1 NCCL_SOCKET_IFNAME=eth1"
-    meeting = "--master-addr a --master-port 29500"
+    address = "--master-addr a --master-port 29500"
     rank = "-m frugal.training.run --plan plan.json --data 'my text.jsonl' --steps 4"
     assert output.splitlines()[1:] == [
-        "# a", f"{nic} torchrun --nnodes 2 --node-rank 0 --nproc-per-node 1 {meeting} {rank}",
-        "# b", f"{nic} torchrun --nnodes 2 --node-rank 1 --nproc-per-node 2 {meeting} {rank}",
+        "# a", f"{nic} torchrun --nnodes 2 --node-rank 0 --nproc-per-node 1 {address} {rank}",
+        "# b", f"{nic} torchrun --nnodes 2 --node-rank 1 --nproc-per-node 2 {address} {rank}",
     ]  # fmt: skip
 
 

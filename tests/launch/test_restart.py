@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from frugal.config.settings.run_settings import RunSettings
+from frugal.config.run_settings import RunSettings
 from frugal.distributed.first_failure import FailureReport
 from frugal.launch import local, restart
 from frugal.launch.restart import RunEnd, judge

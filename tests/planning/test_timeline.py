@@ -5,14 +5,7 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from frugal.planning.memory.timeline import (
-    ACTIVATIONS,
-    GRADIENTS,
-    PARAMETERS,
-    TEMPORARY,
-    NotAffineError,
-    Timeline,
-)
+from frugal.planning.memory.timeline import ACTIVATIONS, GRADIENTS, PARAMETERS, TEMPORARY, NotAffineError, Timeline
 
 
 def recording(micro_batch: int, **changes: object) -> Timeline:

@@ -13,9 +13,9 @@ import torch
 from frugal.errors import RequestError
 from frugal.training import run
 from frugal.training.engine import initialize
-from frugal.training.evaluate import Evaluation, evaluate
 from frugal.training.metrics import Log
 from frugal.training.objectives import CausalLM
+from frugal.training.train_step import Evaluation, evaluate
 from tests.plans import plan_by_hand
 from tests.ranks import Ranks
 from tests.training.small_models import ragged_samples, tiny_gpt2

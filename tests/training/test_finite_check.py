@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from frugal.config.settings.run_settings import RunSettings
+from frugal.config.run_settings import RunSettings
 from frugal.errors import NumbersError
 from frugal.training import loop
 from frugal.training.checkpoint import loading
 from frugal.training.checkpoint.loading import Progress
-from frugal.training.data.global_batches import GlobalBatches
+from frugal.training.data.batches import GlobalBatches
 from frugal.training.engine import Engine, initialize
 from frugal.training.loop import MOST_IN_A_ROW, samples_in_words
 from frugal.training.metrics import Log

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from frugal.config.learning_rate import schedule_factor
-from frugal.config.settings.run_settings import RunSettings
-from frugal.distributed import signals
+from frugal.config.optimizers import schedule_factor
+from frugal.config.run_settings import RunSettings
+from frugal.distributed import env
 from frugal.training import loop, rng
 from frugal.training.checkpoint import loading
 from frugal.training.checkpoint.loading import Progress
-from frugal.training.data.global_batches import GlobalBatches, Position
+from frugal.training.data.batches import GlobalBatches, Position
 from frugal.training.engine import initialize
 from frugal.training.metrics import Log
 from frugal.training.objectives import CausalLM
@@ -61,7 +61,7 @@ def train(
     if die == "in a save" and rank == 1:
         _kill_in(torch, "save", signal.SIGKILL, when=lambda: engine.deepspeed.global_steps == 6)
     log = Log(folder, rank=rank, planned_bytes=1, total_steps=total_steps, first_step=start.step)
-    with log, signals.recorded():
+    with log, env.recorded():
         loop.train(engine, batches, SAMPLES[:5], settings, log, start=start, total_steps=total_steps)
     engine.destroy()
     gc.collect()

@@ -7,9 +7,8 @@ import pytest
 from rich.console import Console
 
 from frugal.errors import CheckpointError
-from frugal.training.evaluate import Evaluation
 from frugal.training.metrics import Log
-from frugal.training.train_step import StepResult
+from frugal.training.train_step import Evaluation, StepResult
 from tests.runs import records
 
 MIB = 1 << 20

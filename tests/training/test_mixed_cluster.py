@@ -10,7 +10,7 @@ import torch
 import frugal
 from frugal.planning.plan import Plan
 from frugal.training.engine import initialize
-from frugal.training.measure.memory_gauge import gauge
+from frugal.training.measure.memory_watch import gauge
 from frugal.training.measure.two_steps import settled_collectives
 from frugal.training.models.resolve import resolve
 from tests.plans import plan_by_hand

@@ -9,18 +9,18 @@ from typing import Any
 import pytest
 import torch
 
-from frugal.config.settings.run_settings import RunSettings
+from frugal.config.run_settings import RunSettings
 from frugal.errors import FrugalError, OutOfMemoryError
 from frugal.planning.plan import Plan
 from frugal.training import loop, oom_limits
 from frugal.training.checkpoint import loading
 from frugal.training.checkpoint.loading import Progress
-from frugal.training.data.global_batches import GlobalBatches
+from frugal.training.data.batches import GlobalBatches
 from frugal.training.engine import Engine, initialize
-from frugal.training.evaluate import evaluate
 from frugal.training.metrics import Log
 from frugal.training.objectives import CausalLM
 from frugal.training.oom_limits import AdaptiveLimits, LearntLimits, OutOfMemory, OutOfMemoryReport, report_of
+from frugal.training.train_step import evaluate
 from tests.plans import plan_by_hand
 from tests.ranks import Ranks
 from tests.training.small_models import SkipNet, points, ragged_samples, skip_net, tiny_gpt2

@@ -1,4 +1,4 @@
-"""Every rung of the ladder is really applied, and trains as the plain run does."""
+"""Every smaller micro-batch is really applied, and trains as the plain run does."""
 
 from typing import Any
 

@@ -10,16 +10,20 @@ from frugal.deepspeed_adapter.simulate import mirrored
 from frugal.deepspeed_adapter.simulate.stream import NUM_STATES, MicroStep, PinnedBlocks, Setting, Stream
 from frugal.deepspeed_adapter.simulate.zero3 import SimulatedZero3
 from frugal.deepspeed_adapter.simulate.zero12 import SimulatedZero12
-from frugal.planning.memory.model_trace import ARRIVAL, BATCH_ENDS, LOSS_ENDS, MarkKind, ModelTrace
 from frugal.planning.memory.profile import RankMemory
 from frugal.planning.memory.timeline import (
+    ARRIVAL,
     BACKWARD,
+    BATCH_ENDS,
     FORWARD,
     GRADIENTS,
     INITIALISATION,
+    LOSS_ENDS,
     OPTIMIZER,
     OPTIMIZER_STEP,
     PARAMETERS,
+    MarkKind,
+    ModelTrace,
 )
 from frugal.planning.strategy import Strategy
 

@@ -8,8 +8,7 @@ from typing import Protocol
 
 from frugal.config.cluster import DeviceKind
 from frugal.planning.memory.allocator import HostAllocator
-from frugal.planning.memory.model_trace import MarkKind, ModelTrace
-from frugal.planning.memory.timeline import TEMPORARY, Timeline, TimelineBuilder
+from frugal.planning.memory.timeline import TEMPORARY, MarkKind, ModelTrace, Timeline, TimelineBuilder
 
 
 class Optimizer(Protocol):
@@ -20,7 +19,7 @@ class Optimizer(Protocol):
         ...
 
     def module(self, kind: MarkKind, number: int, hold: int) -> None:
-        """One of the marks of ZeRO-3, see `frugal.planning.memory.model_trace`."""
+        """One of the marks of ZeRO-3, see `frugal.planning.memory.timeline`."""
         ...
 
 

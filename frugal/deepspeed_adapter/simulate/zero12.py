@@ -8,8 +8,7 @@ reduced (`reduce_ipg_grads`).
 """
 
 from frugal.deepspeed_adapter.simulate.stream import PinnedBlocks, Setting, Stream
-from frugal.planning.memory.model_trace import MarkKind
-from frugal.planning.memory.timeline import COMMUNICATION, GRADIENTS, OPTIMIZER, PARAMETERS
+from frugal.planning.memory.timeline import COMMUNICATION, GRADIENTS, OPTIMIZER, PARAMETERS, MarkKind
 
 
 class SimulatedZero12:

@@ -1,14 +1,23 @@
-"""Records every storage that a dry run makes, on the pretended device and on the host.
+"""What a storage is for: a parameter, a gradient, an activation, ...
+
+At birth the category follows from the phase, the shape, and who asked for it: the model or DeepSpeed. What lives
+on past the end of a phase is looked up where its owner keeps it, and relabelled.
+
+Records every storage that a dry run makes, on the pretended device and on the host.
 
 Meta tensors stand for the device, CPU tensors for the host. Reference cycles, which hold storages,
 are collected between phases only.
 """
 
+import functools
 import gc
+import importlib.util
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -17,21 +26,113 @@ from torch import Tensor, nn
 from frugal import torch_internals
 from frugal.config.cluster import DeviceKind
 from frugal.deepspeed_adapter.fake_device import SideStreams
-from frugal.dryrun.trace import operator_cache, stand_ins
-from frugal.dryrun.trace.categories import DEEPSPEED, MODEL, Shapes, asked_by_transformers, asker
+from frugal.dryrun.trace import operators
 from frugal.dryrun.trace.cuda_kernels import cuda_workspace
-from frugal.dryrun.trace.stand_ins import HostMemory
+from frugal.dryrun.trace.operators import HostMemory
 from frugal.planning.cost import Counts
 from frugal.planning.memory.timeline import (
+    ACTIVATIONS,
     BACKWARD,
+    COMMUNICATION,
     FORWARD,
+    GRADIENTS,
     INITIALISATION,
+    LOGITS,
     PARAMETERS,
     TEMPORARY,
     Timeline,
     TimelineBuilder,
 )
-from frugal.training.measure.storage_watch import StorageWatch, cpu_pace
+from frugal.training.measure.memory_watch import StorageWatch, cpu_pace
+
+AUTOGRAD, DEEPSPEED, MODEL = "autograd", "DeepSpeed", "model"
+
+
+@functools.cache
+def package_folder(package: str) -> Path:
+    """Where a package is, without importing it."""
+    spec = importlib.util.find_spec(package)
+    assert spec is not None and spec.origin is not None, package
+    return Path(spec.origin).parent
+
+
+_TORCH, _FRUGAL, _DEEPSPEED, _TRANSFORMERS = (
+    package_folder(name) for name in ("torch", "frugal", "deepspeed", "transformers")
+)
+_TRANSPARENT = (
+    _TORCH,
+    _FRUGAL / "dryrun",
+    _FRUGAL / "deepspeed_adapter",
+    _FRUGAL / "training" / "measure" / "memory_watch.py",
+    _FRUGAL / "training" / "models" / "activation_checkpointing.py",
+    _DEEPSPEED / "runtime" / "engine.py",
+    _DEEPSPEED / "runtime" / "zero" / "linear.py",
+    _DEEPSPEED / "utils",
+)
+"""Code that runs operators for whoever called it. By the folders of the packages themselves: a model may lie anywhere,
+also in a folder named `deepspeed` or `torch`."""
+assert all(place.exists() for place in _TRANSPARENT), "DeepSpeed has moved what runs operators for others"
+
+_asker_of_code: dict[Any, str | None] = {torch_internals.RUN_BACKWARD: AUTOGRAD}
+
+
+def asker(frame: FrameType | None) -> str:
+    """Who runs the operator: `autograd` itself, `DeepSpeed`, or the `model`, which also stands for the rest."""
+    while frame is not None:
+        name = _asker_of(frame)
+        if name is not None:
+            return name
+        frame = frame.f_back
+    return MODEL
+
+
+def _asker_of(frame: FrameType) -> str | None:
+    """Who runs what a frame runs; None: whoever called it."""
+    code = frame.f_code
+    if code not in _asker_of_code:
+        file = Path(code.co_filename)
+        if any(file.is_relative_to(place) for place in _TRANSPARENT):
+            _asker_of_code[code] = None
+        else:
+            _asker_of_code[code] = DEEPSPEED if file.is_relative_to(_DEEPSPEED) else MODEL
+    return _asker_of_code[code]
+
+
+def asked_by_transformers(frame: FrameType | None) -> bool:
+    """Whether the operator is run by code of the transformers library, which asks whether masks are full."""
+    while frame is not None and _asker_of(frame) is None:
+        frame = frame.f_back
+    return frame is not None and Path(frame.f_code.co_filename).is_relative_to(_TRANSFORMERS)
+
+
+class Shapes:
+    """The shapes that tell parameters' gradients and logits from the rest."""
+
+    def __init__(self, model: nn.Module) -> None:
+        shapes = {tuple(parameter.shape) for parameter in model.parameters()}
+        self.parameters = shapes | {shape[::-1] for shape in shapes}
+        self.vocabulary = vocabulary_size(model)
+
+    def category(self, shape: tuple[int, ...], phase: str, who: str, *, recomputing: bool) -> int:
+        """The category at birth of a storage whose first tensor has `shape`."""
+        if who == DEEPSPEED:
+            return COMMUNICATION if phase in (FORWARD, BACKWARD) else TEMPORARY
+        if phase == BACKWARD and not recomputing and shape in self.parameters:
+            return GRADIENTS
+        if self.vocabulary and len(shape) >= 2 and shape[-1] == self.vocabulary and phase in (FORWARD, BACKWARD):
+            return LOGITS
+        if phase == FORWARD or recomputing:
+            return ACTIVATIONS
+        return TEMPORARY
+
+
+def vocabulary_size(model: nn.Module) -> int | None:
+    """Classes of the model's head, if it is a language model of the transformers kind."""
+    config = getattr(model, "config", None)
+    if config is None or not hasattr(config, "get_text_config"):
+        return None
+    return getattr(config.get_text_config(), "vocab_size", None)
+
 
 aten = torch.ops.aten
 _FUSED_OPTIMIZERS = {
@@ -167,20 +268,20 @@ class Tracker(StorageWatch):
 
     def execute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the operator returns, without touching host memory."""
-        if func is aten._local_scalar_dense.default and (args[0].is_meta or stand_ins.is_untouched(args[0])):
+        if func is aten._local_scalar_dense.default and (args[0].is_meta or operators.is_untouched(args[0])):
             return self._scalar(args[0])
         if func in _FUSED_OPTIMIZERS:
             return None  # updates in place, and takes no memory
-        if (assumed := stand_ins.stand_in(func, args, kwargs)) is not None:
+        if (assumed := operators.stand_in(func, args, kwargs)) is not None:
             self._assume(assumed[1])
             return assumed[0]
         # DeepSpeed keeps shapes as meta tensors of its own (stage_1_and_2.py), which are nothing on a real device.
         self._own_metadata = func is aten.zeros_like.default and "device" in kwargs and self.phase == INITIALISATION
-        out = stand_ins.host_stand_in(func, args, kwargs)
+        out = operators.host_stand_in(func, args, kwargs)
         if out is not NotImplemented and self.kind == "cuda" and self.phase in (FORWARD, BACKWARD):
             self._counted["moved"] += self._moved_bytes(func, args, out)
         if out is NotImplemented:
-            out, (flops, traffic) = operator_cache.run_cached(func, args, kwargs)
+            out, (flops, traffic) = operators.run_cached(func, args, kwargs)
             if self.phase in (FORWARD, BACKWARD):
                 self._count(flops, int(traffic * cpu_pace(func)) if self.kind == "cpu" else traffic)
         if self.kind == "cuda" and (workspace := cuda_workspace(func, args)):
@@ -214,7 +315,7 @@ class Tracker(StorageWatch):
         """The answer to `.item()`, which decides what the program does next.
 
         In forward: every mask is full and nothing is packed, so that the kernels without a mask are taken; what else
-        a model asks for is assumed, see `frugal.dryrun.trace.stand_ins`. After it: nothing overflowed, and norms are 1.
+        a model asks for is assumed, see `frugal.dryrun.trace.operators`. After it: nothing overflowed, and norms are 1.
         """
         if tensor.dtype.is_floating_point:
             return 1.0

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
-from frugal.planning.memory.model_trace import Mark, MarkKind, Marks
-from frugal.planning.memory.timeline import Timeline, TimelineBuilder
+from frugal.planning.memory.timeline import Mark, MarkKind, Marks, Timeline, TimelineBuilder
 
 
 class NotPeriodicError(Exception):

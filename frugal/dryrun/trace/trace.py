@@ -25,10 +25,23 @@ from frugal.dryrun.trace.recorder import Tracker, not_collected
 from frugal.dryrun.trace.splice import LayerLayout, splice
 from frugal.errors import FrugalError
 from frugal.planning.cost import Counts, Work, between
-from frugal.planning.memory.model_trace import ARRIVAL, BATCH_ENDS, LOSS_ENDS, Mark, MarkKind, Marks, ModelTrace
-from frugal.planning.memory.timeline import BACKWARD, FORWARD, MICRO_BATCHES, NotAffineError, Timeline, TimelineBuilder
+from frugal.planning.memory.timeline import (
+    ARRIVAL,
+    BACKWARD,
+    BATCH_ENDS,
+    FORWARD,
+    LOSS_ENDS,
+    MICRO_BATCHES,
+    Mark,
+    MarkKind,
+    Marks,
+    ModelTrace,
+    NotAffineError,
+    Timeline,
+    TimelineBuilder,
+)
 from frugal.planning.strategy import ActivationCheckpointing
-from frugal.training.measure.storage_watch import tensors_in
+from frugal.training.measure.memory_watch import tensors_in
 from frugal.training.models import activation_checkpointing, tiled_loss, transformers_internals
 from frugal.training.objectives import Objective
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from frugal import atomic_files
+from frugal import files
 
 SCHEMA = 2
 MANIFEST = "manifest.json"
@@ -83,7 +83,7 @@ def checksum(path: Path) -> str:
 
 def file_entry(path: Path, rank: int) -> File:
     """The file's entry in the manifest; the file is on the disk when this returns."""
-    atomic_files.flush(path)
+    files.flush(path)
     return File(num_bytes=path.stat().st_size, sha256=checksum(path), rank=rank)
 
 
@@ -91,9 +91,9 @@ def publish(temporary: Path, manifest: Manifest) -> Path:
     """Complete the folder `NAME.tmp` with its manifest, rename it to `NAME` and point `latest` there; the new path."""
     final = temporary.with_suffix("")
     manifest_json = msgspec.json.format(msgspec.json.encode(manifest), indent=2) + b"\n"
-    atomic_files.write_file(temporary / MANIFEST, manifest_json)
-    atomic_files.replace_folder(temporary, final)
-    atomic_files.write_file(final.parent / POINTER, final.name.encode() + b"\n")
+    files.write_file(temporary / MANIFEST, manifest_json)
+    files.replace_folder(temporary, final)
+    files.write_file(final.parent / POINTER, final.name.encode() + b"\n")
     return final
 
 

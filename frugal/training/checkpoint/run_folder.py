@@ -16,9 +16,9 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from frugal import atomic_files
+from frugal import files
 from frugal.config.local_host import available_bytes
-from frugal.config.settings.run_settings import RECORD, RunSettings
+from frugal.config.run_settings import RECORD, RunSettings
 from frugal.deepspeed_adapter import kernels
 from frugal.deepspeed_adapter.json_config import write_plan
 from frugal.distributed import env, process_group, rank_logs
@@ -107,7 +107,7 @@ def record(plan: Plan, settings: RunSettings) -> None:
     """What the run is, in its folder: the plan, its print-out for DeepSpeed, and what was asked for."""
     write_plan(plan, settings.out)
     try:
-        atomic_files.write_file(settings.out / RECORD, settings.record())
+        files.write_file(settings.out / RECORD, settings.record())
     except OSError as error:
         raise _cannot_write(settings, error) from None
 

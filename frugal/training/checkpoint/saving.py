@@ -22,13 +22,13 @@ import msgspec
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from frugal import atomic_files
+from frugal import files
 from frugal.deepspeed_adapter.checkpoint_files import CheckpointWriter
 from frugal.deepspeed_adapter.stages import Zero
 from frugal.distributed.vote import RanksFailed, together
 from frugal.errors import CheckpointError
 from frugal.training import rng
-from frugal.training.checkpoint import manifest, reshard
+from frugal.training.checkpoint import loading, manifest
 from frugal.training.checkpoint.loading import TRAINING, Progress, origin, read_progress
 from frugal.training.checkpoint.manifest import File, Manifest
 from frugal.training.train_step import Stepper
@@ -159,7 +159,7 @@ def _collect(engine: Stepper, writer: CheckpointWriter, aside: Path, progress: P
     """Give this rank's states to the writer."""
     writer.collect(engine.deepspeed, aside)
     writer.save(rng.state(engine.device), aside / f"rng_rank_{engine.rank}.pt")
-    writer.write(msgspec.json.encode(engine.zero.layout()), aside / reshard.file_name(engine.rank))
+    writer.write(msgspec.json.encode(engine.zero.layout()), aside / loading.file_name(engine.rank))
     if engine.rank == 0:
         learnt = replace(progress, learnt=engine.adaptive_limits.learnt())
         writer.write(msgspec.json.encode(learnt), aside / TRAINING)
@@ -248,4 +248,4 @@ def _write(module: nn.Module, weights: dict[str, Tensor], aside: Path, tokenizer
             tokenizer.save_pretrained(aside)
     except Exception as error:  # safetensors has its own error for a full disk, tokenizers theirs
         raise OSError(None, f"{type(error).__name__}: {error}") from error
-    atomic_files.replace_folder(aside, aside.with_suffix(""))
+    files.replace_folder(aside, aside.with_suffix(""))

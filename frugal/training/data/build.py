@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from frugal import atomic_files
+from frugal import files
 from frugal.config.sample_lengths import TooLong
 from frugal.errors import RequestError
 from frugal.training.data import tokenizer
@@ -82,7 +82,7 @@ def build_samples(
         RequestError: as `frugal.training.data.corpus.load_corpus`.
         OSError: it cannot be written.
     """
-    with atomic_files.new_folder(folder) as temporary:  # where another process was first, it had the same content
+    with files.new_folder(folder) as temporary:  # where another process was first, it had the same content
         report = _write(_DocumentReader(sources, maker, limit, skip_bad_rows), temporary, pack, validation_fraction)
         (temporary / "report.json").write_bytes(msgspec.json.encode(report))
 

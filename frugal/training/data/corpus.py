@@ -20,25 +20,25 @@ import platformdirs
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from frugal import cache_pruning
+from frugal import files
 from frugal.config import sample_lengths
 from frugal.config.request import Request
+from frugal.config.run_settings import RunSettings
 from frugal.config.sample_lengths import Lengths, TooLong
-from frugal.config.settings.run_settings import RunSettings
 from frugal.distributed import env
 from frugal.errors import RequestError
 from frugal.planning.plan import Plan
 from frugal.training.data import packing, sources
 from frugal.training.data import tokenizer as tokenizing
 from frugal.training.data.arrow_store import ArrowSamples
+from frugal.training.data.batches import permutation
 from frugal.training.data.build import BuildReport, SampleMaker, bad_rows_error, build_samples
-from frugal.training.data.global_batches import permutation
 from frugal.training.data.sources import Columns, DocumentSource, Provenance, find_sources
 from frugal.training.models import resolve
 from frugal.units import GIB
 
 CACHE_BYTES = 200 * GIB
-"""Of all tokenised data; see `frugal.cache_pruning`. A token takes 4 bytes."""
+"""Of all tokenised data; see `frugal.files`. A token takes 4 bytes."""
 
 _locks: dict[Path, IO[bytes]] = {}  # of what this process has opened, which nobody is to remove while it lives
 
@@ -134,9 +134,9 @@ def _open(
 ) -> Corpus:
     """The corpus that was built in `folder`."""
     if folder not in _locks:
-        _locks[folder] = cache_pruning.lock(folder / "report.json")
-        cache_pruning.touch(folder)
-        cache_pruning.prune(folder.parent, CACHE_BYTES)
+        _locks[folder] = files.lock(folder / "report.json")
+        files.touch(folder)
+        files.prune(folder.parent, CACHE_BYTES)
     report = msgspec.json.decode((folder / "report.json").read_bytes(), type=BuildReport)
     if report.bad_rows and not skip_bad_rows:
         raise bad_rows_error(report)

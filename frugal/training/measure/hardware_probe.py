@@ -21,11 +21,11 @@ from torch import Tensor, nn
 from frugal import torch_internals
 from frugal.config.calibration import MOST_CONTEXT_BYTES, Probe
 from frugal.config.request import Precision
-from frugal.config.settings.arguments import parse
+from frugal.config.schema import parse
 from frugal.deepspeed_adapter.kernels import DTYPES
 from frugal.distributed import env, first_failure, process_group
 from frugal.errors import RequestError
-from frugal.training.measure.storage_watch import cpu_pace, traffic
+from frugal.training.measure.memory_watch import cpu_pace, traffic
 from frugal.units import MIB, format_bytes
 
 NUM_TRIES = 4

@@ -25,8 +25,8 @@ from torch import nn
 from frugal import torch_internals
 from frugal.config import local_host
 from frugal.config.request import Task
-from frugal.config.settings.arguments import parse
-from frugal.deepspeed_adapter import collectives
+from frugal.config.schema import parse
+from frugal.deepspeed_adapter import engine as collectives
 from frugal.deepspeed_adapter.kernels import DTYPES
 from frugal.distributed import first_failure, process_group
 from frugal.errors import OutOfMemoryError
@@ -34,7 +34,7 @@ from frugal.planning.batch import BatchPlan
 from frugal.planning.memory.timeline import Interval, phase_peaks
 from frugal.planning.plan import Plan
 from frugal.training.engine import initialize
-from frugal.training.measure.memory_gauge import CudaGauge, gauge, mark_phases
+from frugal.training.measure.memory_watch import CudaGauge, gauge, mark_phases
 from frugal.training.measure.record import ModelDefinition, RankMeasurement, Trial
 from frugal.training.models.resolve import resolve
 from frugal.training.models.spec import ModelSpec

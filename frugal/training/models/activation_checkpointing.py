@@ -1,4 +1,18 @@
-"""Activation checkpointing, as the plan says.
+"""Selective activation checkpointing: what is expensive to make again is kept, the rest is recomputed.
+
+Kept are the results of matrix products with weights, convolutions and attention kernels. Recomputed are the
+operators between them, which make most of the bytes and little of the time, and three that could be kept:
+
+- products of activations with each other (`bmm`): where attention has no kernel, they grow with the square of the
+  sequence;
+- attention with dropout: it draws random numbers, and what comes after it in the layer must draw the same again;
+- results that were read and then changed in place, because what is left of them is not what was read.
+
+torch has the same idea in `create_selective_checkpoint_contexts`. It counts every operator of a layer, so that ZeRO-3,
+which gathers weights in other ways when a layer runs again, makes it fail; and it refuses results that are changed
+in place, as ZeRO-3's linear layers do to add their bias.
+
+Activation checkpointing, as the plan says.
 
 DeepSpeed's `activation_checkpointing` JSON block switches nothing on for transformers models; the model itself must.
 A transformers model has a switch. In any other module the repeated layers are made to recompute: the modules of one
@@ -25,9 +39,197 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
+from frugal import torch_internals
 from frugal.errors import RequestError
 from frugal.planning.strategy import ActivationCheckpointing
-from frugal.training.models import selective_recompute, transformers_internals
+from frugal.training.models import transformers_internals
+
+aten = torch.ops.aten
+
+EXPENSIVE = {
+    aten.mm.default,
+    aten.addmm.default,
+    aten._scaled_mm.default,
+    aten._grouped_mm.default,
+    aten.convolution.default,
+    aten._scaled_dot_product_flash_attention.default,
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+    aten._scaled_dot_product_efficient_attention.default,
+    aten._scaled_dot_product_cudnn_attention.default,
+    aten._scaled_dot_product_fused_attention_overrideable.default,
+}
+
+
+def contexts() -> tuple["_Keep", "_Return"]:
+    """What one call of a layer runs in, and what its recomputation runs in: `checkpoint`'s `context_fn`."""
+    calls: list[_Call] = []
+    return _Keep(calls), _Return(calls)
+
+
+class _Call:
+    """An expensive operator that ran once.
+
+    Attributes:
+        result: what it returned, with everything that was written to it since; None: to be computed again.
+        num_writes: how many operators changed it in place before any read it, so that they are part of it.
+        is_read: whether an operator has read it.
+        versions: torch's count of changes to each tensor of the result, at the end of the layer.
+    """
+
+    def __init__(self, result: Any) -> None:
+        self.result = result
+        self.num_writes = 0
+        self.is_read = False
+        self.versions: list[int] = []
+
+
+class _Keep(torch_internals.DispatchMode):
+    """Keeps what expensive operators return, in their order."""
+
+    def __init__(self, calls: list[_Call]) -> None:
+        super().__init__()
+        self._calls = calls
+        self._of_storage: dict[int, _Call] = {}  # address of a result's storage -> the call that made it
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        """Run the operator, and remember it if it is expensive."""
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if self._of_storage:
+            self._note_uses(func, args, kwargs, out)
+        if func in EXPENSIVE:
+            call = _Call(None if _draws(func, args, kwargs) else _map(_detached, out))
+            self._calls.append(call)
+            for result in _tensors(call.result):
+                self._of_storage[torch_internals.address(result)] = call
+        return out
+
+    def __exit__(self, *exception: Any) -> None:
+        """The end of the layer: from here on the versions tell whether a result is what it was."""
+        self._of_storage = {}
+        for call in self._calls:
+            call.versions = _versions(call.result)
+        super().__exit__(*exception)
+
+    def _note_uses(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        """Which results `func` read or changed."""
+        used = {torch_internals.address(value): value for value in _tensors((*args, *kwargs.values()))}
+        touched = used.keys() & self._of_storage.keys()
+        if not touched:
+            return
+        written = {torch_internals.address(value) for value in _written(func, args, kwargs)}
+        viewed = {torch_internals.address(value) for value in _tensors(out)} - written
+        for address in touched:
+            call = self._of_storage[address]
+            if address in written and len(written) == 1 and not call.is_read:
+                call.num_writes += 1
+            elif address in written:
+                self._forget(call)
+            elif address not in viewed:
+                call.is_read = True
+
+    def _forget(self, call: _Call) -> None:
+        for result in _tensors(call.result):
+            self._of_storage.pop(torch_internals.address(result), None)
+        call.result = None
+
+
+class _Return(torch_internals.DispatchMode):
+    """Returns what was kept, instead of running the operators again that made it."""
+
+    def __init__(self, calls: list[_Call]) -> None:
+        super().__init__()
+        self._calls = calls
+        self._next = 0
+        self._writes_left: dict[int, tuple[int, Tensor]] = {}  # address -> writes it has seen already, and their target
+
+    def __enter__(self) -> "_Return":
+        """From the first operator on, also if the layer is recomputed a second time."""
+        self._next = 0
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        """Let go of what was not needed. A second recomputation computes everything."""
+        self._writes_left = {}
+        for call in self._calls:
+            call.result = None
+        super().__exit__(*exception)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        """The kept result, or what the operator returns."""
+        kwargs = kwargs or {}
+        if func in EXPENSIVE:
+            call = self._calls[self._next]
+            self._next += 1
+            if call.result is not None and call.versions == _versions(call.result):
+                return self._take(call)
+        elif self._writes_left and self._was_written(func, args, kwargs):
+            return args[0]
+        return func(*args, **kwargs)
+
+    def _take(self, call: _Call) -> Any:
+        """The kept result of a call, which is given back once."""
+        result, call.result = _map(_detached, call.result), None
+        if call.num_writes:
+            for tensor in _tensors(result):
+                self._writes_left[torch_internals.address(tensor)] = call.num_writes, tensor
+        return result
+
+    def _was_written(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether the kept result that `func` writes to has its effect already."""
+        for target in _written(func, args, kwargs):
+            left, tensor = self._writes_left.pop(torch_internals.address(target), (0, target))
+            if left > 1:
+                self._writes_left[torch_internals.address(target)] = left - 1, tensor
+            if left:
+                return True
+        return False
+
+
+def _draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether it takes random numbers: attention with dropout."""
+    for i, argument in enumerate(torch_internals.schema(func).arguments):
+        if argument.name == "dropout_p":
+            return bool(args[i] if i < len(args) else kwargs.get("dropout_p", argument.default_value))
+    return False
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """The tensors that `func` changes in place."""
+    if not torch_internals.schema(func).is_mutable:
+        return []
+    changed = []
+    for i, argument in enumerate(torch_internals.schema(func).arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            changed += _tensors(args[i] if i < len(args) else kwargs.get(argument.name))
+    return changed
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    if isinstance(values, Tensor):
+        return [values]
+    if isinstance(values, (tuple, list)):
+        return [tensor for value in values for tensor in _tensors(value)]
+    return []
+
+
+def _map(function: Any, values: Any) -> Any:
+    if isinstance(values, (tuple, list)):
+        return type(values)(function(value) for value in values)
+    return function(values)
+
+
+def _detached(value: Any) -> Any:
+    """Free of the graph, or layer and graph would hold each other; with the same count of changes."""
+    if not isinstance(value, Tensor):
+        return value
+    with torch_internals.counting_versions():
+        return value.detach()
+
+
+def _versions(result: Any) -> list[int]:
+    return [torch_internals.version(tensor) for tensor in _tensors(result)]
 
 
 def apply(model: nn.Module, mode: ActivationCheckpointing) -> None:
@@ -64,7 +266,7 @@ def apply(model: nn.Module, mode: ActivationCheckpointing) -> None:
 
 
 def _selective(layer: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return checkpoint(layer, *args, use_reentrant=False, context_fn=selective_recompute.contexts, **kwargs)
+    return checkpoint(layer, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
 
 def _offloaded(layer: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from frugal.training.checkpoint.saving import save_model
-from frugal.training.evaluate import evaluate
+from frugal.training.train_step import evaluate
 from tests.ranks import Ranks
 from tests.training.checkpoints import plan_for, start, steps, stop
 from tests.training.small_models import ragged_samples

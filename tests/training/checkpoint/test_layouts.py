@@ -10,8 +10,8 @@ import pytest
 from frugal.errors import RequestError
 from frugal.planning.batch import BatchPlan
 from frugal.training.data import corpus
+from frugal.training.data.batches import GlobalBatches, Position
 from frugal.training.data.corpus import Corpus
-from frugal.training.data.global_batches import GlobalBatches, Position
 from frugal.training.data.sources import find_sources
 from frugal.training.data.tokenizer import byte_tokenizer
 

@@ -1,4 +1,4 @@
-"""A checkpoint is whole or not there, and a run that continues from one is the run that never stopped."""
+"""Checkpoints are atomic, and a run that continues from one is the run that never stopped."""
 
 import os
 import pickle
@@ -12,12 +12,12 @@ import msgspec
 import pytest
 import torch
 
-from frugal import atomic_files
+from frugal import files as atomic_files
 from frugal.deepspeed_adapter import checkpoint_files
 from frugal.errors import FrugalError
 from frugal.training.checkpoint import loading, manifest
 from frugal.training.checkpoint.loading import Progress
-from frugal.training.data.global_batches import Position
+from frugal.training.data.batches import Position
 from frugal.training.data.sources import Provenance
 from tests.plans import plan_by_hand
 from tests.ranks import Ranks

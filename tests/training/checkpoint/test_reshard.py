@@ -10,10 +10,10 @@ import pytest
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from frugal.training.checkpoint import loading, manifest, reshard, saving
+from frugal.training.checkpoint import loading, manifest, saving
 from frugal.training.checkpoint.loading import Progress
 from frugal.training.checkpoint.manifest import Manifest
-from frugal.training.data.global_batches import GlobalBatches, Position
+from frugal.training.data.batches import GlobalBatches, Position
 from frugal.training.engine import Engine, initialize
 from frugal.training.objectives import CausalLM
 from tests.plans import plan_by_hand
@@ -140,10 +140,10 @@ def states(folder: Path) -> dict[tuple[str, str], torch.Tensor]:
     """Every state of every parameter in a checkpoint, whole."""
     path = manifest.newest_checkpoint(folder)
     assert path is not None
-    saved = reshard.Saved(path, manifest.read(path))
+    saved = loading.Saved(path, manifest.read(path))
     many, _ = saved.optimizer_states()
     found = {}
-    for frozen, kinds in ((False, [reshard.MASTER, *many]), (True, [reshard.FROZEN])):
+    for frozen, kinds in ((False, [loading.MASTER, *many]), (True, [loading.FROZEN])):
         for name, num_elements in saved.parameters(frozen=frozen).items():
             for kind in kinds:
                 found[name, kind] = torch.empty(num_elements)
@@ -175,11 +175,11 @@ def test_no_element_changes(variation: str, tmp_path: Path, one_rank: Ranks, two
     tolerance = 1e-6 if before.get("request", {}).get("precision") is None else 1e-2
     assert [loss for loss, _ in found["2-2", 3]] == pytest.approx([loss for loss, _ in whole[STOP:]], rel=tolerance)
     was, now = states(tmp_path / "2-2"), states(tmp_path / "2-2-to-1-3")
-    assert len({kind for _, kind in was} - {reshard.MASTER, reshard.FROZEN}) == num_states
+    assert len({kind for _, kind in was} - {loading.MASTER, loading.FROZEN}) == num_states
     assert was.keys() == now.keys()
     for key, tensor in was.items():
         assert torch.equal(tensor, now[key]), key
-    assert all(tensor.abs().max() > 0 for (_, kind), tensor in was.items() if kind == reshard.MASTER)
+    assert all(tensor.abs().max() > 0 for (_, kind), tensor in was.items() if kind == loading.MASTER)
 
 
 def made_by(world_size: int, strategy: str, offload: tuple[str, str] = ("none", "none"), **values: Any) -> Manifest:

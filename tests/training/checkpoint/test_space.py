@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from frugal.config.local_host import available_bytes
-from frugal.config.settings.run_settings import RunSettings
+from frugal.config.run_settings import RunSettings
 from frugal.errors import NothingFitsError
 from frugal.planning.memory import breakdown
 from frugal.planning.plan import Plan

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from frugal.config.settings.run_settings import RunSettings
+from frugal.config.run_settings import RunSettings
 from frugal.errors import FrugalError
 from frugal.training.checkpoint import loading
 from frugal.training.checkpoint.loading import Progress
 from frugal.training.data import build
 from frugal.training.data import corpus as data
-from frugal.training.data.global_batches import Position
+from frugal.training.data.batches import Position
 from frugal.training.data.sources import Provenance
 from frugal.training.data.tokenizer import byte_tokenizer
 

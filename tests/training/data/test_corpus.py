@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from frugal.training.data import corpus as data
-from frugal.training.data.global_batches import GlobalBatches
+from frugal.training.data.batches import GlobalBatches
 from frugal.training.data.sources import Columns
 from frugal.training.data.tokenizer import byte_tokenizer, load_tokenizer
 from frugal.training.models.tiled_loss import IGNORED

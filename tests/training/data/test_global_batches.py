@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from frugal.errors import RequestError
-from frugal.training.data import global_batches
-from frugal.training.data.global_batches import GlobalBatch, GlobalBatches, Position, permutation
+from frugal.training.data import batches as global_batches
+from frugal.training.data.batches import GlobalBatch, GlobalBatches, Position, permutation
 
 
 class Recorder(Sequence[dict[str, int]]):

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from frugal.config.request import Request
-from frugal.config.settings.run_settings import RunSettings
+from frugal.config.run_settings import RunSettings
 from frugal.errors import RequestError
 from frugal.training.data.corpus import lengths_of
 

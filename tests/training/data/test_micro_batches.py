@@ -9,10 +9,10 @@ import pytest
 import torch.distributed as dist
 
 from frugal.planning.batch import BatchPlan
-from frugal.training.data.micro_batches import MicroBatchLimits, share
+from frugal.training.data.batches import MicroBatchLimits, share
 from frugal.training.engine import initialize
-from frugal.training.evaluate import evaluate
 from frugal.training.objectives import CausalLM
+from frugal.training.train_step import evaluate
 from tests.plans import plan_by_hand
 from tests.ranks import Ranks
 from tests.training.gradients import SGD, Gradient, applied, relative_error, weights

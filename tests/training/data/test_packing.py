@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from frugal.config.request import Request
-from frugal.config.settings.run_settings import RunSettings
+from frugal.config.run_settings import RunSettings
 from frugal.errors import RequestError
 from frugal.training.checkpoint import loading
 from frugal.training.checkpoint.manifest import Manifest

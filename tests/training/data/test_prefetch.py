@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from frugal.training.data.global_batches import GlobalBatches
-from frugal.training.data.micro_batches import MicroBatchLimits, prefetch
+from frugal.training.data.batches import GlobalBatches, MicroBatchLimits, prefetch
 from frugal.training.engine import initialize
 from frugal.training.objectives import CausalLM
 from tests.plans import plan_by_hand

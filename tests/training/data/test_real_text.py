@@ -5,7 +5,7 @@ import torch
 
 from frugal.training.data import corpus as data
 from frugal.training.data import tokenizer
-from frugal.training.data.global_batches import GlobalBatches, Position
+from frugal.training.data.batches import GlobalBatches, Position
 from frugal.training.engine import initialize
 from frugal.training.objectives import CausalLM
 from tests.plans import plan_by_hand

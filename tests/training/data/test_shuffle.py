@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from frugal.training.data.global_batches import _TABLE, Permutation, permutation
+from frugal.training.data.batches import _TABLE, Permutation, permutation
 
 SIZES = st.one_of(
     st.integers(1, 300),

@@ -7,7 +7,7 @@ from torch import nn
 from frugal.deepspeed_adapter.kernels import DTYPES
 from frugal.errors import RequestError
 from frugal.training.engine import initialize
-from frugal.training.measure.memory_gauge import gauge
+from frugal.training.measure.memory_watch import gauge
 from frugal.training.models import activation_checkpointing
 from tests.dryrun.test_truth import FAMILIES
 from tests.plans import plan_by_hand

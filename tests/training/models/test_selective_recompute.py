@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from frugal.training.models import selective_recompute
+from frugal.training.models import activation_checkpointing
 
 Layer = Callable[[Tensor, Tensor], Tensor]
 
@@ -76,7 +76,7 @@ def gradients(layer: Layer, *, selective: bool, after: Callable[[Tensor], Tensor
     out = x * 1
     for _ in range(2):
         if selective:
-            out = checkpoint(layer, out, weight, use_reentrant=False, context_fn=selective_recompute.contexts)
+            out = checkpoint(layer, out, weight, use_reentrant=False, context_fn=activation_checkpointing.contexts)
         else:
             out = layer(out, weight)
         out = after(out)
@@ -118,7 +118,7 @@ def test_what_is_expensive_is_not_computed_again(layer: Layer) -> None:
 
 def test_a_second_backward_finds_the_same_gradients() -> None:
     x, weight = inputs()
-    out = checkpoint(plain, x, weight, use_reentrant=False, context_fn=selective_recompute.contexts)
+    out = checkpoint(plain, x, weight, use_reentrant=False, context_fn=activation_checkpointing.contexts)
     first = torch.autograd.grad(out.sum(), (x, weight), retain_graph=True)
     assert all(map(torch.equal, first, torch.autograd.grad(out.sum(), (x, weight))))
 
@@ -126,7 +126,7 @@ def test_a_second_backward_finds_the_same_gradients() -> None:
 def test_attention_with_dropout_is_computed_again_because_it_draws_random_numbers() -> None:
     flash = torch.ops.aten._scaled_dot_product_flash_attention.default
     query = torch.zeros(1, 1, 8, 8, device="meta")
-    assert selective_recompute._draws(flash, (query, query, query, 0.1), {})
-    assert selective_recompute._draws(flash, (query, query, query), {"dropout_p": 0.1})
-    assert not selective_recompute._draws(flash, (query, query, query), {})
-    assert not selective_recompute._draws(torch.ops.aten.mm.default, (query, query), {})
+    assert activation_checkpointing._draws(flash, (query, query, query, 0.1), {})
+    assert activation_checkpointing._draws(flash, (query, query, query), {"dropout_p": 0.1})
+    assert not activation_checkpointing._draws(flash, (query, query, query), {})
+    assert not activation_checkpointing._draws(torch.ops.aten.mm.default, (query, query), {})

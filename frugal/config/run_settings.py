@@ -7,9 +7,9 @@ from typing import Any, Literal
 
 import msgspec
 
-from frugal.config.learning_rate import Schedule
+from frugal.config.optimizers import Schedule
 from frugal.config.sample_lengths import TooLong
-from frugal.config.settings.setting import check_sizes, flag_of, setting, settings_of, unknown_setting
+from frugal.config.setting import check_sizes, flag_of, setting, settings_of, unknown_setting
 from frugal.errors import RequestError
 
 OnNan = Literal["stop", "skip"]
