@@ -56,7 +56,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, int]:
     """Stands for a GPU whose runs take `needed` bytes of segments; in the folder a plan for it that expects 4 GiB."""
     taken = {"needed": 4 * GIB + WORKSPACE}
 
-    def start(plan: Plan, module: str, arguments: list[str], *, stdout: int) -> int:
+    def start(plan: Plan, module: str, arguments: list[str], *, to_stderr: bool) -> int:
+        assert to_stderr, "standard output is for what was measured"
         options = dict(zip(arguments[::2], arguments[1::2], strict=True))
         if int(options.get("--cap", GPU_BYTES)) < taken["needed"]:
             return OutOfMemoryError.exit_code
