@@ -195,13 +195,13 @@ MUTANTS = (
     Mutant("planning/search/search.py", "TRUST = 0.01", "TRUST = 0.1", "a profile may be 10 % off its dry run"),
     # what is said where nothing fits, and what would help
     Mutant(
-        "planning/infeasible.py",
+        "planning/planner.py",
         "needed = nearest.memory.total_bytes / (1 - share)",
         "needed = 1.2 * nearest.memory.total_bytes / (1 - share)",
         "more memory is asked for than would do",
     ),
     Mutant(
-        "planning/infeasible.py",
+        "planning/planner.py",
         "if flag.split()[0] in ",
         "if False and flag.split()[0] in ",
         "a large change is proposed beside a smaller one of the same kind",
@@ -220,7 +220,7 @@ MUTANTS = (
     ),
     # what is asked
     Mutant(
-        "config/learning_rate.py",
+        "config/optimizers.py",
         'factor if rule == "linear" else sqrt(factor)',
         'sqrt(factor) if rule == "linear" else factor',
         "the rules for the learning rate are exchanged",
