@@ -1,10 +1,12 @@
-"""Atomic writes: whoever reads a name finds all of its content or nothing, whenever the writer was killed.
+"""Files that are written atomically, and caches of them that do not grow without bound.
+
+Atomic: whoever reads a name finds all of its content or nothing, whenever the writer was killed.
 
 Content is written under a temporary name in the same folder and renamed when it is complete. Durable writes are also
 flushed (fsync), the content before the rename and the folder's list of names after it, so that they survive a power
 failure. What can be made again, such as a cache, need not be durable.
 
-Folders of things that can be made again, kept from growing: at most so many bytes, and nothing unused for long.
+Bounded: a folder of things that can be made again keeps at most so many bytes, and nothing unused for long.
 
 An entry is a file or a folder. It was last used when it was last modified, which `touch` sets. Once a day, after
 something was added, the least recently used entries beyond the limit are removed. Never removed is what was used within

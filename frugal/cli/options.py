@@ -1,6 +1,6 @@
 """Flags from the table of settings, and `--help` in groups: what people need first, the rest behind `--help-all`.
 
-From a command's flags to a plan: settings, this machine's devices, the lengths of the data, and `make_plan`.
+`planned` goes from a command's flags to a plan: settings, this machine's devices, the lengths of the data, `make_plan`.
 """
 
 import os

@@ -1,4 +1,6 @@
-"""A hostfile: the nodes of a cluster, one a line, as DeepSpeed's launcher reads them, and what each of them has.
+"""From settings to a cluster: flags describe nodes that are all alike, a hostfile nodes that may differ.
+
+A hostfile names one node a line, as DeepSpeed's launcher reads them, and what each of them has:
 
     # NAME slots=GPUS   what the launcher needs; behind a `#` what only frugal reads
     node1 slots=4       # mem=12G gpu=rtx3060-12g host-mem=64G disk=500G
@@ -6,8 +8,6 @@
 
 `mem` and `gpu` have one value for all GPUs of the node, or one for each. DeepSpeed 0.19.8 reads a name and `slots=` and
 nothing behind them; OpenMPI and MPICH end a line at `#`. So one file serves them all.
-
-From settings to a cluster: flags describe nodes that are all alike, a hostfile nodes that may differ.
 """
 
 import re

@@ -1,4 +1,4 @@
-"""Optimizers: which there are, what they keep of every parameter, and what they do not go with.
+"""Optimizers and learning rates: what an optimizer keeps of every parameter, how a rate follows the batch and the step.
 
 The name says what is computed, the implementation how:
 
@@ -10,9 +10,8 @@ All implementations of one optimizer compute the same, so there is one flag for 
 left out: torch's fused kernels need no compiler, no library and no temporaries. `deepspeed` compiles its kernels when
 they are first used. `foreach` and `for-loop` are for devices or types without a fused kernel, and take temporaries.
 
-How the learning rate follows the global batch, where the user names the batch that the rate was found for.
-
-With kappa = batch / reference batch:
+The learning rate follows the global batch where the user names the batch that the rate was found for. With kappa =
+batch / reference batch:
 
     linear   rate x kappa         SGD. Goyal et al. 2017, "Accurate, Large Minibatch SGD" (arXiv 1706.02677): one step
                                   over kappa batches goes as far as kappa steps while gradients hardly change between
@@ -23,7 +22,7 @@ With kappa = batch / reference batch:
 Left out: that Malladi's rule also takes 1 - beta to kappa (1 - beta) and epsilon to epsilon / sqrt(kappa); that both
 need a warm-up, and hold up to a batch that depends on the task. The number of GPUs does not occur here.
 
-Learning rates as pure functions of the number of optimizer steps done, so that a resumed run needs no state.
+Over a run, rates are pure functions of the number of optimizer steps done, so that a resumed run needs no state.
 """
 
 import math

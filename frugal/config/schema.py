@@ -3,9 +3,8 @@
 In frugal.toml planning's settings stand at the top, under the flags' names (`global-batch` or `global_batch`). A table
 `[train]` holds what only `frugal train` knows.
 
-The command line of a rank: words that launchers hand on, as plain as `--name value`.
-
-`frugal`'s own commands have a library for this; a rank is started hundreds of times at once, by programs.
+`parse` reads the command line of a rank, words that launchers hand on, as plain as `--name value`. frugal's own
+commands have a library for this; a rank is started hundreds of times at once, by programs.
 """
 
 from collections.abc import Mapping, Sequence

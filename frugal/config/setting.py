@@ -1,10 +1,10 @@
-"""Other trainers' names for what frugal calls otherwise, decides itself, or has no need of.
-
-One setting: a field of a dataclass, from which its flag, its key in frugal.toml, its checks and its messages come.
+"""One setting: a field of a dataclass, from which its flag, its key in frugal.toml, its checks and its messages come.
 
     seq_len: int = setting(1024, "Tokens in the longest sample.", "model and batch", least=1, is_first=True)
 
 The annotation says what a value may be, `setting` what it is for. `frugal.config.schema` collects them in one table.
+
+An unknown setting that another trainer has (`--per-device-train-batch-size`) is answered with ours, by `OTHER_NAMES`.
 """
 
 import dataclasses

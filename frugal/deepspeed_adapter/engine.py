@@ -1,8 +1,6 @@
-"""DeepSpeed's ranks: how its launcher starts those of a node, and what all their collectives go through.
+"""DeepSpeed's ranks and its engine: the launcher's command line, the collectives, an engine made and taken down.
 
 DeepSpeed is imported by who calls, not by who imports this: a parent that starts ranks need not wait for it.
-
-The DeepSpeed engine of a strategy, made and taken down.
 """
 
 import base64

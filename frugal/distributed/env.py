@@ -1,11 +1,10 @@
-"""A rank's environment variables: what its launcher said, and what the libraries it uses read.
+"""What a launcher tells a rank: its place, by environment variables, and when to stop, by signals.
 
 torchrun and DeepSpeed's launcher set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. OpenMPI, MPICH and
 SLURM number their processes under names of their own and do not set MASTER_ADDR, which is given beside them.
 
-Requests to stop before the run is done: SIGTERM, which SLURM and Kubernetes send before they kill, or SIGUSR1.
-
-A rank only records the request; the loop ends at the next step boundary, the same on all ranks, with a checkpoint.
+A request to stop before the run is done is SIGTERM, which SLURM and Kubernetes send before they kill, or SIGUSR1. A
+rank only records the request; the loop ends at the next step boundary, the same on all ranks, with a checkpoint.
 Launchers also send SIGTERM when another rank has failed: then there is no next boundary, and the rank ends where it
 notices.
 """

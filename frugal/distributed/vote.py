@@ -1,6 +1,7 @@
-"""TCP connections from all ranks to rank 0, beside those of gloo and NCCL; only who knows the secret may connect.
+"""What all ranks decide together: a vote on one question, and actions that succeed on all ranks or fail on all.
 
-What all ranks decide together: a vote on one question, and actions that succeed on all ranks or fail on all.
+Votes go over TCP connections from all ranks to rank 0, beside those of gloo and NCCL; only who knows the run's secret
+may connect.
 
 gloo takes a byte through two threads on each rank and around a ring of all; nearly all of its time is threads waking
 each other. Here every rank sends its byte to rank 0 and waits for the answer, on a connection of its own and in the

@@ -3,7 +3,7 @@
 This is what `deepspeed --hostfile` does, with what a run needs besides: arguments that the shells on the way leave
 alone, no prompts, signals that reach the ranks, and a run that is judged by what its ranks reported, not by exit codes.
 
-The hosts that a run on several is started again on: all of them, or with --elastic those that still work.
+A run that has failed is started again on all of its hosts, or with --elastic on those that still work.
 """
 
 import ctypes

@@ -1,6 +1,6 @@
-"""What to tell who asked for too much: why nothing fits, and what would. Every way out is computed first.
+"""From a request to a plan: a search over dry runs and arithmetic, or the proof that nothing fits.
 
-From a request to a plan: dry runs below, arithmetic above, and the proof where nothing fits.
+Where nothing fits, the error names what is lacking and which changes would help; each of them is computed first.
 """
 
 from collections.abc import Iterator

@@ -1,6 +1,6 @@
-"""Why a plan is what it is: one sentence a decision, in order of importance.
+"""A plan as people read it: plain text, the same in a terminal, a pipe and a log.
 
-A plan as people read it: plain text, the same in a terminal, a pipe and a log.
+`reasons` say why it is what it is, one sentence a decision, in order of importance.
 
 `summary` is what `frugal plan` prints, `explanation` what `frugal explain` knows from the plan alone; both have the
 strategies that were weighed as a table.

@@ -5,18 +5,17 @@ collectives all ranks vote (`frugal.distributed.vote`); a rank that failed votes
 rank enters.
 Then every rank abandons what it accumulated, and the same global batch is run again in smaller micro-batches.
 
-The optimizer step takes one vote more, between all that it allocates and the first weight it writes: see `update`.
+The optimizer step takes one vote more, between all that it allocates and the first weight it writes: see `Update`.
 After it ZeRO-3 gathers each persistent parameter by itself, hundreds of them; these take one vote together.
 
 Left out: a failure inside a collective that all ranks have entered.
 The tests compare weights bit by bit with undisturbed runs.
 
-DeepSpeed's optimizer step, so that it is done on all ranks or on none.
-
-A step first takes norms, copies gradients and, the first time, makes the optimizer's states: there memory may run out.
-Then it writes weights, and where that fails half-way on one rank nothing can be undone. So all ranks vote between the
-two. Before the vote the step can be given up, like a backward. Behind it torch's fused optimizers allocate nothing;
-where another one fails before it has written anything, it runs again once the caches are emptied.
+`Update` is DeepSpeed's optimizer step, done on all ranks or on none. A step first takes norms, copies gradients and,
+the first time, makes the optimizer's states: there memory may run out. Then it writes weights, and where that fails
+half-way on one rank nothing can be undone. So all ranks vote between the two. Before the vote the step can be given up,
+like a backward. Behind it torch's fused optimizers allocate nothing; where another one fails before it has written
+anything, it runs again once the caches are emptied.
 
 Numbers that are not finite leave everything as it was, at every stage and precision. DeepSpeed 0.19.8 sees to that for
 ZeRO 1 to 3, by the norm of the gradient, which it computes anyway; at stage 0 it would write them into the weights.

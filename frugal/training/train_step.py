@@ -3,7 +3,7 @@
 For a global batch with T targets on W ranks, every micro-batch's loss is a sum scaled by W / T. DeepSpeed averages
 gradients over ranks, so the W cancels and what remains is the exact mean over T, however the batch was cut.
 
-The mean loss on any number of samples, the same on any number of ranks.
+An evaluation is the mean loss on any number of samples, the same on any number of ranks.
 """
 
 import logging

@@ -1,14 +1,11 @@
-"""When ZeRO-3 gathers and releases parameters.
+"""ZeRO-3: every parameter is cut into equal parts by itself, gathered before its use and released after it.
 
-Names in brackets are methods of `PartitionedParameterCoordinator` in
+Names in brackets are methods of `DeepSpeedZeroOptimizer_Stage3` in deepspeed/runtime/zero/stage3.py; in
+`SimulatedPrefetch`, which decides when parameters are gathered, of `PartitionedParameterCoordinator` in
 deepspeed/runtime/zero/partitioned_param_coordinator.py.
 
 The first forward and backward are recorded; from the second on the coordinator knows the order of modules, gathers
 ahead of their use and keeps what is used again soon. Its own decisions are made here, module by module.
-
-ZeRO-3: every parameter is cut into equal parts by itself.
-
-Names in brackets are methods of `DeepSpeedZeroOptimizer_Stage3` in deepspeed/runtime/zero/stage3.py.
 """
 
 from collections import defaultdict, deque

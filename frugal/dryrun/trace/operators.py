@@ -1,4 +1,4 @@
-"""Stand-ins for operators that meta tensors reject because their results depend on data, and what they assume.
+"""Operators on meta tensors: computed once for every shape, and with stand-ins where results depend on data.
 
 Meta tensors have no values, so nobody can tell how many elements of a mask are set. Where a size depends on it, the
 largest one is taken, which makes the dry run an upper bound, and it says so in a note:
@@ -21,11 +21,9 @@ Host tensors of a dry run are real but never touched: they are address space wit
 would have to refuse so much. Operators on them return without reading or writing. Small ones may hold numbers that
 decide what the program does next; on those alone operators really run.
 
-Operators on meta tensors, computed once for every shape.
-
-A meta kernel in Python takes a tenth of a millisecond, and the layers of a model repeat the same few of them. What an
-operator without aliasing returns depends on nothing but the shapes, strides and types that go in, so the second time
-its outputs are made from the first.
+`run_cached` computes an operator once for every shape. A meta kernel in Python takes a tenth of a millisecond, and the
+layers of a model repeat the same few of them. What an operator without aliasing returns depends on nothing but the
+shapes, strides and types that go in, so the second time its outputs are made from the first.
 """
 
 import math

@@ -1,9 +1,7 @@
-"""What a storage is for: a parameter, a gradient, an activation, ...
+"""Records every storage that a dry run makes, on the pretended device and on the host, and what it is for.
 
 At birth the category follows from the phase, the shape, and who asked for it: the model or DeepSpeed. What lives
 on past the end of a phase is looked up where its owner keeps it, and relabelled.
-
-Records every storage that a dry run makes, on the pretended device and on the host.
 
 Meta tensors stand for the device, CPU tensors for the host. Reference cycles, which hold storages,
 are collected between phases only.

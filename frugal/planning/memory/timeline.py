@@ -9,7 +9,7 @@ which is why a line through two peaks errs by up to 74 %.
 Left out: micro-batch 1 has a slightly different stream, because reshapes of size-1 dimensions are views; its peak
 was the same in every model tried.
 
-One micro-step of a model alone, without DeepSpeed: what the ZeRO simulations start from.
+A `ModelTrace` is one micro-step of a model alone, without DeepSpeed: what the simulations of ZeRO start from.
 """
 
 from bisect import bisect_right

@@ -1,6 +1,17 @@
-"""A checkpoint read into another layout than it was written in: other ranks, another ZeRO stage, offloading or not.
+"""Reading a checkpoint: verified, on the layout that wrote it or on another one, by a run that may have changed.
 
-Element by element the states do not depend on the layout. So nothing is converted and nothing is exchanged: every
+    checkpoints/
+      latest                      the name of the newest complete checkpoint
+      step-000100/
+        manifest.json             every file's length and SHA-256, and what the checkpoint is of
+        training.json             `Progress`: step, position in the data, validation loss
+        rng_rank_0.pt ...         random number generators of each rank, which DeepSpeed does not save
+        layout_rank_0.json ...    which elements of which parameters are where in its files, see `StateLayout`
+        *_model_states.pt, *_optim_states.pt      DeepSpeed's own files
+
+`frugal.training.checkpoint.saving` writes them. On the layout that wrote it a checkpoint is read by DeepSpeed and
+continued bit for bit. On another one (other ranks, another ZeRO stage, offloading or not) it is resharded: element by
+element the states do not depend on the layout. So nothing is converted and nothing is exchanged: every
 rank maps the files of all ranks that wrote them into memory, and copies the elements of its own slots to where it
 keeps them, piece by piece. It takes no memory beside what it keeps for training; of the files, the disk's cache holds
 what it likes. Measured on one CPU rank, 30M parameters, bf16, to ZeRO-3: 7.9 bytes a parameter more than before, at the
@@ -10,21 +21,7 @@ What it relies on: that states with an element a parameter's element belong to i
 that the model's weights are its fp32 master weights, rounded. Left out, and refused: states in blocks (8-bit Adam),
 and states on NVMe.
 
-Checkpoints: all of a run's state, written atomically, verified when read.
-
-    checkpoints/
-      latest                      the name of the newest whole checkpoint
-      step-000100/
-        manifest.json             every file's length and SHA-256, and what the checkpoint is of
-        training.json             `Progress`: step, position in the data, validation loss
-        rng_rank_0.pt ...         random number generators of each rank, which DeepSpeed does not save
-        layout_rank_0.json ...    which elements of which parameters are where in its files, see `layout`
-        *_model_states.pt, *_optim_states.pt      DeepSpeed's own files
-
-`saving` writes them, this module reads. On the layout that wrote it a checkpoint is read by DeepSpeed and continued bit
-for bit; on another one `resharding` reads it.
-
-What a run that continues may change, what it may not, and how either is said.
+What a run that continues may change and what it may not is checked by `check_resume`, and either is said.
 """
 
 import hashlib

@@ -1,4 +1,4 @@
-"""The global batches of a run: the same samples in the same batch whatever the world size.
+"""The global batches of a run, the same whatever the world size, and the micro-batches that a rank makes of them.
 
 The order of training is endless: a permutation of all samples, then another, and so on. A batch is a stretch of it,
 and may reach over the end of an epoch, so that every sample is drawn exactly once an epoch and none is left out. The
@@ -11,11 +11,9 @@ permutation of the n. Fewer than two applications are expected. The round functi
 (https://doi.org/10.1145/2714064.2660195). Good enough for shuffling, useless as a cipher. The halves of small
 numbers have too few bits to be mixed well, so up to `_TABLE` samples are sorted by a hash instead.
 
-Which samples of a global batch a rank takes in each micro-step.
-
-Where all samples are as long, or nobody knows how long they are, these are the plan's micro-batches, in the batch's
-order. Otherwise samples of like length are together (`frugal.planning.length_bucketing`): the same global batch, hence
-the same gradient, with less padding.
+`share` says which samples of a global batch a rank takes in each micro-step. Where all samples are as long, or nobody
+knows how long they are, these are the plan's micro-batches, in the batch's order. Otherwise samples of like length are
+together (`frugal.planning.length_bucketing`): the same global batch, hence the same gradient, with less padding.
 
 They are collated by a thread that works one item ahead. Not `torch.utils.data.DataLoader` with workers: samples
 come tokenised from a memory map, so an item takes milliseconds; on CPU ranks there is no core left for a worker;

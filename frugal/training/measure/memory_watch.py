@@ -1,17 +1,17 @@
-"""Every storage that an operator makes, seen from its birth to its death, without changing either.
+"""Memory of a running step: every storage from its birth to its death, the traffic of operators, the peak by phase.
 
-Not seen: memory that a kernel takes and returns inside one call.
+`StorageWatch` sees every storage that an operator makes without changing when it ends. Not seen: memory that a kernel
+takes and returns inside one call.
 
-Bytes that an operator reads and writes in the device's memory: how long it takes, where FLOPs do not say so.
+`traffic` is the bytes that an operator reads and writes in the device's memory: how long it takes, where FLOPs do not
+say so.
 
 Counted is what the kernel must move: every tensor that goes in, once, and every one that comes out. Kept in mind are
 operators that read only the part they return, and those that overwrite without reading. Left out: what stays in a
 cache between two operators, and kernels that go over their input more than once (a softmax of long rows, sorting).
 
-Live tensor bytes of a real run: what the step held at its fullest moment, phase by phase.
-
-On CUDA the caching allocator counts. A CPU has no such counter, so there a dispatch mode sees every storage that
-an operator makes, and its end. Not seen: memory that a kernel takes and returns inside one call.
+`gauge` measures the live tensor bytes of a real run at its fullest moment, phase by phase. On CUDA the caching
+allocator counts; a CPU has no such counter, so there a `StorageWatch` does.
 """
 
 import sys

@@ -1,7 +1,8 @@
-"""Selective activation checkpointing: what is expensive to make again is kept, the rest is recomputed.
+"""Activation checkpointing, as the plan says: nothing, the cheap results, or whole layers are recomputed in backward.
 
-Kept are the results of matrix products with weights, convolutions and attention kernels. Recomputed are the
-operators between them, which make most of the bytes and little of the time, and three that could be kept:
+Selective: what is expensive to make again is kept, the rest is recomputed. Kept are the results of matrix products with
+weights, convolutions and attention kernels. Recomputed are the operators between them, which make most of the bytes and
+little of the time, and three that could be kept:
 
 - products of activations with each other (`bmm`): where attention has no kernel, they grow with the square of the
   sequence;
@@ -12,8 +13,6 @@ torch has the same idea in `create_selective_checkpoint_contexts`. It counts eve
 which gathers weights in other ways when a layer runs again, makes it fail; and it refuses results that are changed
 in place, as ZeRO-3's linear layers do to add their bias.
 
-Activation checkpointing, as the plan says.
-
 DeepSpeed's `activation_checkpointing` JSON block switches nothing on for transformers models; the model itself must.
 A transformers model has a switch. In any other module the repeated layers are made to recompute: the modules of one
 class that stand together in an `nn.ModuleList` or `nn.Sequential`.
@@ -21,7 +20,7 @@ class that stand together in an `nn.ModuleList` or `nn.Sequential`.
 | mode        | kept on the device until backward                    | recomputed                        |
 |-------------|------------------------------------------------------|-----------------------------------|
 | `off`       | everything that backward needs                       | nothing                           |
-| `selective` | each layer's inputs and its expensive results        | the rest: `selective_recompute.py` |
+| `selective` | each layer's inputs and its expensive results        | the rest                          |
 | `full`      | each layer's inputs                                  | the layer                         |
 | `offloaded` | nothing: each layer's own input waits in host memory | the layer                         |
 
