@@ -1,8 +1,8 @@
 """What `bench.planning.choice` measures: real steps of every plan, in turns, on real ranks."""
 
 from bench.planning.choice_worker import timed
-from tests.plans import plan_by_hand
-from tests.ranks import Ranks
+from bench.plans import plan_by_hand
+from bench.ranks import Ranks
 
 
 def test_every_plan_is_trained_and_timed_on_all_ranks() -> None:

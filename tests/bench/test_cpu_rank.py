@@ -3,10 +3,10 @@
 import torch
 
 from bench.memory.cpu_rank import dry_run_as_process
+from bench.plans import plan_by_hand
 from frugal.dryrun.messages import DryRun
 from frugal.dryrun.run import dry_run
 from frugal.training.objectives import CausalLM
-from tests.plans import plan_by_hand
 from tests.training.small_models import tiny_gpt2
 
 

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from bench.plans import plan_by_hand
+from bench.ranks import Ranks
 from bench.reliability.guard import MOST, RESULTS, in_turns, seconds_of, summary, votes_alone
+from bench.runs import TINY
 from tests import readme
-from tests.plans import plan_by_hand
-from tests.ranks import Ranks
-from tests.runs import TINY
 
 
 @pytest.mark.parametrize("zero_stage", [2, 3])

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from bench.plans import plan_by_hand
+from bench.ranks import Ranks
 from bench.training.scaling import MODEL, RESULTS, STAGES, in_turns, summary, table
 from bench.training.training_rank import Text
 from tests import readme
-from tests.plans import plan_by_hand
-from tests.ranks import Ranks
 
 
 def test_runs_take_turns_and_end_with_the_same_perplexity(one_rank: Ranks, two_ranks: Ranks, tmp_path: Path) -> None:

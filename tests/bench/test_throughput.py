@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import pytest
 
+from bench.plans import plan_by_hand
+from bench.ranks import Ranks
 from bench.training.throughput import MODEL, RESULTS, USUAL, Docstrings, rounds, summary, table
 from bench.training.throughput_rank import CONTENDERS
 from tests import readme
-from tests.plans import plan_by_hand
-from tests.ranks import Ranks
 
 
 @pytest.mark.exhaustive

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from bench.memory.tight import CASES, compare, is_shown
+from bench.ranks import Ranks
 from frugal.dryrun.client import workers
 from frugal.dryrun.pool import Pool
-from tests.ranks import Ranks
 
 
 @pytest.fixture(scope="module")

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from bench.plans import plan_by_hand
+from bench.ranks import Ranks
 from bench.training import translation
 from bench.training.translation import MODEL, RESULTS, summary, table, trained, written
 from tests import readme
-from tests.plans import plan_by_hand
-from tests.ranks import Ranks
 
 SEQ_LEN, GLOBAL_TOKENS, MICRO_BATCH = 128, 1024, 2
 

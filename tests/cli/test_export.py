@@ -13,11 +13,11 @@ from typing import Any
 import msgspec
 import pytest
 
+from bench.plans import plan_by_hand
+from bench.ranks import Ranks, free_port
 from frugal import cli
 from frugal.deepspeed_adapter.json_config import deepspeed_config
 from frugal.planning.plan import Plan
-from tests.plans import plan_by_hand
-from tests.ranks import Ranks, free_port
 
 TINY = {
     "model_type": "gpt2", "n_layer": 2, "n_embd": 32, "n_head": 2, "vocab_size": 260, "n_positions": 64,

@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from bench.plans import plan_by_hand
 from frugal.cli import measure, run
 from frugal.config.cluster import Node
 from frugal.dryrun.compare import Measurement
@@ -18,7 +19,6 @@ from frugal.launch import local
 from frugal.planning.plan import Plan
 from frugal.training.measure.record import ModelDefinition, RankMeasurement, Trial
 from frugal.units import GIB, MIB
-from tests.plans import plan_by_hand
 
 CONFIG = {
     "model_type": "gpt2", "n_layer": 2, "n_embd": 64, "n_head": 2, "vocab_size": 256, "n_positions": 128,

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.runs import command, environment, frugal_train, prepared, records, torchrun
+from bench.runs import command, environment, frugal_train, prepared, records, torchrun
 
 STEPS = 150
 RUN = (

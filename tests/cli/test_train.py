@@ -14,9 +14,9 @@ import psutil  # type: ignore[import-untyped]  # has no types
 import pytest
 import torch
 
+from bench.runs import command, environment, frugal_train, plan, prepared, records, torchrun
 from frugal import cli
 from frugal.planning.plan import Plan
-from tests.runs import command, environment, frugal_train, plan, prepared, records, torchrun
 
 
 @pytest.fixture(scope="module")

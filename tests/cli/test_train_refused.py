@@ -11,10 +11,10 @@ import msgspec
 import pytest
 import torch
 
+from bench.runs import command, environment, frugal_train, plan, prepared
 from frugal import cli
 from frugal.config.cluster import Cluster, Node
 from frugal.planning.plan import Plan
-from tests.runs import command, environment, frugal_train, plan, prepared
 
 
 @pytest.fixture(scope="module")

@@ -5,9 +5,9 @@ from typing import Any
 
 from deepspeed.comm.torch import TorchBackend
 
+from bench.ranks import Ranks
 from frugal.deepspeed_adapter import engine
 from frugal.deepspeed_adapter.engine import COLLECTIVES, DIRECT, Collective
-from tests.ranks import Ranks
 
 NOT_CALLED = {
     "send", "recv", "isend", "irecv", "batch_isend_irecv",  # of pipelines

@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bench.plans import plan_by_hand
 from frugal.config.cluster import Node
 from frugal.deepspeed_adapter.export import Target, export, nearest
 from frugal.deepspeed_adapter.json_config import deepspeed_config
 from frugal.errors import RequestError
 from frugal.planning.batch import BatchPlan
 from frugal.planning.plan import Plan
-from tests.plans import plan_by_hand
 
 
 def plan(*, world_size: int = 3, global_batch: int = 252, micro_batch: Any = 12, **changes: Any) -> Plan:

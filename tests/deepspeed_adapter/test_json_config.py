@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from bench.plans import plan_by_hand
+from bench.ranks import Ranks
 from frugal.deepspeed_adapter.json_config import deepspeed_config
 from frugal.planning.plan import Plan
-from tests.plans import plan_by_hand
-from tests.ranks import Ranks
 
 BATCH_KEYS = {"train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"}
 

@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 
+from bench.plans import plan_by_hand
+from bench.ranks import Ranks
 from frugal.required import put
 from frugal.training.engine import initialize
 from frugal.training.objectives import CausalLM
-from tests.plans import plan_by_hand
-from tests.ranks import Ranks
 from tests.training.small_models import ragged_samples, tiny_gpt2
 
 RENAMED = {

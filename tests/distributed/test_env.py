@@ -5,9 +5,9 @@ import socket
 
 import pytest
 
+from bench.plans import plan_by_hand
 from frugal.distributed import env
 from frugal.errors import RequestError
-from tests.plans import plan_by_hand
 
 
 @pytest.fixture

@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 
+from bench.plans import plan_by_hand
+from bench.ranks import free_port
 from frugal.config.cluster import Node
 from frugal.distributed import rendezvous
 from frugal.distributed.rendezvous import RankDescription, compare, ranks_in_words
 from frugal.errors import RequestError
-from tests.plans import plan_by_hand
-from tests.ranks import free_port
 
 V = {"frugal": "0.1.0", "torch": "2.13.0"}
 

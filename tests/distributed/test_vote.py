@@ -5,8 +5,8 @@ import os
 import pytest
 import torch.distributed as dist
 
+from bench.ranks import Ranks
 from frugal.distributed.vote import Vote
-from tests.ranks import Ranks
 
 
 def answers(rank_0: str) -> tuple[bool, list[bool]]:

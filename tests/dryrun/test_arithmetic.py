@@ -4,11 +4,11 @@ import pytest
 import torch
 from torch import nn
 
+from bench.plans import plan_by_hand
 from frugal.config.optimizers import state_bytes_per_element
 from frugal.dryrun.run import dry_run
 from frugal.planning.memory.timeline import CATEGORIES, LOGITS, Timeline
 from frugal.training.objectives import CausalLM, SummedLoss
-from tests.plans import plan_by_hand
 from tests.training.small_models import tiny_gpt2
 
 WIDTH, RANKS = 64, 64

@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 import torch
 
+from bench.plans import plan_by_hand
+from bench.ranks import Ranks
 from frugal.config.cluster import DeviceKind
 from frugal.dryrun.run import dry_run
 from frugal.planning.plan import Plan
 from frugal.training.objectives import CausalLM
 from tests.dryrun.test_truth import SMALL_BUCKETS, TOLERANCE, dry_run_result, measured
-from tests.plans import plan_by_hand
-from tests.ranks import Ranks
 from tests.training.small_models import tiny_gpt2
 
 MICRO_BATCH = 4

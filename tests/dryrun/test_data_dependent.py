@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from bench.ranks import Ranks
 from frugal.deepspeed_adapter.kernels import DTYPES
 from frugal.dryrun.messages import DryRun
 from frugal.dryrun.run import dry_run
@@ -17,7 +18,6 @@ from frugal.planning.memory.timeline import phase_peaks
 from frugal.training.measure.two_steps import trial
 from frugal.training.objectives import CausalLM, SequenceClassification, SummedLoss
 from tests.dryrun.test_truth import SEQ_LEN, TOLERANCE, plan_for
-from tests.ranks import Ranks
 from tests.training.small_models import TINY, Block
 
 

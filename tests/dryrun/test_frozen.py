@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from bench.ranks import Ranks
 from frugal.deepspeed_adapter.kernels import DTYPES
 from frugal.dryrun.run import dry_run
 from frugal.training.engine import initialize
@@ -15,7 +16,6 @@ from frugal.training.measure.two_steps import trial
 from frugal.training.models.resolve import resolve
 from frugal.training.objectives import CausalLM
 from tests.dryrun.test_truth import FAMILIES, TOLERANCE, plan_for
-from tests.ranks import Ranks
 from tests.training.small_models import ragged_samples
 
 

@@ -4,13 +4,13 @@ from typing import Any
 
 import torch
 
+from bench.plans import plan_by_hand
 from frugal.dryrun.run import dry_run
 from frugal.planning.memory import breakdown
 from frugal.planning.plan import Plan
 from frugal.training.objectives import CausalLM
 from frugal.units import GIB, MIB
 from tests.dryrun.test_truth import SMALL_BUCKETS
-from tests.plans import plan_by_hand
 from tests.training.small_models import tiny_gpt2
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from bench.ranks import Ranks
 from frugal.deepspeed_adapter.kernels import DTYPES
 from frugal.dryrun.messages import DryRun
 from frugal.dryrun.run import dry_run
@@ -16,7 +17,6 @@ from frugal.planning.strategy import Strategy
 from frugal.training.measure.memory_watch import gauge
 from frugal.training.models import activation_checkpointing
 from tests.dryrun.test_truth import FAMILIES, SMALL_BUCKETS, TOLERANCE, dry_run_result, measured, plan_for, tiny
-from tests.ranks import Ranks
 
 
 @pytest.mark.parametrize(

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
+from bench.plans import plan_by_hand
+from bench.ranks import Ranks
 from frugal.planning.plan import Plan
 from frugal.training.engine import initialize
 from frugal.training.objectives import CausalLM
 from tests.dryrun.test_truth import SMALL_BUCKETS, assert_as_dry_run, dry_run_result
-from tests.plans import plan_by_hand
-from tests.ranks import Ranks
 from tests.training.small_models import ragged_samples, tiny_gpt2
 
 _EXTENSIONS = Path(os.environ.get("TORCH_EXTENSIONS_DIR", Path.home() / ".cache" / "torch_extensions"))

@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 import torch
 
+from bench.plans import plan_by_hand
+from bench.ranks import Ranks
 from frugal.deepspeed_adapter.kernels import DTYPES
 from frugal.dryrun.run import dry_run
 from frugal.planning.memory.timeline import Timeline
 from frugal.planning.plan import Plan
 from frugal.training.measure.two_steps import trial
 from frugal.training.objectives import CausalLM, MaskedLM, Seq2Seq
-from tests.plans import plan_by_hand
-from tests.ranks import Ranks
 from tests.training.small_models import tiny_gpt2
 
 

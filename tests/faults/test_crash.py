@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 
+from bench.plans import plan_by_hand
+from bench.ranks import Ranks
 from frugal.errors import FrugalError
 from frugal.training.checkpoint import loading, saving
 from frugal.training.checkpoint.loading import Progress
 from frugal.training.checkpoint.saving import Saver
 from frugal.training.engine import Engine, initialize
 from frugal.training.objectives import CausalLM
-from tests.plans import plan_by_hand
-from tests.ranks import Ranks
 from tests.training.small_models import ragged_samples, tiny_gpt2
 
 WRITING = {"open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.truncate", "shutil.rmtree"}

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
+from bench.ranks import Ranks
 from tests.faults import disturbed
 from tests.faults.disturbed import FAULTS, HALVING
-from tests.ranks import Ranks
 
 SMALL = {"reduce_bucket_elements": 5000}
 SMALL_3 = {**SMALL, "persistence_threshold_elements": 0, "prefetch_bucket_elements": 3000, "sub_group_elements": 20000}

@@ -10,8 +10,8 @@ from pathlib import Path
 import psutil  # type: ignore[import-untyped]  # has no types
 import pytest
 
+from bench.runs import command, environment, frugal_train, prepared, records
 from tests.disks import small_disk
-from tests.runs import command, environment, frugal_train, prepared, records
 
 pytestmark = pytest.mark.exhaustive  # each starts several runs
 

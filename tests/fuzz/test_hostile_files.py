@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from bench.plans import plan_by_hand
 from frugal.config import build_cluster, sample_lengths, schema
 from frugal.config.run_settings import run_settings
 from frugal.config.schema import understand
@@ -24,7 +25,6 @@ from frugal.training.checkpoint.manifest import File, Manifest
 from frugal.training.data.batches import MicroBatchLimits
 from frugal.training.oom_limits import LearntLimits
 from tests.fuzz.hostile import bytes_like, documents_like, json_like
-from tests.plans import plan_by_hand
 
 NUMBER = 1000
 SOME = pytest.mark.parametrize("number", [200, pytest.param(NUMBER, marks=pytest.mark.exhaustive)])

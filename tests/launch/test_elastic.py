@@ -6,6 +6,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from bench.plans import plan_by_hand
 from frugal.config.build_cluster import parse_hostfile
 from frugal.config.cluster import Cluster, Node
 from frugal.config.local_host import versions
@@ -15,7 +16,6 @@ from frugal.launch import host_report, pdsh
 from frugal.launch.host_report import HostReport
 from frugal.launch.pdsh import part_of_cluster, usable_hosts
 from frugal.launch.ssh import Access, UnreachableHost
-from tests.plans import plan_by_hand
 
 NAMED = parse_hostfile("a slots=2\nb slots=3\nc slots=1\nd slots=1\ne slots=2\n")
 

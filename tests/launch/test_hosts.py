@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from bench.plans import plan_by_hand
 from frugal import cli
 from frugal.config.build_cluster import parse_hostfile
 from frugal.config.cluster import Cluster, Node
@@ -19,7 +20,6 @@ from frugal.launch.host_report import Gpu, HostReport
 from frugal.launch.ssh import Access, UnreachableHost
 from frugal.planning.plan import Plan
 from frugal.units import GIB
-from tests.plans import plan_by_hand
 
 
 @pytest.fixture

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
+from bench.plans import plan_by_hand
 from frugal.config.run_settings import RunSettings
 from frugal.distributed.first_failure import FailureReport
 from frugal.launch import local, restart
 from frugal.launch.restart import RunEnd, judge
-from tests.plans import plan_by_hand
 
 
 def said(rank: int, code: int, text: str) -> FailureReport:

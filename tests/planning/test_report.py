@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from bench.plans import plan_by_hand
 from frugal.config.schema import understand
 from frugal.dryrun.planner import make_plan
 from frugal.errors import NothingFitsError
@@ -12,7 +13,6 @@ from frugal.planning.plan import Plan, Rejected, StepTime
 from frugal.planning.report import strategy_table
 from frugal.planning.strategy import Strategy
 from tests.planning.synthetic import dry_running
-from tests.plans import plan_by_hand
 
 
 def plan(model: dict[str, Any], **settings: Any) -> Plan:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from bench.plans import plan_by_hand
 from frugal.planning.plan import Plan
 from frugal.training.checkpoint import saving
 from frugal.training.checkpoint.loading import Progress
@@ -15,7 +16,6 @@ from frugal.training.data.batches import Position
 from frugal.training.data.sources import Provenance
 from frugal.training.engine import Engine, initialize
 from frugal.training.objectives import CausalLM
-from tests.plans import plan_by_hand
 from tests.training.small_models import ragged_samples, tiny_gpt2
 
 GLOBAL_BATCH, WORLD_SIZE = 6, 2

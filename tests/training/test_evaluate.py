@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 
+from bench.plans import plan_by_hand
+from bench.ranks import Ranks
 from frugal.errors import RequestError
 from frugal.training import run
 from frugal.training.engine import initialize
 from frugal.training.metrics import Log
 from frugal.training.objectives import CausalLM
 from frugal.training.train_step import Evaluation, evaluate
-from tests.plans import plan_by_hand
-from tests.ranks import Ranks
 from tests.training.small_models import ragged_samples, tiny_gpt2
 
 NUMBERS = (1, 7, 64)

@@ -6,11 +6,11 @@ import socket
 import pytest
 import torch
 
+from bench.plans import plan_by_hand
+from bench.ranks import Ranks
 from frugal.errors import FrugalError
 from frugal.training.engine import initialize
 from frugal.training.objectives import CausalLM
-from tests.plans import plan_by_hand
-from tests.ranks import Ranks
 from tests.training.gradients import SGD, Gradient, applied, relative_error, weights
 from tests.training.small_models import ragged_samples, tiny_gpt2
 

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from bench.plans import plan_by_hand
+from bench.ranks import Ranks
 from frugal.config.run_settings import RunSettings
 from frugal.errors import NumbersError
 from frugal.training import loop
@@ -18,8 +20,6 @@ from frugal.training.loop import MOST_IN_A_ROW, samples_in_words
 from frugal.training.metrics import Log
 from frugal.training.objectives import Batch, CausalLM
 from tests.faults.disturbed import weights
-from tests.plans import plan_by_hand
-from tests.ranks import Ranks
 from tests.training.small_models import ragged_samples, tiny_gpt2
 
 SPOILT_LENGTH = 71  # tokens of a sample that spoils its batch; all others are shorter

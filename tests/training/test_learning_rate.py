@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
+from bench.plans import plan_by_hand
+from bench.ranks import Ranks
 from frugal.training.engine import initialize
 from frugal.training.objectives import CausalLM
-from tests.plans import plan_by_hand
-from tests.ranks import Ranks
 from tests.training.small_models import ragged_samples, tiny_gpt2
 
 SCALED = {"learning_rate": 0.05, "reference_batch": 3, "lr_rule": "linear"}

@@ -11,6 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from bench.plans import plan_by_hand
+from bench.ranks import Ranks
+from bench.runs import records
 from frugal.config.optimizers import schedule_factor
 from frugal.config.run_settings import RunSettings
 from frugal.distributed import env
@@ -21,9 +24,6 @@ from frugal.training.data.batches import GlobalBatches, Position
 from frugal.training.engine import initialize
 from frugal.training.metrics import Log
 from frugal.training.objectives import CausalLM
-from tests.plans import plan_by_hand
-from tests.ranks import Ranks
-from tests.runs import records
 from tests.training.small_models import ragged_samples, tiny_gpt2
 
 SAMPLES = ragged_samples(20)

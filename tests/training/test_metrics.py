@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from bench.runs import records
 from frugal.errors import CheckpointError
 from frugal.training.metrics import Log
 from frugal.training.train_step import Evaluation, StepResult
-from tests.runs import records
 
 MIB = 1 << 20
 

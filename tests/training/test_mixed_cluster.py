@@ -8,13 +8,13 @@ import pytest
 import torch
 
 import frugal
+from bench.plans import plan_by_hand
+from bench.ranks import Ranks
 from frugal.planning.plan import Plan
 from frugal.training.engine import initialize
 from frugal.training.measure.memory_watch import gauge
 from frugal.training.measure.two_steps import settled_collectives
 from frugal.training.models.resolve import resolve
-from tests.plans import plan_by_hand
-from tests.ranks import Ranks
 
 SEQ_LEN, GLOBAL_BATCH, STEPS = 64, 22, 4
 BUDGETS = ("4M", "9M")

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
+from bench.plans import plan_by_hand
+from bench.ranks import Ranks
 from frugal.planning.plan import Plan
 from frugal.training.engine import initialize
 from frugal.training.objectives import CausalLM
-from tests.plans import plan_by_hand
-from tests.ranks import Ranks
 from tests.training.small_models import ragged_samples, tiny_gpt2
 
 WIDTH = 768  # its matrices reach the MiB below which DeepSpeed leaves parameters in memory

@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from bench.plans import plan_by_hand
+from bench.ranks import Ranks
 from frugal.training.data.tokenizer import byte_tokenizer
 from frugal.training.engine import initialize
 from frugal.training.models import transformers_internals
 from frugal.training.models.tiled_loss import IGNORED
 from frugal.training.objectives import CausalLM, MaskedLM, Objective, Sample, Seq2Seq, SequenceClassification
-from tests.plans import plan_by_hand
-from tests.ranks import Ranks
 from tests.training.small_models import VOCABULARY, ragged_samples, tiny
 
 CASES = [

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from bench.plans import plan_by_hand
+from bench.ranks import Ranks
 from frugal.config.run_settings import RunSettings
 from frugal.errors import FrugalError, OutOfMemoryError
 from frugal.planning.plan import Plan
@@ -21,8 +23,6 @@ from frugal.training.metrics import Log
 from frugal.training.objectives import CausalLM
 from frugal.training.oom_limits import AdaptiveLimits, LearntLimits, OutOfMemory, OutOfMemoryReport, report_of
 from frugal.training.train_step import evaluate
-from tests.plans import plan_by_hand
-from tests.ranks import Ranks
 from tests.training.small_models import SkipNet, points, ragged_samples, skip_net, tiny_gpt2
 
 MIB = 1 << 20

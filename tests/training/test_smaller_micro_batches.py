@@ -4,13 +4,13 @@ from typing import Any
 
 import pytest
 
+from bench.plans import plan_by_hand
+from bench.ranks import Ranks
 from frugal.deepspeed_adapter.kernels import DTYPES
 from frugal.planning.strategy import Strategy
 from frugal.training.engine import initialize
 from frugal.training.models import tiled_loss
 from frugal.training.objectives import CausalLM
-from tests.plans import plan_by_hand
-from tests.ranks import Ranks
 from tests.training.small_models import ragged_samples, tiny_gpt2
 
 SMALL = {

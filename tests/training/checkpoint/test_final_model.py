@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from bench.ranks import Ranks
 from frugal.training.checkpoint.saving import save_model
 from frugal.training.train_step import evaluate
-from tests.ranks import Ranks
 from tests.training.checkpoints import plan_for, start, steps, stop
 from tests.training.small_models import ragged_samples
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from bench.ranks import Ranks
 from frugal.errors import CheckpointError
 from frugal.training.checkpoint import loading
 from tests.disks import small_disk
-from tests.ranks import Ranks
 from tests.training.checkpoints import plan_for, save_at, start, stop
 
 

@@ -12,6 +12,8 @@ import msgspec
 import pytest
 import torch
 
+from bench.plans import plan_by_hand
+from bench.ranks import Ranks
 from frugal import files as atomic_files
 from frugal.deepspeed_adapter import checkpoint_files
 from frugal.errors import FrugalError
@@ -19,8 +21,6 @@ from frugal.training.checkpoint import loading, manifest
 from frugal.training.checkpoint.loading import Progress
 from frugal.training.data.batches import Position
 from frugal.training.data.sources import Provenance
-from tests.plans import plan_by_hand
-from tests.ranks import Ranks
 from tests.training.checkpoints import GLOBAL_BATCH, WORLD_SIZE, plan_for, save_at, start, steps, stop, weights
 
 

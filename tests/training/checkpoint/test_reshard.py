@@ -10,14 +10,14 @@ import pytest
 import torch
 from deepspeed.accelerator import get_accelerator
 
+from bench.plans import plan_by_hand
+from bench.ranks import Ranks
 from frugal.training.checkpoint import loading, manifest, saving
 from frugal.training.checkpoint.loading import Progress
 from frugal.training.checkpoint.manifest import Manifest
 from frugal.training.data.batches import GlobalBatches, Position
 from frugal.training.engine import Engine, initialize
 from frugal.training.objectives import CausalLM
-from tests.plans import plan_by_hand
-from tests.ranks import Ranks
 from tests.training.small_models import ragged_samples, tiny_gpt2
 
 DATA = ragged_samples(14, longest=24)

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
+from bench.ranks import Ranks
 from frugal.deepspeed_adapter.checkpoint_files import CheckpointWriter
 from frugal.errors import CheckpointError
 from frugal.training.checkpoint import loading
 from frugal.training.checkpoint.loading import Progress
 from frugal.training.checkpoint.saving import Saver
-from tests.ranks import Ranks
 from tests.training.checkpoints import plan_for, start, steps, stop, weights
 
 

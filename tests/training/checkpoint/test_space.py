@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from bench.plans import plan_by_hand
+from bench.ranks import Ranks
 from frugal.config.local_host import available_bytes
 from frugal.config.run_settings import RunSettings
 from frugal.errors import NothingFitsError
@@ -18,8 +20,6 @@ from frugal.training.checkpoint import manifest, run_folder
 from frugal.training.engine import initialize
 from frugal.training.objectives import CausalLM
 from frugal.units import GIB
-from tests.plans import plan_by_hand
-from tests.ranks import Ranks
 from tests.training.small_models import ragged_samples, tiny_gpt2
 
 HUGE = 1 << 50

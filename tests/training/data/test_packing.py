@@ -12,6 +12,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bench.plans import plan_by_hand
+from bench.ranks import Ranks
 from frugal.config.request import Request
 from frugal.config.run_settings import RunSettings
 from frugal.errors import RequestError
@@ -26,8 +28,6 @@ from frugal.training.models import packing_check
 from frugal.training.models.resolve import resolve
 from frugal.training.models.tiled_loss import IGNORED
 from frugal.training.objectives import CausalLM
-from tests.plans import plan_by_hand
-from tests.ranks import Ranks
 from tests.training.gradients import SGD, Gradient, applied, relative_error, weights
 from tests.training.small_models import tiny
 

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from bench.plans import plan_by_hand
+from bench.ranks import Ranks
 from frugal.training.data.batches import GlobalBatches, MicroBatchLimits, prefetch
 from frugal.training.engine import initialize
 from frugal.training.objectives import CausalLM
-from tests.plans import plan_by_hand
-from tests.ranks import Ranks
 from tests.training.small_models import ragged_samples, tiny_gpt2
 
 

@@ -3,13 +3,13 @@
 import pytest
 import torch
 
+from bench.plans import plan_by_hand
+from bench.ranks import Ranks
 from frugal.training.data import corpus as data
 from frugal.training.data import tokenizer
 from frugal.training.data.batches import GlobalBatches, Position
 from frugal.training.engine import initialize
 from frugal.training.objectives import CausalLM
-from tests.plans import plan_by_hand
-from tests.ranks import Ranks
 from tests.training.small_models import tiny_gpt2
 
 

@@ -4,14 +4,14 @@ import pytest
 import torch
 from torch import nn
 
+from bench.plans import plan_by_hand
+from bench.ranks import Ranks
 from frugal.deepspeed_adapter.kernels import DTYPES
 from frugal.errors import RequestError
 from frugal.training.engine import initialize
 from frugal.training.measure.memory_watch import gauge
 from frugal.training.models import activation_checkpointing
 from tests.dryrun.test_truth import FAMILIES
-from tests.plans import plan_by_hand
-from tests.ranks import Ranks
 from tests.training.small_models import SkipNet, points, ragged_samples, skip_net, tiny_gpt2
 
 
