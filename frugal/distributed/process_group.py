@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import psutil  # type: ignore[import-untyped]  # has no types
 
 from frugal.config.cluster import DeviceKind
-from frugal.deepspeed_adapter import engine
+from frugal.deepspeed_adapter import collectives
 from frugal.distributed import env, rank_logs
 from frugal.errors import PlanMismatchError, RequestError
 from frugal.planning.plan import Plan
@@ -45,7 +45,7 @@ def join(plan: Plan, out: Path | None = None) -> "torch.device":
     env.correct_local_rank(plan.cluster)
     env.limit_threads()
     if kind == "cpu":
-        os.environ.update(engine.ON_CPU)  # before DeepSpeed is imported
+        os.environ.update(collectives.ON_CPU)  # before DeepSpeed is imported
     if world_size > 1 and out is not None:
         rank_logs.redirect(out, int(os.environ["RANK"]))
     import torch
@@ -76,7 +76,7 @@ def use_device(kind: DeviceKind) -> "torch.device":
     import torch
 
     if kind == "cpu":
-        os.environ.update(engine.ON_CPU)
+        os.environ.update(collectives.ON_CPU)
         return torch.device("cpu")
     device = torch.device(kind, env.local_rank())
     _refuse_missing_gpu(device)
@@ -116,7 +116,7 @@ def form() -> None:
     for name, value in alone.items():
         os.environ.setdefault(name, value)
     try:
-        engine.init_distributed()
+        collectives.init_distributed()
     except DistNetworkError as error:
         if "EADDRINUSE" not in str(error):
             raise

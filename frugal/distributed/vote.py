@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from frugal.deepspeed_adapter.engine import timeout_seconds
+from frugal.deepspeed_adapter.collectives import timeout_seconds
 
 HANDSHAKE_SECONDS = 10.0
 _MOST_HANDSHAKE_BYTES = 1000

@@ -18,7 +18,7 @@ import psutil  # type: ignore[import-untyped]  # has no types
 
 from frugal.config.cluster import DeviceKind
 from frugal.config.run_settings import RunSettings
-from frugal.deepspeed_adapter import engine
+from frugal.deepspeed_adapter import collectives
 from frugal.deepspeed_adapter.json_config import write_plan
 from frugal.distributed import first_failure
 from frugal.distributed.env import STOP_SIGNALS, handled
@@ -115,10 +115,10 @@ def start_ranks(
     """
     environment = {**os.environ, STARTER: str(os.getpid())}
     if kind == "cpu":
-        environment |= {**engine.ON_CPU, "LOCAL_SIZE": str(num_ranks)}  # the latter spares it asking numactl
+        environment |= {**collectives.ON_CPU, "LOCAL_SIZE": str(num_ranks)}  # the latter spares it asking numactl
     devices = list(range(num_ranks)) if kind == "cpu" else visible_gpus()[:num_ranks]
     environment.setdefault("OMP_NUM_THREADS", str(max(1, _cores() // num_ranks)))
-    command = engine.launcher(
+    command = collectives.launcher(
         {"localhost": devices}, master_port=master_port or free_port(), module=module, arguments=arguments
     )
     early_interrupts: list[int] = []  # while there is no process yet that could be ended
@@ -154,7 +154,7 @@ def _interrupt_ranks(process: subprocess.Popen[bytes]) -> bool:
 
 def _ranks(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
     tree = psutil.Process(process.pid).children(recursive=True)
-    return [child for child in tree if engine.RANK_FLAG in " ".join(_command_line(child))]
+    return [child for child in tree if collectives.RANK_FLAG in " ".join(_command_line(child))]
 
 
 def _command_line(process: psutil.Process) -> list[str]:

@@ -29,7 +29,7 @@ import psutil  # type: ignore[import-untyped]  # has no types
 from frugal.config.build_cluster import HostfileEntry
 from frugal.config.cluster import Cluster, DeviceKind
 from frugal.config.run_settings import RunSettings
-from frugal.deepspeed_adapter import engine
+from frugal.deepspeed_adapter import collectives
 from frugal.deepspeed_adapter.json_config import write_plan
 from frugal.distributed import first_failure, process_group
 from frugal.distributed.env import STOP_SIGNALS, handled
@@ -158,9 +158,9 @@ def _node_command(
         process_group.OVER_SSH: "1",
     }
     if plan.cluster.devices[0].kind == "cpu":
-        environment |= engine.ON_CPU
+        environment |= collectives.ON_CPU
     world = {host.host.name: host.gpus for host in hosts}
-    words = engine.launcher(
+    words = collectives.launcher(
         world,
         f"--master_addr={address}",
         "--node_rank=NUMBER",

@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from frugal import torch_internals
-from frugal.deepspeed_adapter import engine
+from frugal.deepspeed_adapter import collectives
 from frugal.deepspeed_adapter.stages import Zero
 from frugal.distributed.vote import Vote
 from frugal.training.oom_limits import OutOfMemory, OutOfMemoryReport, is_out_of_memory, report_of
@@ -74,7 +74,7 @@ class Guard:
         self.watching = False
         self._is_agreed = False  # that the collectives which follow will be entered by all ranks
         self._votes_once = False
-        engine.guard(self._guarded)
+        collectives.guard(self._guarded)
 
     def attempt(self, work: Callable[[], T]) -> T | OutOfMemory:
         """What `work` returns; on every rank the shortage, if any rank ran out of memory in it."""

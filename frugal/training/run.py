@@ -21,7 +21,7 @@ from frugal.config.setting import settings_of
 from frugal.distributed import env, first_failure, process_group
 from frugal.errors import PlanMismatchError
 from frugal.planning.plan import Plan
-from frugal.training.checkpoint import loading, run_folder
+from frugal.training.checkpoint import run_folder
 from frugal.units import format_count, plural
 
 if TYPE_CHECKING:
@@ -74,6 +74,7 @@ def _train(plan: Plan, settings: RunSettings, device: "torch.device") -> None:
     from frugal.config.optimizers import schedule_factor
     from frugal.deepspeed_adapter.kernels import DTYPES
     from frugal.training import loop, rng
+    from frugal.training.checkpoint.loading import describe_changes
     from frugal.training.checkpoint.saving import save_model
     from frugal.training.data import corpus
     from frugal.training.data.batches import GlobalBatches
@@ -111,7 +112,7 @@ def _train(plan: Plan, settings: RunSettings, device: "torch.device") -> None:
         with Log(settings.out, rank=rank, planned_bytes=planned, total_steps=total_steps, first_step=start.step) as log:
             log.say(_describe(plan, settings, data, total_steps, start.step))
             if changes:
-                log.say(loading.describe_changes(changes, start.step, settings.out))
+                log.say(describe_changes(changes, start.step, settings.out))
             for remark in _not_as_planned(plan, data):
                 log.say(remark)
             first_steps = None if settings.resume else loop.FirstStepsGauge(gauge, measuring)

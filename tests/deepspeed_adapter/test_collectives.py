@@ -6,8 +6,8 @@ from typing import Any
 from deepspeed.comm.torch import TorchBackend
 
 from bench.ranks import Ranks
-from frugal.deepspeed_adapter import engine
-from frugal.deepspeed_adapter.engine import COLLECTIVES, DIRECT, Collective
+from frugal.deepspeed_adapter import collectives
+from frugal.deepspeed_adapter.collectives import COLLECTIVES, DIRECT, Collective
 
 NOT_CALLED = {
     "send", "recv", "isend", "irecv", "batch_isend_irecv",  # of pipelines
@@ -45,9 +45,9 @@ def guarded_twice() -> tuple[list[str], bool]:
         return guarded
 
     for who in ("first", "second"):
-        engine.guard(guard(who))
-    engine.backend().all_reduce(torch.ones(1))
-    return noted, all(callable(getattr(engine.backend(), name)) for name in DIRECT)
+        collectives.guard(guard(who))
+    collectives.backend().all_reduce(torch.ones(1))
+    return noted, all(callable(getattr(collectives.backend(), name)) for name in DIRECT)
 
 
 def test_a_guard_takes_the_place_of_the_one_before(two_ranks: Ranks) -> None:

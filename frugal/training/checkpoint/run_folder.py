@@ -14,12 +14,9 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-import torch.distributed as dist
-
 from frugal import files
 from frugal.config.local_host import available_bytes
 from frugal.config.run_settings import RECORD, RunSettings
-from frugal.deepspeed_adapter import kernels
 from frugal.deepspeed_adapter.json_config import write_plan
 from frugal.distributed import env, process_group, rank_logs
 from frugal.errors import NothingFitsError, RequestError
@@ -124,6 +121,8 @@ def check_space(plan: Plan, settings: RunSettings) -> None:
     Raises:
         NothingFitsError: a host, by its name, lacks memory or disk.
     """
+    import torch.distributed as dist
+
     name = socket.gethostname()
     names: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(names, name)
@@ -150,6 +149,8 @@ def _lacking(plan: Plan, settings: RunSettings, name: str, num_ranks: int) -> li
         ranks += " and the copy of --async-save"
     if needed > free:
         lines.append(f"{name} has {format_bytes(free)} of memory left, and {ranks} will take {format_bytes(needed)}")
+    from frugal.deepspeed_adapter import kernels  # brings DeepSpeed along, which a parent of ranks does not need
+
     if kernels.uses_nvme(plan.strategy):
         needed = max(
             breakdown.nvme_bytes(plan.request, plan.strategy, plan.model, node, plan.cluster) // len(node.devices)

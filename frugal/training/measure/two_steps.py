@@ -26,7 +26,7 @@ from frugal import torch_internals
 from frugal.config import local_host
 from frugal.config.request import Task
 from frugal.config.schema import parse
-from frugal.deepspeed_adapter import engine as collectives
+from frugal.deepspeed_adapter import collectives
 from frugal.deepspeed_adapter.kernels import DTYPES
 from frugal.distributed import first_failure, process_group
 from frugal.errors import OutOfMemoryError

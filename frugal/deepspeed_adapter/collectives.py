@@ -1,0 +1,82 @@
+"""DeepSpeed's ranks: how its launcher starts those of a node, and what all their collectives go through.
+
+DeepSpeed is imported by who calls, not by who imports this: a parent that starts ranks need not wait for it.
+"""
+
+import base64
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from frugal.required import put
+
+RANK_FLAG = "--local_rank"
+"""In the command line of each rank that the launcher starts, with `=` and the rank's number on its node behind it."""
+
+ON_CPU = {"DS_ACCELERATOR": "cpu"}
+"""In the environment of ranks whose device is the host."""
+
+COLLECTIVES = (
+    "all_reduce", "inference_all_reduce", "all_reduce_coalesced", "reduce", "reduce_scatter", "reduce_scatter_tensor",
+    "broadcast", "all_gather", "all_gather_into_tensor", "all_gather_base", "all_gather_coalesced", "all_to_all",
+    "all_to_all_single",
+)  # fmt: skip
+"""The backend's methods that training calls on all ranks at once; a test holds that there are no more."""
+
+DIRECT = ("all_gather_function", "reduce_scatter_function")
+"""What the backend calls of torch.distributed by names of its own."""
+
+Collective = Callable[..., Any]
+
+
+def launcher(
+    world: Mapping[str, Sequence[int | str]], *flags: str, master_port: int, module: str, arguments: Sequence[str]
+) -> list[str]:
+    """The command that starts the ranks of one node: `module` with `arguments`, once for each of its devices.
+
+    `world`: the devices of each node, by the node's name. `flags`: of the launcher, for more nodes than one.
+
+    It is what `deepspeed` itself would start, without the seconds it takes to import DeepSpeed once more.
+    """
+    return [
+        sys.executable, "-u", "-m", "deepspeed.launcher.launch", "--log_level=critical",
+        f"--world_info={base64.urlsafe_b64encode(json.dumps(world).encode()).decode()}", *flags,
+        f"--master_port={master_port}", "--module", module, *arguments,
+    ]  # fmt: skip
+
+
+def init_distributed() -> None:
+    """Make the process group that the environment describes, or stay in the one there is. Collective.
+
+    Without DeepSpeed's shared-memory kernel for CPU ranks, which costs more than it saves: it is compiled when first
+    used, a process killed while loading it leaves a lock that later runs wait on for ever, and its buffers (66 MiB a
+    rank) stay in /dev/shm after the run. gloo does the same sums.
+    """
+    import deepspeed
+
+    # Not `deepspeed.comm.torch.build_shm_op`: that attribute is torch itself.
+    put(sys.modules["deepspeed.comm.torch"], "build_shm_op", lambda: None)
+    deepspeed.init_distributed(auto_mpi_discovery=False)
+
+
+def timeout_seconds() -> float:
+    """How long a rank waits for the others before it gives up."""
+    from deepspeed.constants import default_pg_timeout
+
+    return float(default_pg_timeout.total_seconds())
+
+
+def backend() -> Any:
+    """What DeepSpeed's collectives are methods of, one a process."""
+    import deepspeed.comm.comm as deepspeed_comm
+
+    assert deepspeed_comm.cdb is not None, "there is no process group yet"
+    return deepspeed_comm.cdb
+
+
+def guard(guarded: Callable[[Collective], Collective]) -> None:
+    """Have the process's collectives go through what `guarded` makes of each, instead of an earlier guard."""
+    for name in COLLECTIVES:
+        vars(backend()).pop(name, None)  # an earlier one's, in front of the class's method
+        put(backend(), name, guarded(getattr(backend(), name)))
