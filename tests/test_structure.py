@@ -258,6 +258,12 @@ def test_the_command_line_of_planning_loads_no_torch() -> None:
 # What is public
 
 
+def test_whoever_starts_ranks_and_a_rank_before_its_environment_is_set_load_no_deepspeed() -> None:
+    """DeepSpeed chooses its accelerator when it is imported, and torch its threads."""
+    starting = "import frugal.cli.train, frugal.launch.pdsh, frugal.training.run, frugal.distributed.process_group"
+    assert not loaded_after(starting) & HEAVY
+
+
 def test_the_public_names_are_exactly_these() -> None:
     public = {"Engine", "FrugalError", "Plan", "__version__", "initialize", "plan"}
     assert set(frugal.__all__) == public == set(dir(frugal))

@@ -61,11 +61,11 @@ def planned(folder: Path, zero_stage: int, shape: dict[str, Any], micro_steps: i
 @contextmanager
 def unguarded(engine: Any) -> Iterator[None]:
     """As if memory could not run out: no vote, nothing kept to go back to."""
-    from frugal.training import rng
+    from frugal.training import train_step
 
     with (
         patch.object(engine.guard, "attempt", lambda work: work()),
-        patch.object(rng, "state", lambda device: {}),
+        patch.object(train_step, "generator_states", lambda device: {}),
     ):
         yield
 
@@ -73,7 +73,7 @@ def unguarded(engine: Any) -> Iterator[None]:
 @contextmanager
 def timed(engine: Any) -> Iterator[dict[str, list[tuple[float, float]]]]:
     """When this rank came to each vote and left it, and likewise when it kept the generators' state; in seconds."""
-    from frugal.training import rng
+    from frugal.training import train_step
 
     kept: dict[str, list[tuple[float, float]]] = {"votes": [], "states": []}
 
@@ -89,7 +89,7 @@ def timed(engine: Any) -> Iterator[dict[str, list[tuple[float, float]]]]:
     vote = engine.guard.vote
     with (
         patch.object(vote, "any", timing("votes", vote.any)),
-        patch.object(rng, "state", timing("states", rng.state)),
+        patch.object(train_step, "generator_states", timing("states", train_step.generator_states)),
     ):
         yield kept
 

@@ -73,7 +73,7 @@ def _watch_peers() -> "PeerWatch":
 def _train(plan: Plan, settings: RunSettings, device: "torch.device") -> None:
     from frugal.config.optimizers import schedule_factor
     from frugal.deepspeed_adapter.kernels import DTYPES
-    from frugal.training import loop, rng
+    from frugal.training import loop, train_step
     from frugal.training.checkpoint.loading import describe_changes
     from frugal.training.checkpoint.saving import save_model
     from frugal.training.data import corpus
@@ -104,7 +104,7 @@ def _train(plan: Plan, settings: RunSettings, device: "torch.device") -> None:
         _refuse_other_model(plan, model)
         objective = data.spec.objective(data.tokenizer, seed=settings.seed, pack=bool(plan.request.pack))
         engine = initialize(model, plan, objective, learning_rate_schedule=learning_rate)
-        rng.seed_all(settings.seed * 1_000_003 + rank)
+        train_step.seed_all(settings.seed * 1_000_003 + rank)
         start, changes = _start(engine, settings, data.provenance)
         if rank == 0:
             run_folder.record(plan, settings)

@@ -3,17 +3,20 @@
 For a global batch with T targets on W ranks, every micro-batch's loss is a sum scaled by W / T. DeepSpeed averages
 gradients over ranks, so the W cancels and what remains is the exact mean over T, however the batch was cut.
 
-An evaluation is the mean loss on any number of samples, the same on any number of ranks.
+An evaluation is the mean loss on any number of samples, the same on any number of ranks. It draws random numbers of its
+own: what the generators would have drawn next is kept by `generator_states`, as it is in checkpoints.
 """
 
 import logging
 import math
+import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -27,12 +30,39 @@ from frugal.errors import RequestError
 from frugal.planning.batch import BatchPlan
 from frugal.planning.plan import Plan
 from frugal.planning.strategy import Strategy
-from frugal.training import rng
 from frugal.training.data.batches import MicroBatchLimits, Share, pin, prefetch, share
 from frugal.training.models import activation_checkpointing, tiled_loss, transformers_internals
 from frugal.training.objectives import Batch, Objective, Sample
 from frugal.training.oom_limits import AdaptiveLimits, OutOfMemory
 from frugal.training.oom_retry import Guard, Update, abandon
+
+
+def generator_states(device: torch.device) -> dict[str, Any]:
+    """What every generator of this process would draw next; plain values and tensors only."""
+    numpy_name, numpy_keys, *numpy_rest = np.random.get_state(legacy=True)
+    return {
+        "python": random.getstate(),
+        "numpy": (numpy_name, np.asarray(numpy_keys).tolist(), *numpy_rest),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
+    }
+
+
+def restore_generators(saved: dict[str, Any], device: torch.device) -> None:
+    """Have every generator draw what it would have drawn at `state`."""
+    random.setstate(saved["python"])
+    np.random.set_state(saved["numpy"])
+    torch.set_rng_state(saved["torch"])
+    if device.type == "cuda" and saved["cuda"] is not None:
+        torch.cuda.set_rng_state(saved["cuda"], device)
+
+
+def seed_all(seed: int) -> None:
+    """Start every generator of this process from `seed`."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)  # CUDA's too
+
 
 logger = logging.getLogger("frugal")
 
@@ -132,12 +162,12 @@ class Stepper:
                 because=f"every label of its {len(samples)} samples is ignored",
             )
         learning_rate = self.deepspeed.get_lr()[0]
-        before = rng.state(self.device)
+        before = generator_states(self.device)
         attempts = 0
         while isinstance(done := self._try(batches, int(targets)), OutOfMemory):
             attempts += 1
             abandon(self.zero)
-            rng.restore(before, self.device)
+            restore_generators(before, self.device)
             self._say(self._make_room(done, samples, attempts))
             batches = self.micro_batches(samples)
         loss_sum, is_finite = done
@@ -263,14 +293,14 @@ def evaluate(engine: Stepper, samples: Sequence[Sample]) -> Evaluation:
         raise RequestError(
             "there is no sample to evaluate on", hint="give validation data, or a larger part of the data"
         )
-    before = rng.state(engine.device)
+    before = generator_states(engine.device)
     while True:
         cut = share(samples, engine.adaptive_limits.evaluation, engine.rank)
         outcome = engine.guard.attempt(partial(_evaluated, engine, samples, cut.places))
         if not isinstance(outcome, OutOfMemory):
             break
         abandon(engine.zero)
-        rng.restore(before, engine.device)
+        restore_generators(before, engine.device)
         message = engine.adaptive_limits.lower_evaluation(outcome, cut.largest)
         if engine.rank == 0:
             logger.warning(message)

@@ -17,7 +17,7 @@ from frugal.config.run_settings import run_settings
 from frugal.config.schema import understand
 from frugal.deepspeed_adapter.json_config import deepspeed_config
 from frugal.errors import FrugalError
-from frugal.planning.plan import Plan, expanded
+from frugal.planning.plan import Plan, _expanded
 from frugal.planning.report import summary
 from frugal.training.checkpoint import manifest
 from frugal.training.checkpoint.loading import TRAINING, Progress, read_progress
@@ -74,7 +74,7 @@ def test_plan_json(tmp_path: Path) -> None:
     def resealed(document: Any) -> Any:
         """With the digest of what it says now, where it says anything."""
         with suppress(Exception):
-            document["digest"] = msgspec.convert(expanded(document), Plan, strict=True).compute_digest()
+            document["digest"] = msgspec.convert(_expanded(document), Plan, strict=True).compute_digest()
         return document
 
     def use(path: Path) -> None:

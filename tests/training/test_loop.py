@@ -17,7 +17,7 @@ from bench.runs import records
 from frugal.config.optimizers import schedule_factor
 from frugal.config.run_settings import RunSettings
 from frugal.distributed import env
-from frugal.training import loop, rng
+from frugal.training import loop, train_step
 from frugal.training.checkpoint import loading
 from frugal.training.checkpoint.loading import Progress
 from frugal.training.data.batches import GlobalBatches, Position
@@ -51,7 +51,7 @@ def train(
             step, schedule="cosine", warmup_steps=2, total_steps=total_steps
         ),
     )  # fmt: skip
-    rng.seed_all(rank)
+    train_step.seed_all(rank)
     random.seed(rank)
     start = loading.load(engine, settings.checkpoints).progress if settings.resume else Progress(step=0)
     if die == "in a step" and rank == 1:

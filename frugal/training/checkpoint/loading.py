@@ -46,7 +46,7 @@ from frugal.deepspeed_adapter.stages import Zero
 from frugal.distributed.vote import gather
 from frugal.errors import CheckpointError, PlanMismatchError, RequestError
 from frugal.planning.plan import Plan
-from frugal.training import rng
+from frugal.training import train_step
 from frugal.training.checkpoint import manifest
 from frugal.training.checkpoint.manifest import File, Manifest
 from frugal.training.data.batches import Position
@@ -300,9 +300,9 @@ def _restore(engine: Stepper, path: Path, made_by: Manifest, this: Manifest) -> 
     progress = read_progress(path)
     engine.adaptive_limits.recall(progress.learnt)
     if made_by.world_size == this.world_size:
-        rng.restore(checkpoint_files.read(path / f"rng_rank_{engine.rank}.pt"), engine.device)
+        train_step.restore_generators(checkpoint_files.read(path / f"rng_rank_{engine.rank}.pt"), engine.device)
     else:  # nobody's generators are this rank's, so it gets some that no rank had
-        rng.seed_all((progress.seed * 1_000_003 + progress.step) * 65_537 + engine.rank)
+        train_step.seed_all((progress.seed * 1_000_003 + progress.step) * 65_537 + engine.rank)
     return progress
 
 

@@ -27,7 +27,7 @@ from frugal.deepspeed_adapter.checkpoint_files import CheckpointWriter
 from frugal.deepspeed_adapter.stages import Zero
 from frugal.distributed.vote import RanksFailed, together
 from frugal.errors import CheckpointError
-from frugal.training import rng
+from frugal.training import train_step
 from frugal.training.checkpoint import loading, manifest
 from frugal.training.checkpoint.loading import TRAINING, Progress, origin, read_progress
 from frugal.training.checkpoint.manifest import File, Manifest
@@ -158,7 +158,7 @@ def _find(aside: Path) -> None:
 def _collect(engine: Stepper, writer: CheckpointWriter, aside: Path, progress: Progress) -> None:
     """Give this rank's states to the writer."""
     writer.collect(engine.deepspeed, aside)
-    writer.save(rng.state(engine.device), aside / f"rng_rank_{engine.rank}.pt")
+    writer.save(train_step.generator_states(engine.device), aside / f"rng_rank_{engine.rank}.pt")
     writer.write(msgspec.json.encode(engine.zero.layout()), aside / loading.file_name(engine.rank))
     if engine.rank == 0:
         learnt = replace(progress, learnt=engine.adaptive_limits.learnt())
