@@ -60,6 +60,12 @@ NAMES = (
         "skipped_steps",
     ),
     *needed(
+        f"{_RUNTIME}.fp16.unfused_optimizer:FP16_UnfusedOptimizer",
+        "stage 0 in half precision, in dry runs",
+        "optimizer",
+        "fp32_groups",
+    ),
+    *needed(
         f"{_SPLITTING}:InsertPostInitMethodToModuleSubClasses",
         "F.linear is given back, which ZeRO-3 replaces for good",
         "_enable_mem_efficient_linear:linear_bk",

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.runtime.base_optimizer import BackwardHookStateManager
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.zero import parameter_offload
 from deepspeed.runtime.zero.parameter_offload import ZeROOrderedDict
 from deepspeed.runtime.zero.partition_parameters import InsertPostInitMethodToModuleSubClasses, ZeroParamStatus
@@ -49,7 +50,7 @@ class Zero(ABC):
         self.strategy = strategy
         self.optimizer: Any = engine.optimizer
         assert isinstance(self.optimizer, self._kind), f"{type(self.optimizer)} at stage {strategy.zero_stage}"
-        self.inner: Any = self.optimizer.optimizer if strategy.zero_stage else self.optimizer
+        self.inner: Any = self.optimizer if self._kind is torch.optim.Optimizer else self.optimizer.optimizer
 
     # What there is
 
@@ -212,6 +213,13 @@ class Zero0(Zero):
 
     def flat_tensors(self) -> list[Any]:
         return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+
+
+class Zero0Half(Zero0):
+    """Stage 0 in bf16 or fp16: fp32 copies beside the weights. Only dry runs meet it; no plan trains so."""
+
+    _kind = FP16_UnfusedOptimizer
+    _KEPT: ClassVar[dict[int, tuple[str, ...]]] = {OPTIMIZER: ("fp32_groups",)}
 
 
 class Zero12(Zero):
@@ -396,4 +404,6 @@ def _with_hooks(module: nn.Module) -> Iterator[Any]:
 def of(engine: Any, strategy: Strategy) -> Zero:
     """The engine's stage."""
     kinds: dict[int, type[Zero]] = {0: Zero0, 1: Zero12, 2: Zero12, 3: Zero3}
+    if strategy.zero_stage == 0 and isinstance(engine.optimizer, FP16_UnfusedOptimizer):
+        return Zero0Half(engine, strategy)
     return kinds[strategy.zero_stage](engine, strategy)

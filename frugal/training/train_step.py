@@ -3,8 +3,8 @@
 For a global batch with T targets on W ranks, every micro-batch's loss is a sum scaled by W / T. DeepSpeed averages
 gradients over ranks, so the W cancels and what remains is the exact mean over T, however the batch was cut.
 
-An evaluation is the mean loss on any number of samples, the same on any number of ranks. It draws random numbers of its
-own: what the generators would have drawn next is kept by `generator_states`, as it is in checkpoints.
+An evaluation is the mean loss on any number of samples, the same on any number of ranks. What the random
+number generators would have drawn next is put back after it (`generator_states`, also used by checkpoints).
 """
 
 import logging

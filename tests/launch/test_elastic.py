@@ -69,7 +69,7 @@ def test_hosts_that_stay_away_end_the_run_and_are_named(
     """A name that cannot exist (RFC 6761) is a host that does not answer."""
     monkeypatch.setattr(pdsh, "RETURN_SECONDS", 0.1)
     monkeypatch.setattr(pdsh, "RETRY_SECONDS", 0.1)
-    monkeypatch.setattr(pdsh.pdsh, "ready_hosts", lambda *_: [])  # as it was when the run began
+    monkeypatch.setattr(pdsh, "ready_hosts", lambda *_: [])  # as it was when the run began
     plan = plan_by_hand(world_size=1, global_batch=1, micro_batch=1, zero_stage=2)
     named = parse_hostfile("nowhere.invalid slots=1\n")
     on = pdsh.RestartableHosts(

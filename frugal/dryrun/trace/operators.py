@@ -254,6 +254,11 @@ class HostMemory:
         self._is_pinning = False
 
     @property
+    def live_bytes(self) -> int:
+        """What lives now."""
+        return self._allocator.live_bytes
+
+    @property
     def peak_bytes(self) -> int:
         """The most that lived at once."""
         return self._allocator.peak_bytes
