@@ -32,7 +32,7 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
 def flags() -> str:
     """Every command with its flags; those that plan are listed once."""
-    context = click.Context(cli)
+    context = cli.make_context("frugal", [], resilient_parsing=True)
     commands = {name: _command(context, name) for name in COMMANDS}
     planning = set.intersection(*({option.name for option in _options(commands[name])} for name in PLANNERS))
     planning.discard("help_all")
@@ -42,7 +42,7 @@ def flags() -> str:
     for name, command in commands.items():
         plans = name in PLANNERS
         own = [option for option in _options(command) if not plans or option.name not in planning]
-        usage = " ".join(command.collect_usage_pieces(click.Context(command, info_name=name)))
+        usage = " ".join(command.collect_usage_pieces(click.Context(command, info_name=name, parent=context)))
         parts += ["", f"## frugal {name}", "", inspect.cleandoc(command.help or ""), "", f"`frugal {name} {usage}`", ""]
         parts += ["The [planning flags](#planning-flags), and:"] if plans else []
         parts += _by_group(own)

@@ -21,6 +21,9 @@ COMMANDS = {
 }
 
 
+CONTEXT_SETTINGS = {"help_option_names": ["-h", "--help"]}
+
+
 class _Commands(click.Group):
     """The table above as a click group."""
 
@@ -31,6 +34,7 @@ class _Commands(click.Group):
         if name not in COMMANDS:
             return None
         command: click.Command = import_module(COMMANDS[name][0]).command
+        command.context_settings |= CONTEXT_SETTINGS  # click keeps the names of the first context, whoever made it
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -38,7 +42,7 @@ class _Commands(click.Group):
             formatter.write_dl([(name, help_text) for name, (_, help_text) in COMMANDS.items()])
 
 
-@click.group(cls=_Commands, no_args_is_help=True, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=_Commands, no_args_is_help=True, context_settings=CONTEXT_SETTINGS)
 @click.version_option(package_name="frugal-trainer", prog_name="frugal")
 def cli() -> None:
     """Train any batch on the GPUs you have, with memory that comes out as predicted."""
