@@ -34,7 +34,7 @@ class _Commands(click.Group):
         if name not in COMMANDS:
             return None
         command: click.Command = import_module(COMMANDS[name][0]).command
-        command.context_settings |= CONTEXT_SETTINGS  # click keeps the names of the first context, whoever made it
+        command.context_settings.update(CONTEXT_SETTINGS)  # click keeps the names of the first context, whoever made it
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
