@@ -18,6 +18,7 @@ import torch.distributed as dist
 from frugal.config.schema import parse
 from frugal.deepspeed_adapter.kernels import DTYPES
 from frugal.distributed import first_failure, process_group
+from frugal.distributed.exchange import from_rank_0
 from frugal.planning.plan import Plan
 from frugal.training.engine import Engine, initialize
 from frugal.training.models.resolve import resolve
@@ -50,8 +51,7 @@ def timed(plans: Sequence[Plan], turns: int = TURNS, steps: int = STEPS) -> list
     spec = resolve(plans[0].request.model, plans[0].request.task)
     seconds: list[list[float]] = [[] for _ in plans]
     for _ in range(turns):
-        best = [min(found, default=0.0) for found in seconds]
-        dist.broadcast_object_list(best)  # all ranks leave out the same
+        best = from_rank_0([min(found, default=0.0) for found in seconds], list[float])  # all leave out the same
         for plan, found, before in zip(plans, seconds, best, strict=True):
             if before <= FAR * min(best):
                 found += _turn(spec, plan, device, steps)

@@ -176,16 +176,12 @@ def _process_group(rank: int, world_size: int) -> Iterator[None]:
 def _agreement() -> Iterator[None]:
     """What ranks find out about each other: they are all like this one."""
 
-    def gather(objects: list[Any], mine: Any, group: Any = None) -> None:
-        objects[:] = [mine] * len(objects)
-
     make_group = dist.new_group
 
     def new_group(*args: Any, backend: Any = None, **kwargs: Any) -> Any:
         return dist.group.WORLD if backend == "gloo" else make_group(*args, **kwargs)
 
     with ExitStack() as stack:
-        stack.enter_context(patch.object(dist, "all_gather_object", gather))
         stack.enter_context(patch.object(dist, "new_group", new_group))
         for module in (partitioned_param_coordinator, partition_parameters, stage3, parameter_offload):
             stack.enter_context(patch.object(module, "assert_ints_same_as_other_ranks", lambda _ints: None))

@@ -5,9 +5,9 @@ What lives on an NVMe disk while training: the folder of a run, and the asynchro
 The precisions a request can name.
 """
 
+import secrets
 import shutil
 import socket
-import uuid
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -108,9 +108,9 @@ def own_nvme_folder(strategy: Strategy, votes: dist.ProcessGroup | None) -> Path
         RequestError: the folder cannot be made, or DeepSpeed's I/O cannot be compiled.
     """
     check_nvme_io()
-    names: list[Any] = [f"frugal-{uuid.uuid4().hex[:12]}"]
-    dist.broadcast_object_list(names, src=0, group=votes)
-    folder = Path(str(strategy.nvme_path)).expanduser() / names[0]
+    number = torch.tensor(secrets.randbits(48))
+    dist.broadcast(number, src=0, group=votes)
+    folder = Path(str(strategy.nvme_path)).expanduser() / f"frugal-{number.item():012x}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""What all ranks decide together: a vote on one question, and actions that succeed on all ranks or fail on all.
+"""What all ranks decide together: a vote on one question.
 
 Votes go over TCP connections from all ranks to rank 0, beside those of gloo and NCCL; only who knows the run's secret
 may connect.
@@ -17,14 +17,14 @@ import resource
 import secrets
 import socket
 import time
-from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from frugal.deepspeed_adapter.collectives import timeout_seconds
+from frugal.distributed.exchange import from_rank_0, gather
 
 HANDSHAKE_SECONDS = 10.0
 _MOST_HANDSHAKE_BYTES = 1000
@@ -129,14 +129,12 @@ def _connect_to_rank_0(group: dist.ProcessGroup | None) -> list[socket.socket] |
     if dist.get_rank(group) == 0:
         with suppress(OSError):
             server = listen(world_size)
-    offers = [(0, "")] * world_size  # each rank's port and secret, of which rank 0's count
-    dist.all_gather_object(offers, (server.getsockname()[1] if server else 0, secrets.token_hex(16)), group=group)
-    port, secret = offers[0]
+    offer = (server.getsockname()[1] if server else 0, secrets.token_hex(16))
+    port, secret = from_rank_0(offer, tuple[int, str], group)
     if server is None and port:
         with suppress(OSError):
             peers = [connect(port, secret)]  # it waits in the server's queue
-    connected = [False] * world_size
-    dist.all_gather_object(connected, bool(server or peers), group=group)
+    connected = gather(bool(server or peers), bool, group)
     if server:
         with server:
             peers = _accept_all(server, secret, world_size - 1) if all(connected) else []
@@ -159,38 +157,3 @@ def _accept_all(server: socket.socket, secret: str, number: int) -> list[socket.
         elif time.monotonic() > end:
             raise RuntimeError(f"Connection of {number - len(peers)} ranks to rank 0 was lost")
     return peers
-
-
-T = TypeVar("T")
-
-
-class RanksFailed(Exception):  # noqa: N818  # never leaves the package; named for what happened
-    """An action failed on some rank; raised on every rank with all ranks' reasons."""
-
-    def __init__(self, reasons: list[str]) -> None:
-        self.reasons = reasons
-        super().__init__("; ".join(reasons))
-
-
-def gather(value: T, group: dist.ProcessGroup | None) -> list[T]:
-    """Every rank's value, in rank order. Collective over `group`; None: all ranks."""
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value, group=group)
-    return values
-
-
-def together(action: Callable[[], T], group: dist.ProcessGroup | None) -> list[T]:
-    """Run `action` on each rank: its results from all ranks, or `RanksFailed` on all of them. Collective.
-
-    So a full disk on one rank is an error on all of them and a hang on none.
-    """
-    result, problem, rank = None, None, dist.get_rank()
-    try:
-        result = action()
-    except OSError as error:
-        problem = f"rank {rank}: {error.strerror or error}" + (f": {error.filename}" if error.filename else "")
-    answers = gather((result, problem), group)
-    reasons = [reason for _, reason in answers if reason is not None]
-    if reasons:
-        raise RanksFailed(reasons)
-    return [value for value, _ in answers]  # type: ignore[misc]  # no problem means a result

@@ -9,6 +9,7 @@ from torch import nn
 
 from frugal.deepspeed_adapter import engine
 from frugal.distributed import process_group
+from frugal.distributed.exchange import gather
 from frugal.errors import PlanMismatchError
 from frugal.planning.plan import Plan
 from frugal.training.checkpoint import loading, saving
@@ -70,8 +71,7 @@ def initialize(
 
 
 def _refuse_different_plans(plan: Plan, votes: dist.ProcessGroup | None) -> None:
-    held: list[tuple[str, str]] = [("", "")] * dist.get_world_size()
-    dist.all_gather_object(held, (plan.digest, socket.gethostname()), group=votes)
+    held = gather((plan.digest, socket.gethostname()), tuple[str, str], votes)
     if different := {rank: host for rank, (digest, host) in enumerate(held) if digest != held[0][0]}:
         where = ", ".join(f"rank {rank} on {host}" for rank, host in different.items())
         raise PlanMismatchError(

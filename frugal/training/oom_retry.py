@@ -34,6 +34,7 @@ from torch import Tensor
 from frugal import torch_internals
 from frugal.deepspeed_adapter import collectives
 from frugal.deepspeed_adapter.stages import Zero
+from frugal.distributed.exchange import gather
 from frugal.distributed.vote import Vote
 from frugal.training.oom_limits import OutOfMemory, OutOfMemoryReport, is_out_of_memory, report_of
 
@@ -91,8 +92,7 @@ class Guard:
             self.watching = False
         if not told and not self.vote.any(own is not None):
             return result
-        reports: list[OutOfMemoryReport | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(reports, own, group=self._group)
+        reports = gather(own, OutOfMemoryReport | None, self._group)
         return OutOfMemory(tuple(each for each in reports if each is not None))
 
     def agree(self) -> None:

@@ -35,7 +35,6 @@ from typing import Any
 
 import msgspec
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from frugal.config import local_host
@@ -43,7 +42,7 @@ from frugal.config.run_settings import RunSettings
 from frugal.deepspeed_adapter import checkpoint_files, kernels
 from frugal.deepspeed_adapter.checkpoint_files import Piece, StateFiles, StateLayout
 from frugal.deepspeed_adapter.stages import Zero
-from frugal.distributed.vote import gather
+from frugal.distributed.exchange import from_rank_0, gather
 from frugal.errors import CheckpointError, PlanMismatchError, RequestError
 from frugal.planning.plan import Plan
 from frugal.training import train_step
@@ -211,11 +210,10 @@ def load(engine: Stepper, folder: Path) -> Loaded:
         PlanMismatchError: it is of another model, or trains it otherwise, or its states cannot be read on this layout.
     """
     folder = folder.absolute()
-    names: list[Any] = [[path.name for path in manifest.checkpoints_in(folder)]]
-    dist.broadcast_object_list(names, src=0, group=engine.votes)
+    names = from_rank_0([path.name for path in manifest.checkpoints_in(folder)], list[str], engine.votes)
     refused: list[str] = []
-    for path in (folder / name for name in names[0]):
-        damage = [reason for reason in gather(_damage(engine, path), engine.votes) if reason]
+    for path in (folder / name for name in names):
+        damage = [reason for reason in gather(_damage(engine, path), str | None, engine.votes) if reason]
         if damage:
             refused.append(damage[0])
             if engine.rank == 0:
@@ -290,7 +288,7 @@ def read_progress(path: Path) -> Progress:
 
 
 def _restore(engine: Stepper, path: Path, made_by: Manifest, this: Manifest) -> Progress:
-    if all(gather(_fits(engine, path, made_by, this), engine.votes)):
+    if all(gather(_fits(engine, path, made_by, this), bool, engine.votes)):
         checkpoint_files.load(engine.deepspeed, path)
     elif (refusal := refuse_other_layout(path, made_by, this)) is not None:
         raise refusal

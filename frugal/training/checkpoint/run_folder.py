@@ -121,14 +121,12 @@ def check_space(plan: Plan, settings: RunSettings) -> None:
     Raises:
         NothingFitsError: a host, by its name, lacks memory or disk.
     """
-    import torch.distributed as dist
+    from frugal.distributed.exchange import gather
 
     name = socket.gethostname()
-    names: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(names, name)
-    lacking: list[list[str]] = [[]] * len(names)
-    first = names.index(name) == dist.get_rank()
-    dist.all_gather_object(lacking, _lacking(plan, settings, name, names.count(name)) if first else [])
+    names = gather(name, str)
+    first = names.index(name) == env.rank()
+    lacking = gather(_lacking(plan, settings, name, names.count(name)) if first else [], list[str])
     because = [text for texts in lacking for text in texts]
     if because:
         raise NothingFitsError(

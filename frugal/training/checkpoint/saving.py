@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from frugal import files
 from frugal.deepspeed_adapter.checkpoint_files import CheckpointWriter
 from frugal.deepspeed_adapter.stages import Zero
-from frugal.distributed.vote import RanksFailed, together
+from frugal.distributed.exchange import RanksFailed, together
 from frugal.errors import CheckpointError
 from frugal.training import train_step
 from frugal.training.checkpoint import loading, manifest
@@ -97,7 +97,7 @@ class Saver:
     def _finish(self, aside: Path, writer: CheckpointWriter, made_by: Manifest) -> None:
         rank = self._engine.rank
         with self._explained(aside):
-            shares = together(lambda: _listed(writer, rank), self._votes)
+            shares = together(lambda: _listed(writer, rank), self._votes, dict[str, File] | None)
             whole = replace(made_by, files={name: file for share in shares for name, file in share.items()})
             together(lambda: _publish(aside, whole, self._keep) if rank == 0 else None, self._votes)
 

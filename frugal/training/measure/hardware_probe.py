@@ -24,6 +24,7 @@ from frugal.config.request import Precision
 from frugal.config.schema import parse
 from frugal.deepspeed_adapter.kernels import DTYPES
 from frugal.distributed import env, first_failure, process_group
+from frugal.distributed.exchange import gather
 from frugal.errors import RequestError
 from frugal.training.measure.memory_watch import cpu_pace, traffic
 from frugal.units import MIB, format_bytes
@@ -215,8 +216,7 @@ def command(words: Sequence[str]) -> None:
     device = process_group.use_device(given["kind"])
     env.silence_libraries()
     process_group.form()
-    probes: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(probes, probe(device))
+    probes = gather(probe(device), Probe)
     if dist.get_rank() == 0:
         given["out"].write_bytes(msgspec.json.encode(Probe.slowest(probes)))
     dist.barrier()

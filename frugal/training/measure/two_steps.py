@@ -29,6 +29,7 @@ from frugal.config.schema import parse
 from frugal.deepspeed_adapter import collectives
 from frugal.deepspeed_adapter.kernels import DTYPES
 from frugal.distributed import first_failure, process_group
+from frugal.distributed.exchange import gather
 from frugal.errors import OutOfMemoryError
 from frugal.planning.batch import BatchPlan
 from frugal.planning.memory.timeline import Interval, phase_peaks
@@ -159,8 +160,7 @@ def measure(plan: Plan, cap_bytes: int | None = None) -> Trial:
     measurement = RankMeasurement(
         phases=phase_peaks(intervals), rss_before_bytes=before, rss_peak_bytes=local_host.peak_rss(), **of_gpu
     )
-    ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(ranks, measurement)
+    ranks = gather(measurement, RankMeasurement)
     return Trial(
         ranks=tuple(ranks),
         model=definition(spec),

@@ -1,0 +1,88 @@
+"""What ranks tell each other besides tensors: typed messages over their group, and actions that succeed on all or fail.
+
+torch's `all_gather_object` and `broadcast_object_list` pickle, and reading a pickle can run any code. Here a value goes
+as msgspec's bytes, and what arrives is of the type that was asked for or an error.
+"""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+MOST_BYTES = 256 * 2**20
+"""Of one rank's message. The largest are the checksums of a checkpoint's files."""
+
+T = TypeVar("T")
+
+
+def gather(value: T, kind: Any, group: dist.ProcessGroup | None = None) -> list[T]:
+    """Every rank's value, each of type `kind`, in rank order. Collective over `group`; None: all ranks.
+
+    Raises:
+        RuntimeError: what a rank sent is something else.
+    """
+    world_size = dist.get_world_size(group)
+    if dist.get_backend(group) == "fake":  # of a dry run: all ranks are like this one
+        return [value] * world_size
+    message = msgspec.msgpack.encode(value)
+    device = _device(group)
+    own_size = torch.tensor([len(message)], dtype=torch.int64, device=device)
+    gathered = [torch.empty_like(own_size) for _ in range(world_size)]
+    dist.all_gather(gathered, own_size, group=group)
+    sizes = [int(size.item()) for size in gathered]
+    for rank, size in enumerate(sizes):
+        if not 0 < size <= MOST_BYTES:
+            raise RuntimeError(f"rank {rank} announced a message of {size} bytes")
+    padded = torch.zeros(max(sizes), dtype=torch.uint8)
+    padded[: len(message)] = torch.frombuffer(bytearray(message), dtype=torch.uint8)
+    padded = padded.to(device)
+    messages = [torch.empty_like(padded) for _ in range(world_size)]
+    dist.all_gather(messages, padded, group=group)
+    return [
+        _decoded(tensor[:size].cpu().numpy().tobytes(), kind, rank)
+        for rank, (tensor, size) in enumerate(zip(messages, sizes, strict=True))
+    ]
+
+
+def from_rank_0(value: T, kind: Any, group: dist.ProcessGroup | None = None) -> T:
+    """Rank 0's value, which the others' do not count beside. Collective, and raises, as `gather`."""
+    return gather(value, kind, group)[0]
+
+
+def _device(group: dist.ProcessGroup | None) -> torch.device:
+    """Where the group's backend takes tensors from."""
+    return torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
+
+
+def _decoded(message: bytes, kind: Any, rank: int) -> Any:
+    try:
+        return msgspec.msgpack.decode(message, type=kind)
+    except msgspec.DecodeError as error:
+        raise RuntimeError(f"rank {rank} sent something else than was asked for: {error}") from None
+
+
+class RanksFailed(Exception):  # noqa: N818  # never leaves the package; named for what happened
+    """An action failed on some rank; raised on every rank with all ranks' reasons."""
+
+    def __init__(self, reasons: list[str]) -> None:
+        self.reasons = reasons
+        super().__init__("; ".join(reasons))
+
+
+def together(action: Callable[[], T], group: dist.ProcessGroup | None, kind: Any = None) -> list[T]:
+    """Run `action` on each rank: its results from all ranks, or `RanksFailed` on all of them. Collective.
+
+    `kind`: the type of the results or None. So a full disk on one rank is an error on all of them and a hang on none.
+    """
+    result, problem, rank = None, None, dist.get_rank()
+    try:
+        result = action()
+    except OSError as error:
+        problem = f"rank {rank}: {error.strerror or error}" + (f": {error.filename}" if error.filename else "")
+    answers = gather((result, problem), tuple[kind, str | None], group)
+    reasons = [reason for _, reason in answers if reason is not None]
+    if reasons:
+        raise RanksFailed(reasons)
+    return [value for value, _ in answers]  # type: ignore[misc]  # no problem means a result
