@@ -42,6 +42,12 @@ IMPLEMENTATIONS: dict[OptimizerName, tuple[OptimizerImplementation, ...]] = {
 }
 """The first is taken where none is asked for; none: there is only the library's own."""
 
+ADAM_BETA1, ADAM_BETA2, ADAM_EPSILON = 0.9, 0.95, 1e-8
+"""Of every AdamW, unless asked otherwise. torch and HF Trainer have 0.999 for the second: a squared gradient then
+counts for about 1000 steps, here for 20, so that after a spike of the loss steps are soon as long as before. Language
+models are usually trained so: Brown et al. 2020, "Language Models are Few-Shot Learners" (arXiv 2005.14165), appendix
+B; Touvron et al. 2023, "LLaMA" (arXiv 2302.13971), section 2.3."""
+
 EIGHT_BIT_BLOCK = 256
 """Elements that share one scale, fp32, in each moment of bitsandbytes' 8-bit optimizers."""
 
@@ -69,6 +75,8 @@ def check(
     asked: OptimizerImplementation | None,
     *,
     momentum: float | None,
+    betas: tuple[float | None, float | None],
+    epsilon: float | None,
     offload: str,
 ) -> None:
     """Whether these go together.
@@ -89,12 +97,34 @@ def check(
             because="only sgd has a momentum to choose",
             hint="leave one of them out, or use --optimizer sgd",
         )
+    _check_adam(optimizer, betas, epsilon)
     if optimizer == "adamw-8bit" and offload == "nvme":
         raise RequestError(
             "--optimizer adamw-8bit cannot be used with --offload nvme",
             because="DeepSpeed moves only states in fp32 to disk",
             hint="use --optimizer adamw, or --offload all",
         )
+
+
+def _check_adam(optimizer: OptimizerName, betas: tuple[float | None, float | None], epsilon: float | None) -> None:
+    """Numbers of Adam alone, each in its range.
+
+    Raises:
+        RequestError: they are not, or the optimizer is another.
+    """
+    asked = {"--adam-beta1": betas[0], "--adam-beta2": betas[1], "--adam-epsilon": epsilon}
+    given = {flag: value for flag, value in asked.items() if value is not None}
+    if given and optimizer == "sgd":
+        raise RequestError(
+            f"{', '.join(given)} and --optimizer sgd do not go together",
+            because="sgd keeps no moments of the gradient; its one number is --momentum",
+            hint="leave one of them out, or use --optimizer adamw",
+        )
+    for flag, value in given.items():
+        if flag == "--adam-epsilon" and value == 0:
+            raise RequestError(f"{flag} is 0", because="a parameter without a gradient would be divided by zero")
+        if flag != "--adam-epsilon" and value >= 1:
+            raise RequestError(f"{flag} is {value:g}", because="it must be less than 1, or nothing is ever forgotten")
 
 
 Rule = Literal["linear", "sqrt"]
@@ -181,3 +211,46 @@ def schedule_factor(step: int, *, schedule: Schedule, warmup_steps: int, total_s
     if schedule == "linear":
         return 1.0 - progress
     return (1.0 + math.cos(math.pi * progress)) / 2.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Curve:
+    """The learning rate over a run: its `peak`, and what `schedule_factor` makes the factor of each step from."""
+
+    peak: float
+    schedule: Schedule
+    warmup_steps: int
+    total_steps: int
+
+    def factor(self, step: int) -> float:
+        """On the peak, in the step after `step` steps."""
+        return schedule_factor(
+            step, schedule=self.schedule, warmup_steps=self.warmup_steps, total_steps=self.total_steps
+        )
+
+    def change_from(self, before: "Curve", step: int) -> str | None:
+        """What another schedule than `before` means for the step after `step` steps; None where it is the same."""
+        if str(before) == str(self):
+            return None
+        rates = [each.peak * each.factor(step) for each in (before, self)]
+        longer = before.schedule == self.schedule != "constant" and before.total_steps > self.total_steps
+        keeping = f"; --schedule-steps {before.total_steps} keeps it" if longer else ""
+        return f"learning rate of step {step + 1} {rates[0]:.4g} -> {rates[1]:.4g} ({before} -> {self}{keeping})"
+
+    def __str__(self) -> str:
+        over = "" if self.schedule == "constant" else f" over {self.total_steps} steps"
+        return f"{self.schedule}{over}" + (f" with {self.warmup_steps} of warmup" if self.warmup_steps else "")
+
+
+def check_schedule_steps(schedule: Schedule, schedule_steps: int | None, steps: int) -> None:
+    """Whether a schedule over `schedule_steps` goes on to the end of a run of `steps`.
+
+    Raises:
+        RequestError: its learning rate is 0 before.
+    """
+    if schedule != "constant" and schedule_steps is not None and schedule_steps < steps:
+        raise RequestError(
+            f"--schedule-steps {schedule_steps} is less than the {steps} steps of the run",
+            because=f"the {schedule} schedule ends at a learning rate of 0, and steps after it would change nothing",
+            hint=f"use --schedule-steps {steps}, or --schedule constant",
+        )

@@ -90,6 +90,18 @@ class Request:
         None, "Whose kernels.", "optimizer", shown_default="torch's fused ones, if there are any", is_expert=True
     )
     momentum: float | None = setting(None, "Of --optimizer sgd.", "optimizer", least=0, shown_default="none")
+    adam_beta1: float | None = setting(
+        None, "What AdamW keeps of the mean gradient at each step.", "optimizer", least=0,
+        shown_default=str(optimizers.ADAM_BETA1), is_expert=True,
+    )  # fmt: skip
+    adam_beta2: float | None = setting(
+        None, "What AdamW keeps of the mean squared gradient at each step; torch's own default is 0.999.",
+        "optimizer", least=0, shown_default=f"{optimizers.ADAM_BETA2}, as is usual for language models",
+    )  # fmt: skip
+    adam_epsilon: float | None = setting(
+        None, "What AdamW adds to the root of the mean squared gradient.", "optimizer", least=0,
+        shown_default=f"{optimizers.ADAM_EPSILON:g}", is_expert=True,
+    )  # fmt: skip
     learning_rate: float = setting(
         3e-4, "Peak learning rate; of --reference-batch, where there is one.", "optimizer", least=0, short=("--lr",),
         is_first=True,
@@ -167,6 +179,8 @@ class Request:
             self.optimizer,
             self.optimizer_implementation,
             momentum=self.momentum,
+            betas=(self.adam_beta1, self.adam_beta2),
+            epsilon=self.adam_epsilon,
             offload=self.offload,
         )
 
@@ -239,6 +253,20 @@ class Request:
         """The peak learning rate that training uses. The number of GPUs never changes it."""
         scaling = self.learning_rate_scaling
         return self.learning_rate if scaling is None else scaling.scaled
+
+    @property
+    def betas(self) -> tuple[float, float]:
+        """Of AdamW: what its two means keep at each step."""
+        first, second = self.adam_beta1, self.adam_beta2
+        return (
+            optimizers.ADAM_BETA1 if first is None else first,
+            optimizers.ADAM_BETA2 if second is None else second,
+        )
+
+    @property
+    def epsilon(self) -> float:
+        """Of AdamW: what is added to the root of the mean squared gradient."""
+        return optimizers.ADAM_EPSILON if self.adam_epsilon is None else self.adam_epsilon
 
     @property
     def micro_batch_cap(self) -> int | None:

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from frugal.config.optimizers import Schedule
+from frugal.config.optimizers import Schedule, check_schedule_steps
 from frugal.config.sample_lengths import TooLong
 from frugal.config.setting import check_sizes, flag_of, setting, settings_of, unknown_setting
 from frugal.errors import RequestError
@@ -56,6 +56,10 @@ class RunSettings:
     seed: int = setting(0, "Of weights, data order and dropout.", "run", least=0)
     schedule: Schedule = setting("cosine", "Of the learning rate after warmup.", "optimizer")
     warmup_steps: int = setting(0, "Optimizer steps until the peak learning rate.", "optimizer", least=0)
+    schedule_steps: int | None = setting(
+        None, "Optimizer steps over which the schedule goes, where the run is to end before: it can be resumed on the "
+        "same curve.", "optimizer", least=1, shown_default="those of the run", is_expert=True,
+    )  # fmt: skip
     eval_every: int | None = setting(
         None, "Optimizer steps between evaluations; 0: never.", "run", least=0, shown_default="at the end"
     )
@@ -84,9 +88,15 @@ class RunSettings:
             )
         if self.steps is not None and self.epochs is not None:
             raise RequestError("--steps and --epochs were both given", hint="leave one of them out")
-        if self.steps is not None and self.warmup_steps > self.steps:
+        if self.steps is not None:
+            self._check_schedule(self.steps)
+
+    def _check_schedule(self, steps: int) -> None:
+        check_schedule_steps(self.schedule, self.schedule_steps, steps)
+        flag, length = ("steps", steps) if self.schedule_steps is None else ("schedule-steps", self.schedule_steps)
+        if self.warmup_steps > length:
             raise RequestError(
-                f"--warmup-steps {self.warmup_steps} is more than --steps {self.steps}",
+                f"--warmup-steps {self.warmup_steps} is more than --{flag} {length}",
                 because="the learning rate would never reach its peak",
             )
 

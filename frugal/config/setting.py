@@ -40,6 +40,7 @@ class OtherName:
 
 
 _HF, _DEEPSPEED, _MANY = "HF Trainer's", "DeepSpeed's", "other trainers'"
+_TORCH, _TORCHTITAN, _MEGATRON = "torch's", "torchtitan's", "Megatron's"
 
 _KEEPS_THE_BATCH = "frugal keeps the global batch, and cuts it into micro-batches for the GPUs there are"
 _SCHEDULES = {"cosine": "cosine", "linear": "linear", "constant": "constant", "constant_with_warmup": "constant"}
@@ -99,6 +100,15 @@ OTHER_NAMES = {
     "max_grad_norm": OtherName(_HF, "--gradient-clipping {}"),
     "lr_scheduler_type": OtherName(_HF, "--schedule {}", stand_in="cosine", of_value=_schedule),
     "optim": OtherName(_HF, "--optimizer {}", stand_in="adamw", of_value=_optimizer),
+    "betas": OtherName(_TORCH, "--adam-beta1 0.9 --adam-beta2 0.999"),
+    "eps": OtherName(_TORCH, "--adam-epsilon {}"),
+    "beta1": OtherName(_MANY, "--adam-beta1 {}"),
+    "beta2": OtherName(_MANY, "--adam-beta2 {}"),
+    "optimizer.beta1": OtherName(_TORCHTITAN, "--adam-beta1 {}"),
+    "optimizer.beta2": OtherName(_TORCHTITAN, "--adam-beta2 {}"),
+    "optimizer.eps": OtherName(_TORCHTITAN, "--adam-epsilon {}"),
+    "adam_eps": OtherName(_MEGATRON, "--adam-epsilon {}"),
+    "lr_decay_iters": OtherName(_MEGATRON, "--schedule-steps {}"),
     "resume_from_checkpoint": OtherName(
         _HF, "--resume --out DIR", "a run goes on from the newest checkpoint in its folder"
     ),

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from frugal.deepspeed_adapter.json_config import ADAM_BETAS, ADAM_EPSILON, deepspeed_config
+from frugal.deepspeed_adapter.json_config import deepspeed_config
 from frugal.errors import RequestError
 from frugal.planning.plan import Plan
 from frugal.units import plural
@@ -100,9 +100,9 @@ def hf(plan: Plan, start: str) -> str:
         is_cpu=_on_cpu(plan),
         learning_rate=request.scaled_learning_rate,
         weight_decay=request.weight_decay,
-        adam_beta1=ADAM_BETAS[0],
-        adam_beta2=ADAM_BETAS[1],
-        adam_epsilon=ADAM_EPSILON,
+        adam_beta1=request.betas[0],
+        adam_beta2=request.betas[1],
+        adam_epsilon=request.epsilon,
         gradient_clipping=request.gradient_clipping,
         loss_type=loss_types.get(task, ""),
         targets=shifted if task == "causal-lm" else "labels",

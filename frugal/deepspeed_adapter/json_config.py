@@ -19,9 +19,6 @@ from frugal.planning.batch import BatchPlan
 from frugal.planning.plan import Plan
 from frugal.planning.strategy import Strategy
 
-ADAM_BETAS, ADAM_EPSILON = (0.9, 0.95), 1e-8
-"""Of every AdamW; the second moment forgets sooner than by default, as is usual for language models."""
-
 NVME_OPTIMIZER_BUFFERS = 4
 """Each holds the largest sub-group in fp32: master weight, gradient and both moments are on the host at once."""
 
@@ -86,8 +83,8 @@ def _optimizer(request: Request) -> dict[str, Any] | None:
             "type": "AdamW",
             "params": {
                 "lr": request.scaled_learning_rate,
-                "betas": list(ADAM_BETAS),
-                "eps": ADAM_EPSILON,
+                "betas": list(request.betas),
+                "eps": request.epsilon,
                 "weight_decay": request.weight_decay,
                 **torchs,
             },

@@ -19,7 +19,6 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime import compiler
 
 from frugal.config.request import Request
-from frugal.deepspeed_adapter.json_config import ADAM_BETAS, ADAM_EPSILON
 from frugal.errors import RequestError
 from frugal.planning.strategy import Strategy
 
@@ -37,8 +36,8 @@ def ready_made(request: Request, strategy: Strategy) -> MakeOptimizer | None:
         return lambda parameters: kind(
             parameters,
             lr=request.scaled_learning_rate,
-            betas=ADAM_BETAS,
-            eps=ADAM_EPSILON,
+            betas=request.betas,
+            eps=request.epsilon,
             weight_decay=request.weight_decay,
         )
     if request.optimizer_implementation == "deepspeed":

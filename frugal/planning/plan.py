@@ -1,12 +1,13 @@
 """The decision: the interface between planning and training.
 
 `plan.json` is this module's `Plan`, encoded. Everything needed to run it is in it; DeepSpeed's JSON is a print-out. It
-differs from the dataclasses in two places:
+differs from the dataclasses in three places:
 
     cluster.nodes             equal nodes that follow each other are one entry, with their `count`
     batch.micro_batch_sizes   written for other programs, never read: samples of each rank in each micro-step, up to
                               `MAX_LISTED_SIZES` of them; beyond that null, because `batch.micro_steps` says the same
                               for a thousand ranks and micro-steps in a few numbers
+    request                   without those settings of `LATER` that nobody asked for
 """
 
 import hashlib
@@ -151,7 +152,7 @@ class Plan:
 
     def compute_digest(self) -> str:
         """SHA-256 of the plan without its digest, hexadecimal."""
-        return hashlib.sha256(msgspec.json.encode(replace(self, digest=""))).hexdigest()
+        return hashlib.sha256(msgspec.json.encode(_as_written(replace(self, digest="")))).hexdigest()
 
     def to_json(self) -> bytes:
         """The text of `plan.json`."""
@@ -159,7 +160,7 @@ class Plan:
 
     def _compact_json(self) -> bytes:
         is_short = self.batch.world_size * self.batch.accumulation_steps <= MAX_LISTED_SIZES
-        return msgspec.json.encode(_compacted(msgspec.to_builtins(self), self.batch.sizes if is_short else None))
+        return msgspec.json.encode(_compacted(_as_written(self), self.batch.sizes if is_short else None))
 
     @classmethod
     def read(cls, path: Path) -> "Plan":
@@ -206,6 +207,19 @@ class Plan:
 
 MAX_LISTED_SIZES = 8192
 """Micro-batch sizes that `plan.json` lists one by one."""
+
+
+LATER = ("adam_beta1", "adam_beta2", "adam_epsilon")
+"""Settings of a request that plans of this schema did not have at first: not written where they are None, so that a
+plan which does not use them is the same, and has the same digest, as before there were any."""
+
+
+def _as_written(plan: Plan) -> dict[str, Any]:
+    """A plan in plain types, without what `LATER` names and nobody asked for."""
+    plain: dict[str, Any] = msgspec.to_builtins(plan)
+    request = plain["request"]
+    kept = {name: value for name, value in request.items() if name not in LATER or value is not None}
+    return plain | {"request": kept}
 
 
 def _compacted(plan: dict[str, Any], sizes: tuple[tuple[int, ...], ...] | None) -> dict[str, Any]:

@@ -255,7 +255,7 @@ def _facts(plan: Plan) -> list[str]:
         ("cluster", _cluster(plan)),
         ("strategy", f"{plan.strategy}"),
         ("numbers", f"{request.precision}, gradients summed in {plan.strategy.gradient_accumulation_dtype}"),
-        ("optimizer", f"{_optimizer(request)}, learning rate {rate}{clipping}"),
+        ("optimizer", f"{_optimizer(request)}, learning rate {rate}, {_numbers(request)}{clipping}"),
         ("step", f"{format_seconds(time.total_seconds)} estimated: {shares}"),
     ]
     return [f"{name:<10} {text}" for name, text in rows]
@@ -293,6 +293,14 @@ def _optimizer(request: Request) -> str:
     momentum = f" with momentum {request.momentum:g}" if request.momentum else ""
     implementation = f" ({request.optimizer_implementation})" if request.optimizer_implementation else ""
     return f"{request.optimizer}{implementation}{momentum}"
+
+
+def _numbers(request: Request) -> str:
+    """What else decides an update."""
+    decay = f"weight decay {request.weight_decay:g}"
+    if request.optimizer == "sgd":
+        return decay
+    return f"betas {request.betas[0]:g} and {request.betas[1]:g}, epsilon {request.epsilon:g}, {decay}"
 
 
 def _cluster(plan: Plan) -> str:

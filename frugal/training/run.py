@@ -27,6 +27,7 @@ from frugal.units import format_count, plural
 if TYPE_CHECKING:
     import torch
 
+    from frugal.config.optimizers import Curve
     from frugal.distributed.peer_watch import PeerWatch
     from frugal.training.checkpoint.loading import Progress
     from frugal.training.data.corpus import RunData
@@ -71,7 +72,7 @@ def _watch_peers() -> "PeerWatch":
 
 
 def _train(plan: Plan, settings: RunSettings, device: "torch.device") -> None:
-    from frugal.config.optimizers import schedule_factor
+    from frugal.config.optimizers import Curve, check_schedule_steps
     from frugal.deepspeed_adapter.kernels import DTYPES
     from frugal.training import loop, train_step
     from frugal.training.checkpoint.loading import describe_changes
@@ -92,20 +93,20 @@ def _train(plan: Plan, settings: RunSettings, device: "torch.device") -> None:
         batches = GlobalBatches(data.training, global_tokens=plan.batch.global_tokens, seed=settings.seed)
     total_steps = loop.num_steps(batches, settings)
 
-    def learning_rate(step: int) -> float:
-        return schedule_factor(
-            step, schedule=settings.schedule, warmup_steps=settings.warmup_steps, total_steps=total_steps
-        )
-
+    check_schedule_steps(settings.schedule, settings.schedule_steps, total_steps)
+    curve = Curve(
+        peak=plan.request.scaled_learning_rate, schedule=settings.schedule, warmup_steps=settings.warmup_steps,
+        total_steps=settings.schedule_steps or total_steps,
+    )  # fmt: skip
     # The loop takes the gauge off after two steps; the folder stays ours to the end.
     with run_folder.locked(settings) if rank == 0 else nullcontext(), ExitStack() as measuring:
         gauge = measuring.enter_context(memory_watch.gauge(device))
         model = data.spec.build(dtype=DTYPES[plan.request.precision], device="cpu", seed=settings.seed)
         _refuse_other_model(plan, model)
         objective = data.spec.objective(data.tokenizer, seed=settings.seed, pack=bool(plan.request.pack))
-        engine = initialize(model, plan, objective, learning_rate_schedule=learning_rate)
+        engine = initialize(model, plan, objective, learning_rate_schedule=curve.factor)
         train_step.seed_all(settings.seed * 1_000_003 + rank)
-        start, changes = _start(engine, settings, data.provenance)
+        start, changes = _start(engine, settings, data.provenance, curve)
         if rank == 0:
             run_folder.record(plan, settings)
         planned = plan.memory.live_bytes
@@ -162,15 +163,18 @@ def _refuse_other_model(plan: Plan, model: "torch.nn.Module") -> None:
         )
 
 
-def _start(engine: "Engine", settings: RunSettings, data: "Provenance") -> "tuple[Progress, tuple[str, ...]]":
+def _start(
+    engine: "Engine", settings: RunSettings, data: "Provenance", curve: "Curve"
+) -> "tuple[Progress, tuple[str, ...]]":
     """Where to begin, and what is not as it was when the run stopped."""
     from frugal.training.checkpoint import loading
 
     if not settings.resume:
-        return loading.Progress(step=0, seed=settings.seed, data=data), ()
+        return loading.Progress(step=0, seed=settings.seed, data=data, learning_rate=curve), ()
     loaded = loading.load(engine, settings.checkpoints)
     start, data_changes = loading.on_data(loaded.progress, data, settings)
-    return start, loaded.changes + data_changes
+    start, rate_changes = loading.on_curve(start, curve)
+    return start, loaded.changes + data_changes + rate_changes
 
 
 def _describe(plan: Plan, settings: RunSettings, data: "RunData", total_steps: int, steps_done: int) -> str:

@@ -43,6 +43,8 @@ ANSWERS = {
     "--optim adamw_bnb_8bit": HF + "\nhint: --optimizer adamw-8bit\n",
     "--resume-from-checkpoint run/checkpoint-5": HF
     + "  because a run goes on from the newest checkpoint in its folder\n\nhint: --resume --out DIR\n",
+    "--adam-eps 1e-6": "error: --adam-eps is Megatron's name\n\nhint: --adam-epsilon 1e-6\n",
+    "--optimizer.beta2 0.999": "error: --optimizer.beta2 is torchtitan's name\n\nhint: --adam-beta2 0.999\n",
     "--nproc-per-node 2": "error: --nproc-per-node is torchrun's name\n\n"
     "hint: --gpus 2, or --ranks 2 for CPU processes\n",
     "--dataset-name wikitext": HF + "\nhint: --data wikitext\n",

@@ -36,7 +36,7 @@ model      gpt2, causal-lm, 124.00M parameters, samples of 1024 tokens
 cluster    4 x generic card with 12.00 GiB
 strategy   ZeRO-2, activation checkpointing off
 numbers    bf16, gradients summed in fp32
-optimizer  adamw, learning rate 0.0003, gradient norm at most 1
+optimizer  adamw, learning rate 0.0003, betas 0.9 and 0.95, epsilon 1e-08, weight decay 0.01, gradient norm at most 1
 step       2.3 s estimated: compute 1.9 s, communication 422 ms, optimizer 3 ms
 
 memory of each GPU at its peak, in backward (mm)

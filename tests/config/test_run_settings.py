@@ -16,7 +16,7 @@ SOME = RunSettings(
     skip_bad_rows=True, steps=7, too_long="skip", schedule="linear", warmup_steps=2, eval_every=3, save_every=0,
     keep=5, async_save=True, on_nan="skip", seed=9, out=Path("there"), validation_fraction=0.25,
     validation_samples=12, resume=True, accept_changed_data=True, text_column="t", label_column="l", source_column="s",
-    target_column="g",
+    target_column="g", schedule_steps=8,
 )  # fmt: skip
 
 
@@ -55,6 +55,16 @@ def test_a_run_to_resume_need_not_be_told_again(tmp_path: Path) -> None:
         (
             {"steps": 3, "warmup_steps": 4},
             "--warmup-steps 4 is more than --steps 3\n  because the learning rate would never reach its peak",
+        ),
+        (
+            {"steps": 3, "warmup_steps": 5, "schedule_steps": 4},
+            "--warmup-steps 5 is more than --schedule-steps 4\n  because the learning rate would never reach its peak",
+        ),
+        (
+            {"steps": 3, "schedule_steps": 2},
+            "--schedule-steps 2 is less than the 3 steps of the run\n"
+            "  because the cosine schedule ends at a learning rate of 0, and steps after it would change nothing\n\n"
+            "hint: use --schedule-steps 3, or --schedule constant",
         ),
     ],
 )

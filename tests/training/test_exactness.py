@@ -132,6 +132,58 @@ def test_the_tiled_loss_has_the_same_gradient(zero_stage: int, two_ranks: Ranks)
     assert relative_error(gradient, reference_gradient(7)) < 1e-6
 
 
+ADAM = {"learning_rate": 1e-2, "weight_decay": 0.1, "gradient_clipping": 0.0}
+NUMBERS = {"adam_beta1": 0.8, "adam_beta2": 0.999, "adam_epsilon": 1e-6}
+
+
+def after_three_steps(zero_stage: int) -> Gradient:
+    """All weights after three steps of AdamW on eight ragged samples each. Runs on ranks."""
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    world_size = torch.distributed.get_world_size()
+    plan = plan_by_hand(
+        world_size=world_size, global_batch=8, micro_batch=2, zero_stage=zero_stage, request={**ADAM, **NUMBERS}
+    )
+    engine = initialize(tiny_gpt2(), plan, CausalLM())
+    for step in range(3):
+        engine.train_step(ragged_samples(8, seed=step))
+    after = {}
+    for name, parameter in engine.module.named_parameters():
+        whole = safe_get_full_fp32_param(parameter)
+        after[name] = (parameter.detach() if whole is None else whole).double().view(-1).clone()
+    engine.destroy()
+    del engine
+    gc.collect()
+    return after
+
+
+def three_steps_of_torch() -> Gradient:
+    """The same by torch.optim.AdamW in one process."""
+    model, objective = tiny_gpt2(), CausalLM()
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=1e-2, weight_decay=0.1, betas=(0.8, 0.999), eps=1e-6, foreach=False
+    )
+    for step in range(3):
+        batch = objective.collate(ragged_samples(8, seed=step))
+        logits = model(input_ids=batch["input_ids"]).logits[:, :-1]
+        torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1), batch["labels"][:, 1:].flatten(), ignore_index=-100
+        ).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: parameter.detach().double().view(-1) for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("fixture", ["one_rank", "two_ranks"])
+def test_betas_and_epsilon_are_those_asked_for(zero_stage: int, fixture: str, request: pytest.FixtureRequest) -> None:
+    reference, before = three_steps_of_torch(), weights(tiny_gpt2())
+    moved = {name: reference[name] - before[name].view(-1) for name in reference}
+    ranks: Ranks = request.getfixturevalue(fixture)
+    for after in ranks.run(after_three_steps, zero_stage):
+        assert relative_error({name: after[name] - before[name].view(-1) for name in after}, moved) < 1e-4
+
+
 def losses(zero_stage: int, activation_checkpointing: str, dropout: float) -> list[float]:
     """Six steps on eight ragged samples each. Runs on ranks."""
     plan = plan_by_hand(

@@ -38,6 +38,7 @@ import torch
 from torch import Tensor
 
 from frugal.config import local_host
+from frugal.config.optimizers import ADAM_BETA1, ADAM_BETA2, ADAM_EPSILON, Curve
 from frugal.config.run_settings import RunSettings
 from frugal.deepspeed_adapter import checkpoint_files, kernels
 from frugal.deepspeed_adapter.checkpoint_files import Piece, StateFiles, StateLayout
@@ -179,6 +180,7 @@ class Progress:
         step: optimizer steps done.
         position: where the order of the data stands.
         data: where the training data comes from.
+        learning_rate: over the run as it was planned then; None in checkpoints that are older than this record.
         seed: of the order of the data.
         validation_loss: of exactly these weights, where it was measured.
         learnt: what the run has learnt of the memory there is; saving fills it in.
@@ -187,6 +189,7 @@ class Progress:
     step: int
     position: Position = field(default_factory=Position)
     data: Provenance = field(default_factory=Provenance)
+    learning_rate: Curve | None = None
     seed: int = 0
     validation_loss: float | None = None
     learnt: LearntLimits | None = None
@@ -325,6 +328,8 @@ def _follow_plan(engine: Stepper) -> None:
         group["weight_decay"] = request.weight_decay
         if "momentum" in group:
             group["momentum"] = request.momentum or 0.0
+        if "betas" in group:
+            group["betas"], group["eps"] = request.betas, request.epsilon
 
 
 _FIXED = {
@@ -333,11 +338,14 @@ _FIXED = {
 }  # fmt: skip
 _FREE = {
     "learning_rate": "learning rate", "weight_decay": "weight decay", "momentum": "momentum",
-    "gradient_clipping": "gradient clipping",
+    "adam_beta1": "beta1", "adam_beta2": "beta2", "adam_epsilon": "epsilon", "gradient_clipping": "gradient clipping",
 }  # fmt: skip
+Recipe = dict[str, bool | int | float | str | None]
+_BEFORE: Recipe = {"adam_beta1": ADAM_BETA1, "adam_beta2": ADAM_BETA2, "adam_epsilon": ADAM_EPSILON}
+"""Of checkpoints that are older than these settings."""
 
 
-def recipe(plan: Plan) -> dict[str, bool | int | float | str | None]:
+def recipe(plan: Plan) -> Recipe:
     """What decides which weights come out, by name."""
     request, batch = plan.request, plan.batch
     return {
@@ -349,6 +357,7 @@ def recipe(plan: Plan) -> dict[str, bool | int | float | str | None]:
         "global_tokens": batch.global_tokens,
         "learning_rate": request.scaled_learning_rate,
         **{name: getattr(request, name) for name in _FREE if name != "learning_rate"},
+        **({} if request.optimizer == "sgd" else dict(zip(_BEFORE, (*request.betas, request.epsilon), strict=True))),
     }
 
 
@@ -399,10 +408,12 @@ def layout_changes(made_by: Manifest, this: Manifest) -> list[str]:
 
 def resume_changes(made_by: Manifest, this: Manifest) -> tuple[str, ...]:
     """What differs between the run as it was and as it goes on, in words."""
+    older: Recipe = {} if this.recipe["optimizer"] == "sgd" else _BEFORE
+    before, now = older | made_by.recipe, older | this.recipe
     values = [
-        f"{_value(word, made_by.recipe.get(name))} -> {this.recipe[name]}"
+        f"{_value(word, before.get(name))} -> {now.get(name)}"
         for name, word in _FREE.items()
-        if made_by.recipe.get(name) != this.recipe[name]
+        if before.get(name) != now.get(name)
     ]
     return (*layout_changes(made_by, this), *values)
 
@@ -436,6 +447,12 @@ def on_data(progress: "Progress", data: Provenance, settings: RunSettings) -> "t
         position = Position(position.epoch + 1, 0)
     words = f"the data ({'; '.join(changes)}), which begins with epoch {position.epoch + 1}"
     return replace(progress, data=data, position=position), (words,)
+
+
+def on_curve(progress: Progress, curve: Curve) -> tuple[Progress, tuple[str, ...]]:
+    """Where a run goes on with this learning rate, and what that means for its next step where the schedule changed."""
+    change = None if progress.learning_rate is None else curve.change_from(progress.learning_rate, progress.step)
+    return replace(progress, learning_rate=curve), () if change is None else (change,)
 
 
 def describe_changes(changed: tuple[str, ...], step: int, out: Path) -> str:
