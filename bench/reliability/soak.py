@@ -183,13 +183,13 @@ def table(grown: Mapping[str, Mapping[str, Mapping[str, float]]]) -> str:
     }  # fmt: skip
     lines = ["| medians of second and last third | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
     for quantity, word in words.items():
-        cells = []
+        columns = []
         for name in names:
             entry = grown[name].get(quantity)
             unit = 2**20 if quantity == "resident_bytes" else 1
             shown = "" if entry is None else f"{entry['second_third'] / unit:,.0f}, {entry['last_third'] / unit:,.0f}"
-            cells.append(shown)
-        lines.append(f"| {word} | " + " | ".join(cells) + " |")
+            columns.append(shown)
+        lines.append(f"| {word} | " + " | ".join(columns) + " |")
     return "\n".join(lines)
 
 

@@ -118,7 +118,7 @@ def test_a_run_goes_on_with_what_there_is(folder: Path, on_two_ranks: tuple[int,
     assert (code, errors) == (0, "")
     assert (
         "resumed at step 6 of elsewhere: 2 ranks -> 1 rank, ZeRO-2 -> ZeRO-3, "
-        "learning rate of step 7 0 -> 0.0004951 (cosine over 6 steps -> cosine over 7 steps); "
+        "learning rate of step 7 0 -> 0.0004952 (cosine over 6 steps -> cosine over 7 steps); "
         "global batch and order are unchanged"
     ) in output.splitlines()
     ours = Plan.read(folder / "elsewhere" / "plan.json")
