@@ -14,10 +14,12 @@ a day, or what a process has locked with `lock`.
 """
 
 import contextlib
+import errno
 import fcntl
 import os
 import secrets
 import shutil
+import stat
 import tempfile
 import time
 from collections.abc import Iterator
@@ -44,6 +46,22 @@ def write_file(path: Path, data: bytes, *, durable: bool = True) -> None:
         temporary.unlink(missing_ok=True)
         error.filename = str(path)
         raise
+
+
+def read_regular(path: Path) -> bytes:
+    """The content of a regular file; nothing else in its place is waited for.
+
+    Raises:
+        OSError: there is none, or it is a folder, a pipe or a device.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
+        with open(descriptor, "rb", closefd=False) as file:  # a Path has no descriptor
+            return file.read()
+    finally:
+        os.close(descriptor)
 
 
 def replace_folder(temporary: Path, final: Path) -> None:

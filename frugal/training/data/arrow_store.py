@@ -1,6 +1,6 @@
 """Samples as an Arrow file: appended in batches, memory-mapped when they are read."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +9,8 @@ from numpy.typing import NDArray
 
 from frugal.training.data import packing
 from frugal.training.objectives import Sample
+
+_FLUSH_TOKENS = 1 << 20  # 4 MiB
 
 
 class ArrowSamples(Sequence[Sample]):
@@ -71,16 +73,21 @@ class ArrowWriter:
         self._file = pa.OSFile(str(path), "wb")
         self._stream = pa.ipc.new_stream(self._file, self._schema)
         self._pending: list[dict[str, Any]] = []
+        self._pending_tokens = 0
         self.num_samples = 0
         self.num_tokens = 0
 
-    def write(self, samples: Sequence[dict[str, Any]]) -> None:
-        """Append samples; they are in the file when the `with` block ends."""
-        self._pending += samples
-        self.num_samples += len(samples)
-        self.num_tokens += sum(len(sample["input_ids"]) for sample in samples)
-        if len(self._pending) >= 1000:
-            self._flush()
+    def write(self, samples: Iterable[dict[str, Any]]) -> int:
+        """Append samples, which are in the file when the `with` block ends; how many they are."""
+        before = self.num_samples
+        for sample in samples:
+            self._pending.append(sample)
+            self._pending_tokens += sample["length"]
+            self.num_samples += 1
+            self.num_tokens += len(sample["input_ids"])
+            if len(self._pending) >= 1000 or self._pending_tokens >= _FLUSH_TOKENS:
+                self._flush()
+        return self.num_samples - before
 
     def _flush(self) -> None:
         import pyarrow as pa
@@ -90,15 +97,16 @@ class ArrowWriter:
         ]
         self._stream.write_batch(pa.record_batch(columns, schema=self._schema))
         self._pending.clear()
+        self._pending_tokens = 0
 
     def __enter__(self) -> "ArrowWriter":
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
-        if kind is None and self._pending:
-            self._flush()
-        self._stream.close()
-        self._file.close()
+        with self._file:
+            if kind is None and self._pending:
+                self._flush()
+            self._stream.close()
 
 
 class PackingWriter(ArrowWriter):
@@ -108,11 +116,15 @@ class PackingWriter(ArrowWriter):
         super().__init__(path, task, packed=True)
         self._packer = packing.Packer(seq_len)
 
-    def write(self, samples: Sequence[dict[str, Any]]) -> None:
+    def write(self, samples: Iterable[dict[str, Any]]) -> int:
+        """Append samples in packs; how many they are before that."""
+        number = 0
         for sample in samples:
-            super().write(list(self._packer.add(sample["input_ids"])))
+            super().write(self._packer.add(sample["input_ids"]))
+            number += 1
+        return number
 
     def __exit__(self, kind: object, *rest: object) -> None:
         if kind is None:
-            super().write(list(self._packer.flush()))
+            super().write(self._packer.flush())
         super().__exit__(kind, *rest)

@@ -7,25 +7,26 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from fractions import Fraction
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from frugal import files
 from frugal.config.sample_lengths import TooLong
 from frugal.errors import RequestError
 from frugal.training.data import tokenizer
 from frugal.training.data.arrow_store import ArrowWriter, PackingWriter
-from frugal.training.data.sources import BadRow, Columns, DocumentSource, Row, type_in_words
+from frugal.training.data.long_text import LongText
+from frugal.training.data.rows import BadRow, Columns, Row, type_in_words
+from frugal.training.data.sources import DocumentSource, names_of
 from frugal.units import plural
 
 _FLUSH_CHARACTERS = 1 << 20  # tokenised and written together
 
 Document = tuple[str, tuple[Any, ...]]
-"""Where it is (`file:line`), and the values of its columns."""
+"""Where it is (`file:line`), and the values of its columns: texts, long ones as `LongText`, and a class."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +43,7 @@ class BuildReport:
         too_short_rows: left out because one token has none to learn from it.
         label_names: of classes given as text, in order of their number.
         num_labels: classes; 0 without labels.
+        largest_token: id, and where it is; -1 where no token is known.
     """
 
     documents: int = 0
@@ -54,6 +56,7 @@ class BuildReport:
     too_short_rows: int = 0
     label_names: tuple[str, ...] = ()
     num_labels: int = 0
+    largest_token: tuple[int, str] = (-1, "")
 
     def left_out(self, too_long: TooLong) -> list[str]:
         """What of the data is not trained on, in words."""
@@ -66,7 +69,7 @@ class BuildReport:
         return [f"{plural(number, 'row')} {what}" for number, what in rows if number]
 
 
-def build_samples(
+def write_samples(
     sources: Sequence[DocumentSource],
     maker: "SampleMaker",
     folder: Path,
@@ -75,16 +78,14 @@ def build_samples(
     limit: int | None,
     skip_bad_rows: bool,
     validation_fraction: Fraction,
-) -> None:
-    """Write `folder` with `train.arrow`, `validation.arrow` (if asked) and `report.json`, atomically.
+) -> BuildReport:
+    """Write `train.arrow` and `validation.arrow` (if asked) into `folder`.
 
     Raises:
         RequestError: as `frugal.training.data.corpus.load_corpus`.
         OSError: it cannot be written.
     """
-    with files.new_folder(folder) as temporary:  # where another process was first, it had the same content
-        report = _write(_DocumentReader(sources, maker, limit, skip_bad_rows), temporary, pack, validation_fraction)
-        (temporary / "report.json").write_bytes(msgspec.json.encode(report))
+    return _write(_DocumentReader(sources, maker, limit, skip_bad_rows), folder, pack, validation_fraction)
 
 
 @dataclass
@@ -97,6 +98,7 @@ class SampleMaker:
         label_names: classes given as text, numbered in the order in which they come.
         labels_are_text: whether classes are given as text; None before the first.
         longest: tokens of the longest document that was too long, and where it is.
+        largest_token: id, and where it is.
     """
 
     tokenizer: Any
@@ -110,6 +112,7 @@ class SampleMaker:
     num_labels: int = 0
     num_too_long: int = 0
     longest: tuple[int, str] = (0, "")
+    largest_token: tuple[int, str] = (-1, "")
 
     def __post_init__(self) -> None:
         if self.known_labels:
@@ -125,6 +128,7 @@ class SampleMaker:
             prefix = suffix if prefix is None else prefix  # a separator serves as a beginning too
         self.prefix = np.array([] if prefix is None else [prefix], dtype=np.int32)
         self.suffix = np.array([] if suffix is None else [suffix], dtype=np.int32)
+        self.largest_token = (max(prefix or 0, suffix or 0), "the tokenizer's special tokens")
         shortest = 2 if self.task not in ("seq2seq", "masked-lm", "sequence-classification") else 1 + self.num_special
         if self.seq_len < shortest:
             raise RequestError(
@@ -164,9 +168,9 @@ class SampleMaker:
                 value = self._label(value)
                 if isinstance(value, BadRow):
                     return value
-            elif not isinstance(value, str):
+            elif not isinstance(value, str | LongText):
                 return BadRow(f"`{column}` is {type_in_words(value)}, not text")
-            elif not value.isascii():
+            elif isinstance(value, str) and not value.isascii():
                 try:
                     value.encode()
                 except UnicodeEncodeError:
@@ -199,44 +203,61 @@ class SampleMaker:
         self.num_labels = max(self.num_labels, value + 1)
         return value
 
-    def samples(self, documents: Sequence[tuple[str, tuple[Any, ...]]]) -> Iterator[list[dict[str, Any]]]:
-        """The samples of each document, given with where it is."""
-        first = tokenizer.encode(self.tokenizer, [fields[0] for _, fields in documents])
+    def samples(self, documents: Sequence[Document]) -> Iterator[Iterable[dict[str, Any]]]:
+        """The samples of each document, given with where it is. To be taken in order, as a long text is read then."""
+        first = self._encoded(documents, 0)
         if self.task == "seq2seq":
-            second = tokenizer.encode(self.tokenizer, [fields[1] for _, fields in documents], as_target=True)
+            second = self._encoded(documents, 1, as_target=True)
             for (where, _), source, target in zip(documents, first, second, strict=True):
-                longest = max(len(source), len(target)) + self.num_special
-                if self._fits(longest, where):
-                    ids, labels = self._truncated(source), self._truncated(target)
-                    yield [{"input_ids": ids, "labels": labels, "length": max(len(ids), len(labels))}]
-                else:
-                    yield []
+                (ids, num_ids), (labels, num_labels) = self._truncated(source), self._truncated(target)
+                sample = {"input_ids": ids, "labels": labels, "length": max(len(ids), len(labels))}
+                yield [sample] if self._fits(max(num_ids, num_labels), where) else []
         elif self.task == "sequence-classification":
-            for (where, (_, label)), ids in zip(documents, first, strict=True):
-                tokens = self._truncated(ids)
-                fits = self._fits(len(ids) + self.num_special, where)
-                yield [{"input_ids": tokens, "label": label, "length": len(tokens)}] if fits else []
+            for (where, (_, label)), pieces in zip(documents, first, strict=True):
+                ids, number = self._truncated(pieces)
+                yield [{"input_ids": ids, "label": label, "length": len(ids)}] if self._fits(number, where) else []
         else:
-            for ids in first:
-                yield [{"input_ids": window, "length": len(window)} for window in self._windows(ids)]
+            for pieces in first:
+                yield ({"input_ids": window, "length": len(window)} for window in self._windows(pieces))
 
-    def _windows(self, ids: NDArray[np.int32]) -> Iterator[NDArray[np.int32]]:
+    def _encoded(
+        self, documents: Sequence[Document], field: int, *, as_target: bool = False
+    ) -> Iterator[Iterator[NDArray[np.int32]]]:
+        """The tokens of this field of each document, in one piece, or of a long text in many."""
+        texts = [fields[field] for _, fields in documents]
+        short = [text for text in texts if not isinstance(text, LongText)]
+        encoded = iter(tokenizer.encode(self.tokenizer, short, as_target=as_target))
+        for (where, _), text in zip(documents, texts, strict=True):
+            is_long = isinstance(text, LongText)
+            pieces = tokenizer.encode_long(self.tokenizer, text, as_target=as_target) if is_long else [next(encoded)]
+            yield self._noted(pieces, where)
+
+    def _noted(self, pieces: Iterable[NDArray[np.int32]], where: str) -> Iterator[NDArray[np.int32]]:
+        """The same tokens. Notes the largest id, and refuses one that is none."""
+        for ids in pieces:
+            if len(ids):
+                self.largest_token = max(self.largest_token, (int(ids.max()), where), key=lambda pair: pair[0])
+                if ids.min() < 0:
+                    raise RequestError(f"the tokenizer makes {ids.min()} of {where}", because="a token is at least 0")
+            yield ids
+
+    def _windows(self, pieces: Iterable[NDArray[np.int32]]) -> Iterator[NDArray[np.int32]]:
         """The document in windows of at most `seq_len` tokens, the last one shorter.
 
         Causal: windows overlap by one token, which is a target in the first and context in the second. Masked:
         windows do not overlap, and each has its special tokens.
         """
         if self.task == "masked-lm":
-            width = self.seq_len - self.num_special
-            for start in range(0, len(ids), width):
-                yield self._wrapped(ids[start : start + width])
-        else:
-            document = self._wrapped(ids)
-            for start in range(0, len(document) - 1, self.seq_len - 1):
-                yield document[start : start + self.seq_len]
+            return map(self._wrapped, _stretches(pieces, self.seq_len - self.num_special, overlap=0))
+        return _stretches(chain([self.prefix], pieces, [self.suffix]), self.seq_len, overlap=1)
 
-    def _truncated(self, ids: NDArray[np.int32]) -> NDArray[np.int32]:
-        return self._wrapped(ids[: self.seq_len - self.num_special])
+    def _truncated(self, pieces: Iterable[NDArray[np.int32]]) -> tuple[NDArray[np.int32], int]:
+        """What of a text fits into a sample, with special tokens, and how many tokens the whole has with these."""
+        kept, number = np.array([], dtype=np.int32), self.num_special
+        for ids in pieces:
+            number += len(ids)
+            kept = np.concatenate([kept, ids[: self.seq_len - self.num_special - len(kept)]])
+        return self._wrapped(kept), number
 
     def _wrapped(self, ids: NDArray[np.int32]) -> NDArray[np.int32]:
         return np.concatenate([self.prefix, ids, self.suffix], dtype=np.int32)
@@ -248,6 +269,19 @@ class SampleMaker:
         self.num_too_long += 1
         self.longest = max(self.longest, (num_tokens, where), key=lambda pair: pair[0])
         return self.too_long == "truncate"
+
+
+def _stretches(pieces: Iterable[NDArray[np.int32]], width: int, *, overlap: int) -> Iterator[NDArray[np.int32]]:
+    """The tokens of all pieces in stretches of `width`, the last one shorter, each with the last `overlap` of the one
+    before it; none of these alone."""
+    rest = np.array([], dtype=np.int32)
+    for piece in pieces:
+        rest = np.concatenate([rest, piece])
+        while len(rest) >= width:
+            yield rest[:width]
+            rest = rest[width - overlap :]
+    if len(rest) > overlap:
+        yield rest
 
 
 class _DocumentReader:
@@ -290,11 +324,14 @@ class _DocumentReader:
             checked = source.columns is not None
             if source.columns is not None:
                 self.maker.check_columns(source, source.columns)
-            for where, row in source.rows(self.maker.columns):
-                if not checked and isinstance(row, dict):
-                    self.maker.check_columns(source, list(row))
-                    checked = True
-                yield where, row
+            try:
+                for where, row in source.rows(self.maker.columns):
+                    if not checked and isinstance(row, dict):
+                        self.maker.check_columns(source, list(row))
+                        checked = True
+                    yield where, row
+            except OSError as error:
+                raise RequestError(f"cannot read {source.name}", because=error.strerror or str(error)) from None
 
     @property
     def label_names(self) -> tuple[str, ...]:
@@ -324,10 +361,10 @@ def _write(reader: _DocumentReader, folder: Path, pack: bool, fraction: Fraction
         train = writer("train.arrow")
         validation = writer("validation.arrow") if fraction else None
         for documents in _groups(reader.documents()):
-            for samples in filter(None, maker.samples(documents)):
+            for samples in maker.samples(documents):
                 is_held_out = validation is not None and _is_held_out(num_documents, fraction)
-                (validation if validation is not None and is_held_out else train).write(samples)
-                num_documents += 1
+                written = (validation if validation is not None and is_held_out else train).write(samples)
+                num_documents += written > 0
     label_names = reader.label_names
     report = BuildReport(
         documents=num_documents,
@@ -340,6 +377,7 @@ def _write(reader: _DocumentReader, folder: Path, pack: bool, fraction: Fraction
         too_short_rows=reader.num_good - num_documents - maker.num_too_long * (maker.too_long != "truncate"),
         label_names=label_names,
         num_labels=max(maker.num_labels, len(label_names)),
+        largest_token=maker.largest_token,
     )
     _check(report, reader, train)
     return report
@@ -351,7 +389,7 @@ def _groups(documents: Iterable[Document]) -> Iterator[list[Document]]:
     num_characters = 0
     for where, fields in documents:
         group.append((where, fields))
-        num_characters += sum(len(value) for value in fields if isinstance(value, str))
+        num_characters += sum(len(value) for value in fields if isinstance(value, str | LongText))
         if num_characters > _FLUSH_CHARACTERS:
             yield group
             group, num_characters = [], 0
@@ -379,10 +417,11 @@ def _check(report: BuildReport, reader: _DocumentReader, train: ArrowWriter) -> 
     if report.samples == 0:
         left_out = [f"{report.bad_rows} rows that cannot be read"] * (report.bad_rows > 0)
         left_out += [f"{report.empty_rows} rows without text"] * (report.empty_rows > 0)
+        names = names_of([source.name for source in reader.sources])
         has = "has" if len(reader.sources) == 1 else "have"
         raise RequestError(
             "there is no text in the data",
-            because=f"{_names(reader.sources)} {has} {' and '.join(left_out) or 'no rows'}",
+            because=f"{names} {has} {' and '.join(left_out) or 'no rows'}",
         )
     if train.num_samples == 0:
         raise RequestError(
@@ -400,7 +439,3 @@ def bad_rows_error(report: BuildReport) -> RequestError:
         because=f"{'the first is ' if report.bad_rows > 1 else ''}{report.first_bad[0]}",
         hint="repair them, or leave them out with --skip-bad-rows",
     )
-
-
-def _names(sources: Sequence[DocumentSource]) -> str:
-    return sources[0].name if len(sources) == 1 else f"{sources[0].name} and {len(sources) - 1} more"

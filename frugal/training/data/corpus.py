@@ -2,19 +2,24 @@
 
 A document is one row of jsonl, csv, parquet or a saved dataset, or one text file (long ones: stretches of whole
 lines of about 64 KiB). Documents become samples of at most `seq_len` tokens, stored as Arrow files in a cache folder
-whose name is a hash of the data, the tokenizer and every option. They are memory-mapped, not loaded. Those
+whose name is a hash of the data, the tokenizer and every option (`cache`). They are memory-mapped, not loaded. Those
 not used for 90 days are removed, and the least recently used beyond 200 GiB.
 """
 
+import contextlib
+import errno
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+import logging
+import os
+import stat
+import tempfile
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from pathlib import Path
 from typing import IO, Any
 
-import msgspec
 import numpy as np
 import platformdirs
 import torch.distributed as dist
@@ -28,13 +33,15 @@ from frugal.config.sample_lengths import Lengths, TooLong
 from frugal.distributed import env
 from frugal.errors import RequestError
 from frugal.planning.plan import Plan
-from frugal.training.data import packing, sources
+from frugal.training.data import cache, packing
 from frugal.training.data import tokenizer as tokenizing
 from frugal.training.data.arrow_store import ArrowSamples
 from frugal.training.data.batches import permutation
-from frugal.training.data.build import BuildReport, SampleMaker, bad_rows_error, build_samples
-from frugal.training.data.sources import Columns, DocumentSource, Provenance, find_sources
+from frugal.training.data.build import BuildReport, SampleMaker, bad_rows_error, write_samples
+from frugal.training.data.rows import Columns
+from frugal.training.data.sources import Provenance, find_sources, names_of
 from frugal.training.models import resolve
+from frugal.training.models.spec import ModelSpec
 from frugal.units import GIB
 
 CACHE_BYTES = 200 * GIB
@@ -42,7 +49,10 @@ CACHE_BYTES = 200 * GIB
 
 _locks: dict[Path, IO[bytes]] = {}  # of what this process has opened, which nobody is to remove while it lives
 
-_FORMAT = 2  # of the files in the cache; another number is another cache
+_SAMPLES = 2  # how samples are made; another number is other samples, on which no run is resumed
+_FORMAT = 3  # of the files in the cache; another number is another cache
+
+logger = logging.getLogger("frugal")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +84,7 @@ def load_corpus(
     label_names: Sequence[str] = (),
     validation_fraction: float = 0.0,
     cache_dir: Path | None = None,
+    is_first: bool = True,
 ) -> Corpus:
     """The samples in `sources`: files, globs, folders, datasets saved to disk, hub names, or `stdlib`.
 
@@ -84,60 +95,32 @@ def load_corpus(
     Classes given as text are numbered as they come. For validation data of its own, pass `label_names` of the
     training data's report, so that both have the same numbers.
 
-    Several processes may call at once; each may do the work, and the first to finish is kept.
+    Several processes may call at once; each may do the work, and the first to finish is kept. `is_first`: check all of
+    what was made before, and say what is wrong with it; others only look at its size.
 
     Raises:
-        RequestError: nothing there, a column missing, nothing left, or (unless asked otherwise) a row that cannot be
-            read or is too long.
+        RequestError: nothing there, a column missing, nothing left, no room for it, or (unless asked otherwise) a row
+            that cannot be read or is too long.
     """
     _check_amounts(validation_fraction, limit)
     columns = columns or Columns()
     held_out = Fraction(validation_fraction).limit_denominator(1_000_000)
     origins = find_sources(sources)
     options = {
-        "format": _FORMAT, "task": task, "seq_len": seq_len, "columns": asdict(columns), "limit": limit,
+        "format": _SAMPLES, "task": task, "seq_len": seq_len, "columns": asdict(columns), "limit": limit,
         "too_long": too_long, "labels": list(label_names), "validation": str(held_out),
         "tokenizer": tokenizing.fingerprint(tokenizer), "sources": [source.fingerprint for source in origins],
         **({"pack": packing.MOST_OPEN} if pack else {}),
     }  # fmt: skip
     key = hashlib.sha256(json.dumps(options, sort_keys=True).encode()).hexdigest()
-    cache = cache_dir or platformdirs.user_cache_path("frugal") / "data"
-    folder = cache / key[:32]
-    if not folder.exists():
-        maker = SampleMaker(tokenizer, task, seq_len, columns, too_long, label_names)
-        try:
-            build_samples(
-                origins, maker, folder, pack=pack, limit=limit, skip_bad_rows=skip_bad_rows,
-                validation_fraction=held_out,
-            )  # fmt: skip
-        except OSError as error:
-            raise RequestError(
-                f"the tokenised data cannot be written to {cache}",
-                because=error.strerror or str(error),
-                hint="free some space, or set XDG_CACHE_HOME to a folder on another disk",
-            ) from None
-    return _open(folder, key, origins, options, skip_bad_rows=skip_bad_rows)
 
+    def write(folder: Path) -> BuildReport:
+        return write_samples(
+            origins, SampleMaker(tokenizer, task, seq_len, columns, too_long, label_names), folder, pack=pack,
+            limit=limit, skip_bad_rows=skip_bad_rows, validation_fraction=held_out,
+        )  # fmt: skip
 
-def _check_amounts(validation_fraction: float, limit: int | None) -> None:
-    if not 0 <= validation_fraction < 1:
-        raise RequestError(
-            f"a validation fraction of {validation_fraction} is not possible",
-            because="it must be at least 0 and less than 1",
-        )
-    if limit is not None and limit < 1:
-        raise RequestError(f"a limit of {limit} documents leaves no data", hint="ask for at least 1 document")
-
-
-def _open(
-    folder: Path, key: str, origins: Sequence[DocumentSource], options: Mapping[str, Any], *, skip_bad_rows: bool
-) -> Corpus:
-    """The corpus that was built in `folder`."""
-    if folder not in _locks:
-        _locks[folder] = files.lock(folder / "report.json")
-        files.touch(folder)
-        files.prune(folder.parent, CACHE_BYTES)
-    report = msgspec.json.decode((folder / "report.json").read_bytes(), type=BuildReport)
+    folder, report = _stored(cache_dir, f"{key[:32]}-{_FORMAT}", write, is_first=is_first)
     if report.bad_rows and not skip_bad_rows:
         raise bad_rows_error(report)
     validation = folder / "validation.arrow"
@@ -149,6 +132,79 @@ def _open(
             origins, key, options, documents=report.documents, samples=report.samples, tokens=report.tokens
         ),
     )
+
+
+def _stored(
+    cache_dir: Path | None, name: str, write: Callable[[Path], BuildReport], *, is_first: bool
+) -> tuple[Path, BuildReport]:
+    """The entry `name` of a cache, which is made, or made anew, where it has to be.
+
+    In `cache_dir`, or the user's cache, or if that cannot be written to, in a folder of the temporary folder.
+    """
+    failures = []
+    for find in (_user_cache, _temporary_cache) if cache_dir is None else (lambda: cache_dir,):
+        place = "the cache folder"
+        try:
+            folder = find() / name
+            place = str(folder.parent)
+            report = _read_or_make(folder, write, is_first=is_first)
+        except (OSError, RuntimeError) as error:  # RuntimeError: a user without a home
+            failures.append(f"{place}: {(isinstance(error, OSError) and error.strerror) or error}")
+            if is_first and find is _user_cache:
+                logger.warning("the tokenised data cannot be kept in %s; a temporary folder is used", failures[-1])
+            continue
+        if folder not in _locks:
+            with contextlib.suppress(OSError):  # nobody removes what was just read
+                _locks[folder] = files.lock(folder / cache.RECORD)
+            files.touch(folder)
+            files.prune(folder.parent, CACHE_BYTES)
+        return folder, report
+    raise RequestError(
+        "the tokenised data cannot be written",
+        because=failures,
+        hint="set XDG_CACHE_HOME to a folder that can be written to",
+    )
+
+
+def _user_cache() -> Path:
+    return platformdirs.user_cache_path("frugal") / "data"
+
+
+def _temporary_cache() -> Path:
+    """One of this user's own, the same for all processes.
+
+    Raises:
+        OSError: it cannot be made, or belongs to somebody else.
+    """
+    folder = Path(tempfile.gettempdir()) / f"frugal-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
+        raise PermissionError(errno.EPERM, f"{folder} belongs to somebody else")
+    return folder / "data"
+
+
+def _read_or_make(folder: Path, write: Callable[[Path], BuildReport], *, is_first: bool) -> BuildReport:
+    damaged = None
+    try:
+        return cache.read(folder, all_bytes=is_first).report
+    except FileNotFoundError:
+        pass
+    except cache.DamagedError as error:
+        damaged = cache.identity(folder)
+        logger.warning("the tokenised data in %s is damaged (%s): making it anew", folder, error)
+    cache.build(folder, write, damaged=damaged)
+    return cache.read(folder, all_bytes=False).report
+
+
+def _check_amounts(validation_fraction: float, limit: int | None) -> None:
+    if not 0 <= validation_fraction < 1:
+        raise RequestError(
+            f"a validation fraction of {validation_fraction} is not possible",
+            because="it must be at least 0 and less than 1",
+        )
+    if limit is not None and limit < 1:
+        raise RequestError(f"a limit of {limit} documents leaves no data", hint="ask for at least 1 document")
 
 
 @dataclass(frozen=True)
@@ -173,10 +229,11 @@ def read_samples(plan: Plan, settings: RunSettings) -> RunData:
     tokenizer = tokenizing.load_tokenizer(settings.tokenizer)
     spec = resolve.resolve(plan.request.model, plan.request.task)
 
-    def load_all() -> tuple[Corpus, Any, Any]:
-        return _load(spec.task, tokenizer, plan.request.seq_len, bool(plan.request.pack), settings)
-
     is_first = env.local_rank() == 0
+
+    def load_all() -> tuple[Corpus, Any, Any]:
+        return _load(spec, tokenizer, plan.request.seq_len, bool(plan.request.pack), settings, is_first=is_first)
+
     loaded = load_all() if is_first else None
     dist.barrier()
     corpus, validation, test = loaded or load_all()
@@ -193,9 +250,15 @@ def read_samples(plan: Plan, settings: RunSettings) -> RunData:
     )
 
 
-def _load(task: str, tokenizer: Any, seq_len: int, pack: bool, settings: RunSettings) -> tuple[Corpus, Any, Any]:
-    """What to train on, what to evaluate on meanwhile, and at the end."""
-    columns = sources.Columns(
+def _load(
+    spec: ModelSpec, tokenizer: Any, seq_len: int, pack: bool, settings: RunSettings, *, is_first: bool = True
+) -> tuple[Corpus, Any, Any]:
+    """What to train on, what to evaluate on meanwhile, and at the end.
+
+    Raises:
+        RequestError: as `load_corpus`, or the model has no embedding for a token.
+    """
+    columns = Columns(
         text=settings.text_column,
         label=settings.label_column,
         source=settings.source_column,
@@ -203,11 +266,13 @@ def _load(task: str, tokenizer: Any, seq_len: int, pack: bool, settings: RunSett
     )
 
     def load(paths: tuple[str, ...], validation_fraction: float = 0.0, label_names: Sequence[str] = ()) -> Corpus:
-        return load_corpus(
-            paths, tokenizer=tokenizer, task=task, seq_len=seq_len, pack=pack, columns=columns,
+        corpus = load_corpus(
+            paths, tokenizer=tokenizer, task=spec.task, seq_len=seq_len, pack=pack, columns=columns,
             limit=settings.limit, skip_bad_rows=settings.skip_bad_rows, too_long=settings.too_long,
-            validation_fraction=validation_fraction, label_names=label_names,
+            validation_fraction=validation_fraction, label_names=label_names, is_first=is_first,
         )  # fmt: skip
+        _check_vocabulary(spec, corpus.report)
+        return corpus
 
     corpus = load(settings.data, 0.0 if settings.validation_data else settings.validation_fraction)
     validation, test = (
@@ -215,6 +280,17 @@ def _load(task: str, tokenizer: Any, seq_len: int, pack: bool, settings: RunSett
         for paths in (settings.validation_data, settings.test_data)
     )
     return corpus, validation or corpus.validation or (), test
+
+
+def _check_vocabulary(spec: ModelSpec, report: BuildReport) -> None:
+    """Refuse tokens that a model would look up beyond its embeddings, on a GPU without a word of where they are."""
+    token, where = report.largest_token
+    if spec.vocab_size is not None and token >= spec.vocab_size:
+        raise RequestError(
+            f"{spec.reference} has no embedding for token {token}, which the tokenizer makes of {where}",
+            because=f"it has {spec.vocab_size}, for the tokens 0 to {spec.vocab_size - 1}",
+            hint="take the tokenizer that belongs to the model, or a config.json with a larger vocab_size",
+        )
 
 
 def lengths_of(request: Request, settings: RunSettings) -> Lengths:
@@ -227,8 +303,8 @@ def lengths_of(request: Request, settings: RunSettings) -> Lengths:
     """
     spec = resolve.resolve(request.model, request.task)
     seq_len = min(request.seq_len, spec.max_positions or request.seq_len)
-    corpus, *_ = _load(spec.task, tokenizing.load_tokenizer(settings.tokenizer), seq_len, bool(request.pack), settings)
-    return lengths_of_corpus(corpus, ", ".join(settings.data), corpus.report.left_out(settings.too_long))
+    corpus, *_ = _load(spec, tokenizing.load_tokenizer(settings.tokenizer), seq_len, bool(request.pack), settings)
+    return lengths_of_corpus(corpus, names_of(settings.data), corpus.report.left_out(settings.too_long))
 
 
 MOST_LENGTHS = 100_000_000

@@ -4,58 +4,30 @@ Rows are read by our own loops rather than by `datasets`, because a message abou
 `Provenance` records what samples were made of, so that a run that continues on other data can say what has changed.
 """
 
-import csv
+import codecs
 import glob
 import hashlib
+import os
 import sysconfig
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any, Self
 
-import msgspec
-
+from frugal import files
 from frugal.errors import FrugalError, RequestError
+from frugal.training.data.rows import BadRow, Columns, Row, read, shown, type_in_words
 from frugal.training.models import factories
 
 STDLIB = "stdlib"
 
-_PIECE_BYTES = 1 << 16  # of a long text file
+MAX_THREADS = 8  # that read files for their hashes
+
 _KINDS = {
     ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".csv": "csv", ".tsv": "tsv", ".parquet": "parquet",
 }  # fmt: skip
-
-
-@dataclass(frozen=True, kw_only=True)
-class Columns:
-    """Which column of a row plays which role.
-
-    `text` is for language models and classes, `label` for classes, `source` and `target` for pairs.
-    """
-
-    text: str = "text"
-    label: str = "label"
-    source: str = "source"
-    target: str = "target"
-
-    def needed(self, task: str) -> dict[str, str]:
-        """Role -> column, of what the task reads."""
-        match task:
-            case "seq2seq":
-                return {"source": self.source, "target": self.target}
-            case "sequence-classification":
-                return {"text": self.text, "label": self.label}
-        return {"text": self.text}
-
-
-@dataclass(frozen=True)
-class BadRow:
-    """A row that cannot be used, and why."""
-
-    reason: str
-
-
-Row = tuple[str, dict[str, Any] | BadRow]  # where it is, and what is in it
 
 
 @dataclass(frozen=True)
@@ -70,50 +42,112 @@ class DocumentSource:
 
 
 def find_sources(sources: Sequence[str]) -> list[DocumentSource]:
-    """Everything the user named, in order; files of a folder or glob sorted."""
+    """Everything the user named, in order; files of a folder or glob sorted. `@FILE` has one of these a line."""
     if not sources:
         raise RequestError("no data was given", hint=f"pass --data PATH, or --data {STDLIB} for Python's own library")
-    return [document_source for source in sources for document_source in _find(source)]
+    everything: list[Path | DocumentSource] = []
+    for source in chain.from_iterable(map(_listed, sources)):
+        try:
+            everything += _find(source)
+        except OSError as error:
+            raise RequestError(f"cannot read {shown(source)}", because=str(error.strerror)) from None
+    with ThreadPoolExecutor(min(len(os.sched_getaffinity(0)), MAX_THREADS)) as pool:  # reading files for their hashes
+        hashed = pool.map(_file, (each for each in everything if isinstance(each, Path)))
+        return [next(hashed) if isinstance(each, Path) else each for each in everything]
 
 
-def _find(source: str) -> list[DocumentSource]:
+def _listed(source: str) -> list[str]:
+    """The lines of the file that `@FILE` names; of anything else, itself."""
+    if not source.startswith("@"):
+        return [source]
+    try:
+        lines = files.read_regular(Path(source[1:]).expanduser()).removeprefix(codecs.BOM_UTF8).splitlines()
+    except OSError as error:
+        raise RequestError(f"cannot read the list of data {shown(source[1:])}", because=str(error.strerror)) from None
+    names = [os.fsdecode(line.strip()) for line in lines if line.strip()]
+    if not names or any("\0" in name or name.startswith("@") for name in names):
+        raise RequestError(
+            f"{shown(source[1:])} is no list of data",
+            because="it is empty" if not names else "a line is no name of a file",
+            hint="write one file, glob or folder a line",
+        )
+    return names
+
+
+def _find(source: str) -> list[Path] | list[DocumentSource]:
     path = Path(source).expanduser()
     if source == STDLIB and not path.exists():
         return _stdlib()
     if path.is_file():
-        return [_file(path)]
+        if path.is_relative_to("/dev") or path.is_relative_to("/proc"):
+            raise _not_a_file(source, "this process's own")
+        return [path]
     if path.is_dir():
         if any((path / name).exists() for name in ("state.json", "dataset_dict.json")):
             return [_saved(source, path)]
-        inside = (p for p in path.rglob("*") if not any(part.startswith(".") for part in p.relative_to(path).parts))
-        files = sorted(p for p in inside if p.is_file())
-        if not files:
+        within = _inside(path)
+        if not within:
             raise RequestError(f"the folder {source} is empty", because="it has no file that is not hidden")
-        return [_file(p) for p in files]
+        return within
+    if path.exists():
+        raise _not_a_file(source, next((kind for is_kind, kind in _NO_FILES.items() if is_kind(path)), "no file"))
     if glob.has_magic(source):
-        files = sorted(p for p in map(Path, glob.glob(str(path), recursive=True)) if p.is_file())  # noqa: PTH207  # absolute patterns
-        if not files:
+        matches = sorted(p for p in map(Path, glob.glob(str(path), recursive=True)) if p.is_file())  # noqa: PTH207  # absolute patterns
+        if not matches:
             raise RequestError(f"no file matches {source}", because=f"it was looked for from {Path.cwd()}")
-        return [_file(p) for p in files]
+        return matches
     if source.rpartition(":")[0].endswith(".py"):
         return [_stream(source)]
     looks_like_path = source.startswith((".", "/", "~")) or source.count("/") > 1 or path.suffix in {*_KINDS, ".txt"}
     if looks_like_path:
-        raise RequestError(f"there is no data at {source}", because="no such file or folder")
+        raise RequestError(f"there is no data at {shown(source)}", because="no such file or folder")
     return [_hub_dataset(source)]
+
+
+_NO_FILES: dict[Callable[[Path], bool], str] = {
+    Path.is_fifo: "a pipe",
+    Path.is_char_device: "a device",
+    Path.is_block_device: "a device",
+    Path.is_socket: "a socket",
+}
+
+
+def _not_a_file(source: str, what: str) -> RequestError:
+    return RequestError(
+        f"the data {source} is {what}, not a file",
+        because="data is read by several processes, and again at each start",
+        hint="write it into a file first, such as: zcat text.jsonl.gz > text.jsonl",
+    )
+
+
+def _inside(folder: Path) -> list[Path]:
+    """The files in a folder and below it that are not hidden, sorted.
+
+    Raises:
+        OSError: a folder cannot be read.
+    """
+
+    def refuse(error: OSError) -> None:
+        raise error
+
+    within: list[Path] = []
+    for parent, folders, names in os.walk(folder, onerror=refuse):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        within += [Path(parent, name) for name in names if not name.startswith(".")]
+    return sorted(path for path in within if path.is_file())
 
 
 def _file(path: Path, kind: str | None = None) -> DocumentSource:
     kind = kind or _KINDS.get(path.suffix.lower(), "text")
+    name = shown(path)
     try:
         with path.open("rb") as file:
             digest = hashlib.file_digest(file, "blake2b").hexdigest()
     except OSError as error:
-        raise RequestError(f"cannot read {path}", because=str(error.strerror)) from None
+        raise RequestError(f"cannot read {name}", because=str(error.strerror)) from None
     if kind == "parquet":
         return _parquet(path, digest)
-    reader = {"jsonl": _read_jsonl, "json": _read_json, "csv": _read_csv, "tsv": _read_csv}.get(kind, _read_text)
-    return DocumentSource(str(path), f"{kind}:{digest}", lambda columns: reader(path, kind, columns))
+    return DocumentSource(name, f"{kind}:{digest}", lambda columns: read(path, kind, columns))
 
 
 def _stream(source: str) -> DocumentSource:
@@ -145,12 +179,12 @@ def _stdlib() -> list[DocumentSource]:
     """The sources of the running Python's library, without its tests, which not every distribution has."""
     root = Path(sysconfig.get_path("stdlib"))
     left_out = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
-    files = sorted(p for p in root.rglob("*.py") if not left_out.intersection(p.relative_to(root).parts))
-    if not files:
+    modules = sorted(p for p in root.rglob("*.py") if not left_out.intersection(p.relative_to(root).parts))
+    if not modules:
         raise RequestError(
             "Python's library has no sources here", because=f"{root} has no .py file", hint="pass --data PATH"
         )
-    return [_file(path, "source") for path in files]
+    return [_file(path, "source") for path in modules]
 
 
 def _saved(source: str, path: Path) -> DocumentSource:
@@ -205,98 +239,30 @@ def _dataset(name: str, dataset: Any) -> DocumentSource:
     )
 
 
-def _read_text(path: Path, kind: str, columns: Columns) -> Iterator[Row]:
-    line = 1
-    with path.open("rb") as file:
-        while piece := file.read(_PIECE_BYTES):
-            piece += file.readline()
-            try:
-                text = piece.decode("utf-8", errors="replace" if kind == "source" else "strict")
-                yield f"{path}:{line}", {columns.text: text.removeprefix("\ufeff")}
-            except UnicodeDecodeError as error:
-                yield f"{path}:{line + piece[: error.start].count(10)}", BadRow("not UTF-8 text")
-            line += piece.count(10)
-
-
-def _read_jsonl(path: Path, kind: str, columns: Columns) -> Iterator[Row]:
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            if line.strip():
-                yield f"{path}:{number}", _json_row(line.strip())
-
-
-def _read_json(path: Path, kind: str, columns: Columns) -> Iterator[Row]:
-    """An array of objects, or jsonl with the wrong suffix."""
-    data = path.read_bytes()
-    if not data.lstrip().startswith(b"["):
-        yield from _read_jsonl(path, kind, columns)
-        return
-    try:
-        items = msgspec.json.decode(data, type=list[msgspec.Raw])
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        yield f"{path}:1", BadRow(str(error))
-        return
-    for number, item in enumerate(items, 1):
-        yield f"{path}:item {number}", _json_row(bytes(item))
-
-
-def _json_row(text: bytes) -> dict[str, Any] | BadRow:
-    try:
-        row = msgspec.json.decode(text)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        return BadRow(str(error))
-    return row if isinstance(row, dict) else BadRow(f"{type_in_words(row)}, not an object")
-
-
-def _read_csv(path: Path, kind: str, columns: Columns) -> Iterator[Row]:
-    csv.field_size_limit(1 << 30)  # a text longer than csv's default of 128 KiB is no mistake
-    with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
-        reader = csv.DictReader(file, delimiter="\t" if kind == "tsv" else ",")
-        while True:
-            where = f"{path}:{reader.line_num + 1 if reader.line_num else 2}"
-            try:
-                row = next(reader, None)
-            except csv.Error as error:
-                yield where, BadRow(str(error))
-                continue
-            if row is None:
-                return
-            num_columns = len(reader.fieldnames or ())
-            if None in row:
-                num_fields = num_columns + len(row[None])  # where csv keeps surplus fields
-                yield where, BadRow(f"{num_fields} fields, the header has {num_columns}")
-            elif None in row.values():
-                num_fields = sum(value is not None for value in row.values())
-                yield where, BadRow(f"{num_fields} fields, the header has {num_columns}")
-            else:
-                yield where, row
-
-
 def _parquet(path: Path, digest: str) -> DocumentSource:
     import pyarrow as pa  # type: ignore[import-untyped]  # it has no type hints
     import pyarrow.parquet as pq  # type: ignore[import-untyped]  # as above
 
+    shown_name = shown(path)
     try:
         names = tuple(pq.read_schema(path).names)
     except (pa.ArrowException, OSError) as error:
-        raise RequestError(f"{path} is not a parquet file", because=factories.first_line(error)) from None
+        raise RequestError(f"{shown_name} is not a parquet file", because=factories.first_line(error)) from None
 
     def rows(columns: Columns) -> Iterator[Row]:
         number = 0
-        with pq.ParquetFile(path) as file:
-            wanted = [name for name in names if name in asdict(columns).values()]
-            for batch in file.iter_batches(batch_size=256, columns=wanted):
-                for row in batch.to_pylist():
-                    number += 1
-                    yield f"{path}:row {number}", row
+        wanted = [name for name in names if name in asdict(columns).values()]
+        try:
+            with pq.ParquetFile(path) as file:
+                for batch in file.iter_batches(batch_size=256, columns=wanted):
+                    for row in batch.to_pylist():
+                        number += 1
+                        yield f"{shown_name}:row {number}", row
+        except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+            because = factories.first_line(error)
+            raise RequestError(f"{shown_name} cannot be read after row {number}", because=because) from None
 
-    return DocumentSource(str(path), f"parquet:{digest}", rows, names)
-
-
-def type_in_words(value: Any) -> str:
-    """What a JSON value is, for people."""
-    names = {dict: "an object", list: "a list", str: "text", bool: "true or false", int: "a number", float: "a number"}
-    return "nothing" if value is None else names.get(type(value), f"a {type(value).__name__}")
+    return DocumentSource(shown_name, f"parquet:{digest}", rows, names)
 
 
 MOST_FILES = 100  # named; of more, only the hash over all of them is kept
@@ -356,12 +322,13 @@ class Provenance:
         new = [name for name in now.files if name not in self.files]
         other = [name for name, digest in self.files.items() if now.files.get(name, digest) != digest]
         kinds = ((other, "other content"), (gone, "gone"), (new, "new"))
-        lines = [f"{_names(names)} {_verb(names, word)}" for names, word in kinds if names]
+        lines = [f"{names_of(names)} {_verb(names, word)}" for names, word in kinds if names]
         return lines or ["its files are in another order"] * (list(self.files) != list(now.files))
 
 
-def _names(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+def names_of(names: Sequence[str]) -> str:
+    """Of many the first ones, for people."""
+    more = f" and {len(names) - _SHOWN:,} more" if len(names) > _SHOWN else ""
     return ", ".join(names[:_SHOWN]) + more
 
 

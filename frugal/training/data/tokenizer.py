@@ -3,7 +3,7 @@
 import functools
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from frugal.errors import RequestError
+from frugal.training.data.long_text import LongText, cut_for
 from frugal.training.models import factories
 
 BYTE = "byte"
@@ -82,6 +83,15 @@ def encode(tokenizer: Any, texts: Sequence[str], *, as_target: bool = False) -> 
     keyword = {"text_target": texts} if as_target else {"text": texts}
     rows = tokenizer(**keyword, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
     return [np.array(row, dtype=np.int32) for row in rows]
+
+
+def encode_long(tokenizer: Any, text: LongText, *, as_target: bool = False) -> Iterator[NDArray[np.int32]]:
+    """The same of one long text, in pieces."""
+    pieces = text.take()
+    if tokenizer is not byte_tokenizer():
+        pieces = cut_for(lambda part: encode(tokenizer, [part], as_target=as_target)[0].tolist(), pieces)
+    for piece in pieces:
+        yield encode(tokenizer, [piece], as_target=as_target)[0]
 
 
 def fingerprint(tokenizer: Any) -> str:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from frugal.training.data import corpus as data
 from frugal.training.data.batches import GlobalBatches
-from frugal.training.data.sources import Columns
+from frugal.training.data.rows import Columns
 from frugal.training.data.tokenizer import byte_tokenizer, load_tokenizer
 from frugal.training.models.tiled_loss import IGNORED
 from frugal.training.objectives import CausalLM, Seq2Seq, SequenceClassification
@@ -218,7 +218,7 @@ def test_one_document_cannot_be_divided(load: Load, tmp_path: Path) -> None:
 def test_data_is_tokenised_once(load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_jsonl(tmp_path / "a.jsonl", ROWS)
     first = load("a.jsonl")
-    monkeypatch.setattr(data, "build_samples", None)
+    monkeypatch.setattr(data, "write_samples", None)
     again = load("a.jsonl")
     assert texts(again) == texts(first)
     assert again.fingerprint == first.fingerprint

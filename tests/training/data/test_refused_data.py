@@ -7,8 +7,8 @@ from typing import Any
 import datasets
 import pytest
 
-from frugal.training.data import build, sources
-from frugal.training.data.sources import Columns
+from frugal.training.data import sources
+from frugal.training.data.rows import Columns
 from tests.training.corpora import ROWS, Load, refusal, texts, write, write_jsonl
 
 
@@ -172,21 +172,6 @@ def test_pairs_that_are_too_long_can_be_truncated_or_left_out(
 def test_classes_that_are_none(labels: list[Any], said: str, load: Load, tmp_path: Path) -> None:
     write_jsonl(tmp_path / "a.jsonl", [{"text": "x", "label": label} for label in labels])
     assert f"  because {said}\n" in refusal(lambda: load("a.jsonl", task="sequence-classification"))
-
-
-def test_a_full_disk(load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_space(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    (tmp_path / "a.txt").write_text("text")
-    monkeypatch.setattr(build, "_write", no_space)
-    assert refusal(lambda: load("a.txt")) == (
-        f"the tokenised data cannot be written to {tmp_path}/cache\n"
-        "  because No space left on device\n"
-        "\n"
-        "hint: free some space, or set XDG_CACHE_HOME to a folder on another disk"
-    )
-    assert list((tmp_path / "cache").iterdir()) == []
 
 
 @pytest.mark.parametrize(("task", "shortest"), [("causal-lm", 2), ("masked-lm", 3), ("seq2seq", 2)])
