@@ -123,14 +123,17 @@ def load_corpus(
     folder, report = _stored(cache_dir, f"{key[:32]}-{_FORMAT}", write, is_first=is_first)
     if report.bad_rows and not skip_bad_rows:
         raise bad_rows_error(report)
-    validation = folder / "validation.arrow"
+    counts = {"documents": report.documents, "samples": report.samples, "tokens": report.tokens}
+    return _opened(folder, report, Provenance.of(origins, key, options, **counts))
+
+
+def _opened(folder: Path, report: BuildReport, provenance: Provenance) -> Corpus:
+    train, validation = (folder / f"{name}.arrow" for name in ("train", "validation"))
     return Corpus(
-        train=ArrowSamples(folder / "train.arrow", key),
-        validation=ArrowSamples(validation, key) if validation.exists() else None,
+        train=ArrowSamples(train, provenance.fingerprint),
+        validation=ArrowSamples(validation, provenance.fingerprint) if validation.exists() else None,
         report=report,
-        provenance=Provenance.of(
-            origins, key, options, documents=report.documents, samples=report.samples, tokens=report.tokens
-        ),
+        provenance=provenance,
     )
 
 
