@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from frugal.training.data import packing
-from frugal.training.models import tiled_loss
+from frugal.training.models import own_loss, tiled_loss
 from frugal.training.models.tiled_loss import IGNORED
 
 Sample = Mapping[str, Any]
@@ -152,23 +152,28 @@ class CausalLM:
     """Next-token prediction. A sample has `input_ids` and, if some positions are no targets, `labels`.
 
     `packed`: it also has `documents`, the tokens of each document in it. They do not see each other, and none begins
-    with a target. Without `documents` it is one.
+    with a target. Without `documents` it is one. `own_loss`: the model's own is trained, with what it adds to the
+    cross entropy; see `frugal.training.models.own_loss`.
     """
 
-    def __init__(self, pad_id: int = 0, *, packed: bool = False) -> None:
+    def __init__(self, pad_id: int = 0, *, packed: bool = False, own_loss: bool = False) -> None:
         self.pad_id = pad_id
         self.packed = packed
+        self.own_loss = own_loss
 
     def collate(self, samples: Sequence[Sample]) -> Batch:
-        """`input_ids`, `labels` and, if packed, `position_ids`, each of shape `(samples, longest)`.
+        """`input_ids`, `labels`, if packed `position_ids`, for the own loss `real`: each `(samples, longest)`.
 
-        There is no attention mask: padding is on the right, and causal attention never looks there. That keeps the
-        flash kernel, which takes no mask. Packed, the model makes one from the positions.
+        `real` is 1 where a token is no padding; routers need it. There is no attention mask: padding is on the right,
+        and causal attention never looks there. That keeps the flash kernel, which takes no mask. Packed, the model
+        makes one from the positions.
         """
         batch = {
             "input_ids": pad([sample["input_ids"] for sample in samples], self.pad_id),
             "labels": pad([sample.get("labels", sample["input_ids"]) for sample in samples], IGNORED),
         }
+        if self.own_loss:
+            batch["real"] = real_tokens([sample["input_ids"] for sample in samples])
         if not self.packed:
             return batch
         documents = [sample.get("documents", [len(sample["input_ids"])]) for sample in samples]
@@ -192,8 +197,10 @@ class CausalLM:
     def loss_sum(self, model: nn.Module, batch: Batch) -> Tensor:
         """Summed cross entropy of every next token."""
         next_tokens = F.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)  # cheaper than a copy of all logits but one
-        inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
+        inputs = {name: tensor for name, tensor in batch.items() if name not in ("labels", "real")}
         with packing.documents_kept_apart() if self.packed else nullcontext():
+            if self.own_loss:
+                return own_loss.loss_sum(model, inputs, labels=batch["labels"], targets=next_tokens, real=batch["real"])
             return token_loss_sum(model, inputs, next_tokens)
 
 
@@ -270,28 +277,43 @@ class MaskedLM:
 
 
 class Seq2Seq:
-    """Predicting a target text from a source text. A sample has `input_ids` (source) and `labels` (target tokens)."""
+    """Predicting a target text from a source text. A sample has `input_ids` (source) and `labels` (target tokens).
 
-    def __init__(self, pad_id: int = 0, *, start_id: int = 0) -> None:
+    `decoder_inputs` makes what the decoder reads from labels of shape `(samples, positions)`, as the model's own loss
+    does; without it, the labels follow `start_id`. `own_loss`: as in `CausalLM`.
+    """
+
+    def __init__(
+        self,
+        pad_id: int = 0,
+        *,
+        start_id: int = 0,
+        decoder_inputs: Callable[[Tensor], Tensor] | None = None,
+        own_loss: bool = False,
+    ) -> None:
         self.pad_id = pad_id
-        self.start_id = start_id  # what the decoder sees before the first target
+        self.start_id = start_id
+        self.own_loss = own_loss
+        self._decoder_inputs = decoder_inputs or self._after_start
 
     def collate(self, samples: Sequence[Sample]) -> Batch:
         """`input_ids` and `attention_mask` of shape `(samples, longest source)`, the rest `(samples, longest target)`.
 
-        `decoder_input_ids` are the labels, one to the right. The decoder needs no mask: it never looks at padding.
+        The decoder needs no mask: it never looks at padding, which is on the right.
         """
         sources = [sample["input_ids"] for sample in samples]
-        targets = [sample["labels"] for sample in samples]
-        labels = pad(targets, IGNORED)
-        shifted = torch.full_like(labels, self.start_id)
-        shifted[:, 1:] = labels[:, :-1].masked_fill(labels[:, :-1] == IGNORED, self.pad_id)
+        labels = pad([sample["labels"] for sample in samples], IGNORED)
         return {
             "input_ids": pad(sources, self.pad_id),
             "attention_mask": real_tokens(sources),
-            "decoder_input_ids": shifted,
+            "decoder_input_ids": self._decoder_inputs(labels),
             "labels": labels,
         }
+
+    def _after_start(self, labels: Tensor) -> Tensor:
+        shifted = torch.full_like(labels, self.start_id)
+        shifted[:, 1:] = labels[:, :-1].masked_fill(labels[:, :-1] == IGNORED, self.pad_id)
+        return shifted
 
     def dummy(self) -> Sample:
         """One source token and one target position without a target."""
@@ -310,6 +332,8 @@ class Seq2Seq:
     def loss_sum(self, model: nn.Module, batch: Batch) -> Tensor:
         """Summed cross entropy of the target tokens."""
         inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
+        if self.own_loss:
+            return own_loss.loss_sum(model, inputs, labels=batch["labels"], targets=batch["labels"])
         return token_loss_sum(model, inputs, batch["labels"])
 
 

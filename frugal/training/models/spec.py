@@ -1,19 +1,20 @@
 """A model that can be built any number of times, for real or on meta; `frugal.training.models.resolve` finds it."""
 
+import copy
 import functools
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, get_args
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from frugal.config.request import Task
 from frugal.errors import RequestError
-from frugal.training.models import factories, transformers_internals
+from frugal.training.models import decoder_inputs, factories, own_loss, transformers_internals
 from frugal.training.objectives import CausalLM, MaskedLM, Objective, Seq2Seq, SequenceClassification
 
 TASKS: tuple[str, ...] = get_args(Task)
@@ -138,7 +139,7 @@ class ModelSpec:
         pad_id = special("pad_token_id", 0)
         match self.task:
             case "causal-lm":
-                return CausalLM(pad_id, packed=pack)
+                return CausalLM(pad_id, packed=pack, own_loss=self._has_own_loss())
             case "masked-lm":
                 vocabulary = self.vocab_size or 1
                 return MaskedLM(
@@ -149,12 +150,41 @@ class ModelSpec:
                     seed=seed,
                 )
             case "seq2seq":
-                return Seq2Seq(pad_id, start_id=special("decoder_start_token_id", special("bos_token_id", pad_id)))
+                start_id = special("decoder_start_token_id", special("bos_token_id", pad_id))
+                make = self._decoder_inputs(pad_token_id=pad_id, decoder_start_token_id=start_id)
+                return Seq2Seq(pad_id, start_id=start_id, decoder_inputs=make, own_loss=self._has_own_loss())
             case "sequence-classification":
                 ends = self.config is not None and self.config.is_encoder_decoder
                 end_id = special("eos_token_id", pad_id) if ends else None
                 return SequenceClassification(pad_id, bidirectional=self._is_bidirectional(), end_id=end_id)
         raise AssertionError(self.task)
+
+    def _has_own_loss(self) -> bool:
+        return self.config is not None and own_loss.is_needed(self.config)
+
+    def _decoder_inputs(self, **special_ids: int) -> Callable[[Tensor], Tensor] | None:
+        """What makes decoder inputs of labels, as the model's class does; `special_ids` where the configuration has
+        none. None: the class has no way of its own."""
+        if self.config is None:
+            return None
+        config = copy.deepcopy(self.config)
+        for name, token_id in special_ids.items():
+            if getattr(config, name, None) is None:
+                setattr(config, name, token_id)
+        return decoder_inputs.of_class(self._model_class(), config)
+
+    def _model_class(self) -> type[nn.Module]:
+        """The class of the model, inside adapters that it may have been given."""
+        names = heads(self.task).get(self.config.model_type)
+        if self.factory is None and names and not self._has_own_code():
+            import transformers
+
+            return getattr(transformers, names if isinstance(names, str) else names[0])
+        model: Any = self.build(dtype=torch.float32, device="meta")
+        return type(model.get_base_model() if hasattr(model, "get_base_model") else model)
+
+    def _has_own_code(self) -> bool:
+        return self.trust_remote_code and bool(getattr(self.config, "auto_map", None))
 
     def _is_bidirectional(self) -> bool:
         """Whether tokens see later ones, so that padding has to be masked."""

@@ -58,20 +58,26 @@ def summed_cross_entropy(model: nn.Module, inputs: dict[str, Any], targets: Tens
     Raises:
         RequestError: the model changes its logits after the head.
     """
+    loss: Tensor = outputs_with_sum(model, inputs, targets).logits
+    return loss
+
+
+def outputs_with_sum(model: nn.Module, inputs: dict[str, Any], targets: Tensor) -> Any:
+    """What `model(**inputs)` returns; its logits are the loss summed over `targets`, see `summed_cross_entropy`."""
     head = _head(model)
     assert head is not None
     tiled = head.forward
     assert isinstance(tiled, _TiledHead)
     tiled.targets = targets
     try:
-        loss = model(**inputs).logits
-        if tiled.loss is None or torch_internals.address(loss) != torch_internals.address(tiled.loss):
+        outputs = model(**inputs)
+        if tiled.loss is None or torch_internals.address(outputs.logits) != torch_internals.address(tiled.loss):
             raise RequestError(
                 f"{type(getattr(model, 'module', model)).__name__} cannot take the tiled loss",
                 because="it changes its logits after the output head",
                 hint="plan with the plain loss",
             )
-        return loss
+        return outputs
     finally:
         tiled.targets = tiled.loss = None
 

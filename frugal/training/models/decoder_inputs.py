@@ -1,0 +1,40 @@
+"""What the decoder of an encoder-decoder reads: its targets, moved as the model's own authors move them.
+
+The engine, the dry run and exported scripts all use `decoder_inputs`; `frugal export` writes its source into them.
+"""
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+
+def decoder_inputs(model: Any, labels: Any) -> Any:
+    """Decoder inputs of `labels`, both `(samples, positions)`, as the model's own loss makes them; -100 is no target.
+
+    mBART and PLBart move a sample's last token to its front, the others put the start token there.
+    """
+    labels = labels.clone()  # some replace -100 in place
+    if hasattr(model, "prepare_decoder_input_ids_from_labels"):
+        return model.prepare_decoder_input_ids_from_labels(labels)
+    shift = sys.modules[type(model).__module__].shift_tokens_right
+    return shift(labels, model.config.pad_token_id, model.config.decoder_start_token_id)
+
+
+def of_class(model_class: type[nn.Module], config: Any) -> Callable[[Tensor], Tensor] | None:
+    """`decoder_inputs` of a model of that class and configuration, without making one; None: it has no way of its own.
+
+    A model's way reads its configuration alone: no weights are needed.
+    """
+    module = sys.modules[model_class.__module__]
+    if not (hasattr(model_class, "prepare_decoder_input_ids_from_labels") or hasattr(module, "shift_tokens_right")):
+        return None
+    model: Any = model_class.__new__(model_class)
+    nn.Module.__init__(model)
+    model.config = config
+
+    def of_labels(labels: Tensor) -> Tensor:
+        return decoder_inputs(model, labels)
+
+    return of_labels
