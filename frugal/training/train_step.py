@@ -31,7 +31,7 @@ from frugal.planning.batch import BatchPlan
 from frugal.planning.plan import Plan
 from frugal.planning.strategy import Strategy
 from frugal.training.data.batches import MicroBatchLimits, Share, pin, prefetch, share
-from frugal.training.models import activation_checkpointing, tiled_loss, transformers_internals
+from frugal.training.models import activation_checkpointing, expert_modules, tiled_loss, transformers_internals
 from frugal.training.objectives import Batch, Objective, Sample
 from frugal.training.oom_limits import AdaptiveLimits, OutOfMemory
 from frugal.training.oom_retry import Guard, Update, abandon
@@ -237,6 +237,7 @@ def wrap(
 ) -> Zero:
     """DeepSpeed's engine around `model`, changed as the strategy says. Collective. Raises as the adapter does."""
     transformers_internals.always_use()
+    expert_modules.always_run(model)
     activation_checkpointing.apply(model, strategy.activation_checkpointing)
     if strategy.loss == "tiled":
         tiled_loss.apply(model)

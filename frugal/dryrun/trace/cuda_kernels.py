@@ -10,7 +10,9 @@ Attention and dropout keep different tensors for backward, depending on the kern
 | anything else                                    | any  | math      |
 
 cuDNN's kernel, first choice on some newer GPUs, keeps the same tensors as flash. On CPU the flash kernel takes
-everything without dropout.
+everything without dropout whose head sizes are equal (`use_flash_attention_cpp` in `sdp_utils_cpp.cpp`); heads of other
+sizes for values than for queries (multi-head latent attention) take math. No kernel but math broadcasts heads: fewer
+of them for keys need `enable_gqa`.
 """
 
 import math
@@ -63,6 +65,8 @@ def cuda_attention(
 ) -> Tensor:
     """`F.scaled_dot_product_attention` with the kernel that CUDA would choose."""
     kernel = chosen_for_cuda(query, value, attn_mask, enable_gqa and query.shape[-3] != key.shape[-3])
+    if _broadcasts_heads(query, key, enable_gqa):
+        kernel = "math"
     if kernel == "flash":
         size = query.shape[-1]
         query, key, value = (F.pad(t, (0, -size % 8)) if size % 8 else t for t in (query, key, value))
@@ -100,13 +104,18 @@ def cpu_attention(
     enable_gqa: bool = False,
 ) -> Tensor:
     """`F.scaled_dot_product_attention` with the kernel that a CPU would choose."""
-    if dropout_p or (attn_mask is not None and attn_mask.requires_grad):
+    needs_math = query.shape[-1] != value.shape[-1] or _broadcasts_heads(query, key, enable_gqa)
+    if dropout_p or needs_math or (attn_mask is not None and attn_mask.requires_grad):
         return _attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         open_, shut = (torch.scalar_tensor(x, dtype=query.dtype, device=query.device) for x in (0.0, -math.inf))
         attn_mask = torch.where(attn_mask, open_, shut)
     flash = aten._scaled_dot_product_flash_attention_for_cpu
     return flash(query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)[0]
+
+
+def _broadcasts_heads(query: Tensor, key: Tensor, enable_gqa: bool) -> bool:
+    return not enable_gqa and query.shape[:-2] != key.shape[:-2]
 
 
 def fused_dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:

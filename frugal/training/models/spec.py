@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from frugal.config.request import Task
 from frugal.errors import RequestError
-from frugal.training.models import decoder_inputs, factories, own_loss, transformers_internals
+from frugal.training.models import decoder_inputs, expert_modules, factories, own_loss, transformers_internals
 from frugal.training.objectives import CausalLM, MaskedLM, Objective, Seq2Seq, SequenceClassification
 
 TASKS: tuple[str, ...] = get_args(Task)
@@ -89,14 +89,14 @@ class ModelSpec:
             torch.manual_seed(seed)
             if self.factory is not None:
                 module, _ = factories.make_model(self.reference, self.factory, device)
-                return module.to(dtype=dtype).train()
+                return _ready(module.to(dtype=dtype))
             import transformers
 
             auto = getattr(transformers, _AUTO[self.task][0])
             if self.weights is None or device.type == "meta":
                 with torch.device(device), self._configuration_errors():
                     module = auto.from_config(self.config, dtype=dtype, trust_remote_code=self.trust_remote_code)
-                return module.train()
+                return _ready(module)
             try:
                 module = auto.from_pretrained(
                     self.weights,
@@ -111,7 +111,7 @@ class ModelSpec:
                     because=factories.first_line(error),
                     hint="to train from random weights give the path of its config.json",
                 ) from None
-            return module.to(device).train()
+            return _ready(module.to(device))
 
     @contextmanager
     def _configuration_errors(self) -> Iterator[None]:
@@ -212,6 +212,11 @@ class ModelSpec:
         if config.is_encoder_decoder and tokenizer.pad_token_id is not None and self.weights is None:
             config.decoder_start_token_id = tokenizer.pad_token_id
         return replace(self, config=config, max_positions=max_positions_of(config))
+
+
+def _ready(module: nn.Module) -> nn.Module:
+    expert_modules.always_run(module)
+    return module.train()
 
 
 _NOT_ARCHITECTURE = {
