@@ -34,7 +34,7 @@ def _run(experts: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tenso
 
     `chosen (experts, choices, tokens)` is 1 where an expert runs on a token, at most once for each choice and token.
     """
-    num_experts, num_choices, num_tokens = chosen.shape
+    num_experts, _, num_tokens = chosen.shape
     expert = torch.where(chosen.any(0), chosen.argmax(0), num_experts)  # those that no expert has room for come last
     by_expert = expert.flatten().argsort(stable=True)
     if hidden.is_meta:  # together as many rows, whichever they choose
