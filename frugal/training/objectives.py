@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from frugal.training.data import packing
-from frugal.training.models import own_loss, tiled_loss
+from frugal.training.losses import own_loss
+from frugal.training.models import tiled_loss
 from frugal.training.models.tiled_loss import IGNORED
 
 Sample = Mapping[str, Any]
@@ -153,7 +154,7 @@ class CausalLM:
 
     `packed`: it also has `documents`, the tokens of each document in it. They do not see each other, and none begins
     with a target. Without `documents` it is one. `own_loss`: the model's own is trained, with what it adds to the
-    cross entropy; see `frugal.training.models.own_loss`.
+    cross entropy; see `frugal.training.losses.own_loss`.
     """
 
     def __init__(self, pad_id: int = 0, *, packed: bool = False, own_loss: bool = False) -> None:

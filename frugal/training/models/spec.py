@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from frugal.config.request import Task
 from frugal.errors import RequestError
-from frugal.training.models import decoder_inputs, expert_modules, factories, own_loss, transformers_internals
+from frugal.training.losses import decoder_inputs, own_loss
+from frugal.training.models import expert_modules, factories, transformers_internals
 from frugal.training.objectives import CausalLM, MaskedLM, Objective, Seq2Seq, SequenceClassification
 
 TASKS: tuple[str, ...] = get_args(Task)
