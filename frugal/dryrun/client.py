@@ -20,7 +20,7 @@ from frugal.deepspeed_adapter.simulate.engine import covers, simulate
 from frugal.dryrun import shipped
 from frugal.dryrun.cache import Cache, digest, model_key
 from frugal.dryrun.figures import likely_fullest
-from frugal.dryrun.messages import Answer, AskDryRun, AskFacts, AskTrace, DryRun, ModelFacts, Traced, WarmUp
+from frugal.dryrun.messages import Answer, AskCheck, AskDryRun, AskFacts, AskTrace, DryRun, ModelFacts, Traced, WarmUp
 from frugal.dryrun.pool import Pool
 from frugal.errors import FrugalError
 from frugal.planning.cost import between
@@ -183,8 +183,9 @@ class DryRunSource:
         facts = self._cache.read(key, ModelFacts) or shipped.facts(self.request)
         if facts is None:
             answer, *_ = self._pool.ask_all(AskFacts(self.request))  # all, so that all have their imports done
-            assert answer.describe is not None
-            facts = answer.describe
+            (checked,) = self._pool.ask([AskCheck(self.request)])
+            assert answer.describe is not None and checked.notes is not None
+            facts = replace(answer.describe, notes=checked.notes)
             self._cache.write(key, facts)
         return facts
 

@@ -21,6 +21,7 @@ class ModelFacts:
 
     `trainable_sizes`: those of each trainable parameter, in the model's order.
     `can_recompute`: whether it takes activation checkpointing; `can_tile`: whether it takes the tiled loss.
+    `notes`: what is to be said of it before it is trained, see `frugal.training.models.model_check`.
     """
 
     task: str
@@ -31,6 +32,7 @@ class ModelFacts:
     largest_parameter: int
     can_recompute: bool
     can_tile: bool
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +71,12 @@ class AskFacts(msgspec.Struct, frozen=True, tag="describe"):
     request: Request
 
 
+class AskCheck(msgspec.Struct, frozen=True, tag="check"):
+    """What is to be said of the request's model before it is trained?"""
+
+    request: Request
+
+
 class AskDryRun(msgspec.Struct, frozen=True, tag="dry_run", kw_only=True):
     """What does this rank do under this strategy?"""
 
@@ -96,7 +104,7 @@ class WarmUp(msgspec.Struct, frozen=True, tag="warm-up"):
     """A dry run will be asked for: make ready for it."""
 
 
-Question = AskFacts | AskDryRun | AskTrace | WarmUp
+Question = AskFacts | AskCheck | AskDryRun | AskTrace | WarmUp
 
 
 class Traced(msgspec.Struct, frozen=True):
@@ -118,6 +126,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     """One of its fields. `crash` is a traceback: our bug, or an exception in the user's model."""
 
     describe: ModelFacts | None = None
+    notes: tuple[str, ...] | None = None
     dry_run: DryRun | None = None
     traced: Traced | None = None
     mistake: Mistake | None = None

@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from frugal.dryrun.messages import Answer, AskDryRun, AskFacts, AskTrace, Mistake, Question, Traced, WarmUp
+from frugal.dryrun.messages import Answer, AskCheck, AskDryRun, AskFacts, AskTrace, Mistake, Question, Traced, WarmUp
 
 
 def main() -> None:
@@ -42,6 +42,8 @@ def _answer(line: bytes) -> Answer:
         match question:
             case AskFacts():
                 return Answer(describe=_describe(question))
+            case AskCheck():
+                return Answer(notes=_check(question))
             case AskTrace():
                 return Answer(traced=_trace(question))
             case AskDryRun():
@@ -82,11 +84,9 @@ def _describe(question: AskFacts) -> Any:
     import torch
 
     from frugal.dryrun.messages import ModelFacts
-    from frugal.training.models import activation_checkpointing, packing_check, tiled_loss
+    from frugal.training.models import activation_checkpointing, tiled_loss
 
     spec = _spec(question.request.model, question.request.task)  # whatever the length asked for
-    if question.request.pack:
-        packing_check.check_packing(spec)
     model = spec.build(dtype=torch.bfloat16, device="meta")
     parameters = list(model.parameters())
     return ModelFacts(
@@ -99,6 +99,15 @@ def _describe(question: AskFacts) -> Any:
         can_recompute=activation_checkpointing.is_supported(model),
         can_tile=spec.task in ("causal-lm", "masked-lm", "seq2seq") and tiled_loss.is_supported(model),
     )
+
+
+def _check(question: AskCheck) -> tuple[str, ...]:
+    from frugal.training.models import model_check, packing_check
+
+    spec = _spec(question.request.model, question.request.task)
+    if question.request.pack:
+        packing_check.check_packing(spec)
+    return model_check.check_model(spec)
 
 
 @functools.lru_cache(maxsize=1)

@@ -261,9 +261,10 @@ def _readable(
         RequestError: a length that was asked for is too long.
     """
     with dry_run(request, cluster) as source:
-        longest = source.facts().max_positions
+        facts = source.facts()
+    longest, notes = facts.max_positions, list(facts.notes)
     if longest is None or request.seq_len <= longest:
-        return request, []
+        return request, notes
     if "seq_len" not in defaults:
         raise RequestError(
             f"--seq-len {request.seq_len} is longer than {request.model} can read",
@@ -271,7 +272,7 @@ def _readable(
             hint=f"use --seq-len {longest}",
         )
     note = f"samples have {longest} tokens instead of {request.seq_len}: {request.model} has no more positions"
-    return replace(request, seq_len=longest), [note]
+    return replace(request, seq_len=longest), [note, *notes]
 
 
 def _proven(search: Search, result: SearchResult, dry_run: OpenSource) -> SearchResult:

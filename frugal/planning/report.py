@@ -168,6 +168,10 @@ def _does_not_fit(candidates: list[Candidate]) -> str:
     return f"{what} not fit ({at_least}{format_bytes(-(nearest.headroom_bytes or 0))} short)"
 
 
+SPLIT_MATTERS = "the gradient depends on how a global batch is split"
+PADDING_MATTERS = "the gradient depends on padding"
+"""How the warnings of a plan begin that training repeats."""
+
 SHOWN_REJECTED = 7
 SHOWN_BYTES = 1 << 16
 

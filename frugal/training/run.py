@@ -21,6 +21,7 @@ from frugal.config.setting import settings_of
 from frugal.distributed import env, first_failure, process_group
 from frugal.errors import PlanMismatchError
 from frugal.planning.plan import Plan
+from frugal.planning.report import PADDING_MATTERS, SPLIT_MATTERS
 from frugal.training.checkpoint import run_folder
 from frugal.units import format_count, plural
 
@@ -114,6 +115,9 @@ def _train(plan: Plan, settings: RunSettings, device: "torch.device") -> None:
             log.say(_describe(plan, settings, data, total_steps, start.step))
             if changes:
                 log.say(describe_changes(changes, start.step, settings.out))
+            for note in plan.warnings:
+                if note.startswith((SPLIT_MATTERS, PADDING_MATTERS)):
+                    log.say(f"note: {note}")
             for remark in _not_as_planned(plan, data):
                 log.say(remark)
             first_steps = None if settings.resume else loop.FirstStepsGauge(gauge, measuring)

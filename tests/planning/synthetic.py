@@ -42,6 +42,7 @@ class SyntheticProfile:
     max_positions: int | None = None
     can_recompute: bool = True
     can_tile: bool = False
+    notes: tuple[str, ...] = ()
     logits_bytes_per_token: int = 0
     changes_logits: bool = False
     drafts: bool = False

@@ -210,7 +210,7 @@ class Facts(Protocol):
     """What is known of a model before it runs, in elements.
 
     `max_positions`: tokens it can read, None: any number. `can_recompute`: whether it takes activation checkpointing,
-    `can_tile`: whether it takes the tiled loss.
+    `can_tile`: whether it takes the tiled loss. `notes`: what a plan has to say of it.
     """
 
     @property
@@ -227,6 +227,8 @@ class Facts(Protocol):
     def can_recompute(self) -> bool: ...
     @property
     def can_tile(self) -> bool: ...
+    @property
+    def notes(self) -> tuple[str, ...]: ...
 
 
 class Profile(cost.Model, Protocol):

@@ -1,0 +1,182 @@
+"""Before a plan: whether a model can be trained for its task at all, and what its gradient depends on besides samples.
+
+A small model of its kind is tried (see `probe`). What makes training worthless is refused, the rest is said.
+"""
+
+import copy
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from frugal.errors import RequestError
+from frugal.planning.report import PADDING_MATTERS, SPLIT_MATTERS
+from frugal.training.models import factories, probe, transformers_internals
+from frugal.training.models.probe import FEW_SAMPLES, NUM_SAMPLES, Dependence
+from frugal.training.models.small_model import NoSmallModelError, small_models
+from frugal.training.models.spec import OWN, ModelSpec, heads
+from frugal.training.objectives import Objective, Sample
+
+_LENGTHS = (32, 17)
+"""Tokens of samples of which one pads the other."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """What runs of a model have shown.
+
+    Attributes:
+        split: whether the gradient depends on how a batch is split.
+        padding: whether it depends on padding; None: not tried, because an objective makes its own batches, or the
+            split matters already.
+        later_tokens: see `probe.on_later_tokens`; None: nothing that predicts the next token.
+    """
+
+    split: Dependence
+    padding: Dependence | None = None
+    later_tokens: float | None = None
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether what it says of a token depends on no later one."""
+        return self.later_tokens is None or self.later_tokens <= probe.MOST_LEAKAGE
+
+
+def trial(model: nn.Module, objective: Objective, *, task: str, vocab_size: int, max_positions: int | None) -> Trial:
+    """Run `model`, which is on the CPU and small, for `task`. Its weights stay as they are."""
+    transformers_internals.always_use()
+    seq_len = min(probe.MOST_TOKENS, max_positions or probe.MOST_TOKENS)
+    if task == OWN:
+        return Trial(split=probe.on_split(model, objective, probe.example(objective, seq_len)))
+    generator = torch.Generator().manual_seed(0)
+    low = min(5, vocab_size - 1)  # beyond the usual special tokens
+    tokens = torch.randint(low, vocab_size, (NUM_SAMPLES, seq_len), generator=generator)
+    later_tokens = probe.on_later_tokens(model, tokens[:FEW_SAMPLES], vocab_size) if task == "causal-lm" else None
+    samples = [_sample(task, objective, row) for row in tokens]
+    split = probe.on_split(model, objective, objective.collate(samples))
+    if split:
+        return Trial(split=split, later_tokens=later_tokens)
+    ragged = [_sample(task, objective, row[:length]) for row, length in zip(tokens, _LENGTHS, strict=False)]
+    return Trial(split=split, padding=probe.on_padding(model, objective, ragged), later_tokens=later_tokens)
+
+
+def _sample(task: str, objective: Any, tokens: Tensor) -> Sample:
+    """A sample of the task; of pairs, both sides have the same length."""
+    row = tokens.tolist()
+    if task == "seq2seq":
+        return {"input_ids": row, "labels": row[::-1]}
+    if task == "sequence-classification":
+        return {"input_ids": [*row[:-1], objective.end_id], "label": row[0] % 2}
+    return {"input_ids": row}
+
+
+def check_model(spec: ModelSpec) -> tuple[str, ...]:
+    """What is to be said of a model before it is trained, for people.
+
+    Raises:
+        RequestError: it cannot be trained for its task.
+    """
+    try:
+        done = _trial(spec)
+    except NoSmallModelError as error:
+        return _by_its_modules(spec, str(error))
+    if not done.is_causal:
+        raise _not_causal(spec, done)
+    notes = []
+    if done.split:
+        notes.append(_split_note(done.split))
+    if done.padding:
+        notes.append(
+            f"{PADDING_MATTERS}: that of a small model of this kind for samples of {_LENGTHS[0]} and {_LENGTHS[1]} "
+            f"tokens in one micro-batch differs by {_percent(done.padding.difference)} from the sum of each alone"
+        )
+    return tuple(notes)
+
+
+def _trial(spec: ModelSpec) -> Trial:
+    """Of the smallest model of the kind that runs.
+
+    Raises:
+        NoSmallModelError: none does.
+    """
+    reason = ""
+    for small, model in small_models(spec):
+        try:
+            return trial(
+                model, small.objective(), task=small.task, vocab_size=small.vocab_size or 2,
+                max_positions=small.max_positions,
+            )  # fmt: skip
+        except Exception as error:  # whatever a model trips over
+            reason = factories.first_line(error)
+    raise NoSmallModelError(f"a small one fails: {reason}")
+
+
+def _split_note(split: Dependence) -> str:
+    apart = (
+        f"gradients of a small model of this kind differ by {_percent(split.difference)} between micro-batches of "
+        f"{NUM_SAMPLES} and of {FEW_SAMPLES}"
+    )
+    if split.modules is None:
+        return f"{SPLIT_MATTERS}: its loss is not a sum over samples; {apart}"
+    return f"{SPLIT_MATTERS}: in {_which(*split.modules)} samples of a micro-batch change each other; {apart}"
+
+
+def _which(name: str, kind: str, number: int) -> str:
+    """Modules of a class, of which one has this name."""
+    return f"{kind} `{name}`" if number == 1 else f"{number} {kind} (the first is `{name}`)"
+
+
+def _by_its_modules(spec: ModelSpec, reason: str) -> tuple[str, ...]:
+    """What the modules of a model show that cannot be tried."""
+    model = spec.build(dtype=torch.float32, device="meta")
+    norms = [(name, type(module)) for name, module in model.named_modules() if isinstance(module, _BatchNorm)]
+    if norms:
+        which = _which(norms[0][0], norms[0][1].__name__, len(norms))
+        return (f"{SPLIT_MATTERS}: {which} normalise by statistics of the samples of a micro-batch",)
+    return (f"whether the gradient depends on the split or on padding could not be tried: {reason}",)
+
+
+def _not_causal(spec: ModelSpec, done: Trial) -> RequestError:
+    because = [
+        f"later tokens change what it says of earlier ones, by {_percent(done.later_tokens or 0)} of what they change "
+        "at all"
+    ]
+    if done.padding:
+        because.append(f"padding alone changes the gradient by {_percent(done.padding.difference)}")
+    return RequestError(
+        f"{spec.reference} cannot be trained as causal-lm: it sees the tokens that it is to predict",
+        because=because,
+        hint=_fitting(spec),
+    )
+
+
+def _fitting(spec: ModelSpec) -> str:
+    """The task or the setting that makes sense of a model that is not causal; each was tried."""
+    ways = []
+    if spec.factory is None:
+        model_type = spec.config.model_type
+        ways += [
+            f"--task {task}"
+            for task in ("masked-lm", "seq2seq", "sequence-classification")
+            if model_type in heads(task)
+        ]
+        if getattr(spec.config, "is_decoder", None) is False:
+            config = copy.deepcopy(spec.config)
+            config.is_decoder = True
+            if _is_causal(replace(spec, config=config)):
+                ways.append('"is_decoder": true in its config.json')
+    ways.append("an objective of your own, see docs/tutorials/own-model.md")
+    return f"use {', or '.join(ways)}"
+
+
+def _is_causal(spec: ModelSpec) -> bool:
+    try:
+        return _trial(spec).is_causal
+    except NoSmallModelError:
+        return False
+
+
+def _percent(part: float) -> str:
+    return f"{100 * part:.2g} %" if part < 1 else f"{100 * part:.0f} %"

@@ -1,0 +1,129 @@
+"""Small, random models of a kind, to be run where a question is answered by trying."""
+
+import contextlib
+import copy
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from frugal.errors import RequestError
+from frugal.training.models import factories
+from frugal.training.models.spec import ModelSpec, max_positions_of
+
+MOST_PARAMETERS = 30_000_000
+"""Of a model that is run."""
+
+VOCABULARY = 256
+
+_SMALL = {
+    "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 64,
+    "vocab_size": VOCABULARY, "sliding_window": 4, "rotary_dim": 8, "expert_capacity": 4,
+}  # fmt: skip
+_SMALLER = {
+    "d_ff": 64, "d_kv": 16, "ffn_dim": 64, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16, "q_lora_rank": 32,
+    "kv_lora_rank": 32, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64, "num_experts": 16,
+    "num_local_experts": 16, "n_routed_experts": 16, "encoder_sparse_step": 2, "decoder_sparse_step": 2,
+    "num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1, "chunk_size": 16, "mamba_chunk_size": 16,
+}  # fmt: skip
+"""Where a configuration has more. Not every model can be made so small: then it is made with `_SMALL` alone."""
+
+_LAYERS = ("num_hidden_layers", "encoder_layers", "decoder_layers", "num_decoder_layers")
+_NUM_LAYERS = (2, 4, 8)
+_SPECIAL_IDS = ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id", "mask_token_id")
+
+
+class NoSmallModelError(Exception):
+    """There is no small model of a kind; its text is the reason."""
+
+
+def small_models(spec: ModelSpec) -> Iterator[tuple[ModelSpec, nn.Module]]:
+    """Models of the same kind in training mode, fp32, the smallest first; the last is the model itself, if it is small.
+
+    Raises:
+        NoSmallModelError: there is none. Raised when the first is asked for, with the reason.
+    """
+    reason, number = "it comes from a factory", 0
+    whole = spec.build(dtype=torch.float32, device="meta")
+    for sizes in (_SMALL | _SMALLER, _SMALL) if spec.config is not None else ():
+        try:
+            small = _smallest(spec, sizes, whole)
+            if small is not None:
+                number += 1
+                yield small, _amplified(small.build(dtype=torch.float32))
+        except Exception as error:  # each configuration checks its values in its own way
+            because = error.because if isinstance(error, RequestError) else ()
+            reason = because[0] if because else factories.first_line(error)
+    if _is_small(whole):
+        itself = replace(spec, weights=None)
+        yield itself, itself.build(dtype=torch.float32)
+    elif not number:
+        raise NoSmallModelError(reason)
+
+
+def _smallest(spec: ModelSpec, sizes: dict[str, int], whole: nn.Module) -> ModelSpec | None:
+    """With as few layers as have all kinds of modules that the `whole` has; None where that is too large."""
+    kinds, smallest = set(map(type, whole.modules())), None
+    for num_layers in _NUM_LAYERS:
+        config = _small_config(spec.config, sizes, num_layers)
+        small = replace(
+            spec, config=config, weights=None, vocab_size=getattr(config.get_text_config(), "vocab_size", None),
+            max_positions=max_positions_of(config), factory=spec.factory and _factory(whole, config),
+        )  # fmt: skip
+        on_meta = small.build(dtype=torch.float32, device="meta")
+        if not _is_small(on_meta):
+            break
+        smallest = small
+        if kinds <= set(map(type, on_meta.modules())):
+            break
+    return smallest
+
+
+def _factory(whole: Any, config: Any) -> factories.Factory:
+    """Makes what a factory has made of transformers' models, with another configuration."""
+    model = whole.get_base_model() if hasattr(whole, "get_base_model") else whole  # peft's wrapper
+    return lambda: type(model)(config)
+
+
+def _is_small(model: nn.Module) -> bool:
+    return sum(parameter.numel() for parameter in model.parameters()) <= MOST_PARAMETERS
+
+
+def _amplified(model: nn.Module) -> nn.Module:
+    """The model with matrices so large that layers say about as much as goes in: in a narrow model they would not."""
+    with torch.no_grad():
+        for module in model.modules():
+            for parameter in module.parameters(recurse=False):
+                if parameter.ndim == 2 and not isinstance(module, nn.Embedding):
+                    parameter.mul_(max(1.0, 1 / (float(parameter.std()) * min(parameter.shape) ** 0.5 + 1e-9)))
+    return model
+
+
+def _small_config(original: Any, sizes: dict[str, int], num_layers: int) -> Any:
+    """The configuration with few narrow layers, at least one of each type."""
+    config = copy.deepcopy(original)
+    text = config.get_text_config()
+    for name, value in sizes.items():
+        present = getattr(text, name, None)
+        if isinstance(present, int) and (name in _SMALL or present > value):
+            setattr(text, name, value)
+    whole = original.get_text_config()
+    if getattr(whole, "num_key_value_heads", None) == getattr(whole, "num_attention_heads", 0):
+        text.num_key_value_heads = text.num_attention_heads
+    if types := getattr(text, "layer_types", None):
+        num_layers = max(num_layers, 1 + max(map(types.index, set(types))))
+    of_layers = [name for name, value in vars(text).items() if isinstance(value, list)]
+    for name in ("layer_types", *of_layers, *_LAYERS):
+        with contextlib.suppress(AttributeError, NotImplementedError):  # it has none, or it follows from other values
+            value = getattr(text, name)
+            if isinstance(value, list) and len(value) == whole.num_hidden_layers:
+                setattr(text, name, value[:num_layers])
+            elif isinstance(value, int):
+                setattr(text, name, min(num_layers, value))
+    for name in _SPECIAL_IDS:
+        if isinstance(getattr(text, name, None), int) and getattr(text, name) >= getattr(text, "vocab_size", 0):
+            setattr(text, name, 0)
+    return config

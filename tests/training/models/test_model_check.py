@@ -1,0 +1,190 @@
+"""What a model's gradient depends on besides its samples is found by trying it; what is no training is refused."""
+
+import copy
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from frugal.errors import RequestError
+from frugal.planning.report import PADDING_MATTERS, SPLIT_MATTERS
+from frugal.training.models import probe
+from frugal.training.models.model_check import check_model, trial
+from frugal.training.models.resolve import presets, resolve
+from frugal.training.models.small_model import small_models
+from frugal.training.models.spec import OWN, ModelSpec
+from frugal.training.objectives import SummedLoss
+from tests.training.gradients import relative_error
+from tests.training.small_models import TINY
+
+pytestmark = pytest.mark.usefixtures("offline")
+
+OTHERS = [name for name in presets() if name not in ("gpt2", "bert-base", "t5-small")]
+
+
+@pytest.mark.parametrize(
+    "name", ["gpt2", "bert-base", "t5-small", "mamba", *(pytest.param(n, marks=pytest.mark.exhaustive) for n in OTHERS)]
+)
+def test_of_an_ordinary_model_there_is_nothing_to_say(name: str) -> None:
+    assert check_model(resolve(name)) == ()
+
+
+# Later tokens
+
+
+def test_a_model_that_sees_later_tokens_cannot_be_trained_to_predict_them() -> None:
+    with pytest.raises(RequestError) as caught:
+        check_model(resolve("bert-base", "causal-lm"))
+    assert re.sub(r"\d+ %", "N %", str(caught.value)) == (
+        "bert-base cannot be trained as causal-lm: it sees the tokens that it is to predict\n"
+        "  because later tokens change what it says of earlier ones, by N % of what they change at all\n"
+        "  because padding alone changes the gradient by N %\n"
+        "\n"
+        'hint: use --task masked-lm, or --task sequence-classification, or "is_decoder": true in its config.json, or '
+        "an objective of your own, see docs/tutorials/own-model.md"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("xlnet", "use --task sequence-classification, or an objective"),
+        pytest.param("roberta-base", "use --task masked-lm, or ", marks=pytest.mark.exhaustive),
+        pytest.param("electra", "use --task masked-lm, or ", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_the_refusal_names_the_tasks_that_fit(name: str, hint: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        check_model(resolve(name, "causal-lm"))
+    assert hint in str(caught.value)
+
+
+def test_a_bidirectional_model_as_decoder_predicts_tokens_that_it_does_not_see(tmp_path: Path) -> None:
+    (tmp_path / "decoder.json").write_text(json.dumps({"model_type": "bert", **TINY["bert"], "is_decoder": True}))
+    assert check_model(resolve("decoder.json", "causal-lm")) == ()
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    "name", ["rwkv", "recurrent_gemma", "mistral", "gemma3_text", "mixtral", "bloom", "mpt", "jamba"]
+)
+def test_causal_models_of_all_kinds_pass(name: str) -> None:
+    assert check_model(resolve(name)) == ()
+
+
+# The split
+
+
+def test_experts_of_limited_capacity_are_named() -> None:
+    (note,) = check_model(resolve("nllb-moe"))
+    assert note.startswith(
+        f"{SPLIT_MATTERS}: in 2 NllbMoeTop2Router (the first is `model.encoder.layers.1.ffn.router`) "
+        "samples of a micro-batch change each other; gradients of a small model of this kind differ by "
+    )
+
+
+class Centred(nn.Module):
+    """Takes the mean over the samples of a micro-batch off, with nothing of BatchNorm in its name."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x - x.mean(0, keepdim=True)
+
+
+class Noisy(nn.Module):
+    """Draws random numbers in every way that models do, and mixes no samples."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.dropout(F.dropout1d(x, 0.3), 0.5) + torch.randn_like(x) + torch.empty_like(x).uniform_(-1, 1)
+        x = F.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None], dropout_p=0.3)[:, 0]
+        return x if torch.rand([]) < 0.3 else 2 * x * torch.bernoulli(torch.full_like(x, 0.9))
+
+
+def network(*between: nn.Module) -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 8), *between, nn.GELU(), nn.Linear(8, 1))
+
+
+def of_factory(model: nn.Module, loss: Callable[[nn.Module, Any], Tensor]) -> ModelSpec:
+    """What `resolve` makes of a factory that returns this."""
+    objective = SummedLoss(loss, example={"x": torch.zeros(4)})
+    return ModelSpec(
+        reference="own.py:model", task=OWN, max_positions=None, vocab_size=None,
+        factory=lambda: (copy.deepcopy(model), objective), own_objective=objective,
+    )  # fmt: skip
+
+
+def squares(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return model(batch["x"]).square().sum()
+
+
+def contrasts(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """Every sample against all others."""
+    out = model(batch["x"])
+    return F.cross_entropy(out @ out.T, torch.arange(len(out)), reduction="sum")
+
+
+@pytest.mark.parametrize(
+    ("layer", "loss", "cause"),
+    [
+        (nn.BatchNorm1d(8), squares, "in BatchNorm1d `1` samples of a micro-batch change each other"),
+        (Centred(), squares, "in Centred `1` samples of a micro-batch change each other"),
+        (nn.Identity(), contrasts, "its loss is not a sum over samples"),
+    ],
+)
+def test_what_mixes_the_samples_of_a_micro_batch_is_named(layer: nn.Module, loss: Any, cause: str) -> None:
+    (note,) = check_model(of_factory(network(layer), loss))
+    assert note.startswith(f"{SPLIT_MATTERS}: {cause}; ")
+
+
+@pytest.mark.parametrize("layer", [nn.LayerNorm(8), nn.Dropout(0.5), Noisy()])
+def test_what_does_not_is_not(layer: nn.Module) -> None:
+    assert check_model(of_factory(network(layer), squares)) == ()
+
+
+def test_the_size_is_that_of_fp64_gradients() -> None:
+    model, x = network(nn.BatchNorm1d(8)), torch.randn(8, 4)
+
+    def gradient(*batches: Tensor) -> dict[str, Tensor]:
+        own = copy.deepcopy(model).double()
+        for batch in batches:
+            squares(own, {"x": batch.double()}).backward()
+        return {name: parameter.grad for name, parameter in own.named_parameters()}
+
+    whole, parts = gradient(x), gradient(*x.split(2))
+    norms = [sum(float(g.square().sum()) for g in each.values()) for each in (whole, parts)]
+    larger, other = (whole, parts) if norms[0] > norms[1] else (parts, whole)
+    objective = SummedLoss(squares, example={"x": torch.zeros(4)})
+    measured = probe.on_split(model, objective, {"x": x, "real": torch.ones(())})
+    assert measured.difference == pytest.approx(relative_error(other, larger), rel=1e-4)
+    assert measured.difference > 0.1
+
+
+def test_a_large_model_is_judged_by_its_modules() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(4, 8000), nn.BatchNorm1d(8000), nn.Linear(8000, 8000))
+    (note,) = check_model(of_factory(model, squares))
+    assert note == (f"{SPLIT_MATTERS}: BatchNorm1d `1` normalise by statistics of the samples of a micro-batch")
+
+
+# Padding
+
+
+def test_a_model_without_a_mask_depends_on_padding() -> None:
+    (note,) = check_model(resolve("fnet"))
+    assert note.startswith(
+        f"{PADDING_MATTERS}: that of a small model of this kind for samples of 32 and 17 tokens in one"
+    )
+
+
+def test_trying_a_model_does_not_change_it() -> None:
+    spec, model = next(small_models(resolve("gpt2")))
+    before = copy.deepcopy(model.state_dict())
+    done = trial(model, spec.objective(), task=spec.task, vocab_size=256, max_positions=None)
+    assert done.is_causal and not done.split and not done.padding
+    assert model.training
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
