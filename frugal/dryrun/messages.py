@@ -21,7 +21,7 @@ class ModelFacts:
 
     `trainable_sizes`: those of each trainable parameter, in the model's order.
     `can_recompute`: whether it takes activation checkpointing; `can_tile`: whether it takes the tiled loss.
-    `notes`: what is to be said of it before it is trained, see `frugal.training.models.model_check`.
+    `notes`: what is to be said of it before it is trained, see `frugal.training.trials.model_check`.
     """
 
     task: str

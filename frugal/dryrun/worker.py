@@ -102,7 +102,7 @@ def _describe(question: AskFacts) -> Any:
 
 
 def _check(question: AskCheck) -> tuple[str, ...]:
-    from frugal.training.models import model_check, packing_check
+    from frugal.training.trials import model_check, packing_check
 
     spec = _spec(question.request.model, question.request.task)
     if question.request.pack:

@@ -24,10 +24,10 @@ from frugal.training.data.corpus import lengths_of
 from frugal.training.data.packing import Packer
 from frugal.training.data.tokenizer import byte_tokenizer
 from frugal.training.engine import initialize
-from frugal.training.models import packing_check
 from frugal.training.models.resolve import resolve
 from frugal.training.models.tiled_loss import IGNORED
 from frugal.training.objectives import CausalLM
+from frugal.training.trials import packing_check
 from tests.training.gradients import SGD, Gradient, applied, relative_error, weights
 from tests.training.small_models import tiny
 

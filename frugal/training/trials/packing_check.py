@@ -6,8 +6,8 @@ from torch import Tensor, nn
 from frugal.errors import RequestError
 from frugal.training.data import packing
 from frugal.training.models import factories
-from frugal.training.models.small_model import NoSmallModelError, small_models
 from frugal.training.models.spec import OWN, ModelSpec
+from frugal.training.trials.small_model import NoSmallModelError, small_models
 
 DOCUMENTS = (13, 9)
 """Tokens of the two documents that are packed."""

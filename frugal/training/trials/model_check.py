@@ -13,11 +13,12 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from frugal.errors import RequestError
 from frugal.planning.report import PADDING_MATTERS, SPLIT_MATTERS
-from frugal.training.models import factories, probe, transformers_internals
-from frugal.training.models.probe import FEW_SAMPLES, NUM_SAMPLES, Dependence
-from frugal.training.models.small_model import NoSmallModelError, small_models
+from frugal.training.models import factories, transformers_internals
 from frugal.training.models.spec import OWN, ModelSpec, heads
 from frugal.training.objectives import Objective, Sample
+from frugal.training.trials import probe
+from frugal.training.trials.probe import FEW_SAMPLES, NUM_SAMPLES, Dependence
+from frugal.training.trials.small_model import NoSmallModelError, small_models
 
 _LENGTHS = (32, 17)
 """Tokens of samples of which one pads the other."""

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 from frugal.errors import RequestError
 from frugal.planning.report import PADDING_MATTERS, SPLIT_MATTERS
-from frugal.training.models import probe
-from frugal.training.models.model_check import check_model, trial
 from frugal.training.models.resolve import presets, resolve
-from frugal.training.models.small_model import small_models
 from frugal.training.models.spec import OWN, ModelSpec
 from frugal.training.objectives import SummedLoss
+from frugal.training.trials import probe
+from frugal.training.trials.model_check import check_model, trial
+from frugal.training.trials.small_model import small_models
 from tests.training.gradients import relative_error
 from tests.training.small_models import TINY
 
