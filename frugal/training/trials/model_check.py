@@ -25,7 +25,7 @@ _LENGTHS = (32, 17)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trial:
+class ModelTrial:
     """What runs of a model have shown.
 
     Attributes:
@@ -45,12 +45,14 @@ class Trial:
         return self.later_tokens is None or self.later_tokens <= probe.MOST_LEAKAGE
 
 
-def trial(model: nn.Module, objective: Objective, *, task: str, vocab_size: int, max_positions: int | None) -> Trial:
+def trial(
+    model: nn.Module, objective: Objective, *, task: str, vocab_size: int, max_positions: int | None
+) -> ModelTrial:
     """Run `model`, which is on the CPU and small, for `task`. Its weights stay as they are."""
     transformers_internals.always_use()
     seq_len = min(probe.MOST_TOKENS, max_positions or probe.MOST_TOKENS)
     if task == OWN:
-        return Trial(split=probe.on_split(model, objective, probe.example(objective, seq_len)))
+        return ModelTrial(split=probe.on_split(model, objective, probe.example(objective, seq_len)))
     generator = torch.Generator().manual_seed(0)
     low = min(5, vocab_size - 1)  # beyond the usual special tokens
     tokens = torch.randint(low, vocab_size, (NUM_SAMPLES, seq_len), generator=generator)
@@ -58,9 +60,9 @@ def trial(model: nn.Module, objective: Objective, *, task: str, vocab_size: int,
     samples = [_sample(task, objective, row) for row in tokens]
     split = probe.on_split(model, objective, objective.collate(samples))
     if split:
-        return Trial(split=split, later_tokens=later_tokens)
+        return ModelTrial(split=split, later_tokens=later_tokens)
     ragged = [_sample(task, objective, row[:length]) for row, length in zip(tokens, _LENGTHS, strict=False)]
-    return Trial(split=split, padding=probe.on_padding(model, objective, ragged), later_tokens=later_tokens)
+    return ModelTrial(split=split, padding=probe.on_padding(model, objective, ragged), later_tokens=later_tokens)
 
 
 def _sample(task: str, objective: Any, tokens: Tensor) -> Sample:
@@ -96,7 +98,7 @@ def check_model(spec: ModelSpec) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def _trial(spec: ModelSpec) -> Trial:
+def _trial(spec: ModelSpec) -> ModelTrial:
     """Of the smallest model of the kind that runs.
 
     Raises:
@@ -139,7 +141,7 @@ def _by_its_modules(spec: ModelSpec, reason: str) -> tuple[str, ...]:
     return (f"whether the gradient depends on the split or on padding could not be tried: {reason}",)
 
 
-def _not_causal(spec: ModelSpec, done: Trial) -> RequestError:
+def _not_causal(spec: ModelSpec, done: ModelTrial) -> RequestError:
     because = [
         f"later tokens change what it says of earlier ones, by {_percent(done.later_tokens or 0)} of what they change "
         "at all"
