@@ -46,8 +46,8 @@ def launcher(
     ]  # fmt: skip
 
 
-def init_distributed() -> None:
-    """Make the process group that the environment describes, or stay in the one there is. Collective.
+def init_distributed(method: str) -> None:
+    """Make the process group that torch's rendezvous `method` leads to, or stay in the one there is. Collective.
 
     Without DeepSpeed's shared-memory kernel for CPU ranks, which costs more than it saves: it is compiled when first
     used, a process killed while loading it leaves a lock that later runs wait on for ever, and its buffers (66 MiB a
@@ -57,7 +57,7 @@ def init_distributed() -> None:
 
     # Not `deepspeed.comm.torch.build_shm_op`: that attribute is torch itself.
     put(sys.modules["deepspeed.comm.torch"], "build_shm_op", lambda: None)
-    deepspeed.init_distributed(auto_mpi_discovery=False)
+    deepspeed.init_distributed(auto_mpi_discovery=False, init_method=method)
 
 
 def timeout_seconds() -> float:

@@ -92,20 +92,35 @@ def correct_local_rank(cluster: Cluster) -> None:
         os.environ["LOCAL_RANK"] = str(int(os.environ["RANK"]) - before)
 
 
+LOOPBACK = "127.0.0.1"
+
+
+def is_on_one_host() -> bool:
+    """Whether all ranks are on this host, as the launcher says."""
+    if os.environ.get("MASTER_ADDR") in (LOOPBACK, "localhost", "::1"):
+        return True
+    number = ranks_on_node()
+    return number is not None and str(number) == os.environ.get("WORLD_SIZE")
+
+
 def limit_threads() -> None:
     """Give each rank of this node its share of the cores, unless OMP_NUM_THREADS says otherwise. Before torch."""
     if (ranks := ranks_on_node() or 1) > 1:
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // ranks)))
 
 
-def choose_gloo_interface() -> None:
-    """Have gloo use the interface that leads to rank 0, unless GLOO_SOCKET_IFNAME names one.
+def choose_interfaces() -> None:
+    """Have gloo and NCCL listen on this host's loopback alone where all ranks are on it.
 
-    Otherwise gloo takes the one with the address of this host's name, which Debian and Ubuntu say is 127.0.1.1: ranks
-    of several nodes then wait for each other until the timeout. NCCL looks for interfaces itself.
+    Of several hosts gloo uses the interface that leads to rank 0, unless GLOO_SOCKET_IFNAME names one. Otherwise it
+    takes the one with the address of this host's name, which Debian and Ubuntu say is 127.0.1.1: ranks of several nodes
+    then wait for each other until the timeout. NCCL looks for interfaces itself.
     """
-    is_alone = os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE")) == os.environ["WORLD_SIZE"]
-    if is_alone or "GLOO_SOCKET_IFNAME" in os.environ:
+    if is_on_one_host():
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+        return
+    if "GLOO_SOCKET_IFNAME" in os.environ:
         return
     interface = interface_towards(os.environ["MASTER_ADDR"]) or interface_towards(_UNUSED_ADDRESS)
     if interface is not None:

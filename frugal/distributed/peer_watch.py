@@ -2,25 +2,22 @@
 
 A collective waits for a rank that will never come until its timeout, ten minutes by default, and NCCL's waits also for
 one that was killed. A shorter timeout would end healthy runs, too: the first step compiles, a checkpoint takes minutes.
-So every rank holds a TCP connection to rank 0 on which nothing is sent. The kernels at its two ends keep it alive,
-however busy the processes are: a killed one closes it, and where a host does not answer the other kernel gives up
-after `KEEPALIVE_SECONDS`. Rank 0 then ends, which closes all the others.
+So every rank holds a TCP connection to rank 0, proven at its gate, on which nothing is sent. The kernels at both ends
+keep it alive, however busy the processes are: a killed one closes it, and where a host does not answer the other kernel
+gives up after `KEEPALIVE_SECONDS`. Rank 0 then ends, which closes all the others.
 
 Left out: a stopped process (SIGSTOP), whose kernel goes on answering; a cut between two hosts that both reach rank 0.
 """
 
 import errno
-import json
-import secrets
 import selectors
 import socket
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from queue import Empty, SimpleQueue
 
-from torch.distributed import Store
-
-from frugal.distributed import vote
+from frugal.distributed.connections.handshake import Introduction
 from frugal.distributed.first_failure import LostRankError
 
 IDLE_SECONDS, PROBE_SECONDS, PROBES = 10, 2, 7
@@ -31,30 +28,29 @@ spanning tree of today heals within 6 s. Where the network drops packets, seven 
 their answers: at a loss of 1 % once in 10^12 tries, one every 10 s.
 """
 
-_KEY = "frugal/peer_watch"
+_ARRIVAL_SECONDS = 0.2  # between looks for ranks that have come
 _GOODBYE = b"."
 
 
 class PeerWatch:
-    """This rank's end of the connections. Collective: rank 0 makes its own first, the others wait for it.
+    """This rank's end of the connections: to rank 0, or on rank 0 to the others, as they come in `arriving`.
 
     `on_lost` is called on a thread of its own, once, with what happened.
     """
 
-    def __init__(self, store: Store, rank: int, world_size: int, on_lost: Callable[[LostRankError], None]) -> None:
+    def __init__(
+        self, rank: int, world_size: int, on_lost: Callable[[LostRankError], None],
+        arriving: "SimpleQueue[tuple[socket.socket, Introduction]]", to_rank_0: Callable[[], tuple[socket.socket, str]],
+    ) -> None:  # fmt: skip
         self._on_lost = on_lost
         self._is_closing = False
+        self._arriving = arriving
         self._peers: dict[socket.socket, tuple[int, str]] = {}  # rank and host
-        server, secret = None, secrets.token_hex(16)
-        if rank == 0:
-            server = vote.listen(world_size)
-            store.set(_KEY, json.dumps([server.getsockname()[1], secret, socket.gethostname()]))
-        else:
-            port, secret, host = json.loads(store.get(_KEY))
-            self._add(vote.connect(port, secret, rank, socket.gethostname()), 0, host)
+        if rank != 0:
+            sock, host = to_rank_0()
+            self._add(sock, 0, host)
         num_peers = world_size - 1 if rank == 0 else 1
-        watch = threading.Thread(target=self._watch, args=(server, secret, num_peers), name="peer watch", daemon=True)
-        watch.start()
+        threading.Thread(target=self._watch, args=(num_peers,), name="peer watch", daemon=True).start()
 
     def close(self) -> None:
         """Say goodbye: what closes from now on is no loss. After a barrier, so that no rank is still at work."""
@@ -65,26 +61,24 @@ class PeerWatch:
 
     def _add(self, sock: socket.socket, rank: int, host: str) -> None:
         _keep_alive(sock)
-        sock.settimeout(None)
+        sock.setblocking(True)
         self._peers[sock] = rank, host
 
-    def _watch(self, server: socket.socket | None, secret: str, num_peers: int) -> None:
+    def _watch(self, num_peers: int) -> None:
         """Wait for `num_peers` goodbyes, or for the first connection that ends without one."""
+        goodbyes = 0
         with selectors.DefaultSelector() as selector:
-            for sock in (server, *self._peers):
-                if sock is not None:
-                    selector.register(sock, selectors.EVENT_READ)
-            goodbyes = 0
+            for sock in self._peers:
+                selector.register(sock, selectors.EVENT_READ)
             while goodbyes < num_peers:
-                for key, _ in selector.select():
+                with suppress(Empty):
+                    while len(self._peers) < num_peers:
+                        sock, said = self._arriving.get_nowait()
+                        self._add(sock, said.rank, said.host)
+                        selector.register(sock, selectors.EVENT_READ)
+                for key, _ in selector.select(None if len(self._peers) == num_peers else _ARRIVAL_SECONDS):
                     ready = key.fileobj
                     assert isinstance(ready, socket.socket)
-                    if ready is server:
-                        if (accepted := vote.accept(server, secret)) is not None:
-                            peer, (rank, host) = accepted
-                            self._add(peer, rank, host)
-                            selector.register(peer, selectors.EVENT_READ)
-                        continue
                     selector.unregister(ready)
                     if (error := self._reason_for_end(ready)) is None or self._is_closing:
                         goodbyes += 1

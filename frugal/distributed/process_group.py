@@ -13,7 +13,7 @@ import psutil  # type: ignore[import-untyped]  # has no types
 from frugal.config.cluster import DeviceKind
 from frugal.deepspeed_adapter import collectives
 from frugal.distributed import env, rank_logs
-from frugal.errors import PlanMismatchError, RequestError
+from frugal.errors import PlanMismatchError
 from frugal.planning.plan import Plan
 
 if TYPE_CHECKING:
@@ -61,7 +61,6 @@ def join(plan: Plan, out: Path | None = None) -> "torch.device":
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # else tokenizers warn of every fork
     device = use_device(kind)
     if world_size > 1:
-        env.choose_gloo_interface()
         rendezvous.rendezvous(plan)
     form()
     return device
@@ -103,9 +102,8 @@ def form() -> None:
     Raises:
         RequestError: the port where ranks meet is taken.
     """
-    from torch.distributed import DistNetworkError
-
     from frugal.deepspeed_adapter import contract
+    from frugal.distributed import rendezvous
 
     contract.verify()  # before modules are imported that name what may be missing
 
@@ -115,14 +113,7 @@ def form() -> None:
     }  # fmt: skip
     for name, value in alone.items():
         os.environ.setdefault(name, value)
-    try:
-        collectives.init_distributed()
-    except DistNetworkError as error:
-        if "EADDRINUSE" not in str(error):
-            raise
-        raise RequestError(
-            f"port {os.environ['MASTER_PORT']} is in use", hint="choose another port with --master-port"
-        ) from None
+    collectives.init_distributed(rendezvous.METHOD)
 
 
 def is_over_ssh() -> bool:

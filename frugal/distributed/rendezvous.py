@@ -1,22 +1,30 @@
 """The rendezvous of all ranks before they form a process group: which are missing, and which differ from rank 0.
 
 A process group says nothing of missing ranks until its timeout, and one between different versions of torch may fail
-anywhere. So every rank first describes itself in the store at MASTER_ADDR:MASTER_PORT; rank 0 compares all descriptions
-and writes its verdict there, which all ranks follow. The process group later shares that store's port.
+anywhere. So every rank first describes itself in the store (`store`) behind rank 0's gate (`gate`), at MASTER_ADDR and
+MASTER_PORT; rank 0 compares all descriptions and writes its verdict there, which all ranks follow. The process group
+uses the same store.
 """
 
+import errno
+import hmac
 import os
 import socket
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from queue import SimpleQueue
+from typing import Any
 
 import msgspec
-from torch.distributed import DistNetworkError, DistStoreError, TCPStore
+from torch.distributed import DistNetworkError, DistStoreError, HashStore, Store, TCPStore, register_rendezvous_handler
 
 from frugal.config.local_host import versions
-from frugal.distributed import rank_logs
+from frugal.distributed import env, rank_logs
+from frugal.distributed.connections import gate, handshake, secret
+from frugal.distributed.connections import store as run_store
+from frugal.distributed.connections.handshake import Introduction
 from frugal.errors import PlanMismatchError, RequestError
 from frugal.planning.plan import Plan
 
@@ -26,9 +34,15 @@ WAIT_SECONDS = 300.0
 NOTICE_SECONDS = 30.0
 """Until rank 0 says whom it waits for."""
 
-_VERDICT = "frugal/verdict"
+METHOD = "frugal://"
+"""What torch calls this rendezvous, where a process group is made."""
 
-_store: TCPStore | None = None  # kept: the process group's store lives on the same server
+_VERDICT, _GATE = "frugal/verdict", "frugal/gate"
+
+_store: Store | None = None  # one a process
+
+watched: SimpleQueue[tuple[socket.socket, Introduction]] = SimpleQueue()
+"""On rank 0: connections of other ranks for the peer watch."""
 
 
 class RankDescription(msgspec.Struct):
@@ -48,9 +62,49 @@ class _Verdict:
     hint: str
 
 
-def store() -> TCPStore | None:
+def store() -> Store | None:
     """The store of this rank's rendezvous; None before one."""
     return _store
+
+
+def join_store(wait_seconds: float = WAIT_SECONDS) -> Store:
+    """The store of all ranks of the environment's world.
+
+    Raises:
+        RequestError: rank 0 is not reached within `wait_seconds`, has another secret, or its port is in use.
+    """
+    global _store
+    if _store is None:
+        env.choose_interfaces()
+        world_size = int(os.environ["WORLD_SIZE"])
+        if world_size == 1:
+            _store = HashStore()
+            return _store
+        if env.rank() == 0:
+            if secret.of_run() is None:
+                rank_logs.to_console(
+                    f"no {secret.SECRET_FILE} is given: whoever reaches port {os.environ['MASTER_PORT']} could join "
+                    "this run or end it (SECURITY.md)"
+                )
+            _open_gate(secret.of_run() or b"", world_size)
+        _store = run_store.RankStore(
+            [_connect(run_store.PURPOSE, wait_seconds) for _ in range(run_store.CONNECTIONS_OF_A_RANK)]
+        )
+    return _store
+
+
+def _of_torch(_url: str, **_more: Any) -> Iterator[tuple[Store, int, int]]:
+    """As torch calls it: the store, this rank, the world size."""
+    yield join_store(), env.rank(), int(os.environ["WORLD_SIZE"])
+
+
+register_rendezvous_handler(METHOD.removesuffix("://"), _of_torch)
+
+
+def connect_to_watch() -> tuple[socket.socket, str]:
+    """On other ranks than 0: a connection for the peer watch, and rank 0's host. Raises as `join_store`."""
+    described = msgspec.json.decode(join_store().get(_key(0)), type=RankDescription)
+    return _connect("watch", WAIT_SECONDS), described.host
 
 
 def rendezvous(plan: Plan, *, wait_seconds: float = WAIT_SECONDS) -> None:
@@ -60,20 +114,18 @@ def rendezvous(plan: Plan, *, wait_seconds: float = WAIT_SECONDS) -> None:
         PlanMismatchError: some have other versions, or another plan.
         RequestError: some are missing after `wait_seconds`, or the port is in use.
     """
-    global _store
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    _store = _connect(rank, wait_seconds)
+    rank, world_size, store = env.rank(), int(os.environ["WORLD_SIZE"]), join_store(wait_seconds)
     own = RankDescription(socket.gethostname(), versions(), plan.digest)
-    _store.set(_key(rank), msgspec.json.encode(own).decode())
+    store.set(_key(rank), msgspec.json.encode(own).decode())
     if rank == 0:
-        if missing := _wait_for_all(_store, world_size, wait_seconds):
+        if missing := _wait_for_all(store, world_size, wait_seconds):
             verdict: _Verdict | None = _missing_ranks(missing, plan, wait_seconds)
         else:
             ranks = range(world_size)
-            verdict = compare([msgspec.json.decode(_store.get(_key(rank)), type=RankDescription) for rank in ranks])
-        _store.set(_VERDICT, msgspec.json.encode(verdict).decode())
+            verdict = compare([msgspec.json.decode(store.get(_key(rank)), type=RankDescription) for rank in ranks])
+        store.set(_VERDICT, msgspec.json.encode(verdict).decode())
     else:
-        verdict = _read_verdict(_store, wait_seconds)
+        verdict = _read_verdict(store, wait_seconds)
     if verdict is not None:
         kind = RequestError if verdict.what.startswith("not all") else PlanMismatchError
         raise kind(verdict.what, because=verdict.because, hint=verdict.hint)
@@ -122,28 +174,78 @@ def ranks_in_words(ranks: Iterable[int]) -> str:
     return f"rank{'' if len(runs) == 1 and runs[0][0] == runs[0][1] else 's'} {words}"
 
 
-def _connect(rank: int, wait_seconds: float) -> TCPStore:
-    """The store, which rank 0 serves unless torchrun does."""
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+def _open_gate(secret_of_run: bytes, world_size: int) -> None:
+    """On rank 0: let the others in at MASTER_PORT; where torchrun serves a store of its own there, at a port it tells.
+
+    Raises:
+        RequestError: the port is in use.
+    """
+    agent = _store_of_torchrun()
+    port = 0 if agent is not None else int(os.environ["MASTER_PORT"])
     try:
-        return TCPStore(
-            address, port, is_master=serves, timeout=timedelta(seconds=wait_seconds), wait_for_workers=False,
-            multi_tenant=True,
-        )  # fmt: skip
-    except DistNetworkError as error:
-        if serves:
-            if "EADDRINUSE" not in str(error):
-                raise
-            raise RequestError(f"port {port} is in use", hint="choose another port with --master-port") from None
+        server = gate.listen(port, world_size)
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise
+        raise RequestError(f"port {port} is in use", hint="choose another port with --master-port") from None
+    if agent is not None:
+        port = server.getsockname()[1]
+        agent.set(_GATE, msgspec.json.encode((port, _signature(secret_of_run, port))).decode())
+    run_store.serve(server, secret_of_run, world_size, lambda sock, said: watched.put((sock, said)))
+
+
+def _connect(purpose: str, seconds: float) -> socket.socket:
+    """A proven connection of this rank to rank 0.
+
+    Raises:
+        RequestError: there is none after `seconds`.
+    """
+    secret_of_run, address = secret.of_run() or b"", gate.address_of_rank_0()
+    port, agent = int(os.environ["MASTER_PORT"]), _store_of_torchrun()
+
+    def where() -> tuple[str, int]:
+        return address, port if agent is None else _port_told(agent, secret_of_run)
+
+    try:
+        return handshake.connect(where, secret_of_run, purpose, env.rank(), seconds)
+    except handshake.RefusedError as error:
+        raise RequestError(
+            f"{socket.gethostname()} has another secret than rank 0 at {address}:{port}",
+            because=str(error),
+            hint=f"give all ranks the same {secret.SECRET_FILE}; or is another run at this port? --master-port",
+        ) from None
+    except OSError as error:
         raise RequestError(
             f"{socket.gethostname()} does not reach rank 0 at {address}:{port}",
-            because=f"it tried for {wait_seconds:.0f} s: {str(error).splitlines()[0]}",
+            because=f"it tried for {seconds:.0f} s: {error}",
             hint="is rank 0 running, and does a firewall let the port through? --nic names the network to use",
         ) from None
 
 
-def _wait_for_all(store: TCPStore, world_size: int, seconds: float) -> list[int]:
+def _store_of_torchrun() -> TCPStore | None:
+    """The store that torchrun's agent serves at MASTER_PORT, open to all; None under other launchers."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    return TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=timedelta(seconds=WAIT_SECONDS))
+
+
+def _port_told(agent: TCPStore, secret_of_run: bytes) -> int:
+    """Where rank 0 says that its gate is. Raises OSError where it has not said so, or another has."""
+    try:
+        agent.wait([_GATE], timedelta(seconds=NOTICE_SECONDS))
+        port, signature = msgspec.json.decode(agent.get(_GATE), type=tuple[int, str])
+    except (DistStoreError, DistNetworkError, msgspec.DecodeError) as error:
+        raise ConnectionError(f"torchrun's store does not tell its port: {str(error).splitlines()[0]}") from None
+    if not hmac.compare_digest(signature.encode(), _signature(secret_of_run, port).encode()):
+        raise handshake.RefusedError("what torchrun's store says of it is not signed with this run's secret")
+    return port
+
+
+def _signature(secret_of_run: bytes, port: int) -> str:
+    return hmac.digest(secret_of_run, f"gate at port {port}".encode(), "sha256").hex()
+
+
+def _wait_for_all(store: Store, world_size: int, seconds: float) -> list[int]:
     """Wait for all ranks' descriptions; the ranks that are missing in the end."""
     start, is_noticed = time.monotonic(), False
     while True:
@@ -172,7 +274,7 @@ def _missing_ranks(missing: list[int], plan: Plan, seconds: float) -> _Verdict:
     )  # fmt: skip
 
 
-def _read_verdict(store: TCPStore, seconds: float) -> _Verdict | None:
+def _read_verdict(store: Store, seconds: float) -> _Verdict | None:
     try:
         store.wait([_VERDICT], timedelta(seconds=seconds + NOTICE_SECONDS))
         return msgspec.json.decode(store.get(_VERDICT), type=_Verdict | None)

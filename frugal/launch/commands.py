@@ -1,5 +1,6 @@
 """The commands that start a plan's ranks under other launchers, to copy: one for each node, or one for all."""
 
+import os
 import shlex
 import sys
 from collections.abc import Callable, Sequence
@@ -9,6 +10,7 @@ from typing import Literal
 
 from frugal.config.build_cluster import HostfileEntry
 from frugal.config.run_settings import RunSettings
+from frugal.distributed.connections.secret import SECRET_FILE
 from frugal.distributed.env import DEFAULT_PORT
 from frugal.errors import RequestError
 from frugal.launch.ssh import Access
@@ -77,7 +79,8 @@ class LaunchRequest:
 
     def line_per_node(self, words: Callable[[int], list[str]]) -> str:
         """A line for each node, below its name."""
-        here = f"# in {Path.cwd()}, on each node the line below its name; nothing is waited for longer than 5 minutes\n"
+        here = f"# in {Path.cwd()}, on each node the line below its name; nothing is waited for longer than 5 minutes"
+        here += f"; {SECRET_FILE} in its environment keeps strangers out\n" if len(self.slots) > 1 else "\n"
         return here + "\n".join(
             f"# {name}\n{self.shell_line(words(number))}" for number, name in enumerate(self.node_names)
         )
@@ -144,6 +147,8 @@ def _openmpi(launch: LaunchRequest) -> str:
         words += ["--mca", "btl_tcp_if_include", launch.access.nic, "--mca", "oob_tcp_if_include", launch.access.nic]
     for name, value in passed.items():
         words += ["-x", f"{name}={value}"]
+    if SECRET_FILE in os.environ:
+        words += ["-x", SECRET_FILE]
     return shlex.join([*words, sys.executable, "-m", RANK_MODULE, *launch.rank_arguments])
 
 

@@ -21,6 +21,7 @@ from frugal.config.run_settings import RunSettings
 from frugal.deepspeed_adapter import collectives
 from frugal.deepspeed_adapter.json_config import write_plan
 from frugal.distributed import first_failure
+from frugal.distributed.connections import secret
 from frugal.distributed.env import STOP_SIGNALS, handled
 from frugal.distributed.process_group import STARTER, free_port
 from frugal.distributed.rank_logs import to_console
@@ -113,7 +114,7 @@ def start_ranks(
 
     `to_stderr`: what they print goes to this process's standard error, not its standard output.
     """
-    environment = {**os.environ, STARTER: str(os.getpid())}
+    environment = {**os.environ, STARTER: str(os.getpid()), secret.SECRET: secret.make()}
     if kind == "cpu":
         environment |= {**collectives.ON_CPU, "LOCAL_SIZE": str(num_ranks)}  # the latter spares it asking numactl
     devices = list(range(num_ranks)) if kind == "cpu" else visible_gpus()[:num_ranks]

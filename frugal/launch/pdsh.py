@@ -11,6 +11,7 @@ import os
 import re
 import secrets
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -32,13 +33,14 @@ from frugal.config.run_settings import RunSettings
 from frugal.deepspeed_adapter import collectives
 from frugal.deepspeed_adapter.json_config import write_plan
 from frugal.distributed import first_failure, process_group
+from frugal.distributed.connections import secret
 from frugal.distributed.env import STOP_SIGNALS, handled
 from frugal.distributed.rank_logs import to_console
 from frugal.errors import FrugalError, PlanMismatchError, RequestError
 from frugal.launch import ssh
 from frugal.launch.host_report import HostReport
 from frugal.launch.restart import judge
-from frugal.launch.ssh import Access, ReadyHost, UnreachableHost
+from frugal.launch.ssh import Access, EnvironmentFiles, ReadyHost, UnreachableHost
 from frugal.planning.plan import Plan
 from frugal.training.checkpoint import run_folder
 from frugal.units import plural
@@ -128,8 +130,20 @@ def run(
     ) as folder:
         written, _ = write_plan(plan, Path(folder))
         arguments = ["--plan", str(written), *settings.arguments()]
-        ranks = RemoteRanks([host.host for host in hosts], access, Path(folder))
-        code = ranks.run(_node_command(plan, hosts, access, address, port, Path(folder), arguments))
+        if shutil.which("pdsh") is None:
+            raise RequestError(
+                "there is no pdsh on this machine",
+                because="it is what starts the ranks on several nodes",
+                hint="install it (apt install pdsh), or start them yourself: frugal train ... --print no-ssh",
+            )
+        files = EnvironmentFiles()
+        ranks = RemoteRanks([host.host for host in hosts], access, Path(folder), files.removal)
+        try:
+            files.write([host.host for host in hosts], access, _environment(plan, access, Path(folder)))
+        except BaseException:
+            ranks.end()
+            raise
+        code = ranks.run(_node_command(hosts, address, port, files, arguments))
         if first_failure.is_done(Path(folder)):
             return 0, None
         report = first_failure.read_report(Path(folder))
@@ -143,22 +157,20 @@ def run(
     return code or 1, report
 
 
-def _node_command(
-    plan: Plan,
-    hosts: Sequence[ReadyHost],
-    access: Access,
-    address: str,
-    port: int,
-    folder: Path,
-    arguments: Sequence[str],
-) -> str:
-    """What every node's shell runs; pdsh puts the node's number in for `%n`."""
+def _environment(plan: Plan, access: Access, folder: Path) -> dict[str, str]:
+    """What every node's processes get, which other users are not to see."""
     environment = access.environment() | {
         first_failure.REPORT_FOLDER: str(folder.absolute()),
         process_group.OVER_SSH: "1",
+        secret.SECRET: secret.make(),
     }
-    if plan.cluster.devices[0].kind == "cpu":
-        environment |= collectives.ON_CPU
+    return environment | (collectives.ON_CPU if plan.cluster.devices[0].kind == "cpu" else {})
+
+
+def _node_command(
+    hosts: Sequence[ReadyHost], address: str, port: int, files: EnvironmentFiles, arguments: Sequence[str]
+) -> str:
+    """What every node's shell runs; pdsh puts the node's number in for `%n`."""
     world = {host.host.name: host.gpus for host in hosts}
     words = collectives.launcher(
         world,
@@ -168,14 +180,18 @@ def _node_command(
         module="frugal.training.run",
         arguments=arguments,
     )
-    return escape(ssh.remote_command(words, environment)).replace("--node_rank=NUMBER", "--node_rank=%n", 1)
+    line = escape(files.command(words, "NUMBER"))
+    return line.replace("--node_rank=NUMBER", "--node_rank=%n", 1).replace(files.path("NUMBER"), files.path("%n"))
 
 
 class RemoteRanks:
-    """The processes of one start of a run on all hosts. All their command lines contain the name of `folder`."""
+    """The processes of one start of a run on all hosts. All their command lines contain the name of `folder`.
 
-    def __init__(self, named: Sequence[HostfileEntry], access: Access, folder: Path) -> None:
-        self._hosts, self._folder = named, folder
+    `removal`: a command for each host that removes what is left of the start there.
+    """
+
+    def __init__(self, named: Sequence[HostfileEntry], access: Access, folder: Path, removal: str) -> None:
+        self._hosts, self._folder, self._removal = named, folder, removal
         self.pdsh_messages: list[str] = []  # of nodes that did not end well
         self._environment = _pdsh_environment(access)
 
@@ -183,20 +199,12 @@ class RemoteRanks:
         """Run the line on all hosts and wait; pdsh's exit code. Nothing is left running on a host that answers.
 
         Raises:
-            RequestError: there is no pdsh.
             KeyboardInterrupt: a second Ctrl-C, or one before there were ranks.
         """
-        try:
-            process = subprocess.Popen(
-                pdsh_command(self._hosts, line), env=self._environment, stdin=subprocess.DEVNULL,
-                stderr=subprocess.PIPE, start_new_session=True, preexec_fn=_end_with_parent,
-            )  # fmt: skip
-        except FileNotFoundError:
-            raise RequestError(
-                "there is no pdsh on this machine",
-                because="it is what starts the ranks on several nodes",
-                hint="install it (apt install pdsh), or start them yourself: frugal train ... --print no-ssh",
-            ) from None
+        process = subprocess.Popen(
+            pdsh_command(self._hosts, line), env=self._environment, stdin=subprocess.DEVNULL,
+            stderr=subprocess.PIPE, start_new_session=True, preexec_fn=_end_with_parent,
+        )  # fmt: skip
         assert process.stderr is not None
         relay = threading.Thread(target=self._relay_stderr, args=(process.stderr,), daemon=True)
         relay.start()
@@ -211,7 +219,7 @@ class RemoteRanks:
                     code = self._wait(process)
         finally:
             if code:
-                self._signal("KILL", of="")  # of everything, launchers and ranks that wait for the one that failed
+                self.end()
             _kill(process)
             relay.join(timeout=SIGNAL_SECONDS)
         return code
@@ -228,14 +236,18 @@ class RemoteRanks:
                 if end is not None and time.monotonic() > end:
                     return 1
 
-    def _signal(self, name: str, of: str = "[l]ocal_rank=.*") -> bool:
+    def end(self) -> None:
+        """End everything, launchers and ranks that wait for the one that failed, and remove what is left."""
+        self._signal("KILL", of="", then=f"; {self._removal}")
+
+    def _signal(self, name: str, of: str = "[l]ocal_rank=.*", then: str = "") -> bool:
         """Send a signal to the ranks on all hosts, or to all processes of this start; whether there were any anywhere.
 
         The brackets keep the pattern from matching the shell that holds it.
         """
         key = self._folder.name
         pattern = f"{of}{key[:-1]}[{key[-1]}]"
-        command = pdsh_command(self._hosts, f"pkill -{name} -f -- {shlex.quote(pattern)}")
+        command = pdsh_command(self._hosts, f"pkill -{name} -f -- {shlex.quote(pattern)}{then}")
         try:
             done = subprocess.run(
                 command, env=self._environment, capture_output=True, stdin=subprocess.DEVNULL, timeout=SIGNAL_SECONDS

@@ -27,10 +27,13 @@ CONNECT_SECONDS = 10
 ASK_SECONDS = 120  # importing torch from a busy network file system takes long
 
 PASSED = (
-    "PYTHON", "NCCL", "GLOO", "MLFLOW", "UCX", "MV2", "HF_", "TRANSFORMERS_", "TOKENIZERS_", "TORCH_", "OMP_", "DS_",
-    "DEEPSPEED_", "XDG_CACHE_HOME", "CUDA_HOME",
+    "PYTHON", "NCCL", "GLOO", "MLFLOW", "UCX", "MV2", "HF_", "HUGGING_FACE_", "TRANSFORMERS_", "TOKENIZERS_", "TORCH_",
+    "OMP_", "DS_", "DEEPSPEED_", "XDG_CACHE_HOME", "CUDA_HOME",
 )  # fmt: skip
-"""What these names begin with is passed on to all nodes, as DeepSpeed's launcher does with the first six."""
+"""What these names begin with is passed on to all nodes, as DeepSpeed's launcher does with the first six.
+
+Tokens are among them: they are never words of a command, which every user of a host can list.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +75,7 @@ def _environment_file(path: Path) -> dict[str, str]:
                 variables[name.strip()] = value.strip().strip('"')
             elif line.strip() and not line.lstrip().startswith("#"):
                 raise RequestError(
-                    f"{path}, line {number}: `{line.strip()}` is no NAME=VALUE",
+                    f"{path}, line {number}, is no NAME=VALUE",  # and not what it says: it may be a token
                     because="DeepSpeed passes this file's lines to all nodes as environment variables",
                 )
     return variables
@@ -220,6 +223,54 @@ def rendezvous_address(reports: Sequence[HostReport], access: Access) -> str:
 
 
 def remote_command(words: Sequence[str], environment: dict[str, str]) -> str:
-    """One line for a shell on another host: the words, in this folder, with this environment."""
+    """One line for a shell on another host: the words, in this folder, with this environment, which all can list."""
     pairs = [f"{name}={value}" for name, value in environment.items()]
     return f"cd {shlex.quote(os.getcwd())} && exec env {shlex.join([*pairs, *words])}"  # noqa: PTH109  # a plain string
+
+
+class EnvironmentFiles:
+    """The environment of a start's processes on every host, in a file that only its user can read.
+
+    It is written through ssh's standard input, and removed by the shell that reads it, before the processes start.
+    """
+
+    def __init__(self) -> None:
+        self._path = f"/tmp/frugal-{secrets.token_hex(16)}"  # nobody guesses it, and it must be new
+
+    def path(self, number: int | str) -> str:
+        """On the host of this number."""
+        return f"{self._path}-{number}"
+
+    def write(self, hosts: Sequence[HostfileEntry], access: Access, environment: dict[str, str]) -> None:
+        """Write all hosts' at once.
+
+        Raises:
+            RequestError: a host does not take it.
+        """
+        named = {name: value for name, value in environment.items() if name.isidentifier()}
+        text = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in named.items())
+
+        def write_one(number: int) -> str | None:
+            script = f"umask 077; set -C; cat > {self.path(number)}"  # -C: not into what is there already
+            command = ["ssh", *access.options(), "--", hosts[number].name, f"sh -c {shlex.quote(script)}"]
+            try:
+                done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=ASK_SECONDS)
+            except subprocess.TimeoutExpired:
+                return f"did not answer within {ASK_SECONDS} s"
+            return (done.stderr.strip() or f"ssh ended with {done.returncode}") if done.returncode else None
+
+        with ThreadPoolExecutor(min(len(hosts), 64)) as pool:
+            reasons = pool.map(write_one, range(len(hosts)))
+        because = [f"{host.name}: {why}" for host, why in zip(hosts, reasons, strict=True) if why is not None]
+        if because:
+            raise RequestError("the environment of the ranks cannot be written on every host", because=because)
+
+    def command(self, words: Sequence[str], number: str) -> str:
+        """One line for a shell on the host of this number: the words, in this folder, with the file's environment."""
+        script = f'. {self.path(number)}; rm -f {self.path(number)}; exec "$@"'
+        return f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(['sh', '-c', script, 'frugal', *words])}"  # noqa: PTH109  # a plain string
+
+    @property
+    def removal(self) -> str:
+        """A command that removes what a start left that did not come to read it."""
+        return f"rm -f {self._path}-*"

@@ -67,9 +67,9 @@ def _watch_peers() -> "PeerWatch":
     from frugal.distributed import rendezvous
     from frugal.distributed.peer_watch import PeerWatch
 
-    store = rendezvous.store()
-    assert store is not None
-    return PeerWatch(store, dist.get_rank(), dist.get_world_size(), first_failure.end_rank)
+    return PeerWatch(
+        dist.get_rank(), dist.get_world_size(), first_failure.end_rank, rendezvous.watched, rendezvous.connect_to_watch
+    )
 
 
 def _train(plan: Plan, settings: RunSettings, device: "torch.device") -> None:

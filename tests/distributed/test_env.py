@@ -14,7 +14,7 @@ from frugal.errors import RequestError
 def bare(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """An environment that no launcher has touched, put back afterwards."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
-             "CROSS_RANK", "GLOO_SOCKET_IFNAME", "OMP_NUM_THREADS")  # fmt: skip
+             "CROSS_RANK", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "OMP_NUM_THREADS")  # fmt: skip
     for name in names:
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
@@ -74,14 +74,15 @@ def test_ranks_count_from_0_on_every_node(rank: int, node: int, local_rank: int,
     assert os.environ["LOCAL_RANK"] == str(local_rank)
 
 
-def test_the_network_is_chosen_only_where_there_are_several_nodes(bare: pytest.MonkeyPatch) -> None:
-    bare.setenv("MASTER_ADDR", "127.0.0.1")
+def test_ranks_of_one_host_use_its_loopback_and_those_of_several_the_network(bare: pytest.MonkeyPatch) -> None:
+    bare.setenv("MASTER_ADDR", "198.51.100.1")
     bare.setenv("WORLD_SIZE", "2")
     bare.setenv("LOCAL_SIZE", "2")
-    env.choose_gloo_interface()
-    assert "GLOO_SOCKET_IFNAME" not in os.environ
+    env.choose_interfaces()
+    assert os.environ["GLOO_SOCKET_IFNAME"] == os.environ["NCCL_SOCKET_IFNAME"] == "lo"
+    bare.delenv("GLOO_SOCKET_IFNAME")
     bare.setenv("LOCAL_SIZE", "1")
-    env.choose_gloo_interface()
+    env.choose_interfaces()
     assert os.environ.get("GLOO_SOCKET_IFNAME", "eth0") in [name for _, name in socket.if_nameindex()] or (
         "GLOO_SOCKET_IFNAME" not in os.environ  # a machine with nothing but loopback
     )

@@ -1,14 +1,16 @@
 """Ranks learn that another is gone, and only then."""
 
-import json
 import socket
 import threading
 import time
 from collections.abc import Iterator
+from queue import SimpleQueue
 
 import pytest
-from torch.distributed import HashStore
 
+from frugal.distributed.connections import gate
+from frugal.distributed.connections.gate import Gate
+from frugal.distributed.connections.handshake import Introduction, connect
 from frugal.distributed.first_failure import LostRankError
 from frugal.distributed.peer_watch import KEEPALIVE_SECONDS, PeerWatch
 
@@ -17,10 +19,19 @@ class Held:
     """Three ranks' connections in one process, and what each was told."""
 
     def __init__(self) -> None:
-        store = HashStore()
         self.told: list[list[LostRankError]] = [[], [], []]
         self.heard = threading.Event()
-        self.ranks = [PeerWatch(store, rank, 3, lambda error, rank=rank: self._lost(rank, error)) for rank in range(3)]
+        arriving: SimpleQueue[tuple[socket.socket, Introduction]] = SimpleQueue()
+        server = gate.listen(0, 3)
+        address = server.getsockname()[:2]
+        Gate(server, b"secret", 3, {"watch": lambda sock, said: arriving.put((sock, said))}, 2).open()
+        self.ranks = [
+            PeerWatch(
+                rank, 3, lambda error, rank=rank: self._lost(rank, error), arriving,
+                lambda rank=rank: (connect(lambda: address, b"secret", "watch", rank, 10), socket.gethostname()),
+            )
+            for rank in range(3)
+        ]  # fmt: skip
         while len(self.ranks[0]._peers) < 2:
             time.sleep(0.01)
 
@@ -65,16 +76,3 @@ def test_a_silent_host_is_given_up_within_a_minute(held: Held) -> None:
             seconds = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE)
             probes = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT)
             assert seconds + probes * sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL) == KEEPALIVE_SECONDS
-
-
-def test_who_does_not_know_the_secret_is_no_rank(held: Held) -> None:
-    store = HashStore()
-    rank_0 = PeerWatch(store, 0, 2, lambda error: held._lost(0, error))
-    port, _, _ = json.loads(store.get("frugal/peer_watch"))
-    for said in (b'["wrong", 1, "there"]\n', b"GET / HTTP/1.1\n", b"[]\n", b"\xff\n", b""):
-        with socket.create_connection(("127.0.0.1", port), timeout=10) as stranger:
-            stranger.sendall(said)
-            stranger.shutdown(socket.SHUT_WR)
-            assert stranger.recv(1) == b""
-    assert not rank_0._peers
-    assert not held.heard.is_set()

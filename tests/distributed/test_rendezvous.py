@@ -51,6 +51,7 @@ def test_a_rank_that_does_not_come_is_named_with_its_node(monkeypatch: pytest.Mo
     plan = replace(plan, cluster=replace(plan.cluster, nodes=nodes))
     for name, value in {
         "RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()),
+        "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo",
     }.items():  # fmt: skip
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(rendezvous, "_store", None)

@@ -1,6 +1,7 @@
 """All ranks get the same answer to their question, however they reach each other."""
 
 import os
+from unittest.mock import patch
 
 import pytest
 import torch.distributed as dist
@@ -12,11 +13,9 @@ from frugal.distributed.vote import Vote
 def answers(rank_0: str) -> tuple[bool, list[bool]]:
     """Whether the questions go to rank 0 at address `rank_0`, and what comes back where one rank after another says
     yes, and then none; runs on ranks."""
-    before, os.environ["MASTER_ADDR"] = os.environ["MASTER_ADDR"], rank_0
-    try:
+    on_several_hosts = {"MASTER_ADDR": rank_0, "LOCAL_SIZE": "1"}
+    with patch.dict(os.environ, on_several_hosts):
         vote = Vote(None)
-    finally:
-        os.environ["MASTER_ADDR"] = before
     votes = [vote.any(dist.get_rank() == number) for number in range(dist.get_world_size() + 1)]
     is_direct = vote._peers is not None
     vote.close()

@@ -53,10 +53,14 @@ def train(hosts: Hosts, path: Path, out: str, *more: object, timeout: float = 20
 
 def by_hand(hosts: Hosts, plans: Sequence[Path], *words: object) -> tuple[list[int], str]:
     """Exit codes and stderr of ranks that were started without a launcher, one on each host, each with its plan."""
+    secret = hosts.folder / "secret"
+    secret.touch(mode=0o600)
+    secret.write_text("known to all ranks, and to nobody else")
     ranks = [
         start(
             hosts, name, "env", f"RANK={rank}", f"WORLD_SIZE={len(plans)}", "LOCAL_RANK=0", "LOCAL_SIZE=1",
-            "MASTER_ADDR=n1", "MASTER_PORT=29500", sys.executable, "-m", "frugal.training.run", "--plan", path, *words,
+            "MASTER_ADDR=n1", "MASTER_PORT=29500", f"FRUGAL_SECRET_FILE={secret}",
+            sys.executable, "-m", "frugal.training.run", "--plan", path, *words,
         )
         for rank, (name, path) in enumerate(zip(hosts.names, plans, strict=True))
     ]  # fmt: skip
