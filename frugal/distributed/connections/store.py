@@ -31,7 +31,7 @@ _ANSWER_SECONDS = 60.0
 """Beyond what was asked to be waited, for rank 0's process to come to answer: others hold the interpreter."""
 
 
-class Question(msgspec.Struct, array_like=True):
+class StoreRequest(msgspec.Struct, array_like=True):
     """A method of the store: its name, the keys, the values if it has some, and for how long keys are waited for."""
 
     method: str
@@ -41,7 +41,7 @@ class Question(msgspec.Struct, array_like=True):
     seconds: float = 0.0
 
 
-class Answer(msgspec.Struct, array_like=True):
+class StoreReply(msgspec.Struct, array_like=True):
     """What a method returns; `is_late` where keys did not come in time."""
 
     values: list[bytes] = []
@@ -55,7 +55,7 @@ class StoreServer:
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}
         self._received: dict[socket.socket, bytearray] = {}
-        self._waiting: dict[socket.socket, tuple[Question, float]] = {}  # and until when
+        self._waiting: dict[socket.socket, tuple[StoreRequest, float]] = {}  # and until when
         self.gate: Gate | None = None
 
     def admit(self, sock: socket.socket, _introduction: Introduction) -> None:
@@ -66,13 +66,13 @@ class StoreServer:
         self.gate.selector.register(sock, selectors.EVENT_READ, self._read)
 
     def look(self) -> None:
-        """Answer those who wait for keys that are there now, or did not come in time."""
+        """StoreReply those who wait for keys that are there now, or did not come in time."""
         now = time.monotonic()
-        for sock, (question, end) in list(self._waiting.items()):
-            if all(key in self._values for key in question.keys):
-                self._answer(sock, Answer([self._values[key] for key in question.keys]))
+        for sock, (request, end) in list(self._waiting.items()):
+            if all(key in self._values for key in request.keys):
+                self._reply(sock, StoreReply([self._values[key] for key in request.keys]))
             elif now > end:
-                self._answer(sock, Answer(is_late=True))
+                self._reply(sock, StoreReply(is_late=True))
 
     def _read(self, sock: socket.socket) -> None:
         received = self._received[sock]
@@ -82,48 +82,48 @@ class StoreServer:
             message = handshake.first_frame(received, MOST_BYTES)
             if message is None and part:
                 return
-            question = msgspec.msgpack.decode(message or b"", type=Question)
-            if question.method in ("get", "wait"):
-                self._waiting[sock] = question, time.monotonic() + question.seconds
+            request = msgspec.msgpack.decode(message or b"", type=StoreRequest)
+            if request.method in ("get", "wait"):
+                self._waiting[sock] = request, time.monotonic() + request.seconds
             else:
-                self._answer(sock, self._do(question))
+                self._reply(sock, self._do(request))
         except BlockingIOError:
             return
         except (OSError, ValueError, IndexError, msgspec.DecodeError):
             self._forget(sock)
         self.look()
 
-    def _do(self, question: Question) -> Answer:
+    def _do(self, request: StoreRequest) -> StoreReply:
         """What is answered at once."""
-        keys, values = question.keys, question.values
-        if question.method == "set":
+        keys, values = request.keys, request.values
+        if request.method == "set":
             self._values.update(zip(keys, values, strict=True))
-        elif question.method == "append":
+        elif request.method == "append":
             self._values[keys[0]] = self._values.get(keys[0], b"") + values[0]
-        elif question.method == "add":
-            number = int(self._values.get(keys[0], b"0")) + question.amount
+        elif request.method == "add":
+            number = int(self._values.get(keys[0], b"0")) + request.amount
             self._values[keys[0]] = str(number).encode()
-            return Answer(number=number)
-        elif question.method == "compare_set":
+            return StoreReply(number=number)
+        elif request.method == "compare_set":
             expected, desired = values
             if self._values.get(keys[0], b"") == expected:
                 self._values[keys[0]] = desired
-            return Answer([self._values.get(keys[0], expected)])
-        elif question.method == "check":
-            return Answer(number=int(all(key in self._values for key in keys)))
-        elif question.method == "delete":
-            return Answer(number=int(self._values.pop(keys[0], None) is not None))
-        elif question.method == "keys":
-            return Answer([key.encode() for key in self._values])
+            return StoreReply([self._values.get(keys[0], expected)])
+        elif request.method == "check":
+            return StoreReply(number=int(all(key in self._values for key in keys)))
+        elif request.method == "delete":
+            return StoreReply(number=int(self._values.pop(keys[0], None) is not None))
+        elif request.method == "keys":
+            return StoreReply([key.encode() for key in self._values])
         else:
-            raise ValueError(question.method)
-        return Answer()
+            raise ValueError(request.method)
+        return StoreReply()
 
-    def _answer(self, sock: socket.socket, answer: Answer) -> None:
+    def _reply(self, sock: socket.socket, reply: StoreReply) -> None:
         self._waiting.pop(sock, None)
         try:
             sock.settimeout(1.0)  # a rank that asked reads what it asked for
-            sock.sendall(handshake.frame(answer))
+            sock.sendall(handshake.frame(reply))
             sock.setblocking(False)
         except OSError:
             self._forget(sock)
@@ -145,22 +145,22 @@ class RankStore(Store):
         for sock in connections:
             self._idle.put(sock)
 
-    def _ask(self, method: str, keys: Sequence[str] = (), values: Sequence[Any] = (), **more: Any) -> Answer:
-        question = Question(method, list(keys), [_bytes(value) for value in values], **more)
-        end = time.monotonic() + question.seconds + _ANSWER_SECONDS
+    def _ask(self, method: str, keys: Sequence[str] = (), values: Sequence[Any] = (), **more: Any) -> StoreReply:
+        request = StoreRequest(method, list(keys), [_bytes(value) for value in values], **more)
+        end = time.monotonic() + request.seconds + _ANSWER_SECONDS
         sock = self._idle.get()
         try:
             sock.settimeout(_ANSWER_SECONDS)
-            sock.sendall(handshake.frame(question))
-            answer = handshake.receive(sock, Answer, end, MOST_BYTES)
+            sock.sendall(handshake.frame(request))
+            reply = handshake.receive(sock, StoreReply, end, MOST_BYTES)
         except (OSError, ValueError) as error:
-            sock.close()  # an answer that came now would be taken for that to the next question
+            sock.close()  # an answer that came now would be taken for that to the next request
             raise DistNetworkError(f"Connection to rank 0's store was lost: {error}") from None
         finally:
             self._idle.put(sock)
-        if answer.is_late:
-            raise DistStoreError(f"no rank has set {', '.join(keys)} within {question.seconds:.0f} s")
-        return answer
+        if reply.is_late:
+            raise DistStoreError(f"no rank has set {', '.join(keys)} within {request.seconds:.0f} s")
+        return reply
 
     def _timeout(self) -> timedelta:
         """For keys, which torch sets to that of its process group."""
