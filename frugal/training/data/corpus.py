@@ -12,6 +12,7 @@ import hashlib
 import json
 import logging
 import os
+import socket
 import stat
 import tempfile
 from collections.abc import Callable, Sequence
@@ -22,7 +23,6 @@ from typing import IO, Any
 
 import numpy as np
 import platformdirs
-import torch.distributed as dist
 from numpy.typing import NDArray
 
 from frugal import files
@@ -30,7 +30,7 @@ from frugal.config import sample_lengths
 from frugal.config.request import Request
 from frugal.config.run_settings import RunSettings
 from frugal.config.sample_lengths import Lengths, TooLong
-from frugal.distributed import env
+from frugal.distributed import env, exchange
 from frugal.errors import RequestError
 from frugal.planning.plan import Plan
 from frugal.training.data import cache, packing
@@ -57,17 +57,49 @@ logger = logging.getLogger("frugal")
 
 @dataclass(frozen=True, kw_only=True)
 class Corpus:
-    """Samples to train on, samples held out for validation, a report of reading them, and where they come from."""
+    """Samples to train on, samples held out for validation, and where they are kept."""
 
     train: ArrowSamples
     validation: ArrowSamples | None
-    report: BuildReport
-    provenance: Provenance
+    entry: "Entry"
+
+    @property
+    def report(self) -> BuildReport:
+        """What reading the data met."""
+        return self.entry.report
+
+    @property
+    def provenance(self) -> Provenance:
+        """What the samples were made of."""
+        return self.entry.provenance
 
     @property
     def fingerprint(self) -> str:
         """A hash of all that made the samples."""
         return self.provenance.fingerprint
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A whole entry of the cache: its folder, the report of reading the data, and where the data comes from."""
+
+    folder: str
+    report: BuildReport
+    provenance: Provenance
+
+    def open(self) -> Corpus:
+        """Its samples. Nobody removes them while this process lives."""
+        folder = Path(self.folder)
+        if folder not in _locks:
+            with contextlib.suppress(OSError):  # on a disk that is read-only
+                _locks[folder] = files.lock(folder / cache.RECORD)
+            files.touch(folder)
+        train, validation = (folder / f"{name}.arrow" for name in ("train", "validation"))
+        return Corpus(
+            train=ArrowSamples(train, self.provenance.fingerprint),
+            validation=ArrowSamples(validation, self.provenance.fingerprint) if validation.exists() else None,
+            entry=self,
+        )
 
 
 def load_corpus(
@@ -84,7 +116,6 @@ def load_corpus(
     label_names: Sequence[str] = (),
     validation_fraction: float = 0.0,
     cache_dir: Path | None = None,
-    is_first: bool = True,
 ) -> Corpus:
     """The samples in `sources`: files, globs, folders, datasets saved to disk, hub names, or `stdlib`.
 
@@ -95,8 +126,8 @@ def load_corpus(
     Classes given as text are numbered as they come. For validation data of its own, pass `label_names` of the
     training data's report, so that both have the same numbers.
 
-    Several processes may call at once; each may do the work, and the first to finish is kept. `is_first`: check all of
-    what was made before, and say what is wrong with it; others only look at its size.
+    Several processes may call at once; each may do the work, and the first to finish is kept. What was made before is
+    checked.
 
     Raises:
         RequestError: nothing there, a column missing, nothing left, no room for it, or (unless asked otherwise) a row
@@ -120,26 +151,14 @@ def load_corpus(
             limit=limit, skip_bad_rows=skip_bad_rows, validation_fraction=held_out,
         )  # fmt: skip
 
-    folder, report = _stored(cache_dir, f"{key[:32]}-{_FORMAT}", write, is_first=is_first)
+    folder, report = _stored(cache_dir, f"{key[:32]}-{_FORMAT}", write)
     if report.bad_rows and not skip_bad_rows:
         raise bad_rows_error(report)
     counts = {"documents": report.documents, "samples": report.samples, "tokens": report.tokens}
-    return _opened(folder, report, Provenance.of(origins, key, options, **counts))
+    return Entry(str(folder), report, Provenance.of(origins, key, options, **counts)).open()
 
 
-def _opened(folder: Path, report: BuildReport, provenance: Provenance) -> Corpus:
-    train, validation = (folder / f"{name}.arrow" for name in ("train", "validation"))
-    return Corpus(
-        train=ArrowSamples(train, provenance.fingerprint),
-        validation=ArrowSamples(validation, provenance.fingerprint) if validation.exists() else None,
-        report=report,
-        provenance=provenance,
-    )
-
-
-def _stored(
-    cache_dir: Path | None, name: str, write: Callable[[Path], BuildReport], *, is_first: bool
-) -> tuple[Path, BuildReport]:
+def _stored(cache_dir: Path | None, name: str, write: Callable[[Path], BuildReport]) -> tuple[Path, BuildReport]:
     """The entry `name` of a cache, which is made, or made anew, where it has to be.
 
     In `cache_dir`, or the user's cache, or if that cannot be written to, in a folder of the temporary folder.
@@ -150,17 +169,14 @@ def _stored(
         try:
             folder = find() / name
             place = str(folder.parent)
-            report = _read_or_make(folder, write, is_first=is_first)
+            report = _read_or_make(folder, write)
         except (OSError, RuntimeError) as error:  # RuntimeError: a user without a home
             failures.append(f"{place}: {(isinstance(error, OSError) and error.strerror) or error}")
-            if is_first and find is _user_cache:
+            if find is _user_cache:
                 logger.warning("the tokenised data cannot be kept in %s; a temporary folder is used", failures[-1])
             continue
-        if folder not in _locks:
-            with contextlib.suppress(OSError):  # nobody removes what was just read
-                _locks[folder] = files.lock(folder / cache.RECORD)
-            files.touch(folder)
-            files.prune(folder.parent, CACHE_BYTES)
+        files.touch(folder)
+        files.prune(folder.parent, CACHE_BYTES)
         return folder, report
     raise RequestError(
         "the tokenised data cannot be written",
@@ -187,10 +203,10 @@ def _temporary_cache() -> Path:
     return folder / "data"
 
 
-def _read_or_make(folder: Path, write: Callable[[Path], BuildReport], *, is_first: bool) -> BuildReport:
+def _read_or_make(folder: Path, write: Callable[[Path], BuildReport]) -> BuildReport:
     damaged = None
     try:
-        return cache.read(folder, all_bytes=is_first).report
+        return cache.read(folder, all_bytes=True).report
     except FileNotFoundError:
         pass
     except cache.DamagedError as error:
@@ -224,39 +240,61 @@ class RunData:
 
 
 def read_samples(plan: Plan, settings: RunSettings) -> RunData:
-    """Read, tokenise and split the data. One rank of each node does it, the others wait for it. Collective.
+    """Read, tokenise and split the data. One rank of each node does it, the others open what it made. Collective.
 
     Raises:
-        RequestError: the data, the tokenizer or the model cannot be used.
+        RequestError: the data, the tokenizer or the model cannot be used, or nodes have different data.
     """
     tokenizer = tokenizing.load_tokenizer(settings.tokenizer)
     spec = resolve.resolve(plan.request.model, plan.request.task)
+    host = socket.gethostname()
 
-    is_first = env.local_rank() == 0
+    def load() -> tuple[Corpus, ...]:
+        return _load(spec, tokenizer, plan.request.seq_len, bool(plan.request.pack), settings)
 
-    def load_all() -> tuple[Corpus, Any, Any]:
-        return _load(spec, tokenizer, plan.request.seq_len, bool(plan.request.pack), settings, is_first=is_first)
-
-    loaded = load_all() if is_first else None
-    dist.barrier()
-    corpus, validation, test = loaded or load_all()
+    loaded = load() if env.local_rank() == 0 else ()
+    everywhere = exchange.gather((host, [corpus.entry for corpus in loaded]), tuple[str, list[Entry]])
+    _refuse_different_data(everywhere)
+    corpora = loaded or _made_on(host, everywhere) or load()
+    others = iter(corpora)
+    corpus = next(others)
+    validation, test = (next(others).train if paths else () for paths in (settings.validation_data, settings.test_data))
     if corpus.report.num_labels:
         spec = resolve.resolve(plan.request.model, plan.request.task, num_labels=corpus.report.num_labels)
     return RunData(
         spec=spec.for_tokenizer(tokenizer),
         tokenizer=tokenizer,
         training=corpus.train,
-        validation=Subset.drawn_from(validation, settings.validation_samples),
+        validation=Subset.drawn_from(validation or corpus.validation or (), settings.validation_samples),
         test=test,
         report=corpus.report,
         provenance=corpus.provenance,
     )
 
 
-def _load(
-    spec: ModelSpec, tokenizer: Any, seq_len: int, pack: bool, settings: RunSettings, *, is_first: bool = True
-) -> tuple[Corpus, Any, Any]:
-    """What to train on, what to evaluate on meanwhile, and at the end.
+def _made_on(host: str, everywhere: Sequence[tuple[str, Sequence[Entry]]]) -> tuple[Corpus, ...]:
+    """What a rank of this host has opened; nothing where hosts share a name and none of them has it here."""
+    for name, entries in everywhere:
+        if name == host and entries and all(Path(entry.folder).is_dir() for entry in entries):
+            return tuple(entry.open() for entry in entries)
+    return ()
+
+
+def _refuse_different_data(everywhere: Sequence[tuple[str, Sequence[Entry]]]) -> None:
+    """Nodes that read other data would train on other samples than the batch is counted by."""
+    (first, entries), *others = [(host, entries) for host, entries in everywhere if entries]
+    for host, theirs in others:
+        for entry, other in zip(entries, theirs, strict=True):
+            if other.provenance.fingerprint != entry.provenance.fingerprint:
+                raise RequestError(
+                    f"{first} and {host} have different data",
+                    because=[f"on {host}: {change}" for change in entry.provenance.changes(other.provenance)],
+                    hint="give all hosts the same files, such as on a disk that they share",
+                )
+
+
+def _load(spec: ModelSpec, tokenizer: Any, seq_len: int, pack: bool, settings: RunSettings) -> tuple[Corpus, ...]:
+    """What to train on; and where other data is given for them, what to evaluate on meanwhile, and at the end.
 
     Raises:
         RequestError: as `load_corpus`, or the model has no embedding for a token.
@@ -272,17 +310,14 @@ def _load(
         corpus = load_corpus(
             paths, tokenizer=tokenizer, task=spec.task, seq_len=seq_len, pack=pack, columns=columns,
             limit=settings.limit, skip_bad_rows=settings.skip_bad_rows, too_long=settings.too_long,
-            validation_fraction=validation_fraction, label_names=label_names, is_first=is_first,
+            validation_fraction=validation_fraction, label_names=label_names,
         )  # fmt: skip
         _check_vocabulary(spec, corpus.report)
         return corpus
 
     corpus = load(settings.data, 0.0 if settings.validation_data else settings.validation_fraction)
-    validation, test = (
-        load(paths, label_names=corpus.report.label_names).train if paths else ()
-        for paths in (settings.validation_data, settings.test_data)
-    )
-    return corpus, validation or corpus.validation or (), test
+    others = (paths for paths in (settings.validation_data, settings.test_data) if paths)
+    return corpus, *(load(paths, label_names=corpus.report.label_names) for paths in others)
 
 
 def _check_vocabulary(spec: ModelSpec, report: BuildReport) -> None:

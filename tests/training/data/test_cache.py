@@ -223,7 +223,7 @@ def test_without_a_cache_folder_a_temporary_one_is_used_and_said_once(
         )
         (kept,) = (tmp_path / "tmp").glob("frugal-*/data/*")
         made = cache.identity(kept)
-        load_for_user("a.jsonl", is_first=False)
+        load_for_user("a.jsonl")
         assert cache.identity(kept) == made
 
 
