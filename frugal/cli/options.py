@@ -275,9 +275,10 @@ def with_lengths(request: Request, values: Mapping[str, Any], file: TomlFile) ->
         return request
     from frugal.distributed.env import silence_libraries
     from frugal.training.data.corpus import lengths_of  # torch takes seconds
+    from frugal.training.data.sources import names_of
 
     silence_libraries()
-    with waiting(f"tokenising {', '.join(settings.data)}"):
+    with waiting(f"tokenising {names_of(settings.data)}"):
         return replace(request, lengths=lengths_of(request, settings))
 
 

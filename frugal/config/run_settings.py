@@ -1,5 +1,6 @@
 """What a run is told besides its plan: the same in `frugal train`, in frugal.toml's [train] and on the ranks."""
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -7,10 +8,14 @@ from typing import Any, Literal
 
 import msgspec
 
+from frugal import files
 from frugal.config.optimizers import Schedule, check_schedule_steps
 from frugal.config.sample_lengths import TooLong
 from frugal.config.setting import check_sizes, flag_of, setting, settings_of, unknown_setting
 from frugal.errors import RequestError
+
+MOST_CHARACTERS = 1 << 14
+"""Of a rank's arguments in a command line: Linux takes 128 KiB a word, and over ssh all of a command is one."""
 
 OnNan = Literal["stop", "skip"]
 
@@ -24,7 +29,8 @@ class RunSettings:
 
     data: tuple[str, ...] = setting(
         ("stdlib",),
-        "Files, globs, folders, saved datasets, a hub name, `file.py:name` that gives rows, or `stdlib`; repeatable.",
+        "Files, globs, folders, saved datasets, a hub name, `file.py:name` that gives rows, `stdlib`, or `@FILE` with "
+        "one of these a line; repeatable.",
         "data", metavar="PATH", is_first=True,
     )  # fmt: skip
     text_column: str = setting("text", "Where texts are.", "data", metavar="NAME")
@@ -123,6 +129,23 @@ class RunSettings:
                 for each in value if isinstance(value, tuple) else (value,):
                     arguments += [flag_of(field.name), str(each)]
         return arguments
+
+    def rank_words(self, folder: Path) -> list[str]:
+        """The same for a command line of any length: where they are many, one word that names a file in `folder`.
+
+        Raises:
+            RequestError: that file cannot be written.
+        """
+        words = self.arguments()
+        if sum(map(len, words)) <= MOST_CHARACTERS:
+            return words
+        path = folder.absolute() / "arguments"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            files.write_file(path, b"\0".join(map(os.fsencode, words)))
+        except OSError as error:
+            raise RequestError(f"cannot write {path}", because=str(error.strerror)) from None
+        return [f"@{path}"]
 
 
 _OF_ONE_START = ("resume", "accept_changed_data")  # not of the run, and so not in its record

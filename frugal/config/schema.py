@@ -7,6 +7,8 @@ In frugal.toml planning's settings stand at the top, under the flags' names (`gl
 commands have a library for this; a rank is started hundreds of times at once, by programs.
 """
 
+import os
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -14,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from frugal import files
 from frugal.config import sample_lengths
 from frugal.config.build_cluster import ClusterSettings, build_cluster
 from frugal.config.calibration import Calibration
@@ -131,7 +134,8 @@ def parse(
     words: Sequence[str], kinds: Kinds, settings: Mapping[str, SettingRow] | None = None, *, needed: Sequence[str] = ()
 ) -> dict[str, Any]:
     """The values in `words`, by name: `kinds` are a program's own, `settings` rows of the table, of which a repeatable
-    one gives a tuple. `--name value` and `--name=value` are the same, and so are `-` and `_` in a name.
+    one gives a tuple. `--name value` and `--name=value` are the same, and so are `-` and `_` in a name. `@FILE` stands
+    for the words in a file, as `RunSettings.rank_words` writes them.
 
     DeepSpeed's launcher adds `--local_rank`, which the environment says, too; it is dropped.
 
@@ -140,9 +144,13 @@ def parse(
     """
     settings = settings or {}
     values: dict[str, Any] = {}
-    rest = list(words)
+    rest = deque(words)
     while rest:
-        flag, has_value, value = rest.pop(0).partition("=")
+        word = rest.popleft()
+        if word.startswith("@"):
+            rest.extendleft(reversed(_words_in(Path(word[1:]))))
+            continue
+        flag, has_value, value = word.partition("=")
         name = flag.removeprefix("--").replace("-", "_")
         row = settings.get(name)
         kind = kinds.get(name) or (None if row is None else row.kind.word_type)
@@ -156,14 +164,25 @@ def parse(
         if not has_value:
             if not rest:
                 raise RequestError(f"{flag} was given without a value")
-            value = rest.pop(0)
+            value = rest.popleft()
         read = _read(flag_of(name), kind, value, () if row is None else row.choices)
-        values[name] = (*values.get(name, ()), read) if row is not None and row.is_repeatable else read
+        if row is not None and row.is_repeatable:
+            values.setdefault(name, []).append(read)
+        else:
+            values[name] = read
     values.pop("local_rank", None)
+    values = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
     for name in needed:
         if name not in values:
             raise RequestError(f"{flag_of(name)} was not given")
     return values
+
+
+def _words_in(path: Path) -> list[str]:
+    try:
+        return [os.fsdecode(word) for word in files.read_regular(path).split(b"\0")]
+    except OSError as error:
+        raise RequestError(f"cannot read the arguments in {path}", because=str(error.strerror)) from None
 
 
 def _read(flag: str, kind: type, word: str, choices: Sequence[str]) -> Any:

@@ -65,7 +65,8 @@ def check_machine(plan: Plan, master_port: int | None) -> None:
 
 def launch(plan: Plan, plan_path: Path, settings: RunSettings, master_port: int | None) -> int:
     """Train on the plan's ranks; the exit code of the first that failed, or 0. Says so if one was killed."""
-    code = start(plan, "frugal.training.run", ["--plan", str(plan_path), *settings.arguments()], master_port)
+    words = ["--plan", str(plan_path), *settings.rank_words(plan_path.parent)]
+    code = start(plan, "frugal.training.run", words, master_port)
     number = signal_of(code)
     if number is None:
         return code
@@ -81,9 +82,10 @@ def starter(master_port: int | None) -> Start:
     def run(plan: Plan, settings: RunSettings) -> tuple[int, first_failure.FailureReport | None]:
         with TemporaryDirectory(prefix="frugal-") as folder:
             written, _ = write_plan(plan, Path(folder))
+            words = ["--plan", str(written), *settings.rank_words(Path(folder))]
             os.environ[first_failure.REPORT_FOLDER] = folder
             try:
-                code = start(plan, "frugal.training.run", ["--plan", str(written), *settings.arguments()], master_port)
+                code = start(plan, "frugal.training.run", words, master_port)
             finally:
                 del os.environ[first_failure.REPORT_FOLDER]
             is_done = first_failure.is_done(Path(folder))

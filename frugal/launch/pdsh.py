@@ -129,7 +129,7 @@ def run(
         prefix=".start-", suffix=secrets.token_hex(4), dir=settings.out, ignore_cleanup_errors=True
     ) as folder:
         written, _ = write_plan(plan, Path(folder))
-        arguments = ["--plan", str(written), *settings.arguments()]
+        arguments = ["--plan", str(written), *settings.rank_words(Path(folder))]
         if shutil.which("pdsh") is None:
             raise RequestError(
                 "there is no pdsh on this machine",

@@ -34,6 +34,19 @@ def test_every_setting_is_tried_above() -> None:
     assert [f.name for f in fields(RunSettings) if getattr(SOME, f.name) == f.default] == ["epochs"]
 
 
+def test_more_words_than_a_command_line_takes_reach_the_ranks_in_a_file(tmp_path: Path) -> None:
+    many = replace(SOME, data=tuple(f"{'folder/' * 30}\udcff ü\n{number}.txt" for number in range(10_000)))
+    (word,) = many.rank_words(tmp_path / "run")
+    assert word == f"@{tmp_path}/run/arguments"
+    assert parsed([word]) == many
+    assert SOME.rank_words(tmp_path) == SOME.arguments()
+
+
+def test_a_file_of_words_that_is_gone_is_said(tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match=r"^cannot read the arguments in gone\n  because No such file or directory$"):
+        parsed(["@gone"])
+
+
 def test_a_run_to_resume_need_not_be_told_again(tmp_path: Path) -> None:
     (tmp_path / "train.json").write_bytes(replace(SOME, out=tmp_path).record())
     flags = {"resume": True, "accept_changed_data": True, "epochs": 2, "data": ()}

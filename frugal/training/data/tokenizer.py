@@ -78,6 +78,8 @@ def encode(tokenizer: Any, texts: Sequence[str], *, as_target: bool = False) -> 
     `as_target`: with the target language's vocabulary, where the tokenizer has two.
     """
     texts = list(texts)
+    if not texts:  # transformers fails on none
+        return []
     if tokenizer is byte_tokenizer():  # the same ids, 50 times faster
         return [np.frombuffer(text.encode(), dtype=np.uint8) + np.int32(len(_SPECIAL)) for text in texts]
     keyword = {"text_target": texts} if as_target else {"text": texts}

@@ -1,5 +1,7 @@
 """From files to samples: every token once, every bad row named, the same on every machine and process."""
 
+import codecs
+import os
 import random
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice, pairwise
@@ -7,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -15,6 +18,7 @@ from hypothesis import strategies as st
 from frugal.training.data import corpus as data
 from frugal.training.data.batches import GlobalBatches
 from frugal.training.data.rows import Columns
+from frugal.training.data.sources import Provenance
 from frugal.training.data.tokenizer import byte_tokenizer, load_tokenizer
 from frugal.training.models.tiled_loss import IGNORED
 from frugal.training.objectives import CausalLM, Seq2Seq, SequenceClassification
@@ -40,6 +44,40 @@ def test_the_standard_library_is_a_corpus_on_every_machine(load: Load) -> None:
     assert corpus.report.documents == 20
     assert len(corpus.train) > 20
     assert "def " in "".join(texts(corpus))
+
+
+def test_a_list_names_files_globs_and_folders_in_its_order(load: Load, tmp_path: Path) -> None:
+    write("folder", tmp_path)
+    (tmp_path / "z.txt").write_text("first")
+    (tmp_path / "list.txt").write_bytes(codecs.BOM_UTF8 + b"z.txt\r\n\r\ntexts/sub/*\ntexts\n")
+    (tmp_path / os.fsdecode(b"caf\xe9.txt")).write_text("last")
+    (tmp_path / "more.txt").write_bytes(b"caf\xe9.txt")
+    assert texts(load("@list.txt", "z.txt", "@more.txt")) == ["first", TEXTS[2], *TEXTS, "first", "last"]
+
+
+def test_names_that_are_no_utf_8_are_told_as_bytes(load: Load, tmp_path: Path) -> None:
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / os.fsdecode(b"caf\xe9.txt")).write_bytes(b"\xff")
+    (tmp_path / "texts" / "good.txt").write_text("good")
+    corpus = load("texts", skip_bad_rows=True)
+    assert corpus.report.first_bad == ("texts/caf\\xe9.txt:1: not UTF-8 text",)
+    assert list(corpus.provenance.files) == ["texts/caf\\xe9.txt", "texts/good.txt"]
+    assert msgspec.json.decode(msgspec.json.encode(corpus.provenance), type=Provenance) == corpus.provenance
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "json", "csv", "tsv", "txt"])
+def test_a_byte_order_mark_is_no_text_and_line_ends_may_be_those_of_windows(
+    kind: str, load: Load, tmp_path: Path
+) -> None:
+    content = {
+        "jsonl": '{"text": "one"}\r\n{"text": "two"}\r\n',
+        "json": '[{"text": "one"},\r\n{"text": "two"}]\r\n',
+        "csv": "id,text\r\n1,one\r\n2,two\r\n",
+        "tsv": "id\ttext\r\n1\tone\r\n2\ttwo\r\n",
+        "txt": "one",
+    }[kind]
+    (tmp_path / f"a.{kind}").write_bytes(codecs.BOM_UTF8 + content.encode())
+    assert texts(load(f"a.{kind}")) == ["one", "two"][: 1 if kind == "txt" else 2]
 
 
 def test_the_limit_is_in_documents(load: Load, tmp_path: Path) -> None:

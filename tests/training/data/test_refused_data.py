@@ -1,6 +1,9 @@
 """Data that cannot be trained on: each row named, each way out said."""
 
+import gzip
+import os
 import re
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +107,73 @@ def test_a_bad_row_is_named_by_file_and_line(
         "\n"
         "hint: repair them, or leave them out with --skip-bad-rows"
     )
+
+
+UTF_16 = "not UTF-8 text but UTF-16; iconv -f UTF-16 -t UTF-8 converts it"
+NUL = "a NUL byte, which text has not: a binary file, or UTF-16"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "where", "reason"),
+    [
+        ("a.txt", "text".encode("utf-16"), 1, UTF_16),
+        ("a.csv", "text\none".encode("utf-16"), 1, UTF_16),
+        ("a.jsonl", b"\xfe\xff" + '{"text": "x"}'.encode("utf-16-be"), 1, UTF_16),
+        ("a.txt", b"good\n" + "text".encode("utf-16-le"), 2, NUL),
+        ("a.csv", b"text\none\nt\0wo\n", 3, NUL),
+        ("a.txt", gzip.compress(b"text"), 1, "not UTF-8 text but compressed by gzip; gunzip it first"),
+        ("a.jsonl.gz", gzip.compress(b"text"), 1, "not UTF-8 text but compressed by gzip; gunzip it first"),
+        ("a.jsonl", b"[" * 200_000, 1, "maximum recursion depth exceeded while deserializing an object"),
+        ("a.jsonl", b'{"text": ' * 200_000, 1, "maximum recursion depth exceeded while deserializing an object"),
+        ("a.json", b"[" * 200_000, 1, "maximum recursion depth exceeded while deserializing an object"),
+    ],
+)
+def test_files_that_are_no_text_are_named_with_what_they_are(
+    name: str, content: bytes, where: int, reason: str, load: Load, tmp_path: Path
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    assert f"  because {name}:{where}: {reason}\n" in refusal(lambda: load(name))
+
+
+def test_what_is_no_file_is_refused_and_not_waited_for(load: Load, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    (tmp_path / "null").symlink_to(os.devnull)
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.bind("sock")
+        for name, what in {"pipe.jsonl": "a pipe", "null": "a device", "sock": "a socket"}.items():
+            assert refusal(lambda name=name: load(name)) == (
+                f"the data {name} is {what}, not a file\n"
+                "  because data is read by several processes, and again at each start\n"
+                "\n"
+                "hint: write it into a file first, such as: zcat text.jsonl.gz > text.jsonl"
+            )
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("@gone", "cannot read the list of data gone\n  because No such file or directory"),
+        ("@pipe", "cannot read the list of data pipe\n  because not a regular file"),
+        ("@empty", "empty is no list of data\n  because it is empty\n\nhint: write one file, glob or folder a line"),
+        ("@nested", "nested is no list of data\n  because a line is no name of a file\n\nhint: write one file, glob"),
+        ("x" * 5000 + "/a.txt", f"cannot read {'x' * 5000}"),
+        ("loop", "there is no data at loop\n  because no such file or folder\n  because the hub cannot be asked"),
+    ],
+)
+def test_lists_and_names_that_cannot_be_read(name: str, said: str, load: Load, tmp_path: Path) -> None:
+    (tmp_path / "empty").write_text("\n\n")
+    (tmp_path / "nested").write_text("@empty\n")
+    (tmp_path / "loop").symlink_to("loop")
+    os.mkfifo(tmp_path / "pipe")
+    assert refusal(lambda: load(name)).startswith(said[:1000])
+
+
+def test_a_parquet_file_damaged_behind_its_schema(load: Load, tmp_path: Path) -> None:
+    path = tmp_path / write("parquet", tmp_path)
+    data = bytearray(path.read_bytes())
+    data[4:60] = bytes(56)
+    path.write_bytes(data)
+    assert refusal(lambda: load("a.parquet")).startswith("a.parquet cannot be read after row 0\n  because ")
 
 
 def test_many_bad_rows_are_counted_and_the_first_is_named(load: Load, tmp_path: Path) -> None:
