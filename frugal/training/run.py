@@ -49,7 +49,7 @@ def run(plan: Plan, settings: RunSettings) -> None:
     alone = dist.get_world_size() == 1
     peer_watch = None if alone else _watch_peers()
     try:
-        _train(plan, settings, device)
+        train(plan, settings, device)
         dist.barrier()
         first_failure.report_done()
         if peer_watch is not None:
@@ -72,7 +72,8 @@ def _watch_peers() -> "PeerWatch":
     )
 
 
-def _train(plan: Plan, settings: RunSettings, device: "torch.device") -> None:
+def train(plan: Plan, settings: RunSettings, device: "torch.device") -> None:
+    """Train on ranks that have joined each other. Collective; raises as `run`."""
     from frugal.config.optimizers import Curve, check_schedule_steps
     from frugal.deepspeed_adapter.kernels import DTYPES
     from frugal.training import loop, train_step
