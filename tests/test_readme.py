@@ -1,7 +1,9 @@
 """README.md keeps its word: it is short, what it shows is what is printed, its figures are those that were measured."""
 
+import importlib.util
 import json
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -59,6 +61,12 @@ def test_a_shortened_output_keeps_its_ends() -> None:
     assert readme.shortened("a\nb\nc\nd\n", "x\n...\ny\n") == "a\n...\nd\n"
     assert readme.shortened("a\nb\n", "x\n...\n") == "a\n...\n"
     assert readme.shortened("a\nb\n", "all of it\n") == "a\nb\n"
+
+
+@pytest.mark.parametrize("path", sorted((readme.ROOT / "bench" / "results").iterdir()), ids=lambda path: path.stem)
+def test_the_command_that_measured_something_still_exists(path: Path) -> None:
+    modules = re.findall(r'"command": "python -m (bench\.[\w.]+)', path.read_text())
+    assert modules and all(importlib.util.find_spec(module) for module in modules)
 
 
 def test_how_true_memory_is() -> None:

@@ -223,9 +223,13 @@ def _report(measurement: Measurement) -> list[str]:
         context = measured.context_bytes + measured.workspace_bytes
         rows.append(_row("context", device.context_bytes, context))
         rows.append(_row("driver", expected.peak_reserved_bytes + device.context_bytes, measured.device_bytes))
-    rows.append(_row("host", host_bytes_per_node(expected, measurement.cluster), measured.host_bytes_per_node))
+    host = _row("host", host_bytes_per_node(expected, measurement.cluster), measured.host_bytes_per_node)
+    on_cpu = measurement.kind == "cpu"
+    rows.append((host[0], f"> {host[1]}", host[2], "") if on_cpu else host)
     lines = [f"{name:<16} {planned:>12} {real:>12} {off:>9}".rstrip() for name, planned, real, off in rows]
-    lines += ["", f"host: what the processes grew by, from {format_bytes(measured.host_before_bytes_per_node)} on"]
+    grown = f"host: what the processes grew by, from {format_bytes(measured.host_before_bytes_per_node)} on"
+    alone = "; predicted are their tensors alone, without what malloc keeps and kernels take for a moment"
+    lines += ["", grown + (alone if on_cpu else "")]
     if measurement.capped is not None:
         verdict = "enough" if measurement.capped.survived else "not enough: the prediction is too low"
         lines.append(f"capped at the prediction, {format_bytes(measurement.capped.limit_bytes)} for tensors: {verdict}")

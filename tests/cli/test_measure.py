@@ -1,6 +1,7 @@
 """`frugal measure`: two real steps through DeepSpeed's launcher, beside their dry run."""
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -46,6 +47,15 @@ def test_two_ranks_take_what_was_planned_and_it_is_recorded(tmp_path: Path) -> N
     assert (kept.plan_digest, kept.measured.peak_allocated_bytes) == (plan.digest, found["peak_allocated_bytes"])
     assert (kept.strategy, kept.batch, kept.cluster) == (plan.strategy, plan.batch, plan.cluster)
     assert kept.command.endswith(" plan.json --json --record measured")
+
+
+def test_of_the_host_a_cpu_rank_is_told_the_tensors_which_are_the_least_that_it_takes() -> None:
+    kept = Path(__file__).parents[1] / "measured" / "gpt2-cpu-zero1-on-2-5bf0916d.json"
+    *_, host, blank, what = measure._report(Measurement.read(kept))
+    assert re.fullmatch(r"host +> +[\d.]+ MiB +[\d.]+ MiB", host)
+    assert (blank, what.partition("; ")[2]) == (
+        "", "predicted are their tensors alone, without what malloc keeps and kernels take for a moment"
+    )  # fmt: skip
 
 
 GPU_BYTES, CONTEXT, WORKSPACE = 16 * GIB, 600 * MIB, 32 * MIB
