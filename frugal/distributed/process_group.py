@@ -5,6 +5,7 @@ import select
 import socket
 import threading
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -102,8 +103,11 @@ def form() -> None:
     Raises:
         RequestError: the port where ranks meet is taken.
     """
+    import torch.distributed as dist
+
     from frugal.deepspeed_adapter import contract
     from frugal.distributed import rendezvous
+    from frugal.distributed.connections import listeners
 
     contract.verify()  # before modules are imported that name what may be missing
 
@@ -113,7 +117,12 @@ def form() -> None:
     }  # fmt: skip
     for name, value in alone.items():
         os.environ.setdefault(name, value)
-    collectives.init_distributed(rendezvous.METHOD)
+    is_formed = dist.is_initialized()
+    if not is_formed:
+        rendezvous.join_store()  # before, as its gate stays open
+    is_gloo = collectives.ON_CPU.items() <= os.environ.items()
+    with nullcontext() if is_formed or not is_gloo else listeners.closed_afterwards():
+        collectives.init_distributed(rendezvous.METHOD)
 
 
 def is_over_ssh() -> bool:

@@ -2,6 +2,7 @@
 
 import socket
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch.distributed as dist
@@ -9,6 +10,7 @@ from torch import nn
 
 from frugal.deepspeed_adapter import engine
 from frugal.distributed import process_group
+from frugal.distributed.connections.listeners import closed_afterwards
 from frugal.distributed.exchange import gather
 from frugal.errors import PlanMismatchError
 from frugal.planning.plan import Plan
@@ -62,11 +64,14 @@ def initialize(
             f"the plan is for {plan.batch.world_size} ranks, this run has {dist.get_world_size()}",
             hint=f"plan again for {dist.get_world_size()} GPUs, or start {plan.batch.world_size} processes",
         )
-    votes = dist.new_group(backend="gloo") if dist.get_backend() == "nccl" else None
+    is_nccl = dist.get_backend() == "nccl"
+    with closed_afterwards():
+        votes = dist.new_group(backend="gloo") if is_nccl else None
     _refuse_different_plans(plan, votes)
-    zero = wrap(
-        model, plan.request, plan.strategy, plan.batch, learning_rate_schedule=learning_rate_schedule, votes=votes
-    )
+    with nullcontext() if is_nccl else closed_afterwards():
+        zero = wrap(
+            model, plan.request, plan.strategy, plan.batch, learning_rate_schedule=learning_rate_schedule, votes=votes
+        )
     return Engine(zero, plan, objective, votes)
 
 

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from frugal import files
 from frugal.deepspeed_adapter.checkpoint_files import CheckpointWriter
 from frugal.deepspeed_adapter.stages import Zero
+from frugal.distributed.connections.listeners import closed_afterwards
 from frugal.distributed.exchange import RanksFailed, together
 from frugal.errors import CheckpointError
 from frugal.training import train_step
@@ -46,7 +47,8 @@ class Saver:
         self._keep = keep
         self._in_background = in_background
         # A thread's votes would meet the step's in one group.
-        self._votes = dist.new_group(backend="gloo") if in_background else engine.votes
+        with closed_afterwards():
+            self._votes = dist.new_group(backend="gloo") if in_background else engine.votes
         self._writing: threading.Thread | None = None
         self._failure: BaseException | None = None
 
