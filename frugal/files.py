@@ -6,6 +6,10 @@ Content is written under a temporary name in the same folder and renamed when it
 flushed (fsync), the content before the rename and the folder's list of names after it, so that they survive a power
 failure. What can be made again, such as a cache, need not be durable.
 
+Safe from what others put in the way: nothing is written through a symbolic link in the place of a file, or through one
+of another user in the place of a folder, and nothing but regular files is read. A pipe would be waited for, a device
+read for ever.
+
 Bounded: a folder of things that can be made again keeps at most so many bytes, and nothing unused for long.
 
 An entry is a file or a folder. It was last used when it was last modified, which `touch` sets. Once a day, after
@@ -24,6 +28,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import BufferedReader
 from pathlib import Path
 from typing import IO
 
@@ -36,32 +41,96 @@ def write_file(path: Path, data: bytes, *, durable: bool = True) -> None:
     """
     temporary = path.with_name(f".{path.name}.tmp-{secrets.token_hex(4)}")
     try:
-        temporary.write_bytes(data)
-        if durable:
-            flush(temporary)
+        with temporary.open("xb") as file:
+            file.write(data)
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
         temporary.replace(path)
         if durable:
             flush(path.parent)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
-        error.filename = str(path)
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        error.filename, error.filename2 = str(path), None
         raise
 
 
-def read_regular(path: Path) -> bytes:
+def append(path: Path) -> int:
+    """A descriptor of a file to append to, which is made if there is none; close it.
+
+    Raises:
+        OSError: it cannot be written, or a link, a pipe or something else that is no file is in its place.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise OSError(errno.ELOOP, f"it is a symbolic link to {path.readlink()}", str(path)) from None
+        raise
+    return _regular(descriptor, path)
+
+
+def read_regular(path: Path, most_bytes: int = 1 << 30) -> bytes:
     """The content of a regular file; nothing else in its place is waited for.
 
     Raises:
-        OSError: there is none, or it is a folder, a pipe or a device.
+        OSError: there is none, it is a folder, a pipe or a device, or it has more than `most_bytes`.
     """
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    with open_regular(path) as file:
+        content = file.read(most_bytes + 1)
+    if len(content) > most_bytes:
+        raise OSError(errno.EFBIG, f"it has more than {most_bytes} bytes", str(path))
+    return content
+
+
+def open_regular(path: Path) -> BufferedReader:
+    """A regular file, or a link to one, to read. Raises as `read_regular`."""
+    _check_regular(path.stat(), path)  # before it is opened: to open a device is to do something with it
+    descriptor = _regular(os.open(path, os.O_RDONLY | os.O_NONBLOCK), path)
+    return open(descriptor, "rb")  # noqa: PTH123  # a Path has no descriptor; whoever calls this closes it
+
+
+_KINDS = {
+    stat.S_IFDIR: "a folder", stat.S_IFIFO: "a named pipe", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}  # fmt: skip
+
+
+def _check_regular(status: os.stat_result, path: Path) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        kind = _KINDS.get(stat.S_IFMT(status.st_mode), "something else")
+        raise OSError(errno.EINVAL, f"it is {kind}, and not a file", str(path))
+
+
+def _regular(descriptor: int, path: Path) -> int:
+    """The descriptor, if it is of a regular file; otherwise it is closed."""
     try:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise OSError(errno.EINVAL, "not a regular file", str(path))
-        with open(descriptor, "rb", closefd=False) as file:  # a Path has no descriptor
-            return file.read()
-    finally:
+        _check_regular(os.fstat(descriptor), path)
+    except OSError:
         os.close(descriptor)
+        raise
+    return descriptor
+
+
+def refuse_foreign_link(folder: Path) -> None:
+    """A link to a folder is followed where we or the administrator made it: another user's leads to what is not ours.
+
+    Raises:
+        OSError: `folder` is a symbolic link of another user's.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        status = folder.lstat()
+        if stat.S_ISLNK(status.st_mode) and status.st_uid not in (0, os.geteuid()):
+            raise OSError(errno.ELOOP, f"it is another user's symbolic link to {folder.readlink()}", str(folder))
+
+
+def remove(path: Path) -> None:
+    """Remove a file, a link, or a folder with all that is in it; nothing, if there is none. Links are not followed."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def replace_folder(temporary: Path, final: Path) -> None:
@@ -70,12 +139,13 @@ def replace_folder(temporary: Path, final: Path) -> None:
     A folder of that name is kept as `NAME.old` until the new one is in place.
     """
     old = final.with_name(f"{final.name}.old")
-    if final.exists():
-        shutil.rmtree(old, ignore_errors=True)
+    if final.exists() or final.is_symlink():
+        remove(old)
         final.rename(old)
     temporary.rename(final)
     flush(final.parent)
-    shutil.rmtree(old, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        remove(old)
 
 
 @contextmanager

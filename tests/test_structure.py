@@ -15,7 +15,7 @@ import frugal
 
 ROOT = Path(frugal.__file__).parent
 FLOORS = [
-    "errors", "units", "files", "required", "config", "planning", "torch_internals",
+    "errors", "units", "file_errors", "files", "required", "config", "planning", "torch_internals",
     "deepspeed_adapter", "distributed", "training", "dryrun", "launch", "cli",
 ]  # fmt: skip
 """From the ground up: a module imports from its own floor and from those below."""

@@ -17,10 +17,11 @@ Parameters without gradients are in no slot: stages 0 to 2 keep them whole, stag
 
 import copy
 import shutil
+import zipfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -37,7 +38,7 @@ from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 
-from frugal import torch_internals
+from frugal import files, torch_internals
 from frugal.units import format_bytes
 
 OF_DEEPSPEED = [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]
@@ -45,7 +46,18 @@ OF_DEEPSPEED = [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]
 
 
 def foreign(path: Path) -> list[str]:
-    """Names of the objects in a file that do not belong into a checkpoint; nothing in it is run."""
+    """Names of the objects in a file that do not belong into a checkpoint; nothing in it is run.
+
+    Raises:
+        ValueError: torch.save did not write it so: it is no zip archive, or its content is compressed, which may take
+            any memory to read.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
+                raise ValueError("its content is compressed")
+    except zipfile.BadZipFile:
+        raise ValueError("it is no zip archive, as torch.save makes them") from None
     with torch.serialization.safe_globals(OF_DEEPSPEED):
         return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path))
 
@@ -187,7 +199,7 @@ class CheckpointWriter(CheckpointEngine):
 
     def write(self, data: bytes, path: Path) -> None:
         """A file that is not torch's."""
-        path.write_bytes(data)
+        files.write_file(path, data, durable=False)
         self._written.append(path)
 
     def finish(self) -> list[Path]:
@@ -206,8 +218,11 @@ class CheckpointWriter(CheckpointEngine):
             if self._later:
                 self._copies.append((_copied(state_dict), path))
                 return
-            torch.save(state_dict, path)
-        except RuntimeError as error:  # what torch makes of a failed write, or of memory that is not there
+            with path.open("xb", buffering=0) as file:
+                target = _Target(file)
+                torch.save(state_dict, target)  # type: ignore[arg-type]  # it only writes
+            target.check()
+        except RuntimeError as error:  # memory that is not there
             free = shutil.disk_usage(path.parent).free
             raise OSError(
                 None, f"{path.name} cannot be written, {format_bytes(free)} are free there ({_first_line(error)})"
@@ -227,6 +242,34 @@ class CheckpointWriter(CheckpointEngine):
     def commit(self, info: Any) -> bool:
         """Nothing to finish; `files.seal` does it."""
         return True
+
+
+class _Target:
+    """A file for torch.save, which makes of a failed write an error without its cause; `check` raises the cause."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self.name = file.name
+        self._file = file
+        self._failure: OSError | None = None
+
+    def write(self, data: memoryview) -> int:
+        """Write all of it, unless a write has failed already."""
+        rest = memoryview(data).cast("B")
+        try:
+            while rest and self._failure is None:
+                rest = rest[self._file.write(rest) :]
+        except OSError as error:
+            error.filename = self.name
+            self._failure = error
+        return len(data)
+
+    def flush(self) -> None:
+        """Nothing is kept back."""
+
+    def check(self) -> None:
+        """Raise the first failure."""
+        if self._failure is not None:
+            raise self._failure
 
 
 def _copied(state_dict: Any) -> Any:

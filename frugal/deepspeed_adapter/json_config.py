@@ -143,9 +143,14 @@ def write_plan(plan: Plan, folder: Path) -> tuple[Path, Path]:
     Raises:
         RequestError: they cannot be written: no space left, no permission.
     """
-    config = json.dumps(deepspeed_config(plan), indent=2).encode() + b"\n"
-    plan_path, config_path = write_files(folder, {"plan.json": plan.to_json(), "ds_config.json": config})
+    plan_path, config_path = write_files(folder, plan_files(plan))
     return plan_path, config_path
+
+
+def plan_files(plan: Plan) -> dict[str, bytes]:
+    """The texts of both files, by name."""
+    config = json.dumps(deepspeed_config(plan), indent=2).encode() + b"\n"
+    return {"plan.json": plan.to_json(), "ds_config.json": config}
 
 
 def write_files(folder: Path, texts: Mapping[str, bytes]) -> tuple[Path, ...]:

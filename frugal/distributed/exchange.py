@@ -11,6 +11,8 @@ import msgspec
 import torch
 import torch.distributed as dist
 
+from frugal import file_errors
+
 MOST_BYTES = 256 * 2**20
 """Of one rank's message. The largest are the checksums of a checkpoint's files."""
 
@@ -64,10 +66,10 @@ def _decoded(message: bytes, kind: Any, rank: int) -> Any:
 
 
 class RanksFailed(Exception):  # noqa: N818  # never leaves the package; named for what happened
-    """An action failed on some rank; raised on every rank with all ranks' reasons."""
+    """An action failed on some rank; raised on every rank with all ranks' reasons, and what helps against the first."""
 
-    def __init__(self, reasons: list[str]) -> None:
-        self.reasons = reasons
+    def __init__(self, reasons: list[str], remedy: str) -> None:
+        self.reasons, self.remedy = reasons, remedy
         super().__init__("; ".join(reasons))
 
 
@@ -80,7 +82,8 @@ def together(action: Callable[[], T], group: dist.ProcessGroup | None, kind: Any
     try:
         result = action()
     except OSError as error:
-        problem = f"rank {rank}: {error.strerror or error}" + (f": {error.filename}" if error.filename else "")
+        because, remedy = file_errors.explain(error)
+        problem = (f"rank {rank}: {because}", remedy)
     answers = gather((result, problem), tuple[kind, str | None], group)
     reasons = [reason for _, reason in answers if reason is not None]
     if reasons:

@@ -11,7 +11,7 @@ import torch
 
 from frugal.config.run_settings import METRICS, RunSettings
 from frugal.errors import CheckpointError, NumbersError, OutOfMemoryError
-from frugal.training.checkpoint import manifest
+from frugal.training.checkpoint.held_folder import HeldFolder
 from frugal.training.checkpoint.loading import Progress
 from frugal.training.checkpoint.saving import Saver
 from frugal.training.data.batches import GlobalBatch, GlobalBatches, prefetch
@@ -46,23 +46,29 @@ def train(
     start: Progress,
     total_steps: int,
     gauge: FirstStepsGauge | None = None,
+    held: HeldFolder | None = None,
 ) -> Progress:
     """Train from `start` until `total_steps` optimizer steps are done, or a rank is told to stop. Collective.
 
-    A run that is told to stop, or is out of memory beyond recovery, saves a checkpoint first.
+    A run that is told to stop, or is out of memory beyond recovery, saves a checkpoint first. So does one whose folder,
+    `held`, is deleted: into a new one.
 
     The next global batch is collated while the engine works on the last; a step's time includes what it waits for it.
     The first step has no optimizer states before it, so memory is compared with the plan after the second.
     """
-    now, finite_check = start, FiniteCheck(settings, log)
+    now, held = start, held or HeldFolder(settings)
     to_come = islice(batches.iterate(start.position), total_steps - start.step)
     prepared = prefetch(((batch, engine.prepare(batch)) for batch in to_come), engine.device)
-    saver = Saver(engine, settings.checkpoints, keep=settings.keep, in_background=settings.async_save)
+    saver = Saver(
+        engine, settings.checkpoints, keep=settings.keep, in_background=settings.async_save, held=held, before=log.sync
+    )
+    finite_check = FiniteCheck(settings, log, saver)
     try:
         with closing(prepared), saver:
             for step in range(start.step + 1, total_steps + 1):
                 step_start = time.perf_counter()
                 batch, cut = next(prepared)
+                engine.wants_to_stop |= held.is_deleted
                 result = engine.train_step(cut)
                 if engine.device.type == "cuda":
                     log.memory_bytes = torch.cuda.max_memory_allocated(engine.device)
@@ -88,7 +94,7 @@ def _saved_and_explained(
     error: OutOfMemoryError, engine: Engine, saver: Saver, settings: RunSettings, now: Progress
 ) -> OutOfMemoryError:
     """The error with where the steps before it are saved; saves them now if no update is half done. Collective."""
-    newest = manifest.newest_checkpoint(settings.checkpoints)
+    newest = saver.newest()
     kept = f"the last good checkpoint is {newest.name}" if newest else "there is no checkpoint"
     if engine.update.is_begun:
         kept = f"the weights are between two steps; {kept}"
@@ -125,9 +131,10 @@ class FiniteCheck:
     The engine has left weights and optimizer states of such a step as they were.
     """
 
-    def __init__(self, settings: RunSettings, log: Log) -> None:
+    def __init__(self, settings: RunSettings, log: Log, saver: Saver) -> None:
         self._settings = settings
         self._log = log
+        self._saver = saver
         self._in_a_row = 0
 
     def after_step(self, step: int, result: StepResult, batch: GlobalBatch) -> None:
@@ -150,7 +157,7 @@ class FiniteCheck:
         return self._settings.on_nan == "skip" and self._in_a_row <= MOST_IN_A_ROW
 
     def _error(self, step: int, reason: str, batch: GlobalBatch) -> NumbersError:
-        newest = manifest.newest_checkpoint(self._settings.checkpoints)
+        newest = self._saver.newest()
         kept = f"the last good checkpoint is {newest.name}" if newest else "there is no checkpoint yet"
         because = [
             f"its global batch is {samples_in_words(batch.indices.tolist())} of the training data, listed in {METRICS}",

@@ -9,12 +9,18 @@ Each line of `metrics.jsonl` is one JSON object with an `event`:
     memory       step, planned_bytes, measured_bytes (rank 0's peak over initialisation and two steps), time
 
 A resumed run appends, after dropping the records beyond the step it resumes from. A number that is not finite is null.
+
+The file is never shortened in place: what is dropped at a resume is left out of a new file, which replaces the old one
+when it is on the disk. It is flushed (fsync) before each checkpoint, so that whoever has a checkpoint has the records
+of its steps. Where the disk is full, records wait in memory for room until the next checkpoint.
 """
 
 import logging
 import math
+import os
 import time
 from collections import deque
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -23,7 +29,7 @@ import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-from frugal import files
+from frugal import file_errors, files
 from frugal.config.run_settings import METRICS
 from frugal.distributed import rank_logs
 from frugal.errors import CheckpointError
@@ -71,7 +77,7 @@ class Log:
             return
         self._console = console or Console(highlight=False, soft_wrap=True)
         self._handler = _ToLog(self)
-        self._metrics = _open_metrics(folder / METRICS, first_step)
+        self._metrics = Records(folder / METRICS, first_step)
         self._progress = Progress(
             TextColumn("step {task.completed}/{task.total}"), BarColumn(bar_width=20),
             TextColumn("{task.fields[text]}"), console=self._console, transient=True,
@@ -93,7 +99,7 @@ class Log:
         if self.is_rank_0:
             logger.removeHandler(self._handler)
             self._progress.stop()
-            self._metrics.close()
+            self._metrics.close(in_error=error is not None)
 
     def say(self, text: str) -> None:
         """Print a line, above the progress bar where there is one."""
@@ -168,39 +174,102 @@ class Log:
             f"  {format_seconds(left)} left  memory {memory}{format_bytes(self._planned_bytes)}"
         )
 
+    def sync(self, folder: Path) -> None:
+        """Have all records on the disk, in `folder`, where the run's folder is by now.
+
+        Raises:
+            OSError: they cannot be written.
+        """
+        if self.is_rank_0:
+            self._metrics.sync(folder / METRICS)
+
     def _record(self, **values: Any) -> None:
-        line = msgspec.json.encode({**values, "time": round(time.time(), 3)}) + b"\n"
+        self._metrics.add(msgspec.json.encode({**values, "time": round(time.time(), 3)}) + b"\n")
+
+
+class Records:
+    """`metrics.jsonl`, open to append to, without records of steps after `last_step` or half a record.
+
+    Raises:
+        CheckpointError: it cannot be read or written; it is what it was.
+    """
+
+    def __init__(self, path: Path, last_step: int) -> None:
+        self._path = path
+        self._unwritten = bytearray()
+        self._is_failing = False
         try:
-            self._metrics.write(line)
+            self._descriptor = files.append(path)  # first, as it refuses what is not a file
+            kept, is_all = _records_until(files.read_regular(path), last_step)
+            if not is_all:
+                os.close(self._descriptor)
+                files.write_file(path, kept)
+                self._descriptor = files.append(path)
         except OSError as error:
-            raise _cannot_write(Path(self._metrics.name), error) from None
+            raise _cannot_write(path, error) from None
+
+    def add(self, line: bytes) -> None:
+        """Append a record, or keep it until there is room."""
+        self._unwritten += line
+        try:
+            self._write()
+            self._is_failing = False
+        except OSError as error:
+            if not self._is_failing:
+                because, remedy = file_errors.explain(error, self._path)
+                logger.warning("cannot write %s, it is kept for the next checkpoint: %s; %s", METRICS, because, remedy)
+            self._is_failing = True
+
+    def sync(self, path: Path) -> None:
+        """Have all on the disk, under the name `path`. A file that was deleted is made again, with all its records.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        self._path = path
+        try:
+            self._write()
+            os.fsync(self._descriptor)
+            if not path.exists():
+                files.write_file(path, Path(f"/proc/self/fd/{self._descriptor}").read_bytes())
+                os.close(self._descriptor)
+                self._descriptor = files.append(path)
+                logger.warning("%s is written anew, with all records of this run: the file was deleted", path)
+        except OSError as error:
+            error.filename = error.filename or str(path)
+            raise
+
+    def close(self, *, in_error: bool) -> None:
+        """The end, with what was kept; an error that is on its way is the one to tell."""
+        try:
+            self._write()
+        except OSError as error:
+            if not in_error:
+                raise _cannot_write(self._path, error) from None
+        finally:
+            os.close(self._descriptor)
+
+    def _write(self) -> None:
+        """A disk that is nearly full takes a part; the next part is appended to it."""
+        while self._unwritten:
+            del self._unwritten[: os.write(self._descriptor, self._unwritten)]
 
 
-def _open_metrics(path: Path, first_step: int) -> Any:
-    """The file of metrics, open to append to, without records of steps after `first_step` or half a record."""
-    try:
-        files.write_file(path, b"".join(_records_until(path, first_step)))
-        return path.open("ab", buffering=0)  # a line is on its way to the disk before the next step
-    except OSError as error:
-        raise _cannot_write(path, error) from None
+class _Record(msgspec.Struct):
+    step: int
 
 
-def _records_until(path: Path, last_step: int) -> list[bytes]:
+def _records_until(text: bytes, last_step: int) -> tuple[bytes, bool]:
+    """The records of steps up to `last_step`, and whether that is all there is."""
     kept = []
-    if path.exists():
-        for line in path.read_bytes().splitlines(keepends=True):
-            try:
-                record = msgspec.json.decode(line)
-            except msgspec.DecodeError:
-                continue
-            if record["step"] <= last_step:
+    lines = text.splitlines(keepends=True)
+    for line in lines:
+        with suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):  # half a line, killed in it
+            if msgspec.json.decode(line, type=_Record).step <= last_step and line.endswith(b"\n"):
                 kept.append(line)
-    return kept
+    return b"".join(kept), len(kept) == len(lines)
 
 
 def _cannot_write(path: Path, error: OSError) -> CheckpointError:
-    return CheckpointError(
-        f"cannot write {path}",
-        because=error.strerror or str(error),
-        hint="make room, then continue with --resume, or choose another --out",
-    )
+    because, remedy = file_errors.explain(error, path)
+    return CheckpointError(f"cannot write {path}", because=because, hint=file_errors.then_resume(remedy))

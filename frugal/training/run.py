@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from frugal.config.optimizers import Curve
     from frugal.distributed.peer_watch import PeerWatch
+    from frugal.training.checkpoint.held_folder import HeldFolder
     from frugal.training.checkpoint.loading import Progress
     from frugal.training.data.corpus import RunData
     from frugal.training.data.sources import Provenance
@@ -77,8 +78,8 @@ def train(plan: Plan, settings: RunSettings, device: "torch.device") -> None:
     from frugal.config.optimizers import Curve, check_schedule_steps
     from frugal.deepspeed_adapter.kernels import DTYPES
     from frugal.training import loop, train_step
+    from frugal.training.checkpoint.held_folder import HeldFolder
     from frugal.training.checkpoint.loading import describe_changes
-    from frugal.training.checkpoint.saving import save_model
     from frugal.training.data import corpus
     from frugal.training.data.batches import GlobalBatches
     from frugal.training.engine import initialize
@@ -101,7 +102,8 @@ def train(plan: Plan, settings: RunSettings, device: "torch.device") -> None:
         total_steps=settings.schedule_steps or total_steps,
     )  # fmt: skip
     # The loop takes the gauge off after two steps; the folder stays ours to the end.
-    with run_folder.locked(settings) if rank == 0 else nullcontext(), ExitStack() as measuring:
+    with run_folder.locked(settings) if rank == 0 else nullcontext() as descriptor, ExitStack() as measuring:
+        held = HeldFolder(settings, descriptor)
         gauge = measuring.enter_context(memory_watch.gauge(device))
         model = data.spec.build(dtype=DTYPES[plan.request.precision], device="cpu", seed=settings.seed)
         _refuse_other_model(plan, model)
@@ -123,13 +125,15 @@ def train(plan: Plan, settings: RunSettings, device: "torch.device") -> None:
                 log.say(remark)
             first_steps = None if settings.resume else loop.FirstStepsGauge(gauge, measuring)
             done = loop.train(
-                engine, batches, data.validation, settings, log, start=start, total_steps=total_steps, gauge=first_steps
-            )
+                engine, batches, data.validation, settings, log,
+                start=start, total_steps=total_steps, gauge=first_steps, held=held,
+            )  # fmt: skip
             if done.step < total_steps:
-                log.say(f"told to stop: step {done.step} is saved in {settings.checkpoints}, continue with --resume")
+                checkpoints = held.settings.checkpoints
+                log.say(f"told to stop: step {done.step} is saved in {checkpoints}, continue with --resume")
             else:
                 _evaluate_at_the_end(engine, data, total_steps, log)
-                log.say(f"model written to {save_model(engine, settings.out / 'model', data.tokenizer)}")
+                log.say(f"model written to {_save_model(engine, held, data)}")
         engine.destroy()
 
 
@@ -154,6 +158,15 @@ def _evaluate_at_the_end(engine: "Engine", data: "RunData", total_steps: int, lo
         known = Subset.drawn_from(data.training, len(data.validation) or len(data.test))
         for name, samples in (("train", known), ("test", data.test)):
             log.evaluation(total_steps, evaluate(engine, samples), of=name)
+
+
+def _save_model(engine: "Engine", held: "HeldFolder", data: "RunData") -> Path:
+    """Where the trained model is; in a folder that was deleted, it is not."""
+    from frugal.training.checkpoint import saving
+
+    if not held.follow(engine.votes):
+        held.replace(saving.beside(held.settings.out))
+    return saving.save_model(engine, held.settings.out / "model", data.tokenizer)
 
 
 def _refuse_other_model(plan: Plan, model: "torch.nn.Module") -> None:

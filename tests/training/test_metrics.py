@@ -99,6 +99,7 @@ def test_a_log_that_cannot_be_written_is_an_error_of_the_disk(tmp_path: Path) ->
     with pytest.raises(CheckpointError) as raised:
         Log(tmp_path / "nowhere", rank=0, planned_bytes=1, total_steps=1)
     assert str(raised.value) == (
-        f"cannot write {tmp_path}/nowhere/metrics.jsonl\n  because No such file or directory\n\n"
-        "hint: make room, then continue with --resume, or choose another --out"
+        f"cannot write {tmp_path}/nowhere/metrics.jsonl\n"
+        f"  because {tmp_path}/nowhere/metrics.jsonl: No such file or directory\n\n"
+        "hint: see to it that it can be written, then continue with --resume"
     )

@@ -26,7 +26,6 @@ What a run that continues may change and what it may not is checked by `check_re
 
 import hashlib
 import logging
-import pickle
 from collections import defaultdict
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
@@ -37,6 +36,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from frugal import file_errors, files
 from frugal.config import local_host
 from frugal.config.optimizers import ADAM_BETA1, ADAM_BETA2, ADAM_EPSILON, Curve
 from frugal.config.run_settings import RunSettings
@@ -57,6 +57,7 @@ from frugal.units import plural
 
 MASTER = "master"  # among the names of a slot's states: the weights themselves
 FROZEN = "frozen"
+STATES = ("model_states", "optim_states")  # DeepSpeed's files, by how their names end
 
 
 def file_name(rank: int) -> str:
@@ -66,7 +67,7 @@ def file_name(rank: int) -> str:
 
 def read_layout(folder: Path, rank: int) -> StateLayout:
     """The layout of one rank of those that wrote the checkpoint."""
-    return msgspec.json.decode((folder / file_name(rank)).read_bytes(), type=StateLayout)
+    return msgspec.json.decode(files.read_regular(folder / file_name(rank)), type=StateLayout)
 
 
 def restore(engine: Stepper, folder: Path, made_by: Manifest) -> None:
@@ -93,7 +94,7 @@ class Saved:
         self._stage = made_by.zero_stage
         self._files: dict[tuple[int, str], Path] = {}
         for name, file in made_by.files.items():
-            for kind in ("model_states", "optim_states"):
+            for kind in STATES:
                 if name.endswith(f"{kind}.pt"):
                     self._files[file.rank, kind] = folder / name
         num_writers = made_by.world_size if self._stage else 1  # without ZeRO all ranks hold the same
@@ -260,7 +261,27 @@ def _damage(engine: Stepper, path: Path) -> str | None:
         read_progress(path)
     except ValueError as error:
         return str(error)
-    return manifest.first_damage(path, made_by, engine.rank, engine.world_size) or _foreign(engine, path, made_by)
+    return (
+        manifest.first_damage(path, made_by, engine.rank, engine.world_size)
+        or _lacking(path, made_by)
+        or _foreign(engine, path, made_by)
+    )
+
+
+def _lacking(path: Path, made_by: Manifest) -> str | None:
+    """What the checkpoint has no file of."""
+    if not 0 < made_by.world_size <= len(made_by.files):
+        return f"{path / manifest.MANIFEST} is of {made_by.world_size} ranks, and lists {len(made_by.files)} files"
+    kinds = {
+        (file.rank, kind) for name, file in made_by.files.items() for kind in STATES if name.endswith(f"{kind}.pt")
+    }
+    for rank in range(made_by.world_size):
+        needed = {file_name(rank), f"rng_rank_{rank}.pt"} - made_by.files.keys()
+        needed |= {STATES[0]} if (made_by.zero_stage == 3 or rank == 0) and (rank, STATES[0]) not in kinds else set()
+        needed |= {STATES[1]} if made_by.zero_stage > 0 and (rank, STATES[1]) not in kinds else set()
+        if needed:
+            return f"{path} has no {min(needed)} of rank {rank}"
+    return None
 
 
 def _foreign(engine: Stepper, path: Path, made_by: Manifest) -> str | None:
@@ -269,8 +290,8 @@ def _foreign(engine: Stepper, path: Path, made_by: Manifest) -> str | None:
         if name.endswith(".pt") and file.rank % engine.world_size == engine.rank:
             try:
                 names = checkpoint_files.foreign(path / name)
-            except (RuntimeError, pickle.UnpicklingError) as error:
-                return f"{path / name} cannot be read: {error}"
+            except Exception as error:  # whatever torch's unpickler makes of a file that it did not write
+                return f"{path / name} cannot be read: {type(error).__name__}: {error}"
             if names:
                 return f"{path / name} holds {', '.join(names)}, which frugal does not save and could run any code"
     return None
@@ -283,9 +304,9 @@ def read_progress(path: Path) -> Progress:
         ValueError: its record cannot be read; the message says why.
     """
     try:
-        return msgspec.json.decode((path / TRAINING).read_bytes(), type=Progress)
+        return msgspec.json.decode(files.read_regular(path / TRAINING, manifest.MOST_BYTES), type=Progress)
     except OSError as error:
-        raise ValueError(f"{path / TRAINING}: {error.strerror}") from None
+        raise ValueError(file_errors.explain(error, path / TRAINING).because) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"{path / TRAINING} is no record of a run: {error}") from None
 

@@ -6,16 +6,24 @@ checkpoint and its pointer as they were.
 """
 
 import hashlib
+import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
-from frugal import files
+from frugal import file_errors, files
+from frugal.errors import CheckpointError
 
 SCHEMA = 2
 MANIFEST = "manifest.json"
 POINTER = "latest"
+MOST_BYTES = 1 << 30
+"""Of the files that are read as a whole. Ten thousand ranks have a manifest of 6 MB."""
+
+_NAME = re.compile(r"step-\d+(\.old)?")
+_FILE = re.compile(r"\w[\w.-]{,200}", re.ASCII)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,13 +69,23 @@ def checkpoints_in(folder: Path) -> list[Path]:
     """The checkpoints by their names, unread: first the one that `latest` names, then the others from new to old.
 
     `NAME.old` was about to be replaced by another of its name when a crash came.
+
+    Raises:
+        CheckpointError: the folder cannot be looked into.
     """
-    paths = sorted((path for path in folder.glob("step-*") if path.suffix in ("", ".old")), reverse=True)
     try:
-        latest = folder / (folder / POINTER).read_text().strip()
+        entries = list(folder.iterdir())
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        because, remedy = file_errors.explain(error, folder)
+        raise CheckpointError(f"cannot look for checkpoints in {folder}", because=because, hint=remedy) from None
+    paths = sorted((entry for entry in entries if _NAME.fullmatch(entry.name)), reverse=True)
+    try:
+        latest = files.read_regular(folder / POINTER, MOST_BYTES).decode().strip()
     except (OSError, UnicodeDecodeError):
         return paths
-    return sorted(paths, key=lambda path: path != latest)
+    return sorted(paths, key=lambda path: path.name != latest)
 
 
 def newest_checkpoint(folder: Path) -> Path | None:
@@ -77,7 +95,7 @@ def newest_checkpoint(folder: Path) -> Path | None:
 
 def checksum(path: Path) -> str:
     """SHA-256 of the file, hexadecimal."""
-    with path.open("rb") as file:
+    with files.open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
@@ -105,14 +123,14 @@ def read(folder: Path) -> Manifest:
     """
     path = folder / MANIFEST
     try:
-        manifest = msgspec.json.decode(path.read_bytes(), type=Manifest, strict=True)
+        manifest = msgspec.json.decode(files.read_regular(path, MOST_BYTES), type=Manifest, strict=True)
     except OSError as error:
-        raise ValueError(f"{path}: {error.strerror}") from None
+        raise ValueError(file_errors.explain(error, path).because) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"{path} is not a manifest: {error}") from None
     if manifest.schema != SCHEMA:
         raise ValueError(f"{path} has schema {manifest.schema}, this frugal reads schema {SCHEMA}")
-    if any(Path(name).name != name for name in manifest.files):
+    if not all(_FILE.fullmatch(name) for name in manifest.files):
         raise ValueError(f"{path} names files outside its folder")
     return manifest
 
@@ -124,7 +142,8 @@ def first_damage(folder: Path, manifest: Manifest, rank: int, world_size: int) -
             continue
         path = folder / name
         try:
-            num_bytes = path.stat().st_size
+            with files.open_regular(path) as opened:
+                num_bytes = os.fstat(opened.fileno()).st_size
             if num_bytes != file.num_bytes:
                 return f"{path} has {num_bytes} bytes instead of {file.num_bytes}"
             if checksum(path) != file.sha256:
@@ -132,5 +151,5 @@ def first_damage(folder: Path, manifest: Manifest, rank: int, world_size: int) -
         except FileNotFoundError:
             return f"{path} is not there; rank {file.rank} of {manifest.world_size} wrote it"
         except OSError as error:
-            return f"{path}: {error.strerror}"
+            return file_errors.explain(error, path).because
     return None

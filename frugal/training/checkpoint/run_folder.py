@@ -4,6 +4,7 @@ A host without memory ends ranks with SIGKILL, hours into a run and without a me
 checkpoint. What is free is known only here, on each node itself.
 """
 
+import errno
 import fcntl
 import os
 import shutil
@@ -14,12 +15,12 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from frugal import files
+from frugal import file_errors, files
 from frugal.config.local_host import available_bytes
-from frugal.config.run_settings import RECORD, RunSettings
-from frugal.deepspeed_adapter.json_config import write_plan
+from frugal.config.run_settings import METRICS, RECORD, RunSettings
+from frugal.deepspeed_adapter.json_config import plan_files
 from frugal.distributed import env, process_group, rank_logs
-from frugal.errors import NothingFitsError, RequestError
+from frugal.errors import CheckpointError, FrugalError, NothingFitsError, RequestError
 from frugal.planning.memory import breakdown
 from frugal.planning.plan import Plan
 from frugal.training.checkpoint import manifest
@@ -34,7 +35,7 @@ def create(settings: RunSettings) -> RunSettings:
     """The settings of this start, whose folder exists now.
 
     Raises:
-        RequestError: it holds another run, or cannot be made.
+        RequestError: it holds another run, cannot be made, or what is written in it would go elsewhere.
     """
     newest = manifest.newest_checkpoint(settings.checkpoints)
     if newest is not None and env.is_restarted_by_torchrun():
@@ -42,7 +43,27 @@ def create(settings: RunSettings) -> RunSettings:
     if newest is not None and not settings.resume:
         raise in_use(settings, newest)
     make_folder(settings, settings.out)
+    _refuse_links(settings)
     return settings
+
+
+def _refuse_links(settings: RunSettings) -> None:
+    """Refuse links in the place of what a run appends to, and another user's in the place of its folders.
+
+    The run's folder itself may be reached through any link. What is replaced as a whole replaces a link, too.
+    """
+    out = settings.out
+    try:
+        for appended in (out / METRICS, *(out / "logs").glob("rank_*.log")):
+            if appended.is_symlink():
+                raise OSError(errno.ELOOP, f"it is a symbolic link to {appended.readlink()}", str(appended))
+        for folder in (out / "logs", settings.checkpoints, out / "model"):
+            files.refuse_foreign_link(folder)
+    except OSError as error:
+        because, remedy = file_errors.explain(error, out)
+        raise RequestError(
+            f"what is written to {out} would go elsewhere", because=because, hint=file_errors.or_elsewhere(remedy)
+        ) from None
 
 
 def make_folder(settings: RunSettings, folder: Path) -> None:
@@ -67,8 +88,11 @@ def in_use(settings: RunSettings, newest: Path) -> RequestError:
 
 
 @contextmanager
-def locked(settings: RunSettings) -> Iterator[None]:
-    """Lock the run's folder for this run; the kernel unlocks it when the process ends, however that comes about."""
+def locked(settings: RunSettings) -> Iterator[int]:
+    """Lock the run's folder for this run; the kernel unlocks it when the process ends, however that comes about.
+
+    A descriptor of it, for `HeldFolder`.
+    """
     folder = os.open(settings.out, os.O_RDONLY)
     try:
         is_locked = _try_lock(folder)
@@ -84,7 +108,7 @@ def locked(settings: RunSettings) -> Iterator[None]:
                 because="two runs in one folder would overwrite each other's checkpoints",
                 hint="wait for it to end, or choose another folder with --out",
             )
-        yield
+        yield folder
     finally:
         os.close(folder)
 
@@ -101,18 +125,29 @@ def _try_lock(folder: int) -> bool:
 
 
 def record(plan: Plan, settings: RunSettings) -> None:
-    """What the run is, in its folder: the plan, its print-out for DeepSpeed, and what was asked for."""
-    write_plan(plan, settings.out)
+    """What the run is, in its folder: the plan, its print-out for DeepSpeed, and what was asked for.
+
+    Raises:
+        RequestError: it cannot be written; CheckpointError, if the run is to be resumed.
+    """
     try:
-        files.write_file(settings.out / RECORD, settings.record())
+        write_record(plan, settings)
     except OSError as error:
         raise _cannot_write(settings, error) from None
 
 
-def _cannot_write(settings: RunSettings, error: OSError) -> RequestError:
-    return RequestError(
-        f"cannot write to {settings.out}", because=str(error.strerror), hint="choose another folder with --out"
-    )
+def write_record(plan: Plan, settings: RunSettings) -> None:
+    """As `record`, which explains what is raised: OSError."""
+    for name, text in (plan_files(plan) | {RECORD: settings.record()}).items():
+        files.write_file(settings.out / name, text)
+
+
+def _cannot_write(settings: RunSettings, error: OSError) -> FrugalError:
+    what = f"cannot write to {settings.out}"
+    because, remedy = file_errors.explain(error, settings.out)
+    if settings.resume:
+        return CheckpointError(what, because=because, hint=file_errors.then_resume(remedy))
+    return RequestError(what, because=because, hint=file_errors.or_elsewhere(remedy))
 
 
 def check_space(plan: Plan, settings: RunSettings) -> None:
@@ -120,6 +155,7 @@ def check_space(plan: Plan, settings: RunSettings) -> None:
 
     Raises:
         NothingFitsError: a host, by its name, lacks memory or disk.
+        CheckpointError: a run that is resumed lacks disk alone.
     """
     from frugal.distributed.exchange import gather
 
@@ -129,7 +165,8 @@ def check_space(plan: Plan, settings: RunSettings) -> None:
     lacking = gather(_lacking(plan, settings, name, names.count(name)) if first else [], list[str])
     because = [text for texts in lacking for text in texts]
     if because:
-        raise NothingFitsError(
+        is_disk_full = settings.resume and all(_OF_DISK in text for text in because)
+        raise (CheckpointError if is_disk_full else NothingFitsError)(
             "the run would not get through on what is free now",
             because=because,
             hint="free what lacks, or plan for it with --host-mem and --host-disk; --out, --keep and --nvme-path say "
@@ -196,12 +233,13 @@ def _weight_bytes(plan: Plan) -> int:
     return 4 if plan.request.precision == "fp32" else 2
 
 
+_OF_DISK = "free on the disk of"
+
+
 def _on_disk(name: str, folder: Path, needed: int, what: str) -> list[str]:
     while not folder.exists():  # it will be made
         folder = folder.parent
     free = shutil.disk_usage(folder).free
     if needed <= free:
         return []
-    return [
-        f"{name} has {format_bytes(free)} free on the disk of {folder}, and {what} will take {format_bytes(needed)}"
-    ]
+    return [f"{name} has {format_bytes(free)} {_OF_DISK} {folder}, and {what} will take {format_bytes(needed)}"]

@@ -4,16 +4,22 @@ In the background a rank copies its states into its host's memory, which takes a
 thread of it writes the copy. What is on the disk at any moment is the same: a checkpoint has its name once all ranks
 have all of their files there, and not before.
 
+A save goes to where the run's folder is by then. Where it was deleted, what the ranks have in memory is saved into a
+new folder beside it, and the run ends: a folder that somebody removed is not made again under its name, and hours of
+training are not thrown away for a slip of the hand.
+
 The trained model, as others load it: a folder for `from_pretrained`, or one file of weights for any module.
 """
 
 import contextlib
 import errno
+import os
 import shutil
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -22,14 +28,17 @@ import msgspec
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from frugal import files
+from frugal import file_errors, files
+from frugal.config.run_settings import RunSettings
 from frugal.deepspeed_adapter.checkpoint_files import CheckpointWriter
 from frugal.deepspeed_adapter.stages import Zero
 from frugal.distributed.connections.listeners import closed_afterwards
 from frugal.distributed.exchange import RanksFailed, together
 from frugal.errors import CheckpointError
+from frugal.planning.plan import Plan
 from frugal.training import train_step
-from frugal.training.checkpoint import loading, manifest
+from frugal.training.checkpoint import loading, manifest, run_folder
+from frugal.training.checkpoint.held_folder import HeldFolder
 from frugal.training.checkpoint.loading import TRAINING, Progress, origin, read_progress
 from frugal.training.checkpoint.manifest import File, Manifest
 from frugal.training.train_step import Stepper
@@ -38,14 +47,27 @@ from frugal.training.train_step import Stepper
 class Saver:
     """Writes a run's checkpoints into `folder`, keeping the `keep` newest and the best. Collective.
 
+    `held`: the run's folder, if it may be moved or deleted; `folder` is in it. `before` is called on rank 0 before each
+    checkpoint with the run's folder, and raises OSError where that cannot be saved to.
+
     Use it in a `with` block, which does not end, with an error or without, before what was begun is written.
     """
 
-    def __init__(self, engine: Stepper, folder: Path, *, keep: int = 2, in_background: bool = False) -> None:
+    def __init__(
+        self,
+        engine: Stepper,
+        folder: Path,
+        *,
+        keep: int = 2,
+        in_background: bool = False,
+        held: HeldFolder | None = None,
+        before: Callable[[Path], None] = lambda _folder: None,
+    ) -> None:
         self._engine = engine
-        self._folder = folder.absolute()
+        self._in = folder.absolute()
         self._keep = keep
         self._in_background = in_background
+        self._held, self._before = held, before
         # A thread's votes would meet the step's in one group.
         with closed_afterwards():
             self._votes = dist.new_group(backend="gloo") if in_background else engine.votes
@@ -63,26 +85,33 @@ class Saver:
         with contextlib.nullcontext() if error is None else contextlib.suppress(Exception):
             self.finish()
 
+    @property
+    def _folder(self) -> Path:
+        """That of the checkpoints, where ranks last knew it."""
+        return self._in if self._held is None else self._held.settings.checkpoints
+
+    def newest(self) -> Path | None:
+        """The newest checkpoint, unread."""
+        return manifest.newest_checkpoint(self._folder)
+
     def save(self, progress: Progress) -> Path:
         """Write `step-N` and point `latest` to it. In the background: begin to, once the one before is written.
 
         Raises:
-            CheckpointError: a rank could not write this one, or the one before; what was there is untouched.
+            CheckpointError: a rank could not write this one, or the one before; what was there is untouched. Or the
+                run's folder is gone, and the message says where this one is instead.
         """
-        self.finish()
-        engine, aside = self._engine, self._folder / f"step-{progress.step:06d}.tmp"
-        writer = CheckpointWriter(later=self._in_background)
-        with self._explained(aside):
-            together(lambda: _make_room(aside) if engine.rank == 0 else None, engine.votes)
-            together(lambda: _find(aside) if engine.rank != 0 else None, engine.votes)
-            together(lambda: _collect(engine, writer, aside, progress), engine.votes)
-        made_by = origin(engine, progress.step, {})
-        if self._in_background:
-            self._writing = threading.Thread(target=self._finish_later, args=(aside, writer, made_by), daemon=True)
-            self._writing.start()
-        else:
-            self._finish(aside, writer, made_by)
-        return aside.with_suffix("")
+        try:
+            self.finish()
+            self._follow(progress)
+            return self._begin(progress)
+        except CheckpointError:
+            before = self._folder
+            self._follow(progress)
+            if self._folder == before:
+                raise
+        self._engine.wants_to_stop = self._engine.is_to_stop = False  # for what failed in the background
+        return self._begin(progress)  # it was moved while it was written to
 
     def finish(self) -> None:
         """Wait until what was begun is written.
@@ -94,7 +123,58 @@ class Saver:
             self._writing.join()
             self._writing = None
         if self._failure is not None:
-            raise self._failure
+            failure, self._failure = self._failure, None
+            raise failure
+
+    def _begin(self, progress: Progress) -> Path:
+        engine, aside = self._engine, self._folder / f"step-{progress.step:06d}.tmp"
+        writer = CheckpointWriter(later=self._in_background)
+        with self._explained(aside):
+            together(lambda: self._make_room(aside) if engine.rank == 0 else None, engine.votes)
+            together(lambda: _find(aside) if engine.rank != 0 else None, engine.votes)
+            together(lambda: _collect(engine, writer, aside, progress), engine.votes)
+        made_by = origin(engine, progress.step, {})
+        if self._in_background:
+            self._writing = threading.Thread(target=self._finish_later, args=(aside, writer, made_by), daemon=True)
+            self._writing.start()
+        else:
+            self._finish(aside, writer, made_by)
+        return aside.with_suffix("")
+
+    def _make_room(self, aside: Path) -> None:
+        """A new folder of rank 0's for a checkpoint, of which nothing was there before."""
+        self._before(aside.parents[1])
+        files.refuse_foreign_link(aside.parent)
+        files.remove(aside)
+        aside.mkdir(parents=True)
+
+    def _follow(self, progress: Progress) -> None:
+        """Learn where the run's folder is now. Collective.
+
+        Raises:
+            CheckpointError: it is nowhere, and what was in memory is saved elsewhere.
+        """
+        if self._held is None or self._held.follow(self._engine.votes):
+            return
+        held, engine, gone = self._held, self._engine, self._held.settings.out
+        try:
+            new = together(
+                lambda: os.fsencode(_new_folder(engine.plan, held.settings)) if engine.rank == 0 else b"",
+                engine.votes, bytes,
+            )  # fmt: skip
+            held.replace(Path(os.fsdecode(new[0])))
+            saved = self._begin(progress)
+            self.finish()
+        except (RanksFailed, CheckpointError) as failed:
+            reasons = failed.reasons if isinstance(failed, RanksFailed) else failed.because
+            raise CheckpointError(
+                f"the run's folder {gone} was deleted", because=["what was trained cannot be saved elsewhere", *reasons]
+            ) from None
+        raise CheckpointError(
+            f"the run's folder {gone} was deleted",
+            because=f"with its checkpoints; step {progress.step}, which was in memory, is saved in {saved}",
+            hint=f"continue with --resume --out {held.settings.out}",
+        )
 
     def _finish(self, aside: Path, writer: CheckpointWriter, made_by: Manifest) -> None:
         rank = self._engine.rank
@@ -118,14 +198,14 @@ class Saver:
         except RanksFailed as failed:
             if self._engine.rank == 0:
                 shutil.rmtree(aside, ignore_errors=True)
-            last = manifest.newest_checkpoint(self._folder)
+            last = self.newest()
             raise CheckpointError(
                 f"cannot write the checkpoint {aside.with_suffix('')}",
                 because=[
                     *failed.reasons,
                     f"the last good checkpoint is {last.name}" if last else "there is no earlier checkpoint",
                 ],
-                hint="make room, then continue with --resume" if last else "make room, or choose another --out",
+                hint=(file_errors.then_resume if last else file_errors.or_elsewhere)(failed.remedy),
             ) from None
 
 
@@ -134,10 +214,17 @@ def save(engine: Stepper, folder: Path, progress: Progress, *, keep: int = 2) ->
     return Saver(engine, folder, keep=keep).save(progress)
 
 
-def _make_room(aside: Path) -> None:
-    if aside.exists():
-        shutil.rmtree(aside)
-    aside.mkdir(parents=True)
+def beside(gone: Path) -> Path:
+    """The name of a new folder for what a folder that was deleted should have had."""
+    return gone.with_name(f"{gone.name}.saved-{datetime.now():%Y%m%d-%H%M%S}")
+
+
+def _new_folder(plan: Plan, settings: RunSettings) -> Path:
+    """A folder beside the run's, to continue from what will be saved there."""
+    out = beside(settings.out)
+    out.mkdir(parents=True)
+    run_folder.write_record(plan, replace(settings, out=out))
+    return out
 
 
 def _find(aside: Path) -> None:
@@ -214,7 +301,9 @@ def save_model(engine: Stepper, folder: Path, tokenizer: Any = None) -> Path:
         if engine.rank == 0:
             shutil.rmtree(aside, ignore_errors=True)
         raise CheckpointError(
-            f"cannot write the model to {folder}", because=failed.reasons, hint="make room, then continue with --resume"
+            f"cannot write the model to {folder}",
+            because=failed.reasons,
+            hint=file_errors.then_resume(failed.remedy),
         ) from None
     return folder
 
@@ -237,7 +326,7 @@ def _whole_weights(zero: Zero, module: nn.Module, *, keep: bool) -> dict[str, Te
 
 
 def _write(module: nn.Module, weights: dict[str, Tensor], aside: Path, tokenizer: Any) -> None:
-    shutil.rmtree(aside, ignore_errors=True)
+    files.remove(aside)
     aside.mkdir(parents=True)
     try:
         if hasattr(module, "save_pretrained"):
@@ -249,5 +338,6 @@ def _write(module: nn.Module, weights: dict[str, Tensor], aside: Path, tokenizer
         if tokenizer is not None:
             tokenizer.save_pretrained(aside)
     except Exception as error:  # safetensors has its own error for a full disk, tokenizers theirs
+        files.write_file(aside / "room", bytes(1 << 20))  # raises what the cause is, where it is the disk
         raise OSError(None, f"{type(error).__name__}: {error}") from error
     files.replace_folder(aside, aside.with_suffix(""))

@@ -20,26 +20,29 @@ def save_when_one_rank_cannot(folder: Path, zero_stage: int, failing_file: str) 
     """A good checkpoint, then one where the disk is full for rank 1 (or rank 0) at one file; runs on ranks."""
     engine = start(plan_for(zero_stage), dropout=0.0)
     save_at(engine, folder, 1)
-    usual, written = torch.save, Path.write_bytes
+    usual, opened = torch.save, Path.open
 
-    def torch_save(value: Any, path: Any, *args: Any, **kwargs: Any) -> None:
-        if re.search(failing_file, str(path)):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-        usual(value, path, *args, **kwargs)
+    def fail_if_full(name: str) -> None:
+        if re.search(failing_file, name):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), name)
 
-    def write_bytes(path: Path, data: bytes) -> int:
-        if re.search(failing_file, str(path)):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-        return written(path, data)
+    def torch_save(value: Any, file: Any) -> None:
+        fail_if_full(file.name)
+        usual(value, file)
 
-    torch.save, Path.write_bytes = torch_save, write_bytes  # type: ignore[method-assign]  # the disk is full
+    def open_path(path: Path, mode: str = "r", **kwargs: Any) -> Any:
+        if mode == "xb" and path.suffix != ".pt":
+            fail_if_full(str(path))
+        return opened(path, mode, **kwargs)
+
+    torch.save, Path.open = torch_save, open_path  # type: ignore[assignment, method-assign]  # the disk is full
     try:
         save_at(engine, folder, 2)
         message = "saved"
     except CheckpointError as error:
         message = str(error)
     finally:
-        torch.save, Path.write_bytes = usual, written  # type: ignore[method-assign]  # as before
+        torch.save, Path.open = usual, opened  # type: ignore[method-assign]  # as before
     loaded = loading.load(engine, folder).progress.step
     save_at(engine, folder, 3)  # the engine and the ranks still work together
     names = sorted(path.name for path in folder.iterdir())
@@ -65,12 +68,14 @@ def test_a_full_disk_on_one_rank_is_an_error_on_all_and_the_last_checkpoint_stay
     for message, names, loaded in two_ranks.run(save_when_one_rank_cannot, tmp_path, zero_stage, failing_file):
         lines = message.splitlines()
         assert lines[0] == f"cannot write the checkpoint {tmp_path}/step-000002"
-        assert re.fullmatch(rf"  because rank {rank}: No space left on device: .*", lines[1]), lines[1]
+        numbers = r"\(.* of .* are free at /.*\)"
+        assert re.fullmatch(rf"  because rank {rank}: /.*: No space left on device {numbers}", lines[1]), lines[1]
         assert lines[2:] == [
             "  because the last good checkpoint is step-000001",
             "",
-            "hint: make room, then continue with --resume",
+            lines[4],
         ]
+        assert re.fullmatch(r"hint: make room at /.*, then continue with --resume", lines[4]), lines[4]
         assert names == ["latest", left, "step-000003"]
         assert loaded
 
@@ -95,4 +100,4 @@ def test_a_really_full_disk_leaves_the_last_checkpoint(tmp_path: Path, two_ranks
         answers = two_ranks.run(fill, disk / "checkpoints")
     for said in answers:
         assert (said[0], said[2]) == ("saved 1", "loaded 1")
-        assert re.search(r"rank \d: (No space left|.* cannot be written, .* MiB are free there)", said[1]), said
+        assert re.search(rf"rank \d: {disk}/.*: No space left on device \(0.* of 1.5 MiB are free at {disk}\)", said[1])
