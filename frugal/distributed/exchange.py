@@ -84,8 +84,8 @@ def together(action: Callable[[], T], group: dist.ProcessGroup | None, kind: Any
     except OSError as error:
         because, remedy = file_errors.explain(error)
         problem = (f"rank {rank}: {because}", remedy)
-    answers = gather((result, problem), tuple[kind, str | None], group)
-    reasons = [reason for _, reason in answers if reason is not None]
-    if reasons:
-        raise RanksFailed(reasons)
+    answers = gather((result, problem), tuple[kind, tuple[str, str] | None], group)
+    problems = [problem for _, problem in answers if problem is not None]
+    if problems:
+        raise RanksFailed([because for because, _ in problems], problems[0][1])
     return [value for value, _ in answers]  # type: ignore[misc]  # no problem means a result

@@ -118,10 +118,8 @@ def train(plan: Plan, settings: RunSettings, device: "torch.device") -> None:
             log.say(_describe(plan, settings, data, total_steps, start.step))
             if changes:
                 log.say(describe_changes(changes, start.step, settings.out))
-            for note in plan.warnings:
-                if note.startswith((SPLIT_MATTERS, PADDING_MATTERS)):
-                    log.say(f"note: {note}")
-            for remark in _not_as_planned(plan, data):
+            notes = [f"note: {note}" for note in plan.warnings if note.startswith((SPLIT_MATTERS, PADDING_MATTERS))]
+            for remark in (*notes, *_not_as_planned(plan, data)):
                 log.say(remark)
             first_steps = None if settings.resume else loop.FirstStepsGauge(gauge, measuring)
             done = loop.train(

@@ -174,8 +174,8 @@ def test_missing_data_a_full_disk_and_another_model_are_said_by_the_run_itself(f
     assert done.returncode == 0, done.stderr
     assert done.stderr == (
         "error: there is no data at nowhere.jsonl\n  because no such file or folder\n"
-        "error: cannot write to /proc/frugal\n  because No such file or directory\n\n"
-        "hint: choose another folder with --out\n"
+        "error: cannot write to /proc/frugal\n  because /proc/frugal: No such file or directory\n\n"
+        "hint: see to it that it can be written, or choose another folder with --out\n"
         f"error: the plan is for another model than {tmp_path}/config.json is now\n"
         "  because it was made for 1 parameters, the model has 35,840\n\nhint: plan again\n"
     )

@@ -98,7 +98,7 @@ def test_a_full_disk_ends_the_command_with_6_and_it_goes_on_when_there_is_room(
     latest = (disk / "checkpoints" / "latest").read_text().strip()
     assert lines[0].startswith(f"error: cannot write the checkpoint {disk}/checkpoints/step-0000")
     assert lines[-3:] == [
-        f"  because the last good checkpoint is {latest}", "", "hint: make room, then continue with --resume"
+        f"  because the last good checkpoint is {latest}", "", f"hint: make room at {disk}, then continue with --resume"
     ]  # fmt: skip
     subprocess.run(["mount", "-o", "remount,size=64m", str(disk)], check=True)
     code, _, errors = frugal_train(folder, "--resume", "--out", disk)

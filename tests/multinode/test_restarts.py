@@ -181,8 +181,7 @@ def test_a_checkpoint_that_hosts_do_not_share_is_refused_when_it_is_written(host
     folder = hosts.folder / "apart" / "checkpoints"
     assert errors == (
         f"error: cannot write the checkpoint {folder}/step-000010\n"
-        "  because rank 1: n2 does not see what rank 0 made, and --out must be shared: "
-        f"{folder}/step-000010.tmp\n"
+        f"  because rank 1: {folder}/step-000010.tmp: n2 does not see what rank 0 made, and --out must be shared\n"
         "  because there is no earlier checkpoint\n\n"
-        "hint: make room, or choose another --out\n"
+        "hint: see to it that it can be written, or choose another folder with --out\n"
     )

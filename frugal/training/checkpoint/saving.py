@@ -160,7 +160,7 @@ class Saver:
         try:
             new = together(
                 lambda: os.fsencode(_new_folder(engine.plan, held.settings)) if engine.rank == 0 else b"",
-                engine.votes, bytes,
+                engine.votes, bytes | None,
             )  # fmt: skip
             held.replace(Path(os.fsdecode(new[0])))
             saved = self._begin(progress)
