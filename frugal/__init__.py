@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from frugal.distributed.stop import heed_stop_signals
     from frugal.dryrun.planner import plan
     from frugal.errors import FrugalError
     from frugal.planning.plan import Plan
@@ -17,12 +18,13 @@ if TYPE_CHECKING:
 
     __version__: str
 
-__all__ = ["Engine", "FrugalError", "Plan", "__version__", "initialize", "plan"]
+__all__ = ["Engine", "FrugalError", "Plan", "__version__", "heed_stop_signals", "initialize", "plan"]
 
 _HOMES = {
     "Engine": "frugal.training.engine",
     "FrugalError": "frugal.errors",
     "Plan": "frugal.planning.plan",
+    "heed_stop_signals": "frugal.distributed.stop",
     "initialize": "frugal.training.engine",
     "plan": "frugal.dryrun.planner",
 }

@@ -265,7 +265,7 @@ def test_whoever_starts_ranks_and_a_rank_before_its_environment_is_set_load_no_d
 
 
 def test_the_public_names_are_exactly_these() -> None:
-    public = {"Engine", "FrugalError", "Plan", "__version__", "initialize", "plan"}
+    public = {"Engine", "FrugalError", "Plan", "__version__", "heed_stop_signals", "initialize", "plan"}
     assert set(frugal.__all__) == public == set(dir(frugal))
     assert all(getattr(frugal, name) is not None for name in public)
 

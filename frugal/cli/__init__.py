@@ -1,5 +1,6 @@
 """The command line: parse, call, print. The only place that prints results or ends the process."""
 
+import errno
 import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
@@ -7,7 +8,8 @@ from importlib import import_module
 
 import click
 
-from frugal.errors import INTERRUPTED, FrugalError
+from frugal.distributed import rank_logs
+from frugal.errors import INTERRUPTED, FrugalError, RequestError
 
 # Each command lives in its own module and is imported when it is called: `frugal plan` must not wait for torch.
 COMMANDS = {
@@ -49,8 +51,20 @@ def cli() -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line and exit."""
-    sys.exit(run(arguments))
+    """Run the command line and exit. Who stops reading what it prints changes nothing else."""
+    rank_logs.guard_console()
+    code = run(arguments)
+    sys.stdout.flush()
+    error = rank_logs.lost_console().get("standard output")
+    if error is not None and error.errno != errno.EPIPE and not _trains(arguments):
+        click.echo(f"error: cannot write to standard output\n  because {error.strerror}", err=True)
+        code = code or RequestError.exit_code
+    sys.exit(code)
+
+
+def _trains(arguments: Sequence[str] | None) -> bool:
+    """Whether it is a run, which has files for what it says."""
+    return "train" in (sys.argv[1:] if arguments is None else arguments)[:1]
 
 
 def run(arguments: Sequence[str] | None = None) -> int:

@@ -79,6 +79,9 @@ class RunSettings:
     on_nan: OnNan = setting(
         "stop", "When the loss or the gradient is not finite: stop, or leave the batch out.", "run", is_expert=True
     )
+    grace: int = setting(
+        600, "Asked to stop by a signal: time to end the step and save it.", "run", metavar="SECONDS", least=1
+    )
     out: Path = setting(Path("run"), "The run's folder.", "run", metavar="DIR", is_first=True)
     resume: bool = setting(False, "Continue from the newest checkpoint in the run's folder.", "run")
     accept_changed_data: bool = setting(

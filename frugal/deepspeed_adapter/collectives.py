@@ -1,18 +1,13 @@
-"""DeepSpeed's ranks: how its launcher starts those of a node, and what all their collectives go through.
+"""DeepSpeed's ranks: the process group they form, and what all their collectives go through.
 
 DeepSpeed is imported by who calls, not by who imports this: a parent that starts ranks need not wait for it.
 """
 
-import base64
-import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from frugal.required import put
-
-RANK_FLAG = "--local_rank"
-"""In the command line of each rank that the launcher starts, with `=` and the rank's number on its node behind it."""
 
 ON_CPU = {"DS_ACCELERATOR": "cpu"}
 """In the environment of ranks whose device is the host."""
@@ -28,22 +23,6 @@ DIRECT = ("all_gather_function", "reduce_scatter_function")
 """What the backend calls of torch.distributed by names of its own."""
 
 Collective = Callable[..., Any]
-
-
-def launcher(
-    world: Mapping[str, Sequence[int | str]], *flags: str, master_port: int, module: str, arguments: Sequence[str]
-) -> list[str]:
-    """The command that starts the ranks of one node: `module` with `arguments`, once for each of its devices.
-
-    `world`: the devices of each node, by the node's name. `flags`: of the launcher, for more nodes than one.
-
-    It is what `deepspeed` itself would start, without the seconds it takes to import DeepSpeed once more.
-    """
-    return [
-        sys.executable, "-u", "-m", "deepspeed.launcher.launch", "--log_level=critical",
-        f"--world_info={base64.urlsafe_b64encode(json.dumps(world).encode()).decode()}", *flags,
-        f"--master_port={master_port}", "--module", module, *arguments,
-    ]  # fmt: skip
 
 
 def init_distributed(method: str) -> None:

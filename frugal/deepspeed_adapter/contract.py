@@ -81,16 +81,6 @@ NAMES = (
         "is_bf16_supported(self)",
         "is_fp16_supported(self)",
     ),
-    *needed(
-        "deepspeed.launcher.launch",
-        "starts the ranks of a node",
-        "parse_args:--world_info",
-        "parse_args:--master_addr",
-        "parse_args:--master_port",
-        "parse_args:--node_rank",
-        "parse_args:--module",
-        "parse_args:--log_level",
-    ),
     # Collectives: ranks vote before each
     *needed("deepspeed.comm.comm", "the object that all collectives go through", "cdb"),
     *needed("deepspeed.comm.torch", "a kernel that would be compiled", "build_shm_op()"),

@@ -6,6 +6,7 @@ for whoever started the run. The others wait a while before they end, so that th
 """
 
 import os
+import signal
 import socket
 import sys
 import threading
@@ -18,7 +19,7 @@ from typing import NoReturn
 
 import msgspec
 
-from frugal.distributed import env, process_group, rank_logs
+from frugal.distributed import env, parent, rank_logs, stop
 from frugal.errors import INTERRUPTED, FrugalError
 
 CAUSE_FIRST_SECONDS = 1.0
@@ -79,20 +80,30 @@ def read_report(folder: Path) -> FailureReport | None:
 
 def run_command(command: Callable[[Sequence[str]], None]) -> None:
     """Run `command` with the process's arguments as a rank: an error ends the process as `end_rank` does."""
-    process_group.end_with_starter()
+    parent.end_with_parent(deliver)
     try:
         command(sys.argv[1:])
     except BaseException as error:  # whatever it is, the other ranks must not wait for this one
         end_rank(error)
 
 
-def end_rank(error: BaseException) -> NoReturn:
-    """End this rank's process for `error`: with its message if this rank failed first, otherwise without one."""
-    code = _exit_code(error)
-    if _lost_a_rank(error) and env.stop_requested():
+def deliver(number: int) -> None:
+    """Do what the signal of this number, which the command received, asks of this rank."""
+    if number == signal.SIGINT:
+        end_rank(KeyboardInterrupt())
+    stop.deliver(number)
+
+
+def end_rank(error: BaseException, code: int | None = None) -> NoReturn:
+    """End this rank's process for `error`: with its message if this rank failed first, otherwise without one.
+
+    `code`: to end with; None: that of the error.
+    """
+    code = _exit_code(error) if code is None else code
+    if _lost_a_rank(error) and stop.is_ending():
         os._exit(code)  # the launcher saw another rank end and is ending all; it waits for this one
     if threading.current_thread() is threading.main_thread():
-        env.restore_defaults()  # a signal from here on ends the process
+        stop.restore_defaults()  # a signal from here on ends the process
     if _lost_connection(error):
         time.sleep(CAUSE_FIRST_SECONDS)
     if not _ending.acquire(blocking=False):
@@ -103,7 +114,7 @@ def end_rank(error: BaseException) -> NoReturn:
     if _may_print(error):
         _print(error, code)
     elif not isinstance(error, KeyboardInterrupt):  # interrupted ranks all end with the same code
-        _wait_for_launcher()
+        _wait_for_launcher(code)
     os._exit(code)  # not sys.exit: other ranks are gone, and gloo's and NCCL's destructors would wait for them
 
 
@@ -128,12 +139,12 @@ def _lost_connection(error: BaseException) -> bool:
     return is_collective_error and "connection" in str(error).lower()
 
 
-def _wait_for_launcher() -> None:
-    """Give the launcher time to end this rank for another's failure; if it does, end without a message."""
+def _wait_for_launcher(code: int = 1) -> None:
+    """Give the launcher time to end this rank for another's failure; if it does, end with `code` and no message."""
     end = time.monotonic() + LAUNCHER_SECONDS
     while time.monotonic() < end:
-        if env.stop_requested():
-            os._exit(1)
+        if stop.is_ending():
+            os._exit(code)
         time.sleep(0.2)
 
 
@@ -147,6 +158,8 @@ def _may_print(error: BaseException) -> bool:
 
 def _claim_first_failure() -> bool | None:
     """Whether no other rank has failed before; None where the store does not answer."""
+    if "torch.distributed" not in sys.modules:  # before ranks met, see below; its import takes seconds
+        return env.local_rank() == 0
     import torch.distributed as dist
 
     from frugal import torch_internals
@@ -183,8 +196,6 @@ def _reports_loss_of_rank_0(error: LostRankError) -> bool:
 
 def _print(error: BaseException, code: int) -> None:
     """Print the error's message and leave it in the report."""
-    if isinstance(error, SystemExit):  # rich ends so where nobody reads our output any more: `frugal train | head`
-        return
     # Of a rank on its own host or behind a connection the launcher may know more: which signal ended it.
     if _lost_connection(error) or (isinstance(error, LostRankError) and not error.is_elsewhere):
         _wait_for_launcher()

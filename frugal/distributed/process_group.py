@@ -1,15 +1,10 @@
 """How ranks come together."""
 
 import os
-import select
 import socket
-import threading
-import time
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-import psutil  # type: ignore[import-untyped]  # has no types
 
 from frugal.config.cluster import DeviceKind
 from frugal.deepspeed_adapter import collectives
@@ -20,15 +15,11 @@ from frugal.planning.plan import Plan
 if TYPE_CHECKING:
     import torch
 
-STARTER = "FRUGAL_STARTER_PID"
-OVER_SSH = "FRUGAL_OVER_SSH"
-"""In the environment of ranks that `frugal train --hostfile` started, and of no others."""
-
 
 def join(plan: Plan, out: Path | None = None) -> "torch.device":
     """Enter the process group that the launcher describes, or one of this process alone; the device to work on.
 
-    What ranks print goes to their files in `out`, if it is given.
+    What each of several ranks prints goes to its file in `out`, if it is given.
 
     Raises:
         PlanMismatchError: the plan is for other devices or another number of ranks, or ranks differ in what they hold.
@@ -48,7 +39,7 @@ def join(plan: Plan, out: Path | None = None) -> "torch.device":
     if kind == "cpu":
         os.environ.update(collectives.ON_CPU)  # before DeepSpeed is imported
     if world_size > 1 and out is not None:
-        rank_logs.redirect(out, int(os.environ["RANK"]))
+        rank_logs.redirect(out, env.rank())
     import torch
 
     if kind == "cuda" and not torch.cuda.is_available():
@@ -123,38 +114,6 @@ def form() -> None:
     is_gloo = collectives.ON_CPU.items() <= os.environ.items()
     with nullcontext() if is_formed or not is_gloo else listeners.closed_afterwards():
         collectives.init_distributed(rendezvous.METHOD)
-
-
-def is_over_ssh() -> bool:
-    """Whether this rank was started over ssh by a `frugal train` elsewhere."""
-    return OVER_SSH in os.environ
-
-
-def end_with_starter() -> None:
-    """End this rank soon after the command that started it has vanished, killed without a word.
-
-    `frugal train` names itself in the environment, which only ranks of its own machine get to see; to ranks that it
-    started over ssh it is what holds their standard input open. Started by another launcher, this does nothing.
-    """
-    if is_over_ssh():
-        held = select.poll()
-        held.register(0, select.POLLIN)  # nothing is ever written there: what comes is its end
-
-        def wait() -> None:
-            held.poll()
-            os._exit(1)
-
-        threading.Thread(target=wait, name="starter", daemon=True).start()
-    starter = os.environ.get(STARTER)
-    if starter is None:
-        return
-
-    def watch() -> None:
-        while psutil.pid_exists(int(starter)):
-            time.sleep(1)
-        os._exit(1)
-
-    threading.Thread(target=watch, name="starter", daemon=True).start()
 
 
 def free_port() -> int:

@@ -3,16 +3,25 @@
 What other ranks print, down to their C++ libraries, goes to their files. Rank 0's file has its log lines, too, without
 the progress bar of a terminal, and what it writes to stderr. DeepSpeed's `--enable_each_rank_log` would take rank 0's
 output away from the console.
+
+A console that is gone (its terminal closed, its reader left, its disk full) ends no run: what is printed from then on
+goes nowhere, from C++, too, and the log file says so.
 """
 
 import os
 import sys
+import threading
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
+LOST = "FRUGAL_CONSOLE_LOST"
+"""In the environment of ranks: what their command, or a rank itself, has to say of a console that is gone."""
+
 _file: TextIO | None = None
 _console: int | None = None  # a copy of stderr from before it was redirected to the file
+_lost: dict[str, OSError] = {}
+_losing = threading.Lock()
 
 
 def path(folder: Path, rank: int) -> Path:
@@ -20,15 +29,35 @@ def path(folder: Path, rank: int) -> Path:
     return folder / "logs" / f"rank_{rank}.log"
 
 
+def guard_console() -> None:
+    """From now on a standard stream that cannot be written to raises nothing, and one that is closed is /dev/null."""
+    for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(descriptor)
+        except OSError:  # the next file that is opened would be taken for it
+            os.open(os.devnull, os.O_RDWR)
+            setattr(sys, name, os.fdopen(descriptor, "r" if name == "stdin" else "w"))
+    for name, in_words in (("stdout", "standard output"), ("stderr", "standard error")):
+        if not isinstance(getattr(sys, name), _Guarded):
+            setattr(sys, name, _Guarded(getattr(sys, name), in_words))
+
+
+def lost_console() -> dict[str, OSError]:
+    """The standard streams that could not be written to, in words, and why."""
+    return _lost
+
+
 def redirect(folder: Path, rank: int) -> None:
     """Send this rank's output to its file, which is appended to. If it cannot be opened, all stays on the console."""
     global _file, _console
+    guard_console()
     own = path(folder, rank)
     with suppress(OSError):
         own.parent.mkdir(parents=True, exist_ok=True)
         _file = own.open("a", buffering=1, encoding="utf-8", errors="backslashreplace")
         if rank == 0:
-            sys.stderr = _Tee(sys.stderr, _file)
+            if LOST in os.environ:
+                to_file(os.environ[LOST])
         else:
             _console = os.dup(2)
             os.dup2(_file.fileno(), 1)
@@ -57,17 +86,54 @@ def to_console(text: str) -> None:
             os.write(_console, (text + "\n").encode(errors="backslashreplace"))
 
 
-class _Tee:
-    """Writes to a stream and to a file; is the stream in all else."""
+def _in_words(stream: str, error: OSError) -> str:
+    return f"{stream} is gone ({error.strerror}): the run goes on, and what it would print there is lost"
 
-    def __init__(self, stream: TextIO, file: TextIO) -> None:
-        self._stream = stream
-        self._file = file
 
-    def write(self, text: str) -> int:
-        with suppress(OSError):
-            self._file.write(text)
-        return self._stream.write(text)
+class _Guarded:
+    """A standard stream that raises nothing when it is gone; is the stream in all else.
+
+    What rank 0 writes to stderr goes to its log file, too.
+    """
+
+    def __init__(self, stream: Any, in_words: str) -> None:
+        self._stream, self._in_words = stream, in_words
+
+    def write(self, text: Any) -> int:
+        if self._in_words == "standard error" and _console is None and isinstance(text, str) and _file is not None:
+            with suppress(OSError):
+                _file.write(text)
+        return self._attempt(self._stream.write, text) or len(text)
+
+    def writelines(self, lines: Any) -> None:
+        for line in lines:
+            self.write(line)
+
+    def flush(self) -> None:
+        self._attempt(self._stream.flush)
+
+    @property
+    def buffer(self) -> "_Guarded":
+        return _Guarded(self._stream.buffer, self._in_words)
+
+    def _attempt(self, action: Any, *arguments: Any) -> Any:
+        try:
+            return action(*arguments)
+        except OSError as error:
+            with _losing:
+                self._lose(error)
+            with suppress(OSError):
+                self._stream.flush()  # to nowhere, what could not be written
+
+    def _lose(self, error: OSError) -> None:
+        """Let the stream's descriptor lead nowhere, and say so once."""
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, self._stream.fileno())
+        os.close(nowhere)
+        if self._in_words not in _lost:
+            _lost[self._in_words] = error
+            to_file(_in_words(self._in_words, error))
+            os.environ[LOST] = "\n".join(map(_in_words, _lost, _lost.values()))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)

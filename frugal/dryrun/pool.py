@@ -14,6 +14,7 @@ from typing import IO
 import msgspec
 
 import frugal.errors
+from frugal.distributed import parent
 from frugal.dryrun.messages import Answer, Question
 from frugal.errors import FrugalError, RequestError
 
@@ -104,6 +105,7 @@ class _Worker:
         environment = {
             **os.environ,
             MARK: "1",
+            parent.PIPE: "0",  # its standard input
             "DS_ACCELERATOR": "cpu",
             "CUDA_VISIBLE_DEVICES": "",
             "OMP_NUM_THREADS": "1",

@@ -12,11 +12,13 @@ from typing import Any, BinaryIO
 
 import msgspec
 
+from frugal.distributed import parent
 from frugal.dryrun.messages import Answer, AskCheck, AskDryRun, AskFacts, AskTrace, Mistake, Question, Traced, WarmUp
 
 
 def main() -> None:
     """Answer every question on standard input."""
+    parent.end_with_parent()
     answers = _protect_stdout()
     import frugal.dryrun.trace.trace  # noqa: F401 - torch takes seconds, in which the first question is still on its way
 

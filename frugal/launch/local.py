@@ -1,20 +1,10 @@
-"""Ranks on this machine: DeepSpeed's launcher is started, signalled and ended.
-
-The launcher and its ranks run in a session of their own, so that Ctrl-C reaches them through us: the ranks are
-interrupted and end with 130, and the launchers above them pass that on without a traceback.
-"""
+"""Runs on this machine: what could not start is refused, and a run is judged by how its ranks ended."""
 
 import os
-import signal
 import socket
-import subprocess
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import FrameType
-
-import psutil  # type: ignore[import-untyped]  # has no types
 
 from frugal.config.cluster import DeviceKind
 from frugal.config.run_settings import RunSettings
@@ -22,11 +12,12 @@ from frugal.deepspeed_adapter import collectives
 from frugal.deepspeed_adapter.json_config import write_plan
 from frugal.distributed import first_failure
 from frugal.distributed.connections import secret
-from frugal.distributed.env import STOP_SIGNALS, handled
-from frugal.distributed.process_group import STARTER, free_port
+from frugal.distributed.process_group import free_port
 from frugal.distributed.rank_logs import to_console
 from frugal.errors import PlanMismatchError, RequestError
+from frugal.launch import node
 from frugal.launch.host_report import working_gpus
+from frugal.launch.node import LaunchedNode
 from frugal.launch.restart import Start, signal_of
 from frugal.planning.plan import Plan
 from frugal.training.checkpoint.manifest import newest_checkpoint
@@ -68,7 +59,7 @@ def launch(plan: Plan, plan_path: Path, settings: RunSettings, master_port: int 
     words = ["--plan", str(plan_path), *settings.rank_words(plan_path.parent)]
     code = start(plan, "frugal.training.run", words, master_port)
     number = signal_of(code)
-    if number is None:
+    if number is None or code > 0:  # otherwise the rank has said why it ended
         return code
     saved = newest_checkpoint(settings.checkpoints)
     hint = f"\n\nhint: continue from {saved.name} with --resume" if saved is not None else ""
@@ -112,82 +103,22 @@ def start_ranks(
     *,
     to_stderr: bool = False,
 ) -> int:
-    """Run `module` on ranks of this node under DeepSpeed's launcher; the exit code of the first that failed, or 0.
+    """Run `module` on ranks of this machine; the exit code of the first that failed, or 0.
 
     `to_stderr`: what they print goes to this process's standard error, not its standard output.
     """
-    environment = {**os.environ, STARTER: str(os.getpid()), secret.SECRET: secret.make()}
+    environment = {**os.environ, secret.SECRET: secret.make()}
     if kind == "cpu":
-        environment |= {**collectives.ON_CPU, "LOCAL_SIZE": str(num_ranks)}  # the latter spares it asking numactl
+        environment |= collectives.ON_CPU
     devices = list(range(num_ranks)) if kind == "cpu" else visible_gpus()[:num_ranks]
     environment.setdefault("OMP_NUM_THREADS", str(max(1, _cores() // num_ranks)))
-    command = collectives.launcher(
-        {"localhost": devices}, master_port=master_port or free_port(), module=module, arguments=arguments
+    return node.run(
+        LaunchedNode(devices=[devices], port=master_port or free_port()),
+        module,
+        arguments,
+        environment,
+        to_stderr=to_stderr,
     )
-    early_interrupts: list[int] = []  # while there is no process yet that could be ended
-    before = signal.signal(signal.SIGINT, lambda number, _frame: early_interrupts.append(number))
-    with (
-        subprocess.Popen(command, env=environment, start_new_session=True, stdout=2 if to_stderr else None) as process,
-        _forwarded_signals(process),
-    ):
-        signal.signal(signal.SIGINT, before)
-        while True:
-            try:
-                if early_interrupts:
-                    early_interrupts.clear()
-                    raise KeyboardInterrupt
-                return process.wait()
-            except KeyboardInterrupt:
-                if not _interrupt_ranks(process):
-                    process.wait()
-                    with suppress(ProcessLookupError):  # a rank that was just being started
-                        os.killpg(process.pid, signal.SIGKILL)
-                    raise
-
-
-def _interrupt_ranks(process: subprocess.Popen[bytes]) -> bool:
-    """SIGINT to the ranks, not to the launchers between them and us; whether there are ranks that will say so."""
-    ranks = _ranks(process)
-    for rank in ranks:
-        rank.send_signal(signal.SIGINT)
-    if not ranks:  # they have not been started yet
-        os.killpg(process.pid, signal.SIGTERM)
-    return bool(ranks)
-
-
-def _ranks(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
-    tree = psutil.Process(process.pid).children(recursive=True)
-    return [child for child in tree if collectives.RANK_FLAG in " ".join(_command_line(child))]
-
-
-def _command_line(process: psutil.Process) -> list[str]:
-    try:
-        return process.cmdline()
-    except psutil.Error:
-        return []
-
-
-@contextmanager
-def _forwarded_signals(process: subprocess.Popen[bytes]) -> Iterator[None]:
-    """SIGTERM and SIGUSR1 to us go to the ranks, which save and end; SIGHUP ends the session, a second signal kills it.
-
-    Not to DeepSpeed's launcher, which would kill its ranks half a minute later and call that a failure.
-    """
-    received: list[int] = []
-
-    def forward(number: int, _frame: FrameType | None) -> None:
-        ranks = _ranks(process)
-        if received:
-            os.killpg(process.pid, signal.SIGKILL)
-        elif not ranks or number == signal.SIGHUP:
-            os.killpg(process.pid, signal.SIGTERM)
-        else:
-            for rank in ranks:
-                rank.send_signal(number)
-        received.append(number)
-
-    with handled((*STOP_SIGNALS, signal.SIGHUP), forward):
-        yield
 
 
 def visible_gpus() -> list[str]:

@@ -1,4 +1,4 @@
-"""Ranks on several hosts: DeepSpeed's launcher is started on each through pdsh, watched, signalled and ended.
+"""Ranks on several hosts: those of each are started through pdsh, watched, signalled and ended.
 
 This is what `deepspeed --hostfile` does, with what a run needs besides: arguments that the shells on the way leave
 alone, no prompts, signals that reach the ranks, and a run that is judged by what its ranks reported, not by exit codes.
@@ -32,13 +32,13 @@ from frugal.config.cluster import Cluster, DeviceKind
 from frugal.config.run_settings import RunSettings
 from frugal.deepspeed_adapter import collectives
 from frugal.deepspeed_adapter.json_config import write_plan
-from frugal.distributed import first_failure, process_group
+from frugal.distributed import first_failure, parent, stop
 from frugal.distributed.connections import secret
-from frugal.distributed.env import STOP_SIGNALS, handled
 from frugal.distributed.rank_logs import to_console
 from frugal.errors import FrugalError, PlanMismatchError, RequestError
 from frugal.launch import ssh
 from frugal.launch.host_report import HostReport
+from frugal.launch.node import LaunchedNode
 from frugal.launch.restart import judge
 from frugal.launch.ssh import Access, EnvironmentFiles, ReadyHost, UnreachableHost
 from frugal.planning.plan import Plan
@@ -161,7 +161,7 @@ def _environment(plan: Plan, access: Access, folder: Path) -> dict[str, str]:
     """What every node's processes get, which other users are not to see."""
     environment = access.environment() | {
         first_failure.REPORT_FOLDER: str(folder.absolute()),
-        process_group.OVER_SSH: "1",
+        parent.OVER_SSH: "1",
         secret.SECRET: secret.make(),
     }
     return environment | (collectives.ON_CPU if plan.cluster.devices[0].kind == "cpu" else {})
@@ -171,15 +171,8 @@ def _node_command(
     hosts: Sequence[ReadyHost], address: str, port: int, files: EnvironmentFiles, arguments: Sequence[str]
 ) -> str:
     """What every node's shell runs; pdsh puts the node's number in for `%n`."""
-    world = {host.host.name: host.gpus for host in hosts}
-    words = collectives.launcher(
-        world,
-        f"--master_addr={address}",
-        "--node_rank=NUMBER",
-        master_port=port,
-        module="frugal.training.run",
-        arguments=arguments,
-    )
+    node = LaunchedNode(devices=[host.gpus for host in hosts], address=address, port=port)
+    words = node.command("frugal.training.run", arguments, number="NUMBER")
     line = escape(files.command(words, "NUMBER"))
     return line.replace("--node_rank=NUMBER", "--node_rank=%n", 1).replace(files.path("NUMBER"), files.path("%n"))
 
@@ -267,15 +260,15 @@ class RemoteRanks:
 
     @contextmanager
     def _forwarded_signals(self) -> Iterator[None]:
-        """SIGTERM and SIGUSR1 to us go to the ranks, which save and end; a second one, and SIGHUP, end everything."""
-        received: list[int] = []
+        """Signals to stop go to the ranks, which save and end, and by a second one end at once."""
+        received = stop.Received()
 
         def forward(number: int, _frame: FrameType | None) -> None:
-            if received or number == signal.SIGHUP or not self._signal(signal.Signals(number).name.removeprefix("SIG")):
+            stop.note(number)
+            if received.add(number) and not self._signal(signal.Signals(number).name.removeprefix("SIG")):
                 raise KeyboardInterrupt
-            received.append(number)
 
-        with handled((*STOP_SIGNALS, signal.SIGHUP), forward):
+        with stop.handled(stop.SIGNALS, forward):
             yield
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 
 from frugal.config.run_settings import METRICS, RunSettings
+from frugal.distributed import stop
 from frugal.distributed.first_failure import FailureReport
 from frugal.distributed.rank_logs import to_console
 from frugal.errors import INTERRUPTED
@@ -52,6 +53,9 @@ def supervise(
         end = judge(*start(plan, settings), settings)
         if end.is_final:
             return end.code
+        if stop.requested() is not None:  # before a rank could heed it
+            to_console(f"error: {end.why}")
+            return end.code
         if before is not None and (end.why, end.step, end.checkpoint) == (before.why, before.step, before.checkpoint):
             to_console(f"error: {end.why} again, after step {end.step} as before: not started again")
             return end.code
@@ -73,7 +77,7 @@ def judge(code: int, report: FailureReport | None, settings: RunSettings) -> Run
     step, checkpoint = _last_step(settings.out / METRICS), None if saved is None else saved.name
     if code == 0:
         return RunEnd(0, "", True, step, checkpoint)
-    if report is not None and report.code in FINAL_CODES:
+    if report is not None and (report.code in FINAL_CODES or report.code > 128):  # a signal to stop, or a second one
         return RunEnd(report.code, "", True, step, checkpoint)
     if number := signal_of(code):
         return RunEnd(128 + number, f"a rank was ended by {number.name}", False, step, checkpoint)
@@ -106,7 +110,9 @@ def _last_step(metrics: Path) -> int:
 
 def signal_of(code: int) -> signal.Signals | None:
     """The signal that ended a process with this exit code, as Python, the shell or `sys.exit(-n)` say it."""
-    for number in (-code, 256 - code, code - 128):
+    if code < 0:
+        return signal.Signals(-code)
+    for number in (256 - code, code - 128):
         if number in (signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS):
             return signal.Signals(number)
     return None

@@ -81,6 +81,7 @@ def train(
                     evaluation = evaluate(engine, validation)
                     log.evaluation(step, evaluation)
                     now = replace(now, validation_loss=evaluation.loss)
+                    engine.agree_to_stop()  # an evaluation may be long
                 if engine.is_to_stop or _is_due(step, settings.save_every, total_steps):
                     saver.save(now)
                 if engine.is_to_stop:

@@ -11,6 +11,7 @@ import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,11 +19,11 @@ from frugal.config import local_host, sample_lengths
 from frugal.config.run_settings import RunSettings, run_settings
 from frugal.config.schema import parse
 from frugal.config.setting import settings_of
-from frugal.distributed import env, first_failure, process_group
-from frugal.errors import PlanMismatchError
+from frugal.distributed import env, first_failure, parent, process_group, rank_logs, stop
+from frugal.errors import FrugalError, PlanMismatchError
 from frugal.planning.plan import Plan
 from frugal.planning.report import PADDING_MATTERS, SPLIT_MATTERS
-from frugal.training.checkpoint import run_folder
+from frugal.training.checkpoint import manifest, run_folder
 from frugal.units import format_count, plural
 
 if TYPE_CHECKING:
@@ -44,6 +45,22 @@ def run(plan: Plan, settings: RunSettings) -> None:
     Raises:
         FrugalError: the plan, the data, the folder or the memory does not allow it.
     """
+    rank_logs.guard_console()
+    with stop.heed_stop_signals(settings.grace, partial(_end_without_saving, settings)):
+        _run(plan, settings)
+        if stop.requested() is not None:
+            stop.ignore()
+
+
+def _end_without_saving(settings: RunSettings, what: str, why: str, code: int) -> None:
+    """End this rank, which was asked to stop and is not to be waited for."""
+    newest = manifest.newest_checkpoint(settings.checkpoints)
+    kept = f"the last good checkpoint is {newest.name}" if newest else "there is no checkpoint"
+    hint = "continue from it with --resume; --grace SECONDS says how long a step and its checkpoint may take"
+    first_failure.end_rank(FrugalError(what, because=[why, kept], hint=hint if newest else None), code)
+
+
+def _run(plan: Plan, settings: RunSettings) -> None:
     device = process_group.join(plan, settings.out)
     import torch.distributed as dist
 
@@ -104,6 +121,8 @@ def train(plan: Plan, settings: RunSettings, device: "torch.device") -> None:
     # The loop takes the gauge off after two steps; the folder stays ours to the end.
     with run_folder.locked(settings) if rank == 0 else nullcontext() as descriptor, ExitStack() as measuring:
         held = HeldFolder(settings, descriptor)
+        if plan.batch.world_size == 1:  # several have their logs since they joined
+            rank_logs.redirect(settings.out, rank)
         gauge = measuring.enter_context(memory_watch.gauge(device))
         model = data.spec.build(dtype=DTYPES[plan.request.precision], device="cpu", seed=settings.seed)
         _refuse_other_model(plan, model)
@@ -223,14 +242,13 @@ def command(words: Sequence[str]) -> None:
 
 def main() -> None:
     """The rank's whole life."""
-    process_group.end_with_starter()
+    parent.end_with_parent(first_failure.deliver)
     # Not as an exception, which is lost where it meets a finalizer.
     signal.signal(signal.SIGINT, lambda _number, _frame: first_failure.end_rank(KeyboardInterrupt()))
-    with env.recorded():
-        try:
-            command(sys.argv[1:])
-        except BaseException as error:  # whatever it is, the other ranks must not wait for this one
-            first_failure.end_rank(error)
+    try:
+        command(sys.argv[1:])
+    except BaseException as error:  # whatever it is, the other ranks must not wait for this one
+        first_failure.end_rank(error)
 
 
 if __name__ == "__main__":

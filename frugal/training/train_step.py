@@ -25,7 +25,7 @@ from frugal.config import local_host
 from frugal.config.request import Request
 from frugal.deepspeed_adapter import engine
 from frugal.deepspeed_adapter.stages import Zero
-from frugal.distributed import env
+from frugal.distributed import stop
 from frugal.errors import RequestError
 from frugal.planning.batch import BatchPlan
 from frugal.planning.plan import Plan
@@ -182,13 +182,22 @@ class Stepper:
             is_finite=is_finite,
         )
 
+    def agree_to_stop(self) -> bool:
+        """Whether any rank wants to stop, or was asked to; `is_to_stop` from now on. Collective."""
+        self.is_to_stop = self._sum(self._is_asked_to_stop) > [0]
+        return self.is_to_stop
+
+    @property
+    def _is_asked_to_stop(self) -> bool:
+        return self.wants_to_stop or stop.requested() is not None
+
     def _try(self, batches: Sequence[Batch], targets: int) -> tuple[float, bool] | OutOfMemory:
         """A whole step: the loss summed over the ranks, and whether all numbers are finite. Collective."""
         self.update.is_begun = False
         local_loss = self.guard.attempt(partial(self.accumulate, batches, targets))
         if isinstance(local_loss, OutOfMemory):
             return local_loss
-        loss_sum, num_told = self._sum(local_loss.item(), self.wants_to_stop or env.stop_requested())
+        loss_sum, num_told = self._sum(local_loss.item(), self._is_asked_to_stop)
         self.is_to_stop = num_told > 0
         if not math.isfinite(loss_sum):
             abandon(self.zero)

@@ -8,13 +8,6 @@ from pathlib import Path
 from frugal.distributed import rank_logs
 
 
-def test_a_reader_that_has_left_is_no_bug() -> None:
-    """rich raises SystemExit(1) where standard output is closed, as in `frugal train | head`."""
-    program = "from frugal.distributed import first_failure; first_failure.end_rank(SystemExit(1))"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (1, "")
-
-
 def test_a_rank_whose_log_is_on_a_full_disk_is_heard_on_the_console(tmp_path: Path) -> None:
     log = rank_logs.path(tmp_path, 1)
     log.parent.mkdir()

@@ -16,7 +16,7 @@ from bench.ranks import Ranks
 from bench.runs import records
 from frugal.config.optimizers import schedule_factor
 from frugal.config.run_settings import RunSettings
-from frugal.distributed import env
+from frugal.distributed import stop
 from frugal.training import loop, train_step
 from frugal.training.checkpoint import loading
 from frugal.training.checkpoint.loading import Progress
@@ -61,7 +61,7 @@ def train(
     if die == "in a save" and rank == 1:
         _kill_in(torch, "save", signal.SIGKILL, when=lambda: engine.deepspeed.global_steps == 6)
     log = Log(folder, rank=rank, planned_bytes=1, total_steps=total_steps, first_step=start.step)
-    with log, env.recorded():
+    with log, stop.heed_stop_signals():
         loop.train(engine, batches, SAMPLES[:5], settings, log, start=start, total_steps=total_steps)
     engine.destroy()
     gc.collect()

@@ -19,7 +19,7 @@ from frugal import file_errors, files
 from frugal.config.local_host import available_bytes
 from frugal.config.run_settings import METRICS, RECORD, RunSettings
 from frugal.deepspeed_adapter.json_config import plan_files
-from frugal.distributed import env, process_group, rank_logs
+from frugal.distributed import env, parent, rank_logs
 from frugal.errors import CheckpointError, FrugalError, NothingFitsError, RequestError
 from frugal.planning.memory import breakdown
 from frugal.planning.plan import Plan
@@ -96,7 +96,7 @@ def locked(settings: RunSettings) -> Iterator[int]:
     folder = os.open(settings.out, os.O_RDONLY)
     try:
         is_locked = _try_lock(folder)
-        if not is_locked and settings.resume and process_group.is_over_ssh():
+        if not is_locked and settings.resume and parent.is_over_ssh():
             rank_logs.to_console(f"waiting for {settings.out}, which another run still holds")
             end = time.monotonic() + LOCK_SECONDS
             while not is_locked and time.monotonic() < end:

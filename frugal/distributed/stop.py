@@ -1,0 +1,219 @@
+"""A run is asked to stop, by SIGTERM, SIGUSR1 or SIGHUP: it ends at the next step boundary, with a checkpoint.
+
+A thread hears the signal at once, however long the main thread is in one operation, says so, and counts the grace. The
+loop asks `is_requested` at each step boundary, and all ranks stop at the same one. Where that has not come when the
+grace is over, or the same signal comes a second time, the process ends.
+
+Signals that were ignored when the process was started stay ignored, which is what `nohup` asks for.
+
+Whoever signals all processes of a run at once (`kill -- -GROUP`, systemd, docker, scancel) reaches a rank twice: once
+itself, and once through the command or launcher that passes its own signal on. And a shell whose terminal closes hands
+on the SIGHUP that its jobs got from the kernel. So the same signal counts as a second one after `REPEATED_SECONDS`.
+"""
+
+import logging
+import os
+import select
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType
+
+from frugal.distributed import env, rank_logs
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+
+GRACE_SECONDS = 600
+
+REPEATED_SECONDS = 3.0
+
+OTHER_FAILED = 0
+"""What `deliver` takes in place of a signal's number: another rank has failed, and this one is to end."""
+
+_CLOSED = 255  # no signal has this number
+_log = logging.getLogger("frugal")
+
+_requested: signal.Signals | None = None  # signals are the process's, and so is this
+_has_other_failed = False
+_listener: "_Listener | None" = None
+
+
+def requested() -> signal.Signals | None:
+    """The signal by which this process was asked to stop; None if it was not."""
+    return _requested
+
+
+def is_ending() -> bool:
+    """Whether this process was asked to stop, or another rank's failure ends it."""
+    return _requested is not None or _has_other_failed
+
+
+def note(number: int) -> None:
+    """This process was asked to stop by the signal of this number."""
+    global _requested
+    _requested = _requested or signal.Signals(number)
+
+
+def deliver(number: int) -> None:
+    """Do what the signal of this number would do; whoever started this process passes on what it received."""
+    global _has_other_failed
+    if number == OTHER_FAILED:
+        _has_other_failed = True
+    elif (listener := _listener) is not None:
+        listener.tell(number)
+    else:
+        os.kill(os.getpid(), number)
+
+
+@contextmanager
+def heed_stop_signals(
+    grace_seconds: float = GRACE_SECONDS, end: Callable[[str, str, int], None] | None = None
+) -> Iterator[None]:
+    """Inside the `with` block signals to stop do not end this process, but ask it to stop; on the main thread.
+
+    After a step `Engine.is_to_stop` says so, on all ranks. When the grace is over, or the same signal comes again, the
+    process ends with 128 + the signal's number. `end`, if given, is called for that with what happened, the reason, and
+    this exit code.
+    """
+    global _requested, _listener
+    _requested = None
+    listener = _Listener(grace_seconds, end or _end)
+    usual_wakeup = signal.set_wakeup_fd(listener.wakeup.fileno(), warn_on_full_buffer=False)
+    _listener = listener
+    try:
+        with handled(SIGNALS, lambda _number, _frame: None):  # the thread reads their numbers
+            yield
+    finally:
+        _listener = None
+        signal.set_wakeup_fd(usual_wakeup)
+        listener.close()
+        _requested = None
+
+
+class Received:
+    """The signals that came so far. Call `add` with each."""
+
+    def __init__(self) -> None:
+        self._first: dict[int, float] = {}  # when each came first
+
+    def add(self, number: int) -> int:
+        """How often this signal came, up to 2; 0 where it is the last one once more, by another way."""
+        now = time.monotonic()
+        if number not in self._first:
+            self._first[number] = now
+            return 1
+        return 2 if now - self._first[number] > REPEATED_SECONDS else 0
+
+
+class _Listener:
+    """The thread that hears signals, and ends the process when it is time for that."""
+
+    def __init__(self, grace_seconds: float, end: Callable[[str, str, int], None]) -> None:
+        self._grace_seconds, self._end = grace_seconds, end
+        self._received = Received()
+        self._heard, self.wakeup = socket.socketpair()
+        self.wakeup.setblocking(False)
+        self._thread = threading.Thread(target=self._listen, name="signals", daemon=True)
+        self._thread.start()
+
+    def tell(self, number: int) -> None:
+        """The signal of this number came."""
+        with suppress(OSError):  # it is closed already
+            self.wakeup.send(bytes([number]))
+
+    def close(self) -> None:
+        """Hear no more."""
+        self.tell(_CLOSED)
+        self._thread.join()
+        self.wakeup.close()
+        self._heard.close()
+
+    def _listen(self) -> None:
+        deadline: float | None = None
+        while True:
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            if not select.select([self._heard], [], [], left)[0]:
+                self._overdue()
+                return
+            for number in self._heard.recv(64):
+                if number == _CLOSED:
+                    return
+                if number not in SIGNALS:
+                    continue
+                times = self._received.add(number)
+                if times == 2:
+                    what = f"ended by a second {signal.Signals(number).name}"
+                    self._end(what, "the step under way was not waited for", 128 + number)
+                elif times == 1 and deadline is None:
+                    deadline = time.monotonic() + self._grace_seconds
+                    self._ask(number)
+
+    def _ask(self, number: int) -> None:
+        note(number)
+        name = signal.Signals(number).name
+        text = f"asked to stop by {name}: saving after this step, at most {self._grace_seconds} s"
+        if env.rank() == 0:
+            _log.warning(text)
+        else:
+            rank_logs.to_file(text)
+
+    def _overdue(self) -> None:
+        assert _requested is not None
+        what = f"not done within {self._grace_seconds} s after {_requested.name}"
+        self._end(what, "the step under way takes longer", 128 + _requested)
+
+
+def _end(what: str, why: str, code: int) -> None:
+    rank_logs.to_console(f"error: {what}\n  because {why}")
+    os._exit(code)
+
+
+@contextmanager
+def handled(signals: Iterable[signal.Signals], handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Inside the `with` block `signals` call `handler`; afterwards all is as before. What is ignored stays ignored."""
+    heeded = [number for number in signals if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, handler) for number in heeded}
+    try:
+        yield
+    finally:
+        for number, usual in before.items():
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, usual)
+
+
+def ignore() -> None:
+    """From now on signals to stop change nothing: what they ask for is done, and the process is at its end."""
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
+
+def restore_defaults() -> None:
+    """From now on signals to stop end the process, but those that are ignored."""
+    for number in SIGNALS:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
+
+
+def _block(how: int) -> None:
+    if _listener is not None:
+        signal.pthread_sigmask(how, SIGNALS)
+
+
+def _forget_in_child() -> None:
+    """A process that forks off is no rank: its signals are its own, and not told to this one."""
+    global _listener
+    if _listener is not None:
+        signal.set_wakeup_fd(-1)
+        restore_defaults()
+        _block(signal.SIG_UNBLOCK)
+        _listener = None
+
+
+os.register_at_fork(
+    before=lambda: _block(signal.SIG_BLOCK),
+    after_in_parent=lambda: _block(signal.SIG_UNBLOCK),
+    after_in_child=_forget_in_child,
+)
