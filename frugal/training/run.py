@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from frugal.distributed.peer_watch import PeerWatch
     from frugal.training.checkpoint.held_folder import HeldFolder
     from frugal.training.checkpoint.loading import Progress
+    from frugal.training.data.batches import GlobalBatches
     from frugal.training.data.corpus import RunData
     from frugal.training.data.sources import Provenance
     from frugal.training.engine import Engine
@@ -98,7 +99,6 @@ def train(plan: Plan, settings: RunSettings, device: "torch.device") -> None:
     from frugal.training.checkpoint.held_folder import HeldFolder
     from frugal.training.checkpoint.loading import describe_changes
     from frugal.training.data import corpus
-    from frugal.training.data.batches import GlobalBatches
     from frugal.training.engine import initialize
     from frugal.training.measure import memory_watch
     from frugal.training.metrics import Log
@@ -107,10 +107,7 @@ def train(plan: Plan, settings: RunSettings, device: "torch.device") -> None:
     settings = run_folder.create(settings)
     run_folder.check_space(plan, settings)
     data = corpus.read_samples(plan, settings)
-    if plan.batch.global_tokens is None:
-        batches = GlobalBatches(data.training, global_batch=plan.batch.global_batch, seed=settings.seed)
-    else:
-        batches = GlobalBatches(data.training, global_tokens=plan.batch.global_tokens, seed=settings.seed)
+    batches = _global_batches(plan, settings, data)
     total_steps = loop.num_steps(batches, settings)
 
     check_schedule_steps(settings.schedule, settings.schedule_steps, total_steps)
@@ -152,6 +149,15 @@ def train(plan: Plan, settings: RunSettings, device: "torch.device") -> None:
                 _evaluate_at_the_end(engine, data, total_steps, log)
                 log.say(f"model written to {_save_model(engine, held, data)}")
         engine.destroy()
+
+
+def _global_batches(plan: Plan, settings: RunSettings, data: "RunData") -> "GlobalBatches":
+    from frugal.training.data.batches import GlobalBatches
+
+    tokens = plan.batch.global_tokens
+    if tokens is None:
+        return GlobalBatches(data.training, global_batch=plan.batch.global_batch, seed=settings.seed)
+    return GlobalBatches(data.training, global_tokens=tokens, seed=settings.seed)
 
 
 def _not_as_planned(plan: Plan, data: "RunData") -> Iterator[str]:
