@@ -16,6 +16,7 @@ Precision = Literal["bf16", "fp16", "fp32"]
 ActivationCheckpointingChoice = Literal["auto", "off", "selective", "full", "offloaded"]
 LossChoice = Literal["auto", "plain", "tiled"]
 AccumulationDtype = Literal["fp32", "bf16"]
+BatchNormChoice = Literal["local", "frozen", "sync"]
 OffloadChoice = Literal["auto", "none", "optimizer", "all", "nvme"]
 
 DEFAULT_GLOBAL_BATCH = 512
@@ -139,6 +140,12 @@ class Request:
         None, "Put several documents into one sample of --seq-len tokens; none sees another.", "model and batch",
         shown_default="no",
     )  # fmt: skip
+    batch_norm: BatchNormChoice | None = setting(
+        None,
+        "Whose statistics BatchNorm takes: those of a rank's own micro-batch (`local`), of all ranks' (`sync`), "
+        "or running ones (`frozen`), with which the gradient is exact however a batch is split.",
+        "model and batch", shown_default="local", is_expert=True,
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
         self._check_numbers()
@@ -213,6 +220,12 @@ class Request:
                 f"--global-tokens {self.global_tokens} is less than one sample",
                 because=f"a sample has up to {self.seq_len} tokens",
                 hint=f"ask for at least {self.seq_len} tokens, or shorten --seq-len",
+            )
+        if self.batch_norm == "sync" and self.global_tokens is not None:
+            raise RequestError(
+                "--batch-norm sync is impossible with --global-tokens",
+                because="a rank that gets no sample in a micro-step has no statistics to add",
+                hint="use --global-batch, or --batch-norm frozen",
             )
         check_rule(self.reference_batch, self.lr_rule, self.optimizer)
         if self.reference_batch is not None and self.global_tokens is not None and self.reference_batch < self.seq_len:

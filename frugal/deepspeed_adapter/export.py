@@ -236,6 +236,12 @@ def check(plan: Plan, target: Target) -> None:
             because="frugal packs them itself, and the plan counts the attention mask that this takes",
             hint="plan without --pack",
         )
+    if plan.request.batch_norm not in (None, "local"):
+        raise RequestError(
+            f"{who} takes BatchNorm as it is",
+            because=f"the plan has --batch-norm {plan.request.batch_norm}, which frugal does when it trains",
+            hint="plan without --batch-norm",
+        )
     if batch.global_tokens is not None:
         raise RequestError(
             f"{who} cannot fill a global batch of {batch.global_tokens} tokens",

@@ -179,7 +179,7 @@ class DryRunSource:
 
     def facts(self) -> ModelFacts:
         """What the model is. Raises as `profile`."""
-        key = digest("model", model_key(self.request))
+        key = digest("model", model_key(self.request), self.request.batch_norm)
         facts = self._cache.read(key, ModelFacts) or shipped.facts(self.request)
         if facts is None:
             answer, *_ = self._pool.ask_all(AskFacts(self.request))  # all, so that all have their imports done

@@ -38,7 +38,8 @@ class Shipment(msgspec.Struct, frozen=True):
 
 def facts(request: Request) -> ModelFacts | None:
     """What the request's model is, if that is shipped."""
-    shipment = _shipment(request.model, "off") if request.task is None and not request.pack else None
+    is_plain = request.task is None and not request.pack and request.batch_norm is None
+    shipment = _shipment(request.model, "off") if is_plain else None
     return None if shipment is None else shipment.facts
 
 

@@ -109,7 +109,7 @@ def _check(question: AskCheck) -> tuple[str, ...]:
     spec = _spec(question.request.model, question.request.task)
     if question.request.pack:
         packing_check.check_packing(spec)
-    return model_check.check_model(spec)
+    return model_check.check_model(spec, question.request.batch_norm)
 
 
 @functools.lru_cache(maxsize=1)

@@ -249,6 +249,14 @@ def decide(request: Request, cluster: Cluster, defaults: tuple[str, ...], dry_ru
             raise nothing_fits(request, cluster, result, ways)
         if request.lengths is not None:
             result = _proven(search, result, dry_run)
+    batch = result.chosen.batch
+    if request.batch_norm == "sync" and batch is not None and any(0 in sizes for sizes in batch.sizes):
+        raise RequestError(
+            f"--batch-norm sync is impossible for {plural(batch.global_batch, 'sample')} in "
+            f"{plural(batch.accumulation_steps, 'micro-step')} on {plural(cluster.world_size, cluster.rank_noun)}",
+            because="a rank that gets no sample in a micro-step has no statistics to add",
+            hint=f"use a --global-batch that is a multiple of {cluster.world_size}",
+        )
     return _decided(request, cluster, defaults, result, notes)
 
 

@@ -1,5 +1,6 @@
 """The engine: a model under a plan, with all that can be done to it."""
 
+import logging
 import socket
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -14,10 +15,14 @@ from frugal.distributed.connections.listeners import closed_afterwards
 from frugal.distributed.exchange import gather
 from frugal.errors import PlanMismatchError
 from frugal.planning.plan import Plan
+from frugal.planning.report import SPLIT_MATTERS
 from frugal.training.checkpoint import loading, saving
 from frugal.training.checkpoint.loading import Progress
+from frugal.training.models import batch_norm
 from frugal.training.objectives import Objective, Sample
 from frugal.training.train_step import Evaluation, Stepper, evaluate, wrap
+
+logger = logging.getLogger("frugal")
 
 
 class Engine(Stepper):
@@ -55,8 +60,9 @@ def initialize(
 
     Raises:
         PlanMismatchError: the plan is for another number of ranks, or ranks hold different plans.
-        RequestError: the device cannot do the precision; its optimizer's library, a compiler or the disk is missing; or
-            DeepSpeed is another than the one that was tested, and lacks something.
+        RequestError: the device cannot do the precision, or the model what the plan says of BatchNorm; its optimizer's
+            library, a compiler or the disk is missing; or DeepSpeed is another than the one that was tested, and lacks
+            something.
     """
     process_group.form()
     if dist.get_world_size() != plan.batch.world_size:
@@ -68,11 +74,26 @@ def initialize(
     with closed_afterwards():
         votes = dist.new_group(backend="gloo") if is_nccl else None
     _refuse_different_plans(plan, votes)
+    _apply_batch_norm(model, plan)
     with nullcontext() if is_nccl else closed_afterwards():
         zero = wrap(
             model, plan.request, plan.strategy, plan.batch, learning_rate_schedule=learning_rate_schedule, votes=votes
         )
     return Engine(zero, plan, objective, votes)
+
+
+def _apply_batch_norm(model: nn.Module, plan: Plan) -> None:
+    """BatchNorm as planned; where it makes the gradient depend on the split, that is said."""
+    choice, notes = plan.request.batch_norm, [note for note in plan.warnings if note.startswith(SPLIT_MATTERS)]
+    said_elsewhere = notes and plan.model.task != "own"  # by `frugal train`, which trains the other tasks
+    if choice is None and not notes and (own := batch_norm.modules(model)):
+        notes.append(
+            f"{SPLIT_MATTERS}: {len(own)} BatchNorm modules take statistics over a micro-batch, which the plan does "
+            "not know; planned with batch_norm='frozen' they use running ones"
+        )
+    for note in notes if dist.get_rank() == 0 and not said_elsewhere else ():
+        logger.warning(note)
+    batch_norm.apply(model, choice)
 
 
 def _refuse_different_plans(plan: Plan, votes: dist.ProcessGroup | None) -> None:

@@ -31,6 +31,10 @@ def tiny():
 def broken():
     raise ValueError("no such layer")
 
+def sees_all():
+    from tests.training.small_models import tiny
+    return tiny("causal-lm", "bert")
+
 def picky():
     model = tiny_gpt2()
     model.forward = lambda pictures: pictures
@@ -233,6 +237,7 @@ def test_a_mistake_in_the_request_comes_back_as_it_was_raised(dry_runs: DryRunSo
     for model, words in (
         ("gpt3", "gpt3"),
         (f"{folder}/factories.py:broken", "no such layer"),
+        (f"{folder}/factories.py:sees_all", "it sees the tokens that it is to predict"),
         (f"{folder}/factories.py:picky", "unexpected keyword argument 'input_ids'"),
     ):
         made = DryRunSource(Request(model=model, seq_len=64), cluster(), cache=False, pool=dry_runs._pool)

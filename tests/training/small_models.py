@@ -110,6 +110,24 @@ class SkipNet(nn.Module):
         return self.last(x)
 
 
+class NormedNet(nn.Module):
+    """A plain module whose samples meet in a BatchNorm; its running statistics are not those it begins with."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.first = nn.Linear(16, 32)
+        self.norm = nn.BatchNorm1d(32)
+        self.last = nn.Linear(32, 3)
+        with torch.no_grad():
+            self.norm.running_mean.normal_()
+            self.norm.running_var.uniform_(0.5, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`(samples, 16)` to `(samples, 3)`."""
+        return self.last(torch.relu(self.norm(self.first(x))))
+
+
 def squared_error(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     """Summed over the samples."""
     return ((model(batch["x"]) - batch["y"]) ** 2).sum()

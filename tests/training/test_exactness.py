@@ -10,9 +10,9 @@ from bench.plans import plan_by_hand
 from bench.ranks import Ranks
 from frugal.errors import FrugalError
 from frugal.training.engine import initialize
-from frugal.training.objectives import CausalLM
+from frugal.training.objectives import CausalLM, SummedLoss
 from tests.training.gradients import SGD, Gradient, applied, relative_error, weights
-from tests.training.small_models import ragged_samples, tiny_gpt2
+from tests.training.small_models import NormedNet, points, ragged_samples, squared_error, tiny_gpt2
 
 
 def reference_gradient(global_batch: int) -> Gradient:
@@ -182,6 +182,53 @@ def test_betas_and_epsilon_are_those_asked_for(zero_stage: int, fixture: str, re
     ranks: Ranks = request.getfixturevalue(fixture)
     for after in ranks.run(after_three_steps, zero_stage):
         assert relative_error({name: after[name] - before[name].view(-1) for name in after}, moved) < 1e-4
+
+
+def normed_gradient(
+    world_size: int, micro_batch: int, zero_stage: int, choice: str | None
+) -> tuple[Gradient, dict[str, torch.Tensor]]:
+    """As `measured_gradient`, of a model with BatchNorm, and what that keeps after the step. Runs on ranks."""
+    plan = plan_by_hand(
+        world_size=world_size, global_batch=16, micro_batch=micro_batch, zero_stage=zero_stage,
+        request={**SGD, "precision": "fp32", "batch_norm": choice},
+    )  # fmt: skip
+    engine = initialize(NormedNet(), plan, SummedLoss(squared_error, example=points(1)[0]))
+    engine.evaluate(points(4))  # which leaves modules in training mode
+    engine.train_step(points(16))
+    gradient = applied(engine, weights(NormedNet()))
+    kept = {name: buffer.clone() for name, buffer in engine.module.named_buffers()}
+    engine.destroy()
+    return gradient, kept
+
+
+@pytest.mark.parametrize("zero_stage", [0, 3, *(pytest.param(s, marks=pytest.mark.exhaustive) for s in (1, 2))])
+@pytest.mark.parametrize(("fixture", "micro_batch"), [("one_rank", 8), ("two_ranks", 3)])
+def test_with_frozen_statistics_batch_norm_is_exact_for_any_split(
+    fixture: str, micro_batch: int, zero_stage: int, request: pytest.FixtureRequest
+) -> None:
+    model = NormedNet().double().eval()
+    batch = torch.utils.data.default_collate(points(16))
+    (squared_error(model, {name: tensor.double() for name, tensor in batch.items()}) / 16).backward()
+    reference = {name: parameter.grad for name, parameter in model.named_parameters()}
+    ranks: Ranks = request.getfixturevalue(fixture)
+    for gradient, _ in ranks.run(normed_gradient, ranks.world_size, micro_batch, zero_stage, "frozen"):
+        assert relative_error(gradient, reference) < 1e-6
+
+
+def test_statistics_of_the_own_micro_batch_depend_on_the_split(one_rank: Ranks) -> None:
+    (of_eight, _), (of_two, _) = (one_rank.run(normed_gradient, 1, micro_batch, 0, None)[0] for micro_batch in (8, 2))
+    assert relative_error(of_two, of_eight) > 0.1
+
+
+@pytest.mark.parametrize("zero_stage", [0, 3, *(pytest.param(s, marks=pytest.mark.exhaustive) for s in (1, 2))])
+@pytest.mark.parametrize("micro_batch", [4, 8])
+def test_synchronised_statistics_are_those_of_one_rank_with_the_same_micro_steps(
+    micro_batch: int, zero_stage: int, one_rank: Ranks, two_ranks: Ranks
+) -> None:
+    ((reference, kept),) = one_rank.run(normed_gradient, 1, micro_batch, 0, None)
+    for gradient, own in two_ranks.run(normed_gradient, 2, micro_batch // 2, zero_stage, "sync"):
+        assert relative_error(gradient, reference) < 1e-6
+        assert all(torch.allclose(own[name], kept[name], rtol=1e-5, atol=1e-6) for name in kept)
 
 
 def losses(zero_stage: int, activation_checkpointing: str, dropout: float) -> list[float]:

@@ -20,6 +20,7 @@ from frugal.training.models import factories, transformers_internals
 from frugal.training.models.spec import OWN, TASKS, ModelSpec, heads, max_positions_of
 
 MOST_LAYERS = 10_000
+OWN_MODEL = "docs/tutorials/own-model.md"
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model.bin.index.json")
 
 
@@ -41,7 +42,7 @@ def resolve(
         config = _config_class(preset["type"]).from_dict(dict(preset["config"]))
         return _from_config(reference, config, task or preset["task"], num_labels=num_labels)
     if reference in transformers_internals.model_types():
-        return _from_config(reference, _config_class(reference)(), task, num_labels=num_labels)
+        return _from_config(reference, _default_config(reference), task, num_labels=num_labels)
     if ":" in reference and not Path(reference).exists():
         return _from_factory(reference, task)
     path = Path(reference).expanduser()
@@ -64,6 +65,47 @@ def _config_class(model_type: str) -> Any:
     from transformers import CONFIG_MAPPING
 
     return CONFIG_MAPPING[model_type]
+
+
+def _default_config(model_type: str) -> Any:
+    try:
+        return _config_class(model_type)()
+    except Exception as error:  # some defaults contradict each other
+        raise RequestError(
+            f"{model_type} has no default configuration",
+            because=factories.first_line(error),
+            hint="give the path of a config.json",
+        ) from None
+
+
+def _refuse_other_input(reference: str, config: Any) -> None:
+    """Refuse a model whose encoder reads something else than tokens, of which transformers has the decoder for text.
+
+    Raises:
+        RequestError: with what it reads.
+    """
+    import transformers
+
+    names = transformers_internals.heads("MODEL_MAPPING_NAMES").get(config.model_type, ())
+    for name in (names,) if isinstance(names, str) else names:
+        reads = getattr(getattr(transformers, name, None), "main_input_name", "input_ids")
+        if reads != "input_ids":
+            raise RequestError(
+                f"{reference} cannot be trained on text",
+                because=f"{name} reads `{reads}`; as a language model it would be its decoder alone",
+                hint=f"give a factory that returns the module and its objective, see {OWN_MODEL}",
+            )
+
+
+def _text_config(reference: str, config: Any) -> Any:
+    try:
+        return config.get_text_config()
+    except ValueError as error:
+        raise RequestError(
+            f"{reference} is no single model for text",
+            because=factories.first_line(error),
+            hint=f"give a factory that returns the module and its objective, see {OWN_MODEL}",
+        ) from None
 
 
 def _tasks_of(model_type: str) -> list[str]:
@@ -100,9 +142,12 @@ def _from_config(
         raise RequestError(
             f"{reference} cannot be trained as {chosen}" if chosen else f"{reference} cannot be trained on text",
             because=f"transformers has {_listed(possible) if possible else 'no such model'} for `{config.model_type}`",
-            hint=f"use --task {possible[0]}" if possible else "give a factory that returns a module and its objective",
+            hint=f"use --task {possible[0]}"
+            if possible
+            else f"give a factory that returns a module and its objective, see {OWN_MODEL}",
         )
-    text = config.get_text_config()
+    _refuse_other_input(reference, config)
+    text = _text_config(reference, config)
     layers = getattr(text, "num_hidden_layers", None)
     if isinstance(layers, int) and layers > MOST_LAYERS:
         raise RequestError(
@@ -212,7 +257,7 @@ def _from_factory(reference: str, task: str | None) -> ModelSpec:
                 hint="return (module, objective) from it; frugal.training.objectives.SummedLoss makes one of a loss "
                 "function",
             )
-    embedding = getattr(module, "get_input_embeddings", lambda: None)() if is_transformers else None
+    embedding = _input_embedding(module) if is_transformers else None
     shapes = [(name, tuple(tensor.shape), tensor.requires_grad) for name, tensor in module.named_parameters()]
     return ModelSpec(
         reference=reference,
@@ -224,6 +269,14 @@ def _from_factory(reference: str, task: str | None) -> ModelSpec:
         structure=f"{module!r}\n{shapes}",
         own_objective=objective,
     )
+
+
+def _input_embedding(module: Any) -> nn.Module | None:
+    """Of a model of transformers; None where it reads no tokens, as models of images do."""
+    try:
+        return module.get_input_embeddings()
+    except (AttributeError, NotImplementedError):
+        return None
 
 
 def _infer_task_of_class(module: nn.Module) -> str | None:

@@ -29,6 +29,7 @@ MODELS = (
     *needed(
         "transformers.models.auto.modeling_auto",
         "types of models with a head for a task",
+        "MODEL_MAPPING_NAMES",
         "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
         "MODEL_FOR_MASKED_LM_MAPPING_NAMES",
         "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
+from frugal.config.request import BatchNormChoice
 from frugal.errors import RequestError
 from frugal.planning.report import PADDING_MATTERS, SPLIT_MATTERS
-from frugal.training.models import factories, transformers_internals
+from frugal.training.models import batch_norm, factories, transformers_internals
 from frugal.training.models.spec import OWN, ModelSpec, heads
 from frugal.training.objectives import Objective, Sample
 from frugal.training.trials import probe
@@ -75,21 +75,24 @@ def _sample(task: str, objective: Any, tokens: Tensor) -> Sample:
     return {"input_ids": row}
 
 
-def check_model(spec: ModelSpec) -> tuple[str, ...]:
-    """What is to be said of a model before it is trained, for people.
+def check_model(spec: ModelSpec, choice: BatchNormChoice | None = None) -> tuple[str, ...]:
+    """What is to be said of a model before it is trained, for people; `choice`: whose statistics BatchNorm takes.
 
     Raises:
         RequestError: it cannot be trained for its task.
     """
+    whole = spec.build(dtype=torch.float32, device="meta")
+    if choice is not None:
+        batch_norm.check(whole, choice)
     try:
-        done = _trial(spec)
+        done = _trial(spec, choice)
     except NoSmallModelError as error:
-        return _by_its_modules(spec, str(error))
+        return _by_its_modules(batch_norm.modules(whole) if choice != "frozen" else {}, str(error))
     if not done.is_causal:
         raise _not_causal(spec, done)
-    notes = []
+    notes = _other_inputs(spec)
     if done.split:
-        notes.append(_split_note(done.split))
+        notes.append(_split_note(done.split) + (_remedy(spec, choice) if batch_norm.modules(whole) else ""))
     if done.padding:
         notes.append(
             f"{PADDING_MATTERS}: that of a small model of this kind for samples of {_LENGTHS[0]} and {_LENGTHS[1]} "
@@ -98,7 +101,16 @@ def check_model(spec: ModelSpec) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def _trial(spec: ModelSpec) -> ModelTrial:
+def _other_inputs(spec: ModelSpec) -> list[str]:
+    """What a model of text could read besides."""
+    encoders = {"vision_config": "images", "audio_config": "sound"}
+    others = [what for name, what in encoders.items() if getattr(spec.config, name, None) is not None]
+    if spec.task == OWN or not others:
+        return []
+    return [f"{spec.reference} could read {' and '.join(others)}, too: {spec.task} trains it on text alone"]
+
+
+def _trial(spec: ModelSpec, choice: BatchNormChoice | None = None) -> ModelTrial:
     """Of the smallest model of the kind that runs.
 
     Raises:
@@ -107,6 +119,8 @@ def _trial(spec: ModelSpec) -> ModelTrial:
     reason = ""
     for small, model in small_models(spec):
         try:
+            if choice == "frozen":
+                batch_norm.apply(model, choice)
             return trial(
                 model, small.objective(), task=small.task, vocab_size=small.vocab_size or 2,
                 max_positions=small.max_positions,
@@ -131,12 +145,22 @@ def _which(name: str, kind: str, number: int) -> str:
     return f"{kind} `{name}`" if number == 1 else f"{number} {kind} (the first is `{name}`)"
 
 
-def _by_its_modules(spec: ModelSpec, reason: str) -> tuple[str, ...]:
+def _remedy(spec: ModelSpec, choice: BatchNormChoice | None) -> str:
+    """What helps, if that was tried and does."""
+    if choice == "sync":
+        return "; --batch-norm sync takes them over all ranks, so that only the micro-steps matter"
+    try:
+        helps = choice is None and not _trial(spec, "frozen").split
+    except NoSmallModelError:
+        return ""
+    return "; with --batch-norm frozen, which uses running statistics, they do not" if helps else ""
+
+
+def _by_its_modules(batch_norms: dict[str, nn.Module], reason: str) -> tuple[str, ...]:
     """What the modules of a model show that cannot be tried."""
-    model = spec.build(dtype=torch.float32, device="meta")
-    norms = [(name, type(module)) for name, module in model.named_modules() if isinstance(module, _BatchNorm)]
-    if norms:
-        which = _which(norms[0][0], norms[0][1].__name__, len(norms))
+    if batch_norms:
+        name, module = next(iter(batch_norms.items()))
+        which = _which(name, type(module).__name__, len(batch_norms))
         return (f"{SPLIT_MATTERS}: {which} normalise by statistics of the samples of a micro-batch",)
     return (f"whether the gradient depends on the split or on padding could not be tried: {reason}",)
 

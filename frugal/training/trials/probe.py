@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
 
+from frugal.training.measure.memory_watch import tensors_in
 from frugal.training.objectives import Batch, Objective, Sample
 
 NUM_SAMPLES, FEW_SAMPLES = 8, 2
@@ -32,7 +33,14 @@ MOST_DIFFERENCE = 1e-3
 MOST_LEAKAGE = 1e-4
 """What later tokens may change in what is said of earlier ones, as a part of what they change at all."""
 
+MOST_FLOPS = 100e9
+"""Of a trial: a few seconds on one core."""
+
 Gradient = dict[str, Tensor]
+
+
+class TooCostlyError(Exception):
+    """A trial would take more than `MOST_FLOPS`."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +61,7 @@ class Dependence:
 def on_split(model: nn.Module, objective: Objective, batch: Batch) -> Dependence:
     """How the gradient of `batch`, of `NUM_SAMPLES` samples, changes in micro-batches of `FEW_SAMPLES`."""
     parts = [_slice(batch, start, start + FEW_SAMPLES) for start in range(0, NUM_SAMPLES, FEW_SAMPLES)]
+    _refuse_costly(model, objective, parts[0])
     difference = _difference(_gradient(model, objective, [batch]), _gradient(model, objective, parts))
     if difference <= MOST_DIFFERENCE:
         return Dependence(difference)
@@ -96,6 +105,16 @@ def example(objective: Objective, seq_len: int) -> Batch:
         else tensor
         for name, tensor in batch.items()
     }
+
+
+def _refuse_costly(model: nn.Module, objective: Objective, part: Batch) -> None:
+    """Raises: TooCostlyError."""
+    with FlopCounterMode(display=False) as counter, torch.no_grad(), without_randomness():
+        objective.loss_sum(model, part)
+    # every sample twice, forward and backward, which takes twice as long
+    flops = counter.get_total_flops() * 3 * 2 * NUM_SAMPLES / FEW_SAMPLES
+    if flops > MOST_FLOPS:
+        raise TooCostlyError(f"that takes {flops / 1e9:.0f} GFLOP")
 
 
 def _slice(batch: Batch, start: int, end: int) -> Batch:
@@ -158,8 +177,8 @@ def _outputs(model: nn.Module, objective: Objective, batch: Batch) -> dict[tuple
 
     def keep(name: str, returned: Any) -> None:
         number = calls[name] = calls.get(name, -1) + 1
-        tensors = (leaf for leaf in tree_leaves(returned) if isinstance(leaf, Tensor))
-        outputs[name, number] = [tensor.detach().double().clone() for tensor in tensors]
+        values = list(returned.values()) if isinstance(returned, dict) else returned  # an output of transformers
+        outputs[name, number] = [tensor.detach().double().clone() for tensor in tensors_in(values)]
 
     hooks = [
         module.register_forward_hook(lambda _module, _inputs, returned, name=name: keep(name, returned))

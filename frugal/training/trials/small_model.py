@@ -3,6 +3,7 @@
 import contextlib
 import copy
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -28,6 +29,9 @@ _SMALLER = {
     "kv_lora_rank": 32, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64, "num_experts": 16,
     "num_local_experts": 16, "n_routed_experts": 16, "encoder_sparse_step": 2, "decoder_sparse_step": 2,
     "num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1, "chunk_size": 16, "mamba_chunk_size": 16,
+    "mamba_n_heads": 8, "mamba_num_heads": 8, "mamba_d_head": 16, "mamba_head_dim": 16, "mamba_d_ssm": 128,
+    "mamba_d_state": 16, "num_heads": 8, "expand": 2, "linear_num_key_heads": 4, "linear_num_value_heads": 8,
+    "linear_key_head_dim": 16, "linear_value_head_dim": 16,
 }  # fmt: skip
 """Where a configuration has more. Not every model can be made so small: then it is made with `_SMALL` alone."""
 
@@ -46,7 +50,7 @@ def small_models(spec: ModelSpec) -> Iterator[tuple[ModelSpec, nn.Module]]:
     Raises:
         NoSmallModelError: there is none. Raised when the first is asked for, with the reason.
     """
-    reason, number = "it comes from a factory", 0
+    reason, number = "it is large, and has no configuration to make it smaller by", 0
     whole = spec.build(dtype=torch.float32, device="meta")
     for sizes in (_SMALL | _SMALLER, _SMALL) if spec.config is not None else ():
         try:
@@ -103,27 +107,45 @@ def _amplified(model: nn.Module) -> nn.Module:
 
 
 def _small_config(original: Any, sizes: dict[str, int], num_layers: int) -> Any:
-    """The configuration with few narrow layers, at least one of each type."""
+    """The configuration with few narrow layers, at least one of each type; so are its encoders of images and sound."""
     config = copy.deepcopy(original)
-    text = config.get_text_config()
-    for name, value in sizes.items():
-        present = getattr(text, name, None)
-        if isinstance(present, int) and (name in _SMALL or present > value):
-            setattr(text, name, value)
-    whole = original.get_text_config()
-    if getattr(whole, "num_key_value_heads", None) == getattr(whole, "num_attention_heads", 0):
-        text.num_key_value_heads = text.num_attention_heads
-    if types := getattr(text, "layer_types", None):
-        num_layers = max(num_layers, 1 + max(map(types.index, set(types))))
-    of_layers = [name for name, value in vars(text).items() if isinstance(value, list)]
-    for name in ("layer_types", *of_layers, *_LAYERS):
-        with contextlib.suppress(AttributeError, NotImplementedError):  # it has none, or it follows from other values
-            value = getattr(text, name)
-            if isinstance(value, list) and len(value) == whole.num_hidden_layers:
-                setattr(text, name, value[:num_layers])
-            elif isinstance(value, int):
-                setattr(text, name, min(num_layers, value))
+    text, whole = config.get_text_config(), original.get_text_config()
+    others = [getattr(config, name, None) for name in getattr(config, "sub_configs", ())]
+    for part in {id(part): part for part in (text, *others) if part is not None}.values():
+        _set_sizes(part, {name: size for name, size in sizes.items() if part is text or name != "vocab_size"})
+        _set_layers(part, num_layers)
+    with _what_it_has():
+        if whole.num_key_value_heads == whole.num_attention_heads:
+            text.num_key_value_heads = text.num_attention_heads
     for name in _SPECIAL_IDS:
         if isinstance(getattr(text, name, None), int) and getattr(text, name) >= getattr(text, "vocab_size", 0):
             setattr(text, name, 0)
     return config
+
+
+def _what_it_has() -> AbstractContextManager[None]:
+    """Ends where a configuration lacks a value, or has it follow from others."""
+    return contextlib.suppress(AttributeError, NotImplementedError)
+
+
+def _set_sizes(config: Any, sizes: dict[str, int]) -> None:
+    for name, size in sizes.items():
+        with _what_it_has():
+            present = getattr(config, name)
+            if isinstance(present, int) and (name in _SMALL or present > size):
+                setattr(config, name, size)
+
+
+def _set_layers(config: Any, num_layers: int) -> None:
+    """Cut it to `num_layers`, or to as many more as have all types."""
+    number = getattr(config, "num_hidden_layers", None)
+    if types := getattr(config, "layer_types", None):
+        num_layers = max(num_layers, 1 + max(map(types.index, set(types))))
+    lists = [name for name, value in vars(config).items() if isinstance(value, list)]
+    for name in ("layer_types", *lists, *_LAYERS):
+        with _what_it_has():
+            value = getattr(config, name)
+            if isinstance(value, list) and len(value) == number:
+                setattr(config, name, value[:num_layers])
+            elif isinstance(value, int):
+                setattr(config, name, min(num_layers, value))

@@ -181,7 +181,23 @@ def test_a_model_that_is_not_for_text() -> None:
         "vit cannot be trained on text\n"
         "  because transformers has no such model for `vit`\n"
         "\n"
-        "hint: give a factory that returns a module and its objective"
+        "hint: give a factory that returns a module and its objective, see docs/tutorials/own-model.md"
+    )
+
+
+@pytest.mark.parametrize("task", [None, "causal-lm"])
+def test_a_model_of_speech_is_not_its_decoder(task: str | None) -> None:
+    assert message("whisper", task) == (
+        "whisper cannot be trained on text\n"
+        "  because WhisperModel reads `input_features`; as a language model it would be its decoder alone\n"
+        "\n"
+        "hint: give a factory that returns the module and its objective, see docs/tutorials/own-model.md"
+    )
+
+
+def test_a_model_of_several_has_no_text_of_its_own() -> None:
+    assert message("musicgen").startswith(
+        "musicgen is no single model for text\n  because ValueError: Multiple valid text configs were found"
     )
 
 

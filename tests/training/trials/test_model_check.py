@@ -146,6 +146,30 @@ def test_what_does_not_is_not(layer: nn.Module) -> None:
     assert check_model(of_factory(network(layer), squares)) == ()
 
 
+def test_a_remedy_is_named_where_it_was_tried_and_helps() -> None:
+    spec = of_factory(network(nn.BatchNorm1d(8)), squares)
+    (note,) = check_model(spec)
+    assert note.endswith("; with --batch-norm frozen, which uses running statistics, they do not")
+    assert check_model(spec, "frozen") == ()
+    (note,) = check_model(spec, "sync")
+    assert note.endswith("; --batch-norm sync takes them over all ranks, so that only the micro-steps matter")
+    (note,) = check_model(of_factory(network(nn.BatchNorm1d(8), Centred()), squares))
+    assert "frozen" not in note
+
+
+@pytest.mark.parametrize(
+    ("layer", "said"),
+    [
+        (nn.LayerNorm(8), "--batch-norm frozen is for models with BatchNorm\n  because Sequential has none"),
+        (nn.BatchNorm1d(8, track_running_stats=False), "--batch-norm frozen needs running statistics\n  because `1` "),
+    ],
+)
+def test_what_cannot_be_frozen_is_refused(layer: nn.Module, said: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        check_model(of_factory(network(layer), squares), "frozen")
+    assert str(caught.value).startswith(said)
+
+
 def test_the_size_is_that_of_fp64_gradients() -> None:
     model, x = network(nn.BatchNorm1d(8)), torch.randn(8, 4)
 

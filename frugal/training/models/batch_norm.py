@@ -1,0 +1,103 @@
+"""BatchNorm's statistics: of a rank's own micro-batch, as torch takes them, of all ranks', or the running ones.
+
+A mean over a micro-batch depends on which samples share it, so a gradient does, too. With running statistics (`frozen`)
+it is exact for any split. Statistics over all ranks (`sync`) are those of all samples of a micro-step: the same on any
+number of ranks while micro-steps hold the same samples, but not those of the whole global batch. torch's SyncBatchNorm
+does that for tensors of GPUs only; here the same is written in collectives that gloo has, too.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.nn.functional import all_reduce
+
+from frugal.config.request import BatchNormChoice
+from frugal.errors import RequestError
+
+KINDS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
+
+def modules(model: nn.Module) -> dict[str, nn.Module]:
+    """Those that take statistics over a micro-batch, by name."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, KINDS)}
+
+
+def check(model: nn.Module, choice: BatchNormChoice) -> None:
+    """Refuse what `apply` could not do.
+
+    Raises:
+        RequestError: there is nothing to do it to.
+    """
+    batch_norms = modules(model)
+    if not batch_norms:
+        raise RequestError(
+            f"--batch-norm {choice} is for models with BatchNorm",
+            because=f"{type(model).__name__} has none",
+            hint="leave it out",
+        )
+    without = [name for name, module in batch_norms.items() if module.running_mean is None]
+    if choice == "frozen" and without:
+        raise RequestError(
+            "--batch-norm frozen needs running statistics",
+            because=f"`{without[0]}` keeps none (track_running_stats=False)",
+            hint="leave it out, or use --batch-norm sync",
+        )
+
+
+def apply(model: nn.Module, choice: BatchNormChoice | None) -> None:
+    """Have `model` take its statistics as chosen.
+
+    Raises:
+        RequestError: there is nothing to do it to.
+    """
+    if choice is None:
+        return
+    check(model, choice)
+    for module in modules(model).values():
+        if choice == "frozen":
+            module.register_forward_pre_hook(_use_running_statistics)
+        elif choice == "sync":
+            module.forward = _Synchronised(module)  # hooks on the module still run
+
+
+def _use_running_statistics(module: nn.Module, _inputs: tuple[Any, ...]) -> None:
+    """Before every forward, because `model.train()` may have been called. Its weight and bias learn as before."""
+    module.training = False
+
+
+class _Synchronised:
+    """Stands for a BatchNorm's forward: mean and variance are those of all ranks' inputs `(samples, channels, ...)`."""
+
+    def __init__(self, module: Any) -> None:
+        self.module = module
+
+    def __call__(self, x: Tensor) -> Tensor:
+        norm = self.module
+        if not norm.training and norm.running_mean is not None:
+            return torch.nn.functional.batch_norm(
+                x, norm.running_mean, norm.running_var, norm.weight, norm.bias, eps=norm.eps
+            )
+        dims = [dim for dim in range(x.ndim) if dim != 1]
+        shape = [1, -1] + [1] * (x.ndim - 2)
+        wide = x.float()
+        count = torch.full((1,), x.numel() / x.shape[1], device=x.device)
+        total, number = all_reduce(torch.cat([wide.sum(dims), count])).tensor_split([x.shape[1]])
+        mean = total / number
+        centred = wide - mean.view(shape)
+        variance = all_reduce(centred.square().sum(dims)) / number
+        if norm.training and norm.track_running_stats:
+            self._track(mean.detach(), variance.detach(), float(number))
+        normed = centred * torch.rsqrt(variance + norm.eps).view(shape)
+        if norm.affine:
+            normed = normed * norm.weight.float().view(shape) + norm.bias.float().view(shape)
+        return normed.to(x.dtype)
+
+    @torch.no_grad()
+    def _track(self, mean: Tensor, variance: Tensor, number: float) -> None:
+        """As BatchNorm does: the running variance is the unbiased one."""
+        norm = self.module
+        norm.num_batches_tracked += 1
+        share = 1 / float(norm.num_batches_tracked) if norm.momentum is None else norm.momentum
+        norm.running_mean.lerp_(mean.to(norm.running_mean.dtype), share)
+        norm.running_var.lerp_((variance * number / max(1.0, number - 1)).to(norm.running_var.dtype), share)
