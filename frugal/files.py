@@ -17,6 +17,7 @@ something was added, the least recently used entries beyond the limit are remove
 a day, or what a process has locked with `lock`.
 """
 
+import codecs
 import contextlib
 import errno
 import fcntl
@@ -131,6 +132,17 @@ def remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
+
+
+def without_bom(data: bytes) -> bytes:
+    """The UTF-8 text of a file without the mark that some editors begin it with.
+
+    Raises:
+        ValueError: it is UTF-16.
+    """
+    if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        raise ValueError("it is UTF-16 and must be UTF-8; iconv -f UTF-16 -t UTF-8 converts it")
+    return data.removeprefix(codecs.BOM_UTF8)
 
 
 def replace_folder(temporary: Path, final: Path) -> None:

@@ -75,10 +75,11 @@ def test_a_profile_that_is_read_was_used(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(profiles, "LIMIT_BYTES", 10)
     kept = Cache(tmp_path)
     for key in ("read", "not-read"):
-        (tmp_path / f"{key}.json").write_bytes(b'"12345"')
+        kept.write(key, "12345")
         entry_time = time.time() - 80 * DAY
         os.utime(tmp_path / f"{key}.json", (entry_time, entry_time))
     assert kept.read("read", str) == "12345"
+    os.utime(tmp_path.with_name(f".{tmp_path.name}.pruned"), (0, 0))
     kept.write("new", "1")
     assert left(tmp_path) == {"read.json", "new.json"}
 

@@ -17,6 +17,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from frugal import files
 from frugal.config import cluster
 from frugal.config.calibration import Calibration
 from frugal.config.cluster import CARDS, MOST_RANKS, Cluster, Device, DeviceKind, Node
@@ -51,8 +52,8 @@ def read_hostfile(path: Path) -> tuple[HostfileEntry, ...]:
         RequestError: it cannot be read, or a line is wrong.
     """
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        text = files.without_bom(path.read_bytes()).decode()
+    except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else str(error)
         raise RequestError(f"cannot read the hostfile {path}", because=str(why)) from None
     return parse_hostfile(text, source=str(path))

@@ -163,10 +163,14 @@ class Calibration:
 def read_all(folder: Path) -> tuple[list[Calibration], list[str]]:
     """The calibrations in `folder`, and a note for each file that is damaged."""
     calibrations, notes = [], []
-    for path in sorted(folder.glob("*.json")):
+    try:
+        paths = sorted(folder.glob("*.json"))
+    except OSError as error:
+        return [], [f"the calibrations in {folder} cannot be read and are ignored: {error.strerror}"]
+    for path in paths:
         try:
-            calibrations.append(msgspec.json.decode(path.read_bytes(), type=Calibration))
-        except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+            calibrations.append(msgspec.json.decode(files.read_regular(path), type=Calibration))
+        except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             notes.append(f"the calibration {path} cannot be read and is ignored: {error}")
     return calibrations, notes
 
@@ -216,8 +220,15 @@ def notes(cluster: Cluster) -> list[str]:
 
 
 def calibration_folder() -> Path:
-    """In the user's configuration folder, because a calibration is dear and nothing makes it again by itself."""
-    return Path(platformdirs.user_config_dir("frugal")) / "calibration"
+    """In the user's configuration folder, because a calibration is dear and nothing makes it again by itself.
+
+    Raises:
+        RequestError: this user has none.
+    """
+    try:
+        return Path(platformdirs.user_config_dir("frugal")) / "calibration"
+    except RuntimeError as error:
+        raise RequestError("there is no folder for calibrations", because=str(error)) from None
 
 
 def chosen(settings: Mapping[str, Any], gpu_name: str | None = None) -> tuple[Calibration | None, list[str]]:
@@ -227,7 +238,10 @@ def chosen(settings: Mapping[str, Any], gpu_name: str | None = None) -> tuple[Ca
     """
     if settings.get("calibration") is False:
         return None, []
-    known, notes = read_all(calibration_folder())
+    try:
+        known, notes = read_all(calibration_folder())
+    except RequestError:  # a user without a home
+        return None, []
     torch = library_versions()["torch"]
     if settings.get("device", "cuda") == "cpu":
         calibration = find(known, kind="cpu", torch=torch, device=cpu_name(), driver="")

@@ -227,9 +227,9 @@ def earlier_settings(folder: Path) -> dict[str, Any]:
     """
     path = folder / RECORD
     try:
-        record = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+        record = msgspec.json.decode(files.read_regular(path), type=dict[str, Any])
     except FileNotFoundError:
         return {}
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise RequestError(f"cannot read what the run in {folder} was asked for", because=f"{path}: {error}") from None
     return {name: value for name, value in record.items() if value not in (None, [])}

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from frugal import files
 from frugal.errors import RequestError
 from frugal.units import plural
 
@@ -208,8 +209,8 @@ def _whole(value: Any) -> int | None:
 
 def _read(path: Path) -> Any:
     try:
-        return msgspec.json.decode(path.read_bytes())
+        return msgspec.json.decode(files.without_bom(path.read_bytes()))
     except OSError as error:
         raise RequestError(f"cannot read the lengths {path}", because=str(error.strerror)) from None
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise RequestError(f"the lengths {path} are no JSON", because=str(error)) from None

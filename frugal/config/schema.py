@@ -112,10 +112,10 @@ def read_toml(path: Path | None) -> TomlFile:
         if not path.is_file():
             return TomlFile()
     try:
-        content = msgspec.toml.decode(path.read_bytes())
+        content = msgspec.toml.decode(files.without_bom(path.read_bytes()))
     except OSError as error:
         raise RequestError(f"cannot read {path}", because=str(error.strerror)) from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise RequestError(f"{path} is not TOML", because=str(error)) from None
     train = content.pop("train", {})
     if not isinstance(train, dict):

@@ -1,12 +1,12 @@
 """Profiles on disk. The key is a digest of everything a dry run depends on, so nothing in the cache goes stale.
 
 frugal's own sources are part of it, 140 files in 3 ms. What is not used for long is removed, so that the profiles of
-old versions do not stay.
+old versions do not stay. A file begins with the SHA-256 of the rest, as a digit that has changed is another number.
 """
 
-import contextlib
 import functools
 import hashlib
+import logging
 import sys
 import tomllib
 from pathlib import Path
@@ -19,6 +19,8 @@ from frugal import files
 from frugal.config.local_host import versions
 from frugal.config.request import Request
 from frugal.units import MIB
+
+logger = logging.getLogger("frugal")
 
 T = TypeVar("T")
 
@@ -35,8 +37,12 @@ class Cache:
 
     @classmethod
     def of_user(cls) -> "Cache":
-        """In the user's cache folder."""
-        return cls(Path(platformdirs.user_cache_dir("frugal")) / "profiles")
+        """In the user's cache folder, if he has one."""
+        try:
+            return cls(Path(platformdirs.user_cache_dir("frugal")) / "profiles")
+        except RuntimeError as error:  # a user without a home
+            _say_once(f"plans are not kept: {error}")
+            return cls(None)
 
     def read(self, key: str, kind: type[T]) -> T | None:
         """What was written under `key`; None if nothing was, or if the file is damaged."""
@@ -44,20 +50,35 @@ class Cache:
             return None
         path = self.folder / f"{key}.json"
         try:
-            value = msgspec.json.decode(path.read_bytes(), type=kind)
+            checksum, _, data = files.read_regular(path).partition(b"\n")
+            if checksum != _checksum(data):
+                return None
+            value = msgspec.json.decode(data, type=kind)
             files.touch(path)
             return value
         except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError, AssertionError):
             return None
 
     def write(self, key: str, value: Any) -> None:
-        """Keep `value` under `key`. A folder that cannot be written to is no error: the cache only saves time."""
+        """Keep `value` under `key`. That it cannot be written is said once, and no error: the cache only saves time."""
         if self.folder is None:
             return
-        with contextlib.suppress(OSError):
+        data = msgspec.json.encode(value)
+        try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            files.write_file(self.folder / f"{key}.json", msgspec.json.encode(value), durable=False)
+            files.write_file(self.folder / f"{key}.json", b"%b\n%b" % (_checksum(data), data), durable=False)
             files.prune(self.folder, LIMIT_BYTES)
+        except OSError as error:
+            _say_once(f"plans are not kept in {self.folder}: {error.strerror}")
+
+
+def _checksum(data: bytes) -> bytes:
+    return hashlib.sha256(data).hexdigest().encode()
+
+
+@functools.cache
+def _say_once(text: str) -> None:
+    logger.warning(text)
 
 
 def digest(*parts: Any) -> str:

@@ -5,6 +5,7 @@ the model is traced here, as any model is. `python -m frugal.dryrun.shipped [PRE
 """
 
 import functools
+import logging
 import lzma
 import sys
 import tomllib
@@ -15,12 +16,15 @@ from pathlib import Path
 
 import msgspec
 
+from frugal import files
 from frugal.config.local_host import library_versions
 from frugal.config.request import Request
 from frugal.dryrun.messages import AskFacts, AskTrace, ModelFacts, Traced
 from frugal.dryrun.pool import Pool
 from frugal.errors import FrugalError
 from frugal.planning.strategy import ActivationCheckpointing
+
+logger = logging.getLogger("frugal")
 
 FOLDER = Path(__file__).parent / "shipped_traces"
 PRESETS = Path(__file__).parents[1] / "training" / "models" / "presets.toml"
@@ -58,7 +62,11 @@ def _shipment(model: str, mode: ActivationCheckpointing) -> Shipment | None:
     path = FOLDER / _file_name(model, mode)
     if model not in presets() or not path.is_file():
         return None
-    shipment = msgspec.json.decode(lzma.decompress(path.read_bytes()), type=Shipment)
+    try:
+        shipment = msgspec.json.decode(lzma.decompress(files.read_regular(path)), type=Shipment)
+    except (OSError, lzma.LZMAError, EOFError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        logger.warning("%s is damaged (%s): the model is traced here; installing frugal anew repairs it", path, error)
+        return None
     return shipment if (shipment.versions, shipment.definition) == (_versions(), _definition(model)) else None
 
 

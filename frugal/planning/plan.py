@@ -17,6 +17,7 @@ from typing import Any
 
 import msgspec
 
+from frugal import files
 from frugal.config.cluster import MOST_RANKS, Cluster
 from frugal.config.request import Request
 from frugal.errors import PlanMismatchError, RequestError
@@ -183,7 +184,7 @@ class Plan:
         """The plan in the text of a `plan.json`; `source` names it in messages. Raises as `read`."""
         hint = "make a new one with `frugal plan -o DIR`"
         try:
-            raw = msgspec.json.decode(data)
+            raw = msgspec.json.decode(files.without_bom(data))
             if isinstance(raw, dict) and raw.get("schema", SCHEMA) != SCHEMA:
                 raise PlanMismatchError(
                     f"{source} has schema {raw['schema']}, this frugal reads schema {SCHEMA}", hint=hint
@@ -191,7 +192,7 @@ class Plan:
             plan = msgspec.convert(_expanded(raw), cls, strict=True)
         except RequestError as error:
             raise RequestError(f"{source} is not a plan", because=(error.what, *error.because), hint=hint) from None
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        except (msgspec.DecodeError, ValueError, RecursionError) as error:
             raise RequestError(f"{source} is not a plan", because=str(error), hint=hint) from None
         except AssertionError as error:
             raise RequestError(

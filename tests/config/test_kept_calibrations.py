@@ -1,5 +1,6 @@
 """Which calibration a request is planned with, and what this machine says of itself."""
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -41,6 +42,17 @@ def test_a_card_that_is_named_goes_by_its_name() -> None:
 def test_cpu_ranks_go_by_this_machines_processor() -> None:
     found, _ = calibration.chosen({"device": "cpu", "gpus": 2, "mem": "2G"})
     assert found is not None and found.kind == "cpu"
+
+
+def test_a_calibration_that_is_no_file_or_nested_too_deep_is_told(tmp_path: Path) -> None:
+    folder = calibration.calibration_folder()
+    os.mkfifo(folder / "pipe.json")
+    (folder / "deep.json").write_bytes(b"[" * 200_000)
+    known, notes = calibration.read_all(folder)
+    assert len(known) == 2
+    assert [note.split(" cannot be read")[0] for note in notes] == [
+        f"the calibration {folder / name}" for name in ("deep.json", "pipe.json")
+    ]
 
 
 def test_none_is_used_where_none_is_wanted() -> None:

@@ -1,5 +1,6 @@
 """What is shipped is what would be found here, and is used only where it holds."""
 
+import lzma
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -25,6 +26,29 @@ def pool() -> Iterator[Pool]:
 @pytest.fixture(autouse=True)
 def _fresh() -> None:
     shipped._shipment.cache_clear()
+
+
+@pytest.mark.parametrize("damage", ["cut", "turned", "empty", "garbage", "deep"])
+def test_a_damaged_trace_is_told_and_the_model_is_traced_here(
+    damage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    name = shipped._file_name("gpt2", "off")
+    data = (shipped.FOLDER / name).read_bytes()
+    middle = len(data) // 2
+    (tmp_path / name).write_bytes(
+        {
+            "cut": data[:middle],
+            "turned": data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :],
+            "empty": b"",
+            "garbage": b"garbage",
+            "deep": lzma.compress(b"[" * 200_000),
+        }[damage]
+    )
+    monkeypatch.setattr(shipped, "FOLDER", tmp_path)
+    for _ in range(2):
+        assert shipped.facts(Request(model="gpt2")) is None
+    (said,) = caplog.messages
+    assert said.startswith(f"{tmp_path / name} is damaged (")
 
 
 @pytest.mark.parametrize("model", shipped.presets())

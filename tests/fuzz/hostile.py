@@ -27,14 +27,14 @@ BYTES = (
     b"\xc3",
     b"9" * 400,
 )
-DEEP = b"[" * 100_000
+DEEP = b"[" * 200_000
 
 
 def bytes_like(good: bytes, number: int, *, seed: int = 0) -> Iterator[bytes]:
     """`number` texts like `good` with bytes cut off, turned, put in, left out or doubled; empty and deep ones too."""
     chosen = random.Random(seed)
-    yield from (b"", b"\x00" * 100, DEEP, good + DEEP, good[::-1])
-    for _ in range(number - 5):
+    yield from (b"", b"\x00" * 100, DEEP, good + DEEP, good[::-1], good.decode().encode("utf-16"), b'{"a": ' * 200_000)
+    for _ in range(number - 7):
         text = bytearray(good)
         for _ in range(chosen.choice((1, 1, 2, 5, 20))):
             place, end = sorted(chosen.randrange(len(text) + 1) for _ in range(2))

@@ -22,9 +22,11 @@ from frugal.planning.report import summary
 from frugal.training.checkpoint import manifest
 from frugal.training.checkpoint.loading import TRAINING, Progress, read_progress
 from frugal.training.checkpoint.manifest import File, Manifest
+from frugal.training.data import cache
 from frugal.training.data.batches import MicroBatchLimits
+from frugal.training.data.build import BuildReport
 from frugal.training.oom_limits import LearntLimits
-from tests.fuzz.hostile import bytes_like, documents_like, json_like
+from tests.fuzz.hostile import DEEP, bytes_like, documents_like, json_like
 
 NUMBER = 1000
 SOME = pytest.mark.parametrize("number", [200, pytest.param(NUMBER, marks=pytest.mark.exhaustive)])
@@ -112,6 +114,7 @@ def test_frugal_toml(tmp_path: Path) -> None:
 
     def texts() -> Iterator[bytes]:
         yield from bytes_like(TOML, NUMBER // 2)
+        yield b"data = " + DEEP
         for document in documents_like(msgspec.toml.decode(TOML), NUMBER - NUMBER // 2):
             document = document if isinstance(document, dict) else {"": document}
             lines = (f"{json.dumps(key)} = {toml(value)}\n" for key, value in document.items())
@@ -155,6 +158,25 @@ def test_lengths(tmp_path: Path) -> None:
     path = tmp_path / "lengths.json"
     texts = [*json_like({"7": 100, "900": 3, "12": 4}, NUMBER // 2), *json_like([7, 900, 12, 12, 5], NUMBER // 2)]
     survives(use, path, iter(texts), refused=NUMBER // 3)
+
+
+def test_record_of_tokenised_data(tmp_path: Path) -> None:
+    def write(folder: Path) -> BuildReport:
+        (folder / "train.arrow").write_bytes(b"tokens")
+        return BuildReport(documents=1, samples=2, tokens=3, largest_token=(4, "a.txt:1"))
+
+    entry = tmp_path / "entry"
+    cache.build(entry, write)
+    good = (entry / cache.RECORD).read_bytes()
+
+    def use(path: Path) -> None:
+        try:
+            assert cache.read(path.parent, all_bytes=True).report.tokens == 3
+        except cache.DamagedError as error:  # which is said, and the data is read again
+            raise FrugalError(str(error)) from None
+
+    texts = (*bytes_like(good, NUMBER // 2), *json_like(msgspec.json.decode(good), NUMBER // 2))
+    survives(use, entry / cache.RECORD, iter(texts), refused=NUMBER // 2)
 
 
 def test_manifest(tmp_path: Path) -> None:
