@@ -21,7 +21,10 @@ FILES: dict[str, tuple[str, Callable[[Path], object]]] = {
     ),
     "hosts": ("n1 slots=1  # mem=12G\nn2 slots=2\n", read_hostfile),
     "lengths.json": ('{"7": 100,\n"12": 3}\n', lambda path: sample_lengths.of(path, source="").num_tokens),
-    "plan.json": (plan_by_hand(world_size=1, global_batch=3, micro_batch=1, zero_stage=2).to_json().decode(), Plan.read),
+    "plan.json": (
+        plan_by_hand(world_size=1, global_batch=3, micro_batch=1, zero_stage=2).to_json().decode(),
+        Plan.read,
+    ),
 }
 
 

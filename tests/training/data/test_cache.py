@@ -227,6 +227,39 @@ def test_without_a_cache_folder_a_temporary_one_is_used_and_said_once(
         assert cache.identity(kept) == made
 
 
+UNREADABLE = """
+import sys
+from frugal.config import calibration
+from frugal.dryrun.cache import Cache
+from frugal.training.data.corpus import load_corpus
+from frugal.training.data.tokenizer import byte_tokenizer
+
+print(calibration.chosen({"device": "cpu"}))
+Cache.of_user().write("key", 1)
+print(Cache.of_user().read("key", int))
+print(len(load_corpus(sys.argv[1:], tokenizer=byte_tokenizer(), task="causal-lm", seq_len=64).train))
+"""
+
+
+def test_with_a_home_that_cannot_be_read_nothing_is_kept_and_all_works(load_for_user: Load, tmp_path: Path) -> None:
+    (tmp_path / "home").mkdir(mode=0)
+    rights = "-dac_override,-dac_read_search"  # without these, root has no more than others
+    as_others = ["setpriv", f"--bounding-set={rights}", f"--inh-caps={rights}"] if os.geteuid() == 0 else []
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("XDG_", "HF_H"))}
+    done = subprocess.run(
+        [*as_others, sys.executable, "-c", UNREADABLE, "a.jsonl"], capture_output=True, text=True, timeout=WAIT_SECONDS,
+        env={**environment, "HOME": str(tmp_path / "home"), "TMPDIR": str(tmp_path / "tmp")}, cwd=tmp_path,
+    )  # fmt: skip
+    home = tmp_path / "home"
+    note = f"the calibrations in {home}/.config/frugal/calibration cannot be read and are ignored: Permission denied"
+    assert done.stdout.splitlines() == [f"(None, [{note!r}])", "None", "50"], done.stderr
+    assert done.stderr.splitlines() == [
+        f"plans are not kept in {home}/.cache/frugal/profiles: Permission denied",
+        f"the tokenised data cannot be kept in {home}/.cache/frugal/data: Permission denied; "
+        "a temporary folder is used",
+    ]
+
+
 def test_what_is_damaged_on_a_disk_that_cannot_be_written_to(
     load_for_user: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
