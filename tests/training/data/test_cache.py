@@ -68,7 +68,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
     "a bit of the report": (lambda folder: turned(folder / cache.RECORD, 0.5), cache.RECORD),
     "half of the report": (lambda folder: os.truncate(folder / cache.RECORD, 100), cache.RECORD),
     "no report": (lambda folder: (folder / cache.RECORD).unlink(), cache.RECORD),
-    "the report is a pipe": (lambda folder: replaced_by_a_pipe(folder / cache.RECORD), "not a regular file"),
+    "the report is a pipe": (lambda folder: replaced_by_a_pipe(folder / cache.RECORD), "a named pipe"),
     "the report is deep": (lambda folder: none((folder / cache.RECORD).write_bytes(b"[" * 200_000)), cache.RECORD),
     "an empty folder": (removed, cache.RECORD),
 }
