@@ -34,6 +34,9 @@ WAIT_SECONDS = 300.0
 NOTICE_SECONDS = 30.0
 """Until rank 0 says whom it waits for."""
 
+LONGEST_WAIT = timedelta(days=20)
+"""A socket's timeout must be below 2^31 milliseconds."""
+
 METHOD = "frugal://"
 """What torch calls this rendezvous, where a process group is made."""
 
@@ -129,6 +132,19 @@ def rendezvous(plan: Plan, *, wait_seconds: float = WAIT_SECONDS) -> None:
     if verdict is not None:
         kind = RequestError if verdict.what.startswith("not all") else PlanMismatchError
         raise kind(verdict.what, because=verdict.because, hint=verdict.hint)
+
+
+def wait_for_all(what: str) -> None:
+    """Return once all ranks have called this with the same `what`, however long that takes. Collective.
+
+    Collectives give up after minutes (NCCL 10, gloo 30); a rank that tokenises data may take hours. If a rank is lost
+    meanwhile, the peer watch or the launcher ends this one.
+    """
+    if (store := _store) is None or int(os.environ["WORLD_SIZE"]) == 1:
+        return
+    keys = [f"frugal/{what}/{rank}" for rank in range(int(os.environ["WORLD_SIZE"]))]
+    store.set(keys[env.rank()], "")
+    store.wait(keys, LONGEST_WAIT)
 
 
 def compare(ranks: Sequence[RankDescription]) -> _Verdict | None:

@@ -1,7 +1,9 @@
 """Ranks exchange typed values, and nothing that arrives is unpickled."""
 
 import pickle
+import time
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ import torch.distributed as dist
 
 import frugal
 from bench.ranks import Ranks
+from frugal.distributed import rendezvous
 from frugal.distributed.exchange import RanksFailed, from_rank_0, gather, together
 
 
@@ -32,6 +35,22 @@ def exchanged() -> bool:
 
 def test_every_rank_gets_every_ranks_value(three_ranks: Ranks) -> None:
     assert three_ranks.run(exchanged) == [True] * 3
+
+
+def waited() -> bool:
+    """Whether this rank went on only after the last one, which comes late, longer than its sockets wait otherwise."""
+    rank, store = dist.get_rank(), rendezvous.store()
+    assert store is not None
+    store.set_timeout(timedelta(seconds=0.1))
+    if rank == 2:
+        time.sleep(1)
+        store.set("rank 2 is done", "")
+    rendezvous.wait_for_all("a rank that tokenises")
+    return store.check(["rank 2 is done"])
+
+
+def test_ranks_wait_for_the_last_one_longer_than_a_collective_would(three_ranks: Ranks) -> None:
+    assert three_ranks.run(waited) == [True] * 3
 
 
 class Payload:

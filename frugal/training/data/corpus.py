@@ -30,7 +30,7 @@ from frugal.config import sample_lengths
 from frugal.config.request import Request
 from frugal.config.run_settings import RunSettings
 from frugal.config.sample_lengths import Lengths, TooLong
-from frugal.distributed import env, exchange
+from frugal.distributed import env, exchange, rendezvous
 from frugal.errors import RequestError
 from frugal.planning.plan import Plan
 from frugal.training.data import cache, packing
@@ -253,6 +253,7 @@ def read_samples(plan: Plan, settings: RunSettings) -> RunData:
         return _load(spec, tokenizer, plan.request.seq_len, bool(plan.request.pack), settings)
 
     loaded = load() if env.local_rank() == 0 else ()
+    rendezvous.wait_for_all("data")
     everywhere = exchange.gather((host, [corpus.entry for corpus in loaded]), tuple[str, list[Entry]])
     _refuse_different_data(everywhere)
     corpora = loaded or _made_on(host, everywhere) or load()
