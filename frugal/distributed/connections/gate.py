@@ -5,6 +5,7 @@ All connections are served by one thread, which never waits for one of them. Who
 address that has the most, so that who floods drops its own. Once all ranks are in, nothing listens any more.
 """
 
+import atexit
 import os
 import resource
 import selectors
@@ -78,7 +79,7 @@ class Gate:
     ) -> None:
         self.selector = selectors.DefaultSelector()
         self._server, self._secret, self._world_size, self._admit = server, secret, world_size, admit
-        self._expected, self._is_closing = expected, False
+        self._expected, self._is_closing, self._is_over = expected, False, False
         self._pending: dict[socket.socket, _Pending] = {}  # the oldest first
         self.on_look: Callable[[], None] = lambda: None
 
@@ -86,14 +87,20 @@ class Gate:
         """Begin."""
         self._server.setblocking(False)
         self.selector.register(self._server, selectors.EVENT_READ, self._accept)
-        threading.Thread(target=self._run, name="gate", daemon=True).start()
+        thread = threading.Thread(target=self._run, name="gate", daemon=True)
+        thread.start()
+        atexit.register(self._end, thread)  # a thread that wakes up while the interpreter is taken down ends it badly
 
     def close(self) -> None:
         """Let nobody in any more."""
         self._is_closing = True
 
+    def _end(self, thread: threading.Thread) -> None:
+        self._is_over = True
+        thread.join(10 * _LOOK_SECONDS)
+
     def _run(self) -> None:
-        while self.selector.get_map():
+        while self.selector.get_map() and not self._is_over:
             for key, _ in self.selector.select(_LOOK_SECONDS):
                 key.data(key.fileobj)
             self.on_look()
