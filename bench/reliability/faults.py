@@ -66,7 +66,7 @@ class Run:
     """One `frugal train` in a folder of its own."""
 
     def __init__(self, folder: Path, out: Path, *more: str) -> None:
-        self.out = out
+        self.folder, self.out = folder, out
         command = [sys.executable, "-m", "frugal", "train", *FLAGS, "--out", str(out), *more]
         environment = {**os.environ, "XDG_CACHE_HOME": str(folder / "cache"), "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
         self.process = subprocess.Popen(
@@ -199,6 +199,26 @@ def last_word(output: str) -> str:
     return next((line for line in lines if line.startswith("error: ")), lines[-1] if lines else "")
 
 
+def damaged_cache(*, is_cut: bool) -> Callable[[Run], float]:
+    """SIGKILL of rank 1; then the tokenised data is cut to half, or one token in it becomes another one."""
+
+    def disturb(run: Run) -> float:
+        at = told(signal.SIGKILL, 1)(run)
+        run.process.wait(PATIENCE_SECONDS)
+        for file in (run.folder / "cache" / "frugal" / "data").glob("*/train.arrow"):
+            data = file.read_bytes()
+            middle = data.index((4 + ord("b")).to_bytes(4, "little"), len(data) // 2)  # a `b` becomes a `c`
+            with file.open("r+b") as opened:
+                if is_cut:
+                    opened.truncate(len(data) // 2)
+                else:
+                    opened.seek(middle)
+                    opened.write(bytes([4 + ord("c")]))
+        return at
+
+    return disturb
+
+
 TRUNCATED = "each of the newest checkpoint's files truncated"
 FAULTS: dict[str, Callable[[Run], float]] = {
     "SIGKILL of rank 0": told(signal.SIGKILL, 0),
@@ -209,6 +229,8 @@ FAULTS: dict[str, Callable[[Run], float]] = {
     "Ctrl-C": told(signal.SIGINT, None),
     "disk full": fill,
     TRUNCATED: told(signal.SIGKILL, 1),
+    "data cache truncated": damaged_cache(is_cut=True),
+    "data cache damaged inside the vocabulary": damaged_cache(is_cut=False),
 }
 
 

@@ -53,7 +53,7 @@ def test_ten_thousand_files_train_on_two_hosts(hosts: Hosts) -> None:
     ):
         code, output, errors = frugal(hosts, "train", "--plan", path, *how, "--out", f"many-{out}", *data)
         assert (code, errors) == (0, "")
-        assert "9500 samples, 500 for validation" in output
+        assert "19000 samples, 1000 for validation" in output
         all_losses.append(losses(hosts.folder / f"many-{out}"))
     assert all_losses[0] == all_losses[1]
 
