@@ -31,7 +31,7 @@ _SMALLER = {
     "num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1, "chunk_size": 16, "mamba_chunk_size": 16,
     "mamba_n_heads": 8, "mamba_num_heads": 8, "mamba_d_head": 16, "mamba_head_dim": 16, "mamba_d_ssm": 128,
     "mamba_d_state": 16, "num_heads": 8, "expand": 2, "linear_num_key_heads": 4, "linear_num_value_heads": 8,
-    "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+    "linear_key_head_dim": 16, "linear_value_head_dim": 16, "pooler_hidden_size": 64,
 }  # fmt: skip
 """Where a configuration has more. Not every model can be made so small: then it is made with `_SMALL` alone."""
 
