@@ -28,7 +28,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 GRACE_SECONDS = 600
 
-REPEATED_SECONDS = 3.0
+REPEATED_SECONDS = 5.0
 
 OTHER_FAILED = 0
 """What `deliver` takes in place of a signal's number: another rank has failed, and this one is to end."""

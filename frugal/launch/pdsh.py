@@ -6,7 +6,6 @@ alone, no prompts, signals that reach the ranks, and a run that is judged by wha
 A run that has failed is started again on all of its hosts, or with --elastic on those that still work.
 """
 
-import ctypes
 import os
 import re
 import secrets
@@ -49,7 +48,6 @@ FAN_OUT = 1024  # hosts that pdsh reaches at the same time
 SIGNAL_SECONDS = 30.0  # for a signal to reach all nodes
 LEAVE_SECONDS = 10.0  # for the others to note in their logs what they saw, once a rank has said why it failed
 _PDSH_EXIT = re.compile(rb"^pdsh@\S+: \S+: ssh exited with exit code ")  # of a node whose ranks said why themselves
-_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
 
 
 def check_nodes(plan: Plan, named: Sequence[HostfileEntry]) -> None:
@@ -196,7 +194,7 @@ class RemoteRanks:
         """
         process = subprocess.Popen(
             pdsh_command(self._hosts, line), env=self._environment, stdin=subprocess.DEVNULL,
-            stderr=subprocess.PIPE, start_new_session=True, preexec_fn=_end_with_parent,
+            stderr=subprocess.PIPE, start_new_session=True, preexec_fn=_leave_signals_to_parent,
         )  # fmt: skip
         assert process.stderr is not None
         relay = threading.Thread(target=self._relay_stderr, args=(process.stderr,), daemon=True)
@@ -301,9 +299,10 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def _end_with_parent() -> None:
-    """Have the kernel end this process when the one that started it is killed, which runs no handlers."""
-    ctypes.CDLL(None).prctl(_DEATH_SIGNAL, signal.SIGTERM)
+def _leave_signals_to_parent() -> None:
+    """Have pdsh and its ssh end with the command, and not by signals to stop, which it passes on to the ranks."""
+    parent.set_death_signal(signal.SIGKILL)
+    stop.ignore()
 
 
 RETURN_SECONDS = 300.0

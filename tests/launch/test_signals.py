@@ -212,7 +212,7 @@ def test_a_step_that_takes_longer_is_left_and_what_is_saved_is_said(is_second: b
     try:
         run.process.send_signal(signal.SIGTERM)
         if is_second:
-            time.sleep(4)
+            time.sleep(6)
             run.process.send_signal(signal.SIGTERM)
         assert run.end() == 128 + signal.SIGTERM
     finally:
