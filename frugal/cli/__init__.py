@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if error is not None and error.errno != errno.EPIPE and not _trains(arguments):
         click.echo(f"error: cannot write to standard output\n  because {error.strerror}", err=True)
         code = code or RequestError.exit_code
-    sys.exit(code)
+    sys.exit(code if code >= 0 else 128 - code)  # of a rank that a signal ended, as shells say it
 
 
 def _trains(arguments: Sequence[str] | None) -> bool:

@@ -133,9 +133,11 @@ class _Listener:
 
     def _listen(self) -> None:
         deadline: float | None = None
+        coming = select.poll()
+        coming.register(self._heard, select.POLLIN)
         while True:
-            left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            if not select.select([self._heard], [], [], left)[0]:
+            left = None if deadline is None else 1000 * max(0.0, deadline - time.monotonic())
+            if not coming.poll(left):
                 self._overdue()
                 return
             for number in self._heard.recv(64):

@@ -148,12 +148,12 @@ class _Ranks:
         """The exit code of the first rank that failed, or 0, once all have ended."""
         code, left = 0, list(self._processes)
         while left:
-            for process in [each for each in left if each.poll() is not None]:
-                left.remove(process)
-                if process.returncode and not code:
-                    code = process.returncode
-                    self._tell(stop.OTHER_FAILED)
-                    self._kill_at = time.monotonic() + LEAVE_SECONDS
+            ended = [process.returncode for process in left if process.poll() is not None]
+            left = [process for process in left if process.returncode is None]
+            if any(ended) and not code:  # 1 is also that of a rank that lost another
+                code = max(filter(None, ended), key=lambda each: each != 1)
+                self._tell(stop.OTHER_FAILED)
+                self._kill_at = time.monotonic() + LEAVE_SECONDS
             if left and self._kill_at is not None and time.monotonic() > self._kill_at:
                 return code or 128 + (signal.SIGINT if self.is_interrupted else stop.requested() or signal.SIGKILL)
             time.sleep(POLL_SECONDS)
