@@ -175,7 +175,7 @@ def test_the_loss_of_the_terminal_is_noted_once_and_the_log_goes_on(ordeal: Orde
     lines = ordeal.run.log().splitlines()
     assert lines.count(note) == 1
     assert lines[-1] == (
-        f"told to stop: step {ordeal.run.saved()} is saved in ordeal/checkpoints, continue with --resume"
+        f"told to stop: step {ordeal.run.saved()} is saved in {ordeal.run.out}/checkpoints, continue with --resume"
     )
 
 

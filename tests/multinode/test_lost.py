@@ -82,7 +82,7 @@ def test_sigterm_saves_the_step_on_all_hosts(hosts: Hosts) -> None:
         output, errors = process.communicate(timeout=60)
         assert (process.returncode, errors) == (0, "")
         saved = (hosts.folder / "told" / "checkpoints" / "latest").read_text().strip()
-        assert f"step {int(saved.removeprefix('step-'))} is saved in told/checkpoints" in output
+        assert f"step {int(saved.removeprefix('step-'))} is saved in {hosts.folder}/told/checkpoints" in output
         assert nothing_is_left(hosts)
 
 
@@ -93,7 +93,7 @@ def test_sigterm_to_every_process_of_the_command_saves_the_step_on_all_hosts(hos
         output, errors = process.communicate(timeout=60)
         assert (process.returncode, errors) == (0, "")
         saved = (hosts.folder / "told-all" / "checkpoints" / "latest").read_text().strip()
-        assert f"step {int(saved.removeprefix('step-'))} is saved in told-all/checkpoints" in output
+        assert f"step {int(saved.removeprefix('step-'))} is saved in {hosts.folder}/told-all/checkpoints" in output
         assert nothing_is_left(hosts)
 
 
