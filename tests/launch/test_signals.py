@@ -64,7 +64,7 @@ class Run:
         return [own, *own.children(recursive=True)]
 
     def ranks(self) -> list[psutil.Process]:
-        return [each for each in self.family() if any(w.startswith("--local_rank") for w in each.cmdline())]
+        return [each for each in self.family()[1:] if "frugal.training.run" in each.cmdline()]
 
     def step(self) -> int:
         """How many are logged."""
