@@ -27,7 +27,7 @@ CONNECTIONS_OF_A_RANK = 2
 """So that one thread is answered while another waits for a key."""
 
 MOST_BYTES = 16 * 2**20
-_ANSWER_SECONDS = 60.0
+_ANSWER_SECONDS = 300.0
 """Beyond what was asked to be waited, for rank 0's process to come to answer: others hold the interpreter."""
 
 
