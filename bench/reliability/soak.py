@@ -4,7 +4,7 @@
 
 A tiny GPT-2 trains on two CPU ranks under `frugal train`, with a checkpoint and an evaluation every `SAVE_EVERY` steps.
 Every `SAMPLE_EVERY` steps each rank and the command are looked at: resident memory, open descriptors, threads,
-children, objects that CPython's collector tracks, and blocks that it has allocated; and what lies in /dev/shm. The
+children, shared memory, objects that CPython's collector tracks, and blocks that it has allocated. The
 median of the run's last third is held against that of the third before it: nothing may have grown by more than
 `TOLERANCE` says. What a start allocates once is in the first third. Results go to `bench/results/soak-cpu.json`; the
 table of docs/reliability.md is printed.
@@ -88,8 +88,8 @@ def watch(folder: Path, run: subprocess.Popen[str], every: int) -> list[dict[str
     while run.poll() is None:
         step = last_step(folder / "run" / "metrics.jsonl")
         if step >= (samples[-1]["step"] if samples else 0) + every:
-            with suppress(psutil.NoSuchProcess, TimeoutError):  # the run has ended meanwhile
-                samples.append({"step": step, "processes": look(folder, run.pid), "shared_bytes": shared_bytes()})
+            with suppress(psutil.NoSuchProcess, FileNotFoundError, TimeoutError):  # the run has ended meanwhile
+                samples.append({"step": step, "processes": look(folder, run.pid)})
         time.sleep(0.05)
     return samples
 
@@ -122,6 +122,7 @@ def held(process: psutil.Process) -> dict[str, float]:
         return {
             "resident_bytes": process.memory_info().rss, "descriptors": process.num_fds(),
             "threads": process.num_threads(), "children": len(process.children()),
+            "shared_bytes": shared_bytes(process.pid),
         }  # fmt: skip
 
 
@@ -145,9 +146,10 @@ def counted(folder: Path, process: psutil.Process, name: str) -> dict[str, float
     return counts
 
 
-def shared_bytes() -> int:
-    """Of all that lies in /dev/shm; other programs' too."""
-    return sum(entry.stat().st_size for entry in os.scandir("/dev/shm") if entry.is_file())
+def shared_bytes(pid: int) -> int:
+    """Of shared memory that a process holds: /dev/shm and anonymous."""
+    status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    return int(status["RssShmem"].split()[0]) * 1024
 
 
 def growth(samples: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, dict[str, float]]]:
@@ -159,7 +161,6 @@ def growth(samples: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, dict[str
         for quantity in samples[-1]["processes"][name]:
             second, last = (median(each["processes"][name][quantity] for each in part) for part in parts)
             grown.setdefault(name, {})[quantity] = _compared(second, last)
-    grown["machine"] = {"shared_bytes": _compared(*(median(each["shared_bytes"] for each in part) for part in parts))}
     return grown
 
 
@@ -176,17 +177,17 @@ def is_flat(grown: Mapping[str, Mapping[str, Mapping[str, float]]]) -> bool:
 
 def table(grown: Mapping[str, Mapping[str, Mapping[str, float]]]) -> str:
     """That of docs/reliability.md."""
-    names = [name for name in grown if name != "machine"]
+    names = list(grown)
     words = {
         "resident_bytes": "resident memory, MiB", "descriptors": "open descriptors", "threads": "threads",
-        "children": "children", "objects": "objects that CPython tracks", "blocks": "blocks that CPython has allocated",
+        "children": "children", "shared_bytes": "shared memory, MiB", "objects": "objects that CPython tracks", "blocks": "blocks that CPython has allocated",
     }  # fmt: skip
     lines = ["| medians of second and last third | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
     for quantity, word in words.items():
         columns = []
         for name in names:
             entry = grown[name].get(quantity)
-            unit = 2**20 if quantity == "resident_bytes" else 1
+            unit = 2**20 if quantity.endswith("_bytes") else 1
             shown = "" if entry is None else f"{entry['second_third'] / unit:,.0f}, {entry['last_third'] / unit:,.0f}"
             columns.append(shown)
         lines.append(f"| {word} | " + " | ".join(columns) + " |")
