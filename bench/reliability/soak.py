@@ -179,9 +179,14 @@ def table(grown: Mapping[str, Mapping[str, Mapping[str, float]]]) -> str:
     """That of docs/reliability.md."""
     names = list(grown)
     words = {
-        "resident_bytes": "resident memory, MiB", "descriptors": "open descriptors", "threads": "threads",
-        "children": "children", "shared_bytes": "shared memory, MiB", "objects": "objects that CPython tracks", "blocks": "blocks that CPython has allocated",
-    }  # fmt: skip
+        "resident_bytes": "resident memory, MiB",
+        "shared_bytes": "shared memory, MiB",
+        "descriptors": "open descriptors",
+        "threads": "threads",
+        "children": "children",
+        "objects": "objects that CPython tracks",
+        "blocks": "blocks that CPython has allocated",
+    }
     lines = ["| medians of second and last third | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
     for quantity, word in words.items():
         columns = []
