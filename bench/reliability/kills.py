@@ -1,6 +1,6 @@
 """Whether anything is lost when processes are killed at random: `frugal train`, again and again, on changing ranks.
 
-    python -m bench.reliability.kills [50] [--seed 0] [--minutes 60]
+    python -m bench.reliability.kills [50] [--seed 0] [--minutes 60] [--add]
 
 A tiny GPT-2 without dropout trains under ZeRO-2 with a checkpoint every `SAVE_EVERY` steps. SIGKILL goes to any rank,
 to a launcher or to the command, while it starts, between two steps, or in a save. Then the run is resumed on another
@@ -17,6 +17,7 @@ Results go to `bench/results/kills-cpu.json`; the table of docs/reliability.md i
 
 import argparse
 import itertools
+import json
 import random
 import signal
 import statistics
@@ -345,7 +346,7 @@ def proof(num_kills: int, seed: int, minutes: float) -> dict[str, Any]:
         finished(Run(folder, "whole", 2, steps))
         largest = largest_difference(whole, losses(folder / "whole"))
         return {
-            "seed": seed, "steps": steps, "save_every": SAVE_EVERY, "seconds": round(seconds),
+            "seed": seed, "steps": steps, "seconds": round(seconds),
             "kills": [asdict(each) for each in kills],
             "ranks_were_changed": sum(a.ranks != b.ranks for a, b in itertools.pairwise(spells)),
             "largest_difference_to_two_ranks": largest,
@@ -381,13 +382,21 @@ def table(kills: Sequence[Kill]) -> str:
     return "\n".join(lines)
 
 
-def summary(result: dict[str, Any]) -> str:
+def summary(runs: Sequence[dict[str, Any]]) -> str:
     """In a sentence."""
+    number = {what: sum(count(each) for each in runs) for what, count in _COUNTS.items()}
+    largest = max(each["largest_difference_to_two_ranks"] for each in runs)
     return (
-        f"{len(result['kills'])} kills and {result['ranks_were_changed']} changes of the number of ranks in "
-        f"{result['steps']} steps; losses differ from those on two ranks by at most "
-        f"{result['largest_difference_to_two_ranks']:.0e}"
+        f"{number['kills']} kills and {number['changes']} changes of the number of ranks in {number['steps']} steps; "
+        f"losses differ from those on two ranks by at most {largest:.0e}"
     )
+
+
+_COUNTS: dict[str, Callable[[dict[str, Any]], int]] = {
+    "kills": lambda run: len(run["kills"]),
+    "changes": lambda run: run["ranks_were_changed"],
+    "steps": lambda run: run["steps"],
+}
 
 
 def main() -> int:
@@ -396,13 +405,18 @@ def main() -> int:
     parser.add_argument("kills", type=int, nargs="?", default=KILLS)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--minutes", type=float, default=60, help="begin no other kill after so many")
+    parser.add_argument("--add", action="store_true", help="to what is kept, instead of replacing it")
     asked = parser.parse_args()
-    result = environment(f"python -m bench.reliability.kills {asked.kills} --seed {asked.seed}")
-    result |= proof(asked.kills, asked.seed, asked.minutes)
-    print(table([Kill(**each) for each in result["kills"]]))
-    print(*result["temporary_files"], sep="\n", file=sys.stderr)
-    print(summary(result))
-    return report_goals(result, RESULTS if asked.kills >= KILLS else None)
+    run = proof(asked.kills, asked.seed, asked.minutes)
+    print(*run["temporary_files"], sep="\n", file=sys.stderr)
+    runs = [*(json.loads(RESULTS.read_text())["runs"] if asked.add else ()), run]
+    result = environment("python -m bench.reliability.kills " + " ".join(sys.argv[1:])) | {
+        "save_every": SAVE_EVERY,
+        "runs": runs,
+        "goals": {goal: all(each["goals"][goal] for each in runs) for goal in run["goals"]},
+    }
+    print(table([Kill(**kill) for each in runs for kill in each["kills"]]), summary(runs), sep="\n\n")
+    return report_goals(result, RESULTS)
 
 
 if __name__ == "__main__":
