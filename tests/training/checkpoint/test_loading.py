@@ -59,6 +59,28 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(
         assert resumed == whole
 
 
+def numbers_after_loading(folder: Path) -> list[tuple[Any, ...]]:
+    """What the optimizer goes on with on the layout that saved, and on another one; runs on ranks."""
+    numbers = []
+    for zero_stage in (2, 3):
+        plan = plan_by_hand(
+            world_size=WORLD_SIZE, global_batch=GLOBAL_BATCH, micro_batch=2, zero_stage=zero_stage,
+            request={"weight_decay": 0.5, "adam_beta1": 0.8, "adam_beta2": 0.999, "adam_epsilon": 1e-6},
+        )  # fmt: skip
+        engine = start(plan, dropout=0.0)
+        changes = loading.load(engine, folder).changes
+        group = engine.deepspeed.optimizer.param_groups[0]
+        numbers.append((tuple(group["betas"]), group["eps"], group["weight_decay"], changes[-4:]))
+        stop(engine)
+    return numbers
+
+
+def test_a_resumed_run_goes_on_with_the_numbers_that_are_asked_for_and_says_so(saved: Path, two_ranks: Ranks) -> None:
+    said = ("weight decay 0.01 -> 0.5", "beta1 0.9 -> 0.8", "beta2 0.95 -> 0.999", "epsilon 1e-08 -> 1e-06")
+    asked = ((0.8, 0.999), 1e-6, 0.5, said)
+    assert two_ranks.run(numbers_after_loading, saved)[0] == [asked, asked]
+
+
 def with_and_without_recomputing(zero_stage: int) -> list[list[tuple[float, float]]]:
     """Trajectories with activation checkpointing off and on, with dropout; runs on ranks."""
     trajectories = []
