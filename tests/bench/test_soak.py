@@ -1,0 +1,47 @@
+"""A long run does not leak, and a leak would be noticed."""
+
+import json
+from typing import Any
+
+import pytest
+
+from bench.reliability import soak
+from tests import readme
+
+
+def sampled(resident: list[int], descriptors: list[int]) -> list[dict[str, Any]]:
+    """What one rank held, sample by sample."""
+    return [
+        {"step": step, "processes": {"rank 0": {"resident_bytes": size, "descriptors": number}}}
+        for step, (size, number) in enumerate(zip(resident, descriptors, strict=True))
+    ]
+
+
+def test_what_a_start_takes_and_what_a_save_opens_for_a_moment_is_no_leak() -> None:
+    samples = sampled([50, 100, 100, 100, 100, 100, 100, 100, 100], [5, 5, 5, 6, 5, 5, 5, 5, 6])
+    assert soak.is_flat(soak.growth(samples))
+
+
+def test_memory_that_grows_and_one_descriptor_that_stays_open_are_leaks() -> None:
+    steady = [100] * 9
+    assert not soak.is_flat(soak.growth(sampled([100 + number for number in range(9)], steady)))
+    assert not soak.is_flat(soak.growth(sampled(steady, [5, 5, 5, 5, 5, 6, 6, 6, 6])))
+
+
+@pytest.mark.exhaustive
+def test_a_hundred_steps_are_sampled_on_every_process() -> None:
+    samples = soak.soak(100, 10)
+    assert len(samples) >= 3
+    assert {frozenset(each["processes"]) for each in samples} == {frozenset({"command", "rank 0", "rank 1"})}
+    grown = soak.growth(samples)
+    for rank in ("rank 0", "rank 1"):
+        assert grown[rank]["objects"]["last_third"] > 100_000
+        assert grown[rank]["descriptors"]["growth"] <= 0
+        assert grown[rank]["children"]["last_third"] == 0
+
+
+def test_the_docs_show_the_soak_that_was_kept() -> None:
+    kept = json.loads(soak.RESULTS.read_text())
+    assert all(kept["goals"].values()) and soak.is_flat(soak.growth(kept["samples"]))
+    assert (kept["steps"], kept["samples"][-1]["step"] >= 2900) == (3000, True)
+    assert soak.table(kept["grown"]) in readme.text("reliability"), "paste what the command prints"
