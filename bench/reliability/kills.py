@@ -147,7 +147,7 @@ class Run:
                 rank = next((word for word in words if word.startswith("--local_rank=")), None)
                 if rank is not None:
                     processes[f"rank {rank.partition('=')[2]}"] = child
-                elif any("deepspeed.launcher" in word for word in words):
+                elif any("launch" in word for word in words[:4]):
                     processes.setdefault("launcher", child)
         return processes
 
