@@ -160,10 +160,48 @@ def in_a_save(run: Run) -> float:
 def fill(run: Run) -> float:
     """Another program takes what is left of the run's disk."""
     run.wait_for(is_after(run, FAULT_AFTER))
+    fill_disk(run)
+    return time.monotonic()
+
+
+def fill_disk(run: Run) -> None:
+    """Leave nothing of it."""
     with contextlib.suppress(OSError), (run.out / FILLER).open("wb", buffering=0) as file:
         while True:
-            file.write(bytes(1 << 16))
+            file.write(bytes(1 << 9))
+
+
+def fill_and_kill(run: Run) -> float:
+    """Another program takes what is left of the disk of a run that was killed, so that there is no room to resume."""
+    run.wait_for(is_after(run, FAULT_AFTER))
+    run.ranks()[1].send_signal(signal.SIGKILL)
+    run.end()
+    fill_disk(run)
+    run.process = Run(run.folder, run.out, "--resume").process
     return time.monotonic()
+
+
+def move(run: Run) -> float:
+    """The run's folder gets another name."""
+    run.wait_for(is_after(run, FAULT_AFTER))
+    run.out = run.out.rename(run.out.with_name(f"{run.out.name}-moved"))
+    return time.monotonic()
+
+
+def delete(run: Run) -> float:
+    """The run's folder is deleted; the run says where it has saved instead."""
+    run.wait_for(is_after(run, FAULT_AFTER))
+    shutil.rmtree(run.out)
+    return time.monotonic()
+
+
+def tear(run: Run) -> float:
+    """A rank is killed, and the last record of the metrics is half a line."""
+    at = told(signal.SIGKILL, 0)(run)
+    run.process.wait()
+    metrics = run.out / "metrics.jsonl"
+    os.truncate(metrics, metrics.stat().st_size - 40)
+    return at
 
 
 def truncated(out: Path) -> list[Path]:
@@ -194,7 +232,7 @@ class Fault:
 def disturbed(folder: Path, whole: dict[int, float], name: str, fault: Fault) -> Outcome:
     """A run, the fault, and the run that continues it."""
     out = folder / re.sub(r"\W+", "-", name)
-    small = name == DISK_FULL
+    small = name in ON_SMALL_DISKS
     if small:
         out.mkdir()
         subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={SMALL_DISK}", "tmpfs", str(out)], check=True)
@@ -205,14 +243,15 @@ def disturbed(folder: Path, whole: dict[int, float], name: str, fault: Fault) ->
         seconds = time.monotonic() - at
         if small and code == 0:
             raise RuntimeError(f"{SMALL_DISK} were enough")
-        done = max(losses(out))
+        out_now = next(folder.glob(f"{out.name}.saved-*")) if fault.disturb is delete else run.out
+        done = max(losses(out_now))
         if small:
             (out / FILLER).unlink()
         if fault.is_outlived:
-            continued = [(done, losses(out))]
+            continued = [(done, losses(out_now))]
         else:
             continued = [
-                resumed(folder, each, fault.ranks) for each in (truncated(out) if name == TRUNCATED else [out])
+                resumed(folder, each, fault.ranks) for each in (truncated(out) if name == TRUNCATED else [out_now])
             ]
         return Outcome(
             fault=name,
@@ -264,6 +303,8 @@ def damaged_cache(*, is_cut: bool) -> Callable[[Run], float]:
 
 
 TRUNCATED, DISK_FULL = "each of the newest checkpoint's files truncated", "disk full"
+DISK_FULL_AT_RESUME = "disk full at a resume"
+ON_SMALL_DISKS = (DISK_FULL, DISK_FULL_AT_RESUME)
 FAULTS = {
     "SIGKILL of rank 0": Fault(disturb=told(signal.SIGKILL, 0)),
     "SIGKILL of rank 1": Fault(disturb=told(signal.SIGKILL, 1)),
@@ -278,6 +319,10 @@ FAULTS = {
     "Ctrl-C": Fault(disturb=told(signal.SIGINT, None)),
     "console gone": Fault(disturb=leave, is_outlived=True),
     DISK_FULL: Fault(disturb=fill),
+    DISK_FULL_AT_RESUME: Fault(disturb=fill_and_kill),
+    "run folder moved": Fault(disturb=move, is_outlived=True),
+    "run folder deleted": Fault(disturb=delete),
+    "half a line at the end of metrics.jsonl": Fault(disturb=tear),
     TRUNCATED: Fault(disturb=told(signal.SIGKILL, 1)),
     "data cache truncated": Fault(disturb=damaged_cache(is_cut=True)),
     "data cache damaged inside the vocabulary": Fault(disturb=damaged_cache(is_cut=False)),
@@ -310,8 +355,8 @@ def main() -> int:
             whole[ranks] = losses(folder / f"whole-{ranks}")
         outcomes = []
         for name, fault in FAULTS.items():
-            if name == DISK_FULL and (os.geteuid() != 0 or shutil.which("mount") is None):
-                print("left out: disk full, as only root may mount a small file system", file=sys.stderr)
+            if name in ON_SMALL_DISKS and (os.geteuid() != 0 or shutil.which("mount") is None):
+                print(f"left out: {name}, as only root may mount a small file system", file=sys.stderr)
                 continue
             outcomes.append(disturbed(folder, whole[fault.ranks], name, fault))
             print(outcomes[-1], file=sys.stderr)

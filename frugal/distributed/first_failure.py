@@ -62,12 +62,13 @@ class FailureReport(msgspec.Struct):
 def report_done() -> None:
     """Note that the run came to its end: launchers' exit codes alone do not say so (MPICH's and pdsh's can be 0)."""
     if (folder := os.environ.get(REPORT_FOLDER)) and env.rank() == 0:
-        (Path(folder) / _DONE).touch()
+        with suppress(OSError):  # the folder was moved or deleted under the run; then the exit code says it
+            (Path(folder) / _DONE).touch()
 
 
-def is_done(folder: Path) -> bool:
-    """Whether the run whose ranks report to `folder` came to its end."""
-    return (folder / _DONE).exists()
+def is_done(folder: Path, code: int) -> bool:
+    """Whether the run that ended with exit code `code`, and whose ranks report to `folder`, came to its end."""
+    return (folder / _DONE).exists() or (code == 0 and not folder.exists())
 
 
 def read_report(folder: Path) -> FailureReport | None:

@@ -15,6 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
+from frugal import files
 LOST = "FRUGAL_CONSOLE_LOST"
 """In the environment of ranks: what their command, or a rank itself, has to say of a console that is gone."""
 
@@ -53,8 +54,9 @@ def redirect(folder: Path, rank: int) -> None:
     guard_console()
     own = path(folder, rank)
     with suppress(OSError):
+        files.refuse_foreign_link(own.parent)
         own.parent.mkdir(parents=True, exist_ok=True)
-        _file = own.open("a", buffering=1, encoding="utf-8", errors="backslashreplace")
+        _file = open(own, "a", 1, "utf-8", "backslashreplace", opener=_append)  # noqa: SIM115  # stays open; Path has no opener
         if rank == 0:
             if LOST in os.environ:
                 to_file(os.environ[LOST])
@@ -62,6 +64,10 @@ def redirect(folder: Path, rank: int) -> None:
             _console = os.dup(2)
             os.dup2(_file.fileno(), 1)
             os.dup2(_file.fileno(), 2)
+
+
+def _append(path: str, _flags: int) -> int:
+    return files.append(Path(path))
 
 
 def file_name() -> str | None:

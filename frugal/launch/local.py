@@ -21,6 +21,7 @@ from frugal.launch.node import LaunchedNode
 from frugal.launch.restart import Start, signal_of
 from frugal.planning.plan import Plan
 from frugal.training.checkpoint.manifest import newest_checkpoint
+from frugal.training.checkpoint.run_folder import make_folder
 
 
 def check_machine(plan: Plan, master_port: int | None) -> None:
@@ -71,7 +72,9 @@ def starter(master_port: int | None) -> Start:
     """Starts runs on this machine. An exit code of 0 does not end a run whose ranks did not report that it is done."""
 
     def run(plan: Plan, settings: RunSettings) -> tuple[int, first_failure.FailureReport | None]:
-        with TemporaryDirectory(prefix="frugal-") as folder:
+        make_folder(settings, settings.out)
+        # In the run's folder: the system's one for temporary files is emptied of what is some days old.
+        with TemporaryDirectory(prefix=".start-", dir=settings.out, ignore_cleanup_errors=True) as folder:
             written, _ = write_plan(plan, Path(folder))
             words = ["--plan", str(written), *settings.rank_words(Path(folder))]
             os.environ[first_failure.REPORT_FOLDER] = folder
@@ -79,7 +82,7 @@ def starter(master_port: int | None) -> Start:
                 code = start(plan, "frugal.training.run", words, master_port)
             finally:
                 del os.environ[first_failure.REPORT_FOLDER]
-            is_done = first_failure.is_done(Path(folder))
+            is_done = first_failure.is_done(Path(folder), code)
             return (0 if is_done else code or 1), first_failure.read_report(Path(folder))
 
     return run

@@ -142,7 +142,7 @@ def run(
             ranks.end()
             raise
         code = ranks.run(_node_command(hosts, address, port, files, arguments))
-        if first_failure.is_done(Path(folder)):
+        if first_failure.is_done(Path(folder), code):
             return 0, None
         report = first_failure.read_report(Path(folder))
     if report is None:

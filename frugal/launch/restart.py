@@ -5,6 +5,7 @@ the exit code counts. Not started again: what is done or was told to stop, what 
 what ended at the same step in the same way as the time before.
 """
 
+import os
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -16,9 +17,11 @@ from frugal.config.run_settings import METRICS, RunSettings
 from frugal.distributed import stop
 from frugal.distributed.first_failure import FailureReport
 from frugal.distributed.rank_logs import to_console
-from frugal.errors import INTERRUPTED
+from frugal.errors import INTERRUPTED, CheckpointError
 from frugal.planning.plan import Plan
+from frugal.training.checkpoint.held_folder import HeldFolder
 from frugal.training.checkpoint.manifest import newest_checkpoint
+from frugal.training.checkpoint.run_folder import make_folder
 
 FINAL_CODES = (2, 3, 4, 5, 6, 7, INTERRUPTED)
 """Of runs that ended with a message for the user (`frugal.errors`): it would come again."""
@@ -49,8 +52,18 @@ def supervise(
     `plan_for_rest` gives the plan to go on with, for the devices that are left.
     """
     before: RunEnd | None = None
+    make_folder(settings, settings.out)
+    held = HeldFolder(settings, os.open(settings.out, os.O_RDONLY))
     for restart in range(max_restarts + 1):
-        end = judge(*start(plan, settings), settings)
+        code, report = start(plan, settings)
+        out = held.look()
+        if out is None:  # it is not made again
+            if code and code not in FINAL_CODES:  # otherwise the ranks have said so
+                to_console(f"error: {settings.out}, the run's folder, was deleted: not started again")
+                code = CheckpointError.exit_code
+            return code
+        settings = replace(settings, out=out)
+        end = judge(code, report, settings)
         if end.is_final:
             return end.code
         if stop.requested() is not None:  # before a rank could heed it

@@ -1,6 +1,8 @@
 """What people read of a run, and what programs do."""
 
 import io
+import resource
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ from bench.runs import records
 from frugal.errors import CheckpointError
 from frugal.training.metrics import Log
 from frugal.training.train_step import Evaluation, StepResult
+from tests.disks import small_disk
 
 MIB = 1 << 20
 
@@ -103,3 +106,86 @@ def test_a_log_that_cannot_be_written_is_an_error_of_the_disk(tmp_path: Path) ->
         f"  because {tmp_path}/nowhere/metrics.jsonl: No such file or directory\n\n"
         "hint: see to it that it can be written, then continue with --resume"
     )
+
+
+def fill(disk: Path) -> None:
+    with pytest.raises(OSError, match="No space left"), (disk / "filler").open("wb", buffering=0) as file:
+        while True:
+            file.write(bytes(512))
+
+
+def test_records_wait_for_room_on_a_full_disk_and_each_comes_once(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", "64k") as disk:
+        log, written = logged(disk, 9)
+        with log:
+            log.step(1, result(), 0.1)
+            fill(disk)
+            for step in range(2, 60):  # a page is there already
+                log.step(step, result(), 0.1)
+            said = written.getvalue()
+            assert said.count("cannot write metrics.jsonl, it is kept for the next checkpoint: ") == 1
+            assert f"No space left on device (0.0 MiB of 0.1 MiB are free at {disk}); make room at {disk}" in said
+            with pytest.raises(OSError, match="No space left"):
+                log.sync(disk)
+            subprocess.run(["mount", "-o", "remount,size=1m", str(disk)], check=True)
+            log.sync(disk)
+        assert [record["step"] for record in records(disk)] == [*range(1, 60)]
+
+
+def test_a_resume_on_a_full_disk_loses_no_record(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", "64k") as disk:
+        log, _ = logged(disk, 9)
+        with log:
+            for step in (1, 2, 3):
+                log.step(step, result(), 0.1)
+        before = (disk / "metrics.jsonl").read_bytes()
+        fill(disk)
+        with pytest.raises(CheckpointError, match="No space left on device"):
+            logged(disk, 9, first_step=2)
+        assert (disk / "metrics.jsonl").read_bytes() == before
+        assert {path.name for path in disk.iterdir()} == {"metrics.jsonl", "filler"}
+        log, _ = logged(disk, 9, first_step=3)  # nothing is to be dropped, so nothing is written
+        with log:
+            pass
+
+
+def test_a_limit_on_the_size_of_files_is_named(tmp_path: Path) -> None:
+    usual = resource.getrlimit(resource.RLIMIT_FSIZE)
+    log, written = logged(tmp_path, 9)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (300, usual[1]))
+    try:
+        with log:
+            for step in (1, 2):
+                log.step(step, result(), 0.1)
+            with pytest.raises(OSError, match="File too large"):
+                log.sync(tmp_path)
+            assert "raise the limit on the size of a file (`ulimit -f`)" in written.getvalue()
+            assert (tmp_path / "metrics.jsonl").stat().st_size == 300  # a record and a part of the next
+            resource.setrlimit(resource.RLIMIT_FSIZE, usual)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, usual)
+    assert [record["step"] for record in records(tmp_path)] == [1, 2]
+
+
+def test_a_file_of_metrics_that_was_deleted_is_made_again_with_all_records(tmp_path: Path) -> None:
+    log, written = logged(tmp_path, 9)
+    with log:
+        log.step(1, result(), 0.1)
+        (tmp_path / "metrics.jsonl").unlink()
+        log.sync(tmp_path)
+        log.step(2, result(), 0.1)
+    assert [record["step"] for record in records(tmp_path)] == [1, 2]
+    assert "is written anew, with all records of this run: the file was deleted" in written.getvalue()
+
+
+@pytest.mark.parametrize("torn", [b'{"event": "st', b"[1]\n", b'{"step": "x"}\n', b"\xff\n", b"[" * 100_000 + b"\n"])
+def test_what_is_no_record_is_mended_at_a_resume(torn: bytes, tmp_path: Path) -> None:
+    log, _ = logged(tmp_path, 9)
+    with log:
+        log.step(1, result(), 0.1)
+    with (tmp_path / "metrics.jsonl").open("ab") as file:
+        file.write(torn)
+    log, _ = logged(tmp_path, 9, first_step=1)
+    with log:
+        log.step(2, result(), 0.1)
+    assert [record["step"] for record in records(tmp_path)] == [1, 2]

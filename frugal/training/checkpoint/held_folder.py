@@ -10,11 +10,12 @@ import logging
 import os
 from dataclasses import replace
 from pathlib import Path
-
-import torch.distributed as dist
+from typing import TYPE_CHECKING
 
 from frugal.config.run_settings import RunSettings
-from frugal.distributed.exchange import from_rank_0
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
 
 logger = logging.getLogger("frugal")
 
@@ -31,8 +32,10 @@ class HeldFolder:
         self._descriptor = descriptor
         self._status = None if descriptor is None else os.fstat(descriptor)  # network disks may not say it later
 
-    def follow(self, votes: dist.ProcessGroup | None) -> bool:
+    def follow(self, votes: "dist.ProcessGroup | None") -> bool:
         """Ask rank 0 where the folder is: whether it is anywhere. Collective."""
+        from frugal.distributed.exchange import from_rank_0  # brings torch along, which a parent of ranks does not need
+
         before = self.settings.out
         now = from_rank_0(os.fsencode(self.look() or b""), bytes, votes)
         if now and now != os.fsencode(before):

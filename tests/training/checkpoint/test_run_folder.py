@@ -1,0 +1,180 @@
+"""A run's folder that others touch: moved or deleted under the run, and with things in it that are no files."""
+
+import gzip
+import os
+import pickle
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from bench.ranks import Ranks
+from frugal import files
+from frugal.config.run_settings import RunSettings
+from frugal.errors import CheckpointError, RequestError
+from frugal.training.checkpoint import loading, manifest, run_folder
+from frugal.training.checkpoint.held_folder import HeldFolder
+from frugal.training.checkpoint.loading import Progress
+from frugal.training.checkpoint.saving import Saver
+from tests.training.checkpoint.test_loading import load_each, two_saves
+from tests.training.checkpoints import plan_for, start, stop
+
+STRANGER = 65534  # nobody
+
+
+def folder_gone(out: Path, elsewhere: Path, *, deleted: bool) -> tuple[str, list[str], int]:
+    """Save, lose the folder, save again: what is said, what is under the old name, and the step to be loaded."""
+    engine = start(plan_for(2), dropout=0.0)
+    settings = RunSettings(out=out)
+    descriptor = os.open(out, os.O_RDONLY) if engine.rank == 0 else None
+    held = HeldFolder(settings, descriptor)
+    saver = Saver(engine, settings.checkpoints, held=held)
+    saver.save(Progress(step=1))
+    if engine.rank == 0:
+        shutil.rmtree(out) if deleted else out.rename(elsewhere)
+    said = "saved"
+    try:
+        saver.save(Progress(step=2))
+    except CheckpointError as error:
+        said = str(error)
+    step = loading.load(engine, held.settings.checkpoints).progress.step
+    stop(engine)
+    if descriptor is not None:
+        os.close(descriptor)
+    return said, [path.name for path in out.glob("*")], step
+
+
+def test_a_run_goes_on_in_a_folder_that_was_moved(tmp_path: Path, two_ranks: Ranks) -> None:
+    out, elsewhere = tmp_path / "run", tmp_path / "moved"
+    out.mkdir()
+    answers = two_ranks.run(folder_gone, out, elsewhere, deleted=False)
+    assert answers == [("saved", [], 2)] * 2
+    assert {path.name for path in (elsewhere / "checkpoints").iterdir()} == {"latest", "step-000001", "step-000002"}
+
+
+def test_a_run_whose_folder_was_deleted_saves_beside_it_and_ends(tmp_path: Path, two_ranks: Ranks) -> None:
+    out = tmp_path / "run"
+    out.mkdir()
+    answers = two_ranks.run(folder_gone, out, tmp_path, deleted=True)
+    (beside,) = tmp_path.glob("run.saved-*")
+    said = (
+        f"the run's folder {out} was deleted\n  because with its checkpoints; step 2, which was in memory, is saved in "
+        f"{beside}/checkpoints/step-000002\n\nhint: continue with --resume --out {beside}"
+    )
+    assert answers == [(said, [], 2)] * 2
+    assert {"plan.json", "train.json", "checkpoints"} <= {path.name for path in beside.iterdir()}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory, two_ranks: Ranks) -> Path:
+    """Checkpoints at steps 2 and 4."""
+    folder = tmp_path_factory.mktemp("saved") / "checkpoints"
+    two_ranks.run(two_saves, folder)
+    return folder
+
+
+def in_place_of(path: Path, make: Callable[[Path], Any]) -> None:
+    path.unlink()
+    make(path)
+
+
+def relisted(path: Path) -> None:
+    """Give the file the checksum that it has now, as whoever made it on purpose would."""
+    made_by = manifest.read(path.parent)
+    rank = made_by.files[path.name].rank
+    changed = replace(made_by, files={**made_by.files, path.name: manifest.file_entry(path, rank)})
+    files.write_file(path.parent / manifest.MANIFEST, msgspec.json.encode(changed))
+
+
+NO_FILES: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "pipe": (os.mkfifo, "it is a named pipe, and not a file"),
+    "zero": (lambda path: path.symlink_to("/dev/zero"), "it is a device, and not a file"),
+    "full": (lambda path: path.symlink_to("/dev/full"), "it is a device, and not a file"),
+    "folder": (Path.mkdir, "it is a folder, and not a file"),
+    "loop": (lambda path: path.symlink_to(path), "Too many levels of symbolic links"),
+}
+NO_ZIPS: dict[str, bytes] = {
+    "empty": b"",
+    "text": b"weights, perhaps",
+    "pickle": pickle.dumps({"module": {}}),
+    "gzip": gzip.compress(bytes(1000)),
+}
+
+
+def test_what_is_no_file_of_a_checkpoint_is_named_and_nobody_waits_for_it(
+    saved: Path, tmp_path: Path, two_ranks: Ranks
+) -> None:
+    cases: list[tuple[Path, str]] = []
+
+    def case(name: str, file: str, reason: str) -> Path:
+        folder = tmp_path / f"{file}-{name}"
+        shutil.copytree(saved, folder)
+        path = folder / "step-000004" / file
+        cases.append((folder, f"step 2: {path}: {reason}" if reason else "step 4: "))
+        return path
+
+    for file in ("manifest.json", "training.json", "rng_rank_1.pt"):
+        for name, (make, reason) in NO_FILES.items():
+            in_place_of(case(name, file, reason), make)
+    for name, content in NO_ZIPS.items():
+        path = case(name, "rng_rank_1.pt", "")
+        path.write_bytes(content)
+        relisted(path)
+        cases[-1] = (cases[-1][0], f"step 2: {path} cannot be read: ValueError: it is no zip archive")
+    linked = case("linked", "rng_rank_1.pt", "")  # the same content from elsewhere is the same checkpoint
+    linked.rename(tmp_path / "rng.pt")
+    linked.symlink_to(tmp_path / "rng.pt")
+    os.mkfifo(case("pointer", "training.json", "").parents[1] / "pipe")
+    in_place_of(cases[-1][0] / "latest", os.mkfifo)
+    for name in ("..", "/etc/passwd", "a/b", "a\0b", "", "x" * 300):
+        path = case(f"name{len(cases)}", "manifest.json", "")
+        made_by = manifest.read(path.parent)
+        path.write_bytes(
+            msgspec.json.encode(replace(made_by, files=made_by.files | {name: made_by.files[loading.TRAINING]}))
+        )
+        cases[-1] = (cases[-1][0], f"step 2: {path} names files outside its folder")
+    answers = two_ranks.run(load_each, [folder for folder, _ in cases], timeout=200)
+    for (_, expected), *said in zip(cases, *answers, strict=True):
+        for each in said:
+            assert each.startswith(expected), (expected, each)
+
+
+def test_links_that_lead_elsewhere_are_refused_and_not_written_through(tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    for name in ("metrics.jsonl", "logs/rank_0.log"):
+        settings = RunSettings(out=tmp_path / name.replace("/", "-"))
+        planted = settings.out / name
+        planted.parent.mkdir(parents=True)
+        planted.symlink_to(victim)
+        with pytest.raises(RequestError) as raised:
+            run_folder.create(settings)
+        assert str(raised.value) == (
+            f"what is written to {settings.out} would go elsewhere\n"
+            f"  because {planted}: it is a symbolic link to {victim}\n\n"
+            "hint: remove the link, if it is not yours, or choose another folder with --out"
+        )
+        with pytest.raises(OSError, match="symbolic link"):
+            files.append(planted)
+    files.write_file(planted, b"new")  # in place of the link
+    assert (victim.read_text(), planted.is_symlink()) == ("precious", False)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make links of others")
+def test_a_folder_by_a_strangers_link_is_refused_and_by_ones_own_is_not(tmp_path: Path) -> None:
+    (tmp_path / "scratch" / "checkpoints").mkdir(parents=True)
+    out = tmp_path / "run"
+    out.symlink_to(tmp_path / "scratch")  # the run's folder itself may be reached through any link
+    os.lchown(out, STRANGER, STRANGER)
+    run_folder.create(RunSettings(out=out))
+    (tmp_path / "mine").mkdir()
+    (out / "checkpoints").rmdir()
+    (out / "checkpoints").symlink_to(tmp_path / "mine")
+    run_folder.create(RunSettings(out=out))
+    os.lchown(out / "checkpoints", STRANGER, STRANGER)
+    with pytest.raises(RequestError, match="another user's symbolic link"):
+        run_folder.create(RunSettings(out=out))
