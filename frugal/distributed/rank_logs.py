@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from frugal import files
+
 LOST = "FRUGAL_CONSOLE_LOST"
 """In the environment of ranks: what their command, or a rank itself, has to say of a console that is gone."""
 
