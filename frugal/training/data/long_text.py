@@ -14,6 +14,7 @@ import msgspec
 PIECE_BYTES = 1 << 20
 """Of what is decoded and tokenised at once. A text of more bytes is long."""
 
+_TOKENISED = 1 << 15  # characters at once
 _CONTEXT = 256  # characters on each side of a cut
 _TRIES = 64  # places, of each kind
 
@@ -88,7 +89,7 @@ _HIGH_SURROGATE = re.compile(rb"\\u[dD][89abAB]..", re.DOTALL)  # the first half
 def cut_for(encode: Callable[[str], Sequence[int]], pieces: Iterator[str]) -> Iterator[str]:
     """The same text, cut where the tokens that `encode` gives of the parts are those of the whole."""
     rest = ""
-    for piece in pieces:
+    for piece in (each[start : start + _TOKENISED] for each in pieces for start in range(0, len(each), _TOKENISED)):
         rest += piece
         cut = _cut(encode, rest) if len(rest) > 4 * _CONTEXT else None
         if cut is not None:
