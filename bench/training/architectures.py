@@ -1,0 +1,292 @@
+"""Whether what is trained is the loss that a model's authors have given it, for every text model of transformers.
+
+Each kind of model with a head for a task is built small from its own defaults (`small_configs`), resolved as `frugal
+plan --model config.json` does, and asked for the loss of the same samples twice:
+
+- the model's own: `model(input_ids=..., labels=...).loss`, each sample by itself, times its targets;
+- ours: all samples in one micro-batch as frugal collates them, padded on the right, with the plain and the tiled loss.
+
+Loss and gradient of both are compared in fp64 (fp32 where a model's kernels know no other), without dropout. A kind is
+`exact` if the loss is within 1e-6 and the gradient within 1e-5; `refused` if frugal says so, with its reason; `exact
+alone` if it is exact, but padding matters to the model itself, which `frugal plan` says; `not built` where
+transformers builds no small one here. Mixtures of experts are asked once more with `output_router_logits`; their
+own loss is then that of the same micro-batch, because it is no sum over samples.
+
+    python -m bench.training.architectures [MODEL_TYPE ...]
+"""
+
+import json
+import logging
+import random
+import sys
+import tempfile
+import time
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bench.environment import environment
+from bench.goals import report_goals
+from bench.training.small_configs import small_config
+from frugal.errors import FrugalError
+from frugal.training.losses import loss_check
+from frugal.training.losses.decoder_inputs import decoder_inputs
+from frugal.training.models import resolve, tiled_loss, transformers_internals
+from frugal.training.models.spec import TASKS, ModelSpec, heads
+from frugal.training.objectives import Objective, Sample
+
+RESULTS = Path(__file__).parents[1] / "results" / "architectures-cpu.json"
+TABLE = Path(__file__).parents[2] / "docs" / "reference" / "architectures.md"
+LENGTHS = (5, 17, 11, 24)
+MOST_LOSS, MOST_GRADIENT = 1e-6, 1e-5
+MOST_PARAMETERS = 12_000_000
+LEAST_EXACT = 120
+
+Record = dict[str, Any]
+Sums = tuple[float, int, dict[str, Tensor]]
+"""A summed loss, its targets, and its gradient."""
+
+
+def pairs(model_types: Sequence[str] = ()) -> Iterator[tuple[str, str, bool]]:
+    """Every task and kind of model with a head for it, and whether its routers add to the loss."""
+    for task in TASKS:
+        for model_type in heads(task):
+            if not model_types or model_type in model_types:
+                yield task, model_type, False
+                if task in ("causal-lm", "seq2seq") and _has_routers(model_type):
+                    yield task, model_type, True
+
+
+def _has_routers(model_type: str) -> bool:
+    config = resolve._config_class(model_type)()
+    parts = (config, *(getattr(config, name, None) for name in config.sub_configs or {}))
+    return any(hasattr(part, "output_router_logits") for part in parts)
+
+
+def samples_of(task: str) -> list[Sample]:
+    """Ragged samples, with targets in a part of each; token 2 is the end, which encoder-decoders look for."""
+    generator, made = random.Random(0), []
+    for length in LENGTHS:
+        tokens = [generator.randrange(20, 200) for _ in range(length)]
+        sample: dict[str, Any] = {"input_ids": tokens}
+        match task:
+            case "causal-lm":
+                sample["labels"] = [-100] * (length // 3) + tokens[length // 3 :]
+            case "masked-lm":
+                sample["labels"] = [token if i % 3 == 1 else -100 for i, token in enumerate(tokens)]
+                sample["input_ids"] = [3 if i % 6 == 1 else token for i, token in enumerate(tokens)]
+            case "seq2seq":
+                sample = {"input_ids": [*tokens, 2], "labels": [*tokens[::-2], 2, 7]}
+            case _:
+                sample = {"input_ids": [*tokens, 2], "label": generator.randrange(2)}
+        made.append(sample)
+    return made
+
+
+def measure(task: str, model_type: str, *, routers: bool = False) -> Record:
+    """What was asked, and what came out."""
+    begin = time.perf_counter()
+    record = _measured(task, model_type, routers)
+    return record | {"seconds": round(time.perf_counter() - begin, 2)}
+
+
+def _measured(task: str, model_type: str, routers: bool) -> Record:
+    record: Record = {"task": task, "model_type": model_type, "routers": routers}
+    try:
+        spec = _spec(task, model_type, routers)
+        on_meta = spec.build(dtype=torch.float32, device="meta")
+        num_parameters = sum(parameter.numel() for parameter in on_meta.parameters())
+        record |= {"class": type(on_meta).__name__, "parameters": num_parameters}
+        if num_parameters > MOST_PARAMETERS:
+            return record | {"verdict": "not built", "reason": f"{num_parameters / 1e6:.0f} million parameters"}
+    except FrugalError as error:
+        is_its_own = "makes no model" not in str(error)
+        reason = str(error).splitlines()[0 if is_its_own else 1].removeprefix("  because ")
+        return record | {"verdict": "refused" if is_its_own else "not built", "reason": reason}
+    except Exception as error:  # transformers, which contradicts its own defaults or lacks a library
+        return record | {"verdict": "not built", "reason": _first_line(error)}
+    samples = samples_of(task)
+    try:
+        loss_check.check_loss(spec, spec.build(dtype=torch.float32), spec.objective(), samples[:1])
+    except FrugalError as error:
+        return record | {"verdict": "refused", "reason": _because(error)}
+    except Exception as error:  # whatever a model trips over
+        return record | {"verdict": "failed", "reason": _first_line(error)}
+    failure = ""
+    for dtype in (torch.float64, torch.float32):
+        try:
+            return record | _compared(spec, samples, dtype) | {"dtype": str(dtype).removeprefix("torch.")}
+        except Exception as error:  # kernels that know no fp64
+            failure = failure or _first_line(error)
+    return record | {"verdict": "failed", "reason": failure}
+
+
+def _spec(task: str, model_type: str, routers: bool) -> ModelSpec:
+    """As `frugal plan --model config.json --task TASK` has it."""
+    config = small_config(resolve._config_class(model_type))
+    if task == "masked-lm" and model_type == "reformer":
+        config.is_decoder = False
+    if routers:
+        for part in {id(config): config, id(config.get_text_config()): config.get_text_config()}.values():
+            part.output_router_logits = True
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "config.json"
+        path.write_text(config.to_json_string())
+        return resolve.resolve(str(path), task=task)
+
+
+def _compared(spec: ModelSpec, samples: Sequence[Sample], dtype: torch.dtype) -> Record:
+    model, objective = spec.build(dtype=dtype).eval(), spec.objective()
+    together = bool(getattr(objective, "own_loss", False))
+    theirs = own_loss(spec.task, model, objective, samples, together=together)
+    record = {"targets": theirs[1], **_apart("", ours(model, objective, [samples]), theirs)}
+    if _is_exact(record):
+        verdict = "exact"
+    elif _is_exact(_apart("", ours(model, objective, [[sample] for sample in samples]), theirs)):
+        verdict = "exact alone"
+    else:
+        verdict = "wrong"
+    record |= {"verdict": verdict, "tiled": None}
+    if spec.task == "sequence-classification" or not tiled_loss.is_supported(model):
+        return record
+    tiled_loss.apply(model)
+    try:
+        record |= {"tiled": "exact", **_apart("tiled_", ours(model, objective, [samples]), theirs)}
+    except FrugalError as error:
+        return record | {"tiled": _because(error)}
+    if not _is_exact(record, "tiled_") and verdict == "exact":
+        record |= {"tiled": "wrong", "verdict": "wrong"}
+    return record
+
+
+def own_loss(task: str, model: nn.Module, objective: Objective, samples: Sequence[Sample], *, together: bool) -> Sums:
+    """The model's own loss of each sample by itself, or of all in one micro-batch; see `_ways`."""
+    batches = [samples] if together else [[sample] for sample in samples]
+    best: Sums | None = None
+    first = ours(model, objective, [[sample] for sample in samples])
+    for moved, in_method in _ways(task, model):
+        model.zero_grad()
+        total, count = 0.0, 0
+        for batch in batches:
+            inputs, targets = _inputs(task, batch, moved=moved)
+            if in_method:
+                inputs["decoder_input_ids"] = decoder_inputs(model, inputs["labels"])
+            loss = model(**inputs).loss * targets
+            loss.backward()
+            total, count = total + loss.item(), count + targets
+        sums = (total, count, _gradient(model))
+        if best is None or abs(total - first[0]) < abs(best[0] - first[0]):
+            best = sums
+    assert best is not None
+    return best
+
+
+def _ways(task: str, model: Any) -> list[tuple[bool, bool]]:
+    """How labels may be meant: decoders taken from encoder-decoders do not move them, and FSMT makes decoder inputs in
+    the method for collators only."""
+    if task == "causal-lm":
+        return [(False, False), (True, False)]
+    return [(False, False), *([(False, True)] if model.config.model_type == "fsmt" else [])]
+
+
+def _inputs(task: str, samples: Sequence[Sample], *, moved: bool) -> tuple[dict[str, Any], int]:
+    """What is given to transformers, padded where there are several samples, and the number of targets."""
+
+    def padded(name: str, fill: int) -> Tensor:
+        rows = [torch.tensor(sample[name]) for sample in samples]
+        return nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=fill)
+
+    inputs = {"input_ids": padded("input_ids", 0)}
+    if len(samples) > 1:
+        lengths = torch.tensor([len(sample["input_ids"]) for sample in samples])
+        inputs["attention_mask"] = (torch.arange(int(lengths.max())) < lengths[:, None]).long()
+    if task == "sequence-classification":
+        return inputs | {"labels": torch.tensor([sample["label"] for sample in samples])}, len(samples)
+    labels = padded("labels", -100)
+    if moved or task != "causal-lm":
+        labels = nn.functional.pad(labels[:, 1:], (0, 1), value=-100) if moved else labels
+        return inputs | {"labels": labels}, int((labels != -100).sum())
+    return inputs | {"labels": labels}, int((labels[:, 1:] != -100).sum())
+
+
+def ours(model: nn.Module, objective: Objective, micro_batches: Sequence[Sequence[Sample]]) -> Sums:
+    """What frugal trains."""
+    model.zero_grad()
+    total, count = 0.0, 0
+    for samples in micro_batches:
+        batch = objective.collate(samples)
+        loss = objective.loss_sum(model, batch)
+        loss.backward()
+        total, count = total + loss.item(), count + objective.count(batch)
+    return total, count, _gradient(model)
+
+
+def _gradient(model: nn.Module) -> dict[str, Tensor]:
+    return {name: each.grad.double() for name, each in model.named_parameters() if each.grad is not None}
+
+
+def _apart(prefix: str, one: Sums, other: Sums) -> Record:
+    """How far apart they are, relative to the other."""
+    zero = torch.zeros(())
+    names = one[2].keys() | other[2].keys()
+    square = sum(float((one[2].get(name, zero) - other[2].get(name, zero)).square().sum()) for name in names)
+    norm = sum(float(tensor.square().sum()) for tensor in other[2].values())
+    loss = abs(one[0] - other[0]) / abs(other[0]) if one[1] == other[1] else float("inf")
+    return {f"{prefix}loss_error": loss, f"{prefix}gradient_error": (square / norm) ** 0.5 if norm else float("inf")}
+
+
+def _is_exact(record: Record, prefix: str = "") -> bool:
+    return record[f"{prefix}loss_error"] <= MOST_LOSS and record[f"{prefix}gradient_error"] <= MOST_GRADIENT
+
+
+def _because(error: FrugalError) -> str:
+    lines = str(error).splitlines()
+    return next((line.removeprefix("  because ") for line in lines if line.startswith("  because")), lines[0])
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0][:160]}" if text else type(error).__name__
+
+
+def main() -> None:
+    """Measure every pair, keep what came out, and write the table."""
+    warnings.simplefilter("ignore")
+    logging.getLogger("transformers").setLevel(logging.CRITICAL)
+    transformers_internals.always_use()
+    torch.set_num_threads(1)
+    records = []
+    for task, model_type, routers in pairs(sys.argv[1:]):
+        records.append(measure(task, model_type, routers=routers))
+        print(told(records[-1]), flush=True)
+    verdicts = Counter(record["verdict"] for record in records)
+    print(", ".join(f"{number} {verdict}" for verdict, number in verdicts.most_common()))
+    if sys.argv[1:]:
+        return
+    RESULTS.write_text(
+        json.dumps(environment("python -m bench.training.architectures") | {"pairs": records}, indent=1) + "\n"
+    )
+    report_goals(
+        {
+            f"at least {LEAST_EXACT} pairs are exact": verdicts["exact"] + verdicts["exact alone"] >= LEAST_EXACT,
+            "none is wrong, and none fails": not verdicts["wrong"] + verdicts["failed"],
+        }
+    )
+
+
+def told(record: Record) -> str:
+    """A line for people."""
+    name = f"{record['seconds']:6.1f} s  {record['task']:24}{record['model_type']:26}{'+ routers' if record['routers'] else '':10}"
+    if "loss_error" not in record:
+        return f"{name}{record['verdict']}: {record['reason']}"
+    errors = f"loss {record['loss_error']:.1e}  gradient {record['gradient_error']:.1e}"
+    return f"{name}{record['verdict']:12} {errors}  tiled: {record['tiled']}"
+
+
+if __name__ == "__main__":
+    main()
