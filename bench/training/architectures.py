@@ -34,11 +34,11 @@ from bench.environment import environment
 from bench.goals import report_goals
 from bench.training.small_configs import small_config
 from frugal.errors import FrugalError
-from frugal.training.losses import loss_check
 from frugal.training.losses.decoder_inputs import decoder_inputs
 from frugal.training.models import resolve, tiled_loss, transformers_internals
 from frugal.training.models.spec import TASKS, ModelSpec, heads
 from frugal.training.objectives import Objective, Sample
+from frugal.training.trials.model_check import check_model
 
 RESULTS = Path(__file__).parents[1] / "results" / "architectures-cpu.json"
 TABLE = Path(__file__).parents[2] / "docs" / "reference" / "architectures.md"
@@ -112,7 +112,7 @@ def _measured(task: str, model_type: str, routers: bool) -> Record:
         return record | {"verdict": "not built", "reason": _first_line(error)}
     samples = samples_of(task)
     try:
-        loss_check.check_loss(spec, spec.build(dtype=torch.float32), spec.objective(), samples[:1])
+        record["notes"] = check_model(spec)
     except FrugalError as error:
         return record | {"verdict": "refused", "reason": _because(error)}
     except Exception as error:  # whatever a model trips over

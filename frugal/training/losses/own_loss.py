@@ -24,13 +24,10 @@ _ROUTER_LOSS = "load_balancing_loss_func"
 """What transformers' modules call the loss of their routers."""
 
 ROUTERS = (
-    "the routers' auxiliary loss is that of each micro-batch, weighted by its targets: it depends on how the global"
-    " batch is split (output_router_logits)"
+    "the routers add to the loss (output_router_logits) what is computed of each micro-batch, weighted by its targets"
 )
-Z_LOSS = (
-    "the z-loss is that of each micro-batch, padding included, weighted by its targets: it depends on how the global"
-    " batch is split (z_loss_coefficient)"
-)
+Z_LOSS = "a z-loss (z_loss_coefficient) is computed of each micro-batch with its padding, weighted by its targets"
+"""What a plan says of losses that are no sum over samples."""
 
 
 def is_needed(config: Any) -> bool:

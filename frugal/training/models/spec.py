@@ -140,7 +140,7 @@ class ModelSpec:
         pad_id = special("pad_token_id", 0)
         match self.task:
             case "causal-lm":
-                return CausalLM(pad_id, packed=pack, own_loss=self._has_own_loss())
+                return CausalLM(pad_id, packed=pack, own_loss=self.has_own_loss())
             case "masked-lm":
                 vocabulary = self.vocab_size or 1
                 return MaskedLM(
@@ -153,15 +153,16 @@ class ModelSpec:
             case "seq2seq":
                 start_id = special("decoder_start_token_id", special("bos_token_id", pad_id))
                 make = self._decoder_inputs(pad_token_id=pad_id, decoder_start_token_id=start_id)
-                return Seq2Seq(pad_id, start_id=start_id, decoder_inputs=make, own_loss=self._has_own_loss())
+                return Seq2Seq(pad_id, start_id=start_id, decoder_inputs=make, own_loss=self.has_own_loss())
             case "sequence-classification":
                 ends = self.config is not None and self.config.is_encoder_decoder
                 end_id = special("eos_token_id", pad_id) if ends else None
                 return SequenceClassification(pad_id, bidirectional=self._is_bidirectional(), end_id=end_id)
         raise AssertionError(self.task)
 
-    def _has_own_loss(self) -> bool:
-        return self.config is not None and own_loss.is_needed(self.config)
+    def has_own_loss(self) -> bool:
+        """Whether what is trained is the model's own loss, not the cross entropy of its logits."""
+        return self.task in ("causal-lm", "seq2seq") and self.config is not None and own_loss.is_needed(self.config)
 
     def _decoder_inputs(self, **special_ids: int) -> Callable[[Tensor], Tensor] | None:
         """What makes decoder inputs of labels, as the model's class does; `special_ids` where the configuration has

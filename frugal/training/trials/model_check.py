@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from frugal.config.request import BatchNormChoice
 from frugal.errors import RequestError
 from frugal.planning.report import PADDING_MATTERS, SPLIT_MATTERS
+from frugal.training.losses import loss_check, own_loss
 from frugal.training.models import batch_norm, factories, transformers_internals
 from frugal.training.models.spec import OWN, ModelSpec, heads
 from frugal.training.objectives import Objective, Sample
@@ -50,12 +51,9 @@ def trial(
 ) -> ModelTrial:
     """Run `model`, which is on the CPU and small, for `task`. Its weights stay as they are."""
     transformers_internals.always_use()
-    seq_len = min(probe.MOST_TOKENS, max_positions or probe.MOST_TOKENS)
+    tokens = _tokens(vocab_size, max_positions)
     if task == OWN:
-        return ModelTrial(split=probe.on_split(model, objective, probe.example(objective, seq_len)))
-    generator = torch.Generator().manual_seed(0)
-    low = min(5, vocab_size - 1)  # beyond the usual special tokens
-    tokens = torch.randint(low, vocab_size, (NUM_SAMPLES, seq_len), generator=generator)
+        return ModelTrial(split=probe.on_split(model, objective, probe.example(objective, tokens.shape[1])))
     later_tokens = probe.on_later_tokens(model, tokens[:FEW_SAMPLES], vocab_size) if task == "causal-lm" else None
     samples = [_sample(task, objective, row) for row in tokens]
     split = probe.on_split(model, objective, objective.collate(samples))
@@ -63,6 +61,13 @@ def trial(
         return ModelTrial(split=split, later_tokens=later_tokens)
     ragged = [_sample(task, objective, row[:length]) for row, length in zip(tokens, _LENGTHS, strict=False)]
     return ModelTrial(split=split, padding=probe.on_padding(model, objective, ragged), later_tokens=later_tokens)
+
+
+def _tokens(vocab_size: int, max_positions: int | None) -> Tensor:
+    """Random tokens of `NUM_SAMPLES` samples."""
+    seq_len = min(probe.MOST_TOKENS, max_positions or probe.MOST_TOKENS)
+    low = min(5, vocab_size - 1)  # beyond the usual special tokens
+    return torch.randint(low, vocab_size, (NUM_SAMPLES, seq_len), generator=torch.Generator().manual_seed(0))
 
 
 def _sample(task: str, objective: Any, tokens: Tensor) -> Sample:
@@ -84,13 +89,18 @@ def check_model(spec: ModelSpec, choice: BatchNormChoice | None = None) -> tuple
     whole = spec.build(dtype=torch.float32, device="meta")
     if choice is not None:
         batch_norm.check(whole, choice)
+    notes = _other_inputs(spec)
+    if spec.has_own_loss() and (added := own_loss.depends_on_split(spec.config)) is not None:
+        notes.append(f"{SPLIT_MATTERS}: {added}")
     try:
-        done = _trial(spec, choice)
+        done, small, model = _trial(spec, choice)
     except NoSmallModelError as error:
-        return _by_its_modules(batch_norm.modules(whole) if choice != "frozen" else {}, str(error))
+        return (*notes, *_by_its_modules(batch_norm.modules(whole) if choice != "frozen" else {}, str(error)))
     if not done.is_causal:
         raise _not_causal(spec, done)
-    notes = _other_inputs(spec)
+    if spec.task != OWN:
+        objective, tokens = small.objective(), _tokens(small.vocab_size or 2, small.max_positions)
+        loss_check.check_loss(small, model, objective, [_sample(spec.task, objective, row) for row in tokens[:1]])
     if done.split:
         notes.append(_split_note(done.split) + (_remedy(spec, choice) if batch_norm.modules(whole) else ""))
     if done.padding:
@@ -110,8 +120,8 @@ def _other_inputs(spec: ModelSpec) -> list[str]:
     return [f"{spec.reference} could read {' and '.join(others)}, too: {spec.task} trains it on text alone"]
 
 
-def _trial(spec: ModelSpec, choice: BatchNormChoice | None = None) -> ModelTrial:
-    """Of the smallest model of the kind that runs.
+def _trial(spec: ModelSpec, choice: BatchNormChoice | None = None) -> tuple[ModelTrial, ModelSpec, nn.Module]:
+    """Of the smallest model of the kind that runs, and that model.
 
     Raises:
         NoSmallModelError: none does.
@@ -121,10 +131,11 @@ def _trial(spec: ModelSpec, choice: BatchNormChoice | None = None) -> ModelTrial
         try:
             if choice == "frozen":
                 batch_norm.apply(model, choice)
-            return trial(
+            done = trial(
                 model, small.objective(), task=small.task, vocab_size=small.vocab_size or 2,
                 max_positions=small.max_positions,
             )  # fmt: skip
+            return done, small, model
         except Exception as error:  # whatever a model trips over
             reason = factories.first_line(error)
     raise NoSmallModelError(f"a small one fails: {reason}")
@@ -200,7 +211,7 @@ def _fitting(spec: ModelSpec) -> str:
 
 def _is_causal(spec: ModelSpec) -> bool:
     try:
-        return _trial(spec).is_causal
+        return _trial(spec)[0].is_causal
     except NoSmallModelError:
         return False
 
