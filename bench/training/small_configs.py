@@ -14,7 +14,8 @@ _VALUES: dict[int, str] = {
     "num_encoder_attention_heads num_decoder_attention_heads linear_num_value_heads linear_num_key_heads "
     "num_experts num_local_experts n_routed_experts moe_num_experts ffn_num_experts",
     8: "rotary_dim",
-    16: "d_kv head_dim global_head_dim v_head_dim qk_nope_head_dim qk_rope_head_dim kv_lora_rank q_lora_rank linear_key_head_dim "
+    16: "d_kv head_dim global_head_dim v_head_dim qk_nope_head_dim qk_rope_head_dim kv_lora_rank q_lora_rank "
+    "linear_key_head_dim "
     "linear_value_head_dim dim_head sliding_window index_head_dim mamba_head_dim",
     64: "hidden_size d_model n_embd dim embedding_size d_embed emb_dim d_ff intermediate_size ffn_dim encoder_ffn_dim "
     "decoder_ffn_dim hidden_dim n_inner mamba_d_ssm ffn_hidden_size expert_ffn_hidden_size moe_intermediate_size "
@@ -28,7 +29,8 @@ MORE: dict[str, dict[str, Any]] = {
     "axk1": {"first_k_dense_replace": 1},
     "cohere_compass_text": {"layer_types": ["full_attention", "sliding_attention"]},
     "codegen": {"rotary_dim": 8},
-    "dots1": {"n_routed_experts": 4},
+    "deepseek_v2": {"num_experts_per_tok": 2},
+    "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
     "encoder-decoder": {
         "encoder": {
             "model_type": "bert", "vocab_size": VOCABULARY, "hidden_size": 64, "num_hidden_layers": 2,

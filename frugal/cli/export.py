@@ -26,7 +26,13 @@ def command(plan_path: Path, target: Target, output: Path | None) -> None:
     """
     plan = Plan.read(plan_path)
     make_model = _make_model(plan) if target == "script" else ""
-    exported = export(plan, target, folder="" if output is None else str(output), make_model=make_model)
+    decoder_inputs = ""
+    if plan.model.task == "seq2seq" and target != "accelerate":
+        from frugal.training.losses.decoder_inputs import source  # torch takes a second
+
+        decoder_inputs = source()
+    folder = "" if output is None else str(output)
+    exported = export(plan, target, folder=folder, make_model=make_model, decoder_inputs=decoder_inputs)
     if output is None:
         click.echo(next(iter(exported.files.values())), nl=False)
         click.echo(f"it reads {list(exported.files)[1]} beside it: -o DIR writes both", err=True)

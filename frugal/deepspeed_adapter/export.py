@@ -23,6 +23,7 @@ from typing import Literal
 from frugal.deepspeed_adapter.json_config import deepspeed_config
 from frugal.errors import RequestError
 from frugal.planning.plan import Plan
+from frugal.planning.report import ADDED_LOSS
 from frugal.units import plural
 
 Target = Literal["hf", "accelerate", "script"]
@@ -72,15 +73,26 @@ def _origin(plan: Plan) -> str:
     return f"{plan.strategy}. Written by `frugal export` from plan {plan.digest[:12]}."
 
 
-def hf(plan: Plan, start: str) -> str:
+_COLLATED = """
+def with_decoder_inputs(collate, model):
+    \"\"\"What `collate` makes of samples, and what the decoder reads of their labels.\"\"\"
+    complete(model.config)
+
+    def collated(samples):
+        batch = collate(samples)
+        return {**batch, "decoder_input_ids": decoder_inputs(model, batch["labels"])}
+
+    return collated
+"""
+
+
+def hf(plan: Plan, start: str, decoder_inputs: str) -> str:
     """Python with `TrainingArguments`, and a Trainer whose loss is exact."""
     request, task = plan.request, plan.model.task
     full = plan.strategy.activation_checkpointing == "full"
     join = "deepspeed.init_distributed()  # which TrainingArguments leaves out on CPUs, and ZeRO-3 needs"
-    loss_types = {
-        "causal-lm": 'model.loss_type = "ForCausalLM"  # otherwise Trainer may count first tokens as targets',
-        "seq2seq": "# its data_collator: DataCollatorForSeq2Seq(tokenizer, model=model), which shifts the labels",
-    }
+    loss_type = 'model.loss_type = "ForCausalLM"  # otherwise Trainer may count first tokens as targets'
+    pairs = task == "seq2seq"
     shifted = "F.pad(labels[:, 1:], (0, 1), value=-100)  # each token predicts the next"
     return _filled(
         FILES["hf"],
@@ -104,7 +116,12 @@ def hf(plan: Plan, start: str) -> str:
         adam_beta2=request.betas[1],
         adam_epsilon=request.epsilon,
         gradient_clipping=request.gradient_clipping,
-        loss_type=loss_types.get(task, ""),
+        loss_type=loss_type if task == "causal-lm" else "",
+        import_sys="import sys" if pairs else "",
+        with_decoder_inputs='others["data_collator"] = with_decoder_inputs(others["data_collator"], model)'
+        if pairs
+        else "",
+        decoder_inputs=f"\n\n{decoder_inputs}\n{_COLLATED}" if pairs else "",
         targets=shifted if task == "causal-lm" else "labels",
     )
 
@@ -147,12 +164,16 @@ _SAMPLES = {
 }
 
 
-def script(plan: Plan, start: str, make_model: str) -> str:
-    """A DeepSpeed script. `make_model` is an expression that makes the model, in terms of `config` and `Auto`."""
+def script(plan: Plan, start: str, make_model: str, decoder_inputs: str) -> str:
+    """A DeepSpeed script. `make_model` is Python that makes the model, `decoder_inputs` Python that defines that."""
     batch, strategy, task = plan.batch, plan.strategy, plan.model.task
     recompute = 'model.activation_checkpointing_enable({"use_reentrant": False})'
+    pad_token = "model.config.pad_token_id = PADDING  # decoders look for the last token before it"
     return _filled(
         FILES["script"],
+        pad_token=pad_token if task == "sequence-classification" else "",
+        import_sys="import sys" if task == "seq2seq" else "",
+        decoder_inputs=f"\n\n{decoder_inputs}\n\ncomplete(model.config)" if task == "seq2seq" else "",
         sum=_sum(plan),
         origin=_origin(plan),
         start=start,
@@ -199,8 +220,9 @@ class Export:
     start: str
 
 
-def export(plan: Plan, target: Target, *, folder: str = "", make_model: str = "") -> Export:
-    """The plan for `target`. Its files are to lie in `folder`; `make_model` is Python that makes the script's model.
+def export(plan: Plan, target: Target, *, folder: str = "", make_model: str = "", decoder_inputs: str = "") -> Export:
+    """The plan for `target`. Its files are to lie in `folder`; `make_model` is Python that makes the script's model,
+    `decoder_inputs` Python that makes what decoders read (`frugal.training.losses.decoder_inputs.source`).
 
     Raises:
         RequestError: the target cannot do what the plan says.
@@ -208,11 +230,11 @@ def export(plan: Plan, target: Target, *, folder: str = "", make_model: str = ""
     check(plan, target)
     start = start_command(plan, target, folder)
     if target == "hf":
-        text = hf(plan, start)
+        text = hf(plan, start, decoder_inputs)
     elif target == "accelerate":
         text = accelerate(plan, start, folder)
     else:
-        text = script(plan, start, make_model)
+        text = script(plan, start, make_model, decoder_inputs)
     config = json.dumps(deepspeed_config(plan), indent=2) + "\n"
     return Export(files={FILES[target]: text, DEEPSPEED_FILE: config}, start=start)
 
@@ -229,6 +251,12 @@ def check(plan: Plan, target: Target) -> None:
             f"{who} cannot train {plan.request.model}",
             because="its loss is Python of its own",
             hint="--to accelerate exports all but the loss; `frugal train` and `frugal.initialize` train it",
+        )
+    if target != "accelerate" and any(ADDED_LOSS in warning for warning in plan.warnings):
+        raise RequestError(
+            f"{who} would leave out what the model adds to the cross entropy",
+            because=next(warning for warning in plan.warnings if ADDED_LOSS in warning),
+            hint="train it with `frugal train`, or without output_router_logits in its config.json",
         )
     if plan.request.pack:
         raise RequestError(

@@ -170,6 +170,7 @@ def _does_not_fit(candidates: list[Candidate]) -> str:
 
 SPLIT_MATTERS = "the gradient depends on how a global batch is split"
 PADDING_MATTERS = "the gradient depends on padding"
+ADDED_LOSS = "its loss is more than a sum over targets"
 """How the warnings of a plan begin that training repeats."""
 
 SHOWN_REJECTED = 7

@@ -3,6 +3,7 @@
 The engine, the dry run and exported scripts all use `decoder_inputs`; `frugal export` writes its source into them.
 """
 
+import inspect
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -20,6 +21,22 @@ def decoder_inputs(model: Any, labels: Any) -> Any:
         return model.prepare_decoder_input_ids_from_labels(labels)
     shift = sys.modules[type(model).__module__].shift_tokens_right
     return shift(labels, model.config.pad_token_id, model.config.decoder_start_token_id)
+
+
+def complete(config: Any) -> None:
+    """Give a configuration the special tokens that decoder inputs need and it lacks: 0 pads, and the first or the
+    padding token starts."""
+    if getattr(config, "pad_token_id", None) is None:
+        config.pad_token_id = 0
+    if getattr(config, "decoder_start_token_id", None) is None:
+        first = getattr(config, "bos_token_id", None)
+        config.decoder_start_token_id = config.pad_token_id if first is None else first
+
+
+def source() -> str:
+    """Python that defines `decoder_inputs` and `complete`, in a file that imports `sys`, for exported scripts."""
+    text = "\n\n".join(inspect.getsource(function) for function in (decoder_inputs, complete))
+    return text.replace(": Any", "").replace(" -> Any", "").replace(" -> None", "")
 
 
 def of_class(model_class: type[nn.Module], config: Any) -> Callable[[Tensor], Tensor] | None:

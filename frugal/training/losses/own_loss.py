@@ -17,16 +17,18 @@ from unittest.mock import patch
 from torch import Tensor, nn
 
 from frugal.errors import RequestError
+from frugal.planning.report import ADDED_LOSS
 from frugal.training.models import tiled_loss
 from frugal.training.models.tiled_loss import IGNORED
 
 _ROUTER_LOSS = "load_balancing_loss_func"
 """What transformers' modules call the loss of their routers."""
 
-ROUTERS = (
-    "the routers add to the loss (output_router_logits) what is computed of each micro-batch, weighted by its targets"
+ROUTERS = f"{ADDED_LOSS}: its routers add (output_router_logits) what is computed of each micro-batch, by its targets"
+Z_LOSS = (
+    f"{ADDED_LOSS}: a z-loss (z_loss_coefficient) is computed of each micro-batch with its padding, weighted by its"
+    " targets"
 )
-Z_LOSS = "a z-loss (z_loss_coefficient) is computed of each micro-batch with its padding, weighted by its targets"
 """What a plan says of losses that are no sum over samples."""
 
 

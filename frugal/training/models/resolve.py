@@ -159,8 +159,9 @@ def _from_config(
     if chosen == "sequence-classification":
         if num_labels is not None:
             config.num_labels = num_labels
-        if getattr(config, "pad_token_id", None) is None:
-            config.pad_token_id = 0  # decoders look for the last token that is no padding
+        for part in {id(config): config, id(text): text}.values():
+            if getattr(part, "pad_token_id", None) is None:
+                part.pad_token_id = 0  # decoders look for the last token that is no padding
     return ModelSpec(
         reference=reference,
         task=chosen,
@@ -181,7 +182,7 @@ def _from_path(
 ) -> ModelSpec:
     file = path / "config.json" if path.is_dir() else path
     try:
-        raw = json.loads(file.read_text(encoding="utf-8"))
+        raw = json.loads(file.read_text(encoding="utf-8"), object_hook=_infinite)
     except OSError as error:
         raise RequestError(f"{reference} is no model folder", because=f"{file}: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
@@ -212,6 +213,11 @@ def _from_path(
     return _from_config(
         reference, config, task, num_labels=num_labels, weights=weights, trust_remote_code=trust_remote_code
     )
+
+
+def _infinite(value: dict[str, Any]) -> Any:
+    """transformers writes infinity as an object, `{"__float__": "Infinity"}`."""
+    return float(value["__float__"]) if value.keys() == {"__float__"} else value
 
 
 def _from_hub(reference: str, task: str | None, *, num_labels: int | None, trust_remote_code: bool) -> ModelSpec:

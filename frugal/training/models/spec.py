@@ -173,6 +173,7 @@ class ModelSpec:
         for name, token_id in special_ids.items():
             if getattr(config, name, None) is None:
                 setattr(config, name, token_id)
+        decoder_inputs.complete(config)
         return decoder_inputs.of_class(self._model_class(), config)
 
     def _model_class(self) -> type[nn.Module]:
