@@ -28,6 +28,7 @@ _IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "mask_token_id"
 MORE: dict[str, dict[str, Any]] = {
     "axk1": {"first_k_dense_replace": 1},
     "cohere_compass_text": {"layer_types": ["full_attention", "sliding_attention"]},
+    "bamba": {"mamba_chunk_size": 16, "mamba_n_heads": 8, "mamba_d_head": 16},
     "codegen": {"rotary_dim": 8},
     "deepseek_v2": {"num_experts_per_tok": 2},
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
@@ -48,10 +49,10 @@ MORE: dict[str, dict[str, Any]] = {
     "esmc": {"vocab_size": VOCABULARY},
     "deberta": {"pooler_hidden_size": 64},
     "deberta-v2": {"pooler_hidden_size": 64},
-    "falcon_h1": {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_ssm": 128, "mamba_expand": 2},
+    "falcon_h1": {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_ssm": 128, "mamba_expand": 2, "mamba_chunk_size": 16},
     "funnel": {"block_sizes": [1, 1], "num_decoder_layers": 1},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "num_layers": 2},
-    "granitemoehybrid": {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_expand": 2},
+    "granitemoehybrid": {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_expand": 2, "mamba_chunk_size": 16},
     "hunyuan_v1_dense": {"head_dim": 16},
     "hunyuan_v1_moe": {"head_dim": 16, "num_experts": 4, "moe_topk": 2},
     "layoutlmv3": {"coordinate_size": 10, "shape_size": 12, "visual_embed": False},
@@ -60,7 +61,7 @@ MORE: dict[str, dict[str, Any]] = {
     "longformer": {"attention_window": [8, 8]},
     "led": {"attention_window": [8, 8], "max_encoder_position_embeddings": 128, "max_decoder_position_embeddings": 128},
     "luke": {"entity_vocab_size": 100, "entity_emb_size": 16},
-    "mamba2": {"num_heads": 8, "head_dim": 16, "n_groups": 1},
+    "mamba2": {"num_heads": 8, "head_dim": 16, "n_groups": 1, "chunk_size": 16},
     "markuplm": {"max_depth": 4, "max_xpath_tag_unit_embeddings": 32, "max_xpath_subs_unit_embeddings": 64},
     "ministral": {"head_dim": 16},
     "nemotron": {"head_dim": 16, "num_key_value_heads": 2},
@@ -73,7 +74,8 @@ MORE: dict[str, dict[str, Any]] = {
     },
     "xlnet": {"d_head": 16, "d_inner": 64},
     "xmod": {"languages": ["en_XX"], "default_language": "en_XX"},
-    "zamba2": {"layers_block_type": ["mamba", "hybrid"], "num_hidden_layers": 2, "hybrid_layer_ids": [1]},
+    "nemotron_h": {"chunk_size": 16},
+    "zamba2": {"chunk_size": 16, "layers_block_type": ["mamba", "hybrid"], "num_hidden_layers": 2, "hybrid_layer_ids": [1]},
 }  # fmt: skip
 """What a kind needs besides, because its own values depend on each other."""
 

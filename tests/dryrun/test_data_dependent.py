@@ -16,7 +16,8 @@ from frugal.dryrun.run import dry_run
 from frugal.dryrun.trace import operators
 from frugal.planning.memory.timeline import phase_peaks
 from frugal.training.measure.two_steps import trial
-from frugal.training.objectives import CausalLM, SequenceClassification, SummedLoss
+from frugal.training.models import expert_modules
+from frugal.training.objectives import CausalLM, Seq2Seq, SequenceClassification, SummedLoss
 from tests.dryrun.test_truth import SEQ_LEN, TOLERANCE, plan_for
 from tests.training.small_models import TINY, Block
 
@@ -179,6 +180,51 @@ def test_experts_in_groups_need_no_assumption(precision: str, one_rank: Ranks) -
     found = dry_run_result(mixture, CausalLM(), precision, "full")
     assert found.notes == ()
     assert found.phases == pytest.approx(one_rank.run(measured_mixture, precision)[0], rel=TOLERANCE)
+
+
+def latent_attention() -> nn.Module:
+    """Multi-head latent attention: heads of values are narrower than those of queries."""
+    import transformers
+
+    config = transformers.AutoConfig.for_model(
+        "deepseek_v3", vocab_size=256, hidden_size=64, intermediate_size=96, moe_intermediate_size=32,
+        num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4, n_routed_experts=4, num_experts_per_tok=2,
+        n_group=1, topk_group=1, kv_lora_rank=16, q_lora_rank=32, qk_rope_head_dim=8, qk_nope_head_dim=16,
+        v_head_dim=16, first_k_dense_replace=1, max_position_embeddings=128, use_cache=False,
+    )  # fmt: skip
+    return transformers.AutoModelForCausalLM.from_config(config).train()
+
+
+def switch() -> nn.Module:
+    """Experts that are modules of their own, one for each token."""
+    import transformers
+
+    config = transformers.AutoConfig.for_model(
+        "switch_transformers", vocab_size=256, d_model=64, d_kv=16, d_ff=96, num_layers=2, num_decoder_layers=2,
+        num_heads=4, num_experts=4, expert_capacity=64, num_sparse_encoder_layers=1, num_sparse_decoder_layers=1,
+        dropout_rate=0.0, router_jitter_noise=0.0, decoder_start_token_id=0, use_cache=False,
+    )  # fmt: skip
+    model = transformers.AutoModelForSeq2SeqLM.from_config(config).train()
+    expert_modules.always_run(model)
+    return model
+
+
+MORE_KINDS = {"latent_attention": (latent_attention, CausalLM()), "switch": (switch, Seq2Seq())}
+
+
+def measured_kind(name: str) -> dict[str, int]:
+    """The peak of each phase of a real run, bytes. Runs on ranks."""
+    build, objective = MORE_KINDS[name]
+    return phase_peaks(trial(build, objective, plan_for(1, 4, 1, 0, "fp32", "off")))
+
+
+@pytest.mark.parametrize(("name", "tolerance"), [("latent_attention", TOLERANCE), ("switch", 0.01)])
+def test_heads_of_two_sizes_and_experts_that_are_modules_are_dry_run(
+    name: str, tolerance: float, one_rank: Ranks
+) -> None:
+    build, objective = MORE_KINDS[name]
+    found = dry_run_result(build, objective, "fp32")
+    assert found.phases == pytest.approx(one_rank.run(measured_kind, name)[0], rel=tolerance)
 
 
 def test_the_products_of_experts_count_as_work() -> None:

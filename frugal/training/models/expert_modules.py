@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-_FORWARDS = {
+FORWARDS = {
     "SwitchTransformersExperts": lambda experts, hidden, chosen, weights: _run(
         experts, hidden, chosen.permute(2, 1, 0), weights
     ),
@@ -20,13 +20,14 @@ _FORWARDS = {
         experts, hidden, nn.functional.one_hot(chosen, num_classes=experts.num_experts).permute(2, 1, 0), weights
     ),
 }
+"""Classes of experts, and what they run instead."""
 
 
 def always_run(model: nn.Module) -> None:
     """Have the experts of `model` all run, if it has such; its class keeps that for all models of this process."""
     for kind in {type(module) for module in model.modules()}:
-        if kind.__name__ in _FORWARDS and kind.__module__.startswith("transformers."):
-            kind.forward = _FORWARDS[kind.__name__]
+        if kind.__name__ in FORWARDS and kind.__module__.startswith("transformers."):
+            kind.forward = FORWARDS[kind.__name__]
 
 
 def _run(experts: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
