@@ -203,6 +203,75 @@ def test_it_trains_as_frugal_does(
     assert changed <= {"steps_per_print"}  # Accelerate writes it down as infinite
 
 
+MBART = {
+    "model_type": "mbart", "vocab_size": 260, "d_model": 32, "encoder_layers": 1, "decoder_layers": 1,
+    "encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32,
+    "max_position_embeddings": 64, "dropout": 0.0, "attention_dropout": 0.0, "activation_dropout": 0.0,
+    "architectures": ["MBartForConditionalGeneration"],
+}  # fmt: skip
+PAIRS = """
+import json
+import torch
+from planned_trainer import arguments, trainer
+from transformers import AutoModelForSeq2SeqLM
+
+def collate(rows):
+    pad = torch.nn.utils.rnn.pad_sequence
+    tokens, labels = ([torch.tensor(row[name]) for row in rows] for name in ("input_ids", "labels"))
+    mask = pad([torch.ones_like(row) for row in tokens], batch_first=True)
+    return {
+        "input_ids": pad(tokens, batch_first=True, padding_value=1), "attention_mask": mask,
+        "labels": pad(labels, batch_first=True, padding_value=-100),
+    }
+
+args = arguments(
+    "hf/run", max_steps=2, save_strategy="no", logging_steps=1, report_to=[], disable_tqdm=True,
+    remove_unused_columns=False,
+)
+samples = [json.loads(line) for line in open("samples.jsonl")]
+made = trainer(
+    AutoModelForSeq2SeqLM.from_pretrained("model"), args, train_dataset=samples, data_collator=collate
+)
+made.train()
+engine, losses = made.model_wrapped, [record["loss"] for record in made.state.log_history if "loss" in record]
+torch.distributed.destroy_process_group()
+"""
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny mBART with weights, whose decoder begins with a sample's last token, and eight pairs."""
+    import torch
+
+    from frugal.training.models import resolve
+
+    folder = tmp_path_factory.mktemp("pairs")
+    (folder / "config.json").write_text(json.dumps(MBART))
+    resolve.resolve(str(folder / "config.json")).build(dtype=torch.float32).save_pretrained(folder / "model")
+    made = [random.Random(i).choices(range(4, 260), k=3 * i + 5) for i in range(8)]
+    rows = [{"input_ids": row, "labels": [*row[::2], 2, 4 + i]} for i, row in enumerate(made)]
+    (folder / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "start.py").write_text(START)
+    (folder / "trainer.py").write_text(PAIRS)
+    return folder
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("target", ["hf", "script"])
+def test_pairs_are_trained_with_the_decoder_inputs_of_the_model(
+    pairs: Path, two_ranks: Ranks, capsys: pytest.CaptureFixture[str], target: str
+) -> None:
+    made = plan(8, 2, "off")
+    made = dataclasses.replace(made, model=dataclasses.replace(made.model, task="seq2seq")).sealed()
+    changes = {
+        "hf": {"YOUR_SCRIPT.py": "start.py trainer.py"},
+        "script": {"script/train.py samples.jsonl": "start.py script/train.py samples.jsonl --steps 2"},
+    }
+    theirs = started(pairs, capsys, target, made, changes[target])
+    (ours, _) = two_ranks.run(two_losses, str(pairs), made)
+    assert theirs["losses"] == pytest.approx(ours, rel=2e-6)
+
+
 # What it says.
 
 

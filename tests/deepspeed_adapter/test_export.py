@@ -14,6 +14,8 @@ from frugal.deepspeed_adapter.json_config import deepspeed_config
 from frugal.errors import RequestError
 from frugal.planning.batch import BatchPlan
 from frugal.planning.plan import Plan
+from frugal.training.losses import own_loss
+from frugal.training.losses.decoder_inputs import source
 
 
 def plan(*, world_size: int = 3, global_batch: int = 252, micro_batch: Any = 12, **changes: Any) -> Plan:
@@ -147,12 +149,22 @@ def test_deepspeeds_json_is_the_plans(target: Target) -> None:
     assert json.loads(export(made, target).files["ds_config.json"]) == deepspeed_config(made)
 
 
+def test_a_loss_that_models_add_is_refused_where_it_would_be_lost() -> None:
+    made = dataclasses.replace(plan(), warnings=("x", own_loss.ROUTERS))
+    assert refusal(made, "hf") == (
+        "transformers' Trainer would leave out what the model adds to the cross entropy\n"
+        f"  because {own_loss.ROUTERS}\n\n"
+        "hint: train it with `frugal train`, or without output_router_logits in its config.json"
+    )
+    assert export(made, "accelerate").files
+
+
 @pytest.mark.parametrize("task", ["causal-lm", "masked-lm", "seq2seq", "sequence-classification"])
 @pytest.mark.parametrize("target", ["hf", "script"])
 def test_the_python_of_every_task_and_stage_is_python(target: Target, task: str) -> None:
     for stage in (2, 3):
         made = plan_by_hand(world_size=2, global_batch=8, micro_batch=2, zero_stage=stage)
         made = dataclasses.replace(made, model=dataclasses.replace(made.model, task=task))
-        name, text = next(iter(export(made, target, make_model="model = None").files.items()))
+        name, text = next(iter(export(made, target, make_model="model = None", decoder_inputs=source()).files.items()))
         compile(text, name, "exec")
         assert all(len(line) <= 120 for line in text.splitlines() if not line.startswith("    DS_ACC"))
