@@ -49,7 +49,7 @@ MORE: dict[str, dict[str, Any]] = {
     "esmc": {"vocab_size": VOCABULARY},
     "deberta": {"pooler_hidden_size": 64},
     "deberta-v2": {"pooler_hidden_size": 64},
-    "falcon_h1": {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_ssm": 128, "mamba_expand": 2, "mamba_chunk_size": 16},
+    "falcon_h1": {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_ssm": 128, "mamba_chunk_size": 16},
     "funnel": {"block_sizes": [1, 1], "num_decoder_layers": 1},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "num_layers": 2},
     "granitemoehybrid": {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_expand": 2, "mamba_chunk_size": 16},
@@ -75,7 +75,7 @@ MORE: dict[str, dict[str, Any]] = {
     "xlnet": {"d_head": 16, "d_inner": 64},
     "xmod": {"languages": ["en_XX"], "default_language": "en_XX"},
     "nemotron_h": {"chunk_size": 16},
-    "zamba2": {"chunk_size": 16, "layers_block_type": ["mamba", "hybrid"], "num_hidden_layers": 2, "hybrid_layer_ids": [1]},
+    "zamba2": {"chunk_size": 16, "layers_block_type": ["mamba", "hybrid"], "num_hidden_layers": 2},
 }  # fmt: skip
 """What a kind needs besides, because its own values depend on each other."""
 

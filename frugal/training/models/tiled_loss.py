@@ -69,15 +69,20 @@ def outputs_with_sum(model: nn.Module, inputs: dict[str, Any], targets: Tensor) 
     tiled = head.forward
     assert isinstance(tiled, _TiledHead)
     tiled.targets = targets
+    changed = RequestError(
+        f"{type(getattr(model, 'module', model)).__name__} cannot take the tiled loss",
+        because="it changes its logits after the output head",
+        hint="plan with the plain loss",
+    )
     try:
         outputs = model(**inputs)
         if tiled.loss is None or torch_internals.address(outputs.logits) != torch_internals.address(tiled.loss):
-            raise RequestError(
-                f"{type(getattr(model, 'module', model)).__name__} cannot take the tiled loss",
-                because="it changes its logits after the output head",
-                hint="plan with the plain loss",
-            )
+            raise changed
         return outputs
+    except IndexError:  # it takes some of the logits, and the loss has none
+        if tiled.loss is None:
+            raise
+        raise changed from None
     finally:
         tiled.targets = tiled.loss = None
 
