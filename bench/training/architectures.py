@@ -52,7 +52,8 @@ KNOWN = {
     ("masked-lm", "longformer"), ("seq2seq", "led"), ("seq2seq", "prophetnet"), ("causal-lm", "prophetnet"),
     ("sequence-classification", "canine"), ("sequence-classification", "longformer"),
     ("causal-lm", "reformer"), ("masked-lm", "reformer"), ("sequence-classification", "reformer"),
-    ("seq2seq", "fsmt"), ("seq2seq", "nllb-moe"),
+    ("seq2seq", "fsmt"), ("seq2seq", "nllb-moe"), ("seq2seq", "voxtral_realtime"), ("causal-lm", "xlstm"),
+    ("sequence-classification", "markuplm"), ("sequence-classification", "mistral4"),
 }  # fmt: skip
 """What could not be compared yet: NaN in one of the two gradients, no gradient outside of training, no fp64 mask, or an
 own loss that fails."""
@@ -304,14 +305,14 @@ _HEAD = """# Architectures
 
 The text models of transformers {version} that were built small from their defaults, and whether what frugal trains is
 the loss that their authors have given them: `model(input_ids=..., labels=...).loss` of each sample by itself, times its
-targets, against frugal's sum over one micro-batch of ragged samples, in fp64 where a model's kernels know it. Decoders taken
-out of encoder-decoders (`causal-lm`) are given labels that are moved by one already, as they want them.
+targets, against frugal's sum over one micro-batch of ragged samples, in fp64 where a model's kernels know it. Decoders
+taken out of encoder-decoders (`causal-lm`) are given labels that are moved by one already, as they want them.
 
 - **exact**: loss within 1e-6, gradient within 1e-5.
 - **exact alone**: exact where no sample is padded; padding matters to the model itself, and the plan says so.
 - **refused**: `frugal plan` says so, with the reason.
-- **wrong**, **failed**: not explained yet: NaN in one of the gradients, a model that has a gradient in training mode only,
-  a mask that fp64 does not take, or an own loss that fails.
+- **wrong**, **failed**: not explained yet: NaN in one of the gradients, a model that has a gradient in training mode
+  only, a mask that fp64 does not take, or an own loss that fails.
 - *routers*: with `output_router_logits`, against the model's own loss of the same micro-batch.
 - *tiled*: the tiled loss is exact, or refused with the reason, and then the plain one is planned.
 

@@ -161,7 +161,7 @@ def _remedy(spec: ModelSpec, choice: BatchNormChoice | None) -> str:
     if choice == "sync":
         return "; --batch-norm sync takes them over all ranks, so that only the micro-steps matter"
     try:
-        helps = choice is None and not _trial(spec, "frozen").split
+        helps = choice is None and not _trial(spec, "frozen")[0].split
     except NoSmallModelError:
         return ""
     return "; with --batch-norm frozen, which uses running statistics, they do not" if helps else ""
