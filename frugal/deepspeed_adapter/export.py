@@ -246,18 +246,7 @@ def check(plan: Plan, target: Target) -> None:
         RequestError: with the nearest thing that it can do.
     """
     who, strategy, batch = _NAMES[target], plan.strategy, plan.batch
-    if plan.model.task == "own" and target != "accelerate":
-        raise RequestError(
-            f"{who} cannot train {plan.request.model}",
-            because="its loss is Python of its own",
-            hint="--to accelerate exports all but the loss; `frugal train` and `frugal.initialize` train it",
-        )
-    if target != "accelerate" and any(ADDED_LOSS in warning for warning in plan.warnings):
-        raise RequestError(
-            f"{who} would leave out what the model adds to the cross entropy",
-            because=next(warning for warning in plan.warnings if ADDED_LOSS in warning),
-            hint="train it with `frugal train`, or without output_router_logits in its config.json",
-        )
+    _check_loss(plan, target)
     if plan.request.pack:
         raise RequestError(
             f"{who} cannot keep packed documents apart as planned",
@@ -303,6 +292,23 @@ def check(plan: Plan, target: Target) -> None:
         )
     if not (_is_even(plan) if target == "script" else batch.is_uniform):
         raise _uneven(plan, target)
+
+
+def _check_loss(plan: Plan, target: Target) -> None:
+    """Refuse a loss that `target` would not compute; Accelerate leaves it to the user's script."""
+    who = _NAMES[target]
+    if plan.model.task == "own" and target != "accelerate":
+        raise RequestError(
+            f"{who} cannot train {plan.request.model}",
+            because="its loss is Python of its own",
+            hint="--to accelerate exports all but the loss; `frugal train` and `frugal.initialize` train it",
+        )
+    if target != "accelerate" and any(ADDED_LOSS in warning for warning in plan.warnings):
+        raise RequestError(
+            f"{who} would leave out what the model adds to the cross entropy",
+            because=next(warning for warning in plan.warnings if ADDED_LOSS in warning),
+            hint="train it with `frugal train`, or without output_router_logits in its config.json",
+        )
 
 
 def _is_even(plan: Plan) -> bool:
