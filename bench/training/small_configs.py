@@ -62,7 +62,6 @@ MORE: dict[str, dict[str, Any]] = {
     "led": {"attention_window": [8, 8], "max_encoder_position_embeddings": 128, "max_decoder_position_embeddings": 128},
     "luke": {"entity_vocab_size": 100, "entity_emb_size": 16},
     "mamba2": {"num_heads": 8, "head_dim": 16, "n_groups": 1, "chunk_size": 16},
-    "markuplm": {"max_depth": 4, "max_xpath_tag_unit_embeddings": 32, "max_xpath_subs_unit_embeddings": 64},
     "ministral": {"head_dim": 16},
     "nemotron": {"head_dim": 16, "num_key_value_heads": 2},
     "reformer": {
