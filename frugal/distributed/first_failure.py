@@ -5,6 +5,7 @@ a key in the store that all ranks share. The one that gets it prints its error t
 for whoever started the run. The others wait a while before they end, so that the launcher sees the first exit code.
 """
 
+import atexit
 import os
 import signal
 import socket
@@ -79,13 +80,20 @@ def read_report(folder: Path) -> FailureReport | None:
         return None
 
 
-def run_command(command: Callable[[Sequence[str]], None]) -> None:
-    """Run `command` with the process's arguments as a rank: an error ends the process as `end_rank` does."""
+def run_command(command: Callable[[Sequence[str]], None]) -> NoReturn:
+    """Run `command` with the process's arguments as a rank, and end the process; for an error as `end_rank` does."""
     parent.end_with_parent(deliver)
+    # Not as an exception, which is lost where it meets a finalizer.
+    signal.signal(signal.SIGINT, lambda _number, _frame: end_rank(KeyboardInterrupt()))
     try:
         command(sys.argv[1:])
+        atexit._run_exitfuncs()
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError):  # nobody reads it any more
+                stream.flush()
     except BaseException as error:  # whatever it is, the other ranks must not wait for this one
         end_rank(error)
+    os._exit(0)  # a thread of C++ that asks the store while the interpreter is taken down would end it with SIGABRT
 
 
 def deliver(number: int) -> None:

@@ -7,8 +7,6 @@ Started by `frugal train`, by DeepSpeed's launcher, torchrun, OpenMPI, MPICH or 
     mpirun -x MASTER_ADDR -n 2 python -m frugal.training.run --plan run/plan.json --data corpus.jsonl --steps 100
 """
 
-import signal
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, nullcontext
 from functools import partial
@@ -19,7 +17,7 @@ from frugal.config import local_host, sample_lengths
 from frugal.config.run_settings import RunSettings, run_settings
 from frugal.config.schema import parse
 from frugal.config.setting import settings_of
-from frugal.distributed import env, first_failure, parent, process_group, rank_logs, stop
+from frugal.distributed import env, first_failure, process_group, rank_logs, stop
 from frugal.errors import FrugalError, PlanMismatchError
 from frugal.planning.plan import Plan
 from frugal.planning.report import PADDING_MATTERS, SPLIT_MATTERS
@@ -246,16 +244,5 @@ def command(words: Sequence[str]) -> None:
     run(Plan.read(given.pop("plan")), run_settings(given, {}))
 
 
-def main() -> None:
-    """The rank's whole life."""
-    parent.end_with_parent(first_failure.deliver)
-    # Not as an exception, which is lost where it meets a finalizer.
-    signal.signal(signal.SIGINT, lambda _number, _frame: first_failure.end_rank(KeyboardInterrupt()))
-    try:
-        command(sys.argv[1:])
-    except BaseException as error:  # whatever it is, the other ranks must not wait for this one
-        first_failure.end_rank(error)
-
-
 if __name__ == "__main__":
-    main()
+    first_failure.run_command(command)
