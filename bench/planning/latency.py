@@ -126,16 +126,16 @@ def _watch(pid: int, peak: list[int]) -> None:
 def _plan(*flags: str) -> dict[str, Any]:
     """`frugal plan`, which also says when the table was ready, and how many strategies were ranked."""
     from frugal import cli
-    from frugal.planning.search.search import Search
+    from frugal.planning.search.evaluate import StrategyEvaluation
 
-    found: dict[str, Any] = {}
-    dry_run_result = Search.dry_run_result
+    noticed: dict[str, Any] = {}
+    dry_run_result = StrategyEvaluation.dry_run_result
 
-    def noted(search: Search, option: Any) -> Any:
-        found.setdefault("table_seconds", time.time() - psutil.Process().create_time())
-        return dry_run_result(search, option)
+    def noted(evaluation: StrategyEvaluation, option: Any) -> Any:
+        noticed.setdefault("table_seconds", time.time() - psutil.Process().create_time())
+        return dry_run_result(evaluation, option)
 
-    Search.dry_run_result = noted  # type: ignore[method-assign]  # the moment before the winner is dry-run
+    StrategyEvaluation.dry_run_result = noted  # type: ignore[assignment, method-assign]  # the moment before the winner is dry-run
     with tempfile.TemporaryDirectory() as folder:
         output = os.dup(1)
         os.dup2(2, 1)
@@ -143,7 +143,7 @@ def _plan(*flags: str) -> dict[str, Any]:
         os.dup2(output, 1)
         plan = json.loads((Path(folder) / "plan.json").read_text())
     assert code == 0
-    return {**found, "strategies": 1 + len(plan["rejected"])}
+    return {**noticed, "strategies": 1 + len(plan["rejected"])}
 
 
 def _memtracker(model: str) -> dict[str, Any]:

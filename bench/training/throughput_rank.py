@@ -19,7 +19,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from frugal.deepspeed_adapter.json_config import ADAM_BETAS, ADAM_EPSILON, deepspeed_config
+from frugal.config.optimizers import ADAM_BETA1, ADAM_BETA2, ADAM_EPSILON
+from frugal.deepspeed_adapter.json_config import deepspeed_config
 from frugal.planning.plan import Plan
 from frugal.training.objectives import CausalLM
 
@@ -157,7 +158,7 @@ def trainer(
             per_device_train_batch_size=config["train_micro_batch_size_per_gpu"],
             gradient_accumulation_steps=config["gradient_accumulation_steps"],
             train_sampling_strategy=sampling, learning_rate=request.scaled_learning_rate, lr_scheduler_type="constant",
-            weight_decay=request.weight_decay, adam_beta1=ADAM_BETAS[0], adam_beta2=ADAM_BETAS[1],
+            weight_decay=request.weight_decay, adam_beta1=ADAM_BETA1, adam_beta2=ADAM_BETA2,
             adam_epsilon=ADAM_EPSILON, max_grad_norm=request.gradient_clipping, logging_steps=1, save_strategy="no",
             report_to=[], disable_tqdm=True, remove_unused_columns=False, use_cache=False,
         )  # fmt: skip
@@ -211,7 +212,7 @@ def accelerated(meter: Meter, plan: Plan, shape: dict[str, Any], samples: Any, s
         collate_fn=CausalLM().collate, generator=torch.Generator().manual_seed(seed),
     )  # fmt: skip
     adamw = torch.optim.AdamW(
-        model.parameters(), lr=request.scaled_learning_rate, betas=ADAM_BETAS, eps=ADAM_EPSILON,
+        model.parameters(), lr=request.scaled_learning_rate, betas=(ADAM_BETA1, ADAM_BETA2), eps=ADAM_EPSILON,
         weight_decay=request.weight_decay, fused=True,
     )  # fmt: skip
     engine, optimizer, loader = accelerator.prepare(model, adamw, loader)

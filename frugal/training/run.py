@@ -244,5 +244,10 @@ def command(words: Sequence[str]) -> None:
     run(Plan.read(given.pop("plan")), run_settings(given, {}))
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """The rank's whole life."""
     first_failure.run_command(command)
+
+
+if __name__ == "__main__":
+    main()
