@@ -155,14 +155,27 @@ def build(folder: Path, write: Callable[[Path], BuildReport], *, damaged: bytes 
             if error.errno in _IS_FULL:
                 _refuse_full_disk(folder.parent, temporary, error)
             raise
-        if damaged is not None:
-            _remove(folder, damaged)
-        try:
-            temporary.rename(folder)
-        except OSError:
-            if not folder.is_dir():
-                raise
+        with _locked(folder.parent):
+            if damaged is not None:
+                _remove(folder, damaged)
+            try:
+                temporary.rename(folder)
+            except OSError:
+                if not folder.is_dir():
+                    raise
         files.flush(folder.parent)
+
+
+@contextmanager
+def _locked(cache: Path) -> Iterator[None]:
+    """One process or thread at a time replaces entries, so that a new one is not taken for the damaged one."""
+    descriptor = os.open(cache, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _write_record(temporary: Path, report: BuildReport) -> None:
@@ -236,16 +249,14 @@ def identity(folder: Path) -> bytes:
 
 
 def _remove(folder: Path, damaged: bytes) -> None:
-    """Remove the damaged entry at once, not file by file. One that another process has put in its place goes back."""
+    """Remove the damaged entry at once, not file by file. One that another process has put in its place stays."""
+    if identity(folder) != damaged:
+        return
     aside = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.damaged")
     try:
         folder.rename(aside)
     except FileNotFoundError:
         return
-    if identity(aside) != damaged:
-        with contextlib.suppress(OSError):  # a third one was first
-            aside.rename(folder)
-            return
     if aside.is_dir() and not aside.is_symlink():
         shutil.rmtree(aside, ignore_errors=True)
     else:

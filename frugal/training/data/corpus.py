@@ -204,13 +204,13 @@ def _temporary_cache() -> Path:
 
 
 def _read_or_make(folder: Path, write: Callable[[Path], BuildReport]) -> BuildReport:
-    damaged = None
+    damaged, seen = None, cache.identity(folder)  # before it is read: another may put a whole one in its place
     try:
         return cache.read(folder, all_bytes=True).report
     except FileNotFoundError:
         pass
     except cache.DamagedError as error:
-        damaged = cache.identity(folder)
+        damaged = seen
         logger.warning("the tokenised data in %s is damaged (%s): making it anew", folder, error)
     cache.build(folder, write, damaged=damaged)
     return cache.read(folder, all_bytes=False).report
