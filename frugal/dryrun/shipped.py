@@ -19,7 +19,7 @@ import msgspec
 from frugal import files
 from frugal.config.local_host import library_versions
 from frugal.config.request import Request
-from frugal.dryrun.messages import AskFacts, AskTrace, ModelFacts, Traced
+from frugal.dryrun.messages import AskCheck, AskFacts, AskTrace, ModelFacts, Traced
 from frugal.dryrun.pool import Pool
 from frugal.errors import FrugalError
 from frugal.planning.strategy import ActivationCheckpointing
@@ -101,7 +101,8 @@ def make(model: str, mode: ActivationCheckpointing, pool: Pool) -> Shipment:
     """The shipment of a preset in a mode, traced anew."""
     request = Request(model=model)
     (described,) = pool.ask([AskFacts(request)])
-    assert described.describe is not None
+    (checked,) = pool.ask([AskCheck(request)])
+    assert described.describe is not None and checked.notes is not None
     longest = described.describe.max_positions or request.seq_len
     request = replace(request, seq_len=longest) if longest < request.seq_len else request
     questions = list(_questions(request, described.describe, mode))
@@ -110,7 +111,8 @@ def make(model: str, mode: ActivationCheckpointing, pool: Pool) -> Shipment:
         for question, answer in zip(questions, pool.attempt(questions), strict=True)
         if not isinstance(answer, FrugalError)  # such as a tiled loss that the model cannot take
     }
-    return Shipment(_versions(), _definition(model), described.describe, traces)
+    facts = replace(described.describe, notes=checked.notes)
+    return Shipment(_versions(), _definition(model), facts, traces)
 
 
 def _questions(request: Request, facts: ModelFacts, mode: ActivationCheckpointing) -> Iterator[AskTrace]:

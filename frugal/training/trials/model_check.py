@@ -21,6 +21,11 @@ from frugal.training.trials import probe
 from frugal.training.trials.probe import FEW_SAMPLES, NUM_SAMPLES, Dependence
 from frugal.training.trials.small_model import NoSmallModelError, small_models
 
+DROPOUT = "dropout draws its masks for each rank and micro-step: another split of a global batch draws others"
+"""Ordinary, so that training does not repeat it."""
+
+_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
+
 _LENGTHS = (32, 17)
 """Tokens of samples of which one pads the other."""
 
@@ -34,9 +39,11 @@ class ModelTrial:
         padding: whether it depends on padding; None: not tried, because an objective makes its own batches, or the
             split matters already.
         later_tokens: see `probe.on_later_tokens`; None: nothing that predicts the next token.
+        has_dropout: whether training draws dropout's masks.
     """
 
     split: Dependence
+    has_dropout: bool
     padding: Dependence | None = None
     later_tokens: float | None = None
 
@@ -53,14 +60,18 @@ def trial(
     transformers_internals.always_use()
     tokens = _tokens(vocab_size, max_positions)
     if task == OWN:
-        return ModelTrial(split=probe.on_split(model, objective, probe.example(objective, tokens.shape[1])))
+        batch = probe.example(objective, tokens.shape[1])
+        split = probe.on_split(model, objective, batch)
+        return ModelTrial(split=split, has_dropout=probe.draws_masks(model, objective, batch))
     later_tokens = probe.on_later_tokens(model, tokens[:FEW_SAMPLES], vocab_size) if task == "causal-lm" else None
     samples = [_sample(task, objective, row) for row in tokens]
-    split = probe.on_split(model, objective, objective.collate(samples))
+    batch = objective.collate(samples)
+    split, has_dropout = probe.on_split(model, objective, batch), probe.draws_masks(model, objective, batch)
     if split:
-        return ModelTrial(split=split, later_tokens=later_tokens)
+        return ModelTrial(split=split, has_dropout=has_dropout, later_tokens=later_tokens)
     ragged = [_sample(task, objective, row[:length]) for row, length in zip(tokens, _LENGTHS, strict=False)]
-    return ModelTrial(split=split, padding=probe.on_padding(model, objective, ragged), later_tokens=later_tokens)
+    padding = probe.on_padding(model, objective, ragged)
+    return ModelTrial(split=split, has_dropout=has_dropout, padding=padding, later_tokens=later_tokens)
 
 
 def _tokens(vocab_size: int, max_positions: int | None) -> Tensor:
@@ -95,7 +106,9 @@ def check_model(spec: ModelSpec, choice: BatchNormChoice | None = None) -> tuple
     try:
         done, small, model = _trial(spec, choice)
     except NoSmallModelError as error:
-        return (*notes, *_by_its_modules(batch_norm.modules(whole) if choice != "frozen" else {}, str(error)))
+        normalising = batch_norm.modules(whole) if choice != "frozen" else {}
+        draws = any(isinstance(module, _DROPOUTS) and module.p for module in whole.modules())
+        return (*notes, *_by_its_modules(normalising, str(error)), *([DROPOUT] if draws else []))
     if not done.is_causal:
         raise _not_causal(spec, done)
     if spec.task != OWN:
@@ -108,6 +121,8 @@ def check_model(spec: ModelSpec, choice: BatchNormChoice | None = None) -> tuple
             f"{PADDING_MATTERS}: that of a small model of this kind for samples of {_LENGTHS[0]} and {_LENGTHS[1]} "
             f"tokens in one micro-batch differs by {_percent(done.padding.difference)} from the sum of each alone"
         )
+    if done.has_dropout:
+        notes.append(DROPOUT)
     return tuple(notes)
 
 

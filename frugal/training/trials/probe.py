@@ -95,6 +95,13 @@ def on_later_tokens(model: nn.Module, tokens: Tensor, vocab_size: int) -> float:
     return float(difference[:, :half].max()) / whole if whole else 0.0
 
 
+def draws_masks(model: nn.Module, objective: Objective, batch: Batch) -> bool:
+    """Whether dropout leaves anything out in training."""
+    with torch.no_grad(), _Means() as means:
+        objective.loss_sum(model, batch)
+    return means.has_dropout
+
+
 def example(objective: Objective, seq_len: int) -> Batch:
     """A batch of `NUM_SAMPLES` that differ in their numbers; whole numbers are those of the objective's example."""
     generator = torch.Generator().manual_seed(0)
@@ -194,16 +201,21 @@ def _outputs(model: nn.Module, objective: Objective, batch: Batch) -> dict[tuple
 
 
 class _Means(TorchFunctionMode):
-    """Every random draw gives its mean, and dropout its input."""
+    """Every random draw gives its mean, and dropout its input; `has_dropout`: whether that would have been another."""
+
+    has_dropout = False
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         if name == "scaled_dot_product_attention":
+            self.has_dropout |= bool(_argument(args, kwargs, 4, 0.0, "dropout_p"))
             if len(args) > 4:
                 args = (*args[:4], 0.0, *args[5:])
             return func(*args, **(kwargs | ({"dropout_p": 0.0} if "dropout_p" in kwargs else {})))
         if "dropout" in name:
+            is_training = _argument(args, kwargs, 2, True, "training", "train")
+            self.has_dropout |= bool(is_training and _argument(args, kwargs, 1, 0.5, "p"))
             return args[0] if args else kwargs["input"]
         if name == "bernoulli":
             return (args[0] if args else kwargs["input"]).round()
@@ -211,6 +223,11 @@ class _Means(TorchFunctionMode):
         if name in _MEANS:
             result.fill_(_MEANS[name](*args[1:], **kwargs))
         return result
+
+
+def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], index: int, default: Any, *names: str) -> Any:
+    """What a function of torch was given for a parameter, which it may spell in one of several ways."""
+    return args[index] if index < len(args) else next((kwargs[name] for name in names if name in kwargs), default)
 
 
 _MEANS: dict[str, Callable[..., float]] = {

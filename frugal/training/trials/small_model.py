@@ -21,7 +21,8 @@ VOCABULARY = 256
 
 _SMALL = {
     "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 64,
-    "vocab_size": VOCABULARY, "sliding_window": 4, "rotary_dim": 8, "expert_capacity": 4,
+    "vocab_size": VOCABULARY, "decoder_vocab_size": VOCABULARY, "sliding_window": 4, "rotary_dim": 8,
+    "expert_capacity": 4,
 }  # fmt: skip
 _SMALLER = {
     "d_ff": 64, "d_kv": 16, "ffn_dim": 64, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "encoder_attention_heads": 4,
@@ -112,7 +113,9 @@ def _small_config(original: Any, sizes: dict[str, int], num_layers: int) -> Any:
     text, whole = config.get_text_config(), original.get_text_config()
     others = [getattr(config, name, None) for name in getattr(config, "sub_configs", ())]
     for part in {id(part): part for part in (text, *others) if part is not None}.values():
-        _set_sizes(part, {name: size for name, size in sizes.items() if part is text or name != "vocab_size"})
+        _set_sizes(
+            part, {name: size for name, size in sizes.items() if part is text or not name.endswith("vocab_size")}
+        )
         _set_layers(part, num_layers)
     with _what_it_has():
         if whole.num_key_value_heads == whole.num_attention_heads:

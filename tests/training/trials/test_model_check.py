@@ -18,21 +18,29 @@ from frugal.training.models.resolve import presets, resolve
 from frugal.training.models.spec import OWN, ModelSpec
 from frugal.training.objectives import SummedLoss
 from frugal.training.trials import probe
-from frugal.training.trials.model_check import check_model, trial
+from frugal.training.trials.model_check import DROPOUT, check_model, trial
 from frugal.training.trials.small_model import small_models
 from tests.training.gradients import relative_error
 from tests.training.small_models import TINY
 
 pytestmark = pytest.mark.usefixtures("offline")
 
-OTHERS = [name for name in presets() if name not in ("gpt2", "bert-base", "t5-small")]
+OTHERS = [name for name in presets() if name not in ("gpt2", "bert-base", "t5-small", "transformer-base")]
 
 
 @pytest.mark.parametrize(
-    "name", ["gpt2", "bert-base", "t5-small", "mamba", *(pytest.param(n, marks=pytest.mark.exhaustive) for n in OTHERS)]
+    "name",
+    [
+        "gpt2",
+        "bert-base",
+        "t5-small",
+        "transformer-base",
+        "mamba",
+        *(pytest.param(n, marks=pytest.mark.exhaustive) for n in OTHERS),
+    ],
 )
-def test_of_an_ordinary_model_there_is_nothing_to_say(name: str) -> None:
-    assert check_model(resolve(name)) == ()
+def test_of_an_ordinary_model_there_is_nothing_to_say_but_dropout(name: str) -> None:
+    assert set(check_model(resolve(name))) <= {DROPOUT}
 
 
 # Later tokens
@@ -75,14 +83,15 @@ def test_a_bidirectional_model_as_decoder_predicts_tokens_that_it_does_not_see(t
     "name", ["rwkv", "recurrent_gemma", "mistral", "gemma3_text", "mixtral", "bloom", "mpt", "jamba"]
 )
 def test_causal_models_of_all_kinds_pass(name: str) -> None:
-    assert check_model(resolve(name)) == ()
+    assert set(check_model(resolve(name))) <= {DROPOUT}
 
 
 # The split
 
 
 def test_experts_of_limited_capacity_are_named() -> None:
-    (note,) = check_model(resolve("nllb-moe"))
+    note, dropout = check_model(resolve("nllb-moe"))
+    assert dropout == DROPOUT
     assert note.startswith(
         f"{SPLIT_MATTERS}: in 2 NllbMoeTop2Router (the first is `model.encoder.layers.1.ffn.router`) "
         "samples of a micro-batch change each other; gradients of a small model of this kind differ by "
@@ -143,7 +152,45 @@ def test_what_mixes_the_samples_of_a_micro_batch_is_named(layer: nn.Module, loss
 
 @pytest.mark.parametrize("layer", [nn.LayerNorm(8), nn.Dropout(0.5), Noisy()])
 def test_what_does_not_is_not(layer: nn.Module) -> None:
-    assert check_model(of_factory(network(layer), squares)) == ()
+    assert set(check_model(of_factory(network(layer), squares))) <= {DROPOUT}
+
+
+class Functional(nn.Module):
+    """Dropout without a module of its own."""
+
+    def __init__(self, share: float, *, always: bool = False, in_attention: bool = False) -> None:
+        super().__init__()
+        self.share, self.always, self.in_attention = share, always, in_attention
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.in_attention:
+            share = self.share if self.training else 0.0
+            return F.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None], dropout_p=share)[:, 0]
+        return F.dropout(x, p=self.share, training=self.training or self.always)
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        nn.Dropout(0.5), nn.Dropout(0.0), nn.Dropout1d(0.5), nn.AlphaDropout(0.5),
+        Functional(0.5), Functional(0.0), Functional(0.5, in_attention=True), Functional(0.0, in_attention=True),
+    ],
+)  # fmt: skip
+def test_dropout_is_said_where_two_seeds_make_two_outputs(layer: nn.Module) -> None:
+    model, x = network(layer), torch.randn(8, 4)
+
+    def output(seed: int) -> Tensor:
+        torch.manual_seed(seed)
+        return model(x)
+
+    draws = not torch.equal(output(0), output(1))
+    assert check_model(of_factory(model, squares)) == ((DROPOUT,) if draws else ())
+
+
+def test_dropout_of_a_large_model_is_known_by_its_modules() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(8000, 8000), nn.Dropout(0.1))
+    assert check_model(of_factory(model, squares))[-1] == DROPOUT
 
 
 def test_a_remedy_is_named_where_it_was_tried_and_helps() -> None:
@@ -199,7 +246,7 @@ def test_a_large_model_is_judged_by_its_modules() -> None:
 
 
 def test_a_model_without_a_mask_depends_on_padding() -> None:
-    (note,) = check_model(resolve("fnet"))
+    note, _ = check_model(resolve("fnet"))
     assert note.startswith(
         f"{PADDING_MATTERS}: that of a small model of this kind for samples of 32 and 17 tokens in one"
     )
