@@ -1,8 +1,78 @@
+/* libcudnn.so.9: the graph interface (backend descriptors), as far as cudnn-frontend asks while torch builds and executes
+ * attention. Descriptors are opaque to it: what it sets is kept from nobody, and what it gets is answered below. There is
+ * one engine, which supports everything, so that what torch refuses is refused by torch's own rules only.
+ *
+ * Workspace. What the frontend itself asks for (sums of the softmax, fp32 gradients of the queries, full heads of grouped
+ * keys and values) is added up by the frontend, in torch. What the engine of a real plan asks for on top is not published:
+ * EMULATED_GPU_CUDNN_WORKSPACE, 0 unless it is set. */
 #include "device.h"
 #include <stdlib.h>
 #include <string.h>
 
+/* Of cudnnBackendAttributeName_t, in cudnn_graph.h. */
+enum {
+  ENGINEHEUR_RESULTS = 202,
+  ENGINECFG_ENGINE = 300,
+  ENGINECFG_WORKSPACE_SIZE = 303,
+  ENGINECFG_SHARED_MEMORY_USED = 304,
+  EXECUTION_PLAN_WORKSPACE_SIZE = 402,
+  OPERATIONGRAPH_ENGINE_GLOBAL_COUNT = 802,
+  ENGINE_GLOBAL_INDEX = 1301,
+};
+
+/* 9.20.0, as the wheel requires; built for CUDA 13.0. */
 EXPORT size_t cudnnGetVersion(void) { return 92000; }
 EXPORT size_t cudnnGetCudartVersion(void) { return 13000; }
-EXPORT int cudnnCreate(void **handle) { *handle = calloc(1, 64); return 0; }
-EXPORT const char *cudnnGetErrorString(int e) { return "emulated cudnn"; }
+EXPORT const char *cudnnGetErrorString(int status) { return "error of the emulated cuDNN"; }
+EXPORT void cudnnGetLastErrorString(char *message, size_t size) {
+  if (size) *message = 0;
+}
+
+EXPORT int cudnnCreate(void **handle) {
+  *handle = calloc(1, 64);
+  return 0;
+}
+
+EXPORT int cudnnDestroy(void *handle) {
+  free(handle);
+  return 0;
+}
+
+EXPORT int cudnnBackendCreateDescriptor(int type, void **descriptor) {
+  *descriptor = calloc(1, 64);
+  return 0;
+}
+
+EXPORT int cudnnBackendDestroyDescriptor(void *descriptor) {
+  free(descriptor);
+  return 0;
+}
+
+/* `values` may be NULL: then only their number is asked for. Descriptors that are asked for exist already. */
+EXPORT int cudnnBackendGetAttribute(void *descriptor, int name, int type, int64_t asked, int64_t *num, void *values) {
+  int64_t answered = 0;
+  switch (name) {
+    case ENGINEHEUR_RESULTS:
+    case ENGINECFG_ENGINE: answered = 1; break;
+    case EXECUTION_PLAN_WORKSPACE_SIZE:
+    case ENGINECFG_WORKSPACE_SIZE:
+      answered = 1;
+      if (values) *(int64_t *)values = (int64_t)emu_size_setting("CUDNN_WORKSPACE", 0);
+      break;
+    case OPERATIONGRAPH_ENGINE_GLOBAL_COUNT:
+      answered = 1;
+      if (values) *(int64_t *)values = 1;
+      break;
+    case ENGINE_GLOBAL_INDEX:
+      answered = 1;
+      if (values) *(int64_t *)values = 0;
+      break;
+    case ENGINECFG_SHARED_MEMORY_USED:
+      answered = 1;
+      if (values) *(int32_t *)values = 0;
+      break;
+    default: emu_log("emulated_gpu: cudnn attribute %d asked for\n", name);
+  }
+  if (num) *num = answered;
+  return 0;
+}
