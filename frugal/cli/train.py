@@ -66,6 +66,10 @@ def command(plan_path: Path | None, ranks: int | None, printed: commands.Launche
     """Train as planned; without a plan, plan first, as `frugal plan` with the same flags does."""
     job = _job(values, ranks)
     plan = _given_plan(job, plan_path)
+    if not job.settings.data:
+        raise RequestError(
+            "no data was given", hint="pass --data PATH, or --data stdlib to try it on Python's own sources"
+        )
     if plan is None:
         plan = _new_plan(job)
         click.echo(summary(plan) + "\n", err=printed is not None)

@@ -28,16 +28,19 @@ class RunSettings:
     """One run. `steps` counts optimizer steps from the beginning, also for a run that is resumed."""
 
     data: tuple[str, ...] = setting(
-        ("stdlib",),
-        "Files, globs, folders, saved datasets, a hub name, `file.py:name` that gives rows, `stdlib`, or `@FILE` with "
-        "one of these a line; repeatable.",
+        (),
+        "Files, globs, folders, saved datasets, a hub name, `file.py:name` that gives rows, `stdlib` (Python's own "
+        "sources, for a trial), or `@FILE` with one of these a line; repeatable.",
         "data", metavar="PATH", is_first=True,
     )  # fmt: skip
     text_column: str = setting("text", "Where texts are.", "data", metavar="NAME")
     label_column: str = setting("label", "Where classes are.", "data", metavar="NAME", is_expert=True)
     source_column: str = setting("source", "Of pairs, what is read.", "data", metavar="NAME", is_expert=True)
     target_column: str = setting("target", "Of pairs, what is written.", "data", metavar="NAME", is_expert=True)
-    tokenizer: str = setting("byte", "`byte`, or a tokenizer's folder or hub name.", "data", metavar="NAME")
+    tokenizer: str | None = setting(
+        None, "A tokenizer's folder or hub name, or `byte`.", "data", metavar="NAME",
+        shown_default="the model's own; `byte` where it has none and random weights",
+    )  # fmt: skip
     limit: int | None = setting(
         None, "Use at most so many documents.", "data", least=1, shown_default="all", is_expert=True
     )

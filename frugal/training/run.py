@@ -129,6 +129,7 @@ def train(plan: Plan, settings: RunSettings, device: "torch.device") -> None:
             run_folder.record(plan, settings)
         planned = plan.memory.live_bytes
         with Log(settings.out, rank=rank, planned_bytes=planned, total_steps=total_steps, first_step=start.step) as log:
+            log.say(_origin(data, model))
             log.say(_describe(plan, settings, data, total_steps, start.step))
             if changes:
                 log.say(describe_changes(changes, start.step, settings.out))
@@ -187,7 +188,7 @@ def _save_model(engine: "Engine", held: "HeldFolder", data: "RunData") -> Path:
 
     if not held.follow(engine.votes):
         held.replace(saving.beside(held.settings.out))
-    return saving.save_model(engine, held.settings.out / "model", data.tokenizer)
+    return saving.save_model(engine, held.settings.out / "model", data.tokenizer, uses_cache=data.spec.uses_cache)
 
 
 def _refuse_other_model(plan: Plan, model: "torch.nn.Module") -> None:
@@ -214,6 +215,25 @@ def _start(
     start, data_changes = loading.on_data(loaded.progress, data, settings)
     start, rate_changes = loading.on_curve(start, curve)
     return start, loaded.changes + data_changes + rate_changes
+
+
+def _origin(data: "RunData", model: "torch.nn.Module") -> str:
+    """Where weights and tokens come from: what a run trains, before anything else is said of it."""
+    from frugal.training.models.spec import random_weights
+
+    spec = data.spec
+    if spec.weights is not None:
+        weights = f"pretrained weights from {spec.weights}"
+        if new := random_weights(model):
+            weights += f", but {plural(len(new), 'parameter')} that they lack random: {', '.join(new[:3])}"
+            weights += ", ..." if len(new) > 3 else ""
+    elif spec.factory is not None:
+        weights = f"weights as {spec.reference} makes them"
+    elif spec.kind_of_reference == "configuration":
+        weights = f"random weights ({spec.reference} names none)"
+    else:
+        weights = f"random weights ({spec.kind_of_reference} {spec.reference} names an architecture)"
+    return f"{weights}; {data.tokens}"
 
 
 def _describe(plan: Plan, settings: RunSettings, data: "RunData", total_steps: int, steps_done: int) -> str:

@@ -38,15 +38,16 @@ def test_a_run_on_two_ranks_says_what_it_does(folder: Path, on_two_ranks: tuple[
     code, output, errors = on_two_ranks
     assert (code, errors) == (0, "")
     lines = output.splitlines()
-    assert lines[0] == (
+    assert lines[0] == f"random weights ({folder}/config.json names none); tokens are bytes"
+    assert lines[1] == (
         f"training {folder}/config.json (0 parameters) for 6 steps of 8 samples on 2 ranks;"
         f" {len_of(folder, 'training')} samples, {len_of(folder, 'validation')} for validation"
     )
-    assert [line.split("  ")[0] for line in lines[1:]] == [
-        "step 1/6", "step 2/6", lines[3], "step 3/6", "step 3/6", "step 4/6", "step 5/6", "step 6/6", "step 6/6",
+    assert [line.split("  ")[0] for line in lines[2:]] == [
+        "step 1/6", "step 2/6", lines[4], "step 3/6", "step 3/6", "step 4/6", "step 5/6", "step 6/6", "step 6/6",
         f"model written to {folder}/two/model",
     ]  # fmt: skip
-    assert re.fullmatch(r"memory: planned 0.0 MiB, measured \d\.\d MiB \(\+inf %\)", lines[3])
+    assert re.fullmatch(r"memory: planned 0.0 MiB, measured \d\.\d MiB \(\+inf %\)", lines[4])
 
 
 def len_of(folder: Path, part: str) -> int:

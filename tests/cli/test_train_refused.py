@@ -25,7 +25,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def message(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
     """Exit code and message of a call that fails before anything is started."""
-    code = cli.run(["train", *map(str, arguments)])
+    code = cli.run(["train", "--data", "stdlib", *map(str, arguments)])
     printed = capsys.readouterr()
     assert printed.out == ""
     return f"{code}: {printed.err}"

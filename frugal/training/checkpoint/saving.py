@@ -283,11 +283,12 @@ def _validation_loss(path: Path) -> float | None:
     return None
 
 
-def save_model(engine: Stepper, folder: Path, tokenizer: Any = None) -> Path:
+def save_model(engine: Stepper, folder: Path, tokenizer: Any = None, *, uses_cache: bool | None = None) -> Path:
     """Write the model in the precision it was trained in, and the tokenizer, to `folder`. Collective.
 
-    A transformers model becomes what `from_pretrained` loads; any other module a `model.safetensors` for
-    `load_state_dict`. An earlier model in `folder` is replaced at the end, not before.
+    `uses_cache`: what its configuration said of `use_cache`, which is off in training. A transformers model becomes
+    what `from_pretrained` loads; any other module a `model.safetensors` for `load_state_dict`. An earlier model in
+    `folder` is replaced at the end, not before.
 
     Raises:
         CheckpointError: the folder cannot be written.
@@ -296,7 +297,10 @@ def save_model(engine: Stepper, folder: Path, tokenizer: Any = None) -> Path:
     aside = folder.with_name(folder.name + ".tmp")
     weights = _whole_weights(engine.zero, engine.module, keep=engine.rank == 0)
     try:
-        together(lambda: _write(engine.module, weights, aside, tokenizer) if engine.rank == 0 else None, engine.votes)
+        with _caching(engine.module, uses_cache):
+            together(
+                lambda: _write(engine.module, weights, aside, tokenizer) if engine.rank == 0 else None, engine.votes
+            )
     except RanksFailed as failed:
         if engine.rank == 0:
             shutil.rmtree(aside, ignore_errors=True)
@@ -306,6 +310,20 @@ def save_model(engine: Stepper, folder: Path, tokenizer: Any = None) -> Path:
             hint=file_errors.then_resume(failed.remedy),
         ) from None
     return folder
+
+
+@contextlib.contextmanager
+def _caching(module: nn.Module, uses_cache: bool | None) -> Iterator[None]:
+    """A transformers model's configuration says `use_cache` as it was given inside the `with` block."""
+    config: Any = getattr(module, "config", None)
+    text = config.get_text_config() if uses_cache and hasattr(config, "get_text_config") else None
+    if text is not None:
+        text.use_cache = True
+    try:
+        yield
+    finally:
+        if text is not None:
+            text.use_cache = False
 
 
 def _whole_weights(zero: Zero, module: nn.Module, *, keep: bool) -> dict[str, Tensor]:

@@ -228,10 +228,11 @@ def _check_amounts(validation_fraction: float, limit: int | None) -> None:
 
 @dataclass(frozen=True)
 class RunData:
-    """The samples of a run, with the model's spec and the tokenizer that belong to them."""
+    """The samples of a run, with the model's spec and the tokenizer that belong to them; `tokens` says which it is."""
 
     spec: Any
     tokenizer: Any
+    tokens: str
     training: Any
     validation: Sequence[Any]
     test: Sequence[Any]
@@ -245,8 +246,8 @@ def read_samples(plan: Plan, settings: RunSettings) -> RunData:
     Raises:
         RequestError: the data, the tokenizer or the model cannot be used, or nodes have different data.
     """
-    tokenizer = tokenizing.load_tokenizer(settings.tokenizer)
     spec = resolve.resolve(plan.request.model, plan.request.task)
+    tokenizer, tokens = tokenizing.load_for(spec, settings.tokenizer)
     host = socket.gethostname()
 
     def load() -> tuple[Corpus, ...]:
@@ -265,6 +266,7 @@ def read_samples(plan: Plan, settings: RunSettings) -> RunData:
     return RunData(
         spec=spec.for_tokenizer(tokenizer),
         tokenizer=tokenizer,
+        tokens=tokens,
         training=corpus.train,
         validation=Subset.drawn_from(validation or corpus.validation or (), settings.validation_samples),
         test=test,
@@ -342,7 +344,8 @@ def lengths_of(request: Request, settings: RunSettings) -> Lengths:
     """
     spec = resolve.resolve(request.model, request.task)
     seq_len = min(request.seq_len, spec.max_positions or request.seq_len)
-    corpus, *_ = _load(spec, tokenizing.load_tokenizer(settings.tokenizer), seq_len, bool(request.pack), settings)
+    tokenizer, _ = tokenizing.load_for(spec, settings.tokenizer)
+    corpus, *_ = _load(spec, tokenizer, seq_len, bool(request.pack), settings)
     return lengths_of_corpus(corpus, names_of(settings.data), corpus.report.left_out(settings.too_long))
 
 

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from frugal.errors import RequestError
 from frugal.training.data.long_text import LongText, cut_for
 from frugal.training.models import factories
+from frugal.training.models.spec import ModelSpec
 
 BYTE = "byte"
 _SPECIAL = ("<pad>", "<eos>", "<bos>", "<mask>")  # ids 0 to 3; byte b has the id b + 4
@@ -43,6 +44,30 @@ def load_tokenizer(reference: str = BYTE) -> Any:
             because=factories.first_line(error) if is_folder else factories.why_hub_failed(error),
             hint="`byte` needs no download",
         ) from None
+
+
+def load_for(spec: ModelSpec, asked: str | None) -> tuple[Any, str]:
+    """The tokenizer to train `spec` with, and what it is, in words: the one asked for, or else the model's own.
+
+    Only random weights are trained on bytes unasked: a pretrained model knows its own tokens alone.
+
+    Raises:
+        RequestError: as `load_tokenizer`; or a pretrained model has none.
+    """
+    if asked is None and spec.own_tokenizer is None and spec.weights is not None:
+        raise RequestError(
+            f"{spec.reference} has pretrained weights, and no tokenizer",
+            because="its weights know the tokens that they were trained on, and no others",
+            hint="put its tokenizer's files into the folder, or name one: --tokenizer NAME, or --tokenizer byte",
+        )
+    reference = asked or spec.own_tokenizer or BYTE
+    tokenizer = load_tokenizer(reference)
+    own = load_tokenizer(spec.own_tokenizer) if spec.own_tokenizer not in (None, reference) else None
+    if own is not None and fingerprint(own) != fingerprint(tokenizer):
+        return tokenizer, f"tokens of {reference}, not the model's own"
+    if reference == BYTE:
+        return tokenizer, "tokens are bytes"
+    return tokenizer, f"{len(tokenizer)} tokens of {reference}"
 
 
 @functools.cache

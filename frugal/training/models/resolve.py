@@ -9,6 +9,7 @@ import functools
 import json
 import tomllib
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,11 @@ from frugal.training.models.spec import OWN, TASKS, ModelSpec, heads, max_positi
 
 MOST_LAYERS = 10_000
 OWN_MODEL = "docs/tutorials/own-model.md"
+_TOKENIZERS = (
+    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model",
+    "vocab.json", "vocab.txt", "tiktoken.model",
+)  # fmt: skip
+"""Files that a tokenizer leaves in a model's folder; any of them."""
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model.bin.index.json")
 
 
@@ -40,9 +46,11 @@ def resolve(
     if reference in presets():
         preset = presets()[reference]
         config = _config_class(preset["type"]).from_dict(dict(preset["config"]))
-        return _from_config(reference, config, task or preset["task"], num_labels=num_labels)
+        spec = _from_config(reference, config, task or preset["task"], num_labels=num_labels)
+        return replace(spec, kind_of_reference="preset")
     if reference in transformers_internals.model_types():
-        return _from_config(reference, _default_config(reference), task, num_labels=num_labels)
+        spec = _from_config(reference, _default_config(reference), task, num_labels=num_labels)
+        return replace(spec, kind_of_reference="model type")
     if ":" in reference and not Path(reference).exists():
         return _from_factory(reference, task)
     path = Path(reference).expanduser()
@@ -132,6 +140,7 @@ def _from_config(
     *,
     num_labels: int | None = None,
     weights: str | None = None,
+    own_tokenizer: str | None = None,
     trust_remote_code: bool = False,
 ) -> ModelSpec:
     """The spec of a transformers configuration, which it may change."""
@@ -153,6 +162,7 @@ def _from_config(
         raise RequestError(
             f"{reference} has {layers} layers", because=f"building more than {MOST_LAYERS} one by one does not end"
         )
+    uses_cache = getattr(text, "use_cache", None)
     for part in {id(config): config, id(text): text}.values():
         if getattr(part, "use_cache", False):
             part.use_cache = False
@@ -169,6 +179,9 @@ def _from_config(
         vocab_size=getattr(text, "vocab_size", None),
         config=config,
         weights=weights,
+        own_tokenizer=own_tokenizer,
+        kind_of_reference="configuration",
+        uses_cache=uses_cache,
         trust_remote_code=trust_remote_code,
     )
 
@@ -210,9 +223,11 @@ def _from_path(
             config = _config_class(model_type).from_dict(raw)
         except Exception as error:  # configurations check their values each in its own way
             raise RequestError(f"{file} is not a model's configuration", because=factories.first_line(error)) from None
+    beside = any((file.parent / name).exists() for name in _TOKENIZERS)
     return _from_config(
-        reference, config, task, num_labels=num_labels, weights=weights, trust_remote_code=trust_remote_code
-    )
+        reference, config, task, num_labels=num_labels, weights=weights,
+        own_tokenizer=str(file.parent) if beside else None, trust_remote_code=trust_remote_code,
+    )  # fmt: skip
 
 
 def _infinite(value: dict[str, Any]) -> Any:
@@ -237,8 +252,9 @@ def _from_hub(reference: str, task: str | None, *, num_labels: int | None, trust
             hint=_similar(reference.rpartition("/")[2], presets(), transformers_internals.model_types()),
         ) from None
     return _from_config(
-        reference, config, task, num_labels=num_labels, weights=reference, trust_remote_code=trust_remote_code
-    )
+        reference, config, task, num_labels=num_labels, weights=reference, own_tokenizer=reference,
+        trust_remote_code=trust_remote_code,
+    )  # fmt: skip
 
 
 def _similar(name: str, *known: Mapping[str, Any]) -> str:

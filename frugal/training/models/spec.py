@@ -53,6 +53,9 @@ class ModelSpec:
         vocab_size: rows of the input embedding; None: it has none.
         config: transformers' configuration; None for a factory that makes another kind of module.
         weights: folder or hub name that the weights come from; None: random ones.
+        own_tokenizer: folder or hub name of the tokenizer that belongs to it; None: it has none.
+        kind_of_reference: what `reference` is, in words, such as `preset`.
+        uses_cache: what its configuration says of `use_cache`, which is off while it trains.
     """
 
     reference: str
@@ -61,6 +64,9 @@ class ModelSpec:
     vocab_size: int | None
     config: Any = None
     weights: str | None = None
+    own_tokenizer: str | None = None
+    kind_of_reference: str = "factory"
+    uses_cache: bool | None = None
     trust_remote_code: bool = False
     factory: factories.Factory | None = None
     structure: str = ""
@@ -98,21 +104,36 @@ class ModelSpec:
                 with torch.device(device), self._configuration_errors():
                     module = auto.from_config(self.config, dtype=dtype, trust_remote_code=self.trust_remote_code)
                 return _ready(module)
-            try:
-                module = auto.from_pretrained(
-                    self.weights,
-                    config=self.config,
-                    dtype=dtype,
-                    trust_remote_code=self.trust_remote_code,
-                    local_files_only=not factories.hub_is_reachable(),
-                )
-            except Exception as error:  # each file format fails in its own way
-                raise RequestError(
-                    f"the weights of {self.reference} cannot be loaded",
-                    because=factories.first_line(error),
-                    hint="to train from random weights give the path of its config.json",
-                ) from None
-            return _ready(module.to(device))
+            return _ready(self._pretrained(auto, dtype).to(device))
+
+    def _pretrained(self, auto: Any, dtype: torch.dtype) -> nn.Module:
+        """The module with the weights that were saved; what they lack is random, and told by `random_weights`."""
+        try:
+            module, loaded = auto.from_pretrained(
+                self.weights,
+                config=self.config,
+                dtype=dtype,
+                trust_remote_code=self.trust_remote_code,
+                local_files_only=not factories.hub_is_reachable(),
+                output_loading_info=True,
+            )
+        except Exception as error:  # each file format fails in its own way
+            raise RequestError(
+                f"the weights of {self.reference} cannot be loaded",
+                because=factories.first_line(error),
+                hint="to train from random weights give the path of its config.json",
+            ) from None
+        missing = set(loaded["missing_keys"])
+        sizes = {name: parameter.numel() for name, parameter in module.named_parameters()}
+        num_random = sum(size for name, size in sizes.items() if name in missing)
+        if 2 * num_random > sum(sizes.values()):
+            raise RequestError(
+                f"the weights in {self.weights} are those of another model",
+                because=f"of {sum(sizes.values()):,} parameters they lack {num_random:,}, such as {min(missing)}",
+                hint="to train from random weights give the path of its config.json",
+            )
+        setattr(module, _RANDOM, tuple(sorted(missing & sizes.keys())))
+        return module
 
     @contextmanager
     def _configuration_errors(self) -> Iterator[None]:
@@ -196,6 +217,8 @@ class ModelSpec:
     def for_tokenizer(self, tokenizer: Any) -> "ModelSpec":
         """The same model with the tokenizer's special tokens, as training from text needs it.
 
+        A pretrained model keeps those that its configuration names.
+
         Raises:
             RequestError: the tokenizer has ids that the model has no embedding for.
         """
@@ -210,11 +233,20 @@ class ModelSpec:
         # Knowing the padding, a causal model would look for it in every batch, a wait for the device, only to warn.
         padding = () if self.task == "causal-lm" else ("pad_token_id",)
         for name in (*padding, "bos_token_id", "eos_token_id"):
-            if (token_id := getattr(tokenizer, name, None)) is not None:
+            is_given = self.weights is not None and getattr(config, name, None) is not None
+            if not is_given and (token_id := getattr(tokenizer, name, None)) is not None:
                 setattr(config, name, token_id)
         if config.is_encoder_decoder and tokenizer.pad_token_id is not None and self.weights is None:
             config.decoder_start_token_id = tokenizer.pad_token_id
         return replace(self, config=config, max_positions=max_positions_of(config))
+
+
+_RANDOM = "_frugal_random_weights"
+
+
+def random_weights(module: nn.Module) -> tuple[str, ...]:
+    """The parameters of a pretrained model that were not among its weights, such as a new head's."""
+    return getattr(module, _RANDOM, ())
 
 
 def _ready(module: nn.Module) -> nn.Module:

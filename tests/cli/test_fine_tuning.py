@@ -1,0 +1,145 @@
+"""`frugal train --model FOLDER`: a pretrained model keeps its tokens, its template and its way to generate."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.runs import frugal_train
+from frugal import cli
+
+TEMPLATE = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
+TEXTS = [f"line {n} of what a model may learn about the number {n * n}" for n in range(120)]
+RUN = ("--ranks", 1, "--global-batch", 4, "--seq-len", 32, "--steps", 2, "--data", "text.jsonl")
+
+
+def subword_tokenizer() -> Any:
+    """Trained on `TEXTS` on the spot, by the library that fast tokenizers are made with."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    made.train_from_iterator(TEXTS, trainers.BpeTrainer(vocab_size=300, special_tokens=["<s>", "</s>", "<|user|>"]))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<s>", eos_token="</s>")
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A pretrained Llama in `chat`, its configuration alone in `config.json`, and text."""
+    import torch
+    from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+
+    folder = tmp_path_factory.mktemp("fine-tuning")
+    tokenizer = subword_tokenizer()
+    config = LlamaConfig(
+        vocab_size=len(tokenizer) + 4, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=2, max_position_embeddings=64, bos_token_id=0, eos_token_id=[1, 2],
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config)
+    model.generation_config = GenerationConfig(temperature=0.6, top_p=0.9, do_sample=True, eos_token_id=[1, 2])
+    model.save_pretrained(folder / "chat")
+    config.save_pretrained(folder)
+    tokenizer.save_pretrained(folder / "chat")
+    (folder / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def trained(folder: Path) -> str:
+    """What a run from the pretrained folder prints."""
+    code, output, errors = frugal_train(folder, *RUN, "--model", "chat", "--out", "run")
+    assert (code, errors) == (0, "")
+    return output
+
+
+def test_the_first_line_says_where_weights_and_tokens_are_from(folder: Path, trained: str) -> None:
+    said = (folder / "run" / "logs" / "rank_0.log").read_text().splitlines()[0]
+    assert said == f"pretrained weights from chat; {len(subword_tokenizer())} tokens of chat"
+    assert said in trained
+
+
+def test_the_trained_folder_has_tokenizer_template_and_generation_as_they_came(folder: Path, trained: str) -> None:
+    from transformers import AutoTokenizer, GenerationConfig
+
+    before, after = folder / "chat", folder / "run" / "model"
+    given, saved = (AutoTokenizer.from_pretrained(each) for each in (before, after))
+    assert saved(TEXTS)["input_ids"] == given(TEXTS)["input_ids"]
+    message = [{"role": "user", "content": "hello"}]
+    assert saved.apply_chat_template(message, tokenize=False) == "<|user|>hello"
+    assert (
+        GenerationConfig.from_pretrained(after).to_diff_dict()
+        == GenerationConfig.from_pretrained(before).to_diff_dict()
+    )
+    first, second = (json.loads((each / "config.json").read_text()) for each in (before, after))
+    assert {name for name in first if first[name] != second.get(name)} <= {"dtype", "transformers_version"}
+
+
+def test_training_began_at_the_pretrained_weights(folder: Path, trained: str) -> None:
+    from safetensors.torch import load_file
+
+    before, after = (load_file(folder / each / "model.safetensors") for each in ("chat", "run/model"))
+    moved = [(before[name].float() - after[name].float()).norm() / before[name].float().norm() for name in before]
+    assert 0 < max(moved) < 0.2, "random weights of another seed would be 1.4 away"
+
+
+def test_a_configuration_says_that_its_weights_are_random_and_its_tokens_bytes(folder: Path) -> None:
+    code, output, errors = frugal_train(folder, *RUN, "--model", "config.json", "--out", "scratch")
+    assert (code, errors) == (0, "")
+    assert "random weights (config.json names none); tokens are bytes\n" in output
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *words: object) -> str:
+    """What is said to a request that cannot be right."""
+    assert cli.run(["train", *map(str, words)]) == 2
+    return capsys.readouterr().err
+
+
+def test_no_data_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(folder)
+    assert refusal(capsys, "--model", "chat", "--ranks", 1, "--out", "none") == (
+        "error: no data was given\n\nhint: pass --data PATH, or --data stdlib to try it on Python's own sources\n"
+    )
+    assert not (folder / "none").exists()
+
+
+def test_pretrained_weights_without_a_tokenizer_are_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(folder)
+    (folder / "bare").mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (folder / "bare" / name).write_bytes((folder / "chat" / name).read_bytes())
+    assert refusal(capsys, *RUN, "--model", "bare", "--out", "none") == (
+        "error: bare has pretrained weights, and no tokenizer\n"
+        "  because its weights know the tokens that they were trained on, and no others\n\n"
+        "hint: put its tokenizer's files into the folder, or name one: --tokenizer NAME, or --tokenizer byte\n"
+    )
+
+
+def test_weights_of_another_model_are_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from safetensors.torch import load_file, save_file
+
+    monkeypatch.chdir(folder)
+    other = folder / "other"
+    other.mkdir()
+    for path in (folder / "chat").iterdir():
+        (other / path.name).write_bytes(path.read_bytes())
+    weights = load_file(other / "model.safetensors")
+    save_file(
+        {f"wrapped.{name}": tensor for name, tensor in weights.items()},
+        other / "model.safetensors",
+        metadata={"format": "pt"},
+    )
+    said = refusal(capsys, *RUN, "--model", "other", "--out", "none")
+    assert said == (
+        "error: the weights in other are those of another model\n"
+        "  because of 40,096 parameters they lack 40,096, such as lm_head.weight\n\n"
+        "hint: to train from random weights give the path of its config.json\n"
+    )
