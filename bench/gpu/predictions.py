@@ -60,11 +60,11 @@ def _predict(asked: Configuration, here: Any, folder: Path, pool: Any) -> Predic
             asked = replace(asked, micro_batch=_largest([each.timeline for each in pair], here.memory_bytes))
         dry_runs = source.dry_runs(strategy, asked.micro_batch, steps)
     timeline = dry_runs[0].timeline
-    sizes, events = timeline.sizes(asked.micro_batch), timeline.events
+    stream = timeline.sizes(asked.micro_batch), timeline.events, timeline.empties
     return Prediction(
         configuration=asked,
         figures=predicted(dry_runs, cluster(here)),
-        expandable_reserved_bytes=Replays(sizes, events, expandable_segments=True).under().peak_reserved_bytes,
+        expandable_reserved_bytes=Replays(*stream, expandable_segments=True).under().peak_reserved_bytes,
         parameters=facts.parameters,
         trainable_parameters=facts.trainable_parameters,
         largest_parameter=facts.largest_parameter,
@@ -80,7 +80,8 @@ def _largest(pair: list[Timeline], memory_bytes: int) -> int:
     low, high = 1, MOST_SAMPLES
     while low < high:
         middle = (low + high + 1) // 2
-        if Replays(timeline.sizes(middle), timeline.events).smallest_capacity() <= LARGEST_SHARE * memory_bytes:
+        stream = timeline.sizes(middle), timeline.events, timeline.empties
+        if Replays(*stream).smallest_capacity() <= LARGEST_SHARE * memory_bytes:
             low = middle
         else:
             high = middle - 1

@@ -54,8 +54,14 @@ ENDLESS_BYTES = 1 << 50  # so that DeepSpeed never takes a path for devices that
 class MetaAccelerator(CPU_Accelerator):
     """Meta tensors as DeepSpeed's accelerator: synchronous, half precision of both kinds, memory without end."""
 
-    def __init__(self, side_stream: SideStream | None = None, pinning: Pinning | None = None) -> None:
+    def __init__(
+        self,
+        side_stream: SideStream | None = None,
+        pinning: Pinning | None = None,
+        empty_cache: Callable[[], None] | None = None,
+    ) -> None:
         super().__init__()
+        self._empty_cache = empty_cache
         self._side_stream = side_stream
         self._pinning = pinning
         self._name = "meta"
@@ -84,6 +90,11 @@ class MetaAccelerator(CPU_Accelerator):
     def total_memory(self, device_index: int | None = None) -> int:
         """Bytes."""
         return ENDLESS_BYTES
+
+    def empty_cache(self) -> None:
+        """Told on."""
+        if self._empty_cache is not None:
+            self._empty_cache()
 
     def is_fp16_supported(self) -> bool:
         """As on every GPU frugal plans for."""
@@ -124,18 +135,24 @@ class MetaAccelerator(CPU_Accelerator):
 
 @contextmanager
 def pretend(
-    *, rank: int, world_size: int, side_stream: SideStream | None = None, pinning: Pinning | None = None
+    *,
+    rank: int,
+    world_size: int,
+    side_stream: SideStream | None = None,
+    pinning: Pinning | None = None,
+    empty_cache: Callable[[], None] | None = None,
 ) -> Iterator[None]:
     """Be `rank` of `world_size`, on a meta device, inside the `with` block.
 
     `side_stream`: entered where the engine works on a stream beside the computing one; None: it has only one.
     `pinning`: entered where pinned host memory is made; None: the host pins nothing.
+    `empty_cache`: called where DeepSpeed has the device's allocator give back what it does not use.
     """
     contract.verify()  # before anything of it is replaced
     with ExitStack() as stack:
         environment = {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(world_size), "LOCAL_SIZE": "1"}
         stack.enter_context(patch.dict(os.environ, environment))
-        stack.enter_context(_accelerator(MetaAccelerator(side_stream, pinning)))
+        stack.enter_context(_accelerator(MetaAccelerator(side_stream, pinning, empty_cache)))
         stack.enter_context(patch("deepspeed.comm.torch.build_shm_op", lambda: None))  # would call a compiler
         stack.enter_context(_process_group(rank, world_size))
         stack.enter_context(_agreement())

@@ -96,7 +96,8 @@ def figures(dry_runs: Sequence[DryRun], kind: DeviceKind, ranks_per_node: int) -
 
 
 def _replays(dry_run: DryRun) -> Replays:
-    return Replays(dry_run.timeline.fixed, dry_run.timeline.events)
+    timeline = dry_run.timeline
+    return Replays(timeline.fixed, timeline.events, timeline.empties)
 
 
 def _phases(dry_run: DryRun, kind: DeviceKind) -> dict[str, int]:

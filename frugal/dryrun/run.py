@@ -80,7 +80,13 @@ def _dry_run(
     side_stream = tracker.side_streams.at_work if kind == "cuda" and strategy.overlap_comm else None
     pinning = tracker.host.pinning if kind == "cuda" else None
     with (
-        pretend(rank=rank, world_size=world_size, side_stream=side_stream, pinning=pinning),
+        pretend(
+            rank=rank,
+            world_size=world_size,
+            side_stream=side_stream,
+            pinning=pinning,
+            empty_cache=tracker.empty_cache,
+        ),
         kernels_of(kind),
         not_collected(),
     ):

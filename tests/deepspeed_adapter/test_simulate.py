@@ -113,6 +113,9 @@ def compare(
         assert one.peak_bytes == pytest.approx(other.peak_bytes, rel=TOLERANCE), other.phase
         assert one.live_bytes == pytest.approx(other.live_bytes, rel=TOLERANCE), other.phase
     assert simulated.host_bytes == pytest.approx(dry_run_result.host_bytes, rel=TOLERANCE)
+    if kind == "cuda":
+        emptied = [len(each.timeline.empties) for each in (simulated, dry_run_result)]
+        assert emptied[0] == emptied[1] == (zero_stage > 0 and strategy.get("offload_parameters") != "cpu")
     peak = dry_run_result.timeline.peak(MICRO_BATCH)
     for name, size_bytes in simulated.timeline.peak(MICRO_BATCH).categories.items():
         assert size_bytes == pytest.approx(peak.categories[name], abs=TOLERANCE * peak.total_bytes), name

@@ -40,13 +40,14 @@ class CachingAllocator:
         self.expandable_segments = expandable_segments
         self.allocated_bytes = self.reserved_bytes = 0
         self.peak_allocated_bytes = self.peak_reserved_bytes = 0
+        self.most_granted_bytes = 0  # of all segments with one that was granted
         self.least_refused_bytes = ENDLESS + SMALLEST_BLOCK  # of all segments with one that was refused
         self._free: dict[bool, list[tuple[int, int, Block]]] = {True: [], False: []}  # by size, then address
         self._unmapped: dict[bool, list[tuple[int, Block]]] = {True: [], False: []}  # by address
-        self._next_address = 0
+        self._segments: list[tuple[int, int]] = []  # start and end of each, in order
         if expandable_segments:
             for small in (True, False):
-                block = Block(self._new_address(ENDLESS), ENDLESS, small, mapped=False)
+                block = Block(ENDLESS * small, ENDLESS, small, mapped=False)
                 self._unmapped[small].append((block.address, block))
 
     def allocate(self, size_bytes: int) -> Block | None:
@@ -83,6 +84,7 @@ class CachingAllocator:
                     self._unmap(block, SMALL_SEGMENT if small else LARGE_SEGMENT)
                 elif block.previous is None and block.next is None:
                     self.reserved_bytes -= block.size
+                    self._segments.remove((block.address, block.address + block.size))
                 else:
                     insort(pool, (block.size, block.address, block))
 
@@ -91,7 +93,16 @@ class CachingAllocator:
     def _take_free(self, size: int, small: bool) -> Block | None:
         pool = self._free[small]
         index = bisect_left(pool, (size,))
-        return pool.pop(index)[2] if index < len(pool) else None
+        if index == len(pool):
+            return None
+        while index + 1 < len(pool) and self._room(pool[index + 1][2]) < self._room(pool[index][2]):
+            index += 1
+        return pool.pop(index)[2]
+
+    def _room(self, block: Block) -> int:
+        """What a block can grow to: its size, but at the edge of an expandable segment."""
+        following = block.next
+        return block.size + (following.size if following is not None and not following.mapped else 0)
 
     def _add_free(self, block: Block) -> None:
         insort(self._free[block.small], (block.size, block.address, block))
@@ -133,27 +144,31 @@ class CachingAllocator:
 
     def _more(self, size: int, small: bool) -> Block | None:
         """A free block of at least `size` from new memory; None: the limit is reached."""
+        segment = segment_bytes(size)
+        if self.reserved_bytes + segment > self.limit_bytes:
+            self.least_refused_bytes = min(self.least_refused_bytes, self.reserved_bytes + segment)
+            return None
+        self.most_granted_bytes = max(self.most_granted_bytes, self.reserved_bytes + segment)
         if self.expandable_segments:
             return self._expand(size, small)
-        segment = segment_bytes(size)
-        if not self._reserve(segment):
-            return None
+        self._reserve(segment)
         return Block(self._new_address(segment), segment, small)
 
-    def _reserve(self, size: int) -> bool:
-        if self.reserved_bytes + size > self.limit_bytes:
-            self.least_refused_bytes = min(self.least_refused_bytes, self.reserved_bytes + size)
-            return False
+    def _reserve(self, size: int) -> None:
         self.reserved_bytes += size
         self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
-        return True
 
     def _new_address(self, size: int) -> int:
-        address = self._next_address
-        self._next_address += size + LARGE_SEGMENT - size % LARGE_SEGMENT  # segments are never neighbours
+        """The lowest with room, as drivers do that take the first fit."""
+        address = 0
+        for start, end in self._segments:
+            if start - address >= size:
+                break
+            address = end
+        insort(self._segments, (address, address + size))
         return address
 
-    def _expand(self, size: int, small: bool) -> Block | None:
+    def _expand(self, size: int, small: bool) -> Block:
         """Map pages at the lowest address where, with the free blocks around, there is room for `size`."""
         for _, hole in self._unmapped[small]:
             before = hole.previous
@@ -165,9 +180,9 @@ class CachingAllocator:
                 block = block.next
             if room >= size:
                 return self._map(start, size)
-        return None
+        raise AssertionError("the address space has no end")
 
-    def _map(self, start: Block, size: int) -> Block | None:
+    def _map(self, start: Block, size: int) -> Block:
         """Map from `start` on until the free block there has `size`; it leaves the pool."""
         page = SMALL_SEGMENT if start.small else LARGE_SEGMENT
         block = start
@@ -178,10 +193,7 @@ class CachingAllocator:
             assert hole is not None and not hole.mapped
             missing = size - block.size if block.mapped else min(size, hole.size)
             mapped = min(-(-missing // page) * page, hole.size)
-            if not self._reserve(mapped):
-                if block.mapped:
-                    self._add_free(block)
-                return None
+            self._reserve(mapped)
             index = bisect_left(self._unmapped[start.small], (hole.address,))
             del self._unmapped[start.small][index]
             if mapped < hole.size:
@@ -216,17 +228,34 @@ class CachingAllocator:
             self._add_free(self._split(hole, end - start))
         hole.mapped = False
         self.reserved_bytes -= hole.size
-        insort(self._unmapped[block.small], (hole.address, hole))
+        unmapped = self._unmapped[block.small]
+        for neighbour in (hole.previous, hole.next):
+            if neighbour is not None and not neighbour.mapped:
+                unmapped.remove((neighbour.address, neighbour))
+        following, before = hole.next, hole.previous
+        if following is not None and not following.mapped:
+            self._swallow(hole, following)
+        if before is not None and not before.mapped:
+            self._swallow(before, hole)
+            hole = before
+        insort(unmapped, (hole.address, hole))
 
 
 def replay_one_by_one(
-    sizes: Sequence[int], events: Sequence[int], limit_bytes: int = ENDLESS, *, expandable_segments: bool = False
+    sizes: Sequence[int],
+    events: Sequence[int],
+    limit_bytes: int = ENDLESS,
+    *,
+    empties: Sequence[int] = (),
+    expandable_segments: bool = False,
 ) -> Replay:
     """The replay of a stream, by asking the allocator for each storage."""
     allocator = CachingAllocator(limit_bytes, expandable_segments=expandable_segments)
     blocks: dict[int, Block] = {}
     survived = True
-    for storage in events:
+    for number, storage in enumerate(events):
+        if number in empties:
+            allocator.release_cached()
         if storage in blocks:
             allocator.release(blocks.pop(storage))
         elif sizes[storage]:
@@ -236,5 +265,9 @@ def replay_one_by_one(
                 break
             blocks[storage] = block
     return Replay(
-        allocator.peak_allocated_bytes, allocator.peak_reserved_bytes, survived, allocator.least_refused_bytes
+        peak_allocated_bytes=allocator.peak_allocated_bytes,
+        peak_reserved_bytes=allocator.peak_reserved_bytes,
+        survived=survived,
+        granted_bytes=allocator.most_granted_bytes,
+        refused_bytes=allocator.least_refused_bytes,
     )

@@ -76,6 +76,11 @@ MIRRORED = (
         get_norm_dtype="0689d2a104ef0dfe",
     ),
     *_mirrored(
+        "zero.utils",
+        "simulate.zero3.SimulatedZero3.initialise",
+        defragment="3882c6720522a8ca",
+    ),
+    *_mirrored(
         _ZERO12,
         "simulate.zero12.SimulatedZero12",
         __init__="faa9fe03f2209e81",

@@ -35,6 +35,10 @@ class Stream:
         """From now on it is this phase."""
         self._timeline.phase(name)
 
+    def empty_cache(self) -> None:
+        """The allocator gives back what it does not use."""
+        self._timeline.empty_cache()
+
     def born(self, size_bytes: int, operator: str, category: int = TEMPORARY) -> int:
         """A storage begins; its number."""
         if size_bytes == 0:

@@ -56,6 +56,7 @@ class SimulatedZero12:
         """
         stream, setting = self._stream, self._setting
         size = setting.element_bytes
+        stream.empty_cache()
         padding = stream.born(self._padding * size, "aten.zeros.default")
         stream.born(self._flat_elements * size, "aten.cat.default", PARAMETERS)
         for parameter in parameters:

@@ -298,7 +298,8 @@ class SimulatedZero3:
             self._host.pinned(self._host.born(sum(self._parts) * size, "aten.empty.memory_format", PARAMETERS))
         for part in parts:
             (self._host if setting.offloads_parameters else stream).dies(part)
-        if not setting.offloads_parameters:
+        if not setting.offloads_parameters:  # by way of the host (`defragment` of zero/utils.py)
+            stream.empty_cache()
             stream.born(sum(self._parts) * size, "aten._to_copy.default", PARAMETERS)
         if setting.offloads_optimizer:
             self._initialise_on_host()

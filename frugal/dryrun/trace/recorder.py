@@ -186,6 +186,11 @@ class Tracker(StorageWatch):
         self.phase = phase
         self._timeline.phase(phase)
 
+    def empty_cache(self) -> None:
+        """DeepSpeed has the device's allocator give back what it does not use; a CPU has no such allocator."""
+        if self.kind == "cuda":
+            self._timeline.empty_cache()
+
     def watch(self, model: nn.Module) -> None:
         """Tell gradients and logits by the shapes of `model`, and name what its modules make."""
         self._shapes = Shapes(model)

@@ -3,13 +3,19 @@
 After c10/cuda/CUDACachingAllocator.cpp: requests are rounded to 512 bytes; up to 1 MiB they come from segments of
 2 MiB, up to 10 MiB from segments of 20 MiB, beyond that from their own, rounded to 2 MiB. The smallest free block
 that is large enough is taken, and split if the rest is worth keeping. A free block merges with free neighbours. When
-the device is full, segments without a live block are given back, and the request is tried once more.
+the device is full, segments without a live block are given back, and the request is tried once more. `empty_cache`
+gives them back, too: DeepSpeed calls it while it initialises.
 
 With `expandable_segments` there is one segment a pool that grows in pages (2 MiB and 20 MiB), so only holes between
-live blocks are lost.
+live blocks are lost. A block that ends where the segment can grow is taken last, however well it fits. A limit is held
+to what a request would take of segments (`alloc_block`), but it is pages that are mapped: what is reserved may exceed
+`set_per_process_memory_fraction` by less than a page.
 
 Left out: more than one stream (frugal's engine uses one; NCCL's buffers are part of the context), a limit to
-splitting, rounding to powers of two, and garbage collection thresholds; all are off by default.
+splitting, rounding to powers of two, and garbage collection thresholds, which are off by default; that the address
+space of an expandable segment ends at 9/8 of the device's memory.
+
+`python -m bench.gpu.allocator` holds the replays to torch's own allocator, byte for byte.
 
 A search replays streams of ten thousand storages dozens of times, so
 
@@ -24,8 +30,9 @@ The tests have an allocator of linked blocks, as torch's is, and hold these repl
 from array import array
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from frugal.units import MIB
 
@@ -54,26 +61,44 @@ SMALL = SMALL_REQUEST // SMALLEST_BLOCK  # units
 class Replay:
     """How a stream of storages went: highest bytes in live blocks and in segments, and whether all were granted.
 
-    It goes the same way under every limit from `peak_reserved_bytes` to below `refused_bytes`: the least that segments
-    would have held with one that was refused.
+    It goes the same way under every limit from `granted_bytes`, the most that was asked for and granted, to below
+    `refused_bytes`, the least that was refused; both with what segments held then. Granted are the bytes reserved at
+    their peak, but for expandable segments.
     """
 
     peak_allocated_bytes: int
     peak_reserved_bytes: int
     survived: bool
+    granted_bytes: int
     refused_bytes: int
 
     def holds_under(self, limit_bytes: int) -> bool:
         """Whether the same segments are granted and refused under this limit."""
-        return self.peak_reserved_bytes <= limit_bytes < self.refused_bytes
+        return self.granted_bytes <= limit_bytes < self.refused_bytes
+
+    @property
+    def needed_bytes(self) -> int:
+        """The least limit that neither refuses what was granted nor is exceeded."""
+        return max(self.granted_bytes, self.peak_reserved_bytes)
 
 
 class Replays:
-    """Storages of `sizes` bytes that live and die as `events` says: an index at birth, again at death."""
+    """Storages of `sizes` bytes that live and die as `events` says: an index at birth, again at death.
 
-    def __init__(self, sizes: Sequence[int], events: Sequence[int], *, expandable_segments: bool = False) -> None:
+    `empties`: numbers of the events before which the cache is emptied, in order.
+    """
+
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        events: Sequence[int],
+        empties: Sequence[int] = (),
+        *,
+        expandable_segments: bool = False,
+    ) -> None:
         self._sizes = array("q", sizes)  # a fifth of a list, and there is one for each micro-batch
         self._events = events
+        self._empties = empties
         self._expandable_segments = expandable_segments
         self._known: list[Replay] = []
 
@@ -82,13 +107,18 @@ class Replays:
         for known in self._known:
             if known.holds_under(limit_bytes):
                 return known
-        replay, _ = _replay(self._sizes, self._events, _Device(limit_bytes, self._expandable_segments))
+        replay, _ = self._replay(limit_bytes)
         self._known.append(replay)
         return replay
 
+    def survives(self, limit_bytes: int) -> bool:
+        """Whether the whole stream is granted on a device with so much, and takes no more."""
+        replay = self.under(limit_bytes)
+        return replay.survived and replay.peak_reserved_bytes <= limit_bytes
+
     def block_bytes(self) -> tuple[int, ...]:
         """Of every storage the block it lives in where nothing limits the device; 0 for an empty one."""
-        _, lengths = _replay(self._sizes, self._events, _Device(ENDLESS, self._expandable_segments))
+        _, lengths = self._replay(ENDLESS)
         return tuple(length * SMALLEST_BLOCK for length in lengths)
 
     def smallest_capacity(self, wanted_bytes: int = ENDLESS, tolerance: float = 0.002) -> int:
@@ -98,25 +128,29 @@ class Replays:
         between what is allocated at the peak and what is reserved without a limit. Where `wanted_bytes` are enough, the
         result is never above them.
         """
-        first = self.under(wanted_bytes)
         low = wanted_bytes
-        if first.survived:
+        first = self.under(wanted_bytes)
+        if self.survives(wanted_bytes):
             low = first.peak_allocated_bytes
         else:
             first = self.under()
             low = max(low, first.peak_allocated_bytes)
-        high = first.peak_reserved_bytes
+        high = first.needed_bytes
         while high - low > max(SEGMENT_ROUNDING, tolerance * low):
             middle = (low + high) // 2
-            attempt = self.under(middle)
-            if attempt.survived:
-                high = min(middle, attempt.peak_reserved_bytes)
+            if self.survives(middle):
+                high = min(middle, self.under(middle).needed_bytes)
             else:
                 low = middle
         return high
 
+    def _replay(self, limit_bytes: int) -> tuple[Replay, list[int]]:
+        return _replay(self._sizes, self._events, self._empties, _Device(limit_bytes, self._expandable_segments))
 
-def _replay(sizes: "array[int]", events: Sequence[int], device: "_Device") -> tuple[Replay, list[int]]:
+
+def _replay(
+    sizes: "array[int]", events: Sequence[int], empties: Sequence[int], device: "_Device"
+) -> tuple[Replay, list[int]]:
     """How it went, and of every storage the length of its block, in units.
 
     What nine in ten events do is written out, because calls would take a fifth longer.
@@ -126,39 +160,43 @@ def _replay(sizes: "array[int]", events: Sequence[int], device: "_Device") -> tu
     addresses, blocks = [0] * len(lengths), [0] * len(lengths)  # where each storage's block is, and its length
     allocated = most_allocated = 0
     survived = True
-    for storage in events:
-        if length := blocks[storage]:
-            allocated -= length
-            pool = large if lengths[storage] > SMALL else small
-            start = addresses[storage]
-            end = start + length
-            if end in pool.starts:
-                more = pool.starts.pop(end)
-                pool.of_length[more].remove(end)
-                end += more
-            if start in pool.ends:
-                before = pool.ends.pop(start)
-                pool.of_length[start - before].remove(before)
-                start = before
-            pool.add(start, end - start)
-        elif length := lengths[storage]:
-            pool = large if length > SMALL else small
-            if length in pool.of_length and (same := pool.of_length[length]):
-                address = addresses[storage] = same.pop(0)
-                del pool.starts[address], pool.ends[address + length]
-            else:
-                block = pool.take(length) or device.more(pool, length)
-                if block is None:
-                    survived = False
-                    break
-                addresses[storage], length = block
-            blocks[storage] = length
-            allocated += length
-            if allocated > most_allocated:
-                most_allocated = allocated
-    most, refused = device.most_reserved, device.least_refused
-    replay = Replay(most_allocated * SMALLEST_BLOCK, most * SMALLEST_BLOCK, survived, refused * SMALLEST_BLOCK)
-    return replay, blocks
+    for first, end_of_stretch in pairwise([0, *empties, len(events)]):
+        if first:
+            device.empty_cache()
+        for storage in events[first:end_of_stretch]:
+            if length := blocks[storage]:
+                allocated -= length
+                pool = large if lengths[storage] > SMALL else small
+                start = addresses[storage]
+                end = start + length
+                if end in pool.starts:
+                    more = pool.starts.pop(end)
+                    pool.of_length[more].remove(end)
+                    end += more
+                if start in pool.ends:
+                    before = pool.ends.pop(start)
+                    pool.of_length[start - before].remove(before)
+                    start = before
+                pool.add(start, end - start)
+            elif length := lengths[storage]:
+                pool = large if length > SMALL else small
+                same = pool.of_length.get(length)
+                if same and same[0] + length not in pool.holes:
+                    address = addresses[storage] = same.pop(0)
+                    del pool.starts[address], pool.ends[address + length]
+                else:
+                    block = pool.take(length) or device.more(pool, length)
+                    if block is None:
+                        survived = False
+                        break
+                    addresses[storage], length = block
+                blocks[storage] = length
+                allocated += length
+                if allocated > most_allocated:
+                    most_allocated = allocated
+        if not survived:
+            break
+    return device.replay(most_allocated, survived), blocks
 
 
 _Block = tuple[int, int]
@@ -174,9 +212,10 @@ class _Pool:
         ends: address of every free block, by the address where it ends.
         of_length: addresses of the free blocks of each length, in order. Some are empty.
         lengths: the keys of `of_length`, in order.
+        holes: length of each stretch of an expandable segment without memory, by address. No two are neighbours.
     """
 
-    __slots__ = ("ends", "least_rest", "lengths", "of_length", "starts")
+    __slots__ = ("ends", "holes", "least_rest", "lengths", "of_length", "starts")
 
     def __init__(self, least_rest: int) -> None:
         self.least_rest = least_rest
@@ -184,18 +223,25 @@ class _Pool:
         self.ends: dict[int, int] = {}
         self.of_length: dict[int, list[int]] = {}
         self.lengths: list[int] = []
+        self.holes: dict[int, int] = {}
 
     def take(self, wanted: int) -> _Block | None:
-        """The smallest free block that is large enough, or as much of it as is wanted; None: there is none."""
+        """The free block that fits best, or as much of it as is wanted; None: none is large enough."""
+        for address, length in self._from(wanted):
+            self.remove(address)
+            return self.cut(address, length, wanted)
+        return None
+
+    def _from(self, wanted: int) -> Iterator[_Block]:
+        """The free blocks of at least this length, the smallest and lowest first."""
         lengths, index = self.lengths, bisect_left(self.lengths, wanted)
         while index < len(lengths):
             length = lengths[index]
             if addresses := self.of_length[length]:
-                address = addresses.pop(0)
-                del self.starts[address], self.ends[address + length]
-                return self.cut(address, length, wanted)
-            del self.of_length[length], lengths[index]
-        return None
+                yield from ((address, length) for address in addresses)
+                index += 1
+            else:
+                del self.of_length[length], lengths[index]
 
     def cut(self, address: int, length: int, wanted: int) -> _Block:
         """As much of a block that is in no list as is wanted; the rest is free, if it is worth it."""
@@ -221,8 +267,8 @@ class _Pool:
         self.of_length[length].remove(address)
         return length
 
-    def grow(self, wanted: int, reserve: Callable[[int], bool]) -> _Block | None:
-        """A block of new memory, for which `reserve` is asked; None: it was refused."""
+    def grow(self, wanted: int) -> tuple[_Block, int]:
+        """A block of new memory, and how much that is."""
         raise NotImplementedError  # by what the pool is made of
 
     def release_cached(self) -> int:
@@ -230,52 +276,90 @@ class _Pool:
         raise NotImplementedError  # as above
 
 
+class _Addresses:
+    """Where segments are: each at the lowest address with room, as first-fit drivers do. Segments are no neighbours."""
+
+    def __init__(self) -> None:
+        self._ends: dict[int, int] = {}  # by the address where it starts, in order
+
+    def take(self, length: int) -> int:
+        """Of a new segment."""
+        address = 0
+        for start, end in self._ends.items():
+            if start - address > length:
+                break
+            address = end + 1
+        self._ends = dict(sorted([*self._ends.items(), (address, address + length)]))
+        return address
+
+    def give_back(self, address: int) -> None:
+        """That of a segment that is gone."""
+        del self._ends[address]
+
+
 class _SegmentPool(_Pool):
     """Made of segments. `segments`: length of each, by address."""
 
-    __slots__ = ("next_address", "segments")
+    __slots__ = ("_addresses", "segments")
 
-    def __init__(self, least_rest: int) -> None:
+    def __init__(self, least_rest: int, addresses: _Addresses) -> None:
         super().__init__(least_rest)
         self.segments: dict[int, int] = {}
-        self.next_address = 0
+        self._addresses = addresses
 
-    def grow(self, wanted: int, reserve: Callable[[int], bool]) -> _Block | None:
+    def grow(self, wanted: int) -> tuple[_Block, int]:
         """From a new segment."""
-        segment = segment_bytes(wanted * SMALLEST_BLOCK) // SMALLEST_BLOCK
-        if not reserve(segment):
-            return None
-        address = self.next_address
-        self.next_address += segment + 1  # segments are never neighbours
+        segment = _segment(wanted)
+        address = self._addresses.take(segment)
         self.segments[address] = segment
-        return self.cut(address, segment, wanted)
+        return self.cut(address, segment, wanted), segment
 
     def release_cached(self) -> int:
         """The segments without a live block."""
         free = [(address, length) for address, length in self.segments.items() if self.starts.get(address) == length]
         for address, _ in free:
             del self.segments[address]
+            self._addresses.give_back(address)
             self.remove(address)
         return sum(length for _, length in free)
 
 
 class _ExpandablePool(_Pool):
-    """One segment that grows in pages. `holes`: length of each stretch without memory, by address; never merged."""
+    """One segment that grows in pages."""
 
-    __slots__ = ("holes", "page")
+    __slots__ = ("page",)
 
     def __init__(self, page: int) -> None:
         super().__init__(least_rest=1)
         self.page = page
         self.holes = {0: ENDLESS // SMALLEST_BLOCK}
 
-    def grow(self, wanted: int, reserve: Callable[[int], bool]) -> _Block | None:
+    def take(self, wanted: int) -> _Block | None:
+        """As above, but a block with a hole behind it counts as if it were filled (`get_free_block`)."""
+        chosen, least = -1, 0
+        for address, length in self._from(wanted):
+            room = length + self.holes.get(address + length, 0)
+            if chosen >= 0 and room >= least:
+                break
+            chosen, least = address, room
+        return None if chosen < 0 else self.cut(chosen, self.remove(chosen), wanted)
+
+    def grow(self, wanted: int) -> tuple[_Block, int]:
         """At the lowest address where there is room, together with the free blocks around."""
-        for hole in sorted(self.holes):
-            start = self.ends.get(hole, hole)
-            if self._has_room(start, wanted):
-                return self._map(start, wanted, reserve)
-        return None
+        start = next(start for hole in sorted(self.holes) if self._has_room(start := self.ends.get(hole, hole), wanted))
+        length = self.remove(start) if start in self.starts else 0
+        mapped = 0
+        while length < wanted:
+            hole = start + length
+            pages = min(-(-(wanted - length) // self.page) * self.page, self.holes[hole])
+            rest = self.holes.pop(hole) - pages
+            if rest:
+                self.holes[hole + pages] = rest
+            mapped += pages
+            length += pages
+            if start + length in self.starts:
+                length += self.remove(start + length)
+        return self.cut(start, length, wanted), mapped
 
     def _has_room(self, start: int, wanted: int) -> bool:
         """Whether free blocks and holes from `start` on are long enough together."""
@@ -286,24 +370,6 @@ class _ExpandablePool(_Pool):
                 return False
             end += stretch
         return True
-
-    def _map(self, start: int, wanted: int, reserve: Callable[[int], bool]) -> _Block | None:
-        """Fill holes until the block at `start` is long enough. What is filled when memory ends stays so."""
-        length = self.remove(start) if start in self.starts else 0
-        while length < wanted:
-            hole = start + length
-            pages = min(-(-(wanted - length) // self.page) * self.page, self.holes[hole])
-            if not reserve(pages):
-                if length:
-                    self.add(start, length)
-                return None
-            rest = self.holes.pop(hole) - pages
-            if rest:
-                self.holes[hole + pages] = rest
-            length += pages
-            if start + length in self.starts:
-                length += self.remove(start + length)
-        return self.cut(start, length, wanted)
 
     def release_cached(self) -> int:
         """The whole pages of free blocks."""
@@ -320,7 +386,18 @@ class _ExpandablePool(_Pool):
                 self.add(end, address + length - end)
             self.holes[first] = end - first
             released += end - first
+        before = -1
+        for hole in sorted(self.holes):
+            if before >= 0 and before + self.holes[before] == hole:
+                self.holes[before] += self.holes.pop(hole)
+            else:
+                before = hole
         return released
+
+
+def _segment(length: int) -> int:
+    """The length of the segment made for a block, in units."""
+    return segment_bytes(length * SMALLEST_BLOCK) // SMALLEST_BLOCK
 
 
 class _Device:
@@ -329,6 +406,7 @@ class _Device:
     Attributes:
         reserved: in segments.
         most_reserved: so far.
+        most_granted: in segments, with one that was granted.
         least_refused: in segments, with one that was refused.
     """
 
@@ -341,26 +419,45 @@ class _Device:
                 _ExpandablePool(page // SMALLEST_BLOCK) for page in (SMALL_SEGMENT, LARGE_SEGMENT)
             )
         else:
-            self.small, self.large = _SegmentPool(least_rest=1), _SegmentPool(least_rest=SMALL + 1)
-        self.reserved = self.most_reserved = 0
+            addresses = _Addresses()
+            self.small, self.large = _SegmentPool(1, addresses), _SegmentPool(SMALL + 1, addresses)
+        self.reserved = self.most_reserved = self.most_granted = 0
         self.least_refused = ENDLESS // SMALLEST_BLOCK + 1
 
     def more(self, pool: _Pool, length: int) -> _Block | None:
         """A block of new memory, for which a full device gives back what holds no live block; None: not enough."""
-        block = pool.grow(length, self._reserve)
-        if block is None:
-            self.reserved -= self.small.release_cached() + self.large.release_cached()
-            block = pool.grow(length, self._reserve)
+        segment = _segment(length)
+        if not self._grants(segment):
+            self.empty_cache()
+            if not self._grants(segment):
+                return None
+        self.most_granted = max(self.most_granted, self.reserved + segment)
+        block, new = pool.grow(length)
+        self.reserved += new
+        self.most_reserved = max(self.most_reserved, self.reserved)
         return block
 
-    def _reserve(self, length: int) -> bool:
-        """Whether there is so much for segments."""
-        if self.reserved + length > self.limit:
-            self.least_refused = min(self.least_refused, self.reserved + length)
-            return False
-        self.reserved += length
-        self.most_reserved = max(self.most_reserved, self.reserved)
-        return True
+    def _grants(self, segment: int) -> bool:
+        """Whether there is so much for a new segment."""
+        if self.reserved + segment <= self.limit:
+            return True
+        self.least_refused = min(self.least_refused, self.reserved + segment)
+        return False
+
+    def empty_cache(self) -> None:
+        """Give back what holds no live block."""
+        self.reserved -= self.small.release_cached() + self.large.release_cached()
+
+    def replay(self, most_allocated: int, survived: bool) -> Replay:
+        """How it went."""
+        reserved, granted, refused = self.most_reserved, self.most_granted, self.least_refused
+        return Replay(
+            peak_allocated_bytes=most_allocated * SMALLEST_BLOCK,
+            peak_reserved_bytes=reserved * SMALLEST_BLOCK,
+            survived=survived,
+            granted_bytes=granted * SMALLEST_BLOCK,
+            refused_bytes=refused * SMALLEST_BLOCK,
+        )
 
 
 class HostAllocator:

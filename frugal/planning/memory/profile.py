@@ -35,13 +35,15 @@ class RankMemory:
         """The step with `micro_batch` samples through CUDA's caching allocator."""
         key = (micro_batch, expandable_segments)
         if key not in self._replays:
-            sizes, events = self.timeline.sizes(micro_batch), self.timeline.events
-            self._replays[key] = Replays(sizes, events, expandable_segments=expandable_segments)
+            timeline = self.timeline
+            self._replays[key] = Replays(
+                timeline.sizes(micro_batch), timeline.events, timeline.empties, expandable_segments=expandable_segments
+            )
         return self._replays[key]
 
     def survives(self, micro_batch: int, limit_bytes: int, *, expandable_segments: bool = False) -> bool:
         """Whether the allocator gets through the step with so much memory."""
-        return self.replays(micro_batch, expandable_segments=expandable_segments).under(limit_bytes).survived
+        return self.replays(micro_batch, expandable_segments=expandable_segments).survives(limit_bytes)
 
     def capacity(self, micro_batch: int, usable_bytes: int, *, expandable_segments: bool = False) -> int:
         """The fewest bytes with which CUDA's caching allocator gets through the step; never above `usable_bytes`

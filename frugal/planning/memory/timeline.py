@@ -82,6 +82,7 @@ class Timeline:
         names: operators and modules.
         events: a storage's index at its birth, and again at its death if it dies.
         phases: name and first event of every phase, in order; a name may return.
+        empties: numbers of the events before which the allocator's cache is emptied, in order.
     """
 
     fixed: tuple[int, ...]
@@ -92,6 +93,7 @@ class Timeline:
     names: tuple[str, ...]
     events: tuple[int, ...]
     phases: tuple[tuple[str, int], ...]
+    empties: tuple[int, ...] = ()
 
     @classmethod
     def fit(cls, first: "Timeline", second: "Timeline", micro_batches: tuple[int, int]) -> "Timeline":
@@ -269,7 +271,7 @@ def _check_aligned(first: Timeline, second: Timeline, micro_batches: tuple[int, 
         )
     if first.names != second.names or first.operators != second.operators:
         raise NotAffineError(f"other operators run at micro-batch {large} than at {small}")
-    if first.events != second.events or first.phases != second.phases:
+    if (first.events, first.phases, first.empties) != (second.events, second.phases, second.empties):
         raise NotAffineError(f"storages live in another order at micro-batch {large} than at {small}")
 
 
@@ -296,10 +298,15 @@ class TimelineBuilder:
         self.names = {name: number for number, name in enumerate(names)}
         self.events: list[int] = []
         self.phases: list[tuple[str, int]] = []
+        self.empties: list[int] = []
 
     def phase(self, name: str) -> None:
         """From now on it is this phase."""
         self.phases.append((name, len(self.events)))
+
+    def empty_cache(self) -> None:
+        """The allocator gives back what it does not use."""
+        self.empties.append(len(self.events))
 
     def born(self, fixed: int, category: int, operator: str, module: str = "", per_sample: int = 0) -> int:
         """A storage of `fixed` bytes, and `per_sample` more for each sample, begins; its index."""
