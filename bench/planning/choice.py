@@ -30,7 +30,7 @@ from bench.planning.choice_cases import Case
 from bench.planning.choice_worker import Job, Timed
 from frugal.cli.measure import calibrate
 from frugal.config.calibration import Calibration
-from frugal.config.cluster import Cluster, DeviceKind
+from frugal.config.cluster import ALLOCATOR_SHARE, Cluster, DeviceKind
 from frugal.config.local_host import cpu_name
 from frugal.config.request import Request
 from frugal.config.schema import understand
@@ -82,8 +82,8 @@ def decide(case: Case, kind: DeviceKind, calibration: Calibration | None, pool: 
         )
         steps = case.global_batch // (case.micro_batch * case.world_size)
         device = cluster.devices[0]
-        needed = ROOM * source.dry_run(binding, case.micro_batch, steps).total_bytes + device.margin_bytes
-        budget = int(needed if kind == "cpu" else needed / (1 - device.margin_bytes / device.memory_bytes))
+        needed = ROOM * source.dry_run(binding, case.micro_batch, steps).total_bytes + device.context_above_bytes
+        budget = int(needed if kind == "cpu" else needed / (1 - ALLOCATOR_SHARE))
     request, cluster, _ = understand(settings(case, kind, budget), calibration)
     with DryRunSource(request, cluster, folder, pool=pool) as source:
         search = Search(request, cluster, source)

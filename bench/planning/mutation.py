@@ -207,8 +207,8 @@ MUTANTS = (
         "a large change is proposed beside a smaller one of the same kind",
     ),
     Mutant(
-        "planning/what_if.py",
-        "margin_bytes=int(memory_bytes * share)",
+        "config/cluster.py",
+        "margin_bytes=max(0, margin_bytes(memory_bytes, max(0, above)) + extra)",
         "margin_bytes=device.margin_bytes",
         "a larger device keeps the margin of the smaller one",
     ),

@@ -14,7 +14,8 @@ import msgspec
 import platformdirs
 
 from frugal import files
-from frugal.config.cluster import NCCL_BYTES, Cluster, Device, DeviceKind
+from frugal.config.cluster import CARDS, GENERIC, Cluster, Device, DeviceKind, margin_bytes
+from frugal.config.context import LATER_KERNELS_BYTES, added_by_ranks
 from frugal.config.local_host import cpu_name, cuda_driver, library_versions
 from frugal.config.request import Precision
 from frugal.errors import RequestError
@@ -122,17 +123,23 @@ class Calibration:
         """`device` with measured numbers.
 
         Ranks on CPUs share one machine: its FLOP/s and bytes/s are divided anew among as many as are planned. Measured
-        on one GPU, NCCL's buffers are still those assumed.
+        on one GPU, NCCL's buffers are still those assumed. What was measured can only grow, by kernels loaded later.
         """
         probe = self.probe
         share = self.num_ranks / ranks_per_node if self.kind == "cpu" else 1.0
-        context = device.context_bytes
         if probe.context_bytes is not None:
-            context = probe.context_bytes + (NCCL_BYTES if num_ranks > 1 and self.num_ranks == 1 else 0)
+            card = CARDS.get(device.name, GENERIC)
+            nccl = added_by_ranks(num_ranks if self.num_ranks == 1 else 1, card.nccl)
+            above = LATER_KERNELS_BYTES + nccl.most - nccl.planned
+            device = replace(
+                device,
+                context_bytes=probe.context_bytes + nccl.planned,
+                context_below_bytes=nccl.planned - nccl.least,
+                context_above_bytes=above,
+                margin_bytes=max(margin_bytes(device.memory_bytes, above), above + self.slack_bytes),
+            )
         return replace(
             device,
-            context_bytes=context,
-            margin_bytes=max(device.margin_bytes, self.slack_bytes),
             matrix_flops=probe.matrix_flops.get(precision, min(probe.matrix_flops.values())) * share,
             memory_bandwidth=probe.memory_bandwidth * share,
             operator_seconds=probe.operator_seconds,

@@ -7,14 +7,16 @@ as torch runs it by default). Memory is the capacity that PyTorch's own out-of-m
 is less than what is printed on the box.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import cached_property
 from typing import Literal
 
+from frugal.config import context
+from frugal.config.context import Range
 from frugal.config.request import Precision
 from frugal.errors import RequestError
-from frugal.units import GIB, MIB, format_bytes
+from frugal.units import GIB, format_bytes
 
 OPERATOR_SECONDS = 10e-6
 """Assumed host seconds of one operator in eager PyTorch: dispatch, autograd, launch. Today's CPUs take 5 to 20e-6."""
@@ -43,14 +45,16 @@ class Device:
         name: for people.
         kind: `cuda` or `cpu`; decides which kernels a dry run assumes.
         memory_bytes: as the driver reports it; for a CPU rank, its budget.
-        context_bytes: taken before the first tensor: CUDA context, cuBLAS workspace, NCCL buffers.
-        margin_bytes: left free on purpose.
+        context_bytes: what the driver counts beyond tensors: CUDA context, kernels, NCCL buffers (`config.context`).
+        margin_bytes: left free on purpose: how far the upper bound of what a run takes may lie above what is planned.
         matrix_flops: FLOP/s that large matrix products reach in the planned precision.
         memory_bandwidth: bytes/s that operators without products reach, read and written.
         operator_seconds: host time of one operator, however small.
         host_link_bandwidth: bytes/s to and from pinned host memory, while all ranks of the node copy.
         held_bytes: memory in use by other processes.
-        measured_on: the date of the calibration that the last five and the context are from; None: they are assumed.
+        measured_on: the date of the calibration that speeds and context are from; None: they are assumed.
+        context_below_bytes: by how much the context may be smaller than planned.
+        context_above_bytes: by how much it may be larger.
     """
 
     name: str
@@ -64,6 +68,8 @@ class Device:
     host_link_bandwidth: float = HOST_LINK_BANDWIDTH
     measured_on: str | None = None
     held_bytes: int = 0
+    context_below_bytes: int = 0
+    context_above_bytes: int = 0
 
     def __post_init__(self) -> None:
         if self.usable_bytes <= 0:
@@ -140,14 +146,23 @@ on an H100 with 2.4 TB/s (torchtitan, benchmarks/llama3_h100_202412_torchtitan.m
 MEMORY_SHARE = 0.85
 """Share of the memory's nominal bytes/s that operators reach; measured ones lie between 0.8 and 0.92."""
 
-CUDA_CONTEXT_BYTES = 512 * MIB
-"""Assumed: driver context, loaded kernels, cuBLAS workspace. 300-600 MiB depending on card and driver."""
+ALLOCATOR_SHARE = 0.01
+"""Of a GPU's memory: by how much more the caching allocator may take than its replay found enough. What was measured
+with emulated cards needed 1 % where it needed any (docs/facts/cuda.md)."""
 
-NCCL_BYTES = 256 * MIB
-"""Assumed: NCCL's channels and buffers, where there is more than one GPU."""
+NOMINAL_SHARE = 0.02
+"""By how much a driver reports less than the whole number of GiB printed on the box: 2 % of 12, 1.5 % of 24, 1.1 % of
+80 GiB. Data-centre cards with ECC in their memory (T4, A10, L4, A40, L40S) report 8 to 9 % less: name them."""
 
-MARGIN = 0.05
-"""Share of a GPU's memory left free: fragmentation, side streams, the gap between nominal and reported capacity."""
+
+def margin_bytes(memory_bytes: int, context_above_bytes: int) -> int:
+    """What stays free of a GPU: the distance from what is planned to the upper bound of what it may come to.
+
+    That is what the context may take more, what the allocator may, and, where the memory is a whole number of GiB, so
+    from a box and not from a driver, what the driver reports less.
+    """
+    nominal = NOMINAL_SHARE if memory_bytes % GIB == 0 else 0.0
+    return context_above_bytes + int(memory_bytes * (ALLOCATOR_SHARE + nominal))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,6 +171,8 @@ class Card:
 
     `link_bandwidth` is what one GPU sends to another of the same node in a ring: NVLink, or PCIe x16.
     `host_link_bandwidth` is what it exchanges with its host. `has_bf16`: whether its tensor cores know bf16.
+    `resident_threads`: that it can hold at once, multiprocessors x threads of each; None: as many as the largest known
+    card with no more memory. `nccl`: what a communicator takes.
 
     Left out: that cards before Ampere have no flash attention; a dry run takes its kernel for granted.
     """
@@ -169,6 +186,13 @@ class Card:
     host_link_bandwidth: float = HOST_LINK_BANDWIDTH
     matrix_share: float = MATRIX_SHARE
     has_bf16: bool = True
+    resident_threads: int | None = None
+    nccl: Range = context.NCCL_PCIE
+
+    def context_range(self, memory_bytes: int, num_ranks: int) -> Range:
+        """What the driver counts beyond tensors on one of `num_ranks` such cards of `memory_bytes`."""
+        threads = self.resident_threads or _threads_of_unknown(memory_bytes)
+        return context.context(threads, num_ranks, self.nccl)
 
     def device(self, precision: Precision, *, num_gpus: int, memory_bytes: int | None = None) -> Device:
         """This card as a device among `num_gpus`; `memory_bytes` replaces the card's own.
@@ -183,12 +207,15 @@ class Card:
                 hint="use --precision fp16, or --precision fp32",
             )
         memory = self.memory_bytes if memory_bytes is None else memory_bytes
+        taken = self.context_range(memory, num_gpus)
         return Device(
             name=self.name,
             kind="cuda",
             memory_bytes=memory,
-            context_bytes=CUDA_CONTEXT_BYTES + (NCCL_BYTES if num_gpus > 1 else 0),
-            margin_bytes=int(memory * MARGIN),
+            context_bytes=taken.planned,
+            context_below_bytes=taken.planned - taken.least,
+            context_above_bytes=taken.most - taken.planned,
+            margin_bytes=margin_bytes(memory, taken.most - taken.planned),
             matrix_flops=self.matrix_share * (self.fp32_flops if precision == "fp32" else self.half_flops),
             memory_bandwidth=MEMORY_SHARE * self.memory_bandwidth,
             host_link_bandwidth=self.host_link_bandwidth,
@@ -215,8 +242,10 @@ def _card(
     share: float = MATRIX_SHARE,
     has_bf16: bool = True,
     to_host: float | None = None,
+    threads: int | None = None,
 ) -> Card:
     """From GiB, TFLOP/s, TFLOP/s, GB/s; `nvlink` are GB/s in both directions together, as data sheets name them."""
+    over_nvlink = context.NCCL_HOPPER if share == HOPPER_SHARE else context.NCCL_NVLINK
     return Card(
         name=name,
         memory_bytes=int(gib * GIB),
@@ -227,45 +256,83 @@ def _card(
         host_link_bandwidth=PCIE[pcie] if to_host is None else to_host * 1e9,
         matrix_share=share,
         has_bf16=has_bf16,
+        resident_threads=threads,
+        nccl=over_nvlink if nvlink else context.NCCL_PCIE,
     )
 
 
+# Threads are multiprocessors (data sheets) x threads of each (CUDA C++ Programming Guide, compute capabilities).
 CARDS = {
     card.name: card
     for card in (
         # Volta and Turing: whitepapers WP-08608 and WP-09183, data sheets of V100 and T4
-        _card("v100-16g", 15.77, 125, 15.7, 900, pcie=3, nvlink=300, has_bf16=False),
-        _card("v100-32g", 31.74, 125, 15.7, 900, pcie=3, nvlink=300, has_bf16=False),
-        _card("t4-16g", 14.56, 65, 8.1, 320, pcie=3, has_bf16=False),
-        _card("rtx2080ti-11g", 10.75, 53.8, 13.4, 616, pcie=3, has_bf16=False),
+        _card("v100-16g", 15.77, 125, 15.7, 900, pcie=3, nvlink=300, has_bf16=False, threads=80 * 2048),
+        _card("v100-32g", 31.74, 125, 15.7, 900, pcie=3, nvlink=300, has_bf16=False, threads=80 * 2048),
+        _card("t4-16g", 14.56, 65, 8.1, 320, pcie=3, has_bf16=False, threads=40 * 1024),
+        _card("rtx2080ti-11g", 10.75, 53.8, 13.4, 616, pcie=3, has_bf16=False, threads=68 * 1024),
         # Ampere: whitepapers of A100 and GA102, data sheets of A10, A40, RTX A6000
-        _card("rtx3060-12g", 11.76, 25.5, 12.7, 360),
-        _card("rtx3080-10g", 9.77, 59.5, 29.8, 760),
-        _card("rtx3090-24g", 23.69, 71, 35.6, 936),
-        _card("a10-24g", 22.06, 125, 31.2, 600),
-        _card("a40-48g", 44.42, 149.7, 37.4, 696),
-        _card("a6000-48g", 47.54, 154.8, 38.7, 768),
-        _card("a100-40g", 39.39, 312, 19.5, 1555, nvlink=600),
-        _card("a100-80g", 79.15, 312, 19.5, 2039, nvlink=600),
+        _card("rtx3060-12g", 11.76, 25.5, 12.7, 360, threads=28 * 1536),
+        _card("rtx3080-10g", 9.77, 59.5, 29.8, 760, threads=68 * 1536),
+        _card("rtx3090-24g", 23.69, 71, 35.6, 936, threads=82 * 1536),
+        _card("a10-24g", 22.06, 125, 31.2, 600, threads=72 * 1536),
+        _card("a40-48g", 44.42, 149.7, 37.4, 696, threads=84 * 1536),
+        _card("a6000-48g", 47.54, 154.8, 38.7, 768, threads=84 * 1536),
+        _card("a100-40g", 39.39, 312, 19.5, 1555, nvlink=600, threads=108 * 2048),
+        _card("a100-80g", 79.15, 312, 19.5, 2039, nvlink=600, threads=108 * 2048),
         # Ada: whitepaper of AD102, product pages, data sheets of L4 and L40S
-        _card("rtx4060ti-16g", 15.70, 44.1, 22.1, 288),
-        _card("rtx4070-12g", 11.73, 58.3, 29.1, 504),
-        _card("rtx4080-16g", 15.70, 97.5, 48.7, 717),
-        _card("rtx4090-24g", 23.64, 165, 82.6, 1008),
-        _card("l4-24g", 22.03, 121, 30.3, 300),
-        _card("l40s-48g", 44.39, 362, 91.6, 864),
+        _card("rtx4060ti-16g", 15.70, 44.1, 22.1, 288, threads=34 * 1536),
+        _card("rtx4070-12g", 11.73, 58.3, 29.1, 504, threads=46 * 1536),
+        _card("rtx4080-16g", 15.70, 97.5, 48.7, 717, threads=76 * 1536),
+        _card("rtx4090-24g", 23.64, 165, 82.6, 1008, threads=128 * 1536),
+        _card("l4-24g", 22.03, 121, 30.3, 300, threads=58 * 1536),
+        _card("l40s-48g", 44.39, 362, 91.6, 864, threads=142 * 1536),
         # Hopper: data sheets of H100 SXM, H200 and GH200, which reaches its host over NVLink-C2C
-        _card("h100-80g", 79.10, 989, 67, 3350, pcie=5, nvlink=900, share=HOPPER_SHARE),
-        _card("h200-141g", 139.80, 989, 67, 4800, pcie=5, nvlink=900, share=HOPPER_SHARE),
-        _card("gh200-96g", 94.50, 989, 67, 4000, pcie=5, nvlink=900, share=HOPPER_SHARE, to_host=180),
+        _card("h100-80g", 79.10, 989, 67, 3350, pcie=5, nvlink=900, share=HOPPER_SHARE, threads=132 * 2048),
+        _card("h200-141g", 139.80, 989, 67, 4800, pcie=5, nvlink=900, share=HOPPER_SHARE, threads=132 * 2048),
+        _card(
+            "gh200-96g", 94.50, 989, 67, 4000, pcie=5, nvlink=900, share=HOPPER_SHARE, to_host=180, threads=132 * 2048
+        ),
         # Blackwell: whitepaper of GB202, data sheet of DGX B200
-        _card("rtx5090-32g", 31.36, 209.5, 104.8, 1792, pcie=5),
-        _card("b200-180g", 178.35, 2250, 75, 8000, pcie=5, nvlink=1800, share=HOPPER_SHARE),
+        _card("rtx5090-32g", 31.36, 209.5, 104.8, 1792, pcie=5, threads=170 * 1536),
+        _card("b200-180g", 178.35, 2250, 75, 8000, pcie=5, nvlink=1800, share=HOPPER_SHARE, threads=148 * 2048),
     )
 }
 
 GENERIC = _card("generic card", 0, 100, 25, 700)
 """Where only the memory is known: between a 3090 and a 4090, on PCIe 4.0. Only the predicted seconds depend on it."""
+
+
+def _threads_of_unknown(memory_bytes: int) -> int:
+    """Threads that a card of which only the memory is known may hold: the most of any known one that is not larger."""
+    least = min(card.memory_bytes for card in CARDS.values())
+    return max(card.resident_threads or 0 for card in CARDS.values() if card.memory_bytes <= max(memory_bytes, least))
+
+
+def resized(device: Device, *, memory_bytes: int, num_ranks: tuple[int, int]) -> Device:
+    """`device` with so much memory, among the second number of ranks instead of the first.
+
+    Context and margin are those of such a device. What a calibration measured stays; NCCL's buffers are added where it
+    was made with one rank.
+    """
+    if device.kind == "cpu":
+        return replace(device, memory_bytes=memory_bytes)
+    card = CARDS.get(device.name, GENERIC)
+    old = card.context_range(device.memory_bytes, num_ranks[0])
+    new = card.context_range(memory_bytes, num_ranks[1])
+    if device.measured_on is not None:  # only what NCCL takes beyond one rank is assumed
+        old, new = (context.added_by_ranks(number, card.nccl) for number in num_ranks)
+    above = device.context_above_bytes + (new.most - new.planned) - (old.most - old.planned)
+    below = device.context_below_bytes + (new.planned - new.least) - (old.planned - old.least)
+    extra = device.margin_bytes - margin_bytes(device.memory_bytes, device.context_above_bytes)
+    return replace(
+        device,
+        memory_bytes=memory_bytes,
+        context_bytes=max(0, device.context_bytes + new.planned - old.planned),
+        context_below_bytes=max(0, below),
+        context_above_bytes=max(0, above),
+        margin_bytes=max(0, margin_bytes(memory_bytes, max(0, above)) + extra),
+    )
+
 
 INTER_NODE_BANDWIDTH = 10e9
 """Assumed between nodes: 100 Gbit/s, of which 80 % arrive. Bytes/s of one node."""

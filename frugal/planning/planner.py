@@ -8,7 +8,7 @@ from dataclasses import replace
 from math import ceil
 
 from frugal.config import calibration, local_host
-from frugal.config.cluster import Cluster, Node
+from frugal.config.cluster import ALLOCATOR_SHARE, Cluster, Node, resized
 from frugal.config.request import Request
 from frugal.errors import NothingFitsError, RequestError
 from frugal.planning import length_bucketing
@@ -188,13 +188,14 @@ def _more_memory(cluster: Cluster, search: Search, nearest: Candidate) -> list[s
         return [f"--host-mem {ceil(breakdown.needed_host_bytes(nearest.memory, node, cluster) / GIB)}G"]
     device = cluster.devices[0]
     profile = search.source.profile(nearest.strategy, True)
-    share = device.margin_bytes / device.memory_bytes
-    needed = nearest.memory.total_bytes / (1 - share)
+    ranks = (cluster.world_size, cluster.world_size)
+    share = ALLOCATOR_SHARE if device.kind == "cuda" else 0.0
+    needed = (nearest.memory.total_bytes + device.context_above_bytes) / (1 - share)
     grain = GIB // 2 if needed > 2 * GIB else 64 * MIB if needed > GIB // 2 else MIB
     size = int(needed // grain) * grain
-    for _ in range(4):  # slack depends on the capacity, so the first size may be short
+    for _ in range(8):  # slack, context and margin depend on the size, so the first may be short
         size += grain
-        larger = replace(device, memory_bytes=size, margin_bytes=int(size * share))
+        larger = resized(device, memory_bytes=size, num_ranks=ranks)
         memory = profile.memory(nearest.micro_batch, larger)
         if memory.fits:
             flag = f"--mem {size / GIB:g}G" if size % (GIB // 2) == 0 else f"--mem {size // MIB}M"

@@ -12,7 +12,7 @@ from math import ceil
 
 from frugal.config.cluster import Cluster, Node
 from frugal.config.request import Request
-from frugal.planning.memory.breakdown import MemoryBreakdown
+from frugal.planning.memory_report import assumptions, binding, breakdown_table
 from frugal.planning.plan import Plan, Rejected, StepTime
 from frugal.planning.search.candidate import TIE, Candidate, SearchResult
 from frugal.planning.strategy import Strategy
@@ -174,7 +174,6 @@ ADDED_LOSS = "its loss is more than a sum over targets"
 """How the warnings of a plan begin that training repeats."""
 
 SHOWN_REJECTED = 7
-SHOWN_BYTES = 1 << 16
 
 
 def summary(plan: Plan) -> str:
@@ -182,12 +181,12 @@ def summary(plan: Plan) -> str:
     blocks = [
         [arithmetic(plan), *_uneven(plan)],
         [*_facts(plan), *_data(plan)],
-        _memory(plan),
+        breakdown_table(plan),
         _list("why", plan.why),
         _list("note", plan.warnings),
         strategy_table(plan, shown=SHOWN_REJECTED) if plan.rejected else [],
         _list("defaults", [", ".join(_default(plan, name) for name in plan.defaults)] if plan.defaults else []),
-        _list("assumed", _assumptions(plan)),
+        _list("assumed", assumptions(plan)),
     ]
     return "\n\n".join("\n".join(block) for block in blocks if block)
 
@@ -320,61 +319,9 @@ def _node(node: Node) -> str:
     return " and ".join(f"{count} x {name} with {format_bytes(memory)}" for (name, memory), count in devices.items())
 
 
-def _memory(plan: Plan) -> list[str]:
-    """The breakdown of the fullest device, ending at the card's memory."""
-    memory = plan.memory
-    device = min(
-        (d for d in plan.cluster.devices if d.usable_bytes == memory.usable_bytes),
-        key=lambda d: d.memory_bytes,
-        default=plan.cluster.devices[0],
-    )
-    rows = [(name, getattr(memory, name), "") for name in memory.CATEGORIES if getattr(memory, name) >= SHOWN_BYTES]
-    width = max(len(name) for name in (*memory.CATEGORIES, "total"))
-    lines = [
-        f"memory of {'the fullest' if len(set(plan.batch.micro_batch)) > 1 else 'each'} "
-        f"{plan.cluster.rank_noun} at its peak, in {_peak(memory)}"
-    ]
-    for name, size, _ in rows:
-        lines.append(f"  {name:<{width}} {format_bytes(size):>12}")
-    lines.append(f"  {'total':<{width}} {format_bytes(memory.total_bytes):>12}")
-    lines.append(f"  {'headroom':<{width}} {format_bytes(memory.headroom_bytes):>12}")
-    if device.margin_bytes:
-        lines.append(f"  {'margin':<{width}} {format_bytes(device.margin_bytes):>12}")
-    if device.held_bytes:
-        lines.append(f"  {'others':<{width}} {format_bytes(device.held_bytes):>12}")
-    lines.append(f"  {'device':<{width}} {format_bytes(device.memory_bytes):>12}")
-    if plan.strategy.offload_optimizer != "none":
-        lines.append(f"  {'host, a node':<{width}} {format_bytes(memory.host_bytes_per_node):>12}")
-    return lines
-
-
-def _peak(memory: MemoryBreakdown) -> str:
-    operator = memory.operator.removeprefix("aten.").removesuffix(".default")
-    return f"{memory.phase} ({operator})" if operator else memory.phase
-
-
 def _default(plan: Plan, name: str) -> str:
     value = plan.batch.global_batch if name == "global_batch" else getattr(plan.request, name)
     return f"{name.replace('_', ' ')} {value:g}" if isinstance(value, float) else f"{name.replace('_', ' ')} {value}"
-
-
-def _assumptions(plan: Plan) -> list[str]:
-    """What no dry run can know."""
-    device = plan.cluster.devices[0]
-    if device.measured_on is not None:
-        return [f"margin {format_bytes(device.margin_bytes)} (fragmentation)"] if device.kind == "cuda" else []
-    lines = []
-    if device.kind == "cuda":
-        lines.append(
-            f"context {format_bytes(device.context_bytes)} (driver, kernels, libraries, NCCL) and margin "
-            f"{format_bytes(device.margin_bytes)} (fragmentation); not measured on your card"
-        )
-    speed = f"{device.matrix_flops / 1e12:.3g} TFLOP/s reached, {device.memory_bandwidth / 1e9:.0f} GB/s of memory"
-    links = f"{plan.cluster.intra_bandwidth / 1e9:.0f} GB/s between {plan.cluster.rank_noun}s"
-    if len(plan.cluster.nodes) > 1:
-        links += f", {plan.cluster.inter_bandwidth / 1e9:.0f} GB/s between nodes"
-    lines.append(f"{device.name}: {speed}, {links}; only the seconds depend on it")
-    return lines
 
 
 def _list(title: str, lines: object) -> list[str]:
@@ -468,29 +415,3 @@ def explanation(plan: Plan) -> list[list[str]]:
         ["why", *(f"  {sentence}" for sentence in plan.why[:-1])],
         strategy_table(plan),
     ]
-
-
-def binding(plan: Plan) -> list[str]:
-    """What keeps the micro-batch from being larger; the fullest moment, and the phases that come next."""
-    memory = plan.memory
-    operator = memory.operator.removeprefix("aten.").removesuffix(".default")
-    parts = sorted(((getattr(memory, name), name) for name in memory.CATEGORIES), reverse=True)
-    largest = ", ".join(f"{name} {format_bytes(size)} ({size / memory.total_bytes:.0%})" for size, name in parts[:3])
-    limit = memory.total_bytes + memory.headroom_bytes
-    lines = [
-        "what binds",
-        *(f"  {sentence}" for sentence in plan.why[-1:]),
-        f"  the peak of a {plan.cluster.rank_noun} is in {memory.phase}{f' ({operator})' if operator else ''}: "
-        f"{format_bytes(memory.total_bytes)} of {format_bytes(limit)} that may be used",
-        f"  most of it: {largest}",
-    ]
-    phases = sorted(memory.phase_peaks.items(), key=lambda phase: -phase[1])
-    others = [(name, size) for name, size in phases if name != memory.phase][:2]
-    if others:
-        below = ", ".join(f"{name} {format_bytes(max(0, memory.live_bytes - size))} lower" for name, size in others)
-        lines.append(f"  next would be {below}")
-    host = min((node.host_memory_bytes for node in plan.cluster.nodes if node.host_memory_bytes), default=None)
-    if plan.strategy.offload_optimizer != "none":
-        there = f" of {format_bytes(host)}" if host is not None else "; what it has is not known, see --host-mem"
-        lines.append(f"  the host of a node holds {format_bytes(memory.host_bytes_per_node)}{there}")
-    return lines

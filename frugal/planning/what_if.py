@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from frugal.config.cluster import NCCL_BYTES, Cluster, Device
+from frugal.config.cluster import Cluster, resized
 from frugal.config.request import Request
 from frugal.errors import FrugalError, RequestError
 from frugal.planning.plan import Plan
@@ -58,25 +58,24 @@ def with_gpus(cluster: Cluster, num_gpus: int) -> Cluster:
     """Every node with so many devices of its first kind."""
     ranks = num_gpus * len(cluster.nodes)
     device = cluster.nodes[0].devices[0]
-    if device.kind == "cuda":
-        nccl = NCCL_BYTES * ((ranks > 1) - (cluster.world_size > 1))
-        device = replace(device, context_bytes=max(0, device.context_bytes + nccl))
+    device = resized(device, memory_bytes=device.memory_bytes, num_ranks=(cluster.world_size, ranks))
     return replace(cluster, nodes=tuple(replace(node, devices=(device,) * num_gpus) for node in cluster.nodes))
 
 
 def with_memory(cluster: Cluster, memory_bytes: int) -> Cluster:
-    """Every device with so much memory, of which the margin keeps its share.
+    """Every device with so much memory, and the context and margin of such a one.
 
     Raises:
         RequestError: it is less than the context.
     """
-
-    def resized(node: int) -> Iterator[Device]:
-        for device in cluster.nodes[node].devices:
-            share = device.margin_bytes / device.memory_bytes
-            yield replace(device, memory_bytes=memory_bytes, margin_bytes=int(memory_bytes * share))
-
-    nodes = tuple(replace(node, devices=tuple(resized(i))) for i, node in enumerate(cluster.nodes))
+    ranks = (cluster.world_size, cluster.world_size)
+    nodes = tuple(
+        replace(
+            node,
+            devices=tuple(resized(device, memory_bytes=memory_bytes, num_ranks=ranks) for device in node.devices),
+        )
+        for node in cluster.nodes
+    )
     return replace(cluster, nodes=nodes)
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from frugal.config import cluster as cards
 from frugal.config.calibration import Calibration, Probe, find, notes, read_all
+from frugal.config.context import LATER_KERNELS_BYTES, NCCL_ALONE, NCCL_NVLINK
 from frugal.config.schema import understand
 from frugal.units import GIB, MIB
 
@@ -33,7 +33,9 @@ def test_measured_numbers_take_the_place_of_assumed_ones() -> None:
     (assumed,) = understand({"gpus": 1, "gpu": "a100-80g"})[1].devices
     assert (gpu.context_bytes, gpu.matrix_flops, gpu.memory_bandwidth) == (523 * MIB, 200e12, 1.7e12)
     assert (gpu.operator_seconds, gpu.host_link_bandwidth, gpu.measured_on) == (6e-6, 2.4e10, "2026-11-20")
-    assert gpu.usable_bytes - assumed.usable_bytes == assumed.context_bytes - gpu.context_bytes
+    assert (gpu.context_below_bytes, gpu.context_above_bytes) == (0, LATER_KERNELS_BYTES)
+    saved = assumed.context_bytes + assumed.context_above_bytes - gpu.context_bytes - gpu.context_above_bytes
+    assert gpu.usable_bytes - assumed.usable_bytes == saved
 
 
 def test_each_precision_has_its_own_speed() -> None:
@@ -43,16 +45,17 @@ def test_each_precision_has_its_own_speed() -> None:
 
 def test_nccl_is_still_assumed_where_one_gpu_was_measured() -> None:
     gpu = understand({"gpus": 4, "gpu": "a100-80g"}, GPU)[1].devices[0]
-    assert gpu.context_bytes == 523 * MIB + cards.NCCL_BYTES
+    assert gpu.context_bytes == 523 * MIB + NCCL_NVLINK.planned - NCCL_ALONE.planned
+    assert gpu.context_below_bytes > 0 and gpu.context_above_bytes > LATER_KERNELS_BYTES
     gpu = understand({"gpus": 4, "gpu": "a100-80g"}, replace(GPU, num_ranks=4))[1].devices[0]
-    assert gpu.context_bytes == 523 * MIB
+    assert (gpu.context_bytes, gpu.context_below_bytes) == (523 * MIB, 0)
 
 
 def test_what_plans_took_too_much_is_left_free() -> None:
     (before,) = understand({"gpus": 1, "gpu": "a100-80g"}, GPU.of_plan(500 * MIB, 3 * GIB))[1].devices
     (after,) = understand({"gpus": 1, "gpu": "a100-80g"}, GPU.of_plan(540 * MIB, 5 * GIB))[1].devices
-    assert before.margin_bytes == int(before.memory_bytes * cards.MARGIN) > 3 * GIB
-    assert (after.margin_bytes, after.context_bytes) == (5 * GIB, 540 * MIB)
+    assert before.margin_bytes == LATER_KERNELS_BYTES + 3 * GIB
+    assert (after.margin_bytes, after.context_bytes) == (LATER_KERNELS_BYTES + 5 * GIB, 540 * MIB)
     assert before.context_bytes == 523 * MIB  # the probe had seen more
 
 

@@ -143,6 +143,4 @@ def test_the_report_counts_equal_nodes_and_says_what_each_kind_of_rank_takes(tmp
         "cluster    2 nodes of 4 x rtx3060-12g with 12.00 GiB + "
         "1 node of 1 x a100-40g with 39.39 GiB and 1 x a100-80g with 79.15 GiB"
     ) in lines
-    assert lines[0] == (
-        "100 samples = 10 GPUs x 1 micro-step of 3 samples on 8 ranks, 37 samples on 1 rank, 39 samples on 1 rank"
-    )
+    assert lines[0] == ("100 samples = 10 GPUs x 1 micro-step of 3 samples on 8 ranks, 38 samples on 2 ranks")

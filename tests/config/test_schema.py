@@ -7,6 +7,7 @@ import pytest
 
 from frugal.config import cluster as cards
 from frugal.config.build_cluster import ClusterSettings
+from frugal.config.context import NCCL_ALONE, NCCL_PCIE
 from frugal.config.request import Request
 from frugal.config.run_settings import DATA_NAMES, LaunchSettings, RunSettings, run_settings
 from frugal.config.schema import PLAN_SETTINGS, SETTINGS, TRAIN_SETTINGS, check, understand
@@ -40,13 +41,37 @@ def test_memory_may_be_bytes_or_text() -> None:
 def test_context_and_margin_come_off_a_gpu_and_not_off_a_cpu_rank() -> None:
     (gpu,) = understand({"gpus": 1, "mem": "12G"})[1].devices
     (rank,) = understand({"gpus": 1, "mem": "12G", "device": "cpu"})[1].devices
-    assert gpu.usable_bytes == 12 * GIB - cards.CUDA_CONTEXT_BYTES - int(12 * GIB * cards.MARGIN)
+    assert gpu.usable_bytes == 12 * GIB - gpu.context_bytes - gpu.margin_bytes
     assert rank.usable_bytes == 12 * GIB
+
+
+def test_the_margin_is_what_may_come_on_top() -> None:
+    (card,) = understand({"gpus": 1, "gpu": "rtx3060-12g"})[1].devices
+    assert card.margin_bytes == card.context_above_bytes + int(card.memory_bytes * cards.ALLOCATOR_SHARE)
+    (box,) = understand({"gpus": 1, "mem": "12G"})[1].devices
+    share = cards.ALLOCATOR_SHARE + cards.NOMINAL_SHARE
+    assert box.margin_bytes == box.context_above_bytes + int(12 * GIB * share), "a driver reports less than the box"
+
+
+def test_a_gpu_of_which_only_the_memory_is_known_has_the_context_of_the_largest_card_of_that_memory() -> None:
+    (unknown,) = understand({"gpus": 1, "mem": "12G"})[1].devices
+    known = [understand({"gpus": 1, "gpu": name, "precision": "fp32"})[1].devices[0] for name in cards.CARDS]
+    small = [device.context_bytes for device in known if device.memory_bytes <= 12 * GIB]
+    assert unknown.context_bytes == max(small) < max(device.context_bytes for device in known)
 
 
 def test_several_gpus_also_hold_nccl_buffers() -> None:
     one, four = (understand({"gpus": gpus, "mem": "12G"})[1].devices[0] for gpus in (1, 4))
-    assert four.context_bytes - one.context_bytes == cards.NCCL_BYTES
+    assert four.context_bytes - one.context_bytes == NCCL_PCIE.planned - NCCL_ALONE.planned
+
+
+def test_nvlink_has_more_channels_than_pcie() -> None:
+    over_pcie, over_nvlink = (
+        understand({"gpus": 8, "gpu": name})[1].devices[0].context_bytes
+        - understand({"gpus": 1, "gpu": name})[1].devices[0].context_bytes
+        for name in ("l40s-48g", "a100-80g")
+    )
+    assert over_nvlink > 4 * over_pcie
 
 
 def test_a_known_card_brings_its_memory_and_speed() -> None:
@@ -122,7 +147,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "memory below the context": (
         {"gpus": 4, "mem": "700M"},
         "700.0 MiB is less than a cuda device needs before the first tensor\n"
-        "  because context takes 768.0 MiB, margin 35.0 MiB",
+        "  because context takes 508.0 MiB, margin 263.0 MiB",
     ),
     "an unknown card": (
         {"gpus": 1, "gpu": "a100-80"},

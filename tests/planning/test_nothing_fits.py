@@ -21,7 +21,7 @@ def test_offload_beyond_the_host_is_refused() -> None:
         "  because with the optimizer in host memory ZeRO-2 lacks 6.90 GiB on the host, ZeRO-3 6.90 GiB on the host\n"
         "  because the nearest of 8 strategies is ZeRO-2, activation checkpointing off, optimizer in host memory, "
         "with 1 sample of 1024 tokens\n"
-        "  because it takes 3.60 GiB: parameters 1.86 GiB, activations 976.6 MiB, context 768.0 MiB, "
+        "  because it takes 3.35 GiB: parameters 1.86 GiB, activations 976.6 MiB, context 508.0 MiB, "
         "communication 38.1 MiB\n"
         "  because each node's host needs 14.90 GiB beside it\n"
         "\n"
@@ -100,12 +100,12 @@ def test_nothing_fits_is_told_as_a_proof() -> None:
         planned(gpus=1, mem="12G", offload="none", precision="fp32")
     assert str(caught.value) == (
         "gpt2 does not fit into a GPU of 12.00 GiB\n"
-        "  because on the GPU alone ZeRO-0 lacks 5.95 GiB\n"
+        "  because on the GPU alone ZeRO-0 lacks 5.80 GiB\n"
         "  because the nearest of 4 strategies is ZeRO-0, activation checkpointing offloaded, with 1 sample of 1024 "
         "tokens\n"
-        "  because it takes 17.35 GiB: optimizer 11.18 GiB, gradients 3.73 GiB, parameters 1.86 GiB, "
-        "context 512.0 MiB\n"
-        "  because 614.4 MiB stay free as margin\n"
+        "  because it takes 17.24 GiB: optimizer 11.18 GiB, gradients 3.73 GiB, parameters 1.86 GiB, "
+        "context 396.0 MiB\n"
+        "  because 576.6 MiB stay free as margin\n"
         "\n"
         "hint: this would fit: --offload auto, or --mem 18.5G, or --gpus 2"
     )

@@ -62,12 +62,12 @@ def test_equal_samples_of_full_length_are_planned_as_ever() -> None:
 
 
 def test_a_micro_batch_has_no_more_samples_than_fit_whatever_their_length() -> None:
-    free, dear = (plan(each, global_batch=1024).batch for each in ({}, {"bytes_per_sample": 50_000_000}))
+    free, dear = (plan(each, global_batch=1024).batch for each in ({}, {"bytes_per_sample": 15_000_000}))
     assert free.shortest == 1024 // 64
     assert dear.shortest is not None
     assert dear.shortest > free.shortest
     samples = max(dear.micro_batch) * 1024 // dear.shortest
-    assert samples * (dear.shortest * 1_000_000 + 50_000_000) < 12 << 30
+    assert samples * (dear.shortest * 1_000_000 + 15_000_000) < 12 << 30
 
 
 def test_where_only_full_length_samples_are_proven_no_micro_batch_has_more_of_them() -> None:

@@ -5,11 +5,13 @@ from typing import Any
 
 import pytest
 
+from frugal.config.calibration import Calibration, Probe
 from frugal.config.schema import understand
 from frugal.dryrun.planner import make_plan
 from frugal.errors import RequestError
+from frugal.planning.memory_report import binding
 from frugal.planning.plan import Plan
-from frugal.planning.report import binding, explanation
+from frugal.planning.report import explanation
 from frugal.planning.what_if import (
     axes_around,
     changes,
@@ -22,7 +24,7 @@ from frugal.planning.what_if import (
     with_gpus,
     with_memory,
 )
-from frugal.units import GIB
+from frugal.units import GIB, MIB
 from tests.planning.synthetic import dry_running
 
 SMALL = {"parameters": 124_000_000, "flops_per_token": 8e8, "num_operators": 2500, "drafts": True}
@@ -107,7 +109,7 @@ def test_the_table_has_an_entry_for_every_case() -> None:
     assert "o optimizer in host memory" in lines[-1], "2 GiB are too little without"
 
 
-def test_a_cluster_of_other_size_keeps_margin_and_context_in_proportion() -> None:
+def test_a_cluster_of_other_size_has_margin_and_context_of_that_size() -> None:
     _, one, _ = understand({"gpus": 1, "mem": "12G"})
     _, four, _ = understand({"gpus": 4, "mem": "24G", "nodes": 2, "host_mem": "64G"})
     assert with_gpus(one, 4) == understand({"gpus": 4, "mem": "12G"})[1]
@@ -115,6 +117,20 @@ def test_a_cluster_of_other_size_keeps_margin_and_context_in_proportion() -> Non
         with_memory(with_gpus(four, 2), 6 * GIB)
         == understand({"gpus": 2, "mem": "6G", "nodes": 2, "host_mem": "64G"})[1]
     )
+
+
+def test_a_measured_context_stays_when_there_are_more_gpus_and_nccl_is_added() -> None:
+    probe = Probe(
+        matrix_flops={"bf16": 2e14, "fp16": 2e14, "fp32": 2e13}, memory_bandwidth=1e12, link_bandwidth=None,
+        hop_seconds=None, operator_seconds=6e-6, host_bandwidth=8e10, host_link_bandwidth=2e10, context_bytes=300 * MIB,
+    )  # fmt: skip
+    measured = Calibration(
+        kind="cuda", device="NVIDIA GeForce RTX 3060", card="rtx3060-12g", driver="580.95.05", torch="2.13.0",
+        num_ranks=1, date="2026-11-20", command="frugal measure --calibrate", probe=probe, slack_bytes=GIB,
+    )  # fmt: skip
+    _, one, _ = understand({"gpus": 1, "gpu": "rtx3060-12g"}, measured)
+    assert with_gpus(one, 4) == understand({"gpus": 4, "gpu": "rtx3060-12g"}, measured)[1]
+    assert with_memory(one, 8 * GIB).devices[0].context_bytes == 300 * MIB
 
 
 @pytest.mark.parametrize(
@@ -145,8 +161,8 @@ def test_what_binds_is_told_with_the_phase_that_comes_next() -> None:
     assert binding(replace(made, memory=memory)) == [
         "what binds",
         f"  {made.why[-1]}",
-        "  the peak of a GPU is in backward (mm): 11.02 GiB of 11.40 GiB that may be used",
-        "  most of it: activations 9.54 GiB (87%), context 768.0 MiB (7%), optimizer 354.8 MiB (3%)",
+        "  the peak of a GPU is in backward (mm): 10.76 GiB of 11.39 GiB that may be used",
+        "  most of it: activations 9.54 GiB (89%), context 508.0 MiB (5%), optimizer 354.8 MiB (3%)",
         "  next would be forward 3.27 GiB lower, step 9.27 GiB lower",
     ]
 

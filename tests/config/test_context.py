@@ -1,0 +1,70 @@
+"""What others measured of contexts lies in the range that is planned with. docs/facts/cuda.md has the same table."""
+
+import pytest
+
+from frugal.config import context
+from frugal.config.cluster import CARDS
+from frugal.config.context import Range
+from frugal.units import MIB
+
+ADA_142 = 142 * 1536  # threads of an RTX 6000 Ada, which is no known card
+ROUNDING = 15 * MIB  # figures from out-of-memory messages: three roundings to 0.01 GiB
+
+WITHOUT_NCCL: list[tuple[str | int, int, str]] = [
+    ("t4-16g", 140, "FoundationVision/GenerateU#10"),
+    ("t4-16g", 135, "Zheng-Chong/CatVTON#133"),
+    ("a10-24g", 225, "zai-org/CogVLM#236"),
+    ("rtx4090-24g", 398, "hiyouga/LlamaFactory#1936, bare"),
+    ("rtx4090-24g", 470, "pinokiofactory/flux-webui#11"),
+    ("rtx4090-24g", 503, "3DTopia/Phidias-Diffusion#8"),
+    ("rtx4090-24g", 520, "huggingface/lora-fast#1"),
+    (ADA_142, 426, "unslothai/unsloth-zoo#1053, bare"),
+    (ADA_142, 430, "DINGYANB/MTVCrafter#21"),
+    ("l40s-48g", 513, "huggingface/sentence-transformers#3214"),
+    ("a100-80g", 409, "HiDream-ai/VAREdit#6"),
+    ("h100-80g", 540, "OEvortex/unsloth#20, bare"),
+]
+"""Card or threads, MiB, source. `bare`: processes that did nothing."""
+
+WITH_NCCL = [
+    ("rtx3090-24g", 1, 484, "NVIDIA/nccl#2366"),
+    ("rtx3080-10g", 8, 369, "huggingface/trl#3436"),
+    ("rtx4090-24g", 8, 625, "meta-pytorch/torchtune#2071"),
+    ("a100-80g", 2, 903, "meta-pytorch/torchrec#3580"),
+    ("a100-80g", 2, 997, "meta-pytorch/torchrec#3580"),
+    ("a100-80g", 8, 1232, "hiyouga/LlamaFactory#9510"),
+    ("h100-80g", 8, 1636, "OEvortex/unsloth#20"),
+]
+"""Card, ranks, MiB, source."""
+
+
+@pytest.mark.parametrize(("card", "mib", "source"), WITHOUT_NCCL)
+def test_a_measured_context_without_nccl_is_in_the_range(card: str | int, mib: int, source: str) -> None:
+    threads = card if isinstance(card, int) else CARDS[card].resident_threads
+    assert threads is not None
+    found = context.driver_and_kernels(threads)
+    assert found.least - ROUNDING <= mib * MIB <= found.most + ROUNDING, source
+
+
+@pytest.mark.parametrize(("card", "num_ranks", "mib", "source"), WITH_NCCL)
+def test_a_measured_context_with_nccl_is_in_the_range(card: str, num_ranks: int, mib: int, source: str) -> None:
+    found = CARDS[card].context_range(CARDS[card].memory_bytes, num_ranks)
+    assert found.least - ROUNDING <= mib * MIB <= found.most + ROUNDING, source
+
+
+def test_what_is_planned_is_no_less_than_what_was_measured_nine_times_in_ten() -> None:
+    low = 0
+    for card, mib, _ in WITHOUT_NCCL:
+        threads = card if isinstance(card, int) else CARDS[card].resident_threads
+        assert threads is not None
+        low += context.driver_and_kernels(threads).planned + context.NCCL_ALONE.planned < mib * MIB
+    low += sum(
+        CARDS[card].context_range(CARDS[card].memory_bytes, ranks).planned < mib * MIB
+        for card, ranks, mib, _ in WITH_NCCL
+    )
+    assert low <= (len(WITHOUT_NCCL) + len(WITH_NCCL)) / 10
+
+
+def test_a_range_is_in_order() -> None:
+    with pytest.raises(AssertionError):
+        Range(least=2, planned=1, most=3)
