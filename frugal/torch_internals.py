@@ -53,9 +53,7 @@ NAMES = (
 )  # fmt: skip
 """Every private name of torch that this package uses, and why."""
 
-NAMES_OF_CUDA = needed("torch", "workspaces are in the allocator's blocks", "_C._cuda_clearCublasWorkspaces")
-
-required.verify("torch", TESTED, (*NAMES, *NAMES_OF_CUDA) if torch.backends.cuda.is_built() else NAMES)
+required.verify("torch", TESTED, NAMES)
 
 DispatchMode = torch.utils._python_dispatch.TorchDispatchMode
 FakeStore = torch.testing._internal.distributed.fake_pg.FakeStore
@@ -113,11 +111,6 @@ def is_composite(operator: Any) -> bool:
 def counting_versions() -> AbstractContextManager[Any]:
     """Inside the `with` block, which a mode runs, writes count in a tensor's version."""
     return torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False)
-
-
-def clear_cublas_workspaces() -> None:
-    """Free what cuBLAS keeps in the allocator's blocks. GPUs only."""
-    torch._C._cuda_clearCublasWorkspaces()
 
 
 def default_store() -> "torch.distributed.Store":

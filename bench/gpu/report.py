@@ -32,9 +32,9 @@ class Row:
 
     @property
     def measured(self) -> int:
-        """Bytes allocated at the peak without cuBLAS's workspace; 0 where the run failed."""
+        """Bytes allocated at the peak; 0 where the run failed."""
         answer = self._answer("free")
-        return 0 if answer is None else max(answer.phases.values()) - answer.of_gpu.get("workspace_bytes", 0)
+        return 0 if answer is None else max(answer.phases.values())
 
     @property
     def error(self) -> float | None:
@@ -50,7 +50,7 @@ class Row:
             return None
         if figures.peak_reserved_bytes > 0.9 * answer.of_gpu["device_bytes"]:
             return None
-        return figures.peak_reserved_bytes / (answer.of_gpu["reserved_bytes"] - answer.of_gpu["workspace_bytes"]) - 1
+        return figures.peak_reserved_bytes / answer.of_gpu["reserved_bytes"] - 1
 
     @property
     def expandable_error(self) -> float | None:
@@ -58,7 +58,7 @@ class Row:
         answer = self._answer("expandable")
         if answer is None:
             return None
-        found = answer.of_gpu["reserved_bytes"] - answer.of_gpu["workspace_bytes"]
+        found = answer.of_gpu["reserved_bytes"]
         return self.prediction.expandable_reserved_bytes / found - 1
 
     @property

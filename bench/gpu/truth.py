@@ -12,10 +12,10 @@ the caching allocator capped at the predicted capacity, and some a third time wi
 once in processes of their own, where their predictions say that they fit together: allocators do not see each other.
 The context is measured before, alone.
 
-What is compared: the peak of `torch.cuda.max_memory_allocated`, less the workspace that cuBLAS keeps in it and a plan
-counts in the context; and that of `max_memory_reserved`. An estimate is unusable, as with xMem (Middleware '25), if the
-run capped at it runs out of memory; beside it the share of those that are more than 20 % too high, which would waste a
-card. The peers' estimates are arithmetic over the number of parameters, and get no run of their own.
+What is compared: the peaks of `torch.cuda.max_memory_allocated` and `max_memory_reserved`. An estimate is unusable,
+as with xMem (Middleware '25), if the run capped at it runs out of memory; beside it the share of those that are more
+than 20 % too high, which would waste a card. The peers' estimates are arithmetic over the number of parameters, and
+get no run of their own.
 """
 
 import argparse
@@ -45,7 +45,6 @@ from bench.gpu.report import Finished, Row, summary, table
 from bench.gpu.worker import Answer, Constants, Run
 from frugal.config import local_host
 from frugal.config.cluster import DeviceKind
-from frugal.planning.memory.allocator import LARGE_SEGMENT
 from frugal.units import GIB, MIB, parse_bytes
 
 RESULTS = Path(__file__).parents[1] / "results"
@@ -155,8 +154,7 @@ class Bench:
         """After a free run one at the cap; where that fails, at a higher one; for some, one in expandable segments."""
         if what == "free" and answer.survived:
             assert row.prediction.figures is not None
-            workspace = answer.of_gpu["workspace_bytes"]
-            cap = row.prediction.figures.smallest_capacity_bytes + (workspace and max(workspace, LARGE_SEGMENT))
+            cap = row.prediction.figures.smallest_capacity_bytes
             self._queue.insert(0, (row, msgspec.structs.replace(run, cap_bytes=cap), "capped"))
             if self._expandable < EXPANDABLE:
                 self._expandable += 1

@@ -57,7 +57,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
         model: what was run, for a record.
         rss_before_bytes: resident set of the process before the run; `rss_peak_bytes`: its highest during it.
         phases: the peak of each phase; empty where the run failed.
-        of_gpu: reserved, workspace, outside and device bytes, as in `RankMeasurement`.
+        of_gpu: reserved, outside and device bytes, as in `RankMeasurement`.
         attention: the kernels chosen.
         deepspeed_bytes: DeepSpeed's own estimate for the model.
         accelerate_bytes: accelerate's.

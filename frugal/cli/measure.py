@@ -30,7 +30,6 @@ from frugal.planning.plan import Plan
 from frugal.training.measure.record import Capped, Measured, Trial
 from frugal.units import format_bytes, plural
 
-INITIALISATION = "initialisation"
 RECORDS = Path("tests/measured")
 
 
@@ -213,15 +212,12 @@ def _report(measurement: Measurement) -> list[str]:
     expected, measured = measurement.predicted, measurement.measured
     device = min(measurement.cluster.devices, key=lambda device: device.usable_bytes)
     rows = [("", "predicted", "measured", "")]
-    for name, size in measured.phases.items():  # cuBLAS has its workspace from the first forward on
-        workspace = 0 if name == INITIALISATION else measured.workspace_bytes
-        rows.append(_row(name, expected.phases[name], size - workspace))
-    rows.append(_row("allocated", expected.peak_allocated_bytes, measured.tensor_bytes))
+    for name, size in measured.phases.items():
+        rows.append(_row(name, expected.phases[name], size))
+    rows.append(_row("allocated", expected.peak_allocated_bytes, measured.peak_allocated_bytes))
     if measured.context_bytes is not None and measured.device_bytes is not None:
-        reserved = measured.peak_reserved_bytes - measured.workspace_bytes
-        rows.append(_row("reserved", expected.peak_reserved_bytes, reserved))
-        context = measured.context_bytes + measured.workspace_bytes
-        rows.append(_row("context", device.context_bytes, context))
+        rows.append(_row("reserved", expected.peak_reserved_bytes, measured.peak_reserved_bytes))
+        rows.append(_row("context", device.context_bytes, measured.context_bytes))
         rows.append(_row("driver", expected.peak_reserved_bytes + device.context_bytes, measured.device_bytes))
     host = _row("host", host_bytes_per_node(expected, measurement.cluster), measured.host_bytes_per_node)
     on_cpu = measurement.kind == "cpu"
@@ -278,10 +274,7 @@ def _with_plans(calibrated: Calibration, of_plan: Measurement | None) -> Calibra
     if of_plan is None or context is None:
         return calibrated
     expected, measured = of_plan.predicted, of_plan.measured
-    return calibrated.of_plan(
-        context + measured.workspace_bytes,
-        max(0, measured.peak_reserved_bytes - measured.workspace_bytes - expected.peak_reserved_bytes),
-    )
+    return calibrated.of_plan(context, max(0, measured.peak_reserved_bytes - expected.peak_reserved_bytes))
 
 
 def _device(kind: DeviceKind) -> tuple[str, str | None]:

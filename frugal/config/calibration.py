@@ -37,7 +37,7 @@ class Probe:
         operator_seconds: host time of one tiny operator, with its share of autograd.
         host_bandwidth: bytes/s that all ranks of the node reach together in AdamW on the host.
         host_link_bandwidth: on a GPU bytes/s of copies to pinned host memory and back.
-        context_bytes: on a GPU what the driver counts beyond the allocator's segments, and cuBLAS's workspaces in them.
+        context_bytes: on a GPU what the driver counts beyond the allocator's segments.
     """
 
     matrix_flops: dict[Precision, float]

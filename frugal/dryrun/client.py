@@ -27,6 +27,7 @@ from frugal.planning.cost import between
 from frugal.planning.memory.breakdown import MemoryBreakdown
 from frugal.planning.memory.profile import MemoryProfile, RankMemory, fullest
 from frugal.planning.memory.timeline import MICRO_BATCHES, ModelTrace, NotAffineError, Timeline
+from frugal.planning.memory.workspaces import with_workspaces, workspace_bytes
 from frugal.planning.strategy import Strategy
 
 SAMPLED_MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
@@ -194,7 +195,7 @@ class DryRunSource:
         trace = self._drafts.trace(strategy)
         if trace is None:
             return None
-        simulated = tuple(
+        simulated = [
             simulate(
                 trace,
                 self.request,
@@ -205,12 +206,12 @@ class DryRunSource:
                 kind=self.kind,
             )
             for rank in ranks
-        )
+        ]
         return self._profile(
             strategy,
             accumulates,
             work=trace.work,
-            ranks=simulated,
+            ranks=tuple(replace(each, timeline=self._with_workspaces(each.timeline)) for each in simulated),
         )
 
     def _profile_by_dry_runs(self, strategy: Strategy, accumulates: bool) -> MemoryProfile:
@@ -276,7 +277,14 @@ class DryRunSource:
             for micro_batch in micro_batches
             for rank in ranks
         ]
-        return list(map(_answered, self._pool.ask(questions)))
+        dry_runs = map(_answered, self._pool.ask(questions))
+        return [replace(each, timeline=self._with_workspaces(each.timeline)) for each in dry_runs]
+
+    def _with_workspaces(self, timeline: Timeline) -> Timeline:
+        """On GPUs cuBLAS keeps memory that no operator of a dry run asks for."""
+        if self.kind == "cpu":
+            return timeline
+        return with_workspaces(timeline, workspace_bytes(ASSUMED_CAPABILITY))
 
     def _ranks(self, strategy: Strategy, most: int) -> tuple[int, ...]:
         """At most `most` ranks that may be the fullest."""
@@ -296,6 +304,9 @@ class DryRunSource:
     @property
     def _ranks_per_node(self) -> int:
         return max(len(node.devices) for node in self.cluster.nodes)
+
+
+ASSUMED_CAPABILITY = (8, 6)
 
 
 def _answered(answer: Answer) -> DryRun:

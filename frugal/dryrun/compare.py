@@ -118,7 +118,7 @@ def predicted(dry_runs: Sequence[DryRun], cluster: Cluster) -> Figures:
 
 def error(predicted: Figures, measured: Measured) -> float:
     """How much more was predicted than measured, as a share of what was measured."""
-    return predicted.peak_allocated_bytes / measured.tensor_bytes - 1
+    return predicted.peak_allocated_bytes / measured.peak_allocated_bytes - 1
 
 
 def host_bytes_per_node(predicted: Figures, cluster: Cluster) -> int:

@@ -59,7 +59,7 @@ def test_a_gpu_is_asked_for_thirty_configurations_of_all_kinds() -> None:
 
 
 class Card:
-    """Stands for processes on a GPU of 16 GiB. A run takes what was predicted, `low` more, and a workspace."""
+    """Stands for processes on a GPU of 16 GiB. A run takes what was predicted, and `low` more."""
 
     low = 0.0
     leaves_something = False
@@ -77,13 +77,12 @@ class Card:
         Card.most = max(Card.most, sum(Card.running))
         time.sleep(0.01)
         Card.running.remove(needed)
-        if question.cap_bytes is not None and question.cap_bytes < needed + 32 * MIB:
+        if question.cap_bytes is not None and question.cap_bytes < needed:
             return Answer(survived=False, clean=False)
         return Answer(
-            phases={"forward": needed + 32 * MIB},
+            phases={"forward": needed},
             of_gpu={
-                "reserved_bytes": needed + 32 * MIB, "workspace_bytes": 32 * MIB, "outside_bytes": 500 * MIB,
-                "device_bytes": 16 * GIB,
+                "reserved_bytes": needed, "outside_bytes": 500 * MIB, "device_bytes": 16 * GIB,
             },
             attention=(
                 Attention(kernel="cudnn", predicted="flash", dtype="bfloat16", query=(1,), key=(1,), masked=False),

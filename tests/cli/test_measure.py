@@ -58,13 +58,13 @@ def test_of_the_host_a_cpu_rank_is_told_the_tensors_which_are_the_least_that_it_
     )  # fmt: skip
 
 
-GPU_BYTES, CONTEXT, WORKSPACE = 16 * GIB, 600 * MIB, 32 * MIB
+GPU_BYTES, CONTEXT = 16 * GIB, 600 * MIB
 
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, int]:
     """Stands for a GPU whose runs take `needed` bytes of segments; in the folder a plan for it that expects 4 GiB."""
-    taken = {"needed": 4 * GIB + WORKSPACE}
+    taken = {"needed": 4 * GIB}
 
     def start(plan: Plan, module: str, arguments: list[str], *, to_stderr: bool) -> int:
         assert to_stderr, "standard output is for what was measured"
@@ -72,7 +72,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, int]:
         if int(options.get("--cap", GPU_BYTES)) < taken["needed"]:
             return OutOfMemoryError.exit_code
         rank = RankMeasurement(
-            phases={"forward": 3 * GIB + WORKSPACE}, reserved_bytes=taken["needed"], workspace_bytes=WORKSPACE,
+            phases={"forward": 3 * GIB}, reserved_bytes=taken["needed"],
             outside_bytes=CONTEXT, device_bytes=GPU_BYTES, rss_before_bytes=GIB, rss_peak_bytes=2 * GIB,
         )  # fmt: skip
         definition = ModelDefinition(task="causal-lm", config={"model_type": "gpt2"})
@@ -90,7 +90,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, int]:
     monkeypatch.setattr(measure, "_expected", lambda plan, pool: figures)
     blank = plan_by_hand(world_size=1, global_batch=4, micro_batch=4, zero_stage=0)
     device = replace(
-        blank.cluster.devices[0], kind="cuda", memory_bytes=GPU_BYTES, context_bytes=CONTEXT + WORKSPACE,
+        blank.cluster.devices[0], kind="cuda", memory_bytes=GPU_BYTES, context_bytes=CONTEXT,
         margin_bytes=0,
     )  # fmt: skip
     cluster = replace(blank.cluster, nodes=(Node(devices=(device,)),))
@@ -108,11 +108,11 @@ def test_a_gpu_is_told_in_the_allocators_and_the_drivers_words(
         "forward              3.00 GiB     3.00 GiB   +0.000%\n"
         "allocated            3.00 GiB     3.00 GiB   +0.000%\n"
         "reserved             4.00 GiB     4.00 GiB   +0.000%\n"
-        "context             632.0 MiB    632.0 MiB   +0.000%\n"
-        "driver               4.62 GiB     4.62 GiB   +0.000%\n"
+        "context             600.0 MiB    600.0 MiB   +0.000%\n"
+        "driver               4.59 GiB     4.59 GiB   +0.000%\n"
         "host                 1.00 GiB     1.00 GiB   +0.000%\n"
         "\nhost: what the processes grew by, from 1.00 GiB on\n"
-        "capped at the prediction, 4.03 GiB for tensors: enough\n"
+        "capped at the prediction, 4.00 GiB for tensors: enough\n"
     )
 
 
@@ -122,9 +122,9 @@ def test_a_prediction_in_which_the_run_does_not_fit_is_told_and_ends_with_5(
     gpu["needed"] += MIB
     assert run(["measure", "plan.json", "--capped", "--json"]) == OutOfMemoryError.exit_code
     found = json.loads(capsys.readouterr().out)
-    assert found["capped"] == {"limit_bytes": 4 * GIB + WORKSPACE, "survived": False}
-    assert (found["peak_reserved_bytes"], found["context_bytes"]) == (4 * GIB + WORKSPACE + MIB, CONTEXT)
-    assert found["device_bytes"] == 4 * GIB + WORKSPACE + MIB + CONTEXT
+    assert found["capped"] == {"limit_bytes": 4 * GIB, "survived": False}
+    assert (found["peak_reserved_bytes"], found["context_bytes"]) == (4 * GIB + MIB, CONTEXT)
+    assert found["device_bytes"] == 4 * GIB + MIB + CONTEXT
     assert (found["device"], found["driver"], found["error"]) == ("a GPU", "580.1", 0.0)
 
 

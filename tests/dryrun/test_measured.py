@@ -39,7 +39,8 @@ def test_a_recorded_peak_is_predicted_today(path: Path, pool: Pool) -> None:
     again = found.predict(pool)
     others = {name: kept for name, kept in found.versions.items() if name != "python" and version(name) != kept}
     assert is_true(found, again), (
-        f"predicted {again.peak_allocated_bytes:,} bytes, measured {found.measured.tensor_bytes:,} on {found.device}; "
+        f"predicted {again.peak_allocated_bytes:,} bytes, "
+        f"measured {found.measured.peak_allocated_bytes:,} on {found.device}; "
         f"recorded with other versions than today's: {others or 'none'}; made by `{found.command}`"
     )
 

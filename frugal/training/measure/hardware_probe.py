@@ -172,13 +172,10 @@ class _Counter(torch_internals.DispatchMode):
 
 
 def _context_bytes(device: torch.device) -> int:
-    """What the driver counts beyond the allocator's segments, after all of the above, and cuBLAS's workspaces."""
+    """What the driver counts beyond the allocator's segments, after all of the above."""
     torch.cuda.synchronize(device)
     free, total = torch.cuda.mem_get_info(device)
-    outside = total - free - torch.cuda.memory_reserved(device)
-    before = torch.cuda.memory_allocated(device)
-    torch_internals.clear_cublas_workspaces()
-    context = outside + before - torch.cuda.memory_allocated(device)
+    context = total - free - torch.cuda.memory_reserved(device)
     if context > MOST_CONTEXT_BYTES:
         raise RequestError(
             f"{torch.cuda.get_device_name(device)} is in use by others",

@@ -41,7 +41,6 @@ class RankMeasurement:
     Attributes:
         phases: the peak of each phase in live tensors; on CUDA in blocks of the caching allocator.
         reserved_bytes: the allocator's segments at their most, as `max_memory_reserved`.
-        workspace_bytes: of the live blocks, those that cuBLAS keeps for itself.
         outside_bytes: what the driver counts as used beyond the segments: context, kernels, NCCL, other processes.
         device_bytes: the device's memory as the driver reports it.
         rss_before_bytes: resident set of the process with everything imported and nothing built.
@@ -50,7 +49,6 @@ class RankMeasurement:
 
     phases: dict[str, int]
     reserved_bytes: int | None = None
-    workspace_bytes: int | None = None
     outside_bytes: int | None = None
     device_bytes: int | None = None
     rss_before_bytes: int
@@ -78,7 +76,6 @@ class Measured:
         phase: when the peak is.
         host_bytes_per_node: how much the resident sets of all ranks grew together.
         host_before_bytes_per_node: what they had before: Python and libraries.
-        workspace_bytes: of the allocated bytes, what cuBLAS keeps; a plan counts it in the context. 0 on a CPU.
         context_bytes: on CUDA what the driver counts beyond the segments. Only true on a device nobody else uses.
         device_bytes: on CUDA the most that the driver saw used: segments and context.
     """
@@ -89,7 +86,6 @@ class Measured:
     phase: str
     host_bytes_per_node: int
     host_before_bytes_per_node: int
-    workspace_bytes: int = 0
     context_bytes: int | None = None
     device_bytes: int | None = None
 
@@ -115,16 +111,10 @@ class Measured:
             peak_reserved_bytes=max(rank.reserved_bytes or 0 for rank in ranks),
             phases=phases,
             phase=phase,
-            workspace_bytes=max(rank.workspace_bytes or 0 for rank in ranks),
             context_bytes=max(rank.outside_bytes or 0 for rank in ranks),
             device_bytes=max((rank.reserved_bytes or 0) + (rank.outside_bytes or 0) for rank in ranks),
             **host,
         )
-
-    @property
-    def tensor_bytes(self) -> int:
-        """What a dry run predicts: the allocated bytes without the libraries' own."""
-        return self.peak_allocated_bytes - self.workspace_bytes
 
 
 @dataclass(frozen=True, kw_only=True)

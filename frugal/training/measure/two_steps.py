@@ -22,7 +22,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from frugal import torch_internals
 from frugal.config import local_host
 from frugal.config.request import Task
 from frugal.config.schema import parse
@@ -103,11 +102,8 @@ def _gpu_bytes(gauge: CudaGauge, device: torch.device) -> dict[str, int]:
     torch.cuda.synchronize(device)
     free, total = torch.cuda.mem_get_info(device)
     outside = total - free - torch.cuda.memory_reserved(device)
-    before = torch.cuda.memory_allocated(device)
-    torch_internals.clear_cublas_workspaces()  # they live in the allocator's blocks from the first product on
     return {
         "reserved_bytes": gauge.reserved_bytes,
-        "workspace_bytes": before - torch.cuda.memory_allocated(device),
         "outside_bytes": outside,
         "device_bytes": total,
     }
