@@ -23,6 +23,7 @@ NAMES = (
     *needed("torch", "whether a tensor was written to", "Tensor._version"),
     *needed("torch", "work that no mode is to see", "_C._DisableTorchDispatch"),
     *needed("torch", "writes count in a mode", "_C._SetExcludeDispatchKeyGuard", "_C.DispatchKey.ADInplaceOrView"),
+    *needed("torch", "segments as planned, also once CUDA is in use", "_C._accelerator_setAllocatorSettings"),
     *needed("torch", "operators made of others", "_C.DispatchKey.CompositeImplicitAutograd"),
     *needed("torch._ops:OpOverload", "operators", "_schema", "_overloadpacket", "has_kernel_for_dispatch_key"),
     *needed("torch._prims_common", "what autograd adds in place", "is_non_overlapping_and_dense_or_false"),
@@ -111,6 +112,11 @@ def is_composite(operator: Any) -> bool:
 def counting_versions() -> AbstractContextManager[Any]:
     """Inside the `with` block, which a mode runs, writes count in a tensor's version."""
     return torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False)
+
+
+def set_allocator_settings(text: str) -> None:
+    """Tell the caching allocator of GPUs what `PYTORCH_ALLOC_CONF` would, for segments to come."""
+    torch._C._accelerator_setAllocatorSettings(text)
 
 
 def default_store() -> "torch.distributed.Store":

@@ -1,5 +1,6 @@
 """`frugal dryrun`."""
 
+import os
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -9,13 +10,15 @@ import click
 import msgspec
 
 from frugal.cli.options import SettingsCommand, collect, config_option, options, refuse_beside_a_plan, waiting
+from frugal.config import cuda_allocator
 from frugal.config.build_cluster import ClusterSettings
 from frugal.config.cluster import Cluster
 from frugal.config.request import Request, check_pins
 from frugal.config.schema import PLAN_SETTINGS
 from frugal.dryrun import figures as curve
 from frugal.dryrun.client import DryRunSource
-from frugal.dryrun.figures import Figures, figures, fullest
+from frugal.dryrun.compare import predicted
+from frugal.dryrun.figures import Figures, fullest
 from frugal.errors import RequestError
 from frugal.planning.batch import BatchPlan
 from frugal.planning.memory.timeline import CATEGORIES
@@ -67,11 +70,13 @@ def command(what: str, as_json: bool, explain: str | None, timeline: Path | None
                 dry_runs = _dry_run(source, subject)
         else:
             request, cluster, defaults = collect({**values, "model": _model(what, values)})
+            request = cuda_allocator.planned(request, cluster, os.environ)
             with DryRunSource(request, cluster) as source:
                 subject = _simplest(request, cluster, defaults, source)
                 dry_runs = _dry_run(source, subject)
     kind = subject.cluster.devices[0].kind
-    result = figures(dry_runs, kind, max(len(node.devices) for node in subject.cluster.nodes))
+    expandable = subject.strategy.expandable_segments
+    result = predicted(dry_runs, subject.cluster, expandable_segments=expandable)
     held = fullest(dry_runs, kind).explain(explain) if explain is not None else None
     if timeline is not None:
         curve.write_timeline(fullest(dry_runs, kind).timeline, timeline)
@@ -130,6 +135,7 @@ def _simplest(request: Request, cluster: Cluster, defaults: tuple[str, ...], sou
         request,
         world_size=cluster.world_size,
         offload=offload_levels(request)[0],
+        on_gpus=cluster.devices[0].kind == "cuda",
         trainable_parameters=facts.trainable_parameters,
     )
     micro_batch = request.micro_batch or 1
@@ -151,7 +157,7 @@ def _title(subject: _Subject) -> list[str]:
     batch = subject.batch
     return [
         f"{subject.request.model} in {subject.request.precision}, samples of {subject.request.seq_len} tokens",
-        f"{subject.strategy}",
+        f"{subject.strategy}{', expandable segments' if subject.strategy.expandable_segments else ''}",
         f"{plural(batch.world_size, subject.cluster.rank_noun)}, micro-batch {batch.largest_micro_batch}, "
         f"{plural(batch.accumulation_steps, 'accumulation step')}",
     ]

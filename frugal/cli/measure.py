@@ -132,7 +132,7 @@ def _measured(plan: Plan, path: Path, record: Path | None, capped: bool) -> tupl
 def _expected(plan: Plan, pool: Pool) -> Figures:
     with DryRunSource(plan.request, plan.cluster, pool=pool) as source:
         dry_runs = source.dry_runs(plan.strategy, plan.batch.largest_micro_batch, plan.batch.accumulation_steps)
-    return predicted(dry_runs, plan.cluster)
+    return predicted(dry_runs, plan.cluster, expandable_segments=plan.strategy.expandable_segments)
 
 
 def _run(plan: Plan, path: Path, cap_bytes: int | None) -> Trial | int:

@@ -3,7 +3,6 @@
 `planned` goes from a command's flags to a plan: settings, this machine's devices, the lengths of the data, `make_plan`.
 """
 
-import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -16,12 +15,12 @@ import click
 
 from frugal.config import calibration as calibrations
 from frugal.config.cluster import Cluster, recognise_card
-from frugal.config.local_host import allocator_note, held_on_gpus
+from frugal.config.local_host import held_on_gpus
 from frugal.config.request import Request
 from frugal.config.run_settings import SAMPLE_NAMES, run_settings
 from frugal.config.schema import PLAN_SETTINGS, SETTINGS, TomlFile, read_toml, understand
 from frugal.config.setting import Group, SettingRow, answer, settings_of
-from frugal.dryrun.planner import make_plan
+from frugal.dryrun.planner import make_plan_here
 from frugal.errors import RequestError
 from frugal.planning.plan import Plan
 
@@ -170,7 +169,7 @@ def waiting(what: str) -> AbstractContextManager[Any]:
 def planned(values: Mapping[str, Any], file: TomlFile | None = None, *, asks_data: bool = True) -> Plan:
     """The plan for what flags and `file` describe; `asks_data`: the data says how long its samples are.
 
-    Raises: as `collect`, `with_lengths` and `make_plan`.
+    Raises: as `collect`, `with_lengths` and `frugal.dryrun.planner.make_plan`.
     """
     file = file or read_toml(values.get("config"))
     request, cluster, defaults = collect(values, file)
@@ -186,9 +185,9 @@ def planned(values: Mapping[str, Any], file: TomlFile | None = None, *, asks_dat
 
 
 def planned_for(request: Request, cluster: Cluster, defaults: tuple[str, ...]) -> Plan:
-    """`make_plan` while people wait. Says what of the environment the plan does not know."""
+    """`make_plan_here` while people wait."""
     with waiting(f"dry-running {request.model}"):
-        return make_plan(request, cluster, defaults, warnings=allocator_note(cluster, os.environ))
+        return make_plan_here(request, cluster, defaults)
 
 
 def collect(values: Mapping[str, Any], file: TomlFile | None = None) -> tuple[Request, Cluster, tuple[str, ...]]:

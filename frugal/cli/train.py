@@ -13,9 +13,9 @@ import click
 import psutil  # type: ignore[import-untyped]  # has no types
 
 from frugal.cli.options import SettingsCommand, config_option, options, planned, planned_for, refuse_beside_a_plan
+from frugal.config import cuda_allocator
 from frugal.config.build_cluster import ClusterSettings, HostfileEntry, read_hostfile
 from frugal.config.cluster import Cluster
-from frugal.config.local_host import allocator_note
 from frugal.config.request import Request
 from frugal.config.run_settings import LaunchSettings, RunSettings, earlier_settings, launch_settings, run_settings
 from frugal.config.schema import PLAN_SETTINGS, TomlFile, read_toml, requested
@@ -76,7 +76,7 @@ def command(plan_path: Path | None, ranks: int | None, printed: commands.Launche
         if printed is not None:
             plan_path, _ = write_plan(plan, job.settings.out)
     else:
-        for note in allocator_note(plan.cluster, os.environ):
+        for note in cuda_allocator.notes(plan.strategy.expandable_segments, plan.cluster, os.environ):
             click.echo(f"note: {note}", err=True)
     _check_ranks(plan, ranks)
     if job.hosts:

@@ -6,14 +6,12 @@ import platform
 import re
 import resource
 import subprocess
-from collections.abc import Mapping
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]  # has no types
 
-from frugal.config.cluster import Cluster
 from frugal.units import MIB
 
 _CGROUP = Path("/sys/fs/cgroup")
@@ -51,19 +49,6 @@ def _version(package: str) -> str:
         return version(package)
     except PackageNotFoundError:
         return "none"
-
-
-_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-_IS_DEFAULT = re.compile(r"\s*(|backend\s*:\s*native|expandable_segments\s*:\s*False|pinned_\w+\s*:[^,]*)\s*")
-
-
-def allocator_note(cluster: Cluster, environment: Mapping[str, str]) -> tuple[str, ...]:
-    """That torch's allocator is told to work otherwise than a plan for GPUs assumes; nothing where it is not."""
-    for name in _ALLOCATOR:
-        value = environment.get(name, "")
-        if cluster.devices[0].kind == "cuda" and not all(map(_IS_DEFAULT.fullmatch, value.split(","))):
-            return (f"{name} is {value}: the plan assumes torch's allocator as it is by default",)
-    return ()
 
 
 def cpu_name() -> str:

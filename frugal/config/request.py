@@ -129,6 +129,10 @@ class Request:
         None, "Let gradients travel while backward goes on, for a second bucket.", "memory and speed",
         shown_default="no", is_expert=True,
     )  # fmt: skip
+    expandable_segments: bool | None = setting(
+        None, "Let torch's allocator grow one segment page by page (PYTORCH_ALLOC_CONF), instead of making many.",
+        "memory and speed", shown_default="yes on GPUs, unless PYTORCH_ALLOC_CONF says otherwise", is_expert=True,
+    )  # fmt: skip
     reduce_bucket_elements: int | None = setting(
         None, "Pin DeepSpeed's gradient bucket, elements.", "memory and speed", least=1, is_expert=True
     )

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from frugal.config import cuda_allocator
 from frugal.deepspeed_adapter.json_config import deepspeed_config
 from frugal.errors import RequestError
 from frugal.planning.plan import Plan
@@ -42,12 +43,28 @@ def start_command(plan: Plan, target: Target, folder: str) -> str:
     """The command that starts the ranks, with the target's files in `folder`."""
     nodes = plan.cluster.nodes
     environment = "DS_ACCELERATOR=cpu " if _on_cpu(plan) else ""
+    if target == "accelerate" and plan.strategy.expandable_segments:
+        environment += f"{cuda_allocator.NAME}={_SEGMENTS} "
     program = f"{_in(folder, FILES['script'])} samples.jsonl" if target == "script" else "YOUR_SCRIPT.py"
     if target == "accelerate":
         return f"{environment}accelerate launch --config_file {_in(folder, FILES[target])} {program}"
     if len(nodes) > 1:
         return f"{environment}deepspeed --hostfile HOSTS {program}"
     return f"{environment}torchrun --standalone --nproc-per-node {plan.batch.world_size} {program}"
+
+
+_SEGMENTS = "expandable_segments:True"
+
+
+def _segments(plan: Plan) -> str:
+    """Python that has torch make expandable segments as planned; torch reads the variable when it first uses a GPU."""
+    if not plan.strategy.expandable_segments:
+        return ""
+    return f'os.environ.setdefault("{cuda_allocator.NAME}", "{_SEGMENTS}")  # the plan\'s memory counts on it'
+
+
+def _import_os(plan: Plan) -> str:
+    return "import os" if plan.strategy.expandable_segments else ""
 
 
 def _in(folder: str, name: str) -> str:
@@ -99,6 +116,8 @@ def hf(plan: Plan, start: str, decoder_inputs: str) -> str:
         sum=_sum(plan),
         origin=_origin(plan),
         start=start,
+        import_os=_import_os(plan),
+        segments=_segments(plan),
         auto_class=AUTO_CLASSES[task],
         import_deepspeed="import deepspeed" if _on_cpu(plan) else "",
         join_process_group=join if _on_cpu(plan) else "",
@@ -178,6 +197,8 @@ def script(plan: Plan, start: str, make_model: str, decoder_inputs: str) -> str:
         origin=_origin(plan),
         start=start,
         sample=_SAMPLES[task],
+        import_os=_import_os(plan),
+        segments=_segments(plan),
         auto_class=AUTO_CLASSES[task],
         global_batch=batch.global_batch,
         accumulation_steps=batch.accumulation_steps,

@@ -11,6 +11,7 @@ import warnings
 
 import psutil  # type: ignore[import-untyped]  # has no types
 
+from frugal.config import cuda_allocator
 from frugal.config.cluster import Cluster
 from frugal.errors import RequestError
 
@@ -19,6 +20,8 @@ _LAUNCHERS = (  # variables for: rank, world size, rank on its node, ranks on it
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
     ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),  # of srun's tasks alone
 )
+logger = logging.getLogger("frugal")
+
 DEFAULT_PORT = 29500
 """Of the rendezvous, if none is given; torch's and DeepSpeed's default, too."""
 
@@ -92,6 +95,25 @@ def is_on_one_host() -> bool:
         return True
     number = ranks_on_node()
     return number is not None and str(number) == os.environ.get("WORLD_SIZE")
+
+
+def adopt_segments(cluster: Cluster, expandable_segments: bool) -> None:
+    """Have torch's allocator for GPUs make the segments that were planned, and say where the environment has others.
+
+    torch reads the variable when CUDA is initialised. Where it is already, torch is told, for segments to come.
+    """
+    changed = cuda_allocator.settings(cluster, os.environ, expandable_segments)
+    if not changed:
+        return
+    for note in cuda_allocator.notes(expandable_segments, cluster, os.environ) if rank() == 0 else ():
+        logger.warning(note)
+    os.environ |= changed
+    import torch
+
+    if torch.cuda.is_initialized():
+        from frugal.torch_internals import set_allocator_settings
+
+        set_allocator_settings(*changed.values())
 
 
 def limit_threads() -> None:

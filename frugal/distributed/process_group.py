@@ -40,6 +40,7 @@ def join(plan: Plan, out: Path | None = None) -> "torch.device":
         os.environ.update(collectives.ON_CPU)  # before DeepSpeed is imported
     if world_size > 1 and out is not None:
         rank_logs.redirect(out, env.rank())
+    env.adopt_segments(plan.cluster, plan.strategy.expandable_segments)
     import torch
 
     if kind == "cuda" and not torch.cuda.is_available():

@@ -160,7 +160,7 @@ class DryRunSource:
         if breakdown is None:
             dry_runs = self.dry_runs(strategy, micro_batch, accumulation_steps)
             ranks = _rank_memories(dry_runs, range(len(dry_runs)))
-            memory = fullest(ranks, micro_batch, device, self._ranks_per_node)
+            memory = fullest(ranks, micro_batch, device, self._ranks_per_node, strategy.expandable_segments)
             first = max(dry_runs, key=lambda dry_run: dry_run.peak.total_bytes)
             memory = replace(memory, phase_peaks=first.timeline.phase_peaks(micro_batch))
             breakdown = DryRunBreakdown(memory, tuple(dict.fromkeys(note for each in dry_runs for note in each.notes)))

@@ -76,7 +76,7 @@ class Measurement:
             request = replace(self.request, model=reference, task=task)
             with DryRunSource(request, self.cluster, cache=False, pool=pool) as source:
                 dry_runs = source.dry_runs(self.strategy, self.batch.largest_micro_batch, self.batch.accumulation_steps)
-        return predicted(dry_runs, self.cluster)
+        return predicted(dry_runs, self.cluster, expandable_segments=self.strategy.expandable_segments)
 
     def encode(self) -> bytes:
         """The text of a record."""
@@ -111,9 +111,10 @@ class Measurement:
             raise RequestError(f"{path} is not a measurement", because=str(error) or "its numbers disagree") from None
 
 
-def predicted(dry_runs: Sequence[DryRun], cluster: Cluster) -> Figures:
+def predicted(dry_runs: Sequence[DryRun], cluster: Cluster, *, expandable_segments: bool = False) -> Figures:
     """The figures of a cluster's dry runs."""
-    return figures(dry_runs, cluster.devices[0].kind, max(len(node.devices) for node in cluster.nodes))
+    ranks_per_node = max(len(node.devices) for node in cluster.nodes)
+    return figures(dry_runs, cluster.devices[0].kind, ranks_per_node, expandable_segments=expandable_segments)
 
 
 def error(predicted: Figures, measured: Measured) -> float:

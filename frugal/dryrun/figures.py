@@ -71,7 +71,9 @@ def fullest(dry_runs: Sequence[DryRun], kind: DeviceKind) -> DryRun:
     return max(dry_runs, key=lambda dry_run: max(_phases(dry_run, kind).values()))
 
 
-def figures(dry_runs: Sequence[DryRun], kind: DeviceKind, ranks_per_node: int) -> Figures:
+def figures(
+    dry_runs: Sequence[DryRun], kind: DeviceKind, ranks_per_node: int, *, expandable_segments: bool = False
+) -> Figures:
     """The figures of a cluster's dry-run ranks: each the largest of any rank, what holds the peak the fullest's."""
     phases = [_phases(dry_run, kind) for dry_run in dry_runs]
     allocated = max(max(each.values()) for each in phases)
@@ -80,7 +82,7 @@ def figures(dry_runs: Sequence[DryRun], kind: DeviceKind, ranks_per_node: int) -
     reserved = capacity = allocated
     if kind == "cuda":
         categories["rounding"] = allocated - peak.total_bytes
-        replays = [_replays(dry_run) for dry_run in dry_runs]
+        replays = [_replays(dry_run, expandable_segments=expandable_segments) for dry_run in dry_runs]
         reserved = max(each.under().peak_reserved_bytes for each in replays)
         capacity = max(each.smallest_capacity() for each in replays)
     return Figures(
@@ -95,9 +97,9 @@ def figures(dry_runs: Sequence[DryRun], kind: DeviceKind, ranks_per_node: int) -
     )
 
 
-def _replays(dry_run: DryRun) -> Replays:
+def _replays(dry_run: DryRun, *, expandable_segments: bool = False) -> Replays:
     timeline = dry_run.timeline
-    return Replays(timeline.fixed, timeline.events, timeline.empties)
+    return Replays(timeline.fixed, timeline.events, timeline.empties, expandable_segments=expandable_segments)
 
 
 def _phases(dry_run: DryRun, kind: DeviceKind) -> dict[str, int]:

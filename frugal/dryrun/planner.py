@@ -8,9 +8,9 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from frugal.config import cuda_allocator
 from frugal.config.calibration import chosen
 from frugal.config.cluster import Cluster
-from frugal.config.local_host import allocator_note
 from frugal.config.request import Request
 from frugal.config.schema import understand
 from frugal.dryrun.cache import Cache, digest, model_key
@@ -34,7 +34,14 @@ def plan(**settings: Any) -> Plan:
     for note in notes:
         logger.warning(note)
     request, cluster, defaults = understand(settings, calibration)
-    return make_plan(request, cluster, defaults, warnings=allocator_note(cluster, os.environ))
+    return make_plan_here(request, cluster, defaults)
+
+
+def make_plan_here(request: Request, cluster: Cluster, defaults: tuple[str, ...]) -> Plan:
+    """`make_plan` with what this environment says of torch's allocator; what no plan knows of that is a warning."""
+    request = cuda_allocator.planned(request, cluster, os.environ)
+    notes = cuda_allocator.notes(request.expandable_segments is not False, cluster, os.environ)
+    return make_plan(request, cluster, defaults, warnings=notes)
 
 
 def make_plan(

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from frugal.config import cuda_allocator
 from frugal.config.build_cluster import HostfileEntry
 from frugal.config.run_settings import RunSettings
 from frugal.distributed.connections.secret import SECRET_FILE
@@ -70,7 +71,9 @@ class LaunchRequest:
         variables = {"DS_ACCELERATOR": "cpu"} if self.is_cpu else {}
         if self.access.nic is not None:
             variables |= {"GLOO_SOCKET_IFNAME": self.access.nic, "NCCL_SOCKET_IFNAME": self.access.nic}
-        return variables
+        return variables | cuda_allocator.settings(
+            self.plan.cluster, os.environ, self.plan.strategy.expandable_segments
+        )
 
     def shell_line(self, words: Sequence[str], **more: str) -> str:
         """A line for a shell, with its environment before it."""

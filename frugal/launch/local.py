@@ -2,10 +2,11 @@
 
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from frugal.config import cuda_allocator
 from frugal.config.cluster import DeviceKind
 from frugal.config.run_settings import RunSettings
 from frugal.deepspeed_adapter import collectives
@@ -92,9 +93,9 @@ def start(
     plan: Plan, module: str, arguments: Sequence[str], master_port: int | None = None, *, to_stderr: bool = False
 ) -> int:
     """Run `module` on the plan's ranks; see `start_ranks`."""
-    return start_ranks(
-        plan.cluster.devices[0].kind, plan.batch.world_size, module, arguments, master_port, to_stderr=to_stderr
-    )
+    variables = cuda_allocator.settings(plan.cluster, os.environ, plan.strategy.expandable_segments)
+    kind, num_ranks = plan.cluster.devices[0].kind, plan.batch.world_size
+    return start_ranks(kind, num_ranks, module, arguments, master_port, variables=variables, to_stderr=to_stderr)
 
 
 def start_ranks(
@@ -104,13 +105,15 @@ def start_ranks(
     arguments: Sequence[str],
     master_port: int | None = None,
     *,
+    variables: Mapping[str, str] | None = None,
     to_stderr: bool = False,
 ) -> int:
     """Run `module` on ranks of this machine; the exit code of the first that failed, or 0.
 
-    `to_stderr`: what they print goes to this process's standard error, not its standard output.
+    `variables` are added to their environment. `to_stderr`: what they print goes to this process's standard error, not
+    its standard output.
     """
-    environment = {**os.environ, secret.SECRET: secret.make()}
+    environment = {**os.environ, **(variables or {}), secret.SECRET: secret.make()}
     if kind == "cpu":
         environment |= collectives.ON_CPU
     devices = list(range(num_ranks)) if kind == "cpu" else visible_gpus()[:num_ranks]

@@ -26,6 +26,7 @@ from typing import IO
 
 import psutil  # type: ignore[import-untyped]  # has no types
 
+from frugal.config import cuda_allocator
 from frugal.config.build_cluster import HostfileEntry
 from frugal.config.cluster import Cluster, DeviceKind
 from frugal.config.run_settings import RunSettings
@@ -162,6 +163,7 @@ def _environment(plan: Plan, access: Access, folder: Path) -> dict[str, str]:
         parent.OVER_SSH: "1",
         secret.SECRET: secret.make(),
     }
+    environment |= cuda_allocator.settings(plan.cluster, environment, plan.strategy.expandable_segments)
     return environment | (collectives.ON_CPU if plan.cluster.devices[0].kind == "cpu" else {})
 
 

@@ -27,10 +27,11 @@ CONNECT_SECONDS = 10
 ASK_SECONDS = 120  # importing torch from a busy network file system takes long
 
 PASSED = (
-    "PYTHON", "NCCL", "GLOO", "MLFLOW", "UCX", "MV2", "HF_", "HUGGING_FACE_", "TRANSFORMERS_", "TOKENIZERS_", "TORCH_",
-    "OMP_", "DS_", "DEEPSPEED_", "XDG_CACHE_HOME", "CUDA_HOME",
+    "PYTHON", "PYTORCH_", "NCCL", "GLOO", "MLFLOW", "UCX", "MV2", "HF_", "HUGGING_FACE_", "TRANSFORMERS_",
+    "TOKENIZERS_", "TORCH_", "OMP_", "DS_", "DEEPSPEED_", "XDG_CACHE_HOME", "CUDA_HOME",
 )  # fmt: skip
-"""What these names begin with is passed on to all nodes, as DeepSpeed's launcher does with the first six.
+"""What these names begin with is passed on to all nodes, as DeepSpeed's launcher does with `PYTHON` and the five after
+`PYTORCH_`.
 
 Tokens are among them: they are never words of a command, which every user of a host can list.
 """

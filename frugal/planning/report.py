@@ -26,6 +26,7 @@ def reasons(request: Request, cluster: Cluster, result: SearchResult) -> tuple[s
         _loss(request, result),
         _zero_stage(request, cluster, result),
         *_offload(request, result),
+        _segments(request, result),
         _micro_batch(request, cluster, result),
     )
 
@@ -105,6 +106,18 @@ def _offload(request: Request, result: SearchResult) -> list[str]:
     others = [candidate for candidate in result.candidates if candidate.strategy.offload_optimizer == "none"]
     others = [candidate for candidate in others if candidate.headroom_bytes is not None]
     return [f"{what} {where}: {_does_not_fit(others)} on the GPUs alone" if others else f"{what} {where}"]
+
+
+def _segments(request: Request, result: SearchResult) -> str:
+    """What expandable segments are worth; nothing on CPU ranks."""
+    other, memory = result.in_other_segments, result.memory
+    if other is None:
+        return ""
+    is_on = result.chosen.strategy.expandable_segments
+    with_other = "without" if is_on else "with"
+    slack = f"{format_bytes(other.slack)} {with_other} them" if other.fits else f"it would not fit {with_other} them"
+    asked = ", as asked" if request.expandable_segments is not None else ""
+    return f"expandable segments are {'on' if is_on else 'off'}{asked}: slack is {format_bytes(memory.slack)}, {slack}"
 
 
 def _micro_batch(request: Request, cluster: Cluster, result: SearchResult) -> str:

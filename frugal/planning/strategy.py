@@ -30,6 +30,7 @@ class Strategy:
         sub_group_elements: ZeRO-3, elements updated together in the optimizer step.
         overlap_comm: gradients travel while backward goes on, from a second bucket and a stream of their own.
         small_buckets: the four sizes before `sub_group_elements` are an eighth of the usual ones.
+        expandable_segments: torch's caching allocator for GPUs has one segment that grows, not many.
     """
 
     zero_stage: int
@@ -47,6 +48,7 @@ class Strategy:
     sub_group_elements: int = 100_000_000
     overlap_comm: bool = False
     small_buckets: bool = False
+    expandable_segments: bool = False
 
     def __post_init__(self) -> None:
         assert 0 <= self.zero_stage <= 3
@@ -204,6 +206,7 @@ def allowed_strategies(
             max_live_elements=0 if parameters == "nvme" else live,
             overlap_comm=bool(request.overlap_comm) and stage >= 1,
             small_buckets=small_buckets,
+            expandable_segments=on_gpus and request.expandable_segments is not False,
             gradient_accumulation_dtype=request.gradient_accumulation_dtype or "fp32",
         )
         for stage in stages

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from frugal.deepspeed_adapter import engine
-from frugal.distributed import process_group
+from frugal.distributed import env, process_group
 from frugal.distributed.connections.listeners import closed_afterwards
 from frugal.distributed.exchange import gather
 from frugal.errors import PlanMismatchError
@@ -64,6 +64,7 @@ def initialize(
             library, a compiler or the disk is missing; or DeepSpeed is another than the one that was tested, and lacks
             something.
     """
+    env.adopt_segments(plan.cluster, plan.strategy.expandable_segments)
     process_group.form()
     if dist.get_world_size() != plan.batch.world_size:
         raise PlanMismatchError(

@@ -134,7 +134,7 @@ def train(plan: Plan, settings: RunSettings, device: "torch.device") -> None:
             if changes:
                 log.say(describe_changes(changes, start.step, settings.out))
             notes = [f"note: {note}" for note in plan.warnings if note.startswith((SPLIT_MATTERS, PADDING_MATTERS))]
-            for remark in (*notes, *_not_as_planned(plan, data)):
+            for remark in (*notes, *_not_as_planned(plan, data), *_other_segments(plan)):
                 log.say(remark)
             first_steps = None if settings.resume else loop.FirstStepsGauge(gauge, measuring)
             done = loop.train(
@@ -169,6 +169,19 @@ def _not_as_planned(plan: Plan, data: "RunData") -> Iterator[str]:
     note = None if planned is None else sample_lengths.unlike(planned, len(lengths), int(lengths.sum()))
     if note is not None:
         yield note
+
+
+def _other_segments(plan: Plan) -> Iterator[str]:
+    """What to say where torch's allocator could not make the segments that were planned."""
+    import torch
+
+    if plan.strategy.expandable_segments and torch.cuda.get_allocator_backend() == "native":
+        segments = torch.cuda.memory_snapshot()
+        if not any(segment["is_expandable"] for segment in segments):
+            yield (
+                "torch has no expandable segments here, which the plan counts on: it may run out of memory; "
+                "`frugal plan --no-expandable-segments` plans without them"
+            )
 
 
 def _evaluate_at_the_end(engine: "Engine", data: "RunData", total_steps: int, log: "Log") -> None:

@@ -111,6 +111,9 @@ class SyntheticProfile:
             operator="mm",
         )
 
+    def in_other_segments(self, micro_batch: int, device: Device) -> MemoryBreakdown:
+        return self.memory(micro_batch, device)  # there is no allocator
+
     def largest_micro_batch(self, device: Device, cap: int) -> int:
         return next((micro for micro in range(cap, 0, -1) if self.memory(micro, device).fits), 0)
 

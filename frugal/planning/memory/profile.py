@@ -91,38 +91,43 @@ class MemoryProfile:
     sampled: tuple[int, ...] = ()
     counts_slack: bool = True
 
-    def memory(self, micro_batch: int, device: Device, *, expandable_segments: bool = False) -> MemoryBreakdown:
+    def memory(self, micro_batch: int, device: Device) -> MemoryBreakdown:
         """The peak of the fullest rank on `device`, and the host memory of a full node."""
         ranks, sampled = self._ranks_at(micro_batch)
-        return fullest(ranks, sampled, device, self.ranks_per_node, expandable_segments, self.counts_slack)
+        expandable = self.strategy.expandable_segments
+        return fullest(ranks, sampled, device, self.ranks_per_node, expandable, self.counts_slack)
 
     @property
     def gathers(self) -> tuple[int, int] | None:
         """Under ZeRO-3 the all-gathers of a micro-step and the elements they bring, where they were counted."""
         return self.ranks[0].gathers
 
+    def in_other_segments(self, micro_batch: int, device: Device) -> MemoryBreakdown:
+        """`memory` with expandable segments where the strategy has none, and without where it has."""
+        strategy = replace(self.strategy, expandable_segments=not self.strategy.expandable_segments)
+        return replace(self, strategy=strategy).memory(micro_batch, device)
+
     @property
     def draft(self) -> "MemoryProfile":
         """The same if the allocator wasted nothing: memory from below, found a hundred times sooner."""
         return replace(self, counts_slack=False)
 
-    def fits(self, micro_batch: int, device: Device, *, expandable_segments: bool = False) -> bool:
+    def fits(self, micro_batch: int, device: Device) -> bool:
         """Whether `memory` would say so, found sooner."""
         ranks, sampled = self._ranks_at(micro_batch)
         if max(rank.timeline.peak_bytes(sampled) for rank in ranks) > device.usable_bytes:
             return False
         if device.kind == "cpu" or not self.counts_slack:
             return True
-        return all(
-            rank.survives(sampled, device.usable_bytes, expandable_segments=expandable_segments) for rank in ranks
-        )
+        expandable = self.strategy.expandable_segments
+        return all(rank.survives(sampled, device.usable_bytes, expandable_segments=expandable) for rank in ranks)
 
-    def largest_micro_batch(self, device: Device, cap: int, *, expandable_segments: bool = False) -> int:
+    def largest_micro_batch(self, device: Device, cap: int) -> int:
         """The most samples, up to `cap`, whose step fits on `device`; 0: not even one."""
         if self.sampled:
             cap = min(cap, self.sampled[-1])
         most = _bisect(0, cap, lambda micro_batch: self._live_bytes(micro_batch) <= device.usable_bytes)
-        fits = partial(self.fits, device=device, expandable_segments=expandable_segments)
+        fits = partial(self.fits, device=device)
         too_many, step = most + 1, 1
         while most and not fits(most):  # the allocator seldom takes more than a few samples' worth
             too_many, most, step = most, max(0, most - step), 2 * step

@@ -89,13 +89,17 @@ def fastest_seconds(candidates: Iterable[Candidate]) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class SearchResult:
-    """The strategy that was chosen. `memory` is that of its dry run; `candidates` are all, the chosen one included."""
+    """The strategy that was chosen. `memory` is that of its dry run; `candidates` are all, the chosen one included.
+
+    `in_other_segments`: what it would take with expandable segments where it has none, or without; None on CPU ranks.
+    """
 
     chosen: Candidate
     memory: MemoryBreakdown
     model: ModelSummary
     candidates: tuple[Candidate, ...]
     warnings: tuple[str, ...]
+    in_other_segments: MemoryBreakdown | None = None
 
     @property
     def rejected(self) -> tuple[Rejected, ...]:
@@ -232,11 +236,15 @@ class Facts(Protocol):
 
 
 class Profile(cost.Model, Protocol):
-    """What one model costs under one strategy, for any micro-batch. `draft`: without the allocator's part."""
+    """What one model costs under one strategy, for any micro-batch. `draft`: without the allocator's part.
+
+    `in_other_segments` is the memory with expandable segments where the strategy has none, or without.
+    """
 
     @property
     def draft(self) -> "Profile": ...
     def memory(self, micro_batch: int, device: Device) -> MemoryBreakdown: ...
+    def in_other_segments(self, micro_batch: int, device: Device) -> MemoryBreakdown: ...
     def largest_micro_batch(self, device: Device, cap: int) -> int: ...
 
 

@@ -331,3 +331,17 @@ class StrategyEvaluation:
             for device, micro in self.fitting.loads(candidate.batch)
         )
         return min(of_devices, key=lambda memory: memory.headroom_bytes)
+
+    def in_other_segments(self, candidate: Candidate) -> MemoryBreakdown | None:
+        """What a candidate would take on its fullest device with the other kind of segments; None on CPU ranks."""
+        assert candidate.batch is not None
+        if self.cluster.devices[0].kind == "cpu":
+            return None
+        accumulates = self.request.lengths is not None or not candidate.takes_one_micro_step
+        profile = self.source.profile(candidate.strategy, accumulates)
+        loads = (
+            (profile.draft.memory(micro, device), micro, device)
+            for device, micro in self.fitting.loads(candidate.batch)
+        )
+        _, micro, device = min(loads, key=lambda load: load[0].headroom_bytes)
+        return profile.in_other_segments(micro, device)

@@ -84,6 +84,7 @@ class Search:
                         model=self._model(winner),
                         candidates=(*of_levels_before, *candidates),
                         warnings=(*warnings, *assumed),
+                        in_other_segments=self.evaluation.in_other_segments(winner),
                     )
                 if outcome is Outcome.TOO_LARGE:
                     self.evaluation.refute(winner, memory)

@@ -1,0 +1,87 @@
+"""torch's caching allocator for GPUs as its environment variable sets it: what a plan assumes, and what ranks are told.
+
+`PYTORCH_ALLOC_CONF` holds options such as `max_split_size_mb:512,expandable_segments:True`. Its older name,
+`PYTORCH_CUDA_ALLOC_CONF`, wins where both are set (torch 2.13.0, tried). A plan says whether segments are expandable,
+and every rank is started with what its plan says; the user's other options stay. What they do is not modelled.
+"""
+
+import platform
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+
+from frugal.config.cluster import Cluster
+from frugal.config.request import Request
+
+NAME, OLDER_NAME = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
+UNCACHED = "PYTORCH_NO_CUDA_MEMORY_CACHING"
+"""Where it is set, every tensor is a `cudaMalloc` of its own."""
+
+_OPTION = re.compile(r"\s*(\w+)\s*:\s*(\[[^]]*\]|[^,]*?)\s*(?:,|$)")
+_MODELLED = ("expandable_segments",)
+_ON_HOST = "pinned_"  # how options of the allocator for pinned memory begin
+
+
+def variable(environment: Mapping[str, str]) -> str:
+    """The name of the variable that torch reads here."""
+    return OLDER_NAME if OLDER_NAME in environment else NAME
+
+
+def options(environment: Mapping[str, str]) -> dict[str, str]:
+    """The allocator's options by name, as text."""
+    return dict(_OPTION.findall(environment.get(variable(environment), "")))
+
+
+def expandable(environment: Mapping[str, str]) -> bool | None:
+    """Whether the environment asks for expandable segments; None where it does not say."""
+    said = options(environment).get("expandable_segments")
+    return None if said is None else said == "True"
+
+
+def settings(cluster: Cluster, environment: Mapping[str, str], expandable_segments: bool) -> dict[str, str]:
+    """The variable that makes torch's segments what a plan says, with the user's other options; empty where they are.
+
+    Torch's own default is not to have them expandable.
+    """
+    if cluster.devices[0].kind != "cuda" or bool(expandable(environment)) == expandable_segments:
+        return {}
+    given = options(environment) | {"expandable_segments": str(expandable_segments)}
+    return {variable(environment): ",".join(f"{name}:{value}" for name, value in given.items())}
+
+
+def is_wsl() -> bool:
+    """Whether this is WSL 2, whose driver refuses expandable segments on some cards (pytorch/pytorch#192330)."""
+    return "microsoft" in platform.release().lower()
+
+
+def planned(request: Request, cluster: Cluster, environment: Mapping[str, str]) -> Request:
+    """The request with the segments that this environment asks for, or can have, where it does not say itself."""
+    if cluster.devices[0].kind != "cuda" or request.expandable_segments is not None:
+        return request
+    said = expandable(environment)
+    if said is None and (is_wsl() or options(environment).get("backend") == "cudaMallocAsync"):
+        said = False
+    return request if said is None else replace(request, expandable_segments=said)
+
+
+def notes(expandable_segments: bool, cluster: Cluster, environment: Mapping[str, str]) -> tuple[str, ...]:
+    """What of the environment a plan for GPUs does not follow: other segments, and options that are not modelled."""
+    if cluster.devices[0].kind != "cuda":
+        return ()
+    texts, name = [], variable(environment)
+    said = expandable(environment)
+    if said is not None and said != expandable_segments:
+        texts.append(
+            f"{name} says expandable_segments:{said}, and the plan was made for {expandable_segments}: ranks run with "
+            f"what was planned; {'--expandable-segments' if said else '--no-expandable-segments'} plans otherwise"
+        )
+    others = [
+        f"{option}:{value}"
+        for option, value in options(environment).items()
+        if option not in _MODELLED and not option.startswith(_ON_HOST) and (option, value) != ("backend", "native")
+    ]
+    if others:
+        texts.append(f"{name} has {','.join(others)}, which no plan knows: what the allocator adds may be more")
+    if environment.get(UNCACHED):
+        texts.append(f"{UNCACHED} is set: tensors are allocated one by one, which no plan knows, and takes far longer")
+    return tuple(texts)
