@@ -1,4 +1,4 @@
-"""What torch's variable for its allocator says is planned with; ranks are told what was planned, and nothing is lost."""
+"""What torch's variable for its allocator says is planned with; ranks are told what was planned, losing nothing else."""
 
 import pytest
 

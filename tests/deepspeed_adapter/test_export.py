@@ -168,3 +168,17 @@ def test_the_python_of_every_task_and_stage_is_python(target: Target, task: str)
         name, text = next(iter(export(made, target, make_model="model = None", decoder_inputs=source()).files.items()))
         compile(text, name, "exec")
         assert all(len(line) <= 120 for line in text.splitlines() if not line.startswith("    DS_ACC"))
+
+
+@pytest.mark.parametrize("target", ["hf", "accelerate", "script"])
+def test_segments_that_the_memory_counts_on_go_with_the_plan(target: Target) -> None:
+    told, without = (
+        export(plan(strategy={"expandable_segments": each}), target, folder="run") for each in (True, False)
+    )
+    text, plain = next(iter(told.files.values())), next(iter(without.files.values()))
+    where = told.start if target == "accelerate" else text
+    assert "expandable_segments:True" in where
+    assert "expandable_segments" not in plain + without.start
+    if target != "accelerate":
+        setting = text.index('os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")')
+        assert text.index("import os") < setting < text.index("import torch"), "torch reads it once"

@@ -4,8 +4,10 @@ import os
 import socket
 
 import pytest
+import torch
 
 from bench.plans import plan_by_hand
+from frugal.config.schema import understand
 from frugal.distributed import env
 from frugal.errors import RequestError
 
@@ -87,3 +89,30 @@ def test_ranks_of_one_host_use_its_loopback_and_those_of_several_the_network(bar
         "GLOO_SOCKET_IFNAME" not in os.environ  # a machine with nothing but loopback
     )
     assert os.environ.get("GLOO_SOCKET_IFNAME") != "lo"
+
+
+def test_a_rank_has_the_segments_that_were_planned_before_torch_uses_a_gpu(
+    bare: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    gpus = understand({"gpus": 1, "mem": "12G"})[1]
+    bare.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:512,expandable_segments:False")
+    env.adopt_segments(gpus, True)
+    assert os.environ["PYTORCH_ALLOC_CONF"] == "max_split_size_mb:512,expandable_segments:True"
+    assert [record.message[:50] for record in caplog.records] == [
+        "PYTORCH_ALLOC_CONF says expandable_segments:False,", "PYTORCH_ALLOC_CONF has max_split_size_mb:512, whic"
+    ]  # fmt: skip
+    caplog.clear()
+    env.adopt_segments(gpus, True)
+    assert not caplog.records, "it has them"
+
+
+def test_torch_is_told_of_the_segments_where_it_uses_a_gpu_already(bare: pytest.MonkeyPatch) -> None:
+    bare.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    bare.setattr("torch.cuda.is_initialized", lambda: True)
+    before = torch._C._accelerator_getAllocatorSettings()
+    try:
+        env.adopt_segments(understand({"gpus": 1, "mem": "12G"})[1], True)
+        assert torch._C._accelerator_getAllocatorSettings() == "expandable_segments:True"
+    finally:
+        torch._C._accelerator_setAllocatorSettings(before)
+        os.environ.pop("PYTORCH_ALLOC_CONF", None)

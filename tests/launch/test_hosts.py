@@ -73,6 +73,28 @@ def test_openmpi_has_one_line_for_all(folder: Path, capsys: pytest.CaptureFixtur
     )
 
 
+def test_other_launchers_are_told_the_segments_beside_the_users_options(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = Plan.read(folder / "plan.json")
+    gpus = tuple(
+        dataclasses.replace(node, devices=tuple(dataclasses.replace(each, kind="cuda") for each in node.devices))
+        for node in plan.cluster.nodes
+    )
+    plan = dataclasses.replace(
+        plan, cluster=dataclasses.replace(plan.cluster, nodes=gpus),
+        strategy=dataclasses.replace(plan.strategy, expandable_segments=True),
+    )  # fmt: skip
+    (folder / "plan.json").write_bytes(plan.sealed().to_json())
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:512,expandable_segments:False")
+    code, output, errors = said(capsys, "--hostfile", "hosts", "--print", "torchrun")
+    assert code == 0
+    start = "PYTORCH_ALLOC_CONF=max_split_size_mb:512,expandable_segments:True torchrun --nnodes 2 --node-rank 0 "
+    assert output.splitlines()[2].startswith(start)
+    assert errors.startswith("note: PYTORCH_ALLOC_CONF says expandable_segments:False, and the plan was made for True")
+    assert Access().environment()["PYTORCH_ALLOC_CONF"] == "max_split_size_mb:512,expandable_segments:False"
+
+
 def test_slurm_cannot_start_unequal_nodes(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert said(capsys, "--print", "slurm") == (
         2, "",

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,21 @@ def test_what_is_written_is_read_back_equal(settings: dict[str, Any], tmp_path: 
 def test_the_same_request_gives_the_same_digest() -> None:
     assert made().digest == made().digest
     assert made().digest != made(global_batch=256).digest
+
+
+def test_expandable_segments_are_part_of_the_plan_and_of_its_digest() -> None:
+    with_them, without = made(), made(expandable_segments=False)
+    assert json.loads(with_them.to_json())["strategy"]["expandable_segments"] is True
+    assert "expandable segments are on: slack is 0.0 MiB, 0.0 MiB without them" in with_them.why
+    assert not without.strategy.expandable_segments
+    assert "expandable segments are off, as asked: slack is 0.0 MiB, 0.0 MiB with them" in without.why
+    assert replace(with_them, strategy=without.strategy).compute_digest() != with_them.digest
+
+
+def test_a_plan_without_them_is_written_as_before_there_were_any() -> None:
+    on_cpu = made(device="cpu", mem="64G")
+    assert "expandable" not in on_cpu.to_json().decode()
+    assert Plan.from_json(on_cpu.to_json()) == on_cpu
 
 
 def test_the_documented_keys_are_there() -> None:

@@ -28,11 +28,11 @@ def rank(*storages: tuple[int, int], number: int = 0, host_bytes: int = 0) -> Ra
     return RankMemory(rank=number, timeline=timeline, host_bytes=host_bytes)
 
 
-def profile(*ranks: RankMemory, sampled: tuple[int, ...] = ()) -> MemoryProfile:
+def profile(*ranks: RankMemory, sampled: tuple[int, ...] = (), expandable_segments: bool = False) -> MemoryProfile:
     return MemoryProfile(
-        strategy=Strategy(zero_stage=2), world_size=2, ranks_per_node=2, accumulates=True, kind="cuda",
-        task="causal-lm", max_positions=None, parameters=1, trainable_parameters=1, largest_parameter=1,
-        trainable_sizes=(1,), work=NO_WORK, ranks=ranks, sampled=sampled,
+        strategy=Strategy(zero_stage=2, expandable_segments=expandable_segments), world_size=2, ranks_per_node=2,
+        accumulates=True, kind="cuda", task="causal-lm", max_positions=None, parameters=1, trainable_parameters=1,
+        largest_parameter=1, trainable_sizes=(1,), work=NO_WORK, ranks=ranks, sampled=sampled,
     )  # fmt: skip
 
 
@@ -54,6 +54,23 @@ def test_what_the_allocator_cannot_use_is_slack() -> None:
     memory = profile(FOUR_BLOCKS).memory(1, card(1000))
     assert (memory.parameters, memory.slack, memory.context) == (24 * MIB, 16 * MIB, 100 * MIB)
     assert memory.total_bytes == 140 * MIB
+
+
+def test_expandable_segments_grow_by_what_is_needed_and_the_other_kind_is_known_beside_them() -> None:
+    eleven = rank((11, 0), (11, 0))  # segments of 12 MiB each, or two pages of 20 MiB for both together
+    plain, expandable = (profile(eleven, expandable_segments=each) for each in (False, True))
+    assert plain.memory(1, card(1000)).slack == 2 * MIB
+    assert expandable.memory(1, card(1000)).slack == 18 * MIB
+    assert plain.in_other_segments(1, card(1000)) == expandable.memory(1, card(1000))
+    assert expandable.in_other_segments(1, card(1000)) == plain.memory(1, card(1000))
+
+
+def test_what_fits_is_what_the_strategys_own_segments_leave_room_for() -> None:
+    many = rank(*((11, 0) for _ in range(10)), (0, 11))  # eleven blocks: 132 MiB of segments, or 140 MiB of pages
+    plain, expandable = (profile(many, expandable_segments=each) for each in (False, True))
+    assert plain.fits(1, card(135))
+    assert not expandable.fits(1, card(135))
+    assert (plain.largest_micro_batch(card(135), 1), expandable.largest_micro_batch(card(135), 1)) == (1, 0)
 
 
 def test_a_draft_leaves_the_allocator_out() -> None:

@@ -63,6 +63,16 @@ def test_gradients_are_summed_in_fp32_unless_bf16_is_asked_for() -> None:
     )
 
 
+def test_segments_are_expandable_on_gpus_unless_they_are_not_wanted() -> None:
+    def expandable(asked: bool | None, *, on_gpus: bool) -> set[bool]:
+        request = Request(expandable_segments=asked)
+        made = allowed_strategies(request, world_size=2, offload="none", trainable_parameters=1000, on_gpus=on_gpus)
+        return {each.expandable_segments for each in made}
+
+    assert expandable(None, on_gpus=True) == expandable(True, on_gpus=True) == {True}
+    assert expandable(False, on_gpus=True) == expandable(True, on_gpus=False) == {False}
+
+
 def test_each_thing_on_a_disk_is_one_more_mechanism_than_in_host_memory() -> None:
     places: tuple[tuple[Place, Place], ...] = (("cpu", "cpu"), ("nvme", "cpu"), ("nvme", "nvme"))
     host, optimizer, both = (
