@@ -8,7 +8,6 @@ differs from the dataclasses in three places:
                               `MAX_LISTED_SIZES` of them; beyond that null, because `batch.micro_steps` says the same
                               for a thousand ranks and micro-steps in a few numbers
     request                   without those settings of `LATER` that nobody asked for
-    strategy                  without `expandable_segments` where there are none
 """
 
 import hashlib
@@ -211,19 +210,16 @@ MAX_LISTED_SIZES = 8192
 """Micro-batch sizes that `plan.json` lists one by one."""
 
 
-LATER = ("adam_beta1", "adam_beta2", "adam_epsilon", "batch_norm", "expandable_segments")
+LATER = ("adam_beta1", "adam_beta2", "adam_epsilon", "batch_norm")
 """Settings of a request that plans of this schema did not have at first: not written where they are None, so that a
 plan which does not use them is the same, and has the same digest, as before there were any."""
 
 
 def _as_written(plan: Plan) -> dict[str, Any]:
-    """A plan in plain types, without what `LATER` names and nobody asked for, and segments that plans before had."""
+    """A plan in plain types, without what `LATER` names and nobody asked for."""
     plain: dict[str, Any] = msgspec.to_builtins(plan)
     request = plain["request"]
     kept = {name: value for name, value in request.items() if name not in LATER or value is not None}
-    for strategy in (plain["strategy"], *(rejected["strategy"] for rejected in plain["rejected"])):
-        if not strategy.get("expandable_segments"):  # msgspec leaves out what it has not read
-            strategy.pop("expandable_segments", None)
     return plain | {"request": kept}
 
 

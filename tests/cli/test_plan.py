@@ -54,6 +54,7 @@ memory of each GPU at its peak, in backward (mm)
 why
   activation checkpointing is off: it is not needed, and a step would take 278 ms longer
   ZeRO-2: the lowest stage that sums bf16 gradients in fp32
+  expandable segments are on: slack is 0.0 MiB, 0.0 MiB without them
   memory binds: micro-batch 11 would be about 334.5 MiB short
 
 strategies

@@ -1,4 +1,4 @@
-"""What torch's variable for its allocator says is planned with; ranks are told what was planned, losing nothing else."""
+"""What torch's variable for its allocator says is planned with; ranks are told what was planned, and keep the rest."""
 
 import pytest
 
