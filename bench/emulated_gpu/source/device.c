@@ -25,7 +25,7 @@ static const emulated_card CARDS[] = {
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static const emulated_card *card;
 static char *arena;
-static size_t total, context_bytes, most_copied, used[MOST_DEVICES], reserved_space[MOST_DEVICES];
+static size_t total, context_bytes, most_copied, used[MOST_DEVICES];
 static int count = 1, trace;
 static __thread int current;
 
@@ -34,7 +34,7 @@ typedef struct block {
   size_t size;
   struct block *next;
 } block;
-static block *blocks[MOST_DEVICES]; /* sorted by address */
+static block *blocks[MOST_DEVICES], *ranges[MOST_DEVICES]; /* sorted by address: memory, and reserved addresses */
 static block *host_blocks;
 
 /* Settings. */
@@ -144,27 +144,39 @@ void emu_give_back(int device, size_t size) {
   pthread_mutex_unlock(&lock);
 }
 
+/* A block in the first gap of the sorted list that is large enough; the list begins at `start`. */
+static block *place(block **list, char *start, size_t size) {
+  while (*list && (size_t)((*list)->start - start) < size) {
+    start = (*list)->start + (*list)->size;
+    list = &(*list)->next;
+  }
+  block *made = malloc(sizeof *made);
+  *made = (block){start, size, *list};
+  return *list = made;
+}
+
+/* Take the block that begins at `p` out of the list; its size, or 0 if there is none. */
+static size_t unlink_block(block **list, const void *p) {
+  for (; *list; list = &(*list)->next)
+    if ((*list)->start == p) {
+      block *gone = *list;
+      size_t size = gone->size;
+      *list = gone->next;
+      free(gone);
+      return size;
+    }
+  return 0;
+}
+
 int emu_malloc(int device, size_t size, void **out) {
   size = (size + PAGE - 1) / PAGE * PAGE;
   pthread_mutex_lock(&lock);
-  if (!take(device, size)) {
-    pthread_mutex_unlock(&lock);
-    return 2;
-  }
-  block **at = &blocks[device]; /* the first gap that is large enough */
-  char *start = arena + ARENA * device;
-  while (*at && (size_t)((*at)->start - start) < size) {
-    start = (*at)->start + (*at)->size;
-    at = &(*at)->next;
-  }
-  block *made = malloc(sizeof *made);
-  *made = (block){start, size, *at};
-  *at = made;
+  bool taken = take(device, size);
+  if (taken) *out = place(&blocks[device], arena + ARENA * device, size)->start;
   size_t now = used[device];
   pthread_mutex_unlock(&lock);
-  emu_log("emulated_gpu: malloc %zu at %p, used %zu\n", size, (void *)start, now);
-  *out = start;
-  return 0;
+  emu_log("emulated_gpu: malloc %zu %s, used %zu\n", size, taken ? "done" : "refused", now);
+  return taken ? 0 : 2;
 }
 
 int emu_free(void *p) {
@@ -172,30 +184,32 @@ int emu_free(void *p) {
   if (!p) return 0;
   if (!emu_is_device(p, &device)) return 1;
   pthread_mutex_lock(&lock);
-  for (block **at = &blocks[device]; *at; at = &(*at)->next)
-    if ((*at)->start == p) {
-      block *gone = *at;
-      *at = gone->next;
-      used[device] -= gone->size;
-      size_t now = used[device];
-      madvise(gone->start, gone->size, MADV_DONTNEED);
-      pthread_mutex_unlock(&lock);
-      emu_log("emulated_gpu: free %zu, used %zu\n", gone->size, now);
-      free(gone);
-      return 0;
-    }
+  size_t size = unlink_block(&blocks[device], p);
+  used[device] -= size;
+  if (size) madvise(p, size, MADV_DONTNEED);
+  size_t now = used[device];
   pthread_mutex_unlock(&lock);
-  return 1;
+  emu_log("emulated_gpu: free %zu, used %zu\n", size, now);
+  return size ? 0 : 1;
 }
 
 int emu_reserve_address(int device, size_t size, void **out) {
+  char *start = arena + ARENA * device + ARENA / 2;
   pthread_mutex_lock(&lock);
-  size_t offset = ARENA / 2 + reserved_space[device];
-  reserved_space[device] += (size + PAGE - 1) / PAGE * PAGE;
+  char *p = place(&ranges[device], start, (size + PAGE - 1) / PAGE * PAGE)->start;
+  bool fits = p + size <= start + ARENA / 2;
+  if (!fits) unlink_block(&ranges[device], p);
   pthread_mutex_unlock(&lock);
-  if (offset + size > ARENA) return 2;
-  *out = arena + ARENA * device + offset;
-  return 0;
+  *out = p;
+  return fits ? 0 : 2;
+}
+
+void emu_free_address(void *p) {
+  int device;
+  if (!emu_is_device(p, &device)) return;
+  pthread_mutex_lock(&lock);
+  unlink_block(&ranges[device], p);
+  pthread_mutex_unlock(&lock);
 }
 
 /* Pinned memory of the host. */
@@ -209,16 +223,8 @@ static void host_add(void *p, size_t size) {
 }
 
 static size_t host_remove(void *p) {
-  size_t size = 0;
   pthread_mutex_lock(&lock);
-  for (block **at = &host_blocks; *at; at = &(*at)->next)
-    if ((*at)->start == p) {
-      block *gone = *at;
-      size = gone->size;
-      *at = gone->next;
-      free(gone);
-      break;
-    }
+  size_t size = unlink_block(&host_blocks, p);
   pthread_mutex_unlock(&lock);
   return size;
 }

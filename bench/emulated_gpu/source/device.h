@@ -31,6 +31,7 @@ EXPORT int emu_free(void *p);
 EXPORT bool emu_take(int device, size_t size); /* physical memory without an address; false: the card is full */
 EXPORT void emu_give_back(int device, size_t size);
 EXPORT int emu_reserve_address(int device, size_t size, void **out);
+EXPORT void emu_free_address(void *p);
 EXPORT bool emu_is_device(const void *p, int *device);
 EXPORT bool emu_is_host(const void *p); /* pinned */
 EXPORT int emu_host_alloc(size_t size, void **out);

@@ -94,7 +94,10 @@ DRIVER cuMemAddressReserve(CUdeviceptr *out, size_t size, size_t alignment, CUde
   return emu_reserve_address(emu_current_device(), size, (void **)out);
 }
 
-DRIVER cuMemAddressFree(CUdeviceptr p, size_t size) { return CUDA_SUCCESS; } /* there is enough of it */
+DRIVER cuMemAddressFree(CUdeviceptr p, size_t size) {
+  emu_free_address((void *)p);
+  return CUDA_SUCCESS;
+}
 
 DRIVER cuMemCreate(CUmemGenericAllocationHandle *handle, size_t size, const CUmemAllocationProp *prop,
                    unsigned long long flags) {
