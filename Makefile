@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 SHELL  := /bin/bash
 
-.PHONY: setup demo test test-all faults contract mutation renew lint docs clean
+.PHONY: setup demo test test-all faults contract mutation emulated renew lint docs clean
 
 setup: $(VENV)/.ready
 
@@ -54,6 +54,11 @@ contract: setup
 mutation: setup
 	$(BIN)/python -m bench.planning.mutation $(WORDS)
 
+# torch's CUDA build on cards that are emulated (docs/emulated-gpu.md), in an environment of its own: 1.5 GB.
+EMULATED := .venv-emulated
+emulated: setup
+	$(BIN)/python -m bench.emulated_gpu.setup --folder $(EMULATED)
+
 # After a change to planning: the plans in ds_configs/ and what README.md and docs/ show.
 renew: setup
 	$(BIN)/python ds_configs/generate.py
@@ -70,4 +75,4 @@ docs: setup
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 clean:
-	rm -rf $(VENV) $(CONTRACT) build *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(CONTRACT) $(EMULATED) build *.egg-info .mypy_cache .ruff_cache .pytest_cache

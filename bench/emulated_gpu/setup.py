@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from importlib.metadata import PathDistribution, distributions
+from importlib.metadata import distributions
 from pathlib import Path
 
 from bench.emulated_gpu.environment import FOLDER, ROOT
@@ -24,8 +24,10 @@ TORCH = "torch===2.13.0"
 HEADER_PACKAGES = ("nvidia-cuda-runtime==13.0.*", "nvidia-cuda-crt==13.0.*", "nvidia-cuda-nvcc==13.0.*")
 HEADERS = ("cuda.h", "cuda_runtime_api.h", "crt/host_defines.h")
 HERE = Path(__file__).parent
-LEFT_OUT = re.compile(r"nvidia|cuda|triton|torch$")
+REPLACED = re.compile(r"nvidia|cuda|triton")
 """Packages that the emulation replaces, or does without."""
+
+INSTALLED_APART = {"frugal-trainer", "torch", "deepspeed"}
 
 
 class SetUpError(Exception):
@@ -82,22 +84,26 @@ def requirements() -> list[str]:
     """Every package that the project's own environment has for frugal, pinned to the version it has there.
 
     They are installed one by one without what they depend on, as that would be NVIDIA's packages.
+
+    Raises:
+        SetUpError: this process does not run in that environment.
     """
     installed = {_plain(each.metadata["Name"]): each for each in distributions()}
-    pinned: dict[str, str] = {}
+    if not {"frugal-trainer", "peft"} <= installed.keys():
+        raise SetUpError(
+            "error: this Python does not have frugal and its packages\n  because their versions are taken from it\n\n"
+            "hint: make emulated"
+        )
+    versions: dict[str, str] = {}
     waiting = ["frugal-trainer", "peft", "setuptools", "wheel", "ninja"]
     while waiting:
         name = waiting.pop()
-        distribution = installed.get(name)
-        if name in pinned or LEFT_OUT.match(name) or not isinstance(distribution, PathDistribution):
+        if name in versions or name not in installed or REPLACED.match(name):
             continue
-        pinned[name] = distribution.version
-        waiting += [
-            _plain(re.split(r"[^\w.-]", line)[0]) for line in distribution.requires or [] if "extra ==" not in line
-        ]
-    return [
-        f"{name}=={version}" for name, version in sorted(pinned.items()) if name not in ("frugal-trainer", "deepspeed")
-    ]
+        versions[name] = installed[name].version
+        lines = [line for line in installed[name].requires or [] if "extra ==" not in line]
+        waiting += [_plain(re.split(r"[^\w.-]", line)[0]) for line in lines]
+    return [f"{name}=={version}" for name, version in sorted(versions.items()) if name not in INSTALLED_APART]
 
 
 def _plain(name: str) -> str:

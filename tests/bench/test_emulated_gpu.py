@@ -1,0 +1,162 @@
+"""What can be checked of emulated GPUs without torch's CUDA build: the cards, the sources, memory and collectives."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bench.emulated_gpu import environment, libraries, setup
+from bench.emulated_gpu.cards import CARDS, EmulatedCard, c_table
+from frugal.config import cluster
+
+needs_compiler = pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc here")
+NEED_HEADERS = {"driver.c", "cudart.c"}
+
+FULL_CARD = """
+import ctypes, sys
+device = ctypes.CDLL(sys.argv[1])
+device.emu_free_bytes.restype = ctypes.c_size_t
+blocks = []
+while True:
+    block = ctypes.c_void_p()
+    error = device.emu_malloc(0, ctypes.c_size_t(1 << 30), ctypes.byref(block))
+    if error:
+        break
+    blocks.append(block)
+print(error, len(blocks), device.emu_free_bytes(0) >> 20)
+device.emu_free(blocks[1])
+again = ctypes.c_void_p()
+print(device.emu_malloc(0, ctypes.c_size_t(1 << 30), ctypes.byref(again)), again.value == blocks[1].value)
+"""
+
+RANK = """
+import ctypes, os, sys
+nccl, key, rank, world, ends = ctypes.CDLL(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), sys.argv[5]
+class Id(ctypes.Structure):
+    _fields_ = [("bytes", ctypes.c_char * 128)]
+comm = ctypes.c_void_p()
+assert nccl.ncclCommInitRank(ctypes.byref(comm), world, Id(key.encode()), rank) == 0
+def all_reduce(kind, number, values, operation):
+    data = (kind * len(values))(*values)
+    size = ctypes.c_size_t(len(values))
+    error = nccl.ncclAllReduce(data, data, size, number, operation, comm, None)
+    return error or list(data)
+def all_gather(values):
+    data, every = (ctypes.c_int64 * len(values))(*values), (ctypes.c_int64 * (world * len(values)))()
+    return nccl.ncclAllGather(data, every, ctypes.c_size_t(len(values)), 4, comm, None) or list(every)
+sums, largest = all_reduce(ctypes.c_int64, 4, [rank, 7], 0), all_reduce(ctypes.c_float, 7, [rank + 0.5], 2)
+print(sums, largest, all_gather([rank, -rank]), flush=True)
+if ends == "one ends" and rank == 1:
+    os._exit(0)
+print(all_reduce(ctypes.c_uint8, 1, [rank + 3], 3))
+"""
+
+
+@pytest.mark.parametrize("card", CARDS.values(), ids=lambda card: card.key)
+def test_a_card_is_the_one_that_is_planned_for(card: EmulatedCard) -> None:
+    planned = cluster.CARDS[card.frugal_name]
+    assert card.memory_bytes == pytest.approx(planned.memory_bytes, rel=0.01)
+    assert (card.capability >= (8, 0)) == planned.has_bf16
+    assert cluster.recognise_card(card.driver_name, card.memory_bytes) == card.frugal_name
+
+
+def test_a_process_gets_its_card_and_no_rank_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    made = environment.environment("t4", num_gpus=2, memory_bytes=1 << 30, expandable_segments=False)
+    assert (made["EMULATED_GPU_CARD"], made["EMULATED_GPU_COUNT"], made["EMULATED_GPU_MEM"]) == (
+        "t4",
+        "2",
+        "1073741824",
+    )
+    assert not {"RANK", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"} & made.keys()
+    assert environment.environment("t4", expandable_segments=True)["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+    with pytest.raises(ValueError, match="not 1 of rtx1"):
+        environment.environment("rtx1")
+
+
+def test_without_an_emulation_the_error_says_how_to_get_one(tmp_path: Path) -> None:
+    with pytest.raises(environment.NotSetUpError) as error:
+        environment.python(tmp_path)
+    assert str(error.value) == (
+        f"error: no emulated GPU in {tmp_path}\n\nhint: python -m bench.emulated_gpu.setup --folder {tmp_path}"
+    )
+
+
+def test_a_missing_compiler_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda tool: None if tool == "g++" else f"/usr/bin/{tool}")
+    with pytest.raises(setup.SetUpError) as error:
+        setup.check_tools()
+    assert str(error.value) == (
+        "error: g++ not found\n  because the emulated libraries are compiled here\n\n"
+        "hint: apt-get install gcc g++ binutils"
+    )
+
+
+def test_the_environment_gets_what_torch_and_frugal_need_but_nothing_of_nvidia() -> None:
+    names = {line.split("==")[0] for line in setup.requirements()}
+    assert {"sympy", "transformers", "msgspec", "peft", "hjson", "tokenizers"} <= names
+    assert not [name for name in names if name.startswith(("nvidia", "cuda", "triton", "torch", "deepspeed", "frugal"))]
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("source", "macro"),
+    sorted(
+        (source, soname.split(".")[0].removeprefix("lib"))
+        for soname, (_, sources) in libraries.LIBRARIES.items()
+        for source in sources
+    ),
+)
+def test_a_source_compiles(source: str, macro: str, tmp_path: Path) -> None:
+    headers = setup.installed_headers() if source in NEED_HEADERS else ()
+    if headers is None:
+        pytest.skip("no CUDA headers here")
+    (tmp_path / "cards.inc").write_text(c_table())
+    include = [f"-I{folder}" for folder in (*headers, tmp_path)]
+    libraries.compile_source(libraries.SOURCE / source, macro, include, tmp_path / "out.o")
+    assert (tmp_path / "out.o").exists()
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Memory and collectives of the emulation in one library."""
+    if shutil.which("gcc") is None:
+        pytest.skip("no gcc here")
+    folder = tmp_path_factory.mktemp("library")
+    (folder / "cards.inc").write_text(c_table())
+    objects = []
+    for source in ("device.c", "nccl.c"):
+        objects.append(str(folder / f"{source}.o"))
+        libraries.compile_source(libraries.SOURCE / source, "nccl", [f"-I{folder}"], Path(objects[-1]))
+    path = folder / "libboth.so"
+    subprocess.run(["gcc", "-shared", "-o", path, *objects, "-lpthread"], check=True)
+    return path
+
+
+def test_a_card_is_full_when_its_memory_less_the_context_is_taken(library: Path) -> None:
+    made = environment.environment("rtx3060", memory_bytes=4 << 30)
+    done = subprocess.run(
+        [sys.executable, "-c", FULL_CARD, library], env=made, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.splitlines() == ["2 3 524", "0 True"]  # 4 GiB, less 500 MiB and 3 GiB
+
+
+@pytest.mark.parametrize("ends", ["", "one ends"])
+def test_ranks_exchange_small_values_and_learn_that_one_has_ended(library: Path, ends: str) -> None:
+    key, made = f"test{os.getpid()}{bool(ends):d}", environment.environment("t4", num_gpus=3)
+    command = [sys.executable, "-c", RANK, str(library), key]
+    ranks = [
+        subprocess.Popen([*command, str(rank), "3", ends], env=made, stdout=subprocess.PIPE, text=True)
+        for rank in range(3)
+    ]
+    said = [rank.communicate(timeout=60)[0].splitlines() for rank in ranks]
+    exchanged = "[3, 21] [2.5] [0, 0, 1, -1, 2, -2]"
+    remote_error = "6"
+    expected = [[exchanged, remote_error if ends else "[3]"]] * 3
+    if ends:
+        expected[1] = [exchanged]
+    assert said == expected
