@@ -3,40 +3,17 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
+from bench.gpu import models
 from bench.plans import plan_by_hand
 from frugal.config.cluster import Cluster, Device, DeviceKind, Node
 from frugal.config.request import Precision, Request
 from frugal.planning.batch import BatchPlan
 from frugal.planning.plan import Plan
 from frugal.planning.strategy import BUCKET_ELEMENTS, ActivationCheckpointing, Strategy
-
-LLAMA_3B = {
-    "model_type": "llama", "hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 28,
-    "num_attention_heads": 24, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128256,
-    "max_position_embeddings": 131072, "tie_word_embeddings": True, "bos_token_id": 0, "eos_token_id": 1,
-}  # fmt: skip
-T5_LARGE = {
-    "model_type": "t5", "d_model": 1024, "d_kv": 64, "d_ff": 4096, "num_layers": 24, "num_heads": 16,
-    "vocab_size": 32128, "decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 1,
-}  # fmt: skip
-TINY = {
-    "tiny-gpt2": {"model_type": "gpt2", "n_layer": 3, "n_embd": 96, "n_head": 4, "vocab_size": 512, "n_positions": 256,
-                  "bos_token_id": 0, "eos_token_id": 1},
-    "tiny-llama": {"model_type": "llama", "hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 3,
-                   "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512, "bos_token_id": 0,
-                   "eos_token_id": 1},
-    "tiny-t5": {"model_type": "t5", "d_model": 96, "d_kv": 24, "d_ff": 256, "num_layers": 2, "num_heads": 4,
-                "vocab_size": 512, "decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 1},
-}  # fmt: skip
-OWN = {"llama-3b": LLAMA_3B, "t5-large": T5_LARGE, **TINY}
-"""Models that are no presets of frugal's, by name."""
-
-FAMILIES = {"gpt2": "gpt2", "tinyllama": "llama", "llama": "llama", "qwen3": "llama", "bert": "bert", "t5": "t5"}
-"""By the beginning of a model's name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,35 +28,53 @@ class Configuration:
     micro_batch: int
     accumulation_steps: int
     seq_len: int
+    world_size: int = 1
+    offload: Literal["none", "optimizer", "all"] = "none"
+    overlap_comm: bool = False
+    gradient_clipping: float = 1.0
+    pack: bool = False
+    between: Literal["nothing", "evaluation", "checkpoint"] = "nothing"
+    card: str | None = None
 
     @property
     def name(self) -> str:
         """For people, and as the key of its prediction."""
         size = self.micro_batch or "max"
-        return (
+        words = [
             f"{self.model} {self.precision} zero{self.zero_stage} {self.activation_checkpointing} {self.loss} "
             f"{size}x{self.seq_len} x{self.accumulation_steps}"
-        )
+        ]
+        words += [f"on {self.world_size}"] * (self.world_size > 1) + [f"offload {self.offload}"] * self.offloads
+        words += ["overlapped"] * self.overlap_comm + ["unclipped"] * (not self.gradient_clipping)
+        words += ["packed"] * self.pack + [self.between] * (self.between != "nothing")
+        return " ".join(words + [self.card] * (self.card is not None))
+
+    @property
+    def offloads(self) -> bool:
+        """Whether anything lives in host memory."""
+        return self.offload != "none"
 
     @property
     def family(self) -> str:
         """Of its model."""
-        name = self.model.removeprefix("tiny-")
-        return next(family for start, family in FAMILIES.items() if name.startswith(start))
+        return models.family(self.model)
 
     def request(self, folder: Path) -> Request:
         """The request; a model of our own is written into `folder` first."""
-        reference = self.model
-        if self.model in OWN:
+        reference = models.reference(self.model) or self.model
+        if self.model in models.CONFIGURATIONS:
             path = folder / self.model / "config.json"
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(msgspec.json.encode(OWN[self.model]))
+            path.write_bytes(msgspec.json.encode(models.CONFIGURATIONS[self.model]))
             reference = str(path)
         return Request(
             model=reference,
+            task=models.TASKS.get(self.model),
             precision=self.precision,
             seq_len=self.seq_len,
-            global_batch=max(1, self.micro_batch) * self.accumulation_steps,
+            global_batch=max(1, self.micro_batch) * self.accumulation_steps * self.world_size,
+            gradient_clipping=self.gradient_clipping,
+            pack=self.pack or None,
         )
 
     def strategy(self, trainable_parameters: int) -> Strategy:
@@ -91,6 +86,9 @@ class Configuration:
             loss="tiled" if self.loss == "tiled" else "plain",
             reduce_bucket_elements=bucket,
             prefetch_bucket_elements=bucket,
+            offload_optimizer="cpu" if self.offloads else "none",
+            offload_parameters="cpu" if self.offload == "all" else "none",
+            overlap_comm=self.overlap_comm,
         )
 
     def plan(self, folder: Path, device: Device, trainable_parameters: int) -> Plan:
@@ -100,15 +98,15 @@ class Configuration:
         return replace(
             blank,
             request=request,
-            cluster=cluster(device),
+            cluster=cluster(device, self.world_size),
             strategy=self.strategy(trainable_parameters),
-            batch=BatchPlan.of(request.batch_samples, (self.micro_batch,)),
+            batch=BatchPlan.of(request.batch_samples, (self.micro_batch,) * self.world_size),
         ).sealed()
 
 
-def cluster(device: Device) -> Cluster:
-    """One device."""
-    return Cluster(nodes=(Node(devices=(device,)),), intra_bandwidth=1e9, inter_bandwidth=1e9)
+def cluster(device: Device, world_size: int = 1) -> Cluster:
+    """One node of so many devices."""
+    return Cluster(nodes=(Node(devices=(device,) * world_size),), intra_bandwidth=1e9, inter_bandwidth=1e9)
 
 
 def device(kind: DeviceKind, memory_bytes: int, context_bytes: int) -> Device:

@@ -12,17 +12,19 @@ from bench.gpu.configurations import Configuration, cluster, device
 from frugal.config.cluster import DeviceKind
 from frugal.dryrun.client import DryRunSource, workers
 from frugal.dryrun.compare import predicted
-from frugal.dryrun.figures import Figures
+from frugal.dryrun.figures import Figures, likely_fullest
+from frugal.dryrun.messages import DryRun
 from frugal.errors import FrugalError
 from frugal.planning.memory.allocator import Replays
 from frugal.planning.memory.timeline import MICRO_BATCHES, NotAffineError, Timeline
 
+MOST_RANKS = 2  # of several, that are run
 LARGEST_SHARE = 0.9  # of the device's memory, for the largest micro-batch
 MOST_SAMPLES = 256  # of the largest micro-batch, so that its two steps stay short
 
 
 class Prediction(msgspec.Struct, frozen=True, kw_only=True):
-    """What is expected of one configuration; bytes, and elements of parameters."""
+    """What is expected of one configuration; bytes, and elements of parameters. `ranks`: those worth a run."""
 
     configuration: Configuration
     figures: Figures | None = None
@@ -31,6 +33,7 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     trainable_parameters: int = 0
     largest_parameter: int = 0
     seconds: float = 0.0
+    ranks: tuple[int, ...] = (0,)
     failure: str | None = None
 
 
@@ -51,7 +54,7 @@ def predict(chosen: list[Configuration], kind: DeviceKind, memory_bytes: int, fo
 
 
 def _predict(asked: Configuration, here: Any, folder: Path, pool: Any) -> Prediction:
-    with DryRunSource(asked.request(folder), cluster(here), pool=pool) as source:
+    with DryRunSource(asked.request(folder), cluster(here, asked.world_size), pool=pool) as source:
         facts = source.facts()
         strategy = asked.strategy(facts.trainable_parameters)
         steps = asked.accumulation_steps
@@ -59,16 +62,29 @@ def _predict(asked: Configuration, here: Any, folder: Path, pool: Any) -> Predic
             pair = [source.dry_runs(strategy, size, steps)[0] for size in MICRO_BATCHES]
             asked = replace(asked, micro_batch=_largest([each.timeline for each in pair], here.memory_bytes))
         dry_runs = source.dry_runs(strategy, asked.micro_batch, steps)
-    timeline = dry_runs[0].timeline
-    stream = timeline.sizes(asked.micro_batch), timeline.events, timeline.empties
     return Prediction(
         configuration=asked,
-        figures=predicted(dry_runs, cluster(here)),
-        expandable_reserved_bytes=Replays(*stream, expandable_segments=True).under().peak_reserved_bytes,
+        figures=predicted(dry_runs, cluster(here, asked.world_size)),
+        expandable_reserved_bytes=max(_expandable(each, asked.micro_batch) for each in dry_runs),
         parameters=facts.parameters,
         trainable_parameters=facts.trainable_parameters,
         largest_parameter=facts.largest_parameter,
+        ranks=_worth_running(asked, facts.trainable_sizes),
     )
+
+
+def _expandable(dry_run: DryRun, micro_batch: int) -> int:
+    """Bytes reserved at the peak with expandable segments."""
+    timeline = dry_run.timeline
+    replays = Replays(timeline.sizes(micro_batch), timeline.events, timeline.empties, expandable_segments=True)
+    return replays.under().peak_reserved_bytes
+
+
+def _worth_running(asked: Configuration, trainable_sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """Under ZeRO-1 and 2 ranks differ; see `frugal.dryrun.figures`."""
+    if asked.world_size == 1 or asked.zero_stage in (0, 3):
+        return (0,)
+    return likely_fullest(trainable_sizes, asked.world_size, MOST_RANKS)
 
 
 def _largest(pair: list[Timeline], memory_bytes: int) -> int:

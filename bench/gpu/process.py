@@ -7,24 +7,42 @@ import sys
 import tempfile
 from contextlib import suppress
 from pathlib import Path
-from typing import IO
+from typing import IO, NamedTuple
 
 import msgspec
 
-from bench.gpu.worker import Answer, Constants, Run
+from bench.gpu.worker import EMULATED, Answer, Constants, Run
 from frugal.config.cluster import DeviceKind
 
 ROOT = Path(__file__).parents[2]
 EXPANDABLE = "expandable_segments:True"
 
 
-class Process:
-    """`python -m bench.gpu.worker`. `traits`: whether it runs ZeRO-3, and whether with expandable segments."""
+class Traits(NamedTuple):
+    """What a process is made for, and cannot change.
 
-    def __init__(self, kind: DeviceKind, traits: tuple[bool, bool]) -> None:
+    Attributes:
+        is_zero3: whether it runs ZeRO-3, which leaves patches in torch.
+        expandable: whether segments are expandable.
+        world_size: of the process group that it is in.
+        card: the emulated card; None: a real device.
+    """
+
+    is_zero3: bool = False
+    expandable: bool = False
+    world_size: int = 1
+    card: str | None = None
+
+
+class Process:
+    """`python -m bench.gpu.worker`."""
+
+    def __init__(self, kind: DeviceKind, traits: Traits) -> None:
         self.traits = traits
         environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "MASTER_PORT")}
-        if traits[1]:
+        if traits.card is not None:
+            environment[EMULATED] = traits.card
+        if traits.expandable:
             environment |= {"PYTORCH_ALLOC_CONF": EXPANDABLE, "PYTORCH_CUDA_ALLOC_CONF": EXPANDABLE}
         self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process
         self._process = subprocess.Popen(

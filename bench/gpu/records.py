@@ -47,7 +47,7 @@ def _record(row: Row, kind: DeviceKind, device_bytes: int, head: Mapping[str, An
         plan_digest=plan.digest,
         request=replace(plan.request, model=configuration.model),
         definition=answer.model,
-        cluster=cluster(here),
+        cluster=cluster(here, configuration.world_size),
         strategy=plan.strategy,
         batch=plan.batch,
         predicted=figures,

@@ -24,11 +24,23 @@ class Finished:
 
 @dataclass
 class Row:
-    """One configuration and its runs: `free`, `capped`, `capped x 1.02`, `expandable`."""
+    """One configuration and its runs: `free`, `capped`, `capped x 1.02`, `expandable`.
+
+    `capacity_bytes`: the least for segments in which the requests of the free run are granted, those of cuBLAS among
+    them, by the allocator's model, which comes to the measured peaks on the same requests.
+    """
 
     prediction: Prediction
     runs: dict[str, Finished] = field(default_factory=dict)
     failure: str | None = None
+    capacity_bytes: int = 0
+
+    @classmethod
+    def read(cls, content: dict[str, Any]) -> "Row":
+        """The row that `content` was made of."""
+        runs = msgspec.convert(content["runs"], dict[str, Finished])
+        prediction = msgspec.convert(content["prediction"], Prediction)
+        return cls(prediction, runs, content["failure"], content["capacity_bytes"])
 
     @property
     def measured(self) -> int:
@@ -62,6 +74,13 @@ class Row:
         return self.prediction.expandable_reserved_bytes / found - 1
 
     @property
+    def waste(self) -> float | None:
+        """By how much the promise is more than what the run needs, as a share of that; below 0: it is not enough."""
+        if "capped" not in self.runs or not self.capacity_bytes:
+            return None
+        return (self.runs["capped"].cap_bytes or 0) / self.capacity_bytes - 1
+
+    @property
     def usable(self) -> bool | None:
         """Whether the run went through when capped at the estimate; on a CPU whether the estimate was enough."""
         if "capped" in self.runs:
@@ -87,6 +106,8 @@ class Row:
             "error": self.error,
             "reserved_error": self.reserved_error,
             "expandable_error": self.expandable_error,
+            "capacity_bytes": self.capacity_bytes,
+            "waste": self.waste,
             "usable": self.usable,
         }
 
@@ -145,6 +166,7 @@ def summary(rows: Sequence[Row]) -> dict[str, Any]:
         "allocated_error": quantiles([row.error for row in measured if row.error is not None]),
         "reserved_error": quantiles([row.reserved_error for row in measured if row.reserved_error is not None]),
         "expandable_error": quantiles([row.expandable_error for row in measured if row.expandable_error is not None]),
+        "waste": quantiles([row.waste for row in measured if row.waste is not None]),
         "capped": len(verdicts),
         "unusable_share": sum(not usable for usable in verdicts) / len(verdicts) if verdicts else None,
         "too_high_share": _share([row.error or 0.0 for row in measured], lambda error: error > TOO_HIGH),
@@ -178,6 +200,7 @@ def table(rows: Sequence[Row]) -> list[str]:
     names = ("median", "p95", "worst", "lowest")
     lines.append(f"{'error of':<50}" + "".join(f"{name:>10}" for name in names))
     ours = {"allocated": "allocated_error", "reserved": "reserved_error", "reserved, expandable": "expandable_error"}
+    ours["promise over what was needed"] = "waste"
     errors = {name: found[key] for name, key in ours.items()} | found["peers"]
     for name, each in errors.items():
         if each:

@@ -39,9 +39,10 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 from bench.gpu.configurations import configurations
 from bench.gpu.predictions import Prediction, predict
-from bench.gpu.process import Process
+from bench.gpu.process import Process, Traits
 from bench.gpu.records import records
 from bench.gpu.report import Finished, Row, summary, table
+from bench.gpu.streams import Stream
 from bench.gpu.worker import Answer, Constants, Run
 from frugal.config import local_host
 from frugal.config.cluster import DeviceKind
@@ -58,7 +59,13 @@ ASSUMED_CONTEXT = 512 * MIB
 
 @dataclass
 class Bench:
-    """Runs that share a device. `deadline` and `limit`: when nothing new begins, and when all must have ended."""
+    """Runs that share a device.
+
+    Attributes:
+        deadline, limit: when nothing new begins, and when all must have ended.
+        expandable_runs: so many configurations run with expandable segments, too.
+        streams: the folder for what was asked of the allocator; None: that is not kept.
+    """
 
     kind: DeviceKind
     folder: Path
@@ -68,16 +75,20 @@ class Bench:
     rows: list[Row] = field(default_factory=list)
     out: Path | None = None
     head: dict[str, Any] = field(default_factory=dict)
+    expandable_runs: int = EXPANDABLE
+    streams: Path | None = None
     _queue: list[tuple[Row, Run, str]] = field(default_factory=list)
     _taken: int = 0
     _running: int = 0
     _expandable: int = 0
     _lock: threading.Condition = field(default_factory=threading.Condition)
 
-    def add(self, prediction: Prediction) -> None:
-        """A configuration to measure, if it can fit."""
-        row = Row(prediction)
-        self.rows.append(row)
+    def add(self, prediction: Prediction, row: Row | None = None) -> None:
+        """A configuration to measure, if it can fit. `row`: what is known of it already, but for the prediction."""
+        if row is None:
+            row = Row(prediction)
+            self.rows.append(row)
+        row.prediction, row.failure = prediction, None
         if prediction.figures is None:
             row.failure = f"not predicted: {prediction.failure}"
         elif prediction.figures.smallest_capacity_bytes + ASSUMED_CONTEXT > SHARE * self.device_bytes:
@@ -89,8 +100,27 @@ class Bench:
                 trainable_parameters=prediction.trainable_parameters,
                 largest_parameter=prediction.largest_parameter,
                 folder=str(self.folder),
+                ranks=prediction.ranks,
+                keeps_requests=self.kind == "cuda",
             )
-            self._queue.append((row, run, "free"))
+            if row.measured:
+                self._go_on(row, run)
+            else:
+                self._queue.append((row, run, "free"))
+
+    def _go_on(self, row: Row, run: Run) -> None:
+        """The runs that are missing. What was capped at another promise, or failed, runs again."""
+        free = row.runs["free"].answer
+        capped = row.runs.get("capped")
+        if capped is None or capped.answer.failure is not None or capped.cap_bytes != self._promise(row):
+            row.runs = {what: each for what, each in row.runs.items() if not what.startswith("capped")}
+        self._follow(row, run, "free", free)
+
+    @staticmethod
+    def _promise(row: Row) -> int:
+        """What the allocator may take."""
+        assert row.prediction.figures is not None
+        return row.prediction.figures.smallest_capacity_bytes
 
     def work(self, num_processes: int) -> None:
         """Measure what is in the queue, several at once, until it is empty or time is up."""
@@ -134,7 +164,9 @@ class Bench:
 
     @staticmethod
     def _need(job: tuple[Row, Run, str]) -> int:
-        """A run without a cap takes all segments that it can get."""
+        """A run without a cap takes all segments that it can get. An emulated card is each process's own."""
+        if job[1].configuration.card is not None:
+            return 0
         figures = job[0].prediction.figures
         assert figures is not None
         return ASSUMED_CONTEXT + (job[1].cap_bytes or figures.peak_reserved_bytes)
@@ -146,6 +178,7 @@ class Bench:
             row.runs[what] = Finished(cap_bytes=run.cap_bytes, answer=answer)
             if self.kind == "cuda" and answer.failure is None:
                 self._follow(row, run, what, answer)
+            self._read_streams(row, run, what, answer)
             self._keep()
             print(row.line(what), flush=True)
             self._lock.notify_all()
@@ -153,10 +186,10 @@ class Bench:
     def _follow(self, row: Row, run: Run, what: str, answer: Answer) -> None:
         """After a free run one at the cap; where that fails, at a higher one; for some, one in expandable segments."""
         if what == "free" and answer.survived:
-            assert row.prediction.figures is not None
-            cap = row.prediction.figures.smallest_capacity_bytes
-            self._queue.insert(0, (row, msgspec.structs.replace(run, cap_bytes=cap), "capped"))
-            if self._expandable < EXPANDABLE:
+            if "capped" not in row.runs:
+                cap = self._promise(row)
+                self._queue.insert(0, (row, msgspec.structs.replace(run, cap_bytes=cap), "capped"))
+            if self._expandable < self.expandable_runs and "expandable" not in row.runs:
                 self._expandable += 1
                 self._queue.append((row, run, "expandable"))
         elif what.startswith("capped") and not answer.survived and run.cap_bytes is not None:
@@ -165,6 +198,29 @@ class Bench:
                 raised = LONGER[tried - 1]
                 cap = int((row.runs["capped"].cap_bytes or 0) * raised)
                 self._queue.insert(0, (row, msgspec.structs.replace(run, cap_bytes=cap), f"capped x {raised:.2f}"))
+
+    def _read_streams(self, row: Row, run: Run, what: str, answer: Answer) -> None:
+        """What the run asked of the allocator: kept if that is wanted, and the least it needs."""
+        for file in answer.requests:
+            path = Path(file)
+            requests = msgspec.json.decode(path.read_bytes())
+            path.unlink()
+            stream = Stream(
+                name=run.configuration.name,
+                device=self.head["device"],
+                is_emulated=run.configuration.card is not None,
+                versions=self.head["versions"],
+                date=self.head["date"],
+                command=self.head["command"],
+                world_size=run.configuration.world_size,
+                expandable_segments=what == "expandable",
+                cap_bytes=run.cap_bytes,
+                **requests,
+            )
+            if what == "free":
+                row.capacity_bytes = max(row.capacity_bytes, stream.replays().smallest_capacity(tolerance=0.001))
+            if self.streams is not None and run.cap_bytes is None:
+                stream.write(self.streams)
 
     def _keep(self) -> None:
         """Write what there is, so that a run that is ended from outside leaves it."""
@@ -175,9 +231,10 @@ class Bench:
         self.out.write_bytes(msgspec.json.format(msgspec.json.encode(content)) + b"\n")
 
 
-def _traits(job: tuple[Row, Run, str]) -> tuple[bool, bool]:
-    """Of the process that a run needs: ZeRO-3 leaves patches in torch, and segments are chosen when it starts."""
-    return job[1].configuration.zero_stage == 3, job[2] == "expandable"
+def _traits(job: tuple[Row, Run, str]) -> Traits:
+    """Of the process that a run needs."""
+    configuration = job[1].configuration
+    return Traits(configuration.zero_stage == 3, job[2] == "expandable", configuration.world_size, configuration.card)
 
 
 def main() -> int:
@@ -189,7 +246,7 @@ def main() -> int:
     with TemporaryDirectory(prefix="gpu-truth-") as name:
         folder = Path(name)
         if asked.predict is not None:
-            found = list(_told(predict(chosen, kind, asked.memory, folder)))
+            found = list(told(predict(chosen, kind, asked.memory, folder)))
             asked.predict.write_bytes(msgspec.json.format(msgspec.json.encode(found)) + b"\n")
             return int(any(each.failure for each in found))
         with _measuring(kind) as (constants, device_name):
@@ -197,7 +254,7 @@ def main() -> int:
             if asked.predictions is not None:
                 found = msgspec.json.decode(asked.predictions.read_bytes(), type=list[Prediction])[: asked.first]
             else:
-                found = list(_told(predict(chosen, kind, memory, folder)))
+                found = list(told(predict(chosen, kind, memory, folder)))
             bench = Bench(
                 kind=kind,
                 folder=folder,
@@ -205,7 +262,8 @@ def main() -> int:
                 deadline=start + 60 * asked.minutes - LAST_SECONDS,
                 limit=start + 60 * asked.minutes - LAST_SECONDS / 8,
                 out=asked.out or RESULTS / f"gpu-truth-{device_name.lower().replace(' ', '-')}.json",
-                head=_environment(device_name, kind) | {"constants": constants},
+                head=environment(device_name, kind) | {"constants": constants},
+                streams=asked.streams,
             )
             for each in found:
                 bench.add(each)
@@ -230,11 +288,13 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--processes", type=int, help="that share the GPU  [default: 3, on a CPU 1]")
     parser.add_argument("--first", type=int, metavar="N", help="only the first N configurations")
     parser.add_argument("--record", type=Path, metavar="FOLDER", help="keep small models as records: tests/measured")
+    parser.add_argument("--streams", type=Path, metavar="FOLDER", help="keep what was asked of the allocator")
     parser.add_argument("--out", type=Path, help="[default: bench/results/gpu-truth-DEVICE.json]")
     return parser.parse_args()
 
 
-def _told(predictions: Iterator[Prediction]) -> Iterator[Prediction]:
+def told(predictions: Iterator[Prediction]) -> Iterator[Prediction]:
+    """The same, each printed when it is made."""
     for each in predictions:
         size = f"{each.figures.peak_allocated_bytes:>16,}" if each.figures is not None else f"failed: {each.failure}"
         print(f"predicted {each.configuration.name:<60} {size}  {each.seconds:5.1f} s", flush=True)
@@ -247,7 +307,7 @@ def _measuring(kind: DeviceKind) -> Iterator[tuple[dict[str, Any], str]]:
     if kind == "cpu":
         yield {}, "cpu"
         return
-    process = Process(kind, (False, False))
+    process = Process(kind, Traits())
     try:
         answer = process.ask(Constants(), seconds=120)
     finally:
@@ -257,7 +317,8 @@ def _measuring(kind: DeviceKind) -> Iterator[tuple[dict[str, Any], str]]:
     yield answer.constants, str(answer.constants["device"])
 
 
-def _environment(device_name: str, kind: DeviceKind) -> dict[str, Any]:
+def environment(device_name: str, kind: DeviceKind, program: str = "bench.gpu.truth") -> dict[str, Any]:
+    """What was measured on, with what, when and by which command."""
     versions = {"python": platform.python_version()}
     for name in ("frugal-trainer", "torch", "deepspeed", "transformers", "accelerate"):
         try:
@@ -266,7 +327,7 @@ def _environment(device_name: str, kind: DeviceKind) -> dict[str, Any]:
             versions[name] = "not installed"
     return {
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-        "command": " ".join(["python -m bench.gpu.truth", *sys.argv[1:]]),
+        "command": " ".join([f"python -m {program}", *sys.argv[1:]]),
         "device": device_name if kind == "cuda" else local_host.cpu_name(),
         "driver": local_host.cuda_driver() if kind == "cuda" else "",
         "versions": versions,

@@ -20,6 +20,9 @@ from bench.gpu.configurations import Configuration, device
 from frugal.training.measure.record import ModelDefinition
 
 WEIGHT = 0.01
+EMULATED = "EMULATED_GPU_CARD"
+"""In the environment of a process whose card is emulated: its name."""
+
 LEFT_BYTES = 65_536  # that a run may leave behind, so that one small segment is the most it takes from the next
 
 
@@ -28,7 +31,14 @@ class Constants(msgspec.Struct, frozen=True, tag="constants"):
 
 
 class Run(msgspec.Struct, frozen=True, tag="run", kw_only=True):
-    """Measure one configuration; `cap_bytes` is what the caching allocator may take."""
+    """Measure one configuration.
+
+    Attributes:
+        folder: where its files are written.
+        cap_bytes: what the caching allocator may take.
+        ranks: of several ranks those to run, one after another (`bench.emulated_gpu.twins`).
+        keeps_requests: whether what the last of them asks of the allocator is kept.
+    """
 
     configuration: Configuration
     parameters: int
@@ -36,6 +46,8 @@ class Run(msgspec.Struct, frozen=True, tag="run", kw_only=True):
     largest_parameter: int
     folder: str
     cap_bytes: int | None = None
+    ranks: tuple[int, ...] = (0,)
+    keeps_requests: bool = False
 
 
 class Attention(msgspec.Struct, frozen=True, order=True, kw_only=True):
@@ -59,6 +71,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
         phases: the peak of each phase; empty where the run failed.
         of_gpu: reserved, outside and device bytes, as in `RankMeasurement`.
         attention: the kernels chosen.
+        requests: of each rank the file with what it asked of the allocator (`bench.gpu.streams`), in `folder`.
         deepspeed_bytes: DeepSpeed's own estimate for the model.
         accelerate_bytes: accelerate's.
         seconds: that the run took.
@@ -74,6 +87,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     phases: dict[str, int] = {}
     of_gpu: dict[str, int] = {}
     attention: tuple[Attention, ...] = ()
+    requests: tuple[str, ...] = ()
     deepspeed_bytes: int = 0
     accelerate_bytes: int = 0
     seconds: float = 0.0
@@ -108,6 +122,36 @@ def _protect_stdout() -> BinaryIO:
 
 
 def _run(question: Run, kind: str) -> Answer:
+    """The ranks asked for, each alone; of several the most that any takes."""
+    world_size = question.configuration.world_size
+    if world_size == 1:
+        return _run_rank(question, kind, 0)
+    from bench.emulated_gpu.twins import alone
+
+    answers: list[Answer] = []
+    for rank in question.ranks:
+        with alone(rank, world_size):
+            answers.append(_run_rank(question, kind, rank))
+        if not answers[-1].survived:
+            return answers[-1]
+    return _merged(answers)
+
+
+def _merged(answers: list[Answer]) -> Answer:
+    """The most of any rank, each figure by itself; cuBLAS's workspace is the same on all."""
+    last = answers[-1]
+    return msgspec.structs.replace(
+        last,
+        phases={name: max(each.phases[name] for each in answers) for name in last.phases},
+        of_gpu={name: max(each.of_gpu[name] for each in answers) for name in last.of_gpu},
+        attention=tuple(sorted({kernel for each in answers for kernel in each.attention})),
+        requests=tuple(path for each in answers for path in each.requests),
+        seconds=sum(each.seconds for each in answers),
+        clean=all(each.clean for each in answers),
+    )
+
+
+def _run_rank(question: Run, kind: str, rank: int) -> Answer:
     import torch
 
     from frugal.config import local_host
@@ -119,22 +163,22 @@ def _run(question: Run, kind: str) -> Answer:
     from frugal.training.models.resolve import resolve
 
     silence_libraries()
-    process_group.form()
     here = torch.device("cuda", 0) if kind == "cuda" else torch.device("cpu")
-    blank = device("cuda" if kind == "cuda" else "cpu", 1 << 50, 0)
-    plan = question.configuration.plan(Path(question.folder), blank, question.trainable_parameters)
-    spec = resolve(plan.request.model, plan.request.task)
     if kind == "cuda":
         torch.cuda.set_device(here)
         total = torch.cuda.mem_get_info(here)[1]
         torch.cuda.set_per_process_memory_fraction((question.cap_bytes or total) / total, here)
+    process_group.form()
+    blank = device("cuda" if kind == "cuda" else "cpu", 1 << 50, 0)
+    plan = question.configuration.plan(Path(question.folder), blank, question.trainable_parameters)
+    spec = resolve(plan.request.model, plan.request.task)
     before = local_host.forget_peak_rss()
     start = time.perf_counter()
     chosen: set[Attention] = set()
     try:
-        with _watching_attention(chosen, kind):
+        with _watching_attention(chosen, kind), _keeping_requests(question) as requests, _between(question, spec):
             build = _with_quick_weights(lambda: spec.build(dtype=DTYPES[plan.request.precision]))
-            intervals, of_gpu = watched(build, spec.objective(), plan, here, 2)
+            intervals, of_gpu = watched(build, spec.objective(pack=bool(plan.request.pack)), plan, here, 2)
     except torch.OutOfMemoryError:
         return Answer(survived=False, clean=False, seconds=time.perf_counter() - start)
     return Answer(
@@ -144,11 +188,78 @@ def _run(question: Run, kind: str) -> Answer:
         phases=phase_peaks(intervals),
         of_gpu=of_gpu,
         attention=tuple(sorted(chosen)),
+        requests=_kept(requests, Path(question.folder), rank, phase_peaks(intervals), of_gpu),
         deepspeed_bytes=_deepspeed(question),
         accelerate_bytes=_accelerate(question),
         seconds=time.perf_counter() - start,
         clean=_is_clean(kind),
     )
+
+
+@contextmanager
+def _keeping_requests(question: Run) -> Iterator[Any]:
+    """What is asked of the allocator, where that is to be kept."""
+    if not question.keeps_requests:
+        yield None
+        return
+    from bench.gpu.streams import recording
+
+    with recording() as requests:
+        yield requests
+
+
+def _kept(requests: Any, folder: Path, rank: int, phases: dict[str, int], of_gpu: dict[str, int]) -> tuple[str, ...]:
+    """The file that whoever asked makes a stream of; none where something was cached before, which it would lack."""
+    if requests is None or not requests.is_whole:
+        return ()
+    path = folder / f"requests-{os.getpid()}-{time.monotonic_ns()}.json"
+    peaks = {"rank": rank, "allocated_bytes": phases, "reserved_bytes": of_gpu["reserved_bytes"]}
+    told = {name: value for name, value in vars(requests).items() if name != "is_whole"}
+    path.write_bytes(msgspec.json.encode(told | peaks))
+    return (str(path),)
+
+
+@contextmanager
+def _between(question: Run, spec: Any) -> Iterator[None]:
+    """Before the second step an evaluation, or a checkpoint, if the configuration has one."""
+    from frugal.training.measure import two_steps
+
+    what = question.configuration.between
+    if what == "nothing":
+        yield
+        return
+    initialize, steps = two_steps.initialize, 0
+
+    def initialized(model: Any, plan: Any, objective: Any) -> Any:
+        engine = initialize(model, plan, objective)
+        accumulate = engine.accumulate
+
+        def after_the_first(batches: Any, targets: int) -> Any:
+            nonlocal steps
+            steps += 1
+            if steps == 2 and what == "evaluation":
+                _evaluate(engine, batches)
+            elif steps == 2:
+                engine.save(Path(question.folder) / f"checkpoint-{os.getpid()}-{time.monotonic_ns()}")
+            return accumulate(batches, targets)
+
+        engine.accumulate = after_the_first
+        return engine
+
+    with patch.object(two_steps, "initialize", initialized):
+        yield
+
+
+def _evaluate(engine: Any, batches: list[Any]) -> None:
+    """Forward without gradients on batches as in training."""
+    import torch
+
+    engine.deepspeed.eval()
+    with torch.no_grad():
+        for batch in batches:
+            on_device = {name: tensor.to(engine.device) for name, tensor in batch.items()}
+            engine.objective.loss_sum(engine.deepspeed, on_device)
+    engine.deepspeed.train()
 
 
 def _is_clean(kind: str) -> bool:
@@ -168,7 +279,7 @@ def _with_quick_weights(build: Callable[[], Any]) -> Callable[[], Any]:
     import torch
 
     def fill(tensor: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-        return tensor.fill_(WEIGHT)
+        return tensor if EMULATED in os.environ else tensor.fill_(WEIGHT)  # no kernel reads it
 
     def quick() -> Any:
         with patch.object(torch.Tensor, "normal_", fill), patch.object(torch.Tensor, "uniform_", fill):

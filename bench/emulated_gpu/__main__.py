@@ -1,0 +1,131 @@
+"""`python -m bench.emulated_gpu`: predicted memory against torch's own allocator on emulated cards.
+
+It needs the environment that `bench/emulated_gpu` sets up: torch's CUDA build over a driver that allocates address
+space and runs no kernel. Requests, kernels' choice and workspaces, segments are torch's; values and times are not.
+
+    python -m bench.emulated_gpu --predict predictions.json          (any machine)
+    python -m bench.emulated_gpu --predictions predictions.json      (with the emulated driver)
+    python -m bench.emulated_gpu --only falcon --only t4             (rows whose names have one of these words)
+
+Each configuration runs two optimizer steps of frugal's engine, free, capped at the predicted capacity, and with
+expandable segments. Of several ranks each runs by itself (`bench.emulated_gpu.twins`). Runs that the output file has
+already are not repeated unless `--again` is given, so that a run that was ended goes on. After a change to predictions
+`--repredict` repeats only what was capped at another promise.
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import msgspec
+
+from bench.emulated_gpu.table import FRUGAL_NAMES, configurations
+from bench.gpu.configurations import Configuration
+from bench.gpu.predictions import Prediction, predict
+from bench.gpu.records import records
+from bench.gpu.report import Row, table
+from bench.gpu.truth import Bench, environment, told
+from frugal.config.cluster import find_card
+
+OUT = Path(__file__).parents[1] / "results" / "emulated-gpu.json"
+PROCESSES = 2
+
+
+def main() -> int:
+    """Predict, run and compare; 1 if nothing was measured."""
+    asked = _arguments()
+    chosen = [each for each in configurations() if not asked.only or any(word in each.name for word in asked.only)]
+    chosen = chosen[: asked.first]
+    old = [] if asked.again else _finished(asked.out)
+    known = {row.prediction.configuration.name: row.prediction for row in old if not asked.repredict}
+    with TemporaryDirectory(prefix="emulated-gpu-") as name:
+        folder = Path(name)
+        predictions = _predictions(chosen, known, asked.predictions, folder)
+        if asked.predict is not None:
+            asked.predict.write_bytes(msgspec.json.format(msgspec.json.encode(predictions)) + b"\n")
+            return int(any(each.failure for each in predictions))
+        rows = _measured(predictions, asked, folder, old)
+    print("\n" + "\n".join(table(rows)))
+    print(f"\nwrote {asked.out}")
+    return int(not any(row.measured for row in rows))
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m bench.emulated_gpu", description="Predictions, on emulated GPUs.")
+    parser.add_argument("--only", action="append", metavar="WORD", help="rows whose name has it; more than one: any")
+    parser.add_argument("--first", type=int, metavar="N", help="only the first N of these rows")
+    parser.add_argument("--again", action="store_true", help="also rows that the output has already")
+    parser.add_argument("--repredict", action="store_true", help="predict rows of the output anew, keep their runs")
+    parser.add_argument("--minutes", type=float, default=60.0, help="when to be done  [default: 60]")
+    parser.add_argument("--processes", type=int, default=PROCESSES, help=f"at once  [default: {PROCESSES}]")
+    parser.add_argument("--predict", type=Path, metavar="FILE", help="only predict, into this file")
+    parser.add_argument("--predictions", type=Path, metavar="FILE", help="predictions made before")
+    parser.add_argument("--streams", type=Path, metavar="FOLDER", help="keep what was asked of the allocator")
+    parser.add_argument("--record", type=Path, metavar="FOLDER", help="keep small models as records: tests/measured")
+    parser.add_argument("--out", type=Path, default=OUT, help="[default: bench/results/emulated-gpu.json]")
+    return parser.parse_args()
+
+
+def _finished(path: Path) -> list[Row]:
+    """The rows of an earlier run that were measured and are still in the table."""
+    if not path.exists():
+        return []
+    content = msgspec.json.decode(path.read_bytes())
+    today = {each.name for each in configurations()}
+    return [row for each in content["rows"] if (row := Row.read(each)).measured and each["name"] in today]
+
+
+def _predictions(
+    chosen: list[Configuration], known: dict[str, Prediction], given: Path | None, folder: Path
+) -> list[Prediction]:
+    """Those that are known or in a file, and what is missing then."""
+    kept = [] if given is None else msgspec.json.decode(given.read_bytes(), type=list[Prediction])
+    by_name = known | {each.configuration.name: each for each in kept}
+    found = []
+    for card, frugal_name in FRUGAL_NAMES.items():
+        of_card = [each for each in chosen if each.card == card]
+        missing = [each for each in of_card if each.name not in by_name]
+        memory = int(find_card(frugal_name).memory_bytes)
+        by_name |= {each.configuration.name: each for each in told(predict(missing, "cuda", memory, folder))}
+        found += [by_name[each.name] for each in of_card]
+    return found
+
+
+def _measured(predictions: Sequence[Prediction], asked: Any, folder: Path, old: list[Row]) -> list[Row]:
+    """The rows of all cards, those of `old` among them."""
+    rows = list(old)
+    old_rows = {row.prediction.configuration.name: row for row in old}
+    deadline = time.monotonic() + 60 * asked.minutes
+    for card, frugal_name in FRUGAL_NAMES.items():
+        of_card = [each for each in predictions if each.configuration.card == card]
+        if not of_card:
+            continue
+        bench = Bench(
+            kind="cuda",
+            folder=folder,
+            device_bytes=int(find_card(frugal_name).memory_bytes),
+            deadline=deadline,
+            limit=deadline,
+            rows=rows,
+            out=asked.out,
+            head=environment("emulated", "cuda", "bench.emulated_gpu") | {"cards": list(FRUGAL_NAMES)},
+            expandable_runs=len(of_card),
+            streams=asked.streams,
+        )
+        for each in of_card:
+            bench.add(each, old_rows.get(each.configuration.name))
+        bench.work(asked.processes)
+        if asked.record is not None:
+            head = bench.head | {"device": f"emulated {card}"}
+            mine = [row for row in rows if row.prediction in of_card]
+            for record in records(mine, "cuda", bench.device_bytes, head, folder):
+                print(f"recorded {record.write(asked.record)}")
+    return rows
+
+
+if __name__ == "__main__":
+    sys.exit(main())
