@@ -62,6 +62,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--repredict", action="store_true", help="predict rows of the output anew, keep their runs")
     parser.add_argument("--minutes", type=float, default=60.0, help="when to be done  [default: 60]")
     parser.add_argument("--processes", type=int, default=PROCESSES, help=f"at once  [default: {PROCESSES}]")
+    parser.add_argument("--expandable", type=int, metavar="N", help="so many of a card's rows  [default: all]")
     parser.add_argument("--predict", type=Path, metavar="FILE", help="only predict, into this file")
     parser.add_argument("--predictions", type=Path, metavar="FILE", help="predictions made before")
     parser.add_argument("--streams", type=Path, metavar="FOLDER", help="keep what was asked of the allocator")
@@ -113,7 +114,7 @@ def _measured(predictions: Sequence[Prediction], asked: Any, folder: Path, old: 
             rows=rows,
             out=asked.out,
             head=environment("emulated", "cuda", "bench.emulated_gpu") | {"cards": list(FRUGAL_NAMES)},
-            expandable_runs=len(of_card),
+            expandable_runs=len(of_card) if asked.expandable is None else asked.expandable,
             streams=asked.streams,
         )
         for each in of_card:

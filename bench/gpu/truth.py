@@ -207,7 +207,7 @@ class Bench:
             path.unlink()
             stream = Stream(
                 name=run.configuration.name,
-                device=self.head["device"],
+                device=run.configuration.card or self.head["device"],
                 is_emulated=run.configuration.card is not None,
                 versions=self.head["versions"],
                 date=self.head["date"],

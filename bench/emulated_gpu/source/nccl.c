@@ -6,7 +6,9 @@
  * as they pass the same sizes. Point-to-point messages carry nothing (generated stubs).
  *
  * A real collective is waited for by the device, this one by the host, at the call. A rank whose process has ended is an
- * error for those who wait for it (ncclRemoteError); so is one that does not come within EMULATED_GPU_TIMEOUT seconds. */
+ * error for those who wait for it (ncclRemoteError); so is one that does not come within EMULATED_GPU_TIMEOUT seconds.
+ *
+ * With a blank identifier a rank is alone, and all others are twins of it: what it contributes counts as everyone's. */
 #define _GNU_SOURCE
 #include "device.h"
 #include <errno.h>
@@ -64,6 +66,8 @@ static double now(void) {
   return time.tv_sec + 1e-9 * time.tv_nsec;
 }
 
+static bool is_alone(comm *c) { return !c->key[0]; }
+
 static bool has_joined(comm *c, int rank, uint64_t unused) {
   return __atomic_load_n(&c->shared->pid[rank], __ATOMIC_ACQUIRE) != 0;
 }
@@ -74,6 +78,7 @@ static bool has_posted(comm *c, int rank, uint64_t number) {
 
 /* Until `done` is true of every rank: yield first, then sleep, and look now and then whether all still live. */
 static int wait_for_all(comm *c, bool (*done)(comm *, int, uint64_t), uint64_t number) {
+  if (is_alone(c)) return SUCCESS;
   double limit = now() + (double)emu_size_setting("TIMEOUT", 600), next_look = now() + 0.2;
   for (int rank = 0, turn = 0; rank < c->size;) {
     if (done(c, rank, number)) {
@@ -102,6 +107,10 @@ static int wait_for_all(comm *c, bool (*done)(comm *, int, uint64_t), uint64_t n
 static int open_shared(comm *c) {
   c->slot_bytes = (emu_most_copied() + 4095) / 4096 * 4096;
   c->mapped_bytes = sizeof(shared) + 2 * c->size * c->slot_bytes;
+  if (is_alone(c)) {
+    c->shared = mmap(NULL, c->mapped_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    return c->shared == MAP_FAILED ? SYSTEM_ERROR : SUCCESS;
+  }
   char name[64];
   snprintf(name, sizeof name, "/emulated_gpu_%s", c->key);
   int file = shm_open(name, O_CREAT | O_RDWR, 0600);
@@ -190,7 +199,9 @@ static char *slot(comm *c, int rank, uint64_t number) {
 static int exchange(comm *c, const void *mine, size_t size) {
   if (c->error) return c->error;
   uint64_t number = ++c->number;
-  memcpy(slot(c, c->rank, number), mine, size);
+  for (int rank = 0; rank < c->size; rank++) {
+    if (rank == c->rank || is_alone(c)) memcpy(slot(c, rank, number), mine, size);
+  }
   __atomic_store_n(&c->shared->posted[c->rank], number, __ATOMIC_RELEASE);
   return wait_for_all(c, has_posted, number);
 }
@@ -207,7 +218,7 @@ EXPORT int ncclCommSplit(comm *c, int color, int key, comm **out, void *config) 
   }
   char name[40];
   snprintf(name, sizeof name, "%.16s_%d_%d", c->key, ++c->splits, color);
-  return join(out, name, size, rank);
+  return join(out, is_alone(c) ? "" : name, size, rank);
 }
 
 static double from_float16(uint16_t bits) {
