@@ -138,7 +138,7 @@ def _run(question: Run, kind: str) -> Answer:
 
 
 def _merged(answers: list[Answer]) -> Answer:
-    """The most of any rank, each figure by itself; cuBLAS's workspace is the same on all."""
+    """The most of any rank, each figure by itself."""
     last = answers[-1]
     return msgspec.structs.replace(
         last,
