@@ -145,6 +145,13 @@ def test_a_card_is_full_when_its_memory_less_the_context_is_taken(library: Path)
     assert done.stdout.splitlines() == ["2 3 524", "0 True"]  # 4 GiB, less 500 MiB and 3 GiB
 
 
+def test_a_rank_without_an_identifier_is_alone_among_its_twins(library: Path) -> None:
+    made = environment.environment("t4", num_gpus=4)
+    command = [sys.executable, "-c", RANK, library, "", "2", "4", ""]
+    done = subprocess.run(command, env=made, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == ["[8, 28] [2.5] [2, -2, 2, -2, 2, -2, 2, -2]", "[5]"]
+
+
 @pytest.mark.parametrize("ends", ["", "one ends"])
 def test_ranks_exchange_small_values_and_learn_that_one_has_ended(library: Path, ends: str) -> None:
     key, made = f"test{os.getpid()}{bool(ends):d}", environment.environment("t4", num_gpus=3)
