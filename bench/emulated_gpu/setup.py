@@ -21,7 +21,7 @@ from bench.emulated_gpu.libraries import build
 TORCH = "torch===2.13.0"
 """Arbitrary equality: a local version such as 2.13.0+cpu is not meant."""
 
-HEADER_PACKAGES = ("nvidia-cuda-runtime==13.0.*", "nvidia-cuda-crt==13.0.*", "nvidia-cuda-nvcc==13.0.*")
+HEADER_PACKAGES = ("nvidia-cuda-runtime==13.0.*", "nvidia-cuda-crt==13.0.*")
 HEADERS = ("cuda.h", "cuda_runtime_api.h", "crt/host_defines.h")
 HERE = Path(__file__).parent
 REPLACED = re.compile(r"nvidia|cuda|triton")
