@@ -208,7 +208,7 @@ MUTANTS = (
     ),
     Mutant(
         "config/cluster.py",
-        "margin_bytes=max(0, margin_bytes(memory_bytes, max(0, above)) + extra)",
+        "margin_bytes=max(0, margin_bytes(memory_bytes, max(0, above), is_known_card=is_known_card) + extra)",
         "margin_bytes=device.margin_bytes",
         "a larger device keeps the margin of the smaller one",
     ),

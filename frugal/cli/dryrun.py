@@ -18,10 +18,12 @@ from frugal.config.schema import PLAN_SETTINGS
 from frugal.dryrun import figures as curve
 from frugal.dryrun.client import DryRunSource
 from frugal.dryrun.compare import predicted
-from frugal.dryrun.figures import Figures, fullest
+from frugal.dryrun.figures import Figures, fullest, interval
 from frugal.errors import RequestError
 from frugal.planning.batch import BatchPlan
+from frugal.planning.memory.interval import Bounds
 from frugal.planning.memory.timeline import CATEGORIES
+from frugal.planning.memory_report import bounds_of
 from frugal.planning.plan import Plan
 from frugal.planning.strategy import Strategy, allowed_strategies, offload_levels
 from frugal.units import format_bytes, plural
@@ -81,11 +83,13 @@ def command(what: str, as_json: bool, explain: str | None, timeline: Path | None
     if timeline is not None:
         curve.write_timeline(fullest(dry_runs, kind).timeline, timeline)
     notes = list(dict.fromkeys(note for each in dry_runs for note in each.notes))
+    bounds = interval(result, min(subject.cluster.devices, key=lambda device: device.usable_bytes), notes)
     if as_json:
-        content = msgspec.to_builtins(result) | {"notes": notes} | ({} if held is None else {"explained": dict(held)})
+        content = msgspec.to_builtins(result) | {"interval": msgspec.to_builtins(bounds), "notes": notes}
+        content |= {} if held is None else {"explained": dict(held)}
         click.echo(msgspec.json.format(msgspec.json.encode(content), indent=2).decode())
         return
-    blocks = [_title(subject), *_report(result, subject)]
+    blocks = [_title(subject), *_report(result, subject, bounds)]
     if notes:
         blocks.append(["assumed, because it depends on data", *(f"  {note}" for note in notes)])
     if held is not None:
@@ -163,7 +167,7 @@ def _title(subject: _Subject) -> list[str]:
     ]
 
 
-def _report(result: Figures, subject: _Subject) -> list[list[str]]:
+def _report(result: Figures, subject: _Subject, bounds: Bounds) -> list[list[str]]:
     operator = result.operator.removeprefix("aten.").removesuffix(".default")
     device = min(subject.cluster.devices, key=lambda device: device.usable_bytes)
     totals = {
@@ -178,10 +182,15 @@ def _report(result: Figures, subject: _Subject) -> list[list[str]]:
         totals["host, a node"] = result.host_bytes_per_node
     missing = result.smallest_capacity_bytes - device.usable_bytes
     verdict = "it fits" if missing <= 0 else f"it does not fit: {format_bytes(missing)} short"
+    with_context = "" if device.kind == "cpu" else ", with the context"
     return [
         [f"at its peak, in {result.phase} ({operator})", *_table(result.categories, result.peak_allocated_bytes)],
         ["peak of each phase", *_table(result.phases)],
-        ["memory of the fullest device", *_table(totals)],
+        [
+            "memory of the fullest device",
+            *_table(totals),
+            f"  bounds of what it needs{with_context}: {bounds_of(bounds)[1:-1]}",
+        ],
         [verdict],
     ]
 

@@ -136,7 +136,10 @@ class Calibration:
                 context_bytes=probe.context_bytes + nccl.planned,
                 context_below_bytes=nccl.planned - nccl.least,
                 context_above_bytes=above,
-                margin_bytes=max(margin_bytes(device.memory_bytes, above), above + self.slack_bytes),
+                margin_bytes=max(
+                    margin_bytes(device.memory_bytes, above, is_known_card=device.name in CARDS),
+                    above + self.slack_bytes,
+                ),
             )
         return replace(
             device,

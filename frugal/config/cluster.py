@@ -16,7 +16,7 @@ from frugal.config import context
 from frugal.config.context import Range
 from frugal.config.request import Precision
 from frugal.errors import RequestError
-from frugal.units import GIB, format_bytes
+from frugal.units import GIB, MIB, format_bytes
 
 OPERATOR_SECONDS = 10e-6
 """Assumed host seconds of one operator in eager PyTorch: dispatch, autograd, launch. Today's CPUs take 5 to 20e-6."""
@@ -146,23 +146,27 @@ on an H100 with 2.4 TB/s (torchtitan, benchmarks/llama3_h100_202412_torchtitan.m
 MEMORY_SHARE = 0.85
 """Share of the memory's nominal bytes/s that operators reach; measured ones lie between 0.8 and 0.92."""
 
-ALLOCATOR_SHARE = 0.01
-"""Of a GPU's memory: by how much more the caching allocator may take than its replay found enough. What was measured
-with emulated cards needed 1 % where it needed any (docs/facts/cuda.md)."""
+ALLOCATOR_BYTES, ALLOCATOR_SHARE = 40 * MIB, 0.007
+"""By how much more than planned the caching allocator may need, in any case and of the memory; see
+`frugal.planning.memory.interval`."""
+
+KERNELS_SHARE, UNKNOWN_KERNELS_SHARE = 0.001, 0.005
+"""The same of the kernels of a known card and of an unknown one."""
 
 NOMINAL_SHARE = 0.02
 """By how much a driver reports less than the whole number of GiB printed on the box: 2 % of 12, 1.5 % of 24, 1.1 % of
 80 GiB. Data-centre cards with ECC in their memory (T4, A10, L4, A40, L40S) report 8 to 9 % less: name them."""
 
 
-def margin_bytes(memory_bytes: int, context_above_bytes: int) -> int:
+def margin_bytes(memory_bytes: int, context_above_bytes: int, *, is_known_card: bool) -> int:
     """What stays free of a GPU: the distance from what is planned to the upper bound of what it may come to.
 
-    That is what the context may take more, what the allocator may, and, where the memory is a whole number of GiB, so
-    from a box and not from a driver, what the driver reports less.
+    That is what the context may take more, what allocator and kernels may, and, where the memory is a whole number of
+    GiB, so from a box and not from a driver, what the driver reports less.
     """
+    share = ALLOCATOR_SHARE + (KERNELS_SHARE if is_known_card else UNKNOWN_KERNELS_SHARE)
     nominal = NOMINAL_SHARE if memory_bytes % GIB == 0 else 0.0
-    return context_above_bytes + int(memory_bytes * (ALLOCATOR_SHARE + nominal))
+    return context_above_bytes + ALLOCATOR_BYTES + int(memory_bytes * (share + nominal))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,7 +219,7 @@ class Card:
             context_bytes=taken.planned,
             context_below_bytes=taken.planned - taken.least,
             context_above_bytes=taken.most - taken.planned,
-            margin_bytes=margin_bytes(memory, taken.most - taken.planned),
+            margin_bytes=margin_bytes(memory, taken.most - taken.planned, is_known_card=self.name in CARDS),
             matrix_flops=self.matrix_share * (self.fp32_flops if precision == "fp32" else self.half_flops),
             memory_bandwidth=MEMORY_SHARE * self.memory_bandwidth,
             host_link_bandwidth=self.host_link_bandwidth,
@@ -323,14 +327,17 @@ def resized(device: Device, *, memory_bytes: int, num_ranks: tuple[int, int]) ->
         old, new = (context.added_by_ranks(number, card.nccl) for number in num_ranks)
     above = device.context_above_bytes + (new.most - new.planned) - (old.most - old.planned)
     below = device.context_below_bytes + (new.planned - new.least) - (old.planned - old.least)
-    extra = device.margin_bytes - margin_bytes(device.memory_bytes, device.context_above_bytes)
+    is_known_card = device.name in CARDS
+    extra = device.margin_bytes - margin_bytes(
+        device.memory_bytes, device.context_above_bytes, is_known_card=is_known_card
+    )
     return replace(
         device,
         memory_bytes=memory_bytes,
         context_bytes=max(0, device.context_bytes + new.planned - old.planned),
         context_below_bytes=max(0, below),
         context_above_bytes=max(0, above),
-        margin_bytes=max(0, margin_bytes(memory_bytes, max(0, above)) + extra),
+        margin_bytes=max(0, margin_bytes(memory_bytes, max(0, above), is_known_card=is_known_card) + extra),
     )
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from frugal.config.cluster import Cluster, Device, DeviceKind
+from frugal.config.cluster import CARDS, Cluster, Device, DeviceKind
 from frugal.config.request import Request
 from frugal.deepspeed_adapter.simulate.engine import covers, simulate
 from frugal.dryrun import shipped
@@ -151,7 +151,8 @@ class DryRunSource:
         Raises as `profile`.
         """
         device = device or min(self.cluster.devices, key=lambda device: device.usable_bytes)
-        sizes = (device.usable_bytes, device.context_bytes)  # its speed changes no memory
+        context = (device.context_bytes, device.context_below_bytes, device.context_above_bytes)
+        sizes = (device.usable_bytes, *context, device.name in CARDS)  # its speed changes no memory
         world = (self.cluster.world_size, self._ranks_per_node, device.kind, *sizes)
         key = digest(
             "dry-run", model_key(self.request), self._key(), strategy, micro_batch, min(accumulation_steps, 2), world
@@ -163,7 +164,8 @@ class DryRunSource:
             memory = fullest(ranks, micro_batch, device, self._ranks_per_node, strategy.expandable_segments)
             first = max(dry_runs, key=lambda dry_run: dry_run.peak.total_bytes)
             memory = replace(memory, phase_peaks=first.timeline.phase_peaks(micro_batch))
-            breakdown = DryRunBreakdown(memory, tuple(dict.fromkeys(note for each in dry_runs for note in each.notes)))
+            notes = tuple(dict.fromkeys(note for each in dry_runs for note in each.notes))
+            breakdown = DryRunBreakdown(memory.assuming(notes), notes)
             self._cache.write(key, breakdown)
         self.notes = breakdown.notes
         return breakdown.memory

@@ -30,11 +30,12 @@ from typing import Any
 
 import msgspec
 
-from frugal.config.cluster import DeviceKind
+from frugal.config.cluster import Device, DeviceKind
 from frugal.dryrun.messages import DryRun
 from frugal.errors import RequestError
 from frugal.planning.memory import breakdown
 from frugal.planning.memory.allocator import Replays
+from frugal.planning.memory.interval import Bounds, of_device, widened
 from frugal.planning.memory.timeline import CATEGORIES, Timeline
 
 
@@ -95,6 +96,14 @@ def figures(
         operator=peak.operator,
         phase=peak.phase,
     )
+
+
+def interval(figures: Figures, device: Device, assumptions: Sequence[str]) -> Bounds:
+    """The bounds of what `device` needs for it, context and all."""
+    live = figures.peak_allocated_bytes - figures.categories.get("rounding", 0)
+    bounds = of_device(live, figures.smallest_capacity_bytes, device)
+    of_data = figures.categories["activations"] + figures.categories["temporary"]
+    return widened(bounds, figures.smallest_capacity_bytes + device.context_bytes, of_data, assumptions)
 
 
 def _replays(dry_run: DryRun, *, expandable_segments: bool = False) -> Replays:

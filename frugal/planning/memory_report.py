@@ -1,21 +1,27 @@
 """What a plan says of memory, as people read it: the breakdown of the fullest device, what binds, what is assumed."""
 
-from frugal.config.cluster import NOMINAL_SHARE, Device
+from frugal.config.cluster import NOMINAL_SHARE, Cluster, Device
 from frugal.planning.memory.breakdown import MemoryBreakdown
+from frugal.planning.memory.interval import Bounds
 from frugal.planning.plan import Plan
 from frugal.units import GIB, format_bytes
 
 SHOWN_BYTES = 1 << 16
 
 
+def fullest_device(cluster: Cluster, memory: MemoryBreakdown) -> Device:
+    """The device that `memory` is of, by what is usable of it."""
+    return min(
+        (device for device in cluster.devices if device.usable_bytes == memory.usable_bytes),
+        key=lambda device: device.memory_bytes,
+        default=cluster.devices[0],
+    )
+
+
 def breakdown_table(plan: Plan) -> list[str]:
     """The breakdown of the fullest device, ending at the card's memory."""
     memory = plan.memory
-    device = min(
-        (d for d in plan.cluster.devices if d.usable_bytes == memory.usable_bytes),
-        key=lambda d: d.memory_bytes,
-        default=plan.cluster.devices[0],
-    )
+    device = fullest_device(plan.cluster, memory)
     rows = [(name, getattr(memory, name), "") for name in memory.CATEGORIES if getattr(memory, name) >= SHOWN_BYTES]
     width = max(len(name) for name in (*memory.CATEGORIES, "total"))
     lines = [
@@ -24,7 +30,8 @@ def breakdown_table(plan: Plan) -> list[str]:
     ]
     for name, size, _ in rows:
         lines.append(f"  {name:<{width}} {format_bytes(size):>12}")
-    lines.append(f"  {'total':<{width}} {format_bytes(memory.total_bytes):>12}")
+    bounds = f"  {bounds_of(memory.interval)}" if memory.interval is not None else ""
+    lines.append(f"  {'total':<{width}} {format_bytes(memory.total_bytes):>12}{bounds}")
     lines.append(f"  {'headroom':<{width}} {format_bytes(memory.headroom_bytes):>12}")
     if device.margin_bytes:
         lines.append(f"  {'margin':<{width}} {format_bytes(device.margin_bytes):>12}")
@@ -63,6 +70,34 @@ def assumptions(plan: Plan) -> list[str]:
     return lines
 
 
+def bounds_of(interval: Bounds) -> str:
+    """In brackets: `(10.60 GiB to 10.90 GiB)`."""
+    return f"({format_bytes(interval.lower_bytes)} to {format_bytes(interval.upper_bytes)})"
+
+
+def _bounds(memory: MemoryBreakdown) -> list[str]:
+    """How far from the total it may be, and for which causes."""
+    if memory.interval is None:
+        return []
+    causes = ", ".join(
+        f"{name} -{format_bytes(cause.below_bytes)} +{format_bytes(cause.above_bytes)}"
+        for name, cause in memory.interval.causes.items()
+        if max(cause.below_bytes, cause.above_bytes) >= SHOWN_BYTES
+    )
+    return [f"  it may come to {bounds_of(memory.interval)[1:-1]}{f': {causes}' if causes else ''}"]
+
+
+def beyond_the_device(memory: MemoryBreakdown, device: Device) -> list[str]:
+    """A note where data may make a run take more than `device` has; the other causes are what its margin is for."""
+    room = memory.usable_bytes + device.context_bytes + device.margin_bytes
+    if memory.interval is None or device.kind == "cpu" or memory.interval.upper_bytes <= room:
+        return []
+    return [
+        f"other data may take up to {format_bytes(memory.interval.upper_bytes)} of the {format_bytes(room)} of a GPU; "
+        "a run that goes out of memory goes on with smaller micro-batches"
+    ]
+
+
 def _margin(device: Device) -> str:
     """What stays free, and for what."""
     above, nominal = device.context_above_bytes, int(device.memory_bytes * NOMINAL_SHARE)
@@ -71,7 +106,8 @@ def _margin(device: Device) -> str:
     if device.memory_bytes % GIB == 0 and rest > nominal:
         parts.append(f"a driver that reports less than the box {format_bytes(nominal)}")
         rest -= nominal
-    return f"margin {format_bytes(device.margin_bytes)}: {', '.join([*parts, f'fragmentation {format_bytes(rest)}'])}"
+    parts.append(f"fragmentation and kernels {format_bytes(rest)}")
+    return f"margin {format_bytes(device.margin_bytes)}: {', '.join(parts)}"
 
 
 def binding(plan: Plan) -> list[str]:
@@ -86,6 +122,7 @@ def binding(plan: Plan) -> list[str]:
         *(f"  {sentence}" for sentence in plan.why[-1:]),
         f"  the peak of a {plan.cluster.rank_noun} is in {memory.phase}{f' ({operator})' if operator else ''}: "
         f"{format_bytes(memory.total_bytes)} of {format_bytes(limit)} that may be used",
+        *_bounds(memory),
         f"  most of it: {largest}",
     ]
     phases = sorted(memory.phase_peaks.items(), key=lambda phase: -phase[1])

@@ -47,30 +47,30 @@ memory of each GPU at its peak, in backward (mm)
   communication     38.1 MiB
   context          508.0 MiB
   total            10.76 GiB
-  headroom         642.1 MiB
-  margin           624.6 MiB
+  headroom         577.5 MiB
+  margin           689.2 MiB
   device           12.00 GiB
 
 why
   activation checkpointing is off: it is not needed, and a step would take 278 ms longer
   ZeRO-2: the lowest stage that sums bf16 gradients in fp32
   expandable segments are on: slack is 0.0 MiB, 0.0 MiB without them
-  memory binds: micro-batch 11 would be about 334.5 MiB short
+  memory binds: micro-batch 11 would be about 399.1 MiB short
 
 strategies
     step           batch       peak   headroom
-   2.3 s  1.00x  10 x 13  10.76 GiB  642.1 MiB  ZeRO-2: chosen
+   2.3 s  1.00x  10 x 13  10.76 GiB  577.5 MiB  ZeRO-2: chosen
   >2.5 s  1.05x      128                        ZeRO-3, activation checkpointing selective: cannot be faster, \
 recompute +551 ms
-   2.5 s  1.08x  10 x 13  10.59 GiB  819.4 MiB  ZeRO-3: slower, communication +193 ms
+   2.5 s  1.08x  10 x 13  10.59 GiB  754.9 MiB  ZeRO-3: slower, communication +193 ms
   >2.6 s  1.11x      128                        ZeRO-2, activation checkpointing offloaded: cannot be faster, \
 recompute +676 ms
   >2.6 s  1.11x      128                        ZeRO-3, activation checkpointing full: cannot be faster, \
 recompute +676 ms
   >2.6 s  1.11x      128                        ZeRO-3, activation checkpointing offloaded: cannot be faster, \
 recompute +676 ms
-   2.6 s  1.12x   64 x 2   7.33 GiB   4.06 GiB  ZeRO-2, activation checkpointing full: slower, recompute +676 ms
-   2.8 s  1.20x  13 x 10  11.14 GiB  251.4 MiB  ZeRO-2, activation checkpointing selective: slower, recompute +559 ms
+   2.6 s  1.12x   64 x 2   7.33 GiB   4.00 GiB  ZeRO-2, activation checkpointing full: slower, recompute +676 ms
+   2.8 s  1.20x  13 x 10  11.14 GiB  186.9 MiB  ZeRO-2, activation checkpointing selective: slower, recompute +559 ms
   > lower bound, < upper bound: pruned, not fully evaluated
 
 defaults
@@ -80,8 +80,8 @@ bf16, optimizer adamw, learning rate 0.0003, weight decay 0.01, gradient clippin
 assumed
   context 508.0 MiB (247.6 MiB to 764.0 MiB: driver, kernels, NCCL), not measured on your card: `frugal measure \
 --calibrate` does
-  margin 624.6 MiB: a larger context 256.0 MiB, a driver that reports less than the box 245.8 MiB, \
-fragmentation 122.9 MiB
+  margin 689.2 MiB: a larger context 256.0 MiB, a driver that reports less than the box 245.8 MiB, \
+fragmentation and kernels 187.5 MiB
   generic card: 70 TFLOP/s reached, 595 GB/s of memory, 12 GB/s between GPUs; only the seconds depend on it
 """
     )

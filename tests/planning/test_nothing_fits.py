@@ -100,12 +100,12 @@ def test_nothing_fits_is_told_as_a_proof() -> None:
         planned(gpus=1, mem="12G", offload="none", precision="fp32")
     assert str(caught.value) == (
         "gpt2 does not fit into a GPU of 12.00 GiB\n"
-        "  because on the GPU alone ZeRO-0 lacks 5.80 GiB\n"
+        "  because on the GPU alone ZeRO-0 lacks 5.86 GiB\n"
         "  because the nearest of 4 strategies is ZeRO-0, activation checkpointing offloaded, with 1 sample of 1024 "
         "tokens\n"
         "  because it takes 17.24 GiB: optimizer 11.18 GiB, gradients 3.73 GiB, parameters 1.86 GiB, "
         "context 396.0 MiB\n"
-        "  because 576.6 MiB stay free as margin\n"
+        "  because 641.2 MiB stay free as margin\n"
         "\n"
         "hint: this would fit: --offload auto, or --mem 18.5G, or --gpus 2"
     )

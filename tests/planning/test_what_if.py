@@ -161,7 +161,7 @@ def test_what_binds_is_told_with_the_phase_that_comes_next() -> None:
     assert binding(replace(made, memory=memory)) == [
         "what binds",
         f"  {made.why[-1]}",
-        "  the peak of a GPU is in backward (mm): 10.76 GiB of 11.39 GiB that may be used",
+        "  the peak of a GPU is in backward (mm): 10.76 GiB of 11.33 GiB that may be used",
         "  most of it: activations 9.54 GiB (89%), context 508.0 MiB (5%), optimizer 354.8 MiB (3%)",
         "  next would be forward 3.27 GiB lower, step 9.27 GiB lower",
     ]

@@ -16,12 +16,14 @@ A node's disks hold states that live on NVMe while it trains, and saved checkpoi
 tokenised data, and logs.
 """
 
-from dataclasses import dataclass, field, fields
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import Protocol
 
 from frugal.config.cluster import Cluster, Node
 from frugal.config.optimizers import state_bytes_per_element
 from frugal.config.request import Request
+from frugal.planning.memory.interval import Bounds, widened
 from frugal.planning.strategy import Strategy
 from frugal.units import GIB, MIB
 
@@ -32,7 +34,8 @@ class MemoryBreakdown:
 
     `slack` is what the caching allocator needs beyond the live tensors: rounding and blocks that do not fit the next
     request. `context` is what is gone before the first tensor. `phase` says when the peak occurs, `operator` what
-    allocates there. `phase_peaks` has the most live bytes of each phase; only a dry run fills it in.
+    allocates there. `phase_peaks` has the most live bytes of each phase; only a dry run fills it in. `interval` has the
+    bounds of `total_bytes`; None in a draft, which is a bound itself.
     """
 
     parameters: int
@@ -50,6 +53,7 @@ class MemoryBreakdown:
     phase: str
     operator: str
     phase_peaks: dict[str, int] = field(default_factory=dict)
+    interval: Bounds | None = None
 
     CATEGORIES = (
         "parameters", "gradients", "optimizer", "activations", "logits",
@@ -59,11 +63,20 @@ class MemoryBreakdown:
     def __post_init__(self) -> None:
         assert self.total_bytes == sum(getattr(self, name) for name in self.CATEGORIES), "the parts are not the whole"
         assert all(getattr(self, f.name) >= 0 for f in fields(self) if f.name in self.CATEGORIES), self
+        bounds = self.interval
+        assert bounds is None or bounds.lower_bytes <= self.total_bytes <= bounds.upper_bytes, "outside of its interval"
 
     @property
     def live_bytes(self) -> int:
         """Bytes of live tensors at the peak: without slack and context."""
         return self.total_bytes - self.slack - self.context
+
+    def assuming(self, assumptions: Sequence[str]) -> "MemoryBreakdown":
+        """The same where a dry run assumed something of its data, on which activations and temporary tensors depend."""
+        if self.interval is None:
+            return self
+        of_data = self.activations + self.temporary
+        return replace(self, interval=widened(self.interval, self.total_bytes, of_data, assumptions))
 
     @property
     def headroom_bytes(self) -> int:

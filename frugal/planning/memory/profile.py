@@ -9,6 +9,7 @@ from frugal.planning.cost import Work
 from frugal.planning.memory import breakdown as host
 from frugal.planning.memory.allocator import Replays
 from frugal.planning.memory.breakdown import MemoryBreakdown
+from frugal.planning.memory.interval import of_device
 from frugal.planning.memory.timeline import Timeline
 from frugal.planning.strategy import Strategy
 
@@ -192,6 +193,7 @@ def breakdown(
         phase=peak.phase,
         operator=peak.operator,
         phase_peaks={},
+        interval=of_device(peak.total_bytes, peak.total_bytes + slack, device) if counts_slack else None,
     )
 
 
