@@ -57,6 +57,13 @@ def write_file(path: Path, data: bytes, *, durable: bool = True) -> None:
         raise
 
 
+def remove_unfinished(folder: Path) -> None:
+    """Remove what `write_file` has left of files in `folder` where it was killed. Nobody may write to it meanwhile."""
+    with contextlib.suppress(OSError):
+        for path in folder.glob(".*.tmp-*"):
+            path.unlink(missing_ok=True)
+
+
 def append(path: Path) -> int:
     """A descriptor of a file to append to, which is made if there is none; close it.
 

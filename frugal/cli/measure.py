@@ -10,12 +10,12 @@ import sys
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, get_args
 
 import click
 import msgspec
 
+from frugal import temporary
 from frugal.cli.options import waiting
 from frugal.config import calibration, local_host
 from frugal.config.calibration import Calibration, Probe, format_flops, read_all
@@ -137,8 +137,8 @@ def _expected(plan: Plan, pool: Pool) -> Figures:
 
 def _run(plan: Plan, path: Path, cap_bytes: int | None) -> Trial | int:
     """What the plan's ranks measured, or the exit code they ended with."""
-    with TemporaryDirectory(prefix="frugal-") as folder, waiting(f"measuring {plan.request.model}"):
-        out = Path(folder) / "measured.json"
+    with temporary.folder() as folder, waiting(f"measuring {plan.request.model}"):
+        out = folder / "measured.json"
         arguments = ["--plan", str(path), "--out", str(out)]
         if cap_bytes is not None:
             arguments += ["--cap", str(cap_bytes)]
@@ -243,8 +243,8 @@ def calibrate(kind: DeviceKind, num_ranks: int, of_plan: Measurement | None = No
     Raises:
         FrugalError: a rank failed, and has said why.
     """
-    with TemporaryDirectory(prefix="frugal-") as folder, waiting("calibrating"):
-        out = Path(folder) / "probe.json"
+    with temporary.folder() as folder, waiting("calibrating"):
+        out = folder / "probe.json"
         arguments = ["--kind", kind, "--out", str(out)]
         code = local.start_ranks(kind, num_ranks, "frugal.training.measure.hardware_probe", arguments, to_stderr=True)
         if code:

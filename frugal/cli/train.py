@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import click
 import psutil  # type: ignore[import-untyped]  # has no types
 
+from frugal import temporary
 from frugal.cli.options import SettingsCommand, config_option, options, planned, planned_for, refuse_beside_a_plan
 from frugal.config import cuda_allocator
 from frugal.config.build_cluster import ClusterSettings, HostfileEntry, read_hostfile
@@ -153,8 +153,8 @@ def _start(job: _Job, plan: Plan) -> int:
         rest = partial(_plan_for_rest, job) if job.how.elastic else lambda before: before
         return restart.supervise(local.starter(port), plan, settings, restarts, rest)
     if plan.batch.world_size > 1:
-        with TemporaryDirectory(prefix="frugal-") as folder:
-            written, _ = write_plan(plan, Path(folder))
+        with temporary.folder() as folder:
+            written, _ = write_plan(plan, folder)
             return local.launch(plan, written, settings, port)
     run(plan, settings)
     return 0

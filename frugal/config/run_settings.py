@@ -93,6 +93,7 @@ class RunSettings:
 
     def __post_init__(self) -> None:
         check_sizes(self)
+        self._check_names()
         if not 0 <= self.validation_fraction < 1:
             raise RequestError(
                 f"--validation-fraction is {self.validation_fraction}",
@@ -102,6 +103,21 @@ class RunSettings:
             raise RequestError("--steps and --epochs were both given", hint="leave one of them out")
         if self.steps is not None:
             self._check_schedule(self.steps)
+
+    def _check_names(self) -> None:
+        """Names of files are bytes; Python has those that are no text in the current encoding as surrogates."""
+        for field in fields(self):
+            value = getattr(self, field.name)
+            for name in map(str, value if isinstance(value, tuple) else (value,)):
+                try:
+                    name.encode()
+                except UnicodeEncodeError:
+                    shown = os.fsencode(name).decode(errors="backslashreplace")
+                    raise RequestError(
+                        f"{flag_of(field.name)} {shown} is not UTF-8",
+                        because="what a run was asked for is kept as text",
+                        hint="rename it, or use a link of another name; if it is UTF-8, unset PYTHONUTF8",
+                    ) from None
 
     def _check_schedule(self, steps: int) -> None:
         check_schedule_steps(self.schedule, self.schedule_steps, steps)
@@ -234,5 +250,6 @@ def earlier_settings(folder: Path) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise RequestError(f"cannot read what the run in {folder} was asked for", because=f"{path}: {error}") from None
+        reason = (error.strerror if isinstance(error, OSError) else None) or error
+        raise RequestError(f"cannot read what the run in {folder} was asked for", because=f"{path}: {reason}") from None
     return {name: value for name, value in record.items() if value not in (None, [])}

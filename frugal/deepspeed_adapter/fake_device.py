@@ -23,8 +23,6 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any, ClassVar
 from unittest.mock import patch
@@ -40,7 +38,7 @@ from deepspeed.runtime.zero import parameter_offload, partition_parameters, part
 from deepspeed.utils import groups
 from torch import Tensor
 
-from frugal import torch_internals
+from frugal import temporary, torch_internals
 from frugal.config.optimizers import EIGHT_BIT_BLOCK
 from frugal.deepspeed_adapter import contract, kernels, zero3_graph
 from frugal.planning.memory.allocator import HostAllocator
@@ -338,8 +336,8 @@ def without_kernels() -> Iterator[None]:
         stack.enter_context(patch("deepspeed.ops.adam.cpu_adam.CPUAdamBuilder", _Compiled))
         for module in ("partitioned_optimizer_swapper", "partitioned_param_swapper"):
             stack.enter_context(patch(f"deepspeed.runtime.swap_tensor.{module}.AsyncIOBuilder", _Disk))
-        folder = stack.enter_context(TemporaryDirectory(prefix="frugal-"))  # DeepSpeed makes and removes folders
-        stack.enter_context(patch.object(kernels, "own_nvme_folder", lambda *_: Path(folder)))
+        folder = stack.enter_context(temporary.folder())  # DeepSpeed makes and removes folders
+        stack.enter_context(patch.object(kernels, "own_nvme_folder", lambda *_: folder))
         stack.enter_context(patch("cpuinfo.get_cpu_info", dict))  # asks the system for a second
         yield
 

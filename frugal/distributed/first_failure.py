@@ -60,11 +60,17 @@ class FailureReport(msgspec.Struct):
     text: str
 
 
+def report_folder() -> Path | None:
+    """Where ranks leave how the run ended, if whoever started it reads that."""
+    folder = os.environ.get(REPORT_FOLDER)
+    return Path(folder) if folder else None
+
+
 def report_done() -> None:
     """Note that the run came to its end: launchers' exit codes alone do not say so (MPICH's and pdsh's can be 0)."""
-    if (folder := os.environ.get(REPORT_FOLDER)) and env.rank() == 0:
+    if (folder := report_folder()) is not None and env.rank() == 0:
         with suppress(OSError):  # the folder was moved or deleted under the run; then the exit code says it
-            (Path(folder) / _DONE).touch()
+            (folder / _DONE).touch()
 
 
 def is_done(folder: Path, code: int) -> bool:
@@ -113,7 +119,7 @@ def end_rank(error: BaseException, code: int | None = None) -> NoReturn:
         os._exit(code)  # the launcher saw another rank end and is ending all; it waits for this one
     if threading.current_thread() is threading.main_thread():
         stop.restore_defaults()  # a signal from here on ends the process
-    if _lost_connection(error):
+    if lost_connection(error):
         time.sleep(CAUSE_FIRST_SECONDS)
     if not _ending.acquire(blocking=False):
         threading.Event().wait()  # another thread is ending this process
@@ -135,10 +141,10 @@ def _exit_code(error: BaseException) -> int:
 
 def _lost_a_rank(error: BaseException) -> bool:
     """Whether this rank only fails because another is gone."""
-    return isinstance(error, LostRankError) or _lost_connection(error)
+    return isinstance(error, LostRankError) or lost_connection(error)
 
 
-def _lost_connection(error: BaseException) -> bool:
+def lost_connection(error: BaseException) -> bool:
     """Whether a collective failed because another rank closed its connection.
 
     The errors of gloo, NCCL, the store and our votes for that have no class in common, only the word, as in "Connection
@@ -199,14 +205,14 @@ def _reports_loss_of_rank_0(error: LostRankError) -> bool:
         return False
     if not error.is_unreachable:
         _wait_for_launcher()
-    folder = os.environ.get(REPORT_FOLDER)
-    return folder is None or read_report(Path(folder)) is None
+    folder = report_folder()
+    return folder is None or read_report(folder) is None
 
 
 def _print(error: BaseException, code: int) -> None:
     """Print the error's message and leave it in the report."""
     # Of a rank on its own host or behind a connection the launcher may know more: which signal ended it.
-    if _lost_connection(error) or (isinstance(error, LostRankError) and not error.is_elsewhere):
+    if lost_connection(error) or (isinstance(error, LostRankError) and not error.is_elsewhere):
         _wait_for_launcher()
     text = _message(error)
     with suppress(OSError):  # nobody reads it any more, or the disk it goes to is full
@@ -214,17 +220,17 @@ def _print(error: BaseException, code: int) -> None:
             sys.stdout.write("\x1b[?25h\n")  # the cursor, which the progress bar had hidden
         sys.stdout.flush()
     rank_logs.to_console(text)
-    if folder := os.environ.get(REPORT_FOLDER):
+    if (folder := report_folder()) is not None:
         report = FailureReport(env.rank(), socket.gethostname(), code, text)
         with suppress(OSError):
-            (Path(folder) / _FAILURE).write_bytes(msgspec.json.encode(report))
+            (folder / _FAILURE).write_bytes(msgspec.json.encode(report))
 
 
 def _message(error: BaseException) -> str:
     """What is printed; for a bug of ours the traceback."""
     if isinstance(error, LostRankError):
         return f"error: {error.what}\n  because {error.why}"
-    if _lost_connection(error):
+    if lost_connection(error):
         reason = str(error).splitlines()[0]
         return f"error: rank {env.rank()} lost the connection to another rank\n  because {reason}"
     if isinstance(error, FrugalError):

@@ -1,6 +1,7 @@
 """How ranks come together."""
 
 import os
+import resource
 import socket
 from contextlib import nullcontext
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING
 from frugal.config.cluster import DeviceKind
 from frugal.deepspeed_adapter import collectives
 from frugal.distributed import env, rank_logs
-from frugal.errors import PlanMismatchError
+from frugal.errors import PlanMismatchError, RequestError
 from frugal.planning.plan import Plan
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ def join(plan: Plan, out: Path | None = None) -> "torch.device":
 
     Raises:
         PlanMismatchError: the plan is for other devices or another number of ranks, or ranks differ in what they hold.
-        RequestError: the port where ranks meet is taken, or some rank does not come.
+        RequestError: the port where ranks meet is taken, some rank does not come, or too few files may be open.
     """
     env.adopt_launcher_variables()
     kind = plan.cluster.devices[0].kind
@@ -33,6 +34,7 @@ def join(plan: Plan, out: Path | None = None) -> "torch.device":
             f"the plan is for {plan.batch.world_size} ranks, this run has {world_size}",
             hint=f"plan again for {world_size} GPUs, or start {plan.batch.world_size} processes",
         )
+    check_descriptors(world_size)
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # it warns of addresses that have no name, for one
     env.correct_local_rank(plan.cluster)
     env.limit_threads()
@@ -57,6 +59,29 @@ def join(plan: Plan, out: Path | None = None) -> "torch.device":
         rendezvous.rendezvous(plan)
     form()
     return device
+
+
+def check_descriptors(world_size: int) -> None:
+    """Raise this process's limit on open files, which those it starts inherit, if it is too low for a rank.
+
+    Rank 0 of a run on CPU ranks has 20 and 6 for each rank at its fullest (1, 2 and 4 ranks, gloo); 8 more are for what
+    is open for a moment. GPUs need more, which is not measured.
+
+    Raises:
+        RequestError: it may not be raised so far.
+    """
+    needed, (now, most) = 28 + 6 * world_size, resource.getrlimit(resource.RLIMIT_NOFILE)
+    if now == resource.RLIM_INFINITY or now >= needed:
+        return
+    if most != resource.RLIM_INFINITY and most < needed:
+        raise RequestError(
+            f"a process may have {most} open files here, and ranks need {needed}",
+            because=f"rank 0 holds connections to all {world_size}"
+            if world_size > 1
+            else "libraries and data are files",
+            hint=f"raise the limit: `ulimit -n {max(needed, 4096)}`, or nofile in /etc/security/limits.conf",
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, most))
 
 
 def use_device(kind: DeviceKind) -> "torch.device":

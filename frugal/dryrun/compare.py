@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import msgspec
 
+from frugal import temporary
 from frugal.config.cluster import Cluster
 from frugal.config.request import Request
 from frugal.dryrun.client import DryRunSource
@@ -70,8 +70,8 @@ class Measurement:
         Raises:
             FrugalError: the model cannot be made, or not be trained like that, any more.
         """
-        with TemporaryDirectory(prefix="frugal-") as folder:
-            reference = self.definition.write(Path(folder))
+        with temporary.folder() as folder:
+            reference = self.definition.write(folder)
             task = self.request.task if self.definition.task is None else self.definition.task
             request = replace(self.request, model=reference, task=task)
             with DryRunSource(request, self.cluster, cache=False, pool=pool) as source:

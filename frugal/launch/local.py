@@ -4,8 +4,8 @@ import os
 import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
+from frugal import temporary
 from frugal.config import cuda_allocator
 from frugal.config.cluster import DeviceKind
 from frugal.config.run_settings import RunSettings
@@ -13,7 +13,7 @@ from frugal.deepspeed_adapter import collectives
 from frugal.deepspeed_adapter.json_config import write_plan
 from frugal.distributed import first_failure
 from frugal.distributed.connections import secret
-from frugal.distributed.process_group import free_port
+from frugal.distributed.process_group import check_descriptors, free_port
 from frugal.distributed.rank_logs import to_console
 from frugal.errors import PlanMismatchError, RequestError
 from frugal.launch import node
@@ -22,7 +22,7 @@ from frugal.launch.node import LaunchedNode
 from frugal.launch.restart import Start, signal_of
 from frugal.planning.plan import Plan
 from frugal.training.checkpoint.manifest import newest_checkpoint
-from frugal.training.checkpoint.run_folder import make_folder
+from frugal.training.checkpoint.run_folder import START, make_folder
 
 
 def check_machine(plan: Plan, master_port: int | None) -> None:
@@ -30,7 +30,7 @@ def check_machine(plan: Plan, master_port: int | None) -> None:
 
     Raises:
         PlanMismatchError: the plan is for other machines than this one.
-        RequestError: the port is taken.
+        RequestError: the port is taken, or too few files may be open.
     """
     if len(plan.cluster.nodes) > 1:
         raise PlanMismatchError(
@@ -45,6 +45,7 @@ def check_machine(plan: Plan, master_port: int | None) -> None:
                 f"the plan is for {plan.batch.world_size} GPUs, there are {num_gpus} here",
                 hint="plan for what is here: frugal plan --gpus N, or frugal train --ranks N for CPU processes",
             )
+    check_descriptors(plan.batch.world_size)
     if master_port is not None:
         with socket.socket() as sock:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -75,16 +76,16 @@ def starter(master_port: int | None) -> Start:
     def run(plan: Plan, settings: RunSettings) -> tuple[int, first_failure.FailureReport | None]:
         make_folder(settings, settings.out)
         # In the run's folder: the system's one for temporary files is emptied of what is some days old.
-        with TemporaryDirectory(prefix=".start-", dir=settings.out, ignore_cleanup_errors=True) as folder:
-            written, _ = write_plan(plan, Path(folder))
-            words = ["--plan", str(written), *settings.rank_words(Path(folder))]
-            os.environ[first_failure.REPORT_FOLDER] = folder
+        with temporary.folder(settings.out, START) as folder:
+            written, _ = write_plan(plan, folder)
+            words = ["--plan", str(written), *settings.rank_words(folder)]
+            os.environ[first_failure.REPORT_FOLDER] = str(folder)
             try:
                 code = start(plan, "frugal.training.run", words, master_port)
             finally:
                 del os.environ[first_failure.REPORT_FOLDER]
-            is_done = first_failure.is_done(Path(folder), code)
-            return (0 if is_done else code or 1), first_failure.read_report(Path(folder))
+            is_done = first_failure.is_done(folder, code)
+            return (0 if is_done else code or 1), first_failure.read_report(folder)
 
     return run
 

@@ -8,7 +8,6 @@ A run that has failed is started again on all of its hosts, or with --elastic on
 
 import os
 import re
-import secrets
 import shlex
 import shutil
 import signal
@@ -20,12 +19,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from types import FrameType
 from typing import IO
 
 import psutil  # type: ignore[import-untyped]  # has no types
 
+from frugal import temporary
 from frugal.config import cuda_allocator
 from frugal.config.build_cluster import HostfileEntry
 from frugal.config.cluster import Cluster, DeviceKind
@@ -43,6 +42,7 @@ from frugal.launch.restart import judge
 from frugal.launch.ssh import Access, EnvironmentFiles, ReadyHost, UnreachableHost
 from frugal.planning.plan import Plan
 from frugal.training.checkpoint import run_folder
+from frugal.training.checkpoint.run_folder import START
 from frugal.units import plural
 
 FAN_OUT = 1024  # hosts that pdsh reaches at the same time
@@ -124,11 +124,9 @@ def run(
     address = ssh.rendezvous_address([host.report for host in hosts], access)
     port = master_port or hosts[0].report.free_port
     # In the run's folder, which all nodes see; its name is that of this start in every command line on them.
-    with TemporaryDirectory(
-        prefix=".start-", suffix=secrets.token_hex(4), dir=settings.out, ignore_cleanup_errors=True
-    ) as folder:
-        written, _ = write_plan(plan, Path(folder))
-        arguments = ["--plan", str(written), *settings.rank_words(Path(folder))]
+    with temporary.folder(settings.out, START) as folder:
+        written, _ = write_plan(plan, folder)
+        arguments = ["--plan", str(written), *settings.rank_words(folder)]
         if shutil.which("pdsh") is None:
             raise RequestError(
                 "there is no pdsh on this machine",
@@ -136,16 +134,16 @@ def run(
                 hint="install it (apt install pdsh), or start them yourself: frugal train ... --print no-ssh",
             )
         files = EnvironmentFiles()
-        ranks = RemoteRanks([host.host for host in hosts], access, Path(folder), files.removal)
+        ranks = RemoteRanks([host.host for host in hosts], access, folder, files.removal)
         try:
-            files.write([host.host for host in hosts], access, _environment(plan, access, Path(folder)))
+            files.write([host.host for host in hosts], access, _environment(plan, access, folder))
         except BaseException:
             ranks.end()
             raise
         code = ranks.run(_node_command(hosts, address, port, files, arguments))
-        if first_failure.is_done(Path(folder), code):
+        if first_failure.is_done(folder, code):
             return 0, None
-        report = first_failure.read_report(Path(folder))
+        report = first_failure.read_report(folder)
     if report is None:
         error = FrugalError(
             "the run ended without a message from its ranks",

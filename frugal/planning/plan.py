@@ -172,7 +172,7 @@ class Plan:
             PlanMismatchError: another schema, or changed by hand.
         """
         try:
-            data = path.read_bytes()
+            data = files.read_regular(path)
         except OSError as error:
             raise RequestError(
                 f"cannot read the plan {path}", because=str(error.strerror), hint="make one with `frugal plan -o DIR`"

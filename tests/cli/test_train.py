@@ -1,6 +1,7 @@
 """`frugal train`, as people call it: real runs through DeepSpeed's launcher and torchrun, and how they end."""
 
 import dataclasses
+import json
 import re
 import shutil
 import signal
@@ -86,6 +87,20 @@ def test_the_final_model_and_tokenizer_load(folder: Path, on_two_ranks: tuple[in
     with torch.no_grad():
         loss = model(input_ids=ids, labels=ids).loss
     assert loss < 0.9 * torch.log(torch.tensor(260.0))  # better than a guess among all tokens
+
+
+def test_names_beyond_ascii_under_the_posix_locale(folder: Path) -> None:
+    data, out = folder / "d\u00e4t\u00e4" / "t\u00e9xt.jsonl", folder / "r\u00fc\u00f1"
+    data.parent.mkdir()
+    shutil.copy(folder / "text.jsonl", data)
+    posix = {**environment(folder), "LC_ALL": "POSIX"}
+    for more in (("--steps", 2), ("--steps", 3, "--resume")):
+        words = command("--plan", "plan1.json", "--data", data, "--out", out, *more)
+        done = subprocess.run(words, cwd=folder, env=posix, capture_output=True, timeout=200)
+        assert done.returncode == 0, done.stderr.decode()
+    assert "model written to" in done.stdout.decode()
+    assert json.loads((out / "train.json").read_text())["data"] == [str(data)]
+    assert [record["step"] for record in records(out) if record["event"] == "step"] == [1, 2, 3]
 
 
 def test_torchrun_gives_the_same_run(folder: Path, on_two_ranks: tuple[int, str, str]) -> None:

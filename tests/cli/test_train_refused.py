@@ -38,6 +38,54 @@ def test_plan_and_planning_flags_together(folder: Path, capsys: pytest.CaptureFi
     )
 
 
+def test_a_plan_that_is_a_pipe_or_a_device_is_named_and_not_waited_for(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pipe, device = tmp_path / "pipe", tmp_path / "device"
+    os.mkfifo(pipe)
+    device.symlink_to("/dev/zero")
+    for path, what in ((pipe, "a named pipe"), (device, "a device")):
+        assert message(capsys, "--plan", path) == (
+            f"2: error: cannot read the plan {path}\n  because it is {what}, and not a file"
+            "\n\nhint: make one with `frugal plan -o DIR`\n"
+        )
+    run = tmp_path / "run"
+    (run / "checkpoints" / "step-000001").mkdir(parents=True)
+    (run / "checkpoints" / "step-000001" / "manifest.json").touch()
+    os.mkfifo(run / "train.json")
+    assert message(capsys, "--plan", folder / "plan2.json", "--resume", "--out", run) == (
+        f"2: error: cannot read what the run in {run} was asked for\n"
+        f"  because {run}/train.json: it is a named pipe, and not a file\n"
+    )
+
+
+@pytest.mark.parametrize(("ranks", "needed"), [(1, 34), (2, 40)])
+def test_few_open_files(ranks: int, needed: int, folder: Path, tmp_path: Path) -> None:
+    """What is refused is said in words; with as many as it says, a run goes through."""
+
+    def run(number: int) -> subprocess.CompletedProcess[str]:
+        words = command("--plan", f"plan{ranks}.json", "--data", "text.jsonl", "--steps", 1, "--out", tmp_path)
+        return subprocess.run(
+            ["sh", "-c", f'ulimit -n {number}; exec "$@"', "sh", *words], cwd=folder, env=environment(folder),
+            capture_output=True, text=True, timeout=200,
+        )  # fmt: skip
+
+    refused = run(20)
+    assert refused.returncode == 2, refused.stderr
+    assert refused.stderr.startswith(f"error: a process may have 20 open files here, and ranks need {needed}\n")
+    done = run(needed)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("name", ["--out", "--data"])
+def test_a_name_that_is_no_text(name: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    stands = os.fsdecode(b"caf\xe9")
+    assert message(capsys, "--plan", folder / "plan2.json", name, stands) == (
+        f"2: error: {name} caf\\xe9 is not UTF-8\n  because what a run was asked for is kept as text\n\n"
+        "hint: rename it, or use a link of another name; if it is UTF-8, unset PYTHONUTF8\n"
+    )
+
+
 def test_ranks_and_gpus_together(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert message(capsys, "--ranks", 2, "--gpus", 2, "--out", folder / "new") == (
         "2: error: --ranks was given together with --gpus\n"

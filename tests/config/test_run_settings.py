@@ -35,7 +35,7 @@ def test_every_setting_is_tried_above() -> None:
 
 
 def test_more_words_than_a_command_line_takes_reach_the_ranks_in_a_file(tmp_path: Path) -> None:
-    many = replace(SOME, data=tuple(f"{'folder/' * 30}\udcff ü\n{number}.txt" for number in range(10_000)))
+    many = replace(SOME, data=tuple(f"{'folder/' * 30}ÿ ü\n{number}.txt" for number in range(10_000)))
     (word,) = many.rank_words(tmp_path / "run")
     assert word == f"@{tmp_path}/run/arguments"
     assert parsed([word]) == many

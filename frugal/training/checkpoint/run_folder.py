@@ -15,16 +15,19 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from frugal import file_errors, files
+from frugal import file_errors, files, temporary
 from frugal.config.local_host import available_bytes
 from frugal.config.run_settings import METRICS, RECORD, RunSettings
 from frugal.deepspeed_adapter.json_config import plan_files
-from frugal.distributed import env, parent, rank_logs
+from frugal.distributed import env, first_failure, parent, rank_logs
 from frugal.errors import CheckpointError, FrugalError, NothingFitsError, RequestError
 from frugal.planning.memory import breakdown
 from frugal.planning.plan import Plan
 from frugal.training.checkpoint import manifest
 from frugal.units import format_bytes
+
+START = ".start-"
+"""How a folder of temporary files in the run's folder begins: one for each start."""
 
 LOCK_SECONDS = 120.0
 """A resumed run on several hosts waits this long for the lock of its folder: a cluster's file system keeps the locks of
@@ -108,9 +111,17 @@ def locked(settings: RunSettings) -> Iterator[int]:
                 because="two runs in one folder would overwrite each other's checkpoints",
                 hint="wait for it to end, or choose another folder with --out",
             )
+        _remove_abandoned(settings)
         yield folder
     finally:
         os.close(folder)
+
+
+def _remove_abandoned(settings: RunSettings) -> None:
+    """Remove what starts have left that were killed; with the folder locked, no other writes in it."""
+    temporary.remove_abandoned(settings.out, START, but=first_failure.report_folder())
+    for folder in (settings.out, settings.checkpoints):
+        files.remove_unfinished(folder)
 
 
 def _try_lock(folder: int) -> bool:

@@ -11,9 +11,10 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
 
 from bench.ranks import Ranks
-from frugal import files
+from frugal import files, temporary
 from frugal.config.run_settings import RunSettings
 from frugal.errors import CheckpointError, RequestError
 from frugal.training.checkpoint import loading, manifest, run_folder
@@ -141,6 +142,52 @@ def test_what_is_no_file_of_a_checkpoint_is_named_and_nobody_waits_for_it(
     for (_, expected), *said in zip(cases, *answers, strict=True):
         for each in said:
             assert each.startswith(expected), (expected, each)
+
+
+def test_a_checkpoint_with_checksums_and_other_states_is_named(saved: Path, tmp_path: Path, two_ranks: Ranks) -> None:
+    def without(folder: Path, ending: str, *keys: str) -> Path:
+        shutil.copytree(saved, folder)
+        for path in (folder / "step-000004").glob(f"*{ending}"):
+            content = inner = torch.load(path, weights_only=False)
+            for key in keys[:-1]:
+                inner = inner[key]
+            del inner[keys[-1] or min(inner)]
+            torch.save(content, path)
+            relisted(path)
+        return folder
+
+    folders = [
+        without(tmp_path / "module", "model_states.pt", "module"),
+        without(tmp_path / "weight", "model_states.pt", "module", ""),
+        without(tmp_path / "states", "optim_states.pt", "optimizer_state_dict"),
+        without(tmp_path / "masters", "optim_states.pt", "optimizer_state_dict", "single_partition_of_fp32_groups"),
+    ]
+    for said in two_ranks.run(load_each, folders):
+        for folder, each in zip(folders, said, strict=True):
+            assert each.startswith(
+                f"CheckpointError: cannot continue from {folder}/step-000004: its files are whole, and do not hold the "
+                "states of this run\n  because "
+            ), each
+            assert "hint: move step-000004 away to continue from the checkpoint before it, or start" in each
+    for folder in folders:
+        shutil.rmtree(folder / "step-000004")
+    assert all(each.startswith("step 2: ") for said in two_ranks.run(load_each, folders) for each in said), (
+        "as the hint says"
+    )
+
+
+def test_what_killed_starts_have_left_is_removed_by_the_next_and_a_live_one_keeps_its_own(tmp_path: Path) -> None:
+    settings = RunSettings(out=tmp_path)
+    settings.checkpoints.mkdir()
+    left = [tmp_path / ".plan.json.tmp-0a1b2c3d", settings.checkpoints / ".latest.tmp-0a1b2c3d"]
+    for path in left:
+        path.touch()
+    (tmp_path / ".start-killed").mkdir()
+    (tmp_path / ".start-killed" / "plan.json").touch()
+    (tmp_path / ".mine").touch()
+    with temporary.folder(tmp_path, run_folder.START) as live, run_folder.locked(settings):
+        assert {path.name for path in tmp_path.iterdir()} == {"checkpoints", ".mine", live.name}
+        assert not list(settings.checkpoints.iterdir())
 
 
 def test_links_that_lead_elsewhere_are_refused_and_not_written_through(tmp_path: Path) -> None:
