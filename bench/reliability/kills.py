@@ -2,8 +2,8 @@
 
     python -m bench.reliability.kills [50] [--seed 0] [--minutes 60] [--add]
 
-A tiny GPT-2 without dropout trains under ZeRO-2 with a checkpoint every `SAVE_EVERY` steps. SIGKILL goes to any rank,
-to a launcher or to the command, while it starts, between two steps, or in a save. Then the run is resumed on another
+A tiny GPT-2 without dropout trains under ZeRO-2 with a checkpoint every `SAVE_EVERY` steps. SIGKILL goes to any rank
+or to the command, while it starts, between two steps, or in a save. Then the run is resumed on another
 number of CPU ranks; a part of the commands restart by themselves (`--max-restarts --elastic`). All is drawn by
 `--seed`, but how far a run is at a moment depends on the machine. At the end:
 
@@ -72,7 +72,7 @@ class Kill:
     Attributes:
         ranks: of the run.
         moment: `start`, `step` or `save`.
-        target: what was killed: `rank 1`, `launcher`, `command`.
+        target: what was killed: `rank 1`, `command`.
         step: the newest that was logged then.
         first_step: that the command had begun with.
         gone_seconds: until no process of the run was left, or, where it restarts by itself, until it trained again.
@@ -148,12 +148,9 @@ class Run:
         processes = {"command": psutil.Process(self.process.pid)}
         for child in psutil.Process(self.process.pid).children(recursive=True):
             with suppress(psutil.Error):
-                words = child.cmdline()
-                rank = next((word for word in words if word.startswith("--local_rank=")), None)
+                rank = next((word for word in child.cmdline() if word.startswith("--local_rank=")), None)
                 if rank is not None:
                     processes[f"rank {rank.partition('=')[2]}"] = child
-                elif any("launch" in word for word in words[:4]):
-                    processes.setdefault("launcher", child)
         return processes
 
     def end(self) -> tuple[int, str]:
@@ -378,7 +375,7 @@ def table(kills: Sequence[Kill]) -> str:
         "| SIGKILL of | while it starts | between two steps | in a save | over after, median and longest |",
         "|---|---|---|---|---|",
     ]
-    kinds = {"a rank": "rank", "the launcher": "launcher", "the command": "command"}
+    kinds = {"a rank": "rank", "the command": "command"}
     for words, kind in kinds.items():
         mine = [each for each in kills if each.target.startswith(kind)]
         number = Counter(each.moment for each in mine)

@@ -44,15 +44,14 @@ from frugal.deepspeed_adapter import checkpoint_files, kernels
 from frugal.deepspeed_adapter.checkpoint_files import Piece, StateFiles, StateLayout
 from frugal.deepspeed_adapter.stages import Zero
 from frugal.distributed.exchange import from_rank_0, gather
-from frugal.distributed.first_failure import lost_connection
 from frugal.errors import CheckpointError, PlanMismatchError, RequestError
 from frugal.planning.plan import Plan
 from frugal.training import train_step
-from frugal.training.checkpoint import manifest
+from frugal.training.checkpoint import manifest, other_states
 from frugal.training.checkpoint.manifest import File, Manifest
 from frugal.training.data.batches import Position
 from frugal.training.data.sources import Provenance
-from frugal.training.oom_limits import LearntLimits, is_out_of_memory
+from frugal.training.oom_limits import LearntLimits
 from frugal.training.train_step import Stepper
 from frugal.units import plural
 
@@ -226,17 +225,8 @@ def load(engine: Stepper, folder: Path) -> Loaded:
             continue
         made_by, this = manifest.read(path), origin(engine, 0, {})
         check_resume(path, made_by, this)
-        try:
+        with other_states.named(path):
             progress = _restore(engine, path, made_by, this)
-        except _OF_CONTENT as error:
-            if not _is_of_content(error):
-                raise
-            raise CheckpointError(
-                f"cannot continue from {path}: its files are whole, and do not hold the states of this run",
-                because=f"{type(error).__name__}: {error}".splitlines()[0],
-                hint=f"move {path.name} away to continue from the checkpoint before it, or start again with another "
-                "--out",
-            ) from error
         return Loaded(progress=progress, folder=path, refused=tuple(refused), changes=resume_changes(made_by, this))
     if refused:
         raise CheckpointError(
@@ -320,17 +310,6 @@ def read_progress(path: Path) -> Progress:
         raise ValueError(file_errors.explain(error, path / TRAINING).because) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"{path / TRAINING} is no record of a run: {error}") from None
-
-
-_OF_CONTENT = (LookupError, TypeError, AttributeError, AssertionError, ValueError, RuntimeError)
-"""What DeepSpeed, torch and `restore` raise where a file has its checksum and not the entries they ask for."""
-
-
-def _is_of_content(error: Exception) -> bool:
-    """Whether an error of reading is about what is read. Classes below RuntimeError are of collectives and of CUDA."""
-    if not isinstance(error, RuntimeError):
-        return True
-    return type(error) is RuntimeError and not (lost_connection(error) or is_out_of_memory(error))
 
 
 def _restore(engine: Stepper, path: Path, made_by: Manifest, this: Manifest) -> Progress:
