@@ -2,7 +2,7 @@
 
 It gets torch's CUDA build (527 MB) without NVIDIA's packages, everything else in the versions of `constraints.txt`, and
 the emulated libraries, compiled here in seconds. It needs gcc, g++ and nm, and CUDA's headers: of an installed toolkit
-(CUDA_HOME, /usr/local/cuda), else from NVIDIA's packages. A second call only compiles again.
+(CUDA_HOME, /usr/local/cuda), else from NVIDIA's packages. A second call brings both up to date.
 """
 
 import argparse

@@ -29,32 +29,68 @@ static int binary_version(void) {
 }
 
 static __thread cudaError_t last;
-static cudaError_t failed(cudaError_t error) { if (error) last = error; return error; }
+static cudaError_t failed(cudaError_t error) {
+  if (error) last = error;
+  return error;
+}
 
-API cudaGetLastError(void) { cudaError_t error = last; last = cudaSuccess; return error; }
+API cudaGetLastError(void) {
+  cudaError_t error = last;
+  last = cudaSuccess;
+  return error;
+}
 API cudaPeekAtLastError(void) { return last; }
 EXPORT const char *cudaGetErrorString(cudaError_t error) {
-  return error == cudaSuccess ? "no error" : error == cudaErrorMemoryAllocation ? "out of memory"
-       : error == cudaErrorNotReady ? "device not ready" : "emulated device error";
+  return error == cudaSuccess                 ? "no error"
+         : error == cudaErrorMemoryAllocation ? "out of memory"
+         : error == cudaErrorNotReady         ? "device not ready"
+                                              : "emulated device error";
 }
 EXPORT const char *cudaGetErrorName(cudaError_t error) {
-  return error == cudaSuccess ? "cudaSuccess" : error == cudaErrorMemoryAllocation ? "cudaErrorMemoryAllocation" : "cudaErrorUnknown";
+  return error == cudaSuccess                 ? "cudaSuccess"
+         : error == cudaErrorMemoryAllocation ? "cudaErrorMemoryAllocation"
+                                              : "cudaErrorUnknown";
 }
 
 /* Devices. */
-API cudaGetDeviceCount(int *n) { *n = emu_count(); return 0; }
-API cudaGetDevice(int *device) { *device = emu_current_device(); return 0; }
+API cudaGetDeviceCount(int *n) {
+  *n = emu_count();
+  return 0;
+}
+API cudaGetDevice(int *device) {
+  *device = emu_current_device();
+  return 0;
+}
 API cudaSetDevice(int device) {
   if (device < 0 || device >= emu_count()) return failed(cudaErrorInvalidDevice);
   emu_set_device(device);
   return 0;
 }
-API cudaDriverGetVersion(int *version) { *version = 13000; return 0; }
-API cudaRuntimeGetVersion(int *version) { *version = 13000; return 0; }
-API cudaDeviceSynchronize(void) { wait_for_all(); return 0; }
-API cudaDeviceCanAccessPeer(int *can, int a, int b) { *can = a != b; return 0; }
-API cudaDeviceGetStreamPriorityRange(int *least, int *greatest) { *least = 0; *greatest = -5; return 0; }
-API cudaDeviceGetPCIBusId(char *id, int length, int device) { snprintf(id, length, "0000:%02X:00.0", device + 1); return 0; }
+API cudaDriverGetVersion(int *version) {
+  *version = 13000;
+  return 0;
+}
+API cudaRuntimeGetVersion(int *version) {
+  *version = 13000;
+  return 0;
+}
+API cudaDeviceSynchronize(void) {
+  wait_for_all();
+  return 0;
+}
+API cudaDeviceCanAccessPeer(int *can, int a, int b) {
+  *can = a != b;
+  return 0;
+}
+API cudaDeviceGetStreamPriorityRange(int *least, int *greatest) {
+  *least = 0;
+  *greatest = -5;
+  return 0;
+}
+API cudaDeviceGetPCIBusId(char *id, int length, int device) {
+  snprintf(id, length, "0000:%02X:00.0", device + 1);
+  return 0;
+}
 API cudaMemGetInfo(size_t *free_bytes, size_t *total) {
   *free_bytes = emu_free_bytes(emu_current_device());
   *total = emu_total();
@@ -106,16 +142,20 @@ API cudaDeviceGetAttribute(int *value, enum cudaDeviceAttr attribute, int device
     case cudaDevAttrMaxThreadsPerBlock: *value = 1024; break;
     case cudaDevAttrMaxBlockDimX: *value = 1024; break;
     case cudaDevAttrMaxGridDimX: *value = 2147483647; break;
-    case cudaDevAttrMaxGridDimY: case cudaDevAttrMaxGridDimZ: *value = 65535; break;
+    case cudaDevAttrMaxGridDimY:
+    case cudaDevAttrMaxGridDimZ: *value = 65535; break;
     case cudaDevAttrWarpSize: *value = 32; break;
     case cudaDevAttrMaxSharedMemoryPerBlock: *value = 49152; break;
     case cudaDevAttrMaxSharedMemoryPerBlockOptin: *value = card->shared_optin; break;
     case cudaDevAttrMaxSharedMemoryPerMultiprocessor: *value = card->shared; break;
     case cudaDevAttrMaxThreadsPerMultiProcessor: *value = card->threads; break;
     case cudaDevAttrMaxBlocksPerMultiprocessor: *value = card->blocks; break;
-    case cudaDevAttrMaxRegistersPerBlock: case cudaDevAttrMaxRegistersPerMultiprocessor: *value = 65536; break;
+    case cudaDevAttrMaxRegistersPerBlock:
+    case cudaDevAttrMaxRegistersPerMultiprocessor: *value = 65536; break;
     case cudaDevAttrL2CacheSize: *value = card->l2; break;
-    case cudaDevAttrCooperativeLaunch: case cudaDevAttrUnifiedAddressing: case cudaDevAttrMemoryPoolsSupported:
+    case cudaDevAttrCooperativeLaunch:
+    case cudaDevAttrUnifiedAddressing:
+    case cudaDevAttrMemoryPoolsSupported:
     case cudaDevAttrConcurrentKernels: *value = 1; break;
     default: *value = 0; emu_log("emulated_gpu: attribute %d\n", (int)attribute);
   }
@@ -124,64 +164,138 @@ API cudaDeviceGetAttribute(int *value, enum cudaDeviceAttr attribute, int device
 
 /* Memory. */
 API cudaMalloc(void **p, size_t size) { return failed(emu_malloc(emu_current_device(), size, p)); }
-API cudaFree(void *p) { wait_for_all(); return failed(emu_free(p)); }
+API cudaFree(void *p) {
+  wait_for_all();
+  return failed(emu_free(p));
+}
 API cudaMallocAsync(void **p, size_t size, cudaStream_t stream) { return cudaMalloc(p, size); }
 API cudaFreeAsync(void *p, cudaStream_t stream) { return cudaFree(p); }
 API cudaHostAlloc(void **p, size_t size, unsigned flags) { return failed(emu_host_alloc(size, p)); }
 API cudaFreeHost(void *p) { return emu_host_free(p); }
-API cudaHostRegister(void *p, size_t size, unsigned flags) { emu_host_register(p, size); return 0; }
-API cudaHostUnregister(void *p) { emu_host_unregister(p); return 0; }
+API cudaHostRegister(void *p, size_t size, unsigned flags) {
+  emu_host_register(p, size);
+  return 0;
+}
+API cudaHostUnregister(void *p) {
+  emu_host_unregister(p);
+  return 0;
+}
 API cudaPointerGetAttributes(struct cudaPointerAttributes *a, const void *p) {
   int device = 0;
   memset(a, 0, sizeof *a);
-  a->type = emu_is_device(p, &device) ? cudaMemoryTypeDevice : emu_is_host(p) ? cudaMemoryTypeHost : cudaMemoryTypeUnregistered;
+  a->type = emu_is_device(p, &device) ? cudaMemoryTypeDevice
+            : emu_is_host(p)          ? cudaMemoryTypeHost
+                                      : cudaMemoryTypeUnregistered;
   a->device = device;
   if (a->type == cudaMemoryTypeDevice) a->devicePointer = (void *)p;
   if (a->type != cudaMemoryTypeDevice) a->hostPointer = (void *)p;
   return 0;
 }
-API cudaMemcpy(void *to, const void *from, size_t size, enum cudaMemcpyKind kind) { wait_for_all(); emu_copy(to, from, size); return 0; }
-API cudaMemcpyAsync(void *to, const void *from, size_t size, enum cudaMemcpyKind kind, cudaStream_t stream) { emu_copy(to, from, size); return 0; }
-API cudaMemcpyPeerAsync(void *to, int a, const void *from, int b, size_t size, cudaStream_t stream) { emu_copy(to, from, size); return 0; }
-API cudaMemcpy2DAsync(void *to, size_t to_pitch, const void *from, size_t from_pitch, size_t width, size_t height, enum cudaMemcpyKind kind, cudaStream_t stream) {
+API cudaMemcpy(void *to, const void *from, size_t size, enum cudaMemcpyKind kind) {
+  wait_for_all();
+  emu_copy(to, from, size);
+  return 0;
+}
+API cudaMemcpyAsync(void *to, const void *from, size_t size, enum cudaMemcpyKind kind, cudaStream_t stream) {
+  emu_copy(to, from, size);
+  return 0;
+}
+API cudaMemcpyPeerAsync(void *to, int a, const void *from, int b, size_t size, cudaStream_t stream) {
+  emu_copy(to, from, size);
+  return 0;
+}
+API cudaMemcpy2DAsync(void *to, size_t to_pitch, const void *from, size_t from_pitch, size_t width, size_t height,
+                      enum cudaMemcpyKind kind, cudaStream_t stream) {
   if (width * height <= 65536)
     for (size_t i = 0; i < height; i++) emu_copy((char *)to + i * to_pitch, (const char *)from + i * from_pitch, width);
   return 0;
 }
-API cudaMemset(void *p, int value, size_t size) { emu_set(p, value, size); return 0; }
-API cudaMemsetAsync(void *p, int value, size_t size, cudaStream_t stream) { emu_set(p, value, size); return 0; }
+API cudaMemset(void *p, int value, size_t size) {
+  emu_set(p, value, size);
+  return 0;
+}
+API cudaMemsetAsync(void *p, int value, size_t size, cudaStream_t stream) {
+  emu_set(p, value, size);
+  return 0;
+}
 static char symbol[1 << 16];
-API cudaGetSymbolAddress(void **p, const void *s) { *p = symbol; return 0; }
+API cudaGetSymbolAddress(void **p, const void *s) {
+  *p = symbol;
+  return 0;
+}
 
 /* Streams and events. */
-API cudaStreamCreateWithPriority(cudaStream_t *stream, unsigned flags, int priority) { *stream = calloc(1, 64); return 0; }
+API cudaStreamCreateWithPriority(cudaStream_t *stream, unsigned flags, int priority) {
+  *stream = calloc(1, 64);
+  return 0;
+}
 API cudaStreamCreate(cudaStream_t *stream) { return cudaStreamCreateWithPriority(stream, 0, 0); }
-API cudaStreamCreateWithFlags(cudaStream_t *stream, unsigned flags) { return cudaStreamCreateWithPriority(stream, 0, 0); }
+API cudaStreamCreateWithFlags(cudaStream_t *stream, unsigned flags) {
+  return cudaStreamCreateWithPriority(stream, 0, 0);
+}
 API cudaStreamDestroy(cudaStream_t stream) { return 0; }
 API cudaStreamQuery(cudaStream_t stream) { return 0; }
-API cudaStreamSynchronize(cudaStream_t stream) { wait_for_all(); return 0; }
+API cudaStreamSynchronize(cudaStream_t stream) {
+  wait_for_all();
+  return 0;
+}
 API cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned flags) { return 0; }
-API cudaStreamGetPriority(cudaStream_t stream, int *priority) { *priority = 0; return 0; }
-API cudaStreamIsCapturing(cudaStream_t stream, enum cudaStreamCaptureStatus *status) { *status = cudaStreamCaptureStatusNone; return 0; }
-API cudaStreamGetCaptureInfo(cudaStream_t stream, enum cudaStreamCaptureStatus *status, unsigned long long *id, cudaGraph_t *graph, const cudaGraphNode_t **nodes, const cudaGraphEdgeData **edges, size_t *n) {
+API cudaStreamGetPriority(cudaStream_t stream, int *priority) {
+  *priority = 0;
+  return 0;
+}
+API cudaStreamIsCapturing(cudaStream_t stream, enum cudaStreamCaptureStatus *status) {
+  *status = cudaStreamCaptureStatusNone;
+  return 0;
+}
+API cudaStreamGetCaptureInfo(cudaStream_t stream, enum cudaStreamCaptureStatus *status, unsigned long long *id,
+                             cudaGraph_t *graph, const cudaGraphNode_t **nodes, const cudaGraphEdgeData **edges,
+                             size_t *n) {
   *status = cudaStreamCaptureStatusNone;
   if (id) *id = 0;
   return 0;
 }
 API cudaThreadExchangeStreamCaptureMode(enum cudaStreamCaptureMode *mode) { return 0; }
-API cudaEventCreateWithFlags(cudaEvent_t *event, unsigned flags) { *event = calloc(1, sizeof(uint64_t)); return 0; }
+API cudaEventCreateWithFlags(cudaEvent_t *event, unsigned flags) {
+  *event = calloc(1, sizeof(uint64_t));
+  return 0;
+}
 API cudaEventCreate(cudaEvent_t *event) { return cudaEventCreateWithFlags(event, 0); }
-API cudaEventDestroy(cudaEvent_t event) { free(event); return 0; }
-API cudaEventRecord(cudaEvent_t event, cudaStream_t stream) { *(uint64_t *)event = __atomic_add_fetch(&recorded, 1, __ATOMIC_SEQ_CST); return 0; }
-API cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, unsigned flags) { return cudaEventRecord(event, stream); }
+API cudaEventDestroy(cudaEvent_t event) {
+  free(event);
+  return 0;
+}
+API cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
+  *(uint64_t *)event = __atomic_add_fetch(&recorded, 1, __ATOMIC_SEQ_CST);
+  return 0;
+}
+API cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, unsigned flags) {
+  return cudaEventRecord(event, stream);
+}
 API cudaEventQuery(cudaEvent_t event) { return is_done(*(uint64_t *)event) ? 0 : failed(cudaErrorNotReady); }
-API cudaEventSynchronize(cudaEvent_t event) { wait_for_all(); return 0; }
-API cudaEventElapsedTime(float *ms, cudaEvent_t a, cudaEvent_t b) { *ms = 1.0f; return 0; }
-API cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, void *data) { function(data); return 0; }
-API cudaStreamAddCallback(cudaStream_t stream, cudaStreamCallback_t function, void *data, unsigned flags) { function(stream, 0, data); return 0; }
+API cudaEventSynchronize(cudaEvent_t event) {
+  wait_for_all();
+  return 0;
+}
+API cudaEventElapsedTime(float *ms, cudaEvent_t a, cudaEvent_t b) {
+  *ms = 1.0f;
+  return 0;
+}
+API cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, void *data) {
+  function(data);
+  return 0;
+}
+API cudaStreamAddCallback(cudaStream_t stream, cudaStreamCallback_t function, void *data, unsigned flags) {
+  function(stream, 0, data);
+  return 0;
+}
 
 /* Kernels: known by name, counted if EMULATED_GPU_KERNELS names a file, never run. */
-typedef struct { const void *function; const char *name; unsigned long launches; } kernel;
+typedef struct {
+  const void *function;
+  const char *name;
+  unsigned long launches;
+} kernel;
 static kernel *kernels;
 static size_t num_kernels, room;
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
@@ -196,7 +310,10 @@ static void launched(const void *function) {
   if (counting < 0) counting = emu_setting("KERNELS") != NULL;
   if (!counting) return;
   pthread_mutex_lock(&lock);
-  if (!sorted) { qsort(kernels, num_kernels, sizeof *kernels, by_address); sorted = 1; }
+  if (!sorted) {
+    qsort(kernels, num_kernels, sizeof *kernels, by_address);
+    sorted = 1;
+  }
   kernel key = {function};
   kernel *found = bsearch(&key, kernels, num_kernels, sizeof *kernels, by_address);
   if (found) found->launches++;
@@ -209,32 +326,62 @@ __attribute__((destructor)) static void tell(void) {
     if (kernels[i].launches) fprintf(file, "%lu %s\n", kernels[i].launches, kernels[i].name);
   if (file) fclose(file);
 }
-EXPORT void **__cudaRegisterFatBinary(void *cubin) { static void *handle[1]; return handle; }
+EXPORT void **__cudaRegisterFatBinary(void *cubin) {
+  static void *handle[1];
+  return handle;
+}
 EXPORT void __cudaRegisterFatBinaryEnd(void **handle) {}
 EXPORT void __cudaUnregisterFatBinary(void **handle) {}
 EXPORT char __cudaInitModule(void **handle) { return 1; }
 EXPORT void __cudaRegisterVar(void **h, char *v, char *a, const char *n, int e, size_t s, int c, int g) {}
-EXPORT void __cudaRegisterFunction(void **handle, const char *function, char *device, const char *name, int limit, void *tid, void *bid, void *bdim, void *gdim, int *wsize) {
+EXPORT void __cudaRegisterFunction(void **handle, const char *function, char *device, const char *name, int limit,
+                                   void *tid, void *bid, void *bdim, void *gdim, int *wsize) {
   pthread_mutex_lock(&lock);
   if (num_kernels == room) kernels = realloc(kernels, (room = room ? 2 * room : 4096) * sizeof *kernels);
   kernels[num_kernels++] = (kernel){function, name, 0};
   sorted = 0;
   pthread_mutex_unlock(&lock);
 }
-static __thread struct { dim3 grid, block; size_t shared; void *stream; } call;
+static __thread struct {
+  dim3 grid, block;
+  size_t shared;
+  void *stream;
+} call;
 EXPORT unsigned __cudaPushCallConfiguration(dim3 grid, dim3 block, size_t shared, void *stream) {
-  call.grid = grid; call.block = block; call.shared = shared; call.stream = stream;
+  call.grid = grid;
+  call.block = block;
+  call.shared = shared;
+  call.stream = stream;
   return 0;
 }
 API __cudaPopCallConfiguration(dim3 *grid, dim3 *block, size_t *shared, void *stream) {
-  *grid = call.grid; *block = call.block; *shared = call.shared; *(void **)stream = call.stream;
+  *grid = call.grid;
+  *block = call.block;
+  *shared = call.shared;
+  *(void **)stream = call.stream;
   return 0;
 }
-API __cudaGetKernel(cudaKernel_t *kernel, const void *function) { *kernel = (cudaKernel_t)function; return 0; }
-API __cudaLaunchKernel(cudaKernel_t kernel, dim3 grid, dim3 block, void **args, size_t shared, cudaStream_t stream) { launched(kernel); return 0; }
-API cudaLaunchKernel(const void *function, dim3 grid, dim3 block, void **args, size_t shared, cudaStream_t stream) { launched(function); return 0; }
-API cudaLaunchCooperativeKernel(const void *function, dim3 grid, dim3 block, void **args, size_t shared, cudaStream_t stream) { launched(function); return 0; }
-API cudaLaunchKernelExC(const cudaLaunchConfig_t *config, const void *function, void **args) { launched(function); return 0; }
+API __cudaGetKernel(cudaKernel_t *kernel, const void *function) {
+  *kernel = (cudaKernel_t)function;
+  return 0;
+}
+API __cudaLaunchKernel(cudaKernel_t kernel, dim3 grid, dim3 block, void **args, size_t shared, cudaStream_t stream) {
+  launched(kernel);
+  return 0;
+}
+API cudaLaunchKernel(const void *function, dim3 grid, dim3 block, void **args, size_t shared, cudaStream_t stream) {
+  launched(function);
+  return 0;
+}
+API cudaLaunchCooperativeKernel(const void *function, dim3 grid, dim3 block, void **args, size_t shared,
+                                cudaStream_t stream) {
+  launched(function);
+  return 0;
+}
+API cudaLaunchKernelExC(const cudaLaunchConfig_t *config, const void *function, void **args) {
+  launched(function);
+  return 0;
+}
 API cudaFuncGetAttributes(struct cudaFuncAttributes *a, const void *function) {
   memset(a, 0, sizeof *a);
   a->maxThreadsPerBlock = 1024;
@@ -251,9 +398,13 @@ API cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *n, const void *function, 
   *n = most;
   return 0;
 }
-API cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int *n, const void *function, int block, size_t shared, unsigned flags) { return cudaOccupancyMaxActiveBlocksPerMultiprocessor(n, function, block, shared); }
+API cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int *n, const void *function, int block, size_t shared,
+                                                           unsigned flags) {
+  return cudaOccupancyMaxActiveBlocksPerMultiprocessor(n, function, block, shared);
+}
 
-API cudaGetDriverEntryPointByVersion(const char *name, void **function, unsigned version, unsigned long long flags, enum cudaDriverEntryPointQueryResult *status) {
+API cudaGetDriverEntryPointByVersion(const char *name, void **function, unsigned version, unsigned long long flags,
+                                     enum cudaDriverEntryPointQueryResult *status) {
   *function = dlsym(RTLD_DEFAULT, name);
   if (!*function) {
     static void *driver;

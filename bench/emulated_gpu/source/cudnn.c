@@ -1,10 +1,11 @@
-/* libcudnn.so.9: the graph interface (backend descriptors), as far as cudnn-frontend asks while torch builds and executes
- * attention. Descriptors are opaque to it: what it sets is kept from nobody, and what it gets is answered below. There is
- * one engine, which supports everything, so that what torch refuses is refused by torch's own rules only.
+/* libcudnn.so.9: the graph interface (backend descriptors), as far as cudnn-frontend asks while torch builds and
+ * executes attention. Descriptors are opaque to it: what it sets is kept from nobody, and what it gets is answered
+ * below. There is one engine, which supports everything, so that what torch refuses is refused by torch's own rules
+ * only.
  *
- * Workspace. What the frontend itself asks for (sums of the softmax, fp32 gradients of the queries, full heads of grouped
- * keys and values) is added up by the frontend, in torch. What the engine of a real plan asks for on top is not published:
- * EMULATED_GPU_CUDNN_WORKSPACE, 0 unless it is set. */
+ * Workspace. What the frontend itself asks for (sums of the softmax, fp32 gradients of the queries, full heads of
+ * grouped keys and values) is added up by the frontend, in torch. What the engine of a real plan asks for on top is not
+ * published: EMULATED_GPU_CUDNN_WORKSPACE, 0 unless it is set. */
 #include "device.h"
 #include <stdlib.h>
 #include <string.h>

@@ -1,6 +1,6 @@
 /* libcuda.so.1, first half: the emulated device. Its memory is address space, which costs nothing until something is
- * written to it. What is counted is what a driver counts: pages of 2 MiB that some process holds. Written for torch 2.13
- * (CUDA 13.0), whose allocator asks for memory here as it would on a card. */
+ * written to it. What is counted is what a driver counts: pages of 2 MiB that some process holds. Written for
+ * torch 2.13 (CUDA 13.0), whose allocator asks for memory here as it would on a card. */
 #define _GNU_SOURCE
 #include "device.h"
 #include <pthread.h>
@@ -10,10 +10,10 @@
 #include <string.h>
 #include <sys/mman.h>
 
-#define MIB ((size_t)1 << 20)
-#define PAGE (2 * MIB)         /* physical memory comes in pages of 2 MiB */
-#define ARENA ((size_t)4 << 40) /* address space of a device; its upper half is for expandable segments */
-#define MOST_DEVICES 8
+#define MIB           ((size_t)1 << 20)
+#define PAGE          (2 * MIB)         /* physical memory comes in pages of 2 MiB */
+#define ARENA         ((size_t)4 << 40) /* address space of a device; its upper half is for expandable segments */
+#define MOST_DEVICES  8
 #define FIRST_ADDRESS ((void *)0x100000000000ul)
 
 static const emulated_card CARDS[] = {
@@ -43,10 +43,6 @@ const char *emu_setting(const char *name) {
   char full[64];
   snprintf(full, sizeof full, "EMULATED_GPU_%s", name);
   const char *text = getenv(full);
-  if (!text || !*text) { /* the prototype's names */
-    snprintf(full, sizeof full, "FAKEGPU_%s", name);
-    text = getenv(full);
-  }
   return text && *text ? text : NULL;
 }
 
@@ -81,7 +77,8 @@ __attribute__((constructor)) static void start(void) {
   most_copied = emu_size_setting("COPY", 64 << 10);
   count = (int)emu_size_setting("COUNT", 1);
   trace = (int)emu_size_setting("TRACE", 0);
-  if (count < 1 || count > MOST_DEVICES) refuse("1 to 8 cards can be had, EMULATED_GPU_COUNT is ", emu_setting("COUNT"));
+  if (count < 1 || count > MOST_DEVICES)
+    refuse("1 to 8 cards can be had, EMULATED_GPU_COUNT is ", emu_setting("COUNT"));
   if (total <= context_bytes) refuse("EMULATED_GPU_MEM is less than the context: ", emu_setting("MEM"));
   arena = mmap(FIRST_ADDRESS, ARENA * count, PROT_READ | PROT_WRITE,
                MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED_NOREPLACE, -1, 0);

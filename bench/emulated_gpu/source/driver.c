@@ -6,8 +6,8 @@
 #include <string.h>
 #include <sys/mman.h>
 
-#define PAGE ((size_t)2 << 20)
-#define DRIVER EXPORT CUresult CUDAAPI
+#define PAGE       ((size_t)2 << 20)
+#define DRIVER     EXPORT CUresult CUDAAPI
 #define ANY_HANDLE ((void *)1) /* of a context, module or function: nobody looks inside */
 
 DRIVER cuInit(unsigned flags) { return CUDA_SUCCESS; }

@@ -1,12 +1,13 @@
 /* libnccl.so.2: ranks are processes of one host, each with an emulated card of its own.
  *
  * A collective whose ranks each contribute at most EMULATED_GPU_COPY bytes (64 KiB) is real: the ranks meet in shared
- * memory and everyone gets the true result, so that counts, votes and pickled objects mean something. A larger one returns
- * at once and leaves memory as it is: its values are nobody's, as no kernel computed them. All ranks take the same branch,
- * as they pass the same sizes. Point-to-point messages carry nothing (generated stubs).
+ * memory and everyone gets the true result, so that counts, votes and pickled objects mean something. A larger one
+ * returns at once and leaves memory as it is: its values are nobody's, as no kernel computed them. All ranks take the
+ * same branch, as they pass the same sizes. Point-to-point messages carry nothing (generated stubs).
  *
- * A real collective is waited for by the device, this one by the host, at the call. A rank whose process has ended is an
- * error for those who wait for it (ncclRemoteError); so is one that does not come within EMULATED_GPU_TIMEOUT seconds.
+ * A real collective is waited for by the device, this one by the host, at the call. A rank whose process has ended is
+ * an error for those who wait for it (ncclRemoteError); so is one that does not come within EMULATED_GPU_TIMEOUT
+ * seconds.
  *
  * With a blank identifier a rank is alone, and all others are twins of it: what it contributes counts as everyone's. */
 #define _GNU_SOURCE
@@ -27,7 +28,9 @@ enum { INT8, UINT8, INT32, UINT32, INT64, UINT64, FLOAT16, FLOAT32, FLOAT64, BFL
 enum { SUM, PROD, MAX, MIN, AVG, OWN_SUM }; /* the last: a sum with a factor of the caller's, which is left out */
 
 #define MOST_RANKS 64
-typedef struct { char bytes[128]; } unique_id;
+typedef struct {
+  char bytes[128];
+} unique_id;
 
 /* What the ranks of a communicator share; behind it two slots for each rank, used in turn. */
 typedef struct {
@@ -249,18 +252,18 @@ static uint16_t to_bfloat16(double value) { /* to the nearest, ties to even */
   return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
-#define COMBINE(a, b) (op == PROD ? (a) * (b) : op == MAX ? ((a) > (b) ? (a) : (b)) \
-                       : op == MIN ? ((a) < (b) ? (a) : (b)) : (a) + (b))
+#define COMBINE(a, b) \
+  (op == PROD ? (a) * (b) : op == MAX ? ((a) > (b) ? (a) : (b)) : op == MIN ? ((a) < (b) ? (a) : (b)) : (a) + (b))
 /* Element `i` of all ranks' parts, as type `wide`; `get` and `put` convert from and to the type it is sent as. */
-#define REDUCE(sent, wide, get, put)                                                        \
-  for (size_t i = 0; i < n; i++) {                                                          \
-    wide sum = get(((sent *)slot(c, 0, c->number))[first + i]);                             \
-    for (int rank = 1; rank < c->size; rank++) {                                            \
-      wide part = get(((sent *)slot(c, rank, c->number))[first + i]);                       \
-      sum = COMBINE(sum, part);                                                             \
-    }                                                                                       \
-    if (op == AVG) sum = sum / c->size;                                                     \
-    ((sent *)out)[i] = put(sum);                                                            \
+#define REDUCE(sent, wide, get, put)                                  \
+  for (size_t i = 0; i < n; i++) {                                    \
+    wide sum = get(((sent *)slot(c, 0, c->number))[first + i]);       \
+    for (int rank = 1; rank < c->size; rank++) {                      \
+      wide part = get(((sent *)slot(c, rank, c->number))[first + i]); \
+      sum = COMBINE(sum, part);                                       \
+    }                                                                 \
+    if (op == AVG) sum = sum / c->size;                               \
+    ((sent *)out)[i] = put(sum);                                      \
   }
 
 /* Elements `first` to `first + n` of what the last exchange brought, combined. */
@@ -287,7 +290,8 @@ EXPORT int ncclAllGather(const void *from, void *to, size_t n, int type, comm *c
   if (!is_small(c, size)) return SUCCESS;
   if (c->size == 1) return emu_copy(to, from, size), SUCCESS;
   int error = exchange(c, from, size);
-  for (int rank = 0; !error && rank < c->size; rank++) emu_copy((char *)to + rank * size, slot(c, rank, c->number), size);
+  for (int rank = 0; !error && rank < c->size; rank++)
+    emu_copy((char *)to + rank * size, slot(c, rank, c->number), size);
   return error;
 }
 
@@ -304,7 +308,8 @@ EXPORT int ncclBcast(void *data, size_t n, int type, int root, comm *c, void *st
 }
 
 /* `part` elements of the result, from element `first`, go to those who `get` them. */
-static int reduced(const void *from, void *to, size_t n, size_t first, size_t part, int type, int op, bool get, comm *c) {
+static int reduced(const void *from, void *to, size_t n, size_t first, size_t part, int type, int op, bool get,
+                   comm *c) {
   size_t size = size_of(n, type);
   if (!is_small(c, size)) return SUCCESS;
   if (c->size == 1) return emu_copy(to, from, size), SUCCESS;
