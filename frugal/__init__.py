@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from frugal.distributed.stop import heed_stop_signals
+    from frugal.dryrun.loop.run import dry_run
     from frugal.dryrun.planner import plan
     from frugal.errors import FrugalError
     from frugal.planning.plan import Plan
@@ -18,12 +19,13 @@ if TYPE_CHECKING:
 
     __version__: str
 
-__all__ = ["Engine", "FrugalError", "Plan", "__version__", "heed_stop_signals", "initialize", "plan"]
+__all__ = ["Engine", "FrugalError", "Plan", "__version__", "dry_run", "heed_stop_signals", "initialize", "plan"]
 
 _HOMES = {
     "Engine": "frugal.training.engine",
     "FrugalError": "frugal.errors",
     "Plan": "frugal.planning.plan",
+    "dry_run": "frugal.dryrun.loop.run",
     "heed_stop_signals": "frugal.distributed.stop",
     "initialize": "frugal.training.engine",
     "plan": "frugal.dryrun.planner",

@@ -7,7 +7,9 @@ from typing import Any
 import torch
 import torch._prims_common
 import torch.autograd.graph
+import torch.library
 import torch.testing._internal.distributed.fake_pg
+import torch.utils._device
 import torch.utils._python_dispatch
 import torch.utils._pytree
 from torch import Tensor
@@ -24,6 +26,13 @@ NAMES = (
     *needed("torch", "work that no mode is to see", "_C._DisableTorchDispatch"),
     *needed("torch", "writes count in a mode", "_C._SetExcludeDispatchKeyGuard", "_C.DispatchKey.ADInplaceOrView"),
     *needed("torch", "segments as planned, also once CUDA is in use", "_C._accelerator_setAllocatorSettings"),
+    *needed(
+        "torch", "autocast and devices of users' own loops",
+        "_C.DispatchKey.AutocastCUDA", "_C._IncludeDispatchKeyGuard", "_C.DisableTorchFunction",
+        "_C._group_tensors_by_device_and_dtype", "_C._swap_tensor_impl",
+    ),
+    *needed("torch.library:Library", "kernels are taken back", "_destroy(self)"),
+    *needed("torch.utils._device:DeviceContext", "default devices", "__init__(self, device)"),
     *needed("torch", "operators made of others", "_C.DispatchKey.CompositeImplicitAutograd"),
     *needed("torch._ops:OpOverload", "operators", "_schema", "_overloadpacket", "has_kernel_for_dispatch_key"),
     *needed("torch._prims_common", "what autograd adds in place", "is_non_overlapping_and_dense_or_false"),
@@ -44,7 +53,9 @@ NAMES = (
     *needed("torch.nn:Module", "replaced in place", "__init__:_buffers", "__init__:_parameters"),
     *needed(
         "torch.ops", "operators with a rule of their own",
-        "aten._fused_adam_", "aten._fused_adamw_", "aten._fused_sgd_", "aten._grouped_mm", "aten._local_scalar_dense",
+        "aten._addmm_activation", "aten._amp_foreach_non_finite_check_and_unscale_", "aten._amp_update_scale_",
+        "aten._foreach_norm", "aten._fused_adam_", "aten._fused_adamw_", "aten._fused_sgd_", "aten._grouped_mm",
+        "aten._local_scalar_dense",
         "aten._log_softmax", "aten._scaled_dot_product_cudnn_attention", "aten._scaled_dot_product_efficient_attention",
         "aten._scaled_dot_product_flash_attention", "aten._scaled_dot_product_flash_attention_backward",
         "aten._scaled_dot_product_flash_attention_for_cpu", "aten._scaled_dot_product_flash_attention_for_cpu_backward",
@@ -117,6 +128,47 @@ def counting_versions() -> AbstractContextManager[Any]:
 def set_allocator_settings(text: str) -> None:
     """Tell the caching allocator of GPUs what `PYTORCH_ALLOC_CONF` would, for segments to come."""
     torch._C._accelerator_setAllocatorSettings(text)
+
+
+AUTOCAST = "AutocastCUDA"
+"""The dispatch key of what `torch.autocast("cuda")` does."""
+
+without_functions: Callable[[], AbstractContextManager[Any]] = torch._C.DisableTorchFunction
+"""No `TorchFunctionMode` sees what is called inside the `with` block."""
+
+DEVICE_CONTEXT = torch.utils._device.DeviceContext
+"""The mode behind `with torch.device(...)` and `torch.set_default_device`."""
+
+GROUPING = "torch._C._group_tensors_by_device_and_dtype"
+"""What optimizers and clipping ask for tensors by device; it is past every mode."""
+
+grouped: Callable[..., dict[Any, Any]] = torch._C._group_tensors_by_device_and_dtype
+"""The same as torch has it."""
+
+
+def exchange(one: Tensor, other: Tensor) -> None:
+    """Each has the other's storage, shape and device; Python's objects stay what they are."""
+    torch._C._swap_tensor_impl(one, other)
+
+
+def autocast_on_every_tensor() -> AbstractContextManager[Any]:
+    """Inside the `with` block operators on tensors of any device pass autocast's kernels while it is on."""
+    return torch._C._IncludeDispatchKeyGuard(torch._C.DispatchKey.AutocastCUDA)
+
+
+def without_autocast() -> AbstractContextManager[Any]:
+    """Operators do not pass autocast's kernels inside the `with` block, which one of them runs."""
+    return torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutocastCUDA, True)
+
+
+def unregister(library: torch.library.Library) -> None:
+    """Put back the kernels that it replaced."""
+    library._destroy()
+
+
+def clear_cublas_workspaces() -> None:
+    """Free what cuBLAS keeps in the allocator's blocks. GPUs only."""
+    torch._C._cuda_clearCublasWorkspaces()
 
 
 def default_store() -> "torch.distributed.Store":

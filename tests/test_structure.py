@@ -25,7 +25,7 @@ PUBLIC = (ROOT / "__init__.py", ROOT / "__main__.py")
 
 HEAVY = {"torch", "deepspeed", "transformers", "datasets", "accelerate"}
 
-MOST_MODULES, MOST_LINES, MOST_FUNCTION_LINES, FILES_OF_A_FOLDER = 170, 500, 60, range(3, 13)
+MOST_MODULES, MOST_LINES, MOST_FUNCTION_LINES, FILES_OF_A_FOLDER = 180, 500, 60, range(3, 13)
 
 READ_THE_ENVIRONMENT = {
     "frugal.deepspeed_adapter.fake_device": "a dry run gives DeepSpeed the variables of the rank that it stands for",
@@ -265,7 +265,7 @@ def test_whoever_starts_ranks_and_a_rank_before_its_environment_is_set_load_no_d
 
 
 def test_the_public_names_are_exactly_these() -> None:
-    public = {"Engine", "FrugalError", "Plan", "__version__", "heed_stop_signals", "initialize", "plan"}
+    public = {"Engine", "FrugalError", "Plan", "__version__", "dry_run", "heed_stop_signals", "initialize", "plan"}
     assert set(frugal.__all__) == public == set(dir(frugal))
     assert all(getattr(frugal, name) is not None for name in public)
 

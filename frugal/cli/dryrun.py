@@ -2,6 +2,9 @@
 
 import os
 import re
+import sys
+from collections.abc import Sequence
+from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,10 +18,13 @@ from frugal.config.build_cluster import ClusterSettings
 from frugal.config.cluster import Cluster
 from frugal.config.request import Request, check_pins
 from frugal.config.schema import PLAN_SETTINGS
+from frugal.config.setting import settings_of
 from frugal.dryrun import figures as curve
 from frugal.dryrun.client import DryRunSource
 from frugal.dryrun.compare import predicted
 from frugal.dryrun.figures import Figures, fullest, interval
+from frugal.dryrun.loop.reference import names_a_step
+from frugal.dryrun.messages import DryRun
 from frugal.errors import RequestError
 from frugal.planning.batch import BatchPlan
 from frugal.planning.memory.interval import Bounds
@@ -43,8 +49,19 @@ class _Subject:
     promised_bytes: int | None = None
 
 
+@dataclass(frozen=True)
+class _Answer:
+    """What came of it, and how to show it."""
+
+    title: list[str]
+    dry_runs: Sequence[DryRun]
+    cluster: Cluster
+    expandable_segments: bool
+    promised_bytes: int | None = None
+
+
 @click.command("dryrun", cls=SettingsCommand)
-@click.argument("what", metavar="PLAN|MODEL")
+@click.argument("what", metavar="PLAN|MODEL|SCRIPT.py:STEP")
 @options(Request, ClusterSettings)
 @config_option
 @click.option("--json", "as_json", is_flag=True, help="Print the figures for programs.")
@@ -57,14 +74,29 @@ class _Subject:
     type=click.Path(path_type=Path),
     help="Write the live bytes of each category after every event into this .csv or .json file, for plotting.",
 )
-def command(what: str, as_json: bool, explain: str | None, timeline: Path | None, **values: Any) -> None:
+@click.option(
+    "--steps", "num_steps", type=click.IntRange(1, 100),
+    help="Of SCRIPT.py:STEP: how often it is called.  [default: 2, the second of which is as all later ones]",
+)  # fmt: skip
+def command(
+    what: str, as_json: bool, explain: str | None, timeline: Path | None, num_steps: int | None, **values: Any
+) -> None:
     """Run a step on tensors without storage, and say what fills the memory.
 
     A plan.json is dry-run exactly. A model is dry-run with the planning flags given: what they leave open is as
     simple as possible (the lowest ZeRO stage, nothing recomputed or moved to the host, one sample a micro-step).
+    A training step of yours, SCRIPT.py:STEP, is dry-run as it is: the script has functions named as its parameters.
     """
     if timeline is not None:
         curve.check_timeline_file(timeline)
+    if names_a_step(what):
+        _show(_loop(what, num_steps, values), as_json, explain, timeline)
+        return
+    if num_steps is not None:
+        raise RequestError(
+            f"--steps is for a training step of yours, and {what} is none",
+            hint="name a function with parameters: frugal dryrun train.py:step --steps 3",
+        )
     with waiting(f"dry-running {what}"):
         subject = _plan(Path(what), values) if _is_plan(what) else None
         if subject is not None:
@@ -76,20 +108,25 @@ def command(what: str, as_json: bool, explain: str | None, timeline: Path | None
             with DryRunSource(request, cluster) as source:
                 subject = _simplest(request, cluster, defaults, source)
                 dry_runs = _dry_run(source, subject)
-    kind = subject.cluster.devices[0].kind
     expandable = subject.strategy.expandable_segments
-    result = predicted(dry_runs, subject.cluster, expandable_segments=expandable)
+    answer = _Answer(_title(subject), dry_runs, subject.cluster, expandable, subject.promised_bytes)
+    _show(answer, as_json, explain, timeline)
+
+
+def _show(answer: _Answer, as_json: bool, explain: str | None, timeline: Path | None) -> None:
+    dry_runs, kind = answer.dry_runs, answer.cluster.devices[0].kind
+    result = predicted(dry_runs, answer.cluster, expandable_segments=answer.expandable_segments)
     held = fullest(dry_runs, kind).explain(explain) if explain is not None else None
     if timeline is not None:
         curve.write_timeline(fullest(dry_runs, kind).timeline, timeline)
     notes = list(dict.fromkeys(note for each in dry_runs for note in each.notes))
-    bounds = interval(result, min(subject.cluster.devices, key=lambda device: device.usable_bytes), notes)
+    bounds = interval(result, min(answer.cluster.devices, key=lambda device: device.usable_bytes), notes)
     if as_json:
         content = msgspec.to_builtins(result) | {"interval": msgspec.to_builtins(bounds), "notes": notes}
         content |= {} if held is None else {"explained": dict(held)}
         click.echo(msgspec.json.format(msgspec.json.encode(content), indent=2).decode())
         return
-    blocks = [_title(subject), *_report(result, subject, bounds)]
+    blocks = [answer.title, *_report(result, answer, bounds)]
     if notes:
         blocks.append(["assumed, because it depends on data", *(f"  {note}" for note in notes)])
     if held is not None:
@@ -97,6 +134,36 @@ def command(what: str, as_json: bool, explain: str | None, timeline: Path | None
     if timeline is not None:
         blocks.append([f"wrote {timeline}"])
     click.echo("\n\n".join("\n".join(block) for block in blocks))
+
+
+def _loop(what: str, num_steps: int | None, values: dict[str, Any]) -> _Answer:
+    """Of a training step of the user's own. It has the segments that torch would make, or those asked for."""
+    for name, row in settings_of(Request).items():
+        if values.get(name) not in (None, ()) and name != "expandable_segments":
+            raise RequestError(
+                f"{what} was given together with {row.flag}",
+                because="the script says what its step does",
+                hint="leave it out, and write it into the script",
+            )
+    _, cluster, _ = collect(values)
+    if cluster.devices[0].kind != "cuda":
+        raise RequestError(f"{what} was given together with --device cpu", because="a step is dry-run for a GPU")
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed says that it chose so
+    from frugal.distributed.env import silence_libraries
+
+    silence_libraries()
+    from frugal.dryrun.loop.run import NUM_STEPS, dry_runs  # torch and DeepSpeed take seconds
+    from frugal.dryrun.loop.script import Script
+
+    num_steps = num_steps or NUM_STEPS
+    with waiting(f"dry-running {what}"), redirect_stdout(sys.stderr):  # what a script prints is not the answer
+        runs = dry_runs(lambda: Script.load(what), cluster, num_steps)
+    gpus = plural(cluster.world_size, cluster.rank_noun)
+    title = [f"{what}, {plural(num_steps, 'step')} on {gpus}: {cluster.devices[0].name}"]
+    expandable = values.get("expandable_segments")
+    if expandable is None:
+        expandable = cuda_allocator.expandable(os.environ)
+    return _Answer(title, runs, cluster, bool(expandable))
 
 
 def _is_plan(what: str) -> bool:
@@ -167,17 +234,17 @@ def _title(subject: _Subject) -> list[str]:
     ]
 
 
-def _report(result: Figures, subject: _Subject, bounds: Bounds) -> list[list[str]]:
+def _report(result: Figures, answer: _Answer, bounds: Bounds) -> list[list[str]]:
     operator = result.operator.removeprefix("aten.").removesuffix(".default")
-    device = min(subject.cluster.devices, key=lambda device: device.usable_bytes)
+    device = min(answer.cluster.devices, key=lambda device: device.usable_bytes)
     totals = {
         "allocated": result.peak_allocated_bytes,
         "reserved": result.peak_reserved_bytes,
         "smallest": result.smallest_capacity_bytes,
         "usable": device.usable_bytes,
     }
-    if subject.promised_bytes is not None:
-        totals["promised"] = subject.promised_bytes
+    if answer.promised_bytes is not None:
+        totals["promised"] = answer.promised_bytes
     if device.kind == "cuda":
         totals["host, a node"] = result.host_bytes_per_node
     missing = result.smallest_capacity_bytes - device.usable_bytes

@@ -407,3 +407,21 @@ def of(engine: Any, strategy: Strategy) -> Zero:
     if strategy.zero_stage == 0 and isinstance(engine.optimizer, FP16_UnfusedOptimizer):
         return Zero0Half(engine, strategy)
     return kinds[strategy.zero_stage](engine, strategy)
+
+
+def kept_by(module: nn.Module) -> Iterator[tuple[Tensor, int]] | None:
+    """Every tensor that somebody's own engine keeps, and its category; None if `module` is no engine that we know."""
+    if not isinstance(module, deepspeed.DeepSpeedEngine):
+        return None
+    optimizer = module.optimizer
+    stages = {DeepSpeedZeroOptimizer_Stage3: 3, DeepSpeedZeroOptimizer: 2, FP16_UnfusedOptimizer: 0}
+    stage = stages.get(type(optimizer), 0 if isinstance(optimizer, torch.optim.Optimizer) else None)
+    if stage is None:
+        return None
+    is_offloading = bool(stage and module.zero_offload_optimizer())
+    return of(module, Strategy(zero_stage=stage, offload_optimizer="cpu" if is_offloading else "none")).kept()
+
+
+def overlaps(module: nn.Module) -> bool:
+    """Whether it is an engine that reduces gradients on a stream of its own."""
+    return isinstance(module, deepspeed.DeepSpeedEngine) and bool(module.zero_overlap_comm())

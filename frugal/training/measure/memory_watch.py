@@ -91,7 +91,7 @@ class StorageWatch(torch_internals.DispatchMode):
         self.num_operators += 1
         if func in _VIEWS or (func not in _OTHERS and _is_view(func)):
             return func(*args, **(kwargs or {}))
-        if func is aten.add.Tensor and _added_in_place(args, sys._getframe(1)):
+        if func is aten.add.Tensor and _added_in_place(args, _caller(sys._getframe(1))):
             return aten.add_.Tensor(args[0], args[1])
         out = self.execute(func, args, kwargs or {})
         if isinstance(out, Tensor):
@@ -145,6 +145,13 @@ def tensors_in(values: Any) -> Iterator[Tensor]:
 def _forked(fork: Callable[..., Any], *args: Any, device_type: str | None = None, **kwargs: Any) -> Any:
     """`torch.random.fork_rng`; on meta, where it does nothing, it sets the host's state aside as on any device."""
     return fork(*args, device_type="cpu" if device_type == "meta" else device_type, **kwargs)
+
+
+def _caller(frame: Any) -> Any:
+    """Who runs an operator: the frame below those of modes that are made of this one."""
+    while frame.f_code.co_name == "__torch_dispatch__":
+        frame = frame.f_back
+    return frame
 
 
 def _added_in_place(args: tuple[Any, ...], caller: Any) -> bool:

@@ -1,0 +1,215 @@
+"""Autocast as a GPU has it, on meta tensors.
+
+torch's own autocast keeps its state as ever: whether it is on, the type, the depth. What it does to an operator is
+written in C++ for tensors of a GPU only, so the same is registered here for meta tensors, at the same dispatch key. It
+runs above autograd: casts have gradients. The lists are those of torch/include/ATen/autocast_mode.h and of
+`TORCH_LIBRARY_IMPL(aten, AutocastCUDA)`; a test holds them to the installed torch.
+
+A cast weight is kept until the outermost `with torch.autocast` ends (`cached_cast` in autocast_mode.cpp): with fp32
+weights the half-precision copies of all of them live through forward, and those that autograd saved through backward.
+"""
+
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from frugal import torch_internals
+
+LOWER_PRECISION = (
+    "_convolution", "_convolution.deprecated", "_scaled_dot_product_flash_attention", "_thnn_fused_gru_cell",
+    "_thnn_fused_lstm_cell", "addbmm", "addmm", "addmv", "addr", "baddbmm", "bmm", "chain_matmul", "conv1d", "conv2d",
+    "conv3d", "conv_tbc", "conv_transpose1d", "conv_transpose2d.input", "conv_transpose3d.input", "convolution",
+    "cudnn_convolution", "cudnn_convolution_transpose", "einsum", "gru_cell", "linalg_multi_dot", "linalg_vecdot",
+    "linear", "lstm_cell", "matmul", "mm", "mv", "prelu", "rnn_relu_cell", "rnn_tanh_cell",
+    "scaled_dot_product_attention",
+)  # fmt: skip
+"""Run in autocast's type."""
+
+FLOAT = (
+    "_upsample_bicubic2d_aa", "_upsample_bilinear2d_aa", "_upsample_nearest_exact1d", "_upsample_nearest_exact2d",
+    "_upsample_nearest_exact3d", "acos", "asin", "binary_cross_entropy_with_logits", "cdist", "cosh",
+    "cosine_embedding_loss", "cosine_similarity", "dist", "erfinv", "exp", "expm1", "frobenius_norm.dim", "group_norm",
+    "hinge_embedding_loss", "huber_loss", "kl_div", "l1_loss", "layer_norm", "log", "log10", "log1p", "log2",
+    "logsumexp", "margin_ranking_loss", "mse_loss", "multi_margin_loss", "multilabel_margin_loss", "native_layer_norm",
+    "nll_loss", "nll_loss2d", "nuclear_norm", "nuclear_norm.dim", "pdist", "poisson_nll_loss", "pow.Scalar",
+    "pow.Tensor_Scalar", "pow.Tensor_Tensor", "reciprocal", "renorm", "rms_norm", "rsqrt", "sinh", "smooth_l1_loss",
+    "soft_margin_loss", "softplus", "tan", "triplet_margin_loss", "upsample_bicubic2d", "upsample_bilinear2d",
+    "upsample_linear1d", "upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d", "upsample_trilinear3d",
+)  # fmt: skip
+"""Run in fp32."""
+
+FLOAT_RESULT = (
+    "cumprod", "cumsum", "linalg_matrix_norm", "linalg_matrix_norm.str_ord", "linalg_vector_norm", "log_softmax.int",
+    "prod", "prod.dim_int", "softmax.int", "sum", "sum.dim_IntList",
+)  # fmt: skip
+"""Give fp32 where no type is asked for."""
+
+FLOAT_NORMS = ("norm.Scalar", "norm.ScalarOpt_dim")
+"""The same, by an overload of their own that takes a type."""
+
+WIDEST = (
+    "addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "grid_sampler", "index_put", "scatter_add", "tensordot",
+    "vdot",
+)  # fmt: skip
+"""Run in the widest type of their inputs."""
+
+REFUSED = ("binary_cross_entropy",)
+
+aten = torch.ops.aten
+Kernel = Callable[..., Any]
+
+
+class Autocast:
+    """What autocast does to operators, and the weights that it keeps cast."""
+
+    def __init__(self) -> None:
+        self._kept: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}  # id of a weight -> itself, and its cast
+
+    def forget(self) -> None:
+        """The outermost autocast ends."""
+        self._kept.clear()
+
+    def cast(self, value: Any, dtype: torch.dtype) -> Any:
+        """An operator's argument with its tensors in `dtype`, where they are eligible."""
+        if isinstance(value, (list, tuple)):
+            return type(value)(self.cast(each, dtype) for each in value)
+        if not _is_eligible(value) or value.dtype == dtype:
+            return value
+        is_weight = value.dtype == torch.float32 and value.requires_grad and value.is_leaf
+        if not is_weight or dtype != lower_precision() or not torch.is_autocast_cache_enabled():
+            return value.to(dtype)
+        kept = self._kept.get(id(value))
+        if kept is None or kept[0]() is not value:
+            kept = self._kept[id(value)] = weakref.ref(value), value.to(dtype)
+        return kept[1]
+
+    def kernels(self) -> Iterator[tuple[str, Kernel]]:
+        """Of each operator what it does under autocast, which runs with autocast switched off."""
+        for name in LOWER_PRECISION:
+            yield name, self._cast_to(_operator(name), lower_precision)
+        for name in FLOAT:
+            yield name, self._cast_to(_operator(name), lambda: torch.float32)
+        for name in FLOAT_RESULT:
+            yield name, _with_float_result(_operator(name))
+        for name in FLOAT_NORMS:
+            yield name, _norm
+        for name in WIDEST:
+            yield name, self._widened(_operator(name))
+        for name in REFUSED:
+            yield name, _refused
+
+    def _cast_to(self, operator: Any, dtype: Callable[[], torch.dtype]) -> Kernel:
+        def kernel(*args: Any, **kwargs: Any) -> Any:
+            to = dtype()
+            kwargs = {name: self.cast(value, to) for name, value in kwargs.items()}
+            return operator(*self._from_the_last(args, to), **kwargs)
+
+        return kernel
+
+    def _widened(self, operator: Any) -> Kernel:
+        def kernel(*args: Any, **kwargs: Any) -> Any:
+            types = {value.dtype for value in _flat(args) if _is_eligible(value)}
+            widest = torch.float32 if torch.float32 in types else lower_precision()
+            return operator(*self._from_the_last(args, widest), **kwargs)
+
+        return kernel
+
+    def _from_the_last(self, args: tuple[Any, ...], dtype: torch.dtype) -> list[Any]:
+        """Arguments, cast in the order in which the compiler of torch's wheels evaluates them."""
+        return [self.cast(value, dtype) for value in reversed(args)][::-1]
+
+
+def lower_precision() -> torch.dtype:
+    """Autocast's type."""
+    return torch.get_autocast_dtype("cuda")
+
+
+def _operator(name: str) -> Any:
+    packet, _, overload = name.partition(".")
+    return getattr(getattr(aten, packet), overload or "default")
+
+
+def _is_eligible(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_meta and value.is_floating_point() and value.dtype != torch.float64
+
+
+def _flat(values: Any) -> Iterator[Any]:
+    for value in values:
+        if isinstance(value, (list, tuple)):
+            yield from _flat(value)
+        else:
+            yield value
+
+
+def _with_float_result(operator: Any) -> Kernel:
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        value = args[0]
+        if _is_eligible(value) and kwargs.get("dtype") is None and not _names_a_type(args[1:]):
+            kwargs["dtype"] = torch.float32
+        if operator in HALF_TO_FLOAT and is_half_to_float(value, kwargs.get("dtype")):
+            return HALF_TO_FLOAT[operator](value, args[1] if len(args) > 1 else kwargs["dim"], True)
+        return operator(*args, **kwargs)
+
+    return kernel
+
+
+HALF_TO_FLOAT = {aten.softmax.int: aten._softmax.default, aten.log_softmax.int: aten._log_softmax.default}
+"""CUDA's kernels read fp16 and write fp32; meta tensors, as those of a CPU, would be copied first (SoftMax.cpp)."""
+
+
+def is_half_to_float(value: Tensor, dtype: torch.dtype | None) -> bool:
+    """Whether CUDA has a kernel for that."""
+    return value.is_meta and value.dtype == torch.float16 and dtype == torch.float32
+
+
+def _names_a_type(values: Any) -> bool:
+    return any(isinstance(value, torch.dtype) for value in values)
+
+
+def _norm(value: Tensor, p: Any = 2, dim: Any = (), keepdim: bool = False) -> Tensor:
+    dtype = torch.float32 if _is_eligible(value) else value.dtype
+    return aten.norm.ScalarOpt_dim_dtype(value, p, dim, keepdim, dtype=dtype)
+
+
+def _refused(*_: Any, **__: Any) -> None:
+    raise RuntimeError(
+        "torch.nn.functional.binary_cross_entropy and torch.nn.BCELoss are unsafe to autocast; "
+        "use binary_cross_entropy_with_logits"
+    )
+
+
+@contextmanager
+def on_meta() -> Iterator[Autocast]:
+    """`torch.autocast("cuda")` acts on meta tensors inside the `with` block."""
+    autocast = Autocast()
+    clear = torch.clear_autocast_cache
+
+    def clear_all() -> None:
+        autocast.forget()
+        clear()
+
+    library = torch.library.Library("aten", "IMPL", torch_internals.AUTOCAST)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that kernels are replaced, once for each
+        for name, kernel in autocast.kernels():
+            library.impl(name, _below_autocast(kernel))
+    try:
+        with torch_internals.autocast_on_every_tensor(), patch.object(torch, "clear_autocast_cache", clear_all):
+            yield autocast
+    finally:
+        autocast.forget()
+        torch_internals.unregister(library)
+
+
+def _below_autocast(kernel: Kernel) -> Kernel:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with torch_internals.without_autocast(), torch_internals.without_functions():
+            return kernel(*args, **kwargs)
+
+    return call

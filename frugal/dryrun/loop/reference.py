@@ -1,0 +1,26 @@
+"""Whether `FILE.py:NAME` on a command line is a training step or a factory of a model. No torch here."""
+
+import ast
+from pathlib import Path
+
+
+def names_a_step(reference: str) -> bool:
+    """Whether it names a function with parameters to fill, which is a step; one without is a factory.
+
+    Nothing of the file runs.
+    """
+    where, _, name = reference.rpartition(":")
+    if not where.endswith(".py"):
+        return False
+    try:
+        tree = ast.parse(Path(where).expanduser().read_text())
+    except (OSError, SyntaxError, ValueError):
+        return False  # whoever imports it says what is wrong
+    return any(
+        isinstance(node, ast.FunctionDef) and node.name == name and _num_required(node.args) > 0 for node in tree.body
+    )
+
+
+def _num_required(arguments: ast.arguments) -> int:
+    positional = len(arguments.posonlyargs) + len(arguments.args) - len(arguments.defaults)
+    return positional + sum(default is None for default in arguments.kw_defaults)

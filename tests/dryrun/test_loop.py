@@ -1,0 +1,209 @@
+"""Users' own training steps on a pretended card: against torch's own counters, and what is said when one cannot run."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import frugal as package
+from frugal.dryrun.loop import autocast
+from tests.commands import frugal
+
+BENCH = Path(__file__).parents[2] / "bench"
+LOOPS = BENCH / "loops"
+MEASURED = json.loads((BENCH / "results" / "loops-emulated.json").read_text())
+QUICK = ("accumulation", "autocast_fp16", "deepspeed_zero2", "eager_mask", "own_checkpoint")
+MOST_ALLOCATED, MOST_RESERVED = 0.0005, 0.001
+CUDNN = {"vit_autocast": 0.013}  # reserved: the workspaces of cuDNN's convolutions are not in a dry run
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(each, marks=() if each in QUICK else pytest.mark.exhaustive) for each in MEASURED["loops"]]
+)
+def test_a_loop_takes_what_torch_counts_on_the_emulated_card(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = frugal(
+        capsys, "dryrun", f"{LOOPS / name}.py:step", "--gpus", "1", "--gpu", "rtx3060-12g", "--json"
+    )
+    assert code == 0, err
+    figures, measured = json.loads(out), MEASURED["loops"][name]
+    assert figures["peak_allocated_bytes"] == pytest.approx(measured["peak_allocated_bytes"], rel=MOST_ALLOCATED)
+    bound = CUDNN.get(name, MOST_RESERVED)
+    assert figures["peak_reserved_bytes"] == pytest.approx(measured["peak_reserved_bytes"], rel=bound)
+    assert sum(figures["categories"].values()) == figures["peak_allocated_bytes"] == max(figures["phases"].values())
+    assert figures["notes"] == []
+
+
+def test_autocasts_lists_are_those_of_the_installed_torch() -> None:
+    """Of `TORCH_LIBRARY_IMPL(aten, AutocastCUDA)`; a build without CUDA has them, too."""
+    ours = [
+        *autocast.LOWER_PRECISION, *autocast.FLOAT, *autocast.FLOAT_RESULT, *autocast.FLOAT_NORMS, *autocast.WIDEST,
+        *autocast.REFUSED,
+    ]  # fmt: skip
+    theirs = torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCUDA")
+    assert sorted(ours) == sorted(name.removeprefix("aten::") for name in theirs)
+
+
+def parts(step: Any, **more: Any) -> dict[str, Any]:
+    """What `frugal.dry_run` is told of a small step."""
+    return {"step": step, "mem": "4G", "steps": 1} | more
+
+
+def test_autocast_gives_the_types_that_a_cpus_gives() -> None:
+    """torch's own autocast of a CPU and ours cast alike, also what they give back to fp32 weights."""
+    seen: dict[str, list[torch.dtype]] = {"cpu": [], "cuda": []}
+
+    def types(device: str) -> None:
+        layer = nn.Linear(8, 8, device=device)
+        with torch.autocast(device, dtype=torch.bfloat16):
+            product = layer(torch.ones(4, 8, device=device))
+            sums = product @ layer.weight + product
+        sums.sum().backward()
+        with torch.autocast(device, dtype=torch.bfloat16), torch.autocast(device, enabled=False):
+            outside = layer(torch.ones(4, 8, device=device))
+        assert layer.weight.grad is not None
+        seen[device] = [each.dtype for each in (product, sums, outside, layer.weight.grad)]
+
+    types("cpu")
+    package.dry_run(**parts(lambda kind: types(kind), kind="cuda"))
+    assert seen["cuda"] == seen["cpu"] == [torch.bfloat16, torch.bfloat16, torch.float32, torch.float32]
+
+
+def test_a_weights_cast_is_kept_until_autocast_ends_and_made_once() -> None:
+    weight_bytes = 2 * 1024 * 1024
+    inside: list[int] = []
+    after: list[int] = []
+
+    def step(layer: nn.Linear) -> None:
+        x = torch.ones(16, 1024, device="cuda")
+        before = torch.cuda.memory_allocated()
+        with torch.no_grad(), torch.autocast("cuda", dtype=torch.float16):
+            layer(x)
+            inside.append(torch.cuda.memory_allocated() - before)
+            layer(x)
+            inside.append(torch.cuda.memory_allocated() - before)
+        after.append(torch.cuda.memory_allocated() - before)
+
+    # with cuBLAS's workspace, which stays
+    package.dry_run(**parts(step, layer=lambda: nn.Linear(1024, 1024, bias=False, device="cuda")))
+    workspace = after[0]
+    assert [size - workspace for size in inside] == [weight_bytes, weight_bytes]
+
+
+def test_a_model_moved_to_the_card_keeps_its_ties_and_its_optimizer() -> None:
+    def model() -> nn.Module:
+        first, second = nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False)
+        second.weight = first.weight
+        return nn.Sequential(first, second)
+
+    def optimizer(model: nn.Module) -> torch.optim.Optimizer:
+        made = torch.optim.AdamW(model.parameters())
+        model.cuda()
+        return made
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        model(torch.ones(1, 64, device="cuda")).sum().backward()
+        optimizer.step()
+
+    figures = package.dry_run(**parts(step, model=model, optimizer=optimizer, steps=2))
+    assert figures.categories["parameters"] == 64 * 64 * 4
+    assert figures.categories["optimizer"] == 2 * 64 * 64 * 4
+
+
+def test_nothing_of_a_dry_run_is_left_in_torch() -> None:
+    before = torch.cuda.is_available, torch.compile, torch.autograd.backward, F.scaled_dot_product_attention
+    package.dry_run(**parts(lambda x: (x * 2).sum().item(), x=lambda: torch.ones(4, device="cuda")))
+    assert (torch.cuda.is_available, torch.compile, torch.autograd.backward, F.scaled_dot_product_attention) == before
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.bfloat16
+    assert torch.ones(2, device="meta").device.type == "meta"
+
+
+REFUSED = {
+    "missing": (
+        "def step(model, scaler): ...\ndef model(): return 1\n",
+        "error: loop.py has no `scaler`\n"
+        "  because `step(model, scaler)` takes it\n\n"
+        "hint: define `def scaler(): ...`, which returns it, or give the parameter a default\n",
+    ),
+    "circle": (
+        "def model(optimizer): ...\ndef optimizer(model): ...\ndef step(model): ...\n",
+        "error: the parts of loop.py need each other in a circle\n  because model -> optimizer -> model\n",
+    ),
+    "values": (
+        "import torch\ndef batch(): return torch.ones(3, device='cuda')\ndef step(batch):\n    return batch.tolist()\n",
+        "error: `step` of loop.py fails in a dry run\n"
+        "  because ValuesNeededError: Tensor.tolist() reads the values of a tensor on the card\n"
+        "  because loop.py, line 4, runs `return batch.tolist()`\n\n"
+        "hint: a dry run knows shapes, not values: `.item()` is answered, `.tolist()` and what depends on it has to be "
+        "left out of the step, or made on the host with the batch\n",
+    ),
+    "two devices": (
+        "import torch\ndef model(): return torch.nn.Linear(4, 4).cuda()\ndef batch(): return torch.ones(2, 4)\n"
+        "def step(model, batch):\n    model(batch)\n",
+        "error: `step` of loop.py fails in a dry run\n"
+        "  because RuntimeError: Expected all tensors to be on the same device, but found at least two devices, cuda:0 "
+        "and cpu! (aten.addmm)\n"
+        "  because loop.py, line 5, runs `model(batch)`\n\n"
+        "hint: a dry run moves nothing by itself: move the model and the batch to the card, as the script for a GPU "
+        "does\n",
+    ),
+    "raises": (
+        "def helper(): return {}['n_layers']\ndef model():\n    return helper()\ndef step(model): ...\n",
+        "error: `model` of loop.py fails in a dry run\n"
+        "  because KeyError: 'n_layers'\n"
+        "  because loop.py, line 3, runs `return helper()`\n"
+        "  because loop.py, line 1, runs `def helper(): return {}['n_layers']`\n",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_a_script_lacks_or_raises_is_one_message(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    text, message = REFUSED[case]
+    (tmp_path / "loop.py").write_text(text)
+    code, out, err = frugal(capsys, "dryrun", "loop.py:step", "--gpus", "1", "--mem", "4G")
+    assert (code, out, err) == (2, "", message)
+
+
+def test_flags_that_a_script_decides_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "loop.py").write_text("def step(x): ...\ndef x(): ...\ndef factory(): ...\n")
+    code, _, err = frugal(capsys, "dryrun", "loop.py:step", "--gpus", "1", "--mem", "4G", "--zero-stage", "2")
+    assert code == 2 and err.startswith("error: loop.py:step was given together with --zero-stage\n")
+    code, _, err = frugal(capsys, "dryrun", "loop.py:factory", "--steps", "2", "--gpus", "1", "--mem", "4G")
+    assert code == 2 and err.startswith("error: --steps is for a training step of yours, and loop.py:factory is none\n")
+
+
+def test_values_come_to_the_host_as_zeros_and_that_is_said() -> None:
+    seen: list[Tensor] = []
+
+    def step(x: Tensor) -> None:
+        seen.append(x.cpu())
+
+    figures = package.dry_run(**parts(step, x=lambda: torch.ones(4, device="cuda")))
+    assert seen[0].tolist() == [0.0] * 4
+    assert figures.notes == ("values are copied from the card to the host: counted as if they were zero",)
+
+
+def test_torchs_own_meta_device_is_not_the_card() -> None:
+    def step(model: nn.Linear) -> None:
+        assert model.weight.device.type == "meta" and model.weight.is_meta
+        assert torch.cuda.memory_allocated() == 0
+        model.to("cuda")
+        assert model.weight.device == torch.device("cuda", 0) and model.weight.is_cuda
+        assert torch.cuda.memory_allocated() == 1024 * 4
+
+    def model() -> nn.Module:
+        with torch.device("meta"):
+            return nn.Linear(32, 32, bias=False)
+
+    package.dry_run(**parts(step, model=model))
