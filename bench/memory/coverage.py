@@ -77,7 +77,8 @@ def rows(content: dict[str, Any]) -> Iterator[Row]:
         if "predicted_bytes" in row and row.get("measured_bytes"):
             yield of_cpu(row)
         elif "prediction" in row:
-            known = str(row.get("card", content.get("card", ""))) in CARDS
+            card = row["prediction"]["configuration"].get("card") or "an unknown one"
+            known = any(name.split("-")[0] == card.split("-")[0] for name in CARDS)
             if (found := of_gpu(row, is_known_card=known)) is not None:
                 yield found
 

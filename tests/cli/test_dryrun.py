@@ -5,6 +5,7 @@ import json
 import re
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from frugal.dryrun import figures
@@ -43,6 +44,8 @@ def test_a_plan_takes_what_it_promised(device: str, capsys: pytest.CaptureFixtur
     assert found["peak_allocated_bytes"] <= found["smallest_capacity_bytes"] <= found["peak_reserved_bytes"]
     assert (found["phase"], found["operator"]) == (plan.memory.phase, plan.memory.operator)
     assert found["notes"] == []
+    assert found["interval"] == msgspec.to_builtins(plan.memory.interval)
+    assert found["interval"]["lower_bytes"] < plan.memory.total_bytes < found["interval"]["upper_bytes"]
 
 
 def test_a_model_is_dry_run_as_pinned_and_explained(capsys: pytest.CaptureFixture[str]) -> None:
@@ -135,6 +138,16 @@ def test_what_is_assumed_is_said(capsys: pytest.CaptureFixture[str], here: Path)
         "\n\nassumed, because it depends on data\n"
         "  what a mask selects depends on data: counted as if it selected everything\n"
     )
+
+
+def test_what_is_assumed_widens_the_bounds(capsys: pytest.CaptureFixture[str], here: Path) -> None:
+    (here / "masked.py").write_text(MASKS)
+    _, out, _ = frugal(capsys, "dryrun", "masked.py:masks", *ASKED, "--device", "cpu", "--json")
+    found = json.loads(out)
+    bounds, of_data = found["interval"], found["categories"]["activations"] + found["categories"]["temporary"]
+    assert bounds["causes"]["data"] == {"below_bytes": of_data, "above_bytes": int(0.05 * of_data)}
+    assert bounds["lower_bytes"] <= found["smallest_capacity_bytes"] - of_data
+    assert bounds["upper_bytes"] > found["smallest_capacity_bytes"]
 
 
 WRONG = {
