@@ -54,7 +54,7 @@ def test_a_model_is_dry_run_as_pinned_and_explained(capsys: pytest.CaptureFixtur
     assert code == 0
     assert out.startswith(
         "config.json in bf16, samples of 64 tokens\n"
-        "ZeRO-3, activation checkpointing full\n"
+        "ZeRO-3, activation checkpointing full, expandable segments\n"
         "2 GPUs, micro-batch 4, 2 accumulation steps\n\nat its peak, in "
     )
     explained = out.partition("\n\nit fits\n\n")[2].splitlines()
