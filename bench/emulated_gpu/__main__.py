@@ -3,8 +3,9 @@
 It needs the environment that `bench/emulated_gpu` sets up: torch's CUDA build over a driver that allocates address
 space and runs no kernel. Requests, kernels' choice and workspaces, segments are torch's; values and times are not.
 
-    python -m bench.emulated_gpu --predict predictions.json          (any machine)
-    python -m bench.emulated_gpu --predictions predictions.json      (with the emulated driver)
+    python -m bench.emulated_gpu
+    python -m bench.emulated_gpu --predictions predictions.json --predict       (any machine)
+    python -m bench.emulated_gpu --predictions predictions.json                 (then with the emulated driver)
     python -m bench.emulated_gpu --only falcon --only t4             (rows whose names have one of these words)
 
 Each configuration runs two optimizer steps of frugal's engine, free, capped at the predicted capacity, and with
@@ -45,8 +46,7 @@ def main() -> int:
     with TemporaryDirectory(prefix="emulated-gpu-") as name:
         folder = Path(name)
         predictions = _predictions(chosen, known, asked.predictions, folder)
-        if asked.predict is not None:
-            asked.predict.write_bytes(msgspec.json.format(msgspec.json.encode(predictions)) + b"\n")
+        if asked.predict:
             return int(any(each.failure for each in predictions))
         rows = _measured(predictions, asked, folder, old)
     print("\n" + "\n".join(table(rows)))
@@ -63,8 +63,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=60.0, help="when to be done  [default: 60]")
     parser.add_argument("--processes", type=int, default=PROCESSES, help=f"at once  [default: {PROCESSES}]")
     parser.add_argument("--expandable", type=int, metavar="N", help="so many of a card's rows  [default: all]")
-    parser.add_argument("--predict", type=Path, metavar="FILE", help="only predict, into this file")
-    parser.add_argument("--predictions", type=Path, metavar="FILE", help="predictions made before")
+    parser.add_argument("--predictions", type=Path, metavar="FILE", help="of before, which gets those that it lacks")
+    parser.add_argument("--predict", action="store_true", help="only predict; any machine can")
     parser.add_argument("--streams", type=Path, metavar="FOLDER", help="keep what was asked of the allocator")
     parser.add_argument("--record", type=Path, metavar="FOLDER", help="keep small models as records: tests/measured")
     parser.add_argument("--out", type=Path, default=OUT, help="[default: bench/results/emulated-gpu.json]")
@@ -83,15 +83,20 @@ def _finished(path: Path) -> list[Row]:
 def _predictions(
     chosen: list[Configuration], known: dict[str, Prediction], given: Path | None, folder: Path
 ) -> list[Prediction]:
-    """Those that are known or in a file, and what is missing then."""
-    kept = [] if given is None else msgspec.json.decode(given.read_bytes(), type=list[Prediction])
-    by_name = known | {each.configuration.name: each for each in kept}
+    """Those that are known or in a file, and what is missing then, which the file gets as it is made."""
+    by_name = dict(known)
+    if given is not None and given.exists():
+        kept = msgspec.json.decode(given.read_bytes(), type=list[Prediction])
+        by_name |= {each.configuration.name: each for each in kept}
     found = []
     for card, frugal_name in FRUGAL_NAMES.items():
         of_card = [each for each in chosen if each.card == card]
         missing = [each for each in of_card if each.name not in by_name]
         memory = int(find_card(frugal_name).memory_bytes)
-        by_name |= {each.configuration.name: each for each in told(predict(missing, "cuda", memory, folder))}
+        for each in told(predict(missing, "cuda", memory, folder)):
+            by_name[each.configuration.name] = each
+            if given is not None:
+                given.write_bytes(msgspec.json.encode(list(by_name.values())))
         found += [by_name[each.name] for each in of_card]
     return found
 
