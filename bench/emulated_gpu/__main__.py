@@ -24,7 +24,8 @@ from typing import Any
 
 import msgspec
 
-from bench.emulated_gpu.table import FRUGAL_NAMES, configurations
+from bench.emulated_gpu.cards import CARDS
+from bench.emulated_gpu.table import OF_CARD, configurations
 from bench.gpu.configurations import Configuration
 from bench.gpu.predictions import Prediction, predict
 from bench.gpu.records import records
@@ -89,10 +90,10 @@ def _predictions(
         kept = msgspec.json.decode(given.read_bytes(), type=list[Prediction])
         by_name |= {each.configuration.name: each for each in kept}
     found = []
-    for card, frugal_name in FRUGAL_NAMES.items():
+    for card in OF_CARD:
         of_card = [each for each in chosen if each.card == card]
         missing = [each for each in of_card if each.name not in by_name]
-        memory = int(find_card(frugal_name).memory_bytes)
+        memory = int(find_card(CARDS[card].frugal_name).memory_bytes)
         for each in told(predict(missing, "cuda", memory, folder)):
             by_name[each.configuration.name] = each
             if given is not None:
@@ -106,19 +107,19 @@ def _measured(predictions: Sequence[Prediction], asked: Any, folder: Path, old: 
     rows = list(old)
     old_rows = {row.prediction.configuration.name: row for row in old}
     deadline = time.monotonic() + 60 * asked.minutes
-    for card, frugal_name in FRUGAL_NAMES.items():
+    for card in OF_CARD:
         of_card = [each for each in predictions if each.configuration.card == card]
         if not of_card:
             continue
         bench = Bench(
             kind="cuda",
             folder=folder,
-            device_bytes=int(find_card(frugal_name).memory_bytes),
+            device_bytes=int(find_card(CARDS[card].frugal_name).memory_bytes),
             deadline=deadline,
             limit=deadline,
             rows=rows,
             out=asked.out,
-            head=environment("emulated", "cuda", "bench.emulated_gpu") | {"cards": list(FRUGAL_NAMES)},
+            head=environment("emulated", "cuda", "bench.emulated_gpu") | {"cards": list(OF_CARD)},
             expandable_runs=len(of_card) if asked.expandable is None else asked.expandable,
             streams=asked.streams,
         )

@@ -115,9 +115,6 @@ _H100: tuple[_Row, ...] = (
 OF_CARD = {"rtx3060": _RTX3060, "t4": _T4, "a100-80g": _A100, "h100": _H100}
 """Rows of each emulated card."""
 
-FRUGAL_NAMES = {"rtx3060": "rtx3060-12g", "t4": "t4-16g", "a100-80g": "a100-80g", "h100": "h100-80g"}
-"""The same cards in `frugal.config.cluster`."""
-
 
 def configurations() -> Iterator[Configuration]:
     """Card by card, what needs the same process together."""

@@ -7,9 +7,10 @@ from typing import Any, Literal
 
 import msgspec
 
+from bench.emulated_gpu.cards import CARDS
 from bench.gpu import models
 from bench.plans import plan_by_hand
-from frugal.config.cluster import Cluster, Device, DeviceKind, Node
+from frugal.config.cluster import Cluster, Device, DeviceKind, Node, find_card
 from frugal.config.request import Precision, Request
 from frugal.planning.batch import BatchPlan
 from frugal.planning.plan import Plan
@@ -76,6 +77,13 @@ class Configuration:
             gradient_clipping=self.gradient_clipping,
             pack=self.pack or None,
         )
+
+    def device(self, kind: DeviceKind, memory_bytes: int) -> Device:
+        """What is measured: a device of so much memory, or the emulated card, with nothing kept free."""
+        if self.card is None:
+            return device(kind, memory_bytes, 0)
+        card = find_card(CARDS[self.card].frugal_name).device(self.precision, num_gpus=1)
+        return replace(card, context_bytes=0, margin_bytes=0)
 
     def strategy(self, trainable_parameters: int) -> Strategy:
         """As `frugal plan` would make it for one device."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from bench.gpu.configurations import Configuration, cluster, device
+from bench.gpu.configurations import Configuration, cluster
 from frugal.config.cluster import DeviceKind
 from frugal.dryrun.client import DryRunSource, workers
 from frugal.dryrun.compare import predicted
@@ -39,13 +39,12 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
 
 def predict(chosen: list[Configuration], kind: DeviceKind, memory_bytes: int, folder: Path) -> Iterator[Prediction]:
     """Dry-run every configuration; a micro-batch of 0 becomes the largest that fits."""
-    here = device(kind, memory_bytes, 0)
     pool = workers()
     try:
         for each in chosen:
             start = time.perf_counter()
             try:
-                found = _predict(each, here, folder, pool)
+                found = _predict(each, each.device(kind, memory_bytes), folder, pool)
                 yield msgspec.structs.replace(found, seconds=time.perf_counter() - start)
             except (FrugalError, RuntimeError) as error:  # a failure is a result
                 yield Prediction(configuration=each, failure=str(error).strip().splitlines()[-1])

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from bench.gpu.configurations import cluster, device
+from bench.gpu.configurations import cluster
 from bench.gpu.report import Row
 from frugal.config.cluster import DeviceKind
 from frugal.dryrun.compare import Measurement
@@ -34,7 +34,7 @@ def records(
 def _record(row: Row, kind: DeviceKind, device_bytes: int, head: Mapping[str, Any], folder: Path) -> Measurement:
     configuration, figures, answer = row.prediction.configuration, row.prediction.figures, row.runs["free"].answer
     assert figures is not None and answer.model is not None
-    here = device(kind, device_bytes, 0)
+    here = configuration.device(kind, device_bytes)
     plan = configuration.plan(folder, here, row.prediction.trainable_parameters)
     rank = RankMeasurement(
         phases=answer.phases,
