@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from frugal.dryrun.trace.cuda_kernels import cuda_workspace
+from frugal.dryrun.trace.kernel_memory import peak_inside, steps
 
 
 def constants() -> dict[str, Any]:
@@ -48,10 +48,10 @@ def _outside() -> int:
 
 
 def _flash_backward() -> dict[str, int]:
-    """Of 4 samples, 16 heads (4 of keys), 1000 tokens, head size 96."""
+    """Of 4 samples, 16 heads (4 of keys) beside each other as models have them, 1000 tokens, head size 96."""
     aten = torch.ops.aten
-    query = torch.randn(4, 16, 1000, 96, device="cuda", dtype=torch.bfloat16)
-    key, value = (torch.randn(4, 4, 1000, 96, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    query = torch.randn(4, 1000, 16, 96, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
+    key, value = (torch.randn(4, 1000, 4, 96, device="cuda", dtype=torch.bfloat16).transpose(1, 2) for _ in range(2))
     out = aten._scaled_dot_product_flash_attention(query, key, value, 0.0, True, False)
     result, log_sum, first, second, most_q, most_k, seed, offset, _ = out
     gradient = torch.ones_like(result)
@@ -79,4 +79,5 @@ def _inside(operator: Any, arguments: tuple[Any, ...]) -> dict[str, int]:
     kept = torch.cuda.memory_allocated() - before
     measured = torch.cuda.max_memory_allocated() - before - kept
     del out
-    return {"measured_bytes": measured, "predicted_bytes": cuda_workspace(operator, arguments)}
+    inside = steps(operator, arguments, torch.cuda.get_device_capability())
+    return {"measured_bytes": measured, "predicted_bytes": peak_inside(inside)}

@@ -187,9 +187,9 @@ def _share(values: Sequence[float], holds: Any) -> float:
 
 
 def _attention(rows: Sequence[Row]) -> dict[str, Any]:
-    """Kernels that CUDA chose where a dry run would assume others; cuDNN's keeps the same tensors as flash."""
+    """Kernels that CUDA chose where a dry run would assume others."""
     seen = {each for row in rows for finished in row.runs.values() for each in finished.answer.attention}
-    others = [each for each in sorted(seen) if each.kernel.replace("cudnn", "flash") != each.predicted]
+    others = [each for each in sorted(seen) if each.kernel != each.predicted]
     return {"kinds": len(seen), "other_kernel": msgspec.to_builtins(others)}
 
 

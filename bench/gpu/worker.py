@@ -295,7 +295,7 @@ def _watching_attention(chosen: set[Attention], kind: str) -> Iterator[None]:
     import torch.nn.functional as F
     from torch.nn.attention import SDPBackend
 
-    from frugal.dryrun.trace.cuda_kernels import chosen_for_cuda
+    from frugal.dryrun.trace.attention_choice import AttentionCall, chosen_kernel
 
     attention = F.scaled_dot_product_attention
     names = {
@@ -311,11 +311,11 @@ def _watching_attention(chosen: set[Attention], kind: str) -> Iterator[None]:
     ) -> Any:  # fmt: skip
         options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
         number = torch._fused_sdp_choice(query, key, value, attn_mask, dropout_p, is_causal, **options)
-        grouped = enable_gqa and query.shape[-3] != key.shape[-3]
+        call = AttentionCall(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
         chosen.add(
             Attention(
                 kernel=names.get(number, str(number)),
-                predicted=chosen_for_cuda(query, value, attn_mask, grouped),
+                predicted=chosen_kernel(call, torch.cuda.get_device_capability()),
                 dtype=str(query.dtype).removeprefix("torch."),
                 query=tuple(query.shape),
                 key=tuple(key.shape),

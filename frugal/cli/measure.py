@@ -19,7 +19,7 @@ from frugal import temporary
 from frugal.cli.options import waiting
 from frugal.config import calibration, local_host
 from frugal.config.calibration import Calibration, Probe, format_flops, read_all
-from frugal.config.cluster import DeviceKind, recognise_card
+from frugal.config.cluster import Capability, DeviceKind, recognise_card
 from frugal.dryrun.client import DryRunSource, workers
 from frugal.dryrun.compare import Measurement, host_bytes_per_node, predicted
 from frugal.dryrun.figures import Figures
@@ -250,7 +250,7 @@ def calibrate(kind: DeviceKind, num_ranks: int, of_plan: Measurement | None = No
         if code:
             raise FrugalError(f"the calibration ended with exit code {code}", because="its own message is above")
         probe = msgspec.json.decode(out.read_bytes(), type=Probe)
-    device, card = _device(kind)
+    device, card, capability = _device(kind)
     calibrated = Calibration(
         kind=kind,
         device=device,
@@ -261,6 +261,7 @@ def calibrate(kind: DeviceKind, num_ranks: int, of_plan: Measurement | None = No
         date=datetime.now(UTC).strftime("%Y-%m-%d"),
         command=shlex.join(["frugal", *sys.argv[1:]]),
         probe=probe,
+        compute_capability=capability,
     )
     return _with_plans(calibrated, of_plan)
 
@@ -277,13 +278,15 @@ def _with_plans(calibrated: Calibration, of_plan: Measurement | None) -> Calibra
     return calibrated.of_plan(context, max(0, measured.peak_reserved_bytes - expected.peak_reserved_bytes))
 
 
-def _device(kind: DeviceKind) -> tuple[str, str | None]:
+def _device(kind: DeviceKind) -> tuple[str, str | None, Capability | None]:
+    """Its name, the card that it is, and its compute capability."""
     if kind == "cpu":
-        return local_host.cpu_name(), None
+        return local_host.cpu_name(), None, None
     import torch
 
     properties = torch.cuda.get_device_properties(0)
-    return properties.name, recognise_card(properties.name, properties.total_memory)
+    card = recognise_card(properties.name, properties.total_memory)
+    return properties.name, card, (properties.major, properties.minor)
 
 
 def what_is_here(device: DeviceKind | None, num_ranks: int | None) -> tuple[DeviceKind, int]:

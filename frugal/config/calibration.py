@@ -14,7 +14,7 @@ import msgspec
 import platformdirs
 
 from frugal import files
-from frugal.config.cluster import CARDS, GENERIC, Cluster, Device, DeviceKind, margin_bytes
+from frugal.config.cluster import CARDS, GENERIC, Capability, Cluster, Device, DeviceKind, margin_bytes
 from frugal.config.context import LATER_KERNELS_BYTES, added_by_ranks
 from frugal.config.local_host import cpu_name, cuda_driver, library_versions
 from frugal.config.request import Precision
@@ -92,6 +92,7 @@ class Calibration:
         command: that made it.
         probe: what was measured.
         slack_bytes: the most by which a measured plan took more from the allocator than was predicted.
+        compute_capability: of a GPU, as its driver says; None in calibrations of before it was kept.
     """
 
     kind: DeviceKind
@@ -104,6 +105,7 @@ class Calibration:
     command: str
     probe: Probe
     slack_bytes: int = 0
+    compute_capability: Capability | None = None
 
     @property
     def file_name(self) -> str:
@@ -148,6 +150,7 @@ class Calibration:
             operator_seconds=probe.operator_seconds,
             host_link_bandwidth=probe.host_link_bandwidth or device.host_link_bandwidth,
             measured_on=self.date,
+            compute_capability=self.compute_capability or device.compute_capability,
         )
 
     def of_cluster(self) -> dict[str, float]:

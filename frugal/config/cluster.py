@@ -36,6 +36,27 @@ HOP_SECONDS = 20e-6
 
 DeviceKind = Literal["cuda", "cpu"]
 
+Capability = tuple[int, int]
+"""CUDA's compute capability, such as `(8, 6)`."""
+
+ASSUMED_CAPABILITY: Capability = (8, 6)
+"""Of a GPU of which only the memory is known."""
+
+
+KERNEL_CLASSES: tuple[Capability, ...] = ((7, 5), (8, 0), (8, 6), (9, 0), (10, 0))
+
+
+def kernel_class(capability: Capability) -> Capability:
+    """The capability that stands for all whose attention kernels are chosen alike and take the same memory.
+
+    Dry runs are made for one of these five and kept under it. Tests hold it to torch's answers on ten capabilities.
+    """
+    if capability < (8, 0):
+        return (7, 5)
+    if capability[0] in (8, 12):  # from 12.0 on and from 8.6 on a processor has 100 KiB of shared memory
+        return (8, 0) if capability == (8, 0) else (8, 6)
+    return (capability[0], 0) if capability[0] in (9, 10) else (8, 0)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
@@ -52,6 +73,7 @@ class Device:
         operator_seconds: host time of one operator, however small.
         host_link_bandwidth: bytes/s to and from pinned host memory, while all ranks of the node copy.
         held_bytes: memory in use by other processes.
+        compute_capability: of a GPU; decides which attention kernels it takes.
         measured_on: the date of the calibration that speeds and context are from; None: they are assumed.
         context_below_bytes: by how much the context may be smaller than planned.
         context_above_bytes: by how much it may be larger.
@@ -70,6 +92,7 @@ class Device:
     held_bytes: int = 0
     context_below_bytes: int = 0
     context_above_bytes: int = 0
+    compute_capability: Capability | None = None
 
     def __post_init__(self) -> None:
         if self.usable_bytes <= 0:
@@ -126,6 +149,11 @@ class Cluster:
         return tuple(numbers[device] for device in self.devices)
 
     @property
+    def kernel_class(self) -> Capability:
+        """What dry runs are made for: the kernels of the oldest GPU, where they differ."""
+        return min(kernel_class(device.compute_capability or ASSUMED_CAPABILITY) for device in self.kinds)
+
+    @property
     def world_size(self) -> int:
         """Ranks, one a device."""
         return len(self.devices)
@@ -174,11 +202,9 @@ class Card:
     """One model of GPU: bytes, peak FLOP/s in 16 bit and in fp32, bytes/s of its memory and of its links.
 
     `link_bandwidth` is what one GPU sends to another of the same node in a ring: NVLink, or PCIe x16.
-    `host_link_bandwidth` is what it exchanges with its host. `has_bf16`: whether its tensor cores know bf16.
+    `host_link_bandwidth` is what it exchanges with its host.
     `resident_threads`: that it can hold at once, multiprocessors x threads of each; None: as many as the largest known
     card with no more memory. `nccl`: what a communicator takes.
-
-    Left out: that cards before Ampere have no flash attention; a dry run takes its kernel for granted.
     """
 
     name: str
@@ -186,12 +212,17 @@ class Card:
     half_flops: float
     fp32_flops: float
     memory_bandwidth: float
+    compute_capability: Capability
     link_bandwidth: float = 12e9
     host_link_bandwidth: float = HOST_LINK_BANDWIDTH
     matrix_share: float = MATRIX_SHARE
-    has_bf16: bool = True
     resident_threads: int | None = None
     nccl: Range = context.NCCL_PCIE
+
+    @property
+    def has_bf16(self) -> bool:
+        """Whether its tensor cores know bf16."""
+        return self.compute_capability >= (8, 0)
 
     def context_range(self, memory_bytes: int, num_ranks: int) -> Range:
         """What the driver counts beyond tensors on one of `num_ranks` such cards of `memory_bytes`."""
@@ -223,6 +254,7 @@ class Card:
             matrix_flops=self.matrix_share * (self.fp32_flops if precision == "fp32" else self.half_flops),
             memory_bandwidth=MEMORY_SHARE * self.memory_bandwidth,
             host_link_bandwidth=self.host_link_bandwidth,
+            compute_capability=self.compute_capability,
         )
 
 
@@ -240,11 +272,11 @@ def _card(
     half: float,
     fp32: float,
     bandwidth: float,
+    capability: Capability,
     *,
     pcie: int = 4,
     nvlink: float = 0,
     share: float = MATRIX_SHARE,
-    has_bf16: bool = True,
     to_host: float | None = None,
     threads: int | None = None,
 ) -> Card:
@@ -256,10 +288,10 @@ def _card(
         half_flops=half * 1e12,
         fp32_flops=fp32 * 1e12,
         memory_bandwidth=bandwidth * 1e9,
+        compute_capability=capability,
         link_bandwidth=nvlink / 2 * NVLINK_SHARE * 1e9 if nvlink else PCIE[pcie],
         host_link_bandwidth=PCIE[pcie] if to_host is None else to_host * 1e9,
         matrix_share=share,
-        has_bf16=has_bf16,
         resident_threads=threads,
         nccl=over_nvlink if nvlink else context.NCCL_PCIE,
     )
@@ -270,40 +302,53 @@ CARDS = {
     card.name: card
     for card in (
         # Volta and Turing: whitepapers WP-08608 and WP-09183, data sheets of V100 and T4
-        _card("v100-16g", 15.77, 125, 15.7, 900, pcie=3, nvlink=300, has_bf16=False, threads=80 * 2048),
-        _card("v100-32g", 31.74, 125, 15.7, 900, pcie=3, nvlink=300, has_bf16=False, threads=80 * 2048),
-        _card("t4-16g", 14.56, 65, 8.1, 320, pcie=3, has_bf16=False, threads=40 * 1024),
-        _card("rtx2080ti-11g", 10.75, 53.8, 13.4, 616, pcie=3, has_bf16=False, threads=68 * 1024),
+        _card("v100-16g", 15.77, 125, 15.7, 900, (7, 0), pcie=3, nvlink=300, threads=80 * 2048),
+        _card("v100-32g", 31.74, 125, 15.7, 900, (7, 0), pcie=3, nvlink=300, threads=80 * 2048),
+        _card("t4-16g", 14.56, 65, 8.1, 320, (7, 5), pcie=3, threads=40 * 1024),
+        _card("rtx2080ti-11g", 10.75, 53.8, 13.4, 616, (7, 5), pcie=3, threads=68 * 1024),
         # Ampere: whitepapers of A100 and GA102, data sheets of A10, A40, RTX A6000
-        _card("rtx3060-12g", 11.76, 25.5, 12.7, 360, threads=28 * 1536),
-        _card("rtx3080-10g", 9.77, 59.5, 29.8, 760, threads=68 * 1536),
-        _card("rtx3090-24g", 23.69, 71, 35.6, 936, threads=82 * 1536),
-        _card("a10-24g", 22.06, 125, 31.2, 600, threads=72 * 1536),
-        _card("a40-48g", 44.42, 149.7, 37.4, 696, threads=84 * 1536),
-        _card("a6000-48g", 47.54, 154.8, 38.7, 768, threads=84 * 1536),
-        _card("a100-40g", 39.39, 312, 19.5, 1555, nvlink=600, threads=108 * 2048),
-        _card("a100-80g", 79.15, 312, 19.5, 2039, nvlink=600, threads=108 * 2048),
+        _card("rtx3060-12g", 11.76, 25.5, 12.7, 360, (8, 6), threads=28 * 1536),
+        _card("rtx3080-10g", 9.77, 59.5, 29.8, 760, (8, 6), threads=68 * 1536),
+        _card("rtx3090-24g", 23.69, 71, 35.6, 936, (8, 6), threads=82 * 1536),
+        _card("a10-24g", 22.06, 125, 31.2, 600, (8, 6), threads=72 * 1536),
+        _card("a40-48g", 44.42, 149.7, 37.4, 696, (8, 6), threads=84 * 1536),
+        _card("a6000-48g", 47.54, 154.8, 38.7, 768, (8, 6), threads=84 * 1536),
+        _card("a100-40g", 39.39, 312, 19.5, 1555, (8, 0), nvlink=600, threads=108 * 2048),
+        _card("a100-80g", 79.15, 312, 19.5, 2039, (8, 0), nvlink=600, threads=108 * 2048),
         # Ada: whitepaper of AD102, product pages, data sheets of L4 and L40S
-        _card("rtx4060ti-16g", 15.70, 44.1, 22.1, 288, threads=34 * 1536),
-        _card("rtx4070-12g", 11.73, 58.3, 29.1, 504, threads=46 * 1536),
-        _card("rtx4080-16g", 15.70, 97.5, 48.7, 717, threads=76 * 1536),
-        _card("rtx4090-24g", 23.64, 165, 82.6, 1008, threads=128 * 1536),
-        _card("l4-24g", 22.03, 121, 30.3, 300, threads=58 * 1536),
-        _card("l40s-48g", 44.39, 362, 91.6, 864, threads=142 * 1536),
+        _card("rtx4060ti-16g", 15.70, 44.1, 22.1, 288, (8, 9), threads=34 * 1536),
+        _card("rtx4070-12g", 11.73, 58.3, 29.1, 504, (8, 9), threads=46 * 1536),
+        _card("rtx4080-16g", 15.70, 97.5, 48.7, 717, (8, 9), threads=76 * 1536),
+        _card("rtx4090-24g", 23.64, 165, 82.6, 1008, (8, 9), threads=128 * 1536),
+        _card("l4-24g", 22.03, 121, 30.3, 300, (8, 9), threads=58 * 1536),
+        _card("l40s-48g", 44.39, 362, 91.6, 864, (8, 9), threads=142 * 1536),
         # Hopper: data sheets of H100 SXM, H200 and GH200, which reaches its host over NVLink-C2C
-        _card("h100-80g", 79.10, 989, 67, 3350, pcie=5, nvlink=900, share=HOPPER_SHARE, threads=132 * 2048),
-        _card("h200-141g", 139.80, 989, 67, 4800, pcie=5, nvlink=900, share=HOPPER_SHARE, threads=132 * 2048),
+        _card("h100-80g", 79.10, 989, 67, 3350, (9, 0), pcie=5, nvlink=900, share=HOPPER_SHARE, threads=132 * 2048),
+        _card("h200-141g", 139.80, 989, 67, 4800, (9, 0), pcie=5, nvlink=900, share=HOPPER_SHARE, threads=132 * 2048),
         _card(
-            "gh200-96g", 94.50, 989, 67, 4000, pcie=5, nvlink=900, share=HOPPER_SHARE, to_host=180, threads=132 * 2048
+            "gh200-96g",
+            94.50,
+            989,
+            67,
+            4000,
+            (9, 0),
+            pcie=5,
+            nvlink=900,
+            share=HOPPER_SHARE,
+            to_host=180,
+            threads=132 * 2048,
         ),
         # Blackwell: whitepaper of GB202, data sheet of DGX B200
-        _card("rtx5090-32g", 31.36, 209.5, 104.8, 1792, pcie=5, threads=170 * 1536),
-        _card("b200-180g", 178.35, 2250, 75, 8000, pcie=5, nvlink=1800, share=HOPPER_SHARE, threads=148 * 2048),
+        _card("rtx5090-32g", 31.36, 209.5, 104.8, 1792, (12, 0), pcie=5, threads=170 * 1536),
+        _card(
+            "b200-180g", 178.35, 2250, 75, 8000, (10, 0), pcie=5, nvlink=1800, share=HOPPER_SHARE, threads=148 * 2048
+        ),
     )
 }
 
-GENERIC = _card("generic card", 0, 100, 25, 700)
-"""Where only the memory is known: between a 3090 and a 4090, on PCIe 4.0. Only the predicted seconds depend on it."""
+GENERIC = _card("generic card", 0, 100, 25, 700, ASSUMED_CAPABILITY)
+"""Where only the memory is known: between a 3090 and a 4090, on PCIe 4.0. The predicted seconds depend on it, and which
+attention kernels are taken."""
 
 
 def _threads_of_unknown(memory_bytes: int) -> int:

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from frugal.config.cluster import CARDS, Cluster, Device, DeviceKind
+from frugal.config.cluster import ASSUMED_CAPABILITY, CARDS, Capability, Cluster, Device, DeviceKind
 from frugal.config.request import Request
 from frugal.deepspeed_adapter.simulate.engine import covers, simulate
 from frugal.dryrun import shipped
@@ -76,12 +76,15 @@ class DryRunSource:
         self.request = request
         self.cluster = cluster
         self.kind = cluster.devices[0].kind
+        self.capability = cluster.kernel_class
+        capabilities = [device.compute_capability or ASSUMED_CAPABILITY for device in cluster.kinds]
+        self._workspace_bytes = max(map(workspace_bytes, capabilities))
         assert all(device.kind == self.kind for device in cluster.devices), "a cluster of CUDA and CPU ranks"
         self._cache = Cache(cache) if isinstance(cache, Path) else Cache.of_user() if cache else Cache(None)
         self._own_pool = pool is None
         self._will_dry_run = will_dry_run
         self._pool = workers() if pool is None else pool
-        self._drafts = Drafts(request, self.kind, self._cache, self._pool)
+        self._drafts = Drafts(request, self.kind, self.capability, self._cache, self._pool)
         self._distrusted: set[Strategy] = set()
         self.notes: tuple[str, ...] = ()
         self._profiles: dict[tuple[Strategy, bool], MemoryProfile] = {}
@@ -119,7 +122,9 @@ class DryRunSource:
             if costs is None:
                 world_size = self.cluster.world_size
                 model = model_key(self.request)
-                key = digest("profile", model, self._key(), strategy, world_size, accumulates, self.kind)
+                key = digest(
+                    "profile", model, self._key(), strategy, world_size, accumulates, self.kind, *self._kernels
+                )
                 costs = self._cache.read(key, MemoryProfile)
                 if costs is None:
                     costs = self._profile_by_dry_runs(strategy, accumulates)
@@ -153,7 +158,7 @@ class DryRunSource:
         device = device or min(self.cluster.devices, key=lambda device: device.usable_bytes)
         context = (device.context_bytes, device.context_below_bytes, device.context_above_bytes)
         sizes = (device.usable_bytes, *context, device.name in CARDS)  # its speed changes no memory
-        world = (self.cluster.world_size, self._ranks_per_node, device.kind, *sizes)
+        world = (self.cluster.world_size, self._ranks_per_node, device.kind, *self._kernels, *sizes)
         key = digest(
             "dry-run", model_key(self.request), self._key(), strategy, micro_batch, min(accumulation_steps, 2), world
         )
@@ -274,6 +279,7 @@ class DryRunSource:
                 world_size=self.cluster.world_size,
                 rank=rank,
                 kind=self.kind,
+                capability=self.capability,
                 first_micro_steps=1,
             )
             for micro_batch in micro_batches
@@ -286,7 +292,7 @@ class DryRunSource:
         """On GPUs cuBLAS keeps memory that no operator of a dry run asks for."""
         if self.kind == "cpu":
             return timeline
-        return with_workspaces(timeline, workspace_bytes(ASSUMED_CAPABILITY))
+        return with_workspaces(timeline, self._workspace_bytes)
 
     def _ranks(self, strategy: Strategy, most: int) -> tuple[int, ...]:
         """At most `most` ranks that may be the fullest."""
@@ -304,11 +310,13 @@ class DryRunSource:
         return [request.precision, request.optimizer, kernels, bool(request.momentum), request.gradient_clipping > 0]
 
     @property
+    def _kernels(self) -> tuple[object, ...]:
+        """What memory depends on of the devices, besides their size."""
+        return self.capability, self._workspace_bytes
+
+    @property
     def _ranks_per_node(self) -> int:
         return max(len(node.devices) for node in self.cluster.nodes)
-
-
-ASSUMED_CAPABILITY = (8, 6)
 
 
 def _answered(answer: Answer) -> DryRun:
@@ -327,9 +335,10 @@ def _rank_memories(dry_runs: Sequence[DryRun], ranks: Sequence[int]) -> tuple[Ra
 class Drafts:
     """The traces of one request's model."""
 
-    def __init__(self, request: Request, kind: DeviceKind, cache: Cache, pool: Pool) -> None:
+    def __init__(self, request: Request, kind: DeviceKind, capability: Capability, cache: Cache, pool: Pool) -> None:
         self._request = request
         self._kind = kind
+        self._capability = capability
         self._cache = cache
         self._pool = pool
         self._traces: dict[AskTrace, ModelTrace | FrugalError | None] = {}
@@ -381,8 +390,15 @@ class Drafts:
             loss=strategy.loss,
             zero_stage=3 if strategy.zero_stage == 3 else 2,
             kind=self._kind,
+            capability=self._capability,
         )
 
     def _key(self, question: AskTrace) -> str:
-        mode = (question.activation_checkpointing, question.loss, question.zero_stage, question.kind)
+        mode = (
+            question.activation_checkpointing,
+            question.loss,
+            question.zero_stage,
+            question.kind,
+            question.capability,
+        )
         return digest("trace", model_key(self._request), self._request.precision, mode)

@@ -8,7 +8,7 @@ from typing import Literal
 
 import msgspec
 
-from frugal.config.cluster import DeviceKind
+from frugal.config.cluster import ASSUMED_CAPABILITY, Capability, DeviceKind
 from frugal.config.request import Request
 from frugal.planning.cost import Counts
 from frugal.planning.memory.timeline import ModelTrace, Peak, Timeline
@@ -78,7 +78,7 @@ class AskCheck(msgspec.Struct, frozen=True, tag="check"):
 
 
 class AskDryRun(msgspec.Struct, frozen=True, tag="dry_run", kw_only=True):
-    """What does this rank do under this strategy?"""
+    """What does this rank do under this strategy? `capability`: of a `cuda` device."""
 
     request: Request
     strategy: Strategy
@@ -87,17 +87,22 @@ class AskDryRun(msgspec.Struct, frozen=True, tag="dry_run", kw_only=True):
     world_size: int
     rank: int
     kind: DeviceKind
+    capability: Capability = ASSUMED_CAPABILITY
     first_micro_steps: int | None = None
 
 
 class AskTrace(msgspec.Struct, frozen=True, tag="trace", kw_only=True):
-    """What does one step of the model alone do, for any micro-batch? `zero_stage`: 3, or 2 for all others."""
+    """What does one step of the model alone do, for any micro-batch? `zero_stage`: 3, or 2 for all others.
+
+    `capability`: of a `cuda` device.
+    """
 
     request: Request
     activation_checkpointing: ActivationCheckpointing
     loss: Literal["plain", "tiled"]
     zero_stage: Literal[2, 3]
     kind: DeviceKind
+    capability: Capability = ASSUMED_CAPABILITY
 
 
 class WarmUp(msgspec.Struct, frozen=True, tag="warm-up"):
@@ -108,9 +113,13 @@ Question = AskFacts | AskCheck | AskDryRun | AskTrace | WarmUp
 
 
 class Traced(msgspec.Struct, frozen=True):
-    """The trace; None: the model's memory is no affine function of the micro-batch."""
+    """The trace; None: the model's memory is no affine function of the micro-batch.
+
+    `alike`: the classes of cards that would have the same one, see `frugal.config.cluster.kernel_class`.
+    """
 
     trace: ModelTrace | None
+    alike: tuple[Capability, ...] = ()
 
 
 class Mistake(msgspec.Struct, frozen=True):

@@ -12,7 +12,7 @@ from pathlib import Path
 from torch import nn
 
 from frugal import torch_internals
-from frugal.config.cluster import DeviceKind
+from frugal.config.cluster import ASSUMED_CAPABILITY, Capability, DeviceKind
 from frugal.config.request import Request
 from frugal.deepspeed_adapter.engine import destroy, told_of_arrivals
 from frugal.deepspeed_adapter.fake_device import pretend
@@ -42,6 +42,7 @@ def dry_run(
     world_size: int,
     rank: int,
     kind: DeviceKind,
+    capability: Capability = ASSUMED_CAPABILITY,
     first_micro_steps: int | None = None,
 ) -> DryRun:
     """Dry-run `rank`. `build` makes the model on meta; it is built anew, because ZeRO-3 takes models apart.
@@ -56,7 +57,7 @@ def dry_run(
         strategy = replace(strategy, activation_checkpointing="full")  # as it is where the host is the device
     micro_steps = (first_micro_steps or accumulation_steps, accumulation_steps)
     for integer in (None, 1):
-        tracker = Tracker(kind, integer)
+        tracker = Tracker(kind, integer, capability)
         try:
             return _dry_run(tracker, build, objective, request, strategy, batch, micro_steps, rank)
         except (IndexError, RuntimeError):
@@ -87,7 +88,7 @@ def _dry_run(
             pinning=pinning,
             empty_cache=tracker.empty_cache,
         ),
-        kernels_of(kind),
+        kernels_of(kind, tracker.capability),
         not_collected(),
     ):
         with tracker:

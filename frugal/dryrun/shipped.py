@@ -15,8 +15,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import msgspec
+from msgspec import structs
 
 from frugal import files
+from frugal.config.cluster import CARDS, Capability, kernel_class
 from frugal.config.local_host import library_versions
 from frugal.config.request import Request
 from frugal.dryrun.messages import AskCheck, AskFacts, AskTrace, ModelFacts, Traced
@@ -28,16 +30,21 @@ logger = logging.getLogger("frugal")
 
 FOLDER = Path(__file__).parent / "shipped_traces"
 PRESETS = Path(__file__).parents[1] / "training" / "models" / "presets.toml"
+CLASSES = sorted({kernel_class(card.compute_capability) for card in CARDS.values() if card.has_bf16})
 MODES: tuple[ActivationCheckpointing, ...] = ("off", "selective", "full", "offloaded")  # those that `auto` tries
 
 
 class Shipment(msgspec.Struct, frozen=True):
-    """What is shipped of one preset in one mode. `definition` is the preset's entry among all."""
+    """What is shipped of one preset in one mode. `definition` is the preset's entry among all.
+
+    `same`: of a question that has the same trace as another, the other one: most classes of cards share theirs.
+    """
 
     versions: tuple[str, ...]
     definition: str
     facts: ModelFacts
     traces: dict[str, msgspec.Raw]
+    same: dict[str, str] = {}
 
 
 def facts(request: Request) -> ModelFacts | None:
@@ -53,7 +60,10 @@ def trace(question: AskTrace) -> Traced | None:
     if request.task is not None or request.pack or request.precision != "bf16":
         return None
     shipment = _shipment(request.model, question.activation_checkpointing)
-    raw = None if shipment is None else shipment.traces.get(_name(question))
+    if shipment is None:
+        return None
+    name = _name(question)
+    raw = shipment.traces.get(shipment.same.get(name, name))
     return None if raw is None else msgspec.json.decode(raw, type=Traced)
 
 
@@ -94,7 +104,7 @@ def _versions() -> tuple[str, ...]:
 
 def _name(question: AskTrace) -> str:
     mode = (question.activation_checkpointing, question.loss, f"ZeRO-{question.zero_stage}", question.kind)
-    return " ".join([str(question.request.seq_len), *mode])
+    return " ".join([str(question.request.seq_len), *mode, "{}.{}".format(*question.capability)])
 
 
 def make(model: str, mode: ActivationCheckpointing, pool: Pool) -> Shipment:
@@ -105,20 +115,35 @@ def make(model: str, mode: ActivationCheckpointing, pool: Pool) -> Shipment:
     assert described.describe is not None and checked.notes is not None
     longest = described.describe.max_positions or request.seq_len
     request = replace(request, seq_len=longest) if longest < request.seq_len else request
-    questions = list(_questions(request, described.describe, mode))
-    traces = {
-        _name(question): msgspec.Raw(msgspec.json.encode(answer.traced))
-        for question, answer in zip(questions, pool.attempt(questions), strict=True)
-        if not isinstance(answer, FrugalError)  # such as a tiled loss that the model cannot take
-    }
     facts = replace(described.describe, notes=checked.notes)
-    return Shipment(_versions(), _definition(model), facts, traces)
+    traces: dict[str, msgspec.Raw] = {}
+    same: dict[str, str] = {}
+    for capability in CLASSES:
+        questions = [each for each in _questions(request, facts, mode, capability) if _name(each) not in same]
+        for question, answer in zip(questions, pool.attempt(questions), strict=True):
+            if isinstance(answer, FrugalError):  # such as a tiled loss that the model cannot take
+                continue
+            assert answer.traced is not None
+            name = _name(question)
+            traces[name] = msgspec.Raw(msgspec.json.encode(answer.traced))
+            alike = (_name(structs.replace(question, capability=each)) for each in answer.traced.alike)
+            same.update((each, name) for each in alike if each != name)
+    return Shipment(_versions(), _definition(model), facts, traces, same)
 
 
-def _questions(request: Request, facts: ModelFacts, mode: ActivationCheckpointing) -> Iterator[AskTrace]:
+def _questions(
+    request: Request, facts: ModelFacts, mode: ActivationCheckpointing, capability: Capability
+) -> Iterator[AskTrace]:
     for stage in (2, 3):
         for loss in ("plain", "tiled") if facts.can_tile else ("plain",):
-            yield AskTrace(request=request, activation_checkpointing=mode, loss=loss, zero_stage=stage, kind="cuda")
+            yield AskTrace(
+                request=request,
+                activation_checkpointing=mode,
+                loss=loss,
+                zero_stage=stage,
+                kind="cuda",
+                capability=capability,
+            )
 
 
 def main() -> None:

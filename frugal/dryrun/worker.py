@@ -12,6 +12,7 @@ from typing import Any, BinaryIO
 
 import msgspec
 
+from frugal.config.cluster import KERNEL_CLASSES
 from frugal.distributed import parent
 from frugal.dryrun.messages import Answer, AskCheck, AskDryRun, AskFacts, AskTrace, Mistake, Question, Traced, WarmUp
 
@@ -126,6 +127,7 @@ def _trace(question: AskTrace) -> Traced:
     from frugal.planning.memory.timeline import NotAffineError
 
     spec = _resolved(question)
+    alike = set(KERNEL_CLASSES)
     model, building_bytes = _built(question.request.model, question.request.task, question.request.precision)
     try:
         traced = trace(
@@ -133,14 +135,16 @@ def _trace(question: AskTrace) -> Traced:
             spec.objective(pack=bool(question.request.pack)),
             seq_len=question.request.seq_len,
             kind=question.kind,
+            capability=question.capability,
             activation_checkpointing_mode=question.activation_checkpointing,
             loss=question.loss,
             zero_stage=question.zero_stage,
             building_bytes=building_bytes,
+            alike=alike,
         )
     except NotAffineError:
         traced = None
-    return Traced(trace=traced)
+    return Traced(trace=traced, alike=tuple(sorted(alike | {question.capability})))
 
 
 def _run(question: AskDryRun) -> Any:
@@ -162,6 +166,7 @@ def _run(question: AskDryRun) -> Any:
         world_size=question.world_size,
         rank=question.rank,
         kind=question.kind,
+        capability=question.capability,
         first_micro_steps=question.first_micro_steps,
     )
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from frugal.config.cluster import Cluster, Device
+from frugal.config.cluster import ASSUMED_CAPABILITY, Cluster, Device
 from frugal.config.schema import understand
 from frugal.deepspeed_adapter import stages
 from frugal.deepspeed_adapter.fake_device import pretend
@@ -103,7 +103,7 @@ def _dry_run(load: Callable[[], Script], device: Device, rank: int, world_size: 
             pinning=tracker.host.pinning,
             empty_cache=tracker.empty_cache,
         ),
-        kernels_of("cuda"),
+        kernels_of("cuda", tracker.capability),
         not_collected(),
         card,
     ):
@@ -151,4 +151,4 @@ def _follow(tracker: LoopTracker, part: Any) -> None:
 
 
 def _capability(device: Device) -> tuple[int, int]:
-    return (9, 0) if "h100" in device.name or "h200" in device.name else (8, 6)
+    return device.compute_capability or ASSUMED_CAPABILITY

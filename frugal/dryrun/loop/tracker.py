@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from frugal import torch_internals
+from frugal.config.cluster import kernel_class
 from frugal.dryrun.loop.kernels import cublas_workspace, kernel_workspace
 from frugal.dryrun.trace import operators
 from frugal.dryrun.trace.recorder import DEEPSPEED, Shapes, Tracker, asker, package_folder
@@ -84,7 +85,7 @@ class LoopTracker(Tracker):
 
     def __init__(self, capability: tuple[int, int]) -> None:
         """`capability`: of the card; cuBLAS takes more on newer ones."""
-        super().__init__("cuda")
+        super().__init__("cuda", capability=kernel_class(capability))
         self._building = False
         self._alone = True
         self._capability = capability

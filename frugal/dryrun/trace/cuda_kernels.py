@@ -1,30 +1,25 @@
 """The kernels that the target device would choose where meta tensors would choose others.
 
-Attention and dropout keep different tensors for backward, depending on the kernel. The choice for CUDA follows
-`aten/src/ATen/native/transformers/cuda/sdp_utils.cpp` for compute capability 8.0 and above:
-
-| q, k, v                                          | mask | kernel    |
-|--------------------------------------------------|------|-----------|
-| half precision, equal head sizes up to 256       | no   | flash     |
-| head size a multiple of 8 (fp32: of 4), no GQA   | any  | efficient |
-| anything else                                    | any  | math      |
-
-cuDNN's kernel, first choice on some newer GPUs, keeps the same tensors as flash. On CPU the flash kernel takes
-everything without dropout whose head sizes are equal (`use_flash_attention_cpp` in `sdp_utils_cpp.cpp`); heads of other
-sizes for values than for queries (multi-head latent attention) take math. No kernel but math broadcasts heads: fewer
-of them for keys need `enable_gqa`.
+Attention and dropout keep different tensors for backward, depending on the kernel. Which one CUDA chooses is told by
+`frugal.dryrun.trace.attention_choice`, what they take inside by `frugal.dryrun.trace.kernel_memory`. On CPU the flash
+kernel takes everything without dropout whose head sizes are equal (`use_flash_attention_cpp` in `sdp_utils_cpp.cpp`);
+heads of other sizes for values than for queries (multi-head latent attention) take math. No kernel but math broadcasts
+heads: fewer of them for keys need `enable_gqa`.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from frugal.config.cluster import DeviceKind
+from frugal.config.cluster import ASSUMED_CAPABILITY, Capability, DeviceKind
+from frugal.dryrun.trace import kernel_memory
+from frugal.dryrun.trace.attention_choice import AttentionCall, Kernel, chosen_kernel
 
 aten = torch.ops.aten
 _attention = F.scaled_dot_product_attention
@@ -32,28 +27,25 @@ _dropout = F.dropout
 
 
 @contextmanager
-def kernels_of(kind: DeviceKind) -> Iterator[None]:
-    """Attention and dropout on meta tensors take the kernels of a `kind` device inside the `with` block."""
-    attention = cuda_attention if kind == "cuda" else cpu_attention
-    with patch.object(F, "scaled_dot_product_attention", attention):
-        if kind == "cuda":
-            with patch.object(F, "dropout", fused_dropout):
-                yield
-        else:
+def kernels_of(
+    kind: DeviceKind, capability: Capability = ASSUMED_CAPABILITY, alike: set[Capability] | None = None
+) -> Iterator[None]:
+    """Attention and dropout on meta tensors take the kernels of a `kind` device inside the `with` block.
+
+    `capability`: of a `cuda` device. From `alike` those are taken that would take other kernels, or other memory.
+    """
+    if kind == "cpu":
+        with patch.object(F, "scaled_dot_product_attention", cpu_attention):
             yield
-
-
-def chosen_for_cuda(query: Tensor, value: Tensor, mask: Tensor | None, grouped: bool) -> str:
-    """`flash`, `efficient` or `math`; see the table above. `grouped`: fewer key heads than query heads."""
-    half = query.dtype in (torch.float16, torch.bfloat16)
-    if mask is None and half and query.shape[-1] == value.shape[-1] <= 256:
-        return "flash"
-    if not grouped and (half or query.dtype == torch.float32) and query.shape[-1] % (8 if half else 4) == 0:
-        return "efficient"
-    return "math"
+        return
+    attention = partial(cuda_attention, capability, set() if alike is None else alike)
+    with patch.object(F, "scaled_dot_product_attention", attention), patch.object(F, "dropout", fused_dropout):
+        yield
 
 
 def cuda_attention(
+    capability: Capability,
+    alike: set[Capability],
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -63,34 +55,97 @@ def cuda_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """`F.scaled_dot_product_attention` with the kernel that CUDA would choose."""
-    kernel = chosen_for_cuda(query, value, attn_mask, enable_gqa and query.shape[-3] != key.shape[-3])
-    if _broadcasts_heads(query, key, enable_gqa):
-        kernel = "math"
+    """`F.scaled_dot_product_attention` with the kernel that a card of this compute capability would choose.
+
+    `alike`: see `kernels_of`.
+    """
+    call = AttentionCall(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
+    kernel = chosen_kernel(call, capability)
+    alike -= {each for each in alike if not _is_alike(call, kernel, capability, each)}
     if kernel == "flash":
-        size = query.shape[-1]
-        query, key, value = (F.pad(t, (0, -size % 8)) if size % 8 else t for t in (query, key, value))
-        factor = 1 / math.sqrt(size) if scale is None else scale
-        flash = aten._scaled_dot_product_flash_attention
-        out = flash(query, key, value, dropout_p, is_causal, False, scale=factor)[0]
-        return out[..., :size] if size % 8 else out
-    if kernel == "efficient":
-        keep_sums = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
-        bias = None if attn_mask is None else _efficient_bias(attn_mask, query, key)
-        efficient = aten._scaled_dot_product_efficient_attention
-        return efficient(query, key, value, bias, keep_sums, dropout_p, is_causal, scale=scale)[0]
-    return _attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+        return _flash_attention(call, scale)
+    mask = None if attn_mask is None else _additive(attn_mask, query.dtype)
+    if kernel == "math":
+        return _math_attention(call, mask, scale)[0]
+    keep_sums = call.requires_grad
+    if kernel == "cudnn":
+        cudnn = aten._scaled_dot_product_cudnn_attention
+        return cudnn(query, key, value, mask, keep_sums, dropout_p, is_causal, False, scale=scale)[0]
+    if mask is not None:
+        mask = _efficient_bias(mask, query, key)
+    efficient = aten._scaled_dot_product_efficient_attention
+    return efficient(query, key, value, mask, keep_sums, dropout_p, is_causal, scale=scale)[0]
+
+
+def _is_alike(call: AttentionCall, kernel: Kernel, capability: Capability, other: Capability) -> bool:
+    """Whether a card of the `other` capability does the same, and in the same memory."""
+    if chosen_kernel(call, other) != kernel:
+        return False
+    tiles = (kernel_memory.tile(call.query, call.value, call.dropout, each) for each in (capability, other))
+    return kernel != "efficient" or len(set(tiles)) == 1
+
+
+def _flash_attention(call: AttentionCall, scale: float | None) -> Tensor:
+    """Heads are padded to a multiple of 8."""
+    size = call.query.shape[-1]
+    query, key, value = (F.pad(t, (0, -size % 8)) if size % 8 else t for t in (call.query, call.key, call.value))
+    factor = 1 / math.sqrt(size) if scale is None else scale
+    flash = aten._scaled_dot_product_flash_attention
+    out = flash(query, key, value, call.dropout, call.is_causal, False, scale=factor)[0]
+    return out[..., :size] if size % 8 else out
+
+
+def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """A mask as all kernels take it: what is added to the scores."""
+    if mask.dtype != torch.bool:
+        return mask
+    closed, opened = (torch.scalar_tensor(x, dtype=dtype, device=mask.device) for x in (-math.inf, 0.0))
+    return torch.where(mask, opened, closed)
 
 
 def _efficient_bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """`mask` as the efficient kernel takes it: additive, its rows padded to 16 elements, one for every head."""
-    if mask.dtype == torch.bool:
-        additive = torch.zeros_like(mask, dtype=query.dtype)
-        additive.masked_fill_(mask.logical_not(), float("-inf"))
-        mask = additive
-    if mask.shape[-1] % 16:
-        mask = F.pad(mask, (0, -mask.shape[-1] % 16))[..., : mask.shape[-1]]
+    """A mask as the efficient kernel takes it: its rows padded to 8 elements where they begin elsewhere."""
+    if any(stride % 8 for stride in mask.stride()[:-1]) or mask.stride(-1) != 1:
+        mask = F.pad(mask, (0, 8 - mask.shape[-1] % 8))[..., : mask.shape[-1]]
     return mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+
+
+def _math_attention(call: AttentionCall, mask: Tensor | None, scale: float | None) -> tuple[Tensor, Tensor]:
+    """`_scaled_dot_product_attention_math` (`transformers/attention.cpp`), its sum in place as in a run without modes.
+
+    Half precision is computed in fp32. The second output, the probabilities in the query's type, nobody takes. Tensors
+    go in the order in which they go there.
+    """
+    dtype = call.query.dtype
+    query_, key_, value_ = call.query, call.key, call.value
+    if call.is_half:
+        query_, key_, value_ = query_.float(), key_.float(), value_.float()
+    factor = math.sqrt(abs(scale if scale is not None else 1 / math.sqrt(query_.shape[-1])))
+    query = query_ * (-factor if scale is not None and scale < 0 else factor)
+    if call.is_causal:
+        mask = _lower_triangle(query, key_)
+    key, value = key_, value_
+    if call.enable_gqa and query.shape[-3] != key.shape[-3]:
+        groups = query.shape[-3] // key.shape[-3]
+        key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
+    scores = torch.matmul(query, key.transpose(-2, -1) * factor)
+    if mask is not None:
+        scores.add_(mask)
+    probabilities = aten._safe_softmax(scores, -1)
+    del scores
+    if call.dropout:
+        probabilities = fused_dropout(probabilities, call.dropout)
+    in_type = probabilities.to(dtype)
+    out = torch.matmul(probabilities, value).to(dtype)
+    del probabilities, key, value, query, mask, value_, key_, query_
+    return out, in_type
+
+
+def _lower_triangle(query: Tensor, key: Tensor) -> Tensor:
+    ones = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device)
+    lower = ones.tril()
+    del ones
+    return _additive(lower, query.dtype)
 
 
 def cpu_attention(
@@ -123,35 +178,3 @@ def fused_dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace:
     if not training or inplace or p in (0, 1) or input.numel() == 0:
         return _dropout(input, p, training, inplace)
     return aten.native_dropout(input, p, True)[0]
-
-
-def _flash_backward_workspace(query: Tensor, key: Tensor) -> int:
-    """Bytes that flash attention's backward takes inside the kernel (flash_api.cpp, `mha_bwd`).
-
-    fp32 row sums and an fp32 gradient of q, rows rounded up to 128; with GQA k's and v's gradients for every head.
-    """
-    batch, heads, rows, size = query.shape
-    rows = -(-rows // 128) * 128
-    rounding = 32 if size <= 128 else 64
-    workspace = 4 * batch * heads * rows + 4 * batch * rows * heads * (-(-size // rounding) * rounding)
-    if heads != key.shape[1]:
-        workspace += 2 * batch * key.shape[2] * heads * size * query.element_size()
-    return workspace
-
-
-def _embedding_backward_workspace(gradient: Tensor, indices: Tensor) -> int:
-    """Bytes to sort the indices, from 3073 of them on: an upper bound (EmbeddingBackwardKernel.cu)."""
-    tokens = indices.numel()
-    return 0 if tokens <= 3072 else 32 * tokens + 4 * gradient.shape[-1] * (tokens // 10 + 1)
-
-
-_WORKSPACES: dict[object, Callable[..., int]] = {
-    aten._scaled_dot_product_flash_attention_backward.default: lambda args: _flash_backward_workspace(*args[1:3]),
-    aten.embedding_dense_backward.default: lambda args: _embedding_backward_workspace(*args[:2]),
-}
-
-
-def cuda_workspace(operator: object, args: tuple[object, ...]) -> int:
-    """Bytes that a CUDA kernel takes and returns inside one call, where that is much."""
-    workspace = _WORKSPACES.get(operator)
-    return 0 if workspace is None else workspace(args)

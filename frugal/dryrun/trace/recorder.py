@@ -22,10 +22,9 @@ import torch
 from torch import Tensor, nn
 
 from frugal import torch_internals
-from frugal.config.cluster import DeviceKind
+from frugal.config.cluster import ASSUMED_CAPABILITY, Capability, DeviceKind
 from frugal.deepspeed_adapter.fake_device import SideStreams
-from frugal.dryrun.trace import operators
-from frugal.dryrun.trace.cuda_kernels import cuda_workspace
+from frugal.dryrun.trace import kernel_memory, operators
 from frugal.dryrun.trace.operators import HostMemory
 from frugal.planning.cost import Counts
 from frugal.planning.memory.timeline import (
@@ -41,7 +40,7 @@ from frugal.planning.memory.timeline import (
     Timeline,
     TimelineBuilder,
 )
-from frugal.training.measure.memory_watch import StorageWatch, cpu_pace
+from frugal.training.measure.memory_watch import StorageWatch, cpu_pace, tensors_in
 
 AUTOGRAD, DEEPSPEED, MODEL = "autograd", "DeepSpeed", "model"
 
@@ -147,10 +146,19 @@ class Tracker(StorageWatch):
     to be told of work on them.
     """
 
-    def __init__(self, kind: DeviceKind, integer: int | None = None) -> None:
-        """`integer`: what a model that reads one from its data is told; None: the longest dimension of a batch."""
+    def __init__(
+        self, kind: DeviceKind, integer: int | None = None, capability: Capability = ASSUMED_CAPABILITY
+    ) -> None:
+        """`integer`: what a model that reads one from its data is told; None: the longest dimension of a batch.
+
+        `capability`: the compute capability of a `cuda` device.
+        """
         super().__init__()
         self.kind = kind
+        self.capability = capability
+        self._is_for_any_size = False  # whether the stream is to be told for other micro-batches, too
+        self._taken: list[int] = []  # storages inside the operator that runs now; -1: gone
+        self._after: tuple[Any, kernel_memory.Steps] | None = None  # what it does once its outputs are born
         self.phase = INITIALISATION
         self.host = HostMemory()
         self.side_streams = SideStreams()
@@ -243,7 +251,7 @@ class Tracker(StorageWatch):
 
     def born(self, address: int, size_bytes: int, tensor: Tensor, operator: Any) -> None:
         """Record it, on the device or on the host."""
-        if self._own_metadata:
+        if self._own_metadata or (self.kind == "cuda" and kernel_memory.is_on_host(operator, tensor)):
             return
         if self._building or (self.kind == "cuda" and tensor.device.type == "cpu"):
             self.host.born(address, size_bytes, is_waiting=self._building and tensor.is_meta)
@@ -287,9 +295,32 @@ class Tracker(StorageWatch):
             out, (flops, traffic) = operators.run_cached(func, args, kwargs)
             if self.phase in (FORWARD, BACKWARD):
                 self._count(flops, int(traffic * cpu_pace(func)) if self.kind == "cpu" else traffic)
-        if self.kind == "cuda" and (workspace := cuda_workspace(func, args)):
-            self._timeline.events.append(self._record(workspace, TEMPORARY, func))
+        if self.kind == "cuda" and not self._building:
+            steps = kernel_memory.steps(func, args, self.capability, any_size=self._is_for_any_size)
+            outputs = steps.index(kernel_memory.OUTPUTS)
+            self._take(func, steps[:outputs])
+            self._after = func, steps[outputs + 1 :]
         return out
+
+    def in_order(self, func: Any, out: Any) -> Iterable[Tensor]:
+        """The outputs of an operator in the order in which its kernel makes them."""
+        return kernel_memory.in_order(func, tensors_in(out)) if self.kind == "cuda" else tensors_in(out)
+
+    def executed(self) -> None:
+        """What a kernel takes after its outputs is taken, and everything that it took goes."""
+        if self._after is not None:
+            self._take(*self._after)
+            self._timeline.events += [index for index in reversed(self._taken) if index >= 0]
+            self._taken.clear()
+            self._after = None
+
+    def _take(self, operator: Any, steps: kernel_memory.Steps) -> None:
+        for step in steps:
+            if step > 0:
+                self._taken.append(self._record(step, TEMPORARY, operator))
+            else:
+                self._timeline.events.append(self._taken[-step - 1])
+                self._taken[-step - 1] = -1
 
     def _count(self, flops: int, traffic: int) -> None:
         """Add what one operator of the model costs. DeepSpeed's own is added by `frugal.planning.cost`."""

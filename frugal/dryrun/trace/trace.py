@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from frugal import torch_internals
-from frugal.config.cluster import DeviceKind
+from frugal.config.cluster import ASSUMED_CAPABILITY, Capability, DeviceKind
 from frugal.deepspeed_adapter import zero3_graph
 from frugal.dryrun.trace.cuda_kernels import kernels_of
 from frugal.dryrun.trace.recorder import Tracker, not_collected
@@ -54,8 +54,9 @@ USED_OUTSIDE = "a parameter is used while its module does not run"
 class Recorder(Tracker):
     """A tracker that also marks when gradients are whole."""
 
-    def __init__(self, kind: DeviceKind) -> None:
-        super().__init__(kind)
+    def __init__(self, kind: DeviceKind, capability: Capability = ASSUMED_CAPABILITY) -> None:
+        super().__init__(kind, capability=capability)
+        self._is_for_any_size = True
         self.phase = ARRIVAL
         self._timeline = TimelineBuilder()
         self._timeline.phase(ARRIVAL)
@@ -124,22 +125,29 @@ def trace(
     *,
     seq_len: int,
     kind: DeviceKind,
+    capability: Capability = ASSUMED_CAPABILITY,
     activation_checkpointing_mode: ActivationCheckpointing,
     loss: Literal["plain", "tiled"],
     zero_stage: int,
     building_bytes: int | None = None,
+    alike: set[Capability] | None = None,
 ) -> ModelTrace:
     """One micro-step of `model`, which is on meta and is not changed.
 
     `building_bytes`: the peak while it was built, see `built`; None: no more than it has in the end.
+    `alike`: compute capabilities, from which those are taken that would have another trace.
 
     Raises:
         NotAffineError: its memory is no affine function of the micro-batch, or it does not run by itself.
         RequestError: the model cannot be trained like that.
     """
     transformers_internals.always_use()
-    mode = _Mode(objective, seq_len, kind, activation_checkpointing_mode, loss, zero_stage == 3)
-    with kernels_of(kind), zero3_graph.linear_of_zero3() if mode.is_zero3 else nullcontext(), not_collected():
+    mode = _Mode(objective, seq_len, kind, capability, activation_checkpointing_mode, loss, zero_stage == 3)
+    with (
+        kernels_of(kind, capability, alike),
+        zero3_graph.linear_of_zero3() if mode.is_zero3 else nullcontext(),
+        not_collected(),
+    ):
         try:
             recorded = _spliced(model, mode) or _whole(model, mode)
         except (FrugalError, NotAffineError, NotImplementedError):
@@ -167,6 +175,7 @@ class _Mode:
     objective: Objective
     seq_len: int
     kind: DeviceKind
+    capability: Capability
     activation_checkpointing: ActivationCheckpointing
     loss: Literal["plain", "tiled"]
     is_zero3: bool
@@ -270,7 +279,7 @@ def _record(model: nn.Module, layers: str, mode: _Mode, micro_batch: int) -> _Re
     activation_checkpointing.apply(model, mode.activation_checkpointing)
     if mode.loss == "tiled":
         tiled_loss.apply(model)
-    recorder = Recorder(mode.kind)
+    recorder = Recorder(mode.kind, mode.capability)
     example = mode.objective.example(micro_batch, mode.seq_len)
     recorder.expect(example)
     recorder.watch(model)

@@ -86,6 +86,13 @@ class StorageWatch(torch_internals.DispatchMode):
         """What the operator returns."""
         return func(*args, **kwargs)
 
+    def in_order(self, func: Any, out: Any) -> Iterable[Tensor]:
+        """The outputs of an operator in the order in which they are born."""
+        return tensors_in(out)
+
+    def executed(self) -> None:
+        """The operator is done, and its outputs are born."""
+
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         """Run one operator and look at what it returns."""
         self.num_operators += 1
@@ -97,8 +104,9 @@ class StorageWatch(torch_internals.DispatchMode):
         if isinstance(out, Tensor):
             self._see(out, func, args)
         else:
-            for tensor in tensors_in(out):
+            for tensor in self.in_order(func, out):
                 self._see(tensor, func, args)
+        self.executed()
         return out
 
     def _see(self, tensor: Tensor, operator: Any, inputs: tuple[Any, ...]) -> None:

@@ -1,0 +1,225 @@
+"""What CUDA kernels take from the allocator inside one call, besides their outputs: which blocks, in what order.
+
+Found by looking at every request of single calls on an emulated card (`bench.kernels.requests`), and read in the
+sources named below (`aten/src/ATen/native/`, torch 2.13). Left out: what depends on the number of a card's processors,
+as the scratch of long reductions (a sum over rows takes up to 32 MiB); sorting of several rows and the accumulating
+`index_put`, which take a few times their indices; the workspaces of cuDNN's convolutions.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from frugal.config.cluster import Capability
+
+aten = torch.ops.aten
+
+OUTPUTS = 0
+Steps = tuple[int, ...]
+"""In order: a positive number takes a block of so many bytes, `OUTPUTS` are the outputs, `-n` gives back the n-th
+block, counted from 1. What is not given back goes at the end of the call, last taken first."""
+
+NO_STEPS: Steps = (OUTPUTS,)
+
+
+def steps(operator: object, args: tuple[Any, ...], capability: Capability, *, any_size: bool = False) -> Steps:
+    """What one call on a card of this compute capability does.
+
+    `any_size`: an upper bound that does not change its way with the number of samples.
+    """
+    of_operator = _STEPS.get(operator)
+    if of_operator is None or args[0].device.type == "cpu":
+        return NO_STEPS
+    return of_operator(args, capability, any_size)
+
+
+def peak_inside(taken: Steps) -> int:
+    """The most bytes that are taken besides the outputs."""
+    sizes = [step for step in taken if step > 0]
+    live = most = 0
+    for step in taken:
+        live += step if step >= 0 else -sizes[-step - 1]
+        most = max(most, live)
+    return most
+
+
+def is_on_host(operator: object, output: Tensor) -> bool:
+    """Whether CUDA's kernel makes this output on the host: the efficient attention's random seed and offset."""
+    return operator is aten._scaled_dot_product_efficient_attention.default and output.dim() == 0
+
+
+def in_order(operator: object, outputs: Iterable[Tensor]) -> Iterable[Tensor]:
+    """The outputs in the order in which CUDA's kernel takes them from the allocator."""
+    if operator is aten.native_dropout.default:  # the mask first
+        return reversed(list(outputs))
+    if operator is aten._scaled_dot_product_cudnn_attention.default:  # the random state first
+        return sorted(outputs, key=lambda tensor: tensor.dim() > 0)
+    return outputs
+
+
+def _cudnn_backward(args: tuple[Any, ...], *_: Any) -> Steps:
+    """cudnn-frontend, `scaled_dot_product_flash_attention.h`: an fp32 gradient of q, and row sums.
+
+    Left out: what cuDNN's engine takes besides, which no emulated card knows.
+    """
+    query = args[1]
+    rows = query.shape[:-1].numel()
+    return (OUTPUTS, 4 * rows * (query.shape[-1] + 1))
+
+
+def _flash(args: tuple[Any, ...], *_: Any) -> Steps:
+    """`flash_attn/flash_api.cpp`, `mha_fwd`: dropout's random state is made twice."""
+    return (OUTPUTS, 16) if len(args) > 3 and args[3] else NO_STEPS
+
+
+def _flash_backward(args: tuple[Any, ...], *_: Any) -> Steps:
+    """`flash_attn/flash_api.cpp`, `mha_bwd`: fp32 row sums and an fp32 gradient of q, rows rounded up to 128.
+
+    With groups k's and v's gradients for every head of q.
+    """
+    gradient, query, key, value, out = args[:5]
+    batch, heads, rows, size = query.shape
+    rows = -(-rows // 128) * 128
+    rounding = 32 if size <= 128 else 64
+    inside = [4 * batch * heads * rows, 4 * batch * rows * heads * (-(-size // rounding) * rounding)]
+    if heads != key.shape[1]:
+        inside += [batch * key.shape[2] * heads * each.shape[-1] * query.element_size() for each in (key, value)]
+    return (*_copies(gradient, out), OUTPUTS, *inside)
+
+
+def _copies(*tensors: Tensor) -> list[int]:
+    """Bytes of the copies of `(batch, heads, rows, size)` tensors that are not contiguous with rows before heads."""
+    return [tensor.nbytes for tensor in tensors if not tensor.transpose(1, 2).is_contiguous()]
+
+
+def _efficient(args: tuple[Any, ...], *_: Any) -> Steps:
+    """`transformers/cuda/attention.cu`, `_efficient_attention_forward`: large heads are added up in fp32 outside."""
+    query, _key, value = args[:3]
+    if query.element_size() == 4 or max(query.shape[-1], value.shape[-1]) <= 128:
+        return NO_STEPS
+    return (OUTPUTS, 4 * query.shape[:-1].numel() * value.shape[-1])
+
+
+def _efficient_backward(args: tuple[Any, ...], capability: Capability, any_size: bool) -> Steps:
+    """`transformers/cuda/attention_backward.cu`, `_efficient_attention_backward`.
+
+    Row sums, computed by torch where the kernel does not, then the kernel's workspace.
+    """
+    gradient, query, key, value = args[:4]
+    batch, heads, rows, _ = query.shape
+    copies = _copies(gradient)
+    first = len(copies) + 1
+    sums = 4 * batch * heads * rows
+    workspace = _efficient_workspace(query, key, value, args[10], capability, any_size)
+    if query.element_size() == 2:
+        return (*copies, OUTPUTS, sums, workspace, -first)
+    product = 4 * batch * heads * rows * value.shape[-1]
+    if heads == 1 or rows == 1:  # the sums need no transposition
+        return (*copies, OUTPUTS, product, sums, -first, workspace, -first - 1)
+    return (*copies, OUTPUTS, product, sums, sums, -first - 1, -first, workspace, -first - 2)
+
+
+def _efficient_workspace(
+    query: Tensor, key: Tensor, value: Tensor, dropout: float, capability: Capability, any_size: bool
+) -> int:
+    """Bytes; `mem_eff_attention/kernel_backward.h`, `workspace_size`.
+
+    For each head of each sample an fp32 gradient of q in tiles, each with a lock. Where k's and v's do not fit in
+    registers, those of 64 keys, for each of the parts that the keys are split into. The tiles are those of the first
+    kernel that the card has shared memory for.
+    """
+    batch, heads, rows, size = query.shape
+    key_rows, value_size = key.shape[2], value.shape[-1]
+    parallel = batch * heads
+    rows_of_tile, columns_of_tile, adds_up = tile(query, value, dropout, capability)
+    tiles = -(-rows // rows_of_tile) * -(-size // columns_of_tile)
+    workspace = 4 * parallel * tiles * (rows_of_tile * columns_of_tile + 4)
+    if adds_up:
+        splits = max(1, min(-(-key_rows // 64), 200 // parallel))
+        padded = sum(-(-each // rows_of_tile) * rows_of_tile for each in (size, value_size))
+        workspace += 4 * (max(parallel, 200) if any_size else parallel * splits) * 64 * padded
+    return workspace
+
+
+def tile(query: Tensor, value: Tensor, dropout: float, capability: Capability) -> tuple[int, int, bool]:
+    """Rows and columns of a tile, and whether k's and v's gradients are added up in the workspace.
+
+    Of the efficient attention's backward.
+    """
+    size = max(query.shape[-1], value.shape[-1])
+    is_large = capability in ((8, 0), (8, 7)) or 9 <= capability[0] <= 11  # shared memory: 160 KiB and more a processor
+    if size <= 64:
+        return 64, 64, False
+    if query.element_size() == 4:
+        return 128 if is_large else 64, 64, False
+    if size > 128:
+        return 128, 64, True
+    if is_large:
+        return 128, 128, False
+    if capability < (8, 0) or (size <= 96 and not dropout):
+        return 128, 64, False
+    return 64, 64, True
+
+
+def _embedding_backward(args: tuple[Any, ...], _: Capability, any_size: bool) -> Steps:
+    """`cuda/Embedding.cu` and `cuda/EmbeddingBackwardKernel.cu`: nothing up to 3072 indices, which are not sorted.
+
+    A partial sum takes 10 indices, or fewer at the end of equal ones: `indices / 10 + min(indices, vocabulary)` rows
+    in fp32 at most, and so many are taken whatever the indices are. Left out: some KiB of CUB's scans, and that cards
+    take less for vocabularies of a few hundred rows.
+    """
+    gradient, indices, vocabulary = args[:3]
+    tokens, width = indices.numel(), gradient.shape[-1]
+    copies = [] if gradient.is_contiguous() else [gradient.nbytes]
+    if tokens <= 3072 and not any_size:
+        return (*copies, OUTPUTS)
+    one, first = tokens * indices.element_size(), len(copies) + 1
+    segments = min(tokens, vocabulary)
+    partial = tokens // 10 + segments
+    of_segments, of_partial = (count * indices.element_size() for count in (segments, partial))
+    element_bytes = max(4, gradient.element_size())
+    sort = (one, one, one, 2 * one, -first - 3, -first - 2)
+    return (*copies, *sort, OUTPUTS, one, 8, of_segments, of_segments, 8, of_partial, element_bytes * partial * width)
+
+
+def _softmax_backward(args: tuple[Any, ...], *_: Any) -> Steps:
+    """`cuda/SoftMax.cu`, `softmax_backward_cuda_out`: the product of gradient and output."""
+    return (OUTPUTS, args[0].nbytes)
+
+
+def _safe_softmax(args: tuple[Any, ...], *_: Any) -> Steps:
+    """`transformers/attention.cpp`, `_safe_softmax`: which elements are masked, which rows wholly, and a zero."""
+    masked = args[0].numel()
+    return (OUTPUTS, masked, masked // max(1, args[0].shape[args[1]]), args[0].element_size())
+
+
+def _cumulative_sum(args: tuple[Any, ...], *_: Any) -> Steps:
+    """A sum of another type than its input, such as of a mask, copies the input first."""
+    return (
+        NO_STEPS if args[0].dtype.is_floating_point or args[0].element_size() == 8 else (8 * args[0].numel(), OUTPUTS)
+    )
+
+
+def _sort(args: tuple[Any, ...], *_: Any) -> Steps:
+    """`cuda/Sort.cpp` of one long row: indices to begin with, then CUB's radix sort, which has a copy of both."""
+    values = args[0]
+    if values.dim() != 1:
+        return NO_STEPS
+    return (OUTPUTS, 8 * values.numel(), values.nbytes + 8 * values.numel())
+
+
+_STEPS: dict[object, Callable[[tuple[Any, ...], Capability, bool], Steps]] = {
+    aten._scaled_dot_product_cudnn_attention_backward.default: _cudnn_backward,
+    aten._scaled_dot_product_flash_attention.default: _flash,
+    aten._scaled_dot_product_flash_attention_backward.default: _flash_backward,
+    aten._scaled_dot_product_efficient_attention.default: _efficient,
+    aten._scaled_dot_product_efficient_attention_backward.default: _efficient_backward,
+    aten.embedding_dense_backward.default: _embedding_backward,
+    aten._softmax_backward_data.default: _softmax_backward,
+    aten._safe_softmax.default: _safe_softmax,
+    aten.cumsum.default: _cumulative_sum,
+    aten.sort.default: _sort,
+    aten.sort.stable: _sort,
+}
