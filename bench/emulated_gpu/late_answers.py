@@ -1,5 +1,7 @@
 """Imports `emulated_gpu_answers` in a process that imports DeepSpeed, when torch has been imported.
 
+Not in the workers of dry runs, which answer themselves and look at who asks.
+
 A .pth file of the virtual environment imports this module at the start of each process, before anything is known of it.
 """
 
@@ -20,4 +22,5 @@ class _BeforeDeepSpeed(importlib.abc.MetaPathFinder):
         return None
 
 
-sys.meta_path.insert(0, _BeforeDeepSpeed())
+if "frugal.dryrun.worker" not in sys.orig_argv:
+    sys.meta_path.insert(0, _BeforeDeepSpeed())

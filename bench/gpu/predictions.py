@@ -29,6 +29,7 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     configuration: Configuration
     figures: Figures | None = None
     expandable_reserved_bytes: int = 0
+    expandable_capacity_bytes: int = 0
     parameters: int = 0
     trainable_parameters: int = 0
     largest_parameter: int = 0
@@ -61,10 +62,12 @@ def _predict(asked: Configuration, here: Any, folder: Path, pool: Any) -> Predic
             pair = [source.dry_runs(strategy, size, steps)[0] for size in MICRO_BATCHES]
             asked = replace(asked, micro_batch=_largest([each.timeline for each in pair], here.memory_bytes))
         dry_runs = source.dry_runs(strategy, asked.micro_batch, steps)
+    expandable = [_expandable(each, asked.micro_batch) for each in dry_runs]
     return Prediction(
         configuration=asked,
         figures=predicted(dry_runs, cluster(here, asked.world_size)),
-        expandable_reserved_bytes=max(_expandable(each, asked.micro_batch) for each in dry_runs),
+        expandable_reserved_bytes=max(each.under().peak_reserved_bytes for each in expandable),
+        expandable_capacity_bytes=max(each.smallest_capacity() for each in expandable),
         parameters=facts.parameters,
         trainable_parameters=facts.trainable_parameters,
         largest_parameter=facts.largest_parameter,
@@ -72,11 +75,10 @@ def _predict(asked: Configuration, here: Any, folder: Path, pool: Any) -> Predic
     )
 
 
-def _expandable(dry_run: DryRun, micro_batch: int) -> int:
-    """Bytes reserved at the peak with expandable segments."""
+def _expandable(dry_run: DryRun, micro_batch: int) -> Replays:
+    """The replay with expandable segments."""
     timeline = dry_run.timeline
-    replays = Replays(timeline.sizes(micro_batch), timeline.events, timeline.empties, expandable_segments=True)
-    return replays.under().peak_reserved_bytes
+    return Replays(timeline.sizes(micro_batch), timeline.events, timeline.empties, expandable_segments=True)
 
 
 def _worth_running(asked: Configuration, trainable_sizes: tuple[int, ...]) -> tuple[int, ...]:

@@ -10,6 +10,7 @@ import msgspec
 from bench.gpu.predictions import Prediction
 from bench.gpu.worker import Answer
 
+CAPPED_EXPANDABLE = "expandable capped"
 TOO_HIGH = 0.20  # from here on an estimate wastes a card
 CPU_LOW = 0.002  # on a CPU, where nothing can be capped, an estimate this much too low counts as unusable
 
@@ -24,7 +25,7 @@ class Finished:
 
 @dataclass
 class Row:
-    """One configuration and its runs: `free`, `capped`, `capped x 1.02`, `expandable`.
+    """One configuration and its runs: `free`, `capped`, `capped x 1.02`, `expandable`, `expandable capped`.
 
     `capacity_bytes`: the least for segments in which the requests of the free run are granted, those of cuBLAS among
     them, by the allocator's model, which comes to the measured peaks on the same requests.
@@ -90,6 +91,12 @@ class Row:
             return None
         return self.error >= -CPU_LOW
 
+    @property
+    def expandable_usable(self) -> bool | None:
+        """The same with expandable segments."""
+        finished = self.runs.get(CAPPED_EXPANDABLE)
+        return None if finished is None or finished.answer.failure is not None else finished.answer.survived
+
     def error_of(self, peer: str) -> float:
         """Of a peer's estimate of the same."""
         return float(getattr(self.runs["free"].answer, peer) / self.measured - 1)
@@ -153,6 +160,7 @@ def summary(rows: Sequence[Row]) -> dict[str, Any]:
     """All rows in a few numbers; shares of the configurations measured."""
     measured = [row for row in rows if row.measured]
     verdicts = [row.usable for row in measured if row.usable is not None]
+    expandable = [row.expandable_usable for row in measured if row.expandable_usable is not None]
     peers = {
         "DeepSpeed estimate_zero*_model_states_mem_needs": "deepspeed_bytes",
         "accelerate estimate-memory": "accelerate_bytes",
@@ -169,6 +177,8 @@ def summary(rows: Sequence[Row]) -> dict[str, Any]:
         "waste": quantiles([row.waste for row in measured if row.waste is not None]),
         "capped": len(verdicts),
         "unusable_share": sum(not usable for usable in verdicts) / len(verdicts) if verdicts else None,
+        "expandable_capped": len(expandable),
+        "expandable_unusable_share": sum(not usable for usable in expandable) / len(expandable) if expandable else None,
         "too_high_share": _share([row.error or 0.0 for row in measured], lambda error: error > TOO_HIGH),
         "peers": {name: _peer(measured, attribute) for name, attribute in peers.items()},
         "attention": _attention(measured),
@@ -207,6 +217,8 @@ def table(rows: Sequence[Row]) -> list[str]:
             lines.append(f"{name:<50}" + "".join(f"{each[key]:>+10.2%}" for key in names))
     if found["unusable_share"] is not None:
         lines.append(f"unusable: {found['unusable_share']:.1%} of {found['capped']}")
+    if found["expandable_unusable_share"] is not None:
+        lines.append(f"unusable, expandable: {found['expandable_unusable_share']:.1%} of {found['expandable_capped']}")
     lines.append(f"more than {TOO_HIGH:.0%} too high: {found['too_high_share']:.1%}")
     lines += [
         f"{name}: less than was allocated in {each['too_low_share']:.0%}"

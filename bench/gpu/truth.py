@@ -41,7 +41,7 @@ from bench.gpu.configurations import configurations
 from bench.gpu.predictions import Prediction, predict
 from bench.gpu.process import Process, Traits
 from bench.gpu.records import records
-from bench.gpu.report import Finished, Row, summary, table
+from bench.gpu.report import CAPPED_EXPANDABLE, Finished, Row, summary, table
 from bench.gpu.streams import Stream
 from bench.gpu.worker import Answer, Constants, Run
 from frugal.config import local_host
@@ -113,7 +113,7 @@ class Bench:
         free = row.runs["free"].answer
         capped = row.runs.get("capped")
         if capped is None or capped.answer.failure is not None or capped.cap_bytes != self._promise(row):
-            row.runs = {what: each for what, each in row.runs.items() if not what.startswith("capped")}
+            row.runs = {what: each for what, each in row.runs.items() if "capped" not in what}
         self._follow(row, run, "free", free)
 
     @staticmethod
@@ -192,6 +192,9 @@ class Bench:
             if self._expandable < self.expandable_runs and "expandable" not in row.runs:
                 self._expandable += 1
                 self._queue.append((row, run, "expandable"))
+        elif what == "expandable" and answer.survived:
+            cap = row.prediction.expandable_capacity_bytes
+            self._queue.insert(0, (row, msgspec.structs.replace(run, cap_bytes=cap), CAPPED_EXPANDABLE))
         elif what.startswith("capped") and not answer.survived and run.cap_bytes is not None:
             tried = sum(name.startswith("capped") for name in row.runs)
             if tried <= len(LONGER):
@@ -213,7 +216,7 @@ class Bench:
                 date=self.head["date"],
                 command=self.head["command"],
                 world_size=run.configuration.world_size,
-                expandable_segments=what == "expandable",
+                expandable_segments=what.startswith("expandable"),
                 cap_bytes=run.cap_bytes,
                 **requests,
             )
@@ -234,7 +237,8 @@ class Bench:
 def _traits(job: tuple[Row, Run, str]) -> Traits:
     """Of the process that a run needs."""
     configuration = job[1].configuration
-    return Traits(configuration.zero_stage == 3, job[2] == "expandable", configuration.world_size, configuration.card)
+    is_expandable = job[2].startswith("expandable")
+    return Traits(configuration.zero_stage == 3, is_expandable, configuration.world_size, configuration.card)
 
 
 def main() -> int:

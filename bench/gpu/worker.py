@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO
 from unittest.mock import patch
@@ -154,7 +155,7 @@ def _merged(answers: list[Answer]) -> Answer:
 def _run_rank(question: Run, kind: str, rank: int) -> Answer:
     import torch
 
-    from frugal.config import local_host
+    from frugal.config import cuda_allocator, local_host
     from frugal.deepspeed_adapter.kernels import DTYPES
     from frugal.distributed import process_group
     from frugal.distributed.env import silence_libraries
@@ -171,6 +172,8 @@ def _run_rank(question: Run, kind: str, rank: int) -> Answer:
     process_group.form()
     blank = device("cuda" if kind == "cuda" else "cpu", 1 << 50, 0)
     plan = question.configuration.plan(Path(question.folder), blank, question.trainable_parameters)
+    segments = replace(plan.strategy, expandable_segments=bool(cuda_allocator.expandable(os.environ)))
+    plan = replace(plan, strategy=segments).sealed()
     spec = resolve(plan.request.model, plan.request.task)
     before = local_host.forget_peak_rss()
     start = time.perf_counter()

@@ -77,6 +77,7 @@ class Device:
         measured_on: the date of the calibration that speeds and context are from; None: they are assumed.
         context_below_bytes: by how much the context may be smaller than planned.
         context_above_bytes: by how much it may be larger.
+        resident_threads: that a GPU holds at once; decides what its sums need inside.
     """
 
     name: str
@@ -93,6 +94,7 @@ class Device:
     context_below_bytes: int = 0
     context_above_bytes: int = 0
     compute_capability: Capability | None = None
+    resident_threads: int = 0
 
     def __post_init__(self) -> None:
         if self.usable_bytes <= 0:
@@ -224,10 +226,13 @@ class Card:
         """Whether its tensor cores know bf16."""
         return self.compute_capability >= (8, 0)
 
+    def threads(self, memory_bytes: int) -> int:
+        """`resident_threads` of such a card of `memory_bytes`."""
+        return self.resident_threads or _threads_of_unknown(memory_bytes)
+
     def context_range(self, memory_bytes: int, num_ranks: int) -> Range:
         """What the driver counts beyond tensors on one of `num_ranks` such cards of `memory_bytes`."""
-        threads = self.resident_threads or _threads_of_unknown(memory_bytes)
-        return context.context(threads, num_ranks, self.nccl)
+        return context.context(self.threads(memory_bytes), num_ranks, self.nccl)
 
     def device(self, precision: Precision, *, num_gpus: int, memory_bytes: int | None = None) -> Device:
         """This card as a device among `num_gpus`; `memory_bytes` replaces the card's own.
@@ -255,6 +260,7 @@ class Card:
             memory_bandwidth=MEMORY_SHARE * self.memory_bandwidth,
             host_link_bandwidth=self.host_link_bandwidth,
             compute_capability=self.compute_capability,
+            resident_threads=self.threads(memory),
         )
 
 

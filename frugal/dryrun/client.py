@@ -27,7 +27,7 @@ from frugal.planning.cost import between
 from frugal.planning.memory.breakdown import MemoryBreakdown
 from frugal.planning.memory.profile import MemoryProfile, RankMemory, fullest
 from frugal.planning.memory.timeline import MICRO_BATCHES, ModelTrace, NotAffineError, Timeline
-from frugal.planning.memory.workspaces import with_workspaces, workspace_bytes
+from frugal.planning.memory.workspaces import with_scratch, with_workspaces, workspace_bytes
 from frugal.planning.strategy import Strategy
 
 SAMPLED_MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
@@ -79,6 +79,7 @@ class DryRunSource:
         self.capability = cluster.kernel_class
         capabilities = [device.compute_capability or ASSUMED_CAPABILITY for device in cluster.kinds]
         self._workspace_bytes = max(map(workspace_bytes, capabilities))
+        self._resident_threads = max(device.resident_threads for device in cluster.kinds)
         assert all(device.kind == self.kind for device in cluster.devices), "a cluster of CUDA and CPU ranks"
         self._cache = Cache(cache) if isinstance(cache, Path) else Cache.of_user() if cache else Cache(None)
         self._own_pool = pool is None
@@ -183,7 +184,8 @@ class DryRunSource:
         if drafted is not None and strategy not in self._distrusted:
             by_peak = sorted(drafted.ranks, key=lambda rank: -rank.timeline.peak_bytes(micro_batch))
             ranks = tuple(sorted(rank.rank for rank in by_peak[:MAX_RANKS_DRAFTED]))
-        return self._dry_run(strategy, (micro_batch,), steps, ranks)
+        dry_runs = self._dry_run(strategy, (micro_batch,), steps, ranks)
+        return [replace(each, timeline=self._with_workspaces(each.timeline, micro_batch)) for each in dry_runs]
 
     def facts(self) -> ModelFacts:
         """What the model is. Raises as `profile`."""
@@ -233,7 +235,7 @@ class DryRunSource:
             ranks = tuple(
                 RankMemory(
                     rank=rank,
-                    timeline=Timeline.fit(first.timeline, second.timeline, MICRO_BATCHES),
+                    timeline=self._with_workspaces(Timeline.fit(first.timeline, second.timeline, MICRO_BATCHES)),
                     host_bytes=max(first.host_bytes, second.host_bytes),
                 )
                 for rank, first, second in zip(numbers, dry_runs[:num_ranks], dry_runs[num_ranks:], strict=True)
@@ -241,6 +243,7 @@ class DryRunSource:
         except NotAffineError:
             sampled = SAMPLED_MICRO_BATCHES
             ranks = _rank_memories(self._dry_run(strategy, sampled, steps, numbers), numbers)
+            ranks = tuple(replace(each, timeline=self._with_workspaces(each.timeline)) for each in ranks)
         return self._profile(
             strategy,
             accumulates,
@@ -286,12 +289,18 @@ class DryRunSource:
             for rank in ranks
         ]
         dry_runs = map(_answered, self._pool.ask(questions))
-        return [replace(each, timeline=self._with_workspaces(each.timeline)) for each in dry_runs]
+        return list(dry_runs)
 
-    def _with_workspaces(self, timeline: Timeline) -> Timeline:
-        """On GPUs cuBLAS keeps memory that no operator of a dry run asks for."""
+    def _with_workspaces(self, timeline: Timeline, micro_batch: int | None = None) -> Timeline:
+        """On GPUs libraries and kernels ask for memory that no operator of a dry run does.
+
+        `micro_batch`: what was dry-run; None: the timeline is for any.
+        """
         if self.kind == "cpu":
             return timeline
+        rows = None if micro_batch is None else micro_batch * self.request.seq_len
+        element_bytes = 4 if self.request.precision == "fp32" else 2
+        timeline = with_scratch(timeline, element_bytes, rows, self._resident_threads)
         return with_workspaces(timeline, self._workspace_bytes)
 
     def _ranks(self, strategy: Strategy, most: int) -> tuple[int, ...]:
@@ -312,7 +321,7 @@ class DryRunSource:
     @property
     def _kernels(self) -> tuple[object, ...]:
         """What memory depends on of the devices, besides their size."""
-        return self.capability, self._workspace_bytes
+        return self.capability, self._workspace_bytes, self._resident_threads
 
     @property
     def _ranks_per_node(self) -> int:

@@ -1,9 +1,10 @@
-"""cuBLAS's workspaces begin with the first product of forward and of backward, and never end."""
+"""cuBLAS's workspaces begin with the first product of forward and of backward, and never end; scratch of sums does."""
 
 import pytest
 
+from frugal.config.cluster import CARDS
 from frugal.planning.memory.timeline import BACKWARD, FORWARD, INITIALISATION, Timeline, TimelineBuilder
-from frugal.planning.memory.workspaces import OPERATOR, with_workspaces, workspace_bytes
+from frugal.planning.memory.workspaces import WORKSPACE, scratch_bytes, with_scratch, with_workspaces, workspace_bytes
 from frugal.units import MIB
 
 
@@ -28,10 +29,10 @@ def test_a_workspace_follows_the_first_product_of_each_thread_and_stays() -> Non
     plain, timeline = two_steps(), with_workspaces(two_steps(), 1000)
     names = [timeline.names[timeline.operators[each]] for each in timeline.events]
     assert names[:7] == [
-        "to device", "aten.embedding.default", "aten.addmm.default", OPERATOR, "aten.mul.Tensor", "aten.mm.default",
-        OPERATOR,
+        "to device", "aten.embedding.default", "aten.addmm.default", WORKSPACE, "aten.mul.Tensor", "aten.mm.default",
+        WORKSPACE,
     ]  # fmt: skip
-    assert names.count(OPERATOR) == 2
+    assert names.count(WORKSPACE) == 2
     assert timeline.empties == plain.empties == (1,)
     assert [(phase.phase, phase.live_bytes) for phase in timeline.intervals(1)] == [
         (phase.phase, phase.live_bytes + (0 if number == 0 else 1000 if number == 1 else 2000))
@@ -52,3 +53,47 @@ def test_a_step_without_products_has_none() -> None:
 )
 def test_hopper_and_blackwell_have_32_mib(capability: tuple[int, int], size_bytes: int) -> None:
     assert workspace_bytes(capability) == size_bytes
+
+
+# Bytes that torch 2.13.0+cu130 asks for inside `x.sum(0)` of rows x width elements, bf16 and fp32 alike, on emulated
+# cards.
+SCRATCH_ON = {
+    "rtx3060-12g": {
+        (512, 768): 0, (1024, 768): 6 * MIB, (2048, 256): 4 * MIB, (4096, 768): 21 * MIB, (8192, 1000): 21_504_000,
+        (8192, 2304): 22_413_312, (8192, 4096): 22 * MIB, (32768, 2304): 36 * MIB, (32768, 128): 21 * MIB,
+        (8192, 50304): 0,
+    },
+    "a100-80g": {
+        (1024, 1024): 8 * MIB, (8192, 768): 48 * MIB, (16384, 768): 96 * MIB, (32768, 768): 108 * MIB,
+        (8192, 4096): 108 * MIB, (4096, 16384): 112 * MIB,
+    },
+    "t4-16g": {(4096, 768): 21_233_664, (16384, 512): 20 * MIB, (8192, 3072): 21 * MIB, (16384, 3072): 24 * MIB},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("card", SCRATCH_ON)
+def test_sums_over_rows_take_what_torch_asks_for_inside(card: str) -> None:
+    threads = CARDS[card].resident_threads
+    assert threads is not None
+    for (rows, width), size_bytes in SCRATCH_ON[card].items():
+        assert scratch_bytes(width, rows, threads) == size_bytes, (rows, width)
+
+
+def test_of_any_number_of_rows_the_most_is_taken_that_keeps_the_card_busy() -> None:
+    threads = CARDS["a100-80g"].resident_threads or 0
+    assert scratch_bytes(768, None, threads) == 108 * MIB
+    assert scratch_bytes(768, 32768, threads) == 108 * MIB
+
+
+def test_the_scratch_of_a_bias_gradient_lives_inside_its_sum() -> None:
+    builder = TimelineBuilder()
+    builder.phase(FORWARD)
+    builder.born(2 * 768, 3, "aten.sum.dim_IntList")
+    builder.phase(BACKWARD)
+    bias = builder.born(2 * 768, 1, "aten.sum.dim_IntList")
+    builder.born(0, 3, "aten.sum.dim_IntList", per_sample=2 * 768)
+    builder.events.append(bias)
+    timeline = with_scratch(builder.timeline(), 2, 8192, 28 * 1536)
+    assert timeline.events == (0, 1, 3, 3, 2, 1)
+    assert timeline.fixed[3] == 21 * MIB
+    assert timeline.phases == ((FORWARD, 0), (BACKWARD, 1))

@@ -152,7 +152,7 @@ class LoopTracker(Tracker):
                 self._timeline.events.append(index)
             if (workspace := cublas_workspace(func, self._capability)) and self._in_backward not in self._has_workspace:
                 self._has_workspace.add(self._in_backward)
-                self._record(workspace, TEMPORARY, workspaces.OPERATOR)
+                self._record(workspace, TEMPORARY, workspaces.WORKSPACE)
             return out
 
     def side_stream(self, name: str) -> AbstractContextManager[Any]:

@@ -1,21 +1,31 @@
-"""cuBLAS's workspaces: memory that torch takes for the first product of a thread and keeps.
+"""Memory that CUDA's libraries and kernels ask of torch's allocator, and that depends on the card.
 
-After aten/src/ATen/cuda/CublasHandlePool.cpp: a workspace for each handle and stream, and a handle for each thread;
-cuBLASLt takes the same one. They are blocks of the caching allocator like any other. A training step multiplies on two
-threads: forward on the main one, backward on autograd's own, activations that are recomputed included. Each asks right
-after the first product's result was allocated.
+**cuBLAS's workspaces**, which torch takes for the first product of a thread and keeps. After
+aten/src/ATen/cuda/CublasHandlePool.cpp: a workspace for each handle and stream, and a handle for each thread; cuBLASLt
+takes the same one. A training step multiplies on two threads: forward on the main one, backward on autograd's own,
+activations that are recomputed included. Each asks right after the first product's result was allocated.
 
-Left out: products before the first forward, and CUBLAS_WORKSPACE_CONFIG.
+**Sums over rows**, such as the gradient of a bias of `width` elements over `rows` tokens. Where one block of threads
+would add too many, several share a column, and meet in scratch memory that lives inside the kernel
+(`setReduceConfig` and `global_memory_size` in aten/src/ATen/native/cuda/Reduce.cuh): blocks of 128 threads, 32 across
+with 4 outputs each and 4 down, and as many blocks a column as keep every multiprocessor busy. Equal to the byte to
+what torch asks for on emulated cards, for widths that 4 divides and that are at least 128.
+
+Left out: products before the first forward, CUBLAS_WORKSPACE_CONFIG, and scratch of other sums.
 """
 
-from dataclasses import replace
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 from frugal.planning.memory.timeline import BACKWARD, FORWARD, TEMPORARY, Timeline
 from frugal.units import KIB, MIB
 
-OPERATOR = "cuBLAS workspace"
+WORKSPACE, SCRATCH = "cuBLAS workspace", "scratch of a sum"
 _PRODUCTS = frozenset(f"aten.{name}.default" for name in ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot"))
+_SUMS = frozenset(("aten.sum.dim_IntList",))
 _WITH_32_MIB = (9, 10, 12)  # Hopper and Blackwell, major compute capability
+_OUTPUTS_OF_A_BLOCK, _ROWS_OF_A_BLOCK, _THREADS_OF_A_BLOCK = 128, 4, 128
+_FEWEST, _MOST = 16, 256  # rows that one thread adds, where several blocks share a column
 
 
 def workspace_bytes(compute_capability: tuple[int, int]) -> int:
@@ -23,29 +33,81 @@ def workspace_bytes(compute_capability: tuple[int, int]) -> int:
     return 32 * MIB if compute_capability[0] in _WITH_32_MIB else 2 * 4096 * KIB + 8 * 16 * KIB
 
 
+def scratch_bytes(width: int, rows: int | None, resident_threads: int) -> int:
+    """Of a sum over `rows` of `width` columns, on a card that holds so many threads at once.
+
+    None: of as many rows as keep it busy, which is the most but for `rows` beyond 256 x 4 x the blocks of a column.
+    """
+    across, blocks = -(-width // _OUTPUTS_OF_A_BLOCK), resident_threads // _THREADS_OF_A_BLOCK
+    if width % 4 or width < _OUTPUTS_OF_A_BLOCK or across > blocks:
+        return 0
+    down = -(-blocks // across)
+    if rows is not None:
+        each = -(-rows // _ROWS_OF_A_BLOCK)
+        if each < _MOST:
+            return 0
+        down = max(min(down, -(-each // _FEWEST)), -(-each // _MOST))
+    return 4 * width * down * _OUTPUTS_OF_A_BLOCK if down > 1 else 0
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """A request of `size_bytes` right after event number `after`; `is_kept`: beyond the kernel."""
+
+    after: int
+    size_bytes: int
+    operator: str
+    is_kept: bool
+
+
 def with_workspaces(timeline: Timeline, size_bytes: int) -> Timeline:
     """The timeline of a run with a workspace of `size_bytes` for forward, and one for backward."""
     positions = [position for phase in (FORWARD, BACKWARD) if (position := _first_product(timeline, phase)) is not None]
-    if not positions:
+    return _with(timeline, [_Asked(position, size_bytes, WORKSPACE, is_kept=True) for position in positions])
+
+
+def with_scratch(timeline: Timeline, element_bytes: int, rows: int | None, resident_threads: int) -> Timeline:
+    """The timeline with the scratch of sums over `rows` in backward, whose results have so many bytes an element."""
+    sums = {number for number, name in enumerate(timeline.names) if name in _SUMS}
+    is_birth = timeline.is_birth
+    asked = []
+    for name, events in timeline.phase_ranges if sums else ():
+        for event in events if name == BACKWARD else ():
+            storage = timeline.events[event]
+            if timeline.operators[storage] in sums and is_birth[event] and not timeline.per_sample[storage]:
+                size_bytes = scratch_bytes(timeline.fixed[storage] // element_bytes, rows, resident_threads)
+                if size_bytes:
+                    asked.append(_Asked(event, size_bytes, SCRATCH, is_kept=False))
+    return _with(timeline, asked)
+
+
+def _with(timeline: Timeline, requests: Iterable[_Asked]) -> Timeline:
+    """The timeline with these requests, which are in order."""
+    requests = list(requests)
+    if not requests:
         return timeline
-    events = list(timeline.events)
-    first = len(timeline.fixed)
-    for number, position in reversed(list(enumerate(positions))):
-        events.insert(position + 1, first + number)
+    names = [*timeline.names, *dict.fromkeys(each.operator for each in requests)]
+    number = {name: index for index, name in enumerate(names)}
+    events: list[int] = []
+    start, first = 0, len(timeline.fixed)
+    for storage, each in enumerate(requests, first):
+        events += timeline.events[start : each.after + 1]
+        events += [storage] if each.is_kept else [storage, storage]
+        start = each.after + 1
+    events += timeline.events[start:]
 
     def moved(event: int) -> int:
-        return event + sum(position < event for position in positions)
+        return event + sum(2 - each.is_kept for each in requests if each.after < event)
 
-    names = (*timeline.names, OPERATOR)
-    more = len(positions)
+    more = len(requests)
     return replace(
         timeline,
-        fixed=timeline.fixed + (size_bytes,) * more,
+        fixed=timeline.fixed + tuple(each.size_bytes for each in requests),
         per_sample=timeline.per_sample + (0,) * more,
         categories=timeline.categories + (TEMPORARY,) * more,
-        operators=timeline.operators + (len(names) - 1,) * more,
-        modules=timeline.modules + (names.index(""),) * more,
-        names=names,
+        operators=timeline.operators + tuple(number[each.operator] for each in requests),
+        modules=timeline.modules + (number[""],) * more,
+        names=tuple(names),
         events=tuple(events),
         phases=tuple((name, moved(event)) for name, event in timeline.phases),
         empties=tuple(map(moved, timeline.empties)),
