@@ -64,7 +64,10 @@ def alone(rank: int, world_size: int) -> Iterator[None]:
     def among_twins(*args: Any, backend: Any = None, **kwargs: Any) -> Any:
         return new_group(*args, backend="fake" if backend == "gloo" else backend, **kwargs)
 
-    environment = {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(world_size), "LOCAL_SIZE": str(world_size)}
+    environment = {
+        "RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(world_size), "LOCAL_SIZE": str(world_size),
+        "EMULATED_GPU_ALONE": "1",
+    }  # fmt: skip
     store = _AnsweringStore()  # torch keeps only its C++ half alive
     with patch.dict(os.environ, environment), patch.object(dist, "new_group", among_twins):
         dist.init_process_group("nccl", rank=rank, world_size=world_size, store=store)

@@ -192,8 +192,7 @@ class Bench:
             if self._expandable < self.expandable_runs and "expandable" not in row.runs:
                 self._expandable += 1
                 self._queue.append((row, run, "expandable"))
-        elif what == "expandable" and answer.survived:
-            cap = row.prediction.expandable_capacity_bytes
+        elif what == "expandable" and answer.survived and (cap := row.prediction.expandable_capacity_bytes):
             self._queue.insert(0, (row, msgspec.structs.replace(run, cap_bytes=cap), CAPPED_EXPANDABLE))
         elif what.startswith("capped") and not answer.survived and run.cap_bytes is not None:
             tried = sum(name.startswith("capped") for name in row.runs)

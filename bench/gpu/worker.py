@@ -285,7 +285,11 @@ def _with_quick_weights(build: Callable[[], Any]) -> Callable[[], Any]:
         return tensor if EMULATED in os.environ else tensor.fill_(WEIGHT)  # no kernel reads it
 
     def quick() -> Any:
-        with patch.object(torch.Tensor, "normal_", fill), patch.object(torch.Tensor, "uniform_", fill):
+        with (
+            patch.object(torch.Tensor, "normal_", fill),
+            patch.object(torch.Tensor, "uniform_", fill),
+            patch.object(torch.nn.init, "_no_grad_trunc_normal_", fill),  # draws until all are within its bounds
+        ):
             return build()
 
     return quick

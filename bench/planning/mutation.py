@@ -172,8 +172,8 @@ MUTANTS = (
     ),
     Mutant(
         "planning/memory/allocator.py",
-        "_SegmentPool(least_rest=1), _SegmentPool(least_rest=SMALL + 1)",
-        "_SegmentPool(least_rest=1), _SegmentPool(least_rest=1)",
+        "_SegmentPool(1, addresses), _SegmentPool(SMALL + 1, addresses)",
+        "_SegmentPool(1, addresses), _SegmentPool(1, addresses)",
         "the tail of a large block is split off however small it is",
     ),
     Mutant(
@@ -196,8 +196,8 @@ MUTANTS = (
     # what is said where nothing fits, and what would help
     Mutant(
         "planning/planner.py",
-        "needed = nearest.memory.total_bytes / (1 - share)",
-        "needed = 1.2 * nearest.memory.total_bytes / (1 - share)",
+        "needed = (nearest.memory.total_bytes + device.context_above_bytes) / (1 - share)",
+        "needed = 1.2 * (nearest.memory.total_bytes + device.context_above_bytes) / (1 - share)",
         "more memory is asked for than would do",
     ),
     Mutant(

@@ -33,6 +33,7 @@ _AT_ONCE = "no loops over ranks in dry runs"
 NAMES = (
     # An engine, from its beginning to its end
     *needed("deepspeed", "makes the engine and its process group", "initialize", "init_distributed"),
+    *needed("deepspeed", "what a user's own loop made", "DeepSpeedEngine"),
     *needed("deepspeed", "parameters are split one by one, and gathered again", "zero.Init", "zero.GatheredParameters"),
     *needed("deepspeed.constants", "how long ranks wait for each other", "default_pg_timeout"),
     *needed(

@@ -300,7 +300,8 @@ class DryRunSource:
             return timeline
         rows = None if micro_batch is None else micro_batch * self.request.seq_len
         element_bytes = 4 if self.request.precision == "fp32" else 2
-        timeline = with_scratch(timeline, element_bytes, rows, self._resident_threads)
+        widths = set(self.facts().trainable_sizes)
+        timeline = with_scratch(timeline, widths, element_bytes, rows, self._resident_threads)
         return with_workspaces(timeline, self._workspace_bytes)
 
     def _ranks(self, strategy: Strategy, most: int) -> tuple[int, ...]:

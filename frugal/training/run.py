@@ -7,13 +7,12 @@ Started by `frugal train`, by DeepSpeed's launcher, torchrun, OpenMPI, MPICH or 
     mpirun -x MASTER_ADDR -n 2 python -m frugal.training.run --plan run/plan.json --data corpus.jsonl --steps 100
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from frugal.config import local_host, sample_lengths
 from frugal.config.run_settings import RunSettings, run_settings
 from frugal.config.schema import parse
 from frugal.config.setting import settings_of
@@ -22,7 +21,6 @@ from frugal.errors import FrugalError, PlanMismatchError
 from frugal.planning.plan import Plan
 from frugal.planning.report import PADDING_MATTERS, SPLIT_MATTERS
 from frugal.training.checkpoint import manifest, run_folder
-from frugal.units import format_count, plural
 
 if TYPE_CHECKING:
     import torch
@@ -93,7 +91,7 @@ def train(plan: Plan, settings: RunSettings, device: "torch.device") -> None:
     """Train on ranks that have joined each other. Collective; raises as `run`."""
     from frugal.config.optimizers import Curve, check_schedule_steps
     from frugal.deepspeed_adapter.kernels import DTYPES
-    from frugal.training import loop, train_step
+    from frugal.training import loop, opening, train_step
     from frugal.training.checkpoint.held_folder import HeldFolder
     from frugal.training.checkpoint.loading import describe_changes
     from frugal.training.data import corpus
@@ -129,12 +127,12 @@ def train(plan: Plan, settings: RunSettings, device: "torch.device") -> None:
             run_folder.record(plan, settings)
         planned = plan.memory.live_bytes
         with Log(settings.out, rank=rank, planned_bytes=planned, total_steps=total_steps, first_step=start.step) as log:
-            log.say(_origin(data, model))
-            log.say(_describe(plan, settings, data, total_steps, start.step))
+            log.say(opening.origin(data, model))
+            log.say(opening.describe(plan, settings, data, total_steps, start.step))
             if changes:
                 log.say(describe_changes(changes, start.step, settings.out))
             notes = [f"note: {note}" for note in plan.warnings if note.startswith((SPLIT_MATTERS, PADDING_MATTERS))]
-            for remark in (*notes, *_not_as_planned(plan, data), *_other_segments(plan)):
+            for remark in (*notes, *opening.not_as_planned(plan, data), *opening.other_segments(plan)):
                 log.say(remark)
             first_steps = None if settings.resume else loop.FirstStepsGauge(gauge, measuring)
             done = loop.train(
@@ -157,31 +155,6 @@ def _global_batches(plan: Plan, settings: RunSettings, data: "RunData") -> "Glob
     if tokens is None:
         return GlobalBatches(data.training, global_batch=plan.batch.global_batch, seed=settings.seed)
     return GlobalBatches(data.training, global_tokens=tokens, seed=settings.seed)
-
-
-def _not_as_planned(plan: Plan, data: "RunData") -> Iterator[str]:
-    """What to say where versions or the lengths of the data are others than the plan was told."""
-    installed = local_host.library_versions()
-    for name, planned_with in plan.versions.items():
-        if planned_with != installed.get(name):
-            yield f"the plan was made with {name} {planned_with}, this is {installed.get(name)}: memory may differ"
-    planned, lengths = plan.request.lengths, data.training.lengths
-    note = None if planned is None else sample_lengths.unlike(planned, len(lengths), int(lengths.sum()))
-    if note is not None:
-        yield note
-
-
-def _other_segments(plan: Plan) -> Iterator[str]:
-    """What to say where torch's allocator could not make the segments that were planned."""
-    import torch
-
-    if plan.strategy.expandable_segments and torch.cuda.get_allocator_backend() == "native":
-        segments = torch.cuda.memory_snapshot()
-        if not any(segment["is_expandable"] for segment in segments):
-            yield (
-                "torch has no expandable segments here, which the plan counts on: it may run out of memory; "
-                "`frugal plan --no-expandable-segments` plans without them"
-            )
 
 
 def _evaluate_at_the_end(engine: "Engine", data: "RunData", total_steps: int, log: "Log") -> None:
@@ -228,44 +201,6 @@ def _start(
     start, data_changes = loading.on_data(loaded.progress, data, settings)
     start, rate_changes = loading.on_curve(start, curve)
     return start, loaded.changes + data_changes + rate_changes
-
-
-def _origin(data: "RunData", model: "torch.nn.Module") -> str:
-    """Where weights and tokens come from: what a run trains, before anything else is said of it."""
-    from frugal.training.models.spec import random_weights
-
-    spec = data.spec
-    if spec.weights is not None:
-        weights = f"pretrained weights from {spec.weights}"
-        if new := random_weights(model):
-            weights += f", but {plural(len(new), 'parameter')} that they lack random: {', '.join(new[:3])}"
-            weights += ", ..." if len(new) > 3 else ""
-    elif spec.factory is not None:
-        weights = f"weights as {spec.reference} makes them"
-    elif spec.kind_of_reference == "configuration":
-        weights = f"random weights ({spec.reference} names none)"
-    else:
-        weights = f"random weights ({spec.kind_of_reference} {spec.reference} names an architecture)"
-    return f"{weights}; {data.tokens}"
-
-
-def _describe(plan: Plan, settings: RunSettings, data: "RunData", total_steps: int, steps_done: int) -> str:
-    batch = plan.batch
-    size = plural(batch.global_batch, "sample")
-    if batch.global_tokens is not None:  # as many samples as fit, which shorter ones do more of
-        size = f"up to {batch.global_tokens} {plan.counted}"
-    parts = [
-        f"training {plan.request.model} ({format_count(plan.model.parameters)} parameters) for "
-        f"{plural(total_steps, 'step')} of {size} on {plural(batch.world_size, 'rank')}",
-        f"{len(data.training)} samples, {len(data.validation)} for validation",
-    ]
-    if plan.request.pack:
-        full = data.training.lengths.mean() / plan.request.seq_len
-        parts.append(f"samples are packed with documents and {100 * full:.1f} % full")
-    parts += data.report.left_out(settings.too_long)
-    if steps_done:
-        parts.append(f"continuing after step {steps_done}")
-    return "; ".join(parts)
 
 
 def command(words: Sequence[str]) -> None:

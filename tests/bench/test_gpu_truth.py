@@ -155,12 +155,10 @@ def test_an_estimate_that_is_too_low_is_unusable_and_it_is_found_how_much_was_mi
     assert total["peers"]["accelerate estimate-memory"]["too_low_share"] == 0.0
 
 
-def test_another_kernel_than_assumed_is_told_but_cudnns_counts_as_flash(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_another_kernel_than_assumed_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     kernels = summary(of_card((1,), monkeypatch, tmp_path).rows)["attention"]
     assert kernels["kinds"] == 2
-    assert [each["kernel"] for each in kernels["other_kernel"]] == ["math"]
+    assert [each["kernel"] for each in kernels["other_kernel"]] == ["cudnn", "math"]
 
 
 def test_a_process_in_which_something_is_left_is_not_used_again(

@@ -179,7 +179,7 @@ WRONG = {
         ["config.json", "--timeline", "none/curve.csv"], 2,
         "error: a timeline cannot be written to none/curve.csv\n  because there is no folder none\n",
     ),
-    "nothing": ([], 2, "error: missing argument 'PLAN|MODEL'\n\nhint: see `frugal dryrun --help`\n"),
+    "nothing": ([], 2, "error: missing argument 'PLAN|MODEL|SCRIPT.py:STEP'\n\nhint: see `frugal dryrun --help`\n"),
 }  # fmt: skip
 
 

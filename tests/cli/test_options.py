@@ -77,7 +77,7 @@ def test_no_other_name_is_ours_and_no_hint_names_a_flag_that_there_is_not() -> N
 
 
 def test_a_command_may_be_called_with_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    assert frugal(capsys, "dryrun")[2].startswith("error: missing argument 'PLAN|MODEL'")
+    assert frugal(capsys, "dryrun")[2].startswith("error: missing argument 'PLAN|MODEL|SCRIPT.py:STEP'")
 
 
 def test_a_flag_may_be_written_with_underscores(capsys: pytest.CaptureFixture[str]) -> None:

@@ -92,8 +92,9 @@ def test_the_scratch_of_a_bias_gradient_lives_inside_its_sum() -> None:
     builder.phase(BACKWARD)
     bias = builder.born(2 * 768, 1, "aten.sum.dim_IntList")
     builder.born(0, 3, "aten.sum.dim_IntList", per_sample=2 * 768)
+    builder.born(2 * 1024, 3, "aten.sum.dim_IntList")
     builder.events.append(bias)
-    timeline = with_scratch(builder.timeline(), 2, 8192, 28 * 1536)
-    assert timeline.events == (0, 1, 3, 3, 2, 1)
-    assert timeline.fixed[3] == 21 * MIB
+    timeline = with_scratch(builder.timeline(), {768}, 2, 8192, 28 * 1536)
+    assert timeline.events == (0, 1, 4, 4, 2, 3, 1), "inside the gradient of a parameter of 768 elements alone"
+    assert timeline.fixed[4] == 21 * MIB
     assert timeline.phases == ((FORWARD, 0), (BACKWARD, 1))

@@ -1,9 +1,9 @@
 """What CUDA kernels take from the allocator inside one call, besides their outputs: which blocks, in what order.
 
 Found by looking at every request of single calls on an emulated card (`bench.kernels.requests`), and read in the
-sources named below (`aten/src/ATen/native/`, torch 2.13). The scratch of sums over rows depends on the number of a card's
-processors, and is added in `frugal.planning.memory.workspaces`. Left out: sorting of several rows and the accumulating
-`index_put`, which take a few times their indices; the workspaces of cuDNN's convolutions.
+sources named below (`aten/src/ATen/native/`, torch 2.13). The scratch of sums over rows depends on the number of a
+card's processors, and is added in `frugal.planning.memory.workspaces`. Left out: sorting of several rows and the
+accumulating `index_put`, which take a few times their indices; the workspaces of cuDNN's convolutions.
 """
 
 from collections.abc import Callable, Iterable

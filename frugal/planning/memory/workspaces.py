@@ -14,7 +14,7 @@ what torch asks for on emulated cards, for widths that 4 divides and that are at
 Left out: products before the first forward, CUBLAS_WORKSPACE_CONFIG, and scratch of other sums.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 
 from frugal.planning.memory.timeline import BACKWARD, FORWARD, TEMPORARY, Timeline
@@ -66,18 +66,23 @@ def with_workspaces(timeline: Timeline, size_bytes: int) -> Timeline:
     return _with(timeline, [_Asked(position, size_bytes, WORKSPACE, is_kept=True) for position in positions])
 
 
-def with_scratch(timeline: Timeline, element_bytes: int, rows: int | None, resident_threads: int) -> Timeline:
-    """The timeline with the scratch of sums over `rows` in backward, whose results have so many bytes an element."""
+def with_scratch(
+    timeline: Timeline, widths: Collection[int], element_bytes: int, rows: int | None, resident_threads: int
+) -> Timeline:
+    """The timeline with the scratch of gradients that are sums over `rows`.
+
+    They are the sums in backward of `widths` elements, those of trainable parameters, with so many bytes each.
+    """
     sums = {number for number, name in enumerate(timeline.names) if name in _SUMS}
     is_birth = timeline.is_birth
     asked = []
     for name, events in timeline.phase_ranges if sums else ():
         for event in events if name == BACKWARD else ():
             storage = timeline.events[event]
-            if timeline.operators[storage] in sums and is_birth[event] and not timeline.per_sample[storage]:
-                size_bytes = scratch_bytes(timeline.fixed[storage] // element_bytes, rows, resident_threads)
-                if size_bytes:
-                    asked.append(_Asked(event, size_bytes, SCRATCH, is_kept=False))
+            width = timeline.fixed[storage] // element_bytes
+            is_sum = timeline.operators[storage] in sums and is_birth[event] and not timeline.per_sample[storage]
+            if is_sum and width in widths and (size_bytes := scratch_bytes(width, rows, resident_threads)):
+                asked.append(_Asked(event, size_bytes, SCRATCH, is_kept=False))
     return _with(timeline, asked)
 
 

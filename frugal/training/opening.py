@@ -1,0 +1,77 @@
+"""What a run says before its first step: what it trains, on what, and what is not as it was planned."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from frugal.config import local_host, sample_lengths
+from frugal.config.run_settings import RunSettings
+from frugal.planning.plan import Plan
+from frugal.training.models.spec import random_weights
+from frugal.units import format_count, plural
+
+if TYPE_CHECKING:
+    import torch
+
+    from frugal.training.data.corpus import RunData
+
+
+def origin(data: "RunData", model: "torch.nn.Module") -> str:
+    """Where weights and tokens come from: what a run trains, before anything else is said of it."""
+    spec = data.spec
+    if spec.weights is not None:
+        weights = f"pretrained weights from {spec.weights}"
+        if new := random_weights(model):
+            weights += f", but {plural(len(new), 'parameter')} that they lack random: {', '.join(new[:3])}"
+            weights += ", ..." if len(new) > 3 else ""
+    elif spec.factory is not None:
+        weights = f"weights as {spec.reference} makes them"
+    elif spec.kind_of_reference == "configuration":
+        weights = f"random weights ({spec.reference} names none)"
+    else:
+        weights = f"random weights ({spec.kind_of_reference} {spec.reference} names an architecture)"
+    return f"{weights}; {data.tokens}"
+
+
+def describe(plan: Plan, settings: RunSettings, data: "RunData", total_steps: int, steps_done: int) -> str:
+    """How long it trains, on how many ranks and samples, and what is left out of these."""
+    batch = plan.batch
+    size = plural(batch.global_batch, "sample")
+    if batch.global_tokens is not None:  # as many samples as fit, which shorter ones do more of
+        size = f"up to {batch.global_tokens} {plan.counted}"
+    parts = [
+        f"training {plan.request.model} ({format_count(plan.model.parameters)} parameters) for "
+        f"{plural(total_steps, 'step')} of {size} on {plural(batch.world_size, 'rank')}",
+        f"{len(data.training)} samples, {len(data.validation)} for validation",
+    ]
+    if plan.request.pack:
+        full = data.training.lengths.mean() / plan.request.seq_len
+        parts.append(f"samples are packed with documents and {100 * full:.1f} % full")
+    parts += data.report.left_out(settings.too_long)
+    if steps_done:
+        parts.append(f"continuing after step {steps_done}")
+    return "; ".join(parts)
+
+
+def not_as_planned(plan: Plan, data: "RunData") -> Iterator[str]:
+    """What to say where versions or the lengths of the data are others than the plan was told."""
+    installed = local_host.library_versions()
+    for name, planned_with in plan.versions.items():
+        if planned_with != installed.get(name):
+            yield f"the plan was made with {name} {planned_with}, this is {installed.get(name)}: memory may differ"
+    planned, lengths = plan.request.lengths, data.training.lengths
+    note = None if planned is None else sample_lengths.unlike(planned, len(lengths), int(lengths.sum()))
+    if note is not None:
+        yield note
+
+
+def other_segments(plan: Plan) -> Iterator[str]:
+    """What to say where torch's allocator could not make the segments that were planned."""
+    import torch
+
+    if plan.strategy.expandable_segments and torch.cuda.get_allocator_backend() == "native":
+        segments = torch.cuda.memory_snapshot()
+        if not any(segment["is_expandable"] for segment in segments):
+            yield (
+                "torch has no expandable segments here, which the plan counts on: it may run out of memory; "
+                "`frugal plan --no-expandable-segments` plans without them"
+            )
