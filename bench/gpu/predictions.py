@@ -18,7 +18,8 @@ from frugal.errors import FrugalError
 from frugal.planning.memory.allocator import Replays
 from frugal.planning.memory.timeline import MICRO_BATCHES, NotAffineError, Timeline
 
-MOST_RANKS = 2  # of several, that are run
+ALL_RANKS = 4  # of so many each is run; of more the first, whose part may be of one huge parameter, and
+MOST_RANKS = 2  # so many of those that are likely to be the fullest
 LARGEST_SHARE = 0.9  # of the device's memory, for the largest micro-batch
 MOST_SAMPLES = 256  # of the largest micro-batch, so that its two steps stay short
 
@@ -85,7 +86,9 @@ def _worth_running(asked: Configuration, trainable_sizes: tuple[int, ...]) -> tu
     """Under ZeRO-1 and 2 ranks differ; see `frugal.dryrun.figures`."""
     if asked.world_size == 1 or asked.zero_stage in (0, 3):
         return (0,)
-    return likely_fullest(trainable_sizes, asked.world_size, MOST_RANKS)
+    if asked.world_size <= ALL_RANKS:
+        return tuple(range(asked.world_size))
+    return tuple(sorted({0, *likely_fullest(trainable_sizes, asked.world_size, MOST_RANKS)}))
 
 
 def _largest(pair: list[Timeline], memory_bytes: int) -> int:
