@@ -17,7 +17,7 @@ FILES = sorted(FOLDER.glob("*.json.xz"))
 
 def test_there_are_streams_of_every_zero_stage_cards_and_both_kinds_of_segments() -> None:
     streams = [Stream.read(path) for path in FILES]
-    assert len(streams) >= 20
+    assert len(streams) >= 40
     assert {stage for each in streams for stage in range(4) if f"zero{stage}" in each.name} >= {0, 2, 3}
     assert len({each.device for each in streams}) >= 2
     assert {each.expandable_segments for each in streams} == {False, True}
