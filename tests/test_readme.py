@@ -84,6 +84,21 @@ def test_how_true_memory_is() -> None:
     assert kept["worst_error"] == -kept["lowest_error"]
 
 
+def test_how_true_memory_is_on_emulated_cards() -> None:
+    kept = measured("emulated-gpu")["summary"]
+    allocated, reserved = kept["allocated_error"], kept["reserved_error"]
+    out_of_memory = round(kept["unusable_share"] * kept["capped"])
+    expandable = round(kept["expandable_unusable_share"] * kept["expandable_capped"])
+    said = row("memory on emulated CUDA cards")
+    assert f"{kept['measured']} configurations of {kept['families']} families" in said
+    assert f"allocated: median {100 * allocated['median']:.3f} %, worst {100 * allocated['worst']:.2f} %" in said
+    assert f"reserved: median {100 * reserved['median']:.2f} %, worst {100 * reserved['worst']:.1f} %" in said
+    assert (
+        f"promised size: {out_of_memory} of {kept['capped']}, "
+        f"with expandable segments {expandable} of {kept['expandable_capped']}"
+    ) in said
+
+
 def test_how_true_choices_and_losses_are() -> None:
     kept = measured("choice-cpu")
     assert (
