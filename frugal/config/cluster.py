@@ -389,6 +389,7 @@ def resized(device: Device, *, memory_bytes: int, num_ranks: tuple[int, int]) ->
         context_below_bytes=max(0, below),
         context_above_bytes=max(0, above),
         margin_bytes=max(0, margin_bytes(memory_bytes, max(0, above), is_known_card=is_known_card) + extra),
+        resident_threads=card.threads(memory_bytes),
     )
 
 

@@ -249,7 +249,7 @@ def test_the_plan_it_makes_is_that_of_frugal_plan_for_the_lengths_of_the_data(
     ],
 )
 def test_a_step_is_as_large_as_was_asked(folder: Path, task: str, tokens: int | None, steps: int, said: str) -> None:
-    from frugal.training import run
+    from frugal.training import opening
     from frugal.training.data.build import BuildReport
 
     made = plan(folder, 1)
@@ -260,7 +260,7 @@ def test_a_step_is_as_large_as_was_asked(folder: Path, task: str, tokens: int | 
     )
     data: Any = SimpleNamespace(training=range(9), validation=range(2), report=BuildReport(bad_rows=1))
     asked: Any = SimpleNamespace(too_long="error")
-    assert run._describe(made, asked, data, steps, 0) == (
+    assert opening.describe(made, asked, data, steps, 0) == (
         f"training {folder}/config.json (0 parameters) for {said} on 1 rank; 9 samples, 2 for validation; "
         "1 row that cannot be read left out"
     )
