@@ -288,8 +288,7 @@ class DryRunSource:
             for micro_batch in micro_batches
             for rank in ranks
         ]
-        dry_runs = map(_answered, self._pool.ask(questions))
-        return list(dry_runs)
+        return list(map(_answered, self._pool.ask(questions)))
 
     def _with_workspaces(self, timeline: Timeline, micro_batch: int | None = None) -> Timeline:
         """On GPUs libraries and kernels ask for memory that no operator of a dry run does.

@@ -18,7 +18,7 @@ LOOPS = BENCH / "loops"
 MEASURED = json.loads((BENCH / "results" / "loops-emulated.json").read_text())
 QUICK = ("accumulation", "autocast_fp16", "deepspeed_zero2", "eager_mask", "own_checkpoint")
 MOST_ALLOCATED, MOST_RESERVED = 0.0005, 0.001
-CUDNN = {"vit_autocast": 0.013}  # reserved: the workspaces of cuDNN's convolutions are not in a dry run
+KNOWN = {"vit_autocast": 0.013}  # reserved: more is asked for than a dry run knows, why is not known
 
 
 @pytest.mark.parametrize(
@@ -31,7 +31,7 @@ def test_a_loop_takes_what_torch_counts_on_the_emulated_card(name: str, capsys: 
     assert code == 0, err
     figures, measured = json.loads(out), MEASURED["loops"][name]
     assert figures["peak_allocated_bytes"] == pytest.approx(measured["peak_allocated_bytes"], rel=MOST_ALLOCATED)
-    bound = CUDNN.get(name, MOST_RESERVED)
+    bound = KNOWN.get(name, MOST_RESERVED)
     assert figures["peak_reserved_bytes"] == pytest.approx(measured["peak_reserved_bytes"], rel=bound)
     assert sum(figures["categories"].values()) == figures["peak_allocated_bytes"] == max(figures["phases"].values())
     assert figures["notes"] == []
