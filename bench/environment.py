@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 from importlib.metadata import version
 from typing import Any
 
-from frugal.config.local_host import cpu_name
+from frugal.config.hardware.local_host import cpu_name
 
 PACKAGES = ("frugal-trainer", "torch", "deepspeed", "transformers")
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from frugal.config.cluster import Cluster, Device, Node
+from frugal.config.hardware.cluster import Cluster, Device, Node
 from frugal.config.request import Request
 from frugal.planning.batch import BatchPlan
 from frugal.planning.memory.breakdown import MemoryBreakdown

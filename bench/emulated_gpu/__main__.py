@@ -31,7 +31,7 @@ from bench.gpu.predictions import Prediction, predict
 from bench.gpu.records import records
 from bench.gpu.report import Row, table
 from bench.gpu.truth import Bench, environment, told
-from frugal.config.cluster import find_card
+from frugal.config.hardware.cluster import find_card
 
 OUT = Path(__file__).parents[1] / "results" / "emulated-gpu.json"
 PROCESSES = 2

@@ -4,7 +4,7 @@ Sources. Multiprocessors, shared memory, threads and blocks: CUDA C++ Programmin
 Compute Capability", and the whitepapers of Turing, Ampere GA100 and GA102, Ada and Hopper. L2: the same whitepapers.
 Memory: what the driver reports (`cudaMemGetInfo`), less than what is printed on the box: to the byte where someone
 published it, else to the hundredth of a GiB that torch's out-of-memory messages name. A test holds it against
-`frugal.config.cluster`, within 1 %.
+`frugal.config.hardware.cluster`, within 1 %.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ class EmulatedCard:
 
     Attributes:
         key: the name it is asked for by.
-        frugal_name: the same card in `frugal.config.cluster`.
+        frugal_name: the same card in `frugal.config.hardware.cluster`.
         driver_name: `torch.cuda.get_device_name()`.
         capability: compute capability.
         multiprocessors: streaming multiprocessors.

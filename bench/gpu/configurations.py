@@ -10,7 +10,7 @@ import msgspec
 from bench.emulated_gpu.cards import CARDS
 from bench.gpu import models
 from bench.plans import plan_by_hand
-from frugal.config.cluster import Cluster, Device, DeviceKind, Node, find_card
+from frugal.config.hardware.cluster import Cluster, Device, DeviceKind, Node, find_card
 from frugal.config.request import Precision, Request
 from frugal.planning.batch import BatchPlan
 from frugal.planning.plan import Plan

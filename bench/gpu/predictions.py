@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from bench.gpu.configurations import Configuration, cluster
-from frugal.config.cluster import DeviceKind
+from frugal.config.hardware.cluster import DeviceKind
 from frugal.dryrun.client import DryRunSource, workers
 from frugal.dryrun.compare import predicted
 from frugal.dryrun.figures import Figures, likely_fullest

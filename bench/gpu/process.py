@@ -12,7 +12,7 @@ from typing import IO, NamedTuple
 import msgspec
 
 from bench.gpu.worker import EMULATED, Answer, Constants, Run
-from frugal.config.cluster import DeviceKind
+from frugal.config.hardware.cluster import DeviceKind
 
 ROOT = Path(__file__).parents[2]
 EXPANDABLE = "expandable_segments:True"

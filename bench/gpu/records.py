@@ -7,7 +7,7 @@ from typing import Any
 
 from bench.gpu.configurations import cluster
 from bench.gpu.report import Row
-from frugal.config.cluster import DeviceKind
+from frugal.config.hardware.cluster import DeviceKind
 from frugal.dryrun.compare import Measurement
 from frugal.training.measure.record import Capped, Measured, RankMeasurement
 

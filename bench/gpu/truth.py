@@ -44,8 +44,8 @@ from bench.gpu.records import records
 from bench.gpu.report import CAPPED_EXPANDABLE, Finished, Row, summary, table
 from bench.gpu.streams import Stream
 from bench.gpu.worker import Answer, Constants, Run
-from frugal.config import local_host
-from frugal.config.cluster import DeviceKind
+from frugal.config.hardware import local_host
+from frugal.config.hardware.cluster import DeviceKind
 from frugal.units import GIB, MIB, parse_bytes
 
 RESULTS = Path(__file__).parents[1] / "results"

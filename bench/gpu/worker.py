@@ -155,7 +155,7 @@ def _merged(answers: list[Answer]) -> Answer:
 def _run_rank(question: Run, kind: str, rank: int) -> Answer:
     import torch
 
-    from frugal.config import cuda_allocator, local_host
+    from frugal.config.hardware import cuda_allocator, local_host
     from frugal.deepspeed_adapter.kernels import DTYPES
     from frugal.distributed import process_group
     from frugal.distributed.env import silence_libraries

@@ -38,7 +38,7 @@ from bench.environment import environment
 from bench.memory.cpu_rank import dry_run_as_process
 from bench.plans import plan_by_hand
 from bench.ranks import free_port
-from frugal.config.local_host import forget_peak_rss, peak_rss
+from frugal.config.hardware.local_host import forget_peak_rss, peak_rss
 from frugal.deepspeed_adapter.kernels import DTYPES
 from frugal.distributed import process_group
 from frugal.dryrun.run import dry_run

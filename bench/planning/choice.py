@@ -29,9 +29,9 @@ from bench.planning import choice_cases
 from bench.planning.choice_cases import Case
 from bench.planning.choice_worker import Job, Timed
 from frugal.cli.measure import calibrate
-from frugal.config.calibration import Calibration
-from frugal.config.cluster import ALLOCATOR_SHARE, Cluster, DeviceKind
-from frugal.config.local_host import cpu_name
+from frugal.config.hardware.calibration import Calibration
+from frugal.config.hardware.cluster import ALLOCATOR_SHARE, Cluster, DeviceKind
+from frugal.config.hardware.local_host import cpu_name
 from frugal.config.request import Request
 from frugal.config.schema import understand
 from frugal.dryrun.client import DryRunSource, workers

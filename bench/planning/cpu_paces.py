@@ -22,7 +22,7 @@ os.environ |= {"OMP_NUM_THREADS": "1"}
 import torch
 from torch import Tensor
 
-from frugal.config.local_host import cpu_name
+from frugal.config.hardware.local_host import cpu_name
 from frugal.training.measure.memory_watch import cpu_pace, traffic
 
 RESULTS = Path(__file__).parents[1] / "results" / "cpu-paces.json"

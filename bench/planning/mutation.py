@@ -207,7 +207,7 @@ MUTANTS = (
         "a large change is proposed beside a smaller one of the same kind",
     ),
     Mutant(
-        "config/cluster.py",
+        "config/hardware/cluster.py",
         "margin_bytes=max(0, margin_bytes(memory_bytes, max(0, above), is_known_card=is_known_card) + extra)",
         "margin_bytes=device.margin_bytes",
         "a larger device keeps the margin of the smaller one",

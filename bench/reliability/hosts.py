@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from bench.plans import plan_by_hand
-from frugal.config.cluster import Cluster, Node
+from frugal.config.hardware.cluster import Cluster, Node
 from frugal.planning.plan import Plan
 
 SSH_PORT = 2222

@@ -9,9 +9,9 @@ from typing import get_args
 import click
 import msgspec
 
-from frugal.config import build_cluster
-from frugal.config.build_cluster import HostfileEntry
-from frugal.config.cluster import DeviceKind
+from frugal.config.hardware import build_cluster
+from frugal.config.hardware.build_cluster import HostfileEntry
+from frugal.config.hardware.cluster import DeviceKind
 from frugal.config.run_settings import RunSettings
 from frugal.config.schema import read_toml
 from frugal.errors import RequestError

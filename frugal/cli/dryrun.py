@@ -13,9 +13,9 @@ import click
 import msgspec
 
 from frugal.cli.options import SettingsCommand, collect, config_option, options, refuse_beside_a_plan, waiting
-from frugal.config import cuda_allocator
-from frugal.config.build_cluster import ClusterSettings
-from frugal.config.cluster import Cluster
+from frugal.config.hardware import cuda_allocator
+from frugal.config.hardware.build_cluster import ClusterSettings
+from frugal.config.hardware.cluster import Cluster
 from frugal.config.request import Request, check_pins
 from frugal.config.schema import PLAN_SETTINGS
 from frugal.config.setting import settings_of

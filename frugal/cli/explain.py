@@ -18,7 +18,7 @@ from frugal.cli.options import (
     waiting,
     what_if_option,
 )
-from frugal.config.build_cluster import ClusterSettings
+from frugal.config.hardware.build_cluster import ClusterSettings
 from frugal.config.request import Request
 from frugal.config.schema import PLAN_SETTINGS
 from frugal.dryrun.client import DryRunSource, workers

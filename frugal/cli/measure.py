@@ -17,9 +17,9 @@ import msgspec
 
 from frugal import temporary
 from frugal.cli.options import waiting
-from frugal.config import calibration, local_host
-from frugal.config.calibration import Calibration, Probe, format_flops, read_all
-from frugal.config.cluster import Capability, DeviceKind, recognise_card
+from frugal.config.hardware import calibration, local_host
+from frugal.config.hardware.calibration import Calibration, Probe, format_flops, read_all
+from frugal.config.hardware.cluster import Capability, DeviceKind, recognise_card
 from frugal.dryrun.client import DryRunSource, workers
 from frugal.dryrun.compare import Measurement, host_bytes_per_node, predicted
 from frugal.dryrun.figures import Figures

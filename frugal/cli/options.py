@@ -13,9 +13,9 @@ from typing import Any, get_args
 
 import click
 
-from frugal.config import calibration as calibrations
-from frugal.config.cluster import Cluster, recognise_card
-from frugal.config.local_host import held_on_gpus
+from frugal.config.hardware import calibration as calibrations
+from frugal.config.hardware.cluster import Cluster, recognise_card
+from frugal.config.hardware.local_host import held_on_gpus
 from frugal.config.request import Request
 from frugal.config.run_settings import SAMPLE_NAMES, run_settings
 from frugal.config.schema import PLAN_SETTINGS, SETTINGS, TomlFile, read_toml, understand

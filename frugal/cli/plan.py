@@ -6,7 +6,7 @@ from typing import Any
 import click
 
 from frugal.cli.options import SettingsCommand, config_option, options, planned, waiting, what_if_option
-from frugal.config.build_cluster import ClusterSettings
+from frugal.config.hardware.build_cluster import ClusterSettings
 from frugal.config.request import Request
 from frugal.config.run_settings import DATA_NAMES, RunSettings
 from frugal.deepspeed_adapter.json_config import write_plan

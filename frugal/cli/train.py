@@ -13,9 +13,9 @@ import psutil  # type: ignore[import-untyped]  # has no types
 
 from frugal import temporary
 from frugal.cli.options import SettingsCommand, config_option, options, planned, planned_for, refuse_beside_a_plan
-from frugal.config import cuda_allocator
-from frugal.config.build_cluster import ClusterSettings, HostfileEntry, read_hostfile
-from frugal.config.cluster import Cluster
+from frugal.config.hardware import cuda_allocator
+from frugal.config.hardware.build_cluster import ClusterSettings, HostfileEntry, read_hostfile
+from frugal.config.hardware.cluster import Cluster
 from frugal.config.request import Request
 from frugal.config.run_settings import LaunchSettings, RunSettings, earlier_settings, launch_settings, run_settings
 from frugal.config.schema import PLAN_SETTINGS, TomlFile, read_toml, requested

@@ -18,9 +18,9 @@ import msgspec
 
 from frugal import files
 from frugal.config import sample_lengths
-from frugal.config.build_cluster import ClusterSettings, build_cluster
-from frugal.config.calibration import Calibration
-from frugal.config.cluster import Cluster
+from frugal.config.hardware.build_cluster import ClusterSettings, build_cluster
+from frugal.config.hardware.calibration import Calibration
+from frugal.config.hardware.cluster import Cluster
 from frugal.config.request import Request
 from frugal.config.run_settings import LaunchSettings, RunSettings
 from frugal.config.setting import SettingRow, flag_of, settings_of, unknown_setting
@@ -40,7 +40,7 @@ def understand(
     `settings` maps names in `PLAN_SETTINGS` to values; None is the same as not given. Memory and disk are bytes, or
     text such as `12G`; `mem` may be one value a GPU of the node, `12G,24G` or a list, and so may `held`, what others
     keep of it; `gpu` is a card, or one a GPU: `a100-40g,a100-80g`. `hostfile` is a path, see
-    `frugal.config.build_cluster`. `calibration` is that of the devices, if they have one and it is wanted.
+    `frugal.config.hardware.build_cluster`. `calibration` is that of the devices, if they have one and it is wanted.
 
     Raises:
         RequestError: an unknown name, a value of the wrong kind, or no GPUs or memory given.

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from frugal.config import cuda_allocator
+from frugal.config.hardware import cuda_allocator
 from frugal.deepspeed_adapter.json_config import deepspeed_config
 from frugal.errors import RequestError
 from frugal.planning.plan import Plan

@@ -11,8 +11,8 @@ import warnings
 
 import psutil  # type: ignore[import-untyped]  # has no types
 
-from frugal.config import cuda_allocator
-from frugal.config.cluster import Cluster
+from frugal.config.hardware import cuda_allocator
+from frugal.config.hardware.cluster import Cluster
 from frugal.errors import RequestError
 
 _LAUNCHERS = (  # variables for: rank, world size, rank on its node, ranks on its node

@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from frugal.config.cluster import DeviceKind
+from frugal.config.hardware.cluster import DeviceKind
 from frugal.deepspeed_adapter import collectives
 from frugal.distributed import env, rank_logs
 from frugal.errors import PlanMismatchError, RequestError

@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 from torch.distributed import DistNetworkError, DistStoreError, HashStore, Store, TCPStore, register_rendezvous_handler
 
-from frugal.config.local_host import versions
+from frugal.config.hardware.local_host import versions
 from frugal.distributed import env, rank_logs
 from frugal.distributed.connections import gate, handshake, secret
 from frugal.distributed.connections import store as run_store

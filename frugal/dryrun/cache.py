@@ -16,7 +16,7 @@ import msgspec
 import platformdirs
 
 from frugal import files
-from frugal.config.local_host import versions
+from frugal.config.hardware.local_host import versions
 from frugal.config.request import Request
 from frugal.units import MIB
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from frugal.config.cluster import ASSUMED_CAPABILITY, CARDS, Capability, Cluster, Device, DeviceKind
+from frugal.config.hardware.cluster import ASSUMED_CAPABILITY, CARDS, Capability, Cluster, Device, DeviceKind
 from frugal.config.request import Request
 from frugal.deepspeed_adapter.simulate.engine import covers, simulate
 from frugal.dryrun import shipped

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 
 from frugal import temporary
-from frugal.config.cluster import Cluster
+from frugal.config.hardware.cluster import Cluster
 from frugal.config.request import Request
 from frugal.dryrun.client import DryRunSource
 from frugal.dryrun.figures import Figures, figures

@@ -30,7 +30,7 @@ from typing import Any
 
 import msgspec
 
-from frugal.config.cluster import Device, DeviceKind
+from frugal.config.hardware.cluster import Device, DeviceKind
 from frugal.dryrun.messages import DryRun
 from frugal.errors import RequestError
 from frugal.planning.memory import breakdown

@@ -8,7 +8,7 @@ from typing import Literal
 
 import msgspec
 
-from frugal.config.cluster import ASSUMED_CAPABILITY, Capability, DeviceKind
+from frugal.config.hardware.cluster import ASSUMED_CAPABILITY, Capability, DeviceKind
 from frugal.config.request import Request
 from frugal.planning.cost import Counts
 from frugal.planning.memory.timeline import ModelTrace, Peak, Timeline
@@ -115,7 +115,7 @@ Question = AskFacts | AskCheck | AskDryRun | AskTrace | WarmUp
 class Traced(msgspec.Struct, frozen=True):
     """The trace; None: the model's memory is no affine function of the micro-batch.
 
-    `alike`: the classes of cards that would have the same one, see `frugal.config.cluster.kernel_class`.
+    `alike`: the classes of cards that would have the same one, see `frugal.config.hardware.cluster.kernel_class`.
     """
 
     trace: ModelTrace | None

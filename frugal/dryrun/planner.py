@@ -8,9 +8,9 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from frugal.config import cuda_allocator
-from frugal.config.calibration import chosen
-from frugal.config.cluster import Cluster
+from frugal.config.hardware import cuda_allocator
+from frugal.config.hardware.calibration import chosen
+from frugal.config.hardware.cluster import Cluster
 from frugal.config.request import Request
 from frugal.config.schema import understand
 from frugal.dryrun.cache import Cache, digest, model_key

@@ -12,7 +12,7 @@ from pathlib import Path
 from torch import nn
 
 from frugal import torch_internals
-from frugal.config.cluster import ASSUMED_CAPABILITY, Capability, DeviceKind
+from frugal.config.hardware.cluster import ASSUMED_CAPABILITY, Capability, DeviceKind
 from frugal.config.request import Request
 from frugal.deepspeed_adapter.engine import destroy, told_of_arrivals
 from frugal.deepspeed_adapter.fake_device import pretend

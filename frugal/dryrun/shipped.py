@@ -18,8 +18,8 @@ import msgspec
 from msgspec import structs
 
 from frugal import files
-from frugal.config.cluster import CARDS, Capability, kernel_class
-from frugal.config.local_host import library_versions
+from frugal.config.hardware.cluster import CARDS, Capability, kernel_class
+from frugal.config.hardware.local_host import library_versions
 from frugal.config.request import Request
 from frugal.dryrun.messages import AskCheck, AskFacts, AskTrace, ModelFacts, Traced
 from frugal.dryrun.pool import Pool

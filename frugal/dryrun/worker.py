@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from frugal.config.cluster import KERNEL_CLASSES
+from frugal.config.hardware.cluster import KERNEL_CLASSES
 from frugal.distributed import parent
 from frugal.dryrun.messages import Answer, AskCheck, AskDryRun, AskFacts, AskTrace, Mistake, Question, Traced, WarmUp
 

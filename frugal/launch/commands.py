@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from frugal.config import cuda_allocator
-from frugal.config.build_cluster import HostfileEntry
+from frugal.config.hardware import cuda_allocator
+from frugal.config.hardware.build_cluster import HostfileEntry
 from frugal.config.run_settings import RunSettings
 from frugal.distributed.connections.secret import SECRET_FILE
 from frugal.distributed.env import DEFAULT_PORT

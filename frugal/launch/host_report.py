@@ -20,7 +20,7 @@ from pathlib import Path
 import msgspec
 import psutil  # type: ignore[import-untyped]  # has no types
 
-from frugal.config import local_host
+from frugal.config.hardware import local_host
 from frugal.config.schema import parse
 from frugal.distributed.process_group import free_port
 from frugal.units import MIB

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from frugal import temporary
-from frugal.config import cuda_allocator
-from frugal.config.cluster import DeviceKind
+from frugal.config.hardware import cuda_allocator
+from frugal.config.hardware.cluster import DeviceKind
 from frugal.config.run_settings import RunSettings
 from frugal.deepspeed_adapter import collectives
 from frugal.deepspeed_adapter.json_config import write_plan

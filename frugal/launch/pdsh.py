@@ -25,9 +25,9 @@ from typing import IO
 import psutil  # type: ignore[import-untyped]  # has no types
 
 from frugal import temporary
-from frugal.config import cuda_allocator
-from frugal.config.build_cluster import HostfileEntry
-from frugal.config.cluster import Cluster, DeviceKind
+from frugal.config.hardware import cuda_allocator
+from frugal.config.hardware.build_cluster import HostfileEntry
+from frugal.config.hardware.cluster import Cluster, DeviceKind
 from frugal.config.run_settings import RunSettings
 from frugal.deepspeed_adapter import collectives
 from frugal.deepspeed_adapter.json_config import write_plan

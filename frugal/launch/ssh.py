@@ -15,9 +15,9 @@ from pathlib import Path
 
 import msgspec
 
-from frugal.config.build_cluster import HostfileEntry
-from frugal.config.cluster import DeviceKind
-from frugal.config.local_host import versions
+from frugal.config.hardware.build_cluster import HostfileEntry
+from frugal.config.hardware.cluster import DeviceKind
+from frugal.config.hardware.local_host import versions
 from frugal.config.run_settings import RunSettings
 from frugal.errors import RequestError
 from frugal.launch.host_report import HostReport

@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 from math import log2
 from typing import Protocol
 
-from frugal.config.cluster import Cluster, Device
+from frugal.config.hardware.cluster import Cluster, Device
 from frugal.config.optimizers import state_bytes_per_element
 from frugal.config.request import Request
 from frugal.planning.batch import BatchPlan

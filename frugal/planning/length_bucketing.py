@@ -25,7 +25,7 @@ from functools import lru_cache
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from frugal.config.cluster import Cluster
+from frugal.config.hardware.cluster import Cluster
 from frugal.config.request import Request
 from frugal.config.sample_lengths import Lengths
 from frugal.planning.batch import BatchPlan

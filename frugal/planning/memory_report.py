@@ -1,6 +1,6 @@
 """What a plan says of memory, as people read it: the breakdown of the fullest device, what binds, what is assumed."""
 
-from frugal.config.cluster import NOMINAL_SHARE, Cluster, Device
+from frugal.config.hardware.cluster import NOMINAL_SHARE, Cluster, Device
 from frugal.planning.memory.breakdown import MemoryBreakdown
 from frugal.planning.memory.interval import Bounds
 from frugal.planning.plan import Plan

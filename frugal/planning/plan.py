@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from frugal import files
-from frugal.config.cluster import MOST_RANKS, Cluster
+from frugal.config.hardware.cluster import MOST_RANKS, Cluster
 from frugal.config.request import Request
 from frugal.errors import PlanMismatchError, RequestError
 from frugal.planning.batch import BatchPlan

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from math import ceil
 
-from frugal.config import calibration, local_host
-from frugal.config.cluster import ALLOCATOR_SHARE, Cluster, Node, resized
+from frugal.config.hardware import calibration, local_host
+from frugal.config.hardware.cluster import ALLOCATOR_SHARE, Cluster, Node, resized
 from frugal.config.request import Request
 from frugal.errors import NothingFitsError, RequestError
 from frugal.planning import length_bucketing

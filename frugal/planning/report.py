@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from math import ceil
 
-from frugal.config.cluster import Cluster, Node
+from frugal.config.hardware.cluster import Cluster, Node
 from frugal.config.request import Request
 from frugal.planning.memory_report import assumptions, binding, breakdown_table
 from frugal.planning.plan import Plan, Rejected, StepTime

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from frugal.config.cluster import Cluster, resized
+from frugal.config.hardware.cluster import Cluster, resized
 from frugal.config.request import Request
 from frugal.errors import FrugalError, RequestError
 from frugal.planning.plan import Plan

@@ -3,7 +3,8 @@
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from frugal.config import local_host, sample_lengths
+from frugal.config import sample_lengths
+from frugal.config.hardware import local_host
 from frugal.config.run_settings import RunSettings
 from frugal.planning.plan import Plan
 from frugal.training.models.spec import random_weights

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from frugal.config import local_host
+from frugal.config.hardware import local_host
 from frugal.config.request import Request
 from frugal.deepspeed_adapter import engine
 from frugal.deepspeed_adapter.stages import Zero

@@ -10,7 +10,7 @@ import pytest
 
 from bench.emulated_gpu import environment, libraries, setup
 from bench.emulated_gpu.cards import CARDS, EmulatedCard, c_table
-from frugal.config import cluster
+from frugal.config.hardware import cluster
 
 needs_compiler = pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc here")
 NEED_HEADERS = {"driver.c", "cudart.c"}

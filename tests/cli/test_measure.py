@@ -12,7 +12,7 @@ import pytest
 
 from bench.plans import plan_by_hand
 from frugal.cli import measure, run
-from frugal.config.cluster import Node
+from frugal.config.hardware.cluster import Node
 from frugal.dryrun.compare import Measurement
 from frugal.dryrun.figures import Figures
 from frugal.errors import OutOfMemoryError

@@ -13,7 +13,7 @@ import torch
 
 from bench.runs import command, environment, frugal_train, plan, prepared
 from frugal import cli
-from frugal.config.cluster import Cluster, Node
+from frugal.config.hardware.cluster import Cluster, Node
 from frugal.planning.plan import Plan
 
 

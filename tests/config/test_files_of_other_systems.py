@@ -8,7 +8,7 @@ import pytest
 
 from bench.plans import plan_by_hand
 from frugal.config import sample_lengths
-from frugal.config.build_cluster import read_hostfile
+from frugal.config.hardware.build_cluster import read_hostfile
 from frugal.config.run_settings import RECORD, earlier_settings
 from frugal.config.schema import read_toml
 from frugal.errors import RequestError

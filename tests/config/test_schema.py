@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from frugal.config import cluster as cards
-from frugal.config.build_cluster import ClusterSettings
-from frugal.config.context import NCCL_ALONE, NCCL_PCIE
+from frugal.config.hardware import cluster as cards
+from frugal.config.hardware.build_cluster import ClusterSettings
+from frugal.config.hardware.context import NCCL_ALONE, NCCL_PCIE
 from frugal.config.request import Request
 from frugal.config.run_settings import DATA_NAMES, LaunchSettings, RunSettings, run_settings
 from frugal.config.schema import PLAN_SETTINGS, SETTINGS, TRAIN_SETTINGS, check, understand

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench.plans import plan_by_hand
-from frugal.config.cluster import Node
+from frugal.config.hardware.cluster import Node
 from frugal.deepspeed_adapter.export import Target, export, nearest
 from frugal.deepspeed_adapter.json_config import deepspeed_config
 from frugal.errors import RequestError

@@ -6,7 +6,7 @@ import pytest
 
 from bench.plans import plan_by_hand
 from bench.ranks import free_port
-from frugal.config.cluster import Node
+from frugal.config.hardware.cluster import Node
 from frugal.distributed import rendezvous
 from frugal.distributed.rendezvous import RankDescription, compare, ranks_in_words
 from frugal.errors import RequestError

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from bench.kernels.attention import Choices, arguments
-from frugal.config.cluster import CARDS, kernel_class
+from frugal.config.hardware.cluster import CARDS, kernel_class
 from frugal.dryrun.trace.attention_choice import AttentionCall, chosen_kernel
 
 TORCH = msgspec.json.decode(

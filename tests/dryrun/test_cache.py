@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from frugal.config import calibration
+from frugal.config.hardware import calibration
 from frugal.dryrun.cache import Cache
 from frugal.planning.memory.breakdown import MemoryBreakdown
 from tests.disks import small_disk

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from frugal.config.cluster import Cluster, Device, Node
+from frugal.config.hardware.cluster import Cluster, Device, Node
 from frugal.config.request import Request
 from frugal.dryrun import client
 from frugal.dryrun.client import DryRunSource
@@ -199,7 +199,7 @@ import sys, msgspec
 from pathlib import Path
 from frugal.dryrun.client import DryRunSource
 from frugal.config.request import Request
-from frugal.config.cluster import Cluster
+from frugal.config.hardware.cluster import Cluster
 from frugal.planning.strategy import Strategy
 import frugal.dryrun.pool
 frugal.dryrun.pool.Pool.ask = None

@@ -9,7 +9,7 @@ import torch
 
 from bench.plans import plan_by_hand
 from bench.ranks import Ranks
-from frugal.config.cluster import DeviceKind
+from frugal.config.hardware.cluster import DeviceKind
 from frugal.dryrun.run import dry_run
 from frugal.planning.plan import Plan
 from frugal.training.objectives import CausalLM

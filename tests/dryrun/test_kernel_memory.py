@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from bench.kernels.requests import Attention, Call, Event, Operator, Requests, prepare
-from frugal.config.cluster import Capability, kernel_class
+from frugal.config.hardware.cluster import Capability, kernel_class
 from frugal.dryrun.trace.cuda_kernels import kernels_of
 from frugal.dryrun.trace.kernel_memory import OUTPUTS, peak_inside
 from frugal.dryrun.trace.recorder import Tracker

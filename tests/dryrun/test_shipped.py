@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from frugal.config import cluster as cards
+from frugal.config.hardware import cluster as cards
 from frugal.config.request import Request
 from frugal.config.schema import understand
 from frugal.dryrun import shipped

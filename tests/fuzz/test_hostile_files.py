@@ -12,7 +12,8 @@ import msgspec
 import pytest
 
 from bench.plans import plan_by_hand
-from frugal.config import build_cluster, sample_lengths, schema
+from frugal.config import sample_lengths, schema
+from frugal.config.hardware import build_cluster
 from frugal.config.run_settings import run_settings
 from frugal.config.schema import understand
 from frugal.deepspeed_adapter.json_config import deepspeed_config

@@ -7,9 +7,9 @@ import msgspec
 import pytest
 
 from bench.plans import plan_by_hand
-from frugal.config.build_cluster import parse_hostfile
-from frugal.config.cluster import Cluster, Node
-from frugal.config.local_host import versions
+from frugal.config.hardware.build_cluster import parse_hostfile
+from frugal.config.hardware.cluster import Cluster, Node
+from frugal.config.hardware.local_host import versions
 from frugal.config.run_settings import RunSettings
 from frugal.errors import RequestError
 from frugal.launch import host_report, pdsh

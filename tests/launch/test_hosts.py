@@ -11,9 +11,9 @@ import pytest
 
 from bench.plans import plan_by_hand
 from frugal import cli
-from frugal.config.build_cluster import parse_hostfile
-from frugal.config.cluster import Cluster, Node
-from frugal.config.local_host import versions
+from frugal.config.hardware.build_cluster import parse_hostfile
+from frugal.config.hardware.cluster import Cluster, Node
+from frugal.config.hardware.local_host import versions
 from frugal.errors import RequestError
 from frugal.launch import host_report, pdsh, ssh
 from frugal.launch.host_report import Gpu, HostReport

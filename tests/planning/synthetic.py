@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from frugal.config.cluster import Cluster, Device
+from frugal.config.hardware.cluster import Cluster, Device
 from frugal.config.request import Request
 from frugal.config.schema import understand
 from frugal.dryrun.planner import make_plan

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from frugal.config.cluster import Cluster, Device, Node
+from frugal.config.hardware.cluster import Cluster, Device, Node
 from frugal.config.request import Request
 from frugal.planning import cost
 from frugal.planning.batch import BatchPlan

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from frugal.config.cluster import CARDS, Device
+from frugal.config.hardware.cluster import CARDS, Device
 from frugal.config.schema import understand
 from frugal.dryrun.compare import Measurement
 from frugal.dryrun.figures import interval

@@ -1,6 +1,6 @@
 """What a strategy takes is that of its fullest rank, after the allocator, at the micro-batch that was asked for."""
 
-from frugal.config.cluster import Device
+from frugal.config.hardware.cluster import Device
 from frugal.planning.cost import Line, Work
 from frugal.planning.memory.profile import MemoryProfile, RankMemory
 from frugal.planning.memory.timeline import ACTIVATIONS, PARAMETERS, Timeline

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from frugal.config.calibration import Calibration, Probe
+from frugal.config.hardware.calibration import Calibration, Probe
 from frugal.config.schema import understand
 from frugal.dryrun.planner import make_plan
 from frugal.errors import RequestError

@@ -2,7 +2,7 @@
 
 import pytest
 
-from frugal.config.cluster import CARDS
+from frugal.config.hardware.cluster import CARDS
 from frugal.planning.memory.timeline import BACKWARD, FORWARD, INITIALISATION, Timeline, TimelineBuilder
 from frugal.planning.memory.workspaces import WORKSPACE, scratch_bytes, with_scratch, with_workspaces, workspace_bytes
 from frugal.units import MIB

@@ -3,7 +3,7 @@
 Also stage 0, without ZeRO: every rank has everything, and torch's optimizer is called as it is.
 """
 
-from frugal.config.cluster import DeviceKind
+from frugal.config.hardware.cluster import DeviceKind
 from frugal.config.optimizers import implementation
 from frugal.config.request import Request
 from frugal.deepspeed_adapter.simulate import mirrored

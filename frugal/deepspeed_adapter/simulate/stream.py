@@ -6,7 +6,7 @@ What a ZeRO optimizer is told.
 from dataclasses import dataclass
 from typing import Protocol
 
-from frugal.config.cluster import DeviceKind
+from frugal.config.hardware.cluster import DeviceKind
 from frugal.planning.memory.allocator import HostAllocator
 from frugal.planning.memory.timeline import TEMPORARY, MarkKind, ModelTrace, Timeline, TimelineBuilder
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from frugal.config.cluster import ASSUMED_CAPABILITY, Cluster, Device
+from frugal.config.hardware.cluster import ASSUMED_CAPABILITY, Cluster, Device
 from frugal.config.schema import understand
 from frugal.deepspeed_adapter import stages
 from frugal.deepspeed_adapter.fake_device import pretend

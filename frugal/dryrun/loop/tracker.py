@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from frugal import torch_internals
-from frugal.config.cluster import kernel_class
+from frugal.config.hardware.cluster import kernel_class
 from frugal.dryrun.loop.kernels import cublas_workspace, kernel_workspace
 from frugal.dryrun.trace import operators
 from frugal.dryrun.trace.recorder import DEEPSPEED, Shapes, Tracker, asker, package_folder

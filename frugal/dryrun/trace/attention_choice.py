@@ -22,7 +22,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from frugal.config.cluster import Capability
+from frugal.config.hardware.cluster import Capability
 
 Kernel = Literal["cudnn", "flash", "efficient", "math"]
 

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from frugal.config.cluster import ASSUMED_CAPABILITY, Capability, DeviceKind
+from frugal.config.hardware.cluster import ASSUMED_CAPABILITY, Capability, DeviceKind
 from frugal.dryrun.trace import kernel_memory
 from frugal.dryrun.trace.attention_choice import AttentionCall, Kernel, chosen_kernel
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from frugal.config.cluster import Capability
+from frugal.config.hardware.cluster import Capability
 
 aten = torch.ops.aten
 

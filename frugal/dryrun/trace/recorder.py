@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from frugal import torch_internals
-from frugal.config.cluster import ASSUMED_CAPABILITY, Capability, DeviceKind
+from frugal.config.hardware.cluster import ASSUMED_CAPABILITY, Capability, DeviceKind
 from frugal.deepspeed_adapter.fake_device import SideStreams
 from frugal.dryrun.trace import kernel_memory, operators
 from frugal.dryrun.trace.operators import HostMemory

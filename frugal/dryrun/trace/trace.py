@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from frugal import torch_internals
-from frugal.config.cluster import ASSUMED_CAPABILITY, Capability, DeviceKind
+from frugal.config.hardware.cluster import ASSUMED_CAPABILITY, Capability, DeviceKind
 from frugal.deepspeed_adapter import zero3_graph
 from frugal.dryrun.trace.cuda_kernels import kernels_of
 from frugal.dryrun.trace.recorder import Tracker, not_collected

@@ -6,7 +6,8 @@ Host memory is for the ranks' tensors and for what a process is without any. The
 
 which `bench/memory/host_memory.py` measures on CPU ranks, where host and device are one. The first part is the
 interpreter, torch, DeepSpeed, transformers and what they load when they first work. It holds where large blocks go back
-to the system when they are freed, which frugal sees to in a run that offloads (`frugal.config.local_host`): with
+to the system when they are freed, which frugal sees to in a run that offloads
+(`frugal.config.hardware.local_host`): with
 glibc's own settings, which keep blocks of up to 32 MiB, resident sets were up to 16 % larger than their tensors.
 
 Left out: the data, of which a rank holds its part of two global batches at a time, 16 bytes a token; worker
@@ -20,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Protocol
 
-from frugal.config.cluster import Cluster, Node
+from frugal.config.hardware.cluster import Cluster, Node
 from frugal.config.optimizers import state_bytes_per_element
 from frugal.config.request import Request
 from frugal.planning.memory.interval import Bounds, widened

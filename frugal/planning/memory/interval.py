@@ -8,7 +8,8 @@
 | kernels   | 0.1 % of the live tensors on a known card, 0.5 % on| the same                                           |
 |           | one of which only the memory is known: workspaces, |                                                    |
 |           | and which kernel is chosen                         |                                                    |
-| context   | down to the least of `frugal.config.context`       | up to the most; 64 MiB once it has been measured   |
+| context   | down to the least of                               | up to the most; 64 MiB once it has been measured   |
+|           | `frugal.config.hardware.context`                   |                                                    |
 | data      | activations and temporary tensors, where the dry   | 5 % of them: the code may take another branch on   |
 |           | run took the fullest case of what depends on data  | its data than it did                               |
 
@@ -24,7 +25,14 @@ upper bound fits, unless it is data that may exceed it; then the plan says so.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from frugal.config.cluster import ALLOCATOR_BYTES, ALLOCATOR_SHARE, CARDS, KERNELS_SHARE, UNKNOWN_KERNELS_SHARE, Device
+from frugal.config.hardware.cluster import (
+    ALLOCATOR_BYTES,
+    ALLOCATOR_SHARE,
+    CARDS,
+    KERNELS_SHARE,
+    UNKNOWN_KERNELS_SHARE,
+    Device,
+)
 
 CPU_BELOW, CPU_ABOVE = 0.005, 0.002
 DATA_SHARE = 0.05

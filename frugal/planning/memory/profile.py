@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
-from frugal.config.cluster import Device, DeviceKind
+from frugal.config.hardware.cluster import Device, DeviceKind
 from frugal.planning.cost import Work
 from frugal.planning.memory import breakdown as host
 from frugal.planning.memory.allocator import Replays

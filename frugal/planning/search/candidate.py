@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
-from frugal.config.cluster import Cluster, Device
+from frugal.config.hardware.cluster import Cluster, Device
 from frugal.config.request import Request
 from frugal.planning import cost
 from frugal.planning.batch import BatchPlan

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import mul
 
-from frugal.config.cluster import Cluster, Device
+from frugal.config.hardware.cluster import Cluster, Device
 from frugal.config.request import Request
 from frugal.planning import cost, length_bucketing
 from frugal.planning.batch import BatchPlan, balanced

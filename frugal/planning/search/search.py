@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from enum import Enum
 
-from frugal.config.cluster import Cluster
+from frugal.config.hardware.cluster import Cluster
 from frugal.config.request import Request, check_pins
 from frugal.errors import RequestError
 from frugal.planning.memory.breakdown import MemoryBreakdown

@@ -37,7 +37,7 @@ import torch
 from torch import Tensor
 
 from frugal import file_errors, files
-from frugal.config import local_host
+from frugal.config.hardware import local_host
 from frugal.config.optimizers import ADAM_BETA1, ADAM_BETA2, ADAM_EPSILON, Curve
 from frugal.config.run_settings import RunSettings
 from frugal.deepspeed_adapter import checkpoint_files, kernels

@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from frugal import file_errors, files, temporary
-from frugal.config.local_host import available_bytes
+from frugal.config.hardware.local_host import available_bytes
 from frugal.config.run_settings import METRICS, RECORD, RunSettings
 from frugal.deepspeed_adapter.json_config import plan_files
 from frugal.distributed import env, first_failure, parent, rank_logs

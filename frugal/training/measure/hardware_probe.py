@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from frugal import torch_internals
-from frugal.config.calibration import MOST_CONTEXT_BYTES, Probe
+from frugal.config.hardware.calibration import MOST_CONTEXT_BYTES, Probe
 from frugal.config.request import Precision
 from frugal.config.schema import parse
 from frugal.deepspeed_adapter.kernels import DTYPES

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from frugal.config.cluster import DeviceKind
+from frugal.config.hardware.cluster import DeviceKind
 from frugal.config.request import Task
 
 

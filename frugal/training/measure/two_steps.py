@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from frugal.config import local_host
+from frugal.config.hardware import local_host
 from frugal.config.request import Task
 from frugal.config.schema import parse
 from frugal.deepspeed_adapter import collectives

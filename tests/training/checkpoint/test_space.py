@@ -11,7 +11,7 @@ import pytest
 
 from bench.plans import plan_by_hand
 from bench.ranks import Ranks
-from frugal.config.local_host import available_bytes
+from frugal.config.hardware.local_host import available_bytes
 from frugal.config.run_settings import RunSettings
 from frugal.errors import NothingFitsError
 from frugal.planning.memory import breakdown

@@ -229,7 +229,7 @@ def test_without_a_cache_folder_a_temporary_one_is_used_and_said_once(
 
 UNREADABLE = """
 import sys
-from frugal.config import calibration
+from frugal.config.hardware import calibration
 from frugal.dryrun.cache import Cache
 from frugal.training.data.corpus import load_corpus
 from frugal.training.data.tokenizer import byte_tokenizer

@@ -135,7 +135,7 @@ def test_a_long_text_that_is_wrong_is_named_by_its_line(load: Load, tmp_path: Pa
 MEASURE = """
 import json, sys
 from pathlib import Path
-from frugal.config.local_host import forget_peak_rss, peak_rss
+from frugal.config.hardware.local_host import forget_peak_rss, peak_rss
 from frugal.training.data.corpus import load_corpus
 from frugal.training.data.tokenizer import load_tokenizer
 

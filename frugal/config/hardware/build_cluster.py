@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from frugal import files
-from frugal.config import cluster
-from frugal.config.calibration import Calibration
-from frugal.config.cluster import CARDS, MOST_RANKS, Cluster, Device, DeviceKind, Node
+from frugal.config.hardware import cluster
+from frugal.config.hardware.calibration import Calibration
+from frugal.config.hardware.cluster import CARDS, MOST_RANKS, Cluster, Device, DeviceKind, Node
 from frugal.config.request import Precision
 from frugal.config.setting import SIZE, SIZES, check_sizes, setting
 from frugal.errors import RequestError

@@ -2,8 +2,8 @@
 
 import pytest
 
-from frugal.config import cuda_allocator
-from frugal.config.cluster import Cluster
+from frugal.config.hardware import cuda_allocator
+from frugal.config.hardware.cluster import Cluster
 from frugal.config.request import Request
 from frugal.config.schema import understand
 

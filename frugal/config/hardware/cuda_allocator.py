@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 
-from frugal.config.cluster import Cluster
+from frugal.config.hardware.cluster import Cluster
 from frugal.config.request import Request
 
 NAME, OLDER_NAME = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"

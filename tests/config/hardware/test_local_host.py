@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 from frugal.cli.options import described
-from frugal.config.local_host import held
+from frugal.config.hardware.local_host import held
 from frugal.config.schema import understand
 from frugal.units import GIB, MIB
 

@@ -14,9 +14,9 @@ import msgspec
 import platformdirs
 
 from frugal import files
-from frugal.config.cluster import CARDS, GENERIC, Capability, Cluster, Device, DeviceKind, margin_bytes
-from frugal.config.context import LATER_KERNELS_BYTES, added_by_ranks
-from frugal.config.local_host import cpu_name, cuda_driver, library_versions
+from frugal.config.hardware.cluster import CARDS, GENERIC, Capability, Cluster, Device, DeviceKind, margin_bytes
+from frugal.config.hardware.context import LATER_KERNELS_BYTES, added_by_ranks
+from frugal.config.hardware.local_host import cpu_name, cuda_driver, library_versions
 from frugal.config.request import Precision
 from frugal.errors import RequestError
 from frugal.units import GIB, format_bytes

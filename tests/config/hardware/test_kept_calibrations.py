@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from frugal.config import calibration, local_host
+from frugal.config.hardware import calibration, local_host
 from tests.config.test_calibration import CPU, GPU
 
 DRIVER = """NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.95.05  Tue Sep 23 10:11:16 UTC 2025

@@ -12,8 +12,8 @@ from difflib import get_close_matches
 from functools import cached_property
 from typing import Literal
 
-from frugal.config import context
-from frugal.config.context import Range
+from frugal.config.hardware import context
+from frugal.config.hardware.context import Range
 from frugal.config.request import Precision
 from frugal.errors import RequestError
 from frugal.units import GIB, MIB, format_bytes

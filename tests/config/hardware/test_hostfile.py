@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from frugal.config import cluster as cards
-from frugal.config.build_cluster import HostfileEntry, parse_hostfile
+from frugal.config.hardware import cluster as cards
+from frugal.config.hardware.build_cluster import HostfileEntry, parse_hostfile
 from frugal.config.schema import understand
 from frugal.dryrun.planner import make_plan
 from frugal.errors import RequestError

@@ -7,8 +7,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from frugal.config.calibration import Calibration, Probe, find, notes, read_all
-from frugal.config.context import LATER_KERNELS_BYTES, NCCL_ALONE, NCCL_NVLINK
+from frugal.config.hardware.calibration import Calibration, Probe, find, notes, read_all
+from frugal.config.hardware.context import LATER_KERNELS_BYTES, NCCL_ALONE, NCCL_NVLINK
 from frugal.config.schema import understand
 from frugal.units import GIB, MIB
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from frugal.config import context
-from frugal.config.cluster import CARDS
-from frugal.config.context import Range
+from frugal.config.hardware import context
+from frugal.config.hardware.cluster import CARDS
+from frugal.config.hardware.context import Range
 from frugal.units import MIB
 
 ADA_142 = 142 * 1536  # threads of an RTX 6000 Ada, which is no known card
