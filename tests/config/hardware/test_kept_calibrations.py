@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from frugal.config.hardware import calibration, local_host
-from tests.config.test_calibration import CPU, GPU
+from tests.config.hardware.test_calibration import CPU, GPU
 
 DRIVER = """NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.95.05  Tue Sep 23 10:11:16 UTC 2025
 GCC version:  gcc version 12.2.0 (Debian 12.2.0-14)
