@@ -76,7 +76,7 @@ def frugal_loop(meter: Meter, plan: Plan, shape: dict[str, Any], samples: Any, s
     from frugal.training.checkpoint.loading import Progress
     from frugal.training.data.batches import GlobalBatches
     from frugal.training.engine import initialize
-    from frugal.training.metrics import METRICS, Log
+    from frugal.training.reports.metrics import METRICS, Log
 
     engine = initialize(model_of(shape), plan, CausalLM())
     meter.on(engine.module)

@@ -30,6 +30,7 @@ from frugal.planning.plan import Plan
 from frugal.planning.report import summary
 from frugal.training.checkpoint import manifest
 from frugal.training.checkpoint.run_folder import in_use
+from frugal.training.reports import trackers
 from frugal.training.run import run
 
 PLAN = "plan.json"
@@ -70,6 +71,8 @@ def command(plan_path: Path | None, ranks: int | None, printed: commands.Launche
         raise RequestError(
             "no data was given", hint="pass --data PATH, or --data stdlib to try it on Python's own sources"
         )
+    if not job.hosts:
+        trackers.check(job.settings.track)
     if plan is None:
         plan = _new_plan(job)
         click.echo(summary(plan) + "\n", err=printed is not None)

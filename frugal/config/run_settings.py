@@ -19,6 +19,9 @@ MOST_CHARACTERS = 1 << 14
 
 OnNan = Literal["stop", "skip"]
 
+TRACKERS = ("tensorboard", "wandb", "mlflow", "comet_ml", "aim", "clearml", "dvclive", "swanlab", "trackio")
+"""By accelerate's names, which are also those of their Python packages."""
+
 RECORD = "train.json"
 METRICS = "metrics.jsonl"
 
@@ -79,6 +82,9 @@ class RunSettings:
     async_save: bool = setting(
         False, "Write checkpoints while training goes on, from a copy in the host's memory.", "run", is_expert=True
     )
+    track: tuple[str, ...] = setting(
+        (), f"Also follow the run with {', '.join(TRACKERS[:-1])} or {TRACKERS[-1]}; repeatable.", "run", metavar="NAME"
+    )
     on_nan: OnNan = setting(
         "stop", "When the loss or the gradient is not finite: stop, or leave the batch out.", "run", is_expert=True
     )
@@ -99,6 +105,9 @@ class RunSettings:
                 f"--validation-fraction is {self.validation_fraction}",
                 because="it is the part of the data that is not trained on: at least 0, less than 1",
             )
+        for name in self.track:
+            if name not in TRACKERS:
+                raise RequestError(f"--track is {name}", because=f"it must be one of {', '.join(TRACKERS)}")
         if self.steps is not None and self.epochs is not None:
             raise RequestError("--steps and --epochs were both given", hint="leave one of them out")
         if self.steps is not None:

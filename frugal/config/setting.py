@@ -96,7 +96,7 @@ OTHER_NAMES = {
     "save_total_limit": OtherName(_HF, "--keep {}"),
     "eval_steps": OtherName(_HF, "--eval-every {}"),
     "logging_steps": OtherName(_HF, "leave it out", "every step is written to metrics.jsonl in the run's folder"),
-    "report_to": OtherName(_HF, "leave it out", "every step is written to metrics.jsonl in the run's folder"),
+    "report_to": OtherName(_HF, "--track {}", stand_in="tensorboard"),
     "max_grad_norm": OtherName(_HF, "--gradient-clipping {}"),
     "lr_scheduler_type": OtherName(_HF, "--schedule {}", stand_in="cosine", of_value=_schedule),
     "optim": OtherName(_HF, "--optimizer {}", stand_in="adamw", of_value=_optimizer),

@@ -17,8 +17,8 @@ from frugal.training.checkpoint.saving import Saver
 from frugal.training.data.batches import GlobalBatch, GlobalBatches, prefetch
 from frugal.training.engine import Engine
 from frugal.training.measure.memory_watch import Gauge
-from frugal.training.metrics import Log
 from frugal.training.objectives import Sample
+from frugal.training.reports.metrics import Log
 from frugal.training.train_step import StepResult, evaluate
 
 

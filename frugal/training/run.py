@@ -21,6 +21,7 @@ from frugal.errors import FrugalError, PlanMismatchError
 from frugal.planning.plan import Plan
 from frugal.planning.report import PADDING_MATTERS, SPLIT_MATTERS
 from frugal.training.checkpoint import manifest, run_folder
+from frugal.training.reports import trackers
 
 if TYPE_CHECKING:
     import torch
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from frugal.training.data.corpus import RunData
     from frugal.training.data.sources import Provenance
     from frugal.training.engine import Engine
-    from frugal.training.metrics import Log
+    from frugal.training.reports.metrics import Log
 
 
 def run(plan: Plan, settings: RunSettings) -> None:
@@ -89,28 +90,25 @@ def _watch_peers() -> "PeerWatch":
 
 def train(plan: Plan, settings: RunSettings, device: "torch.device") -> None:
     """Train on ranks that have joined each other. Collective; raises as `run`."""
-    from frugal.config.optimizers import Curve, check_schedule_steps
     from frugal.deepspeed_adapter.kernels import DTYPES
-    from frugal.training import loop, opening, train_step
+    from frugal.training import loop, train_step
     from frugal.training.checkpoint.held_folder import HeldFolder
     from frugal.training.checkpoint.loading import describe_changes
     from frugal.training.data import corpus
     from frugal.training.engine import initialize
     from frugal.training.measure import memory_watch
-    from frugal.training.metrics import Log
+    from frugal.training.reports import opening
+    from frugal.training.reports.metrics import Log
 
     rank = env.rank()
+    trackers.check(settings.track if rank == 0 else ())
     settings = run_folder.create(settings)
     run_folder.check_space(plan, settings)
     data = corpus.read_samples(plan, settings)
     batches = _global_batches(plan, settings, data)
     total_steps = loop.num_steps(batches, settings)
 
-    check_schedule_steps(settings.schedule, settings.schedule_steps, total_steps)
-    curve = Curve(
-        peak=plan.request.scaled_learning_rate, schedule=settings.schedule, warmup_steps=settings.warmup_steps,
-        total_steps=settings.schedule_steps or total_steps,
-    )  # fmt: skip
+    curve = _curve(plan, settings, total_steps)
     # The loop takes the gauge off after two steps; the folder stays ours to the end.
     with run_folder.locked(settings) if rank == 0 else nullcontext() as descriptor, ExitStack() as measuring:
         held = HeldFolder(settings, descriptor)
@@ -126,7 +124,10 @@ def train(plan: Plan, settings: RunSettings, device: "torch.device") -> None:
         if rank == 0:
             run_folder.record(plan, settings)
         planned = plan.memory.live_bytes
-        with Log(settings.out, rank=rank, planned_bytes=planned, total_steps=total_steps, first_step=start.step) as log:
+        with Log(
+            settings.out, rank=rank, planned_bytes=planned, total_steps=total_steps, first_step=start.step,
+            trackers=_trackers(plan, settings, start.step) if rank == 0 else None,
+        ) as log:  # fmt: skip
             log.say(opening.origin(data, model))
             log.say(opening.describe(plan, settings, data, total_steps, start.step))
             if changes:
@@ -146,6 +147,21 @@ def train(plan: Plan, settings: RunSettings, device: "torch.device") -> None:
                 _evaluate_at_the_end(engine, data, total_steps, log)
                 log.say(f"model written to {_save_model(engine, held, data)}")
         engine.destroy()
+
+
+def _curve(plan: Plan, settings: RunSettings, total_steps: int) -> "Curve":
+    from frugal.config.optimizers import Curve, check_schedule_steps
+
+    check_schedule_steps(settings.schedule, settings.schedule_steps, total_steps)
+    return Curve(
+        peak=plan.request.scaled_learning_rate, schedule=settings.schedule, warmup_steps=settings.warmup_steps,
+        total_steps=settings.schedule_steps or total_steps,
+    )  # fmt: skip
+
+
+def _trackers(plan: Plan, settings: RunSettings, first_step: int) -> trackers.Trackers:
+    asked = trackers.hyperparameters(plan, settings)
+    return trackers.Trackers(settings.track, settings.out, asked, first_step)
 
 
 def _global_batches(plan: Plan, settings: RunSettings, data: "RunData") -> "GlobalBatches":

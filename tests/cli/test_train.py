@@ -18,6 +18,7 @@ import torch
 from bench.runs import command, environment, frugal_train, plan, prepared, records, torchrun
 from frugal import cli
 from frugal.planning.plan import Plan
+from tests.training.reports.test_trackers import curves
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +32,7 @@ def on_two_ranks(folder: Path) -> tuple[int, str, str]:
     """A run of six steps through DeepSpeed's launcher."""
     return frugal_train(
         folder, "--plan", "plan2.json", "--data", "text.jsonl", "--steps", 6, "--eval-every", 3, "--save-every", 3,
-        "--validation-fraction", 0.1, "--out", "two",
+        "--validation-fraction", 0.1, "--out", "two", "--track", "tensorboard",
     )  # fmt: skip
 
 
@@ -65,7 +66,8 @@ def test_a_run_leaves_plan_record_metrics_checkpoints_and_model(
 ) -> None:
     run = folder / "two"
     assert sorted(path.name for path in run.iterdir()) == [
-        "checkpoints", "ds_config.json", "logs", "metrics.jsonl", "model", "plan.json", "train.json",
+        "checkpoints", "ds_config.json", "logs", "metrics.jsonl", "model", "plan.json", "tensorboard", "trackers.json",
+        "train.json",
     ]  # fmt: skip
     assert (run / "logs" / "rank_0.log").read_text().splitlines() == on_two_ranks[1].splitlines()
     assert (run / "logs" / "rank_1.log").exists()
@@ -76,6 +78,9 @@ def test_a_run_leaves_plan_record_metrics_checkpoints_and_model(
     evaluations = [record for record in records(run) if record["event"] == "evaluation"]
     assert [record["step"] for record in evaluations] == [3, 6]
     assert evaluations[1]["loss"] < evaluations[0]["loss"]
+    shown = curves(run / "tensorboard")
+    assert shown["train/loss"] == [(record["step"], pytest.approx(record["loss"])) for record in steps]
+    assert shown["eval/loss"] == [(record["step"], pytest.approx(record["loss"])) for record in evaluations]
 
 
 def test_the_final_model_and_tokenizer_load(folder: Path, on_two_ranks: tuple[int, str, str]) -> None:
@@ -249,8 +254,8 @@ def test_the_plan_it_makes_is_that_of_frugal_plan_for_the_lengths_of_the_data(
     ],
 )
 def test_a_step_is_as_large_as_was_asked(folder: Path, task: str, tokens: int | None, steps: int, said: str) -> None:
-    from frugal.training import opening
     from frugal.training.data.build import BuildReport
+    from frugal.training.reports import opening
 
     made = plan(folder, 1)
     made = dataclasses.replace(

@@ -16,7 +16,7 @@ SOME = RunSettings(
     skip_bad_rows=True, steps=7, too_long="skip", schedule="linear", warmup_steps=2, eval_every=3, save_every=0,
     keep=5, async_save=True, on_nan="skip", seed=9, out=Path("there"), validation_fraction=0.25,
     validation_samples=12, resume=True, accept_changed_data=True, grace=75, text_column="t", label_column="l",
-    source_column="s", target_column="g", schedule_steps=8,
+    source_column="s", target_column="g", schedule_steps=8, track=("wandb",),
 )  # fmt: skip
 
 

@@ -15,8 +15,8 @@ from bench.ranks import Ranks
 from frugal.errors import RequestError
 from frugal.training import run
 from frugal.training.engine import initialize
-from frugal.training.metrics import Log
 from frugal.training.objectives import CausalLM
+from frugal.training.reports.metrics import Log
 from frugal.training.train_step import Evaluation, evaluate
 from tests.training.small_models import ragged_samples, tiny_gpt2
 

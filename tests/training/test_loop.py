@@ -22,8 +22,8 @@ from frugal.training.checkpoint import loading
 from frugal.training.checkpoint.loading import Progress
 from frugal.training.data.batches import GlobalBatches, Position
 from frugal.training.engine import initialize
-from frugal.training.metrics import Log
 from frugal.training.objectives import CausalLM
+from frugal.training.reports.metrics import Log
 from tests.training.small_models import ragged_samples, tiny_gpt2
 
 SAMPLES = ragged_samples(20)

@@ -33,6 +33,7 @@ from frugal import file_errors, files
 from frugal.config.run_settings import METRICS
 from frugal.distributed import rank_logs
 from frugal.errors import CheckpointError
+from frugal.training.reports.trackers import Trackers
 from frugal.training.train_step import Evaluation, StepResult
 from frugal.units import format_bytes, format_seconds
 
@@ -54,7 +55,7 @@ class _ToLog(logging.Handler):
 
 
 class Log:
-    """One run's log. On other ranks than 0 nothing is written. Use it in a `with` block."""
+    """One run's log, which `trackers` get, too. On other ranks than 0 nothing is written. Use it in a `with` block."""
 
     def __init__(
         self,
@@ -64,6 +65,7 @@ class Log:
         planned_bytes: int,
         total_steps: int,
         first_step: int = 0,
+        trackers: Trackers | None = None,
         console: Console | None = None,
     ) -> None:
         self.is_rank_0 = rank == 0
@@ -76,6 +78,7 @@ class Log:
         if not self.is_rank_0:
             return
         self._console = console or Console(highlight=False, soft_wrap=True)
+        self._trackers = trackers
         self._handler = _ToLog(self)
         self._metrics = Records(folder / METRICS, first_step)
         self._progress = Progress(
@@ -97,6 +100,8 @@ class Log:
     ) -> None:
         """Leave the terminal as it was."""
         if self.is_rank_0:
+            if self._trackers is not None:
+                self._trackers.finish()
             logger.removeHandler(self._handler)
             self._progress.stop()
             self._metrics.close(in_error=error is not None)
@@ -185,6 +190,8 @@ class Log:
 
     def _record(self, **values: Any) -> None:
         self._metrics.add(msgspec.json.encode({**values, "time": round(time.time(), 3)}) + b"\n")
+        if self._trackers is not None:
+            self._trackers.record(values["event"], values)
 
 
 class Records:

@@ -10,7 +10,8 @@ from rich.console import Console
 
 from bench.runs import records
 from frugal.errors import CheckpointError
-from frugal.training.metrics import Log
+from frugal.training.reports.metrics import Log
+from frugal.training.reports.trackers import Trackers
 from frugal.training.train_step import Evaluation, StepResult
 from tests.disks import small_disk
 
@@ -21,10 +22,15 @@ def result(loss: float = 2.5, targets: int = 1000) -> StepResult:
     return StepResult(loss=loss, targets=targets, samples=8, grad_norm=0.5, learning_rate=3e-4)
 
 
-def logged(folder: Path, total_steps: int, *, terminal: bool = False, first_step: int = 0) -> tuple[Log, io.StringIO]:
+def logged(
+    folder: Path, total_steps: int, *, terminal: bool = False, first_step: int = 0, trackers: Trackers | None = None
+) -> tuple[Log, io.StringIO]:
     written = io.StringIO()
     console = Console(file=written, force_terminal=terminal, highlight=False, soft_wrap=True, width=120)
-    log = Log(folder, rank=0, planned_bytes=400 * MIB, total_steps=total_steps, first_step=first_step, console=console)
+    log = Log(
+        folder, rank=0, planned_bytes=400 * MIB, total_steps=total_steps, first_step=first_step, trackers=trackers,
+        console=console,
+    )  # fmt: skip
     return log, written
 
 

@@ -1,0 +1,168 @@
+"""Trackers of experiments, such as TensorBoard, W&B and MLflow, by the classes that accelerate has for them.
+
+    train/loss, train/learning_rate, train/grad_norm, train/tokens_per_second, train/memory_bytes     each step
+    eval/loss, eval/perplexity      each evaluation
+    test/loss, test/perplexity      at the end, with --test-data; final_train/loss of samples that were trained on
+
+What was asked for is stored as hyper-parameters at a run's first start. A resumed run continues where it was: its files
+are in the run's folder (TensorBoard, Aim), or the id of its run with a service is (W&B, MLflow: `trackers.json`). Of
+TensorBoard's records those are left out that are beyond the step it resumes from. The other services begin another run.
+
+A tracker that fails during training is left out from there on, which is said once: `metrics.jsonl` has it all.
+"""
+
+import importlib.util
+import logging
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from frugal import files
+from frugal.config.run_settings import RunSettings
+from frugal.errors import RequestError
+from frugal.planning.plan import Plan
+
+RECORD = "trackers.json"
+"""In the run's folder: ids of runs with services, by the tracker's name."""
+
+_GROUPS = {"step": "train", "evaluation": "eval", "test": "test", "train": "final_train"}
+_TELLING = ("loss", "perplexity", "learning_rate", "grad_norm", "tokens_per_second", "memory_bytes")
+_OF_ONE_START = ("resume", "accept_changed_data", "out", "track", "grace")
+logger = logging.getLogger("frugal")
+
+
+def check(names: Sequence[str]) -> None:
+    """Whether the libraries of these trackers are installed.
+
+    Raises:
+        RequestError: one is not.
+    """
+    for name in names:
+        if importlib.util.find_spec(name) is None:
+            raise RequestError(
+                f"--track {name} needs the library {name}",
+                because="it is not installed",
+                hint=f"pip install {name.replace('_', '-')}, or leave --track {name} out",
+            )
+
+
+class Trackers:
+    """Those of one run, on rank 0. `folder` is the run's; the first step to come is number `first_step` + 1.
+
+    Raises:
+        RequestError: one is not installed, or cannot be started.
+    """
+
+    def __init__(self, names: Sequence[str], folder: Path, hyperparameters: Mapping[str, Any], first_step: int) -> None:
+        check(names)
+        known = _read_ids(folder)
+        self._trackers: dict[str, Any] = {}
+        for name in dict.fromkeys(names):
+            try:
+                self._trackers[name] = _start(name, folder, known.get(name), first_step)
+                if name not in known:
+                    self._trackers[name].store_init_configuration(dict(hyperparameters))
+                    known[name] = _id_of(name, self._trackers[name])
+                    files.write_file(folder / RECORD, msgspec.json.encode(known) + b"\n")
+            except Exception as error:  # a service, its library or the network fails in many ways
+                raise RequestError(
+                    f"cannot start the tracker {name}",
+                    because=_first_line(error),
+                    hint=f"see to it that {name} works here, or leave --track {name} out",
+                ) from None
+
+    def record(self, event: str, values: Mapping[str, Any]) -> None:
+        """A record of `metrics.jsonl`, as far as it is a curve."""
+        group = _GROUPS.get(event)
+        if group is not None:
+            told = {f"{group}/{name}": values[name] for name in _TELLING if values.get(name) is not None}
+            self.log(told, values["step"])
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        """Numbers by name, after `step` steps."""
+        self._each(lambda tracker: tracker.log(dict(values), step=step))
+
+    def finish(self) -> None:
+        """No more is to come."""
+        self._each(lambda tracker: tracker.finish())
+        self._trackers.clear()
+
+    def _each(self, action: Callable[[Any], object]) -> None:
+        for name, tracker in list(self._trackers.items()):
+            try:
+                action(tracker)
+            except Exception as error:  # as in starting it; a run of weeks does not end for it
+                del self._trackers[name]
+                logger.warning("the tracker %s is left out from here on: %s", name, _first_line(error))
+
+
+def hyperparameters(plan: Plan, settings: RunSettings) -> dict[str, bool | int | float | str]:
+    """What the run was asked for and what was planned, as trackers take it."""
+    asked = {field.name: getattr(plan.request, field.name) for field in fields(plan.request)}
+    run = {field.name: getattr(settings, field.name) for field in fields(settings) if field.name not in _OF_ONE_START}
+    decided = {
+        "learning_rate": plan.request.scaled_learning_rate,
+        "world_size": plan.batch.world_size,
+        "largest_micro_batch": plan.batch.largest_micro_batch,
+        "accumulation_steps": plan.batch.accumulation_steps,
+        "strategy": str(plan.strategy),
+        "num_parameters": plan.model.parameters,
+        "plan_digest": plan.digest,
+    }
+    return {name: _plain(value) for name, value in (asked | run | decided).items() if value not in (None, ())}
+
+
+def _plain(value: Any) -> bool | int | float | str:
+    if isinstance(value, tuple):
+        return ", ".join(map(str, value))
+    return value if isinstance(value, bool | int | float | str) else str(value)
+
+
+def _start(name: str, folder: Path, known: str | None, first_step: int) -> Any:
+    """accelerate's tracker, started; `known`: the id of the run it goes on with."""
+    from accelerate import tracking  # type: ignore[import-untyped]  # has no types
+
+    # accelerate's own logger asks an Accelerator, which would set devices and threads anew.
+    tracking.logger = logging.getLogger(tracking.__name__)
+    kind = tracking.LOGGER_TYPE_TO_CLASS[name]
+    options: dict[str, Any] = {}
+    if name == "tensorboard" and first_step:
+        options = {"purge_step": first_step + 1}
+    elif name == "wandb":
+        options = {"id": known or uuid.uuid4().hex, "name": folder.name, "resume": "allow", "dir": str(folder)}
+    elif name == "mlflow":
+        options = {"run_id": known} if known else {"run_name": folder.name}
+    project = name if kind.requires_logging_directory else "frugal"
+    tracker = kind(project, str(folder), **options) if kind.requires_logging_directory else kind(project, **options)
+    tracker.main_process_only = False  # this is rank 0; otherwise an Accelerator would be asked, as above
+    tracker.start()
+    return tracker
+
+
+def _id_of(name: str, tracker: Any) -> str:
+    """The id of the run that it began with a service; empty where its files are the run's own."""
+    if name == "wandb":
+        return tracker.tracker.id
+    return tracker.tracker.info.run_id if name == "mlflow" else ""
+
+
+def _read_ids(folder: Path) -> dict[str, str]:
+    try:
+        return msgspec.json.decode(files.read_regular(folder / RECORD), type=dict[str, str])
+    except FileNotFoundError:
+        return {}
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise RequestError(
+            f"cannot read {folder / RECORD}",
+            because=_first_line(error),
+            hint="remove it to begin new runs with the trackers",
+        ) from None
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
