@@ -120,7 +120,7 @@ def _definition(model: str) -> str | None:
 
 def _source_file(module: str) -> Path | None:
     """The source of `package.module` or `path/to/file.py`, without importing it."""
-    if module.endswith(".py"):
+    if module.endswith((".py", ".cloudpickle")):
         return Path(module).expanduser()
     relative = Path(*module.split("."))
     for folder in ["", *sys.path]:

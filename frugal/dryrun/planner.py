@@ -6,30 +6,56 @@ from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
+from frugal.config import plan_arguments
 from frugal.config.hardware import cuda_allocator
 from frugal.config.hardware.calibration import chosen
 from frugal.config.hardware.cluster import Cluster
+from frugal.config.plan_arguments import PlanArguments
 from frugal.config.request import Request
 from frugal.config.schema import understand
 from frugal.dryrun.cache import Cache, digest, model_key
+from frugal.errors import RequestError
 from frugal.planning.plan import Plan
 
 if TYPE_CHECKING:
     from frugal.planning.search.candidate import OpenSource
+    from frugal.training.objectives import Objective
 
 logger = logging.getLogger("frugal")
 
 
-def plan(**settings: Any) -> Plan:
+def plan(*, objective: "Objective | None" = None, **settings: Unpack[PlanArguments]) -> Plan:
     """The fastest plan that fits. Settings have the names of `frugal plan`'s flags: `plan(model="gpt2", gpus=4,
-    mem="12G", global_batch=512)`.
+    mem="12G", global_batch=512, lr=1e-4)`.
+
+    `model` may also be a configuration of transformers, a `torch.nn.Module` (on meta, too: its weights are not read),
+    or a class or function that makes one without arguments, wherever it was defined. `objective` says how it is
+    trained, where that is not the task of a model of transformers.
 
     Raises:
         RequestError: a setting is unknown or wrong, or settings contradict each other.
         NothingFitsError: no strategy fits.
     """
+    return _plan(objective, **settings)
+
+
+plan.__signature__ = plan_arguments.signature(plan)  # type: ignore[attr-defined]  # for help() and completion
+
+
+def _plan(objective: "Objective | None", **settings: Any) -> Plan:
+    settings = plan_arguments.in_full(settings)
+    model = settings.get("model")
+    if objective is not None or not isinstance(model, str | None):
+        from frugal.dryrun.model_object import reference_of
+
+        if isinstance(model, str | None):
+            raise RequestError(
+                "`objective` was given without a model to train with it",
+                hint="pass model=, a module or what makes one; a factory that is named returns (module, objective)",
+            )
+        settings["model"] = reference_of(model, objective)
     calibration, notes = chosen(settings)
     for note in notes:
         logger.warning(note)

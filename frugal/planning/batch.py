@@ -11,6 +11,7 @@ from functools import cached_property, lru_cache
 from operator import mul
 
 from frugal.errors import RequestError
+from frugal.units import plural
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +28,12 @@ class MicroSteps:
 @lru_cache(maxsize=16)  # a search asks ten times in a row about the same thousand ranks
 def _groups(caps: tuple[int, ...]) -> Mapping[int, int]:
     return dict(sorted(Counter(caps).items()))  # not a mappingproxy: plans are pickled
+
+
+def _range_in_words(sizes: Sequence[int]) -> str:
+    if len(sizes) <= 2:
+        return " or ".join([*map(str, sizes[:-1]), plural(sizes[-1], "sample")])
+    return f"{sizes[0]} to {sizes[-1]} samples"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,6 +135,28 @@ class BatchPlan:
                 if count
             ),
         )
+
+    def arithmetic(self, rank_noun: str, counted: str) -> str:
+        """The whole cut in one line. `rank_noun` is what a rank is, `counted` what a token target counts."""
+        tokens = f" ({self.global_tokens} {counted})" if self.global_tokens is not None else ""
+        total = f"{plural(self.global_batch, 'sample')}{tokens}"
+        ranks = plural(self.world_size, rank_noun)
+        if self.is_uniform:
+            steps = plural(self.accumulation_steps, "accumulation step")
+            return f"{total} = {ranks} x micro-batch {self.largest_micro_batch} x {steps}"
+        return f"{total} = {ranks} x {plural(self.accumulation_steps, 'micro-step')} of {self._sizes_in_words()}"
+
+    def _sizes_in_words(self) -> str:
+        """What a micro-batch holds: `7 or 8 samples`, or per group of ranks where their micro-batches differ."""
+        texts = []
+        for group, num_ranks in enumerate(self.groups.values()):
+            sizes = {
+                size
+                for steps in self.micro_steps
+                for size in (steps.samples[group] // num_ranks, -(-steps.samples[group] // num_ranks))
+            }
+            texts.append((_range_in_words(sorted(sizes)), f"on {plural(num_ranks, 'rank')}"))
+        return texts[0][0] if len(texts) == 1 else ", ".join(map(" ".join, texts))
 
     @property
     def groups(self) -> Mapping[int, int]:

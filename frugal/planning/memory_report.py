@@ -1,6 +1,6 @@
 """What a plan says of memory, as people read it: the breakdown of the fullest device, what binds, what is assumed."""
 
-from frugal.config.hardware.cluster import NOMINAL_SHARE, Cluster, Device
+from frugal.config.hardware.cluster import NOMINAL_SHARE, Device
 from frugal.planning.memory.breakdown import MemoryBreakdown
 from frugal.planning.memory.interval import Bounds
 from frugal.planning.plan import Plan
@@ -9,19 +9,10 @@ from frugal.units import GIB, format_bytes
 SHOWN_BYTES = 1 << 16
 
 
-def fullest_device(cluster: Cluster, memory: MemoryBreakdown) -> Device:
-    """The device that `memory` is of, by what is usable of it."""
-    return min(
-        (device for device in cluster.devices if device.usable_bytes == memory.usable_bytes),
-        key=lambda device: device.memory_bytes,
-        default=cluster.devices[0],
-    )
-
-
 def breakdown_table(plan: Plan) -> list[str]:
     """The breakdown of the fullest device, ending at the card's memory."""
     memory = plan.memory
-    device = fullest_device(plan.cluster, memory)
+    device = memory.device_in(plan.cluster)
     rows = [(name, getattr(memory, name), "") for name in memory.CATEGORIES if getattr(memory, name) >= SHOWN_BYTES]
     width = max(len(name) for name in (*memory.CATEGORIES, "total"))
     lines = [

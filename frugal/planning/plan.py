@@ -21,9 +21,11 @@ from frugal import files
 from frugal.config.hardware.cluster import MOST_RANKS, Cluster
 from frugal.config.request import Request
 from frugal.errors import PlanMismatchError, RequestError
+from frugal.planning import verdict
 from frugal.planning.batch import BatchPlan
 from frugal.planning.memory.breakdown import MemoryBreakdown
 from frugal.planning.strategy import Strategy
+from frugal.units import format_bytes, format_count, format_seconds, plural
 
 SCHEMA = 4
 
@@ -145,6 +147,41 @@ class Plan:
     def counted(self) -> str:
         """What a global batch of tokens counts, in words."""
         return "target tokens" if self.model.task == "seq2seq" else "tokens"
+
+    @property
+    def arithmetic(self) -> str:
+        """The global batch in one line: `512 samples = 4 GPUs x micro-batch 8 x 16 accumulation steps`."""
+        return self.batch.arithmetic(self.cluster.rank_noun, self.counted)
+
+    def __str__(self) -> str:
+        """The verdict, in a few lines; `frugal.planning.report.summary` has all of it."""
+        return verdict.text(self.arithmetic, self._verdict)
+
+    def _repr_html_(self) -> str:
+        """The verdict as a notebook shows it, with a bar of the memory."""
+        return verdict.html(self.arithmetic, self._verdict, self.memory, self._device_bytes)
+
+    @property
+    def _verdict(self) -> verdict.Rows:
+        request, memory, seconds = self.request, self.memory, self.time.total_seconds
+        card = plural(self.batch.world_size, self.cluster.rank_noun)
+        return (
+            ("runs", f"{request.model}, {format_count(self.model.parameters)} parameters, on {card}"),
+            ("with", f"{self.strategy}, {request.precision}"),
+            (
+                "fits",
+                f"{format_bytes(memory.total_bytes)} of {format_bytes(self._device_bytes)}, "
+                f"{format_bytes(memory.headroom_bytes)} of headroom",
+            ),
+            ("step", f"{format_seconds(seconds)} estimated, {self.batch.global_batch / seconds:.3g} samples/s"),
+            *([("why", self.why[-1])] if self.why else []),
+            *(("note", warning) for warning in self.warnings),
+        )
+
+    @property
+    def _device_bytes(self) -> int:
+        """Of the device that `memory` is of."""
+        return self.memory.device_in(self.cluster).memory_bytes
 
     def sealed(self) -> "Plan":
         """The same plan with its digest, in the types it has when it is read: a whole number of seconds is a float."""

@@ -14,7 +14,7 @@ from frugal.errors import NothingFitsError, RequestError
 from frugal.planning import length_bucketing
 from frugal.planning.memory import breakdown
 from frugal.planning.memory.breakdown import MemoryBreakdown
-from frugal.planning.memory_report import beyond_the_device, fullest_device
+from frugal.planning.memory_report import beyond_the_device
 from frugal.planning.plan import Plan
 from frugal.planning.report import reasons
 from frugal.planning.search.candidate import Candidate, Infeasible, OpenSource, SearchResult, Source
@@ -334,7 +334,7 @@ def _decided(
             *notes,
             *calibration.notes(cluster),
             *_of_machines(request, cluster, result),
-            *beyond_the_device(result.memory, fullest_device(cluster, result.memory)),
+            *beyond_the_device(result.memory, result.memory.device_in(cluster)),
             *_notes(request, chosen.micro_batch),
             *result.warnings,
         ),

@@ -192,7 +192,7 @@ SHOWN_REJECTED = 7
 def summary(plan: Plan) -> str:
     """Everything a plan says, as text."""
     blocks = [
-        [arithmetic(plan), *_uneven(plan)],
+        [plan.arithmetic, *_uneven(plan)],
         [*_facts(plan), *_data(plan)],
         breakdown_table(plan),
         _list("why", plan.why),
@@ -202,38 +202,6 @@ def summary(plan: Plan) -> str:
         _list("assumed", assumptions(plan)),
     ]
     return "\n\n".join("\n".join(block) for block in blocks if block)
-
-
-def arithmetic(plan: Plan) -> str:
-    """The global batch in one line."""
-    batch = plan.batch
-    tokens = f" ({batch.global_tokens} {plan.counted})" if batch.global_tokens is not None else ""
-    total = f"{plural(batch.global_batch, 'sample')}{tokens}"
-    ranks = plural(batch.world_size, plan.cluster.rank_noun)
-    if batch.is_uniform:
-        steps = plural(batch.accumulation_steps, "accumulation step")
-        return f"{total} = {ranks} x micro-batch {batch.largest_micro_batch} x {steps}"
-    return f"{total} = {ranks} x {plural(batch.accumulation_steps, 'micro-step')} of {_sizes(plan)}"
-
-
-def _sizes(plan: Plan) -> str:
-    """What a micro-batch holds: `7 or 8 samples`, or per group of ranks where their micro-batches differ."""
-    batch = plan.batch
-    texts = []
-    for group, num_ranks in enumerate(batch.groups.values()):
-        sizes = {
-            size
-            for steps in batch.micro_steps
-            for size in (steps.samples[group] // num_ranks, -(-steps.samples[group] // num_ranks))
-        }
-        texts.append((_range(sorted(sizes)), f"on {plural(num_ranks, 'rank')}"))
-    return texts[0][0] if len(texts) == 1 else ", ".join(map(" ".join, texts))
-
-
-def _range(sizes: list[int]) -> str:
-    if len(sizes) <= 2:
-        return " or ".join([*map(str, sizes[:-1]), plural(sizes[-1], "sample")])
-    return f"{sizes[0]} to {sizes[-1]} samples"
 
 
 def _uneven(plan: Plan) -> list[str]:
@@ -423,7 +391,7 @@ def _verdict(chosen: StepTime, rejected: Rejected) -> str:
 def explanation(plan: Plan) -> list[list[str]]:
     """What the plan itself knows: what binds, why, and all strategies that were weighed."""
     return [
-        [arithmetic(plan), f"{plan.strategy}: {format_seconds(plan.time.total_seconds)} a step"],
+        [plan.arithmetic, f"{plan.strategy}: {format_seconds(plan.time.total_seconds)} a step"],
         binding(plan),
         ["why", *(f"  {sentence}" for sentence in plan.why[:-1])],
         strategy_table(plan),

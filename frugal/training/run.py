@@ -194,6 +194,9 @@ def _save_model(engine: "Engine", held: "HeldFolder", data: "RunData") -> Path:
 
 
 def _refuse_other_model(plan: Plan, model: "torch.nn.Module") -> None:
+    from frugal.training.models import factories
+
+    factories.refuse_shapes_only(plan.request.model, model)
     number = sum(parameter.numel() for parameter in model.parameters())
     if plan.model.task == "sequence-classification":
         return  # the number of classes comes from the data

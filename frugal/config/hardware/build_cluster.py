@@ -24,7 +24,7 @@ from frugal.config.hardware.cluster import CARDS, MOST_RANKS, Cluster, Device, D
 from frugal.config.request import Precision
 from frugal.config.setting import SIZE, SIZES, check_sizes, setting
 from frugal.errors import RequestError
-from frugal.units import parse_bytes, plural
+from frugal.units import MIB, parse_bytes, plural
 
 _NAME = re.compile(r"\w[\w.@:-]*", re.ASCII)  # also an address, or user@host
 KEYS = ("mem", "gpu", "host-mem", "disk")
@@ -344,6 +344,13 @@ def _amounts(value: Amounts | None) -> tuple[int, ...]:
         return ()
     if isinstance(value, str):
         return tuple(parse_bytes(part) for part in value.split(","))
-    if isinstance(value, int):
-        return (value,)
-    return tuple(part if isinstance(part, int) else parse_bytes(part) for part in value)
+    return tuple(map(_amount, [value] if isinstance(value, int) else value))
+
+
+def _amount(value: str | int) -> int:
+    if isinstance(value, int) and 0 < value < MIB:
+        raise RequestError(
+            f"{value} is an amount of memory in bytes, and hardly meant so",
+            hint=f'write it with its unit: "{value}G"',
+        )
+    return value if isinstance(value, int) else parse_bytes(value)

@@ -7,8 +7,8 @@ Host memory is for the ranks' tensors and for what a process is without any. The
 which `bench/memory/host_memory.py` measures on CPU ranks, where host and device are one. The first part is the
 interpreter, torch, DeepSpeed, transformers and what they load when they first work. It holds where large blocks go back
 to the system when they are freed, which frugal sees to in a run that offloads
-(`frugal.config.hardware.local_host`): with
-glibc's own settings, which keep blocks of up to 32 MiB, resident sets were up to 16 % larger than their tensors.
+(`frugal.config.hardware.local_host`): with glibc's own settings, which keep blocks of up to 32 MiB, resident sets were
+up to 16 % larger than their tensors.
 
 Left out: the data, of which a rank holds its part of two global batches at a time, 16 bytes a token; worker
 processes; shared pages, which are counted in every rank that maps them, as the kernel does in a resident set.
@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Protocol
 
-from frugal.config.hardware.cluster import Cluster, Node
+from frugal.config.hardware.cluster import Cluster, Device, Node
 from frugal.config.optimizers import state_bytes_per_element
 from frugal.config.request import Request
 from frugal.planning.memory.interval import Bounds, widened
@@ -71,6 +71,14 @@ class MemoryBreakdown:
     def live_bytes(self) -> int:
         """Bytes of live tensors at the peak: without slack and context."""
         return self.total_bytes - self.slack - self.context
+
+    def device_in(self, cluster: Cluster) -> Device:
+        """The device that this is of, by what is usable of it."""
+        return min(
+            (device for device in cluster.devices if device.usable_bytes == self.usable_bytes),
+            key=lambda device: device.memory_bytes,
+            default=cluster.devices[0],
+        )
 
     def assuming(self, assumptions: Sequence[str]) -> "MemoryBreakdown":
         """The same where a dry run assumed something of its data, on which activations and temporary tensors depend."""

@@ -8,6 +8,8 @@ import difflib
 import functools
 import importlib
 import importlib.util
+import os
+import pickle
 import socket
 import sys
 from collections.abc import Callable, Iterator
@@ -25,12 +27,17 @@ from frugal.training.objectives import Objective
 
 Factory = Callable[[], Any]
 
+PICKLED = ".cloudpickle"
+"""How the name of a file ends in which a callable is kept, as `frugal.dryrun.model_object` writes it."""
+
 
 def import_callable(reference: str) -> Factory:
     """The callable behind `package.module:name` or `path/to/file.py:name`."""
     where, _, name = reference.rpartition(":")
     try:
         with _importable(Path.cwd()):
+            if where.endswith(PICKLED):
+                return _unpickled(Path(where))
             module = _import_file(Path(where)) if where.endswith(".py") else importlib.import_module(where)
     except FrugalError:
         raise
@@ -51,6 +58,14 @@ def import_callable(reference: str) -> Factory:
     if not callable(factory):
         raise RequestError(f"{reference} cannot be called", because=f"its type is {type(factory).__name__}")
     return factory
+
+
+def _unpickled(path: Path) -> Factory:
+    """The callable that `frugal.dryrun.model_object` has kept; a pickle can do anything, so it must be this user's."""
+    with path.open("rb") as file:
+        if os.fstat(file.fileno()).st_uid != os.geteuid():
+            raise RequestError(f"{path} is not read", because="it belongs to another user, and can run any code")
+        return pickle.load(file)
 
 
 def _import_file(path: Path) -> Any:
@@ -99,6 +114,28 @@ def make_model(reference: str, factory: Factory, device: torch.device) -> tuple[
             hint="return a torch.nn.Module, or (module, objective)",
         )
     return module, objective
+
+
+_SHAPES_ONLY = "_frugal_shapes_only"
+
+
+def mark_shapes_only(module: nn.Module) -> None:
+    """Say that the weights of `module` are made up: a plan was made for a module, of which only shapes were kept."""
+    setattr(module, _SHAPES_ONLY, True)
+
+
+def refuse_shapes_only(reference: str, module: nn.Module) -> None:
+    """Refuse to train made-up weights in place of the ones that a module had.
+
+    Raises:
+        RequestError: they are.
+    """
+    if getattr(module, _SHAPES_ONLY, False):
+        raise RequestError(
+            f"{reference} has no weights",
+            because="the plan was made for a module, of which only the shapes were kept",
+            hint="train it from Python, with frugal.initialize(module, plan, objective)",
+        )
 
 
 def hub_is_reachable() -> bool:

@@ -1,0 +1,168 @@
+"""A model given as a Python object, as a reference that a dry run's process can follow.
+
+A dry run has a process of its own. What can be imported there is named (`package.module:name`); a configuration is
+written as its config.json; all else, such as a class of a notebook or a module, is kept by cloudpickle in the
+user's cache folder, where the file's name is a digest of its content. Of a module's tensors only the shapes are kept.
+"""
+
+import copy
+import functools
+import hashlib
+import importlib
+import json
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import platformdirs
+
+from frugal import files
+from frugal.errors import RequestError
+from frugal.units import MIB
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from frugal.training.objectives import Objective
+
+KEPT_BYTES = 1 * MIB
+"""A buffer up to this size keeps its values: such as frequencies, which a model cannot do without."""
+
+LIMIT_BYTES = 512 * MIB
+"""Of all models that are kept; see `frugal.files`."""
+
+
+def reference_of(model: Any, objective: "Objective | None" = None) -> str:
+    """What `Request.model` says of `model`: a configuration of transformers, a module, or a callable that makes one.
+
+    With `objective` it stands for both. A module's weights are not read, and it may be on meta.
+
+    Raises:
+        RequestError: it is something else, or cannot be written down.
+    """
+    import torch
+
+    if hasattr(model, "to_json_string") and hasattr(model, "model_type"):
+        if objective is None:
+            return _configuration(model)
+        raise RequestError(
+            "a configuration was given together with an objective",
+            because="it is trained by the objective of its task",
+            hint="give a function that returns the model, and the objective",
+        )
+    if isinstance(model, torch.nn.Module):
+        return _pickled(functools.partial(_copied, (without_values(model), objective)), type(model).__name__)
+    if not callable(model):
+        raise RequestError(
+            f"`model` is {model!r}"[:200],
+            because="it must be a name or a path, a configuration of transformers, a module, or what makes one",
+        )
+    name = getattr(model, "__qualname__", type(model).__name__)
+    if objective is None and _is_importable(model):
+        return f"{model.__module__}:{name}"
+    make = model if objective is None else functools.partial(_made, model, objective)
+    return _pickled(make, name)
+
+
+def without_values(module: "nn.Module") -> "nn.Module":
+    """A copy of `module` whose parameters are on meta, and buffers of more than `KEPT_BYTES`."""
+    import torch
+
+    memo: dict[int, Any] = {}
+    for parameter in module.parameters():
+        memo[id(parameter)] = torch.nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
+    for buffer in module.buffers():
+        if buffer.nbytes > KEPT_BYTES:
+            memo[id(buffer)] = torch.empty_like(buffer, device="meta")
+    return copy.deepcopy(module, memo)
+
+
+def _copied(kept: "tuple[nn.Module, Objective | None]") -> Any:
+    """A copy at each call, because what is built twice must not be one; with random weights, where it is to be run."""
+    import torch
+
+    from frugal.training.models.factories import mark_shapes_only
+
+    module, objective = copy.deepcopy(kept)
+    device = torch.get_default_device()
+    if device.type == "meta":
+        module = module.to("meta")
+    else:
+        _fill(module, device)
+        mark_shapes_only(module)
+    return module if objective is None else (module, objective)
+
+
+def _fill(module: "nn.Module", device: Any) -> None:
+    """Numbers to try the model with: torch's own for its modules, small ones for others' parameters, else zeros."""
+    import torch
+
+    buffers = {name: buffer for name, buffer in module.named_buffers() if not buffer.is_meta}
+    module.to_empty(device=device)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.normal_(std=0.02)
+        for name, buffer in module.named_buffers():
+            buffer.copy_(buffers[name]) if name in buffers else buffer.zero_()
+        for part in module.modules():
+            if type(part).__module__.startswith("torch.nn") and hasattr(part, "reset_parameters"):
+                part.reset_parameters()  # type: ignore[operator]  # a method
+
+
+def _made(factory: Callable[[], Any], objective: "Objective") -> Any:
+    return factory(), objective
+
+
+def _is_importable(model: Any) -> bool:
+    """Whether another process that imports its module finds it there."""
+    module, name = getattr(model, "__module__", None), getattr(model, "__qualname__", None)
+    if not module or not name or module == "__main__":
+        return False
+    try:
+        return functools.reduce(getattr, name.split("."), importlib.import_module(module)) is model
+    except (ImportError, AttributeError):
+        return False
+
+
+def _configuration(config: Any) -> str:
+    values = config.to_dict()
+    text = json.dumps(values, sort_keys=True, default=str).encode()
+    return str(_written(_folder() / f"{config.model_type}-{hashlib.sha256(text).hexdigest()[:16]}.json", text))
+
+
+def _pickled(make: Callable[[], Any], name: str) -> str:
+    import cloudpickle  # type: ignore[import-untyped]  # has no types
+
+    from frugal.training.models.factories import PICKLED
+
+    try:
+        data = cloudpickle.dumps(make)
+    except Exception as error:  # each object has its own reason
+        raise RequestError(
+            f"{name} cannot be handed to the process of a dry run",
+            because=f"{type(error).__name__}: {error}",
+            hint="give a function that makes it, in a file: model='path/to/file.py:name'",
+        ) from None
+    label = "".join(letter for letter in name if letter.isalnum()) or "model"
+    path = _folder() / f"{label}-{hashlib.sha256(data).hexdigest()[:16]}{PICKLED}"
+    return f"{_written(path, data)}:{label}"
+
+
+def _folder() -> Path:
+    try:
+        return Path(platformdirs.user_cache_dir("frugal")) / "models"
+    except RuntimeError:  # a user without a home
+        return Path(tempfile.gettempdir()) / "frugal-models"
+
+
+def _written(path: Path, data: bytes) -> Path:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if not path.exists():
+            files.write_file(path, data)
+        files.touch(path)
+        files.prune(_folder(), LIMIT_BYTES)
+    except OSError as error:
+        raise RequestError(f"cannot write {path}", because=str(error.strerror)) from None
+    return path
