@@ -1,4 +1,4 @@
-"""Optimizers and learning rates: what an optimizer keeps of every parameter, how a rate follows the batch and the step.
+"""Optimizers: what each keeps of every parameter, and how its learning rate follows the batch.
 
 The name says what is computed, the implementation how:
 
@@ -21,11 +21,8 @@ batch / reference batch:
 
 Left out: that Malladi's rule also takes 1 - beta to kappa (1 - beta) and epsilon to epsilon / sqrt(kappa); that both
 need a warm-up, and hold up to a batch that depends on the task. The number of GPUs does not occur here.
-
-Over a run, rates are pure functions of the number of optimizer steps done, so that a resumed run needs no state.
 """
 
-import math
 from dataclasses import dataclass
 from math import sqrt
 from typing import Literal
@@ -191,66 +188,3 @@ class Scaling:
     def _by(self, rule: Rule) -> float:
         factor = self.batch / self.reference_batch
         return self.rate * (factor if rule == "linear" else sqrt(factor))
-
-
-Schedule = Literal["cosine", "linear", "constant"]
-
-
-def schedule_factor(step: int, *, schedule: Schedule, warmup_steps: int, total_steps: int) -> float:
-    """The factor on the peak learning rate in the step after `step` steps, of `total_steps`.
-
-    Warmup rises linearly to 1 in `warmup_steps` steps; its first step is 1 / warmup_steps, never 0. Then, with p
-    running from 0 to 1 over what is left: cosine (1 + cos(pi p)) / 2, linear 1 - p, or constant 1. The last step
-    is not quite at 0, because a step with learning rate 0 would be wasted.
-    """
-    if step < warmup_steps:
-        return (step + 1) / warmup_steps
-    if schedule == "constant":
-        return 1.0
-    progress = min((step - warmup_steps) / max(total_steps - warmup_steps, 1), 1.0)
-    if schedule == "linear":
-        return 1.0 - progress
-    return (1.0 + math.cos(math.pi * progress)) / 2.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Curve:
-    """The learning rate over a run: its `peak`, and what `schedule_factor` makes the factor of each step from."""
-
-    peak: float
-    schedule: Schedule
-    warmup_steps: int
-    total_steps: int
-
-    def factor(self, step: int) -> float:
-        """On the peak, in the step after `step` steps."""
-        return schedule_factor(
-            step, schedule=self.schedule, warmup_steps=self.warmup_steps, total_steps=self.total_steps
-        )
-
-    def change_from(self, before: "Curve", step: int) -> str | None:
-        """What another schedule than `before` means for the step after `step` steps; None where it is the same."""
-        if str(before) == str(self):
-            return None
-        rates = [each.peak * each.factor(step) for each in (before, self)]
-        longer = before.schedule == self.schedule != "constant" and before.total_steps > self.total_steps
-        keeping = f"; --schedule-steps {before.total_steps} keeps it" if longer else ""
-        return f"learning rate of step {step + 1} {rates[0]:.4g} -> {rates[1]:.4g} ({before} -> {self}{keeping})"
-
-    def __str__(self) -> str:
-        over = "" if self.schedule == "constant" else f" over {self.total_steps} steps"
-        return f"{self.schedule}{over}" + (f" with {self.warmup_steps} of warmup" if self.warmup_steps else "")
-
-
-def check_schedule_steps(schedule: Schedule, schedule_steps: int | None, steps: int) -> None:
-    """Whether a schedule over `schedule_steps` goes on to the end of a run of `steps`.
-
-    Raises:
-        RequestError: its learning rate is 0 before.
-    """
-    if schedule != "constant" and schedule_steps is not None and schedule_steps < steps:
-        raise RequestError(
-            f"--schedule-steps {schedule_steps} is less than the {steps} steps of the run",
-            because=f"the {schedule} schedule ends at a learning rate of 0, and steps after it would change nothing",
-            hint=f"use --schedule-steps {steps}, or --schedule constant",
-        )

@@ -3,13 +3,15 @@
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from math import ceil
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import msgspec
 
 from frugal import files
-from frugal.config.optimizers import Schedule, check_schedule_steps
+from frugal.config import learning_rate
+from frugal.config.learning_rate import Curve, Schedule
 from frugal.config.sample_lengths import TooLong
 from frugal.config.setting import check_sizes, flag_of, setting, settings_of, unknown_setting
 from frugal.errors import RequestError
@@ -66,8 +68,24 @@ class RunSettings:
     )
     epochs: int | None = setting(None, "Passes over the data, instead of --steps.", "run", least=1, shown_default="1")
     seed: int = setting(0, "Of weights, data order and dropout.", "run", least=0)
-    schedule: Schedule = setting("cosine", "Of the learning rate after warmup.", "optimizer")
+    schedule: Schedule = setting(
+        "cosine", f"Of the learning rate after warmup: {', '.join(get_args(Schedule))}.", "optimizer", metavar="NAME"
+    )
     warmup_steps: int = setting(0, "Optimizer steps until the peak learning rate.", "optimizer", least=0)
+    warmup_ratio: float | None = setting(
+        None, "Part of the schedule that is warmup, instead of --warmup-steps.", "optimizer", least=0,
+        shown_default="--warmup-steps",
+    )  # fmt: skip
+    min_lr_ratio: float = setting(
+        0.0, "Part of the peak learning rate at which the schedule ends.", "optimizer", least=0
+    )
+    decay_ratio: float | None = setting(
+        None, "Of --schedule warmup_stable_decay: part at the end in which the rate falls.", "optimizer", least=0,
+        shown_default=str(learning_rate.DECAY_RATIO), is_expert=True,
+    )  # fmt: skip
+    schedule_power: float | None = setting(
+        None, "Of --schedule polynomial.", "optimizer", least=0, shown_default="1", is_expert=True
+    )
     schedule_steps: int | None = setting(
         None, "Optimizer steps over which the schedule goes, where the run is to end before: it can be resumed on the "
         "same curve.", "optimizer", least=1, shown_default="those of the run", is_expert=True,
@@ -110,8 +128,9 @@ class RunSettings:
                 raise RequestError(f"--track is {name}", because=f"it must be one of {', '.join(TRACKERS)}")
         if self.steps is not None and self.epochs is not None:
             raise RequestError("--steps and --epochs were both given", hint="leave one of them out")
+        self._check_schedule()
         if self.steps is not None:
-            self._check_schedule(self.steps)
+            self.curve(1.0, self.steps)
 
     def _check_names(self) -> None:
         """Names of files are bytes; Python has those that are no text in the current encoding as surrogates."""
@@ -128,14 +147,29 @@ class RunSettings:
                         hint="rename it, or use a link of another name; if it is UTF-8, unset PYTHONUTF8",
                     ) from None
 
-    def _check_schedule(self, steps: int) -> None:
-        check_schedule_steps(self.schedule, self.schedule_steps, steps)
-        flag, length = ("steps", steps) if self.schedule_steps is None else ("schedule-steps", self.schedule_steps)
-        if self.warmup_steps > length:
-            raise RequestError(
-                f"--warmup-steps {self.warmup_steps} is more than --{flag} {length}",
-                because="the learning rate would never reach its peak",
-            )
+    def _check_schedule(self) -> None:
+        learning_rate.check_options(
+            self.schedule, self.warmup_ratio, self.min_lr_ratio, self.decay_ratio, self.schedule_power
+        )
+        if self.warmup_ratio is not None and self.warmup_steps:
+            raise RequestError("--warmup-steps and --warmup-ratio were both given", hint="leave one of them out")
+
+    def curve(self, peak: float, steps: int) -> Curve:
+        """The learning rate over a run of so many optimizer steps.
+
+        Raises:
+            RequestError: the schedule does not go with a run of this length.
+        """
+        total = self.schedule_steps or steps
+        warmup = self.warmup_steps if self.warmup_ratio is None else ceil(self.warmup_ratio * total)
+        is_decaying, decay = self.schedule == "warmup_stable_decay", self.decay_ratio
+        curve = Curve(
+            peak=peak, schedule=self.schedule, warmup_steps=warmup, total_steps=total, min_ratio=self.min_lr_ratio,
+            decay_steps=ceil((learning_rate.DECAY_RATIO if decay is None else decay) * total) if is_decaying else 0,
+            power=1.0 if self.schedule_power is None else self.schedule_power,
+        )  # fmt: skip
+        learning_rate.check_length(curve, steps, "--steps" if self.schedule_steps is None else "--schedule-steps")
+        return curve
 
     @property
     def checkpoints(self) -> Path:
@@ -179,6 +213,7 @@ class RunSettings:
         return [f"@{path}"]
 
 
+_WARMUPS = ("warmup_steps", "warmup_ratio")
 _OF_ONE_START = ("resume", "accept_changed_data")  # not of the run, and so not in its record
 
 DATA_NAMES = (
@@ -221,8 +256,9 @@ def run_settings(flags: Mapping[str, Any], file: Mapping[str, Any]) -> RunSettin
     _check_table(file)
     given = {name: value for name, value in flags.items() if name in rows and value not in (None, ())}
     settings = {name: value for name, value in file.items() if name in rows} | given
-    if len({"steps", "epochs"} & given.keys()) == 1:  # then the other one, from the file, is overruled
-        settings.pop("epochs" if "steps" in given else "steps", None)
+    for one, other in (("steps", "epochs"), ("epochs", "steps"), *(_WARMUPS, _WARMUPS[::-1])):
+        if one in given and other not in given:  # what the file says of the other one is overruled
+            settings.pop(other, None)
     for name, value in settings.items():
         if rows[name].is_repeatable:
             settings[name] = (value,) if isinstance(value, str) else tuple(value)

@@ -17,6 +17,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from frugal.config.learning_rate import Schedule
 from frugal.errors import RequestError
 
 
@@ -43,11 +44,10 @@ _HF, _DEEPSPEED, _MANY = "HF Trainer's", "DeepSpeed's", "other trainers'"
 _TORCH, _TORCHTITAN, _MEGATRON = "torch's", "torchtitan's", "Megatron's"
 
 _KEEPS_THE_BATCH = "frugal keeps the global batch, and cuts it into micro-batches for the GPUs there are"
-_SCHEDULES = {"cosine": "cosine", "linear": "linear", "constant": "constant", "constant_with_warmup": "constant"}
 
 
 def _schedule(name: str) -> str:
-    return _SCHEDULES.get(name, "cosine, linear or constant")
+    return {"wsd": "warmup_stable_decay"}.get(name, name if name in get_args(Schedule) else "cosine")
 
 
 def _optimizer(name: str) -> str:
@@ -108,6 +108,11 @@ OTHER_NAMES = {
     "optimizer.beta2": OtherName(_TORCHTITAN, "--adam-beta2 {}"),
     "optimizer.eps": OtherName(_TORCHTITAN, "--adam-epsilon {}"),
     "adam_eps": OtherName(_MEGATRON, "--adam-epsilon {}"),
+    "warmup": OtherName(_MANY, "--warmup-steps {}, or --warmup-ratio for a part of the schedule"),
+    "lr_warmup_iters": OtherName(_MEGATRON, "--warmup-steps {}"),
+    "lr_warmup_fraction": OtherName(_MEGATRON, "--warmup-ratio {}"),
+    "min_lr": OtherName(_MANY, "--min-lr-ratio 0.1", "it is given as a part of the peak learning rate"),
+    "min_lr_rate": OtherName(_HF, "--min-lr-ratio {}"),
     "lr_decay_iters": OtherName(_MEGATRON, "--schedule-steps {}"),
     "resume_from_checkpoint": OtherName(
         _HF, "--resume --out DIR", "a run goes on from the newest checkpoint in its folder"

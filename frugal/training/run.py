@@ -26,7 +26,7 @@ from frugal.training.reports import trackers
 if TYPE_CHECKING:
     import torch
 
-    from frugal.config.optimizers import Curve
+    from frugal.config.learning_rate import Curve
     from frugal.distributed.peer_watch import PeerWatch
     from frugal.training.checkpoint.held_folder import HeldFolder
     from frugal.training.checkpoint.loading import Progress
@@ -108,7 +108,7 @@ def train(plan: Plan, settings: RunSettings, device: "torch.device") -> None:
     batches = _global_batches(plan, settings, data)
     total_steps = loop.num_steps(batches, settings)
 
-    curve = _curve(plan, settings, total_steps)
+    curve = settings.curve(plan.request.scaled_learning_rate, total_steps)
     # The loop takes the gauge off after two steps; the folder stays ours to the end.
     with run_folder.locked(settings) if rank == 0 else nullcontext() as descriptor, ExitStack() as measuring:
         held = HeldFolder(settings, descriptor)
@@ -147,16 +147,6 @@ def train(plan: Plan, settings: RunSettings, device: "torch.device") -> None:
                 _evaluate_at_the_end(engine, data, total_steps, log)
                 log.say(f"model written to {_save_model(engine, held, data)}")
         engine.destroy()
-
-
-def _curve(plan: Plan, settings: RunSettings, total_steps: int) -> "Curve":
-    from frugal.config.optimizers import Curve, check_schedule_steps
-
-    check_schedule_steps(settings.schedule, settings.schedule_steps, total_steps)
-    return Curve(
-        peak=plan.request.scaled_learning_rate, schedule=settings.schedule, warmup_steps=settings.warmup_steps,
-        total_steps=settings.schedule_steps or total_steps,
-    )  # fmt: skip
 
 
 def _trackers(plan: Plan, settings: RunSettings, first_step: int) -> trackers.Trackers:

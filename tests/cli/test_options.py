@@ -36,10 +36,11 @@ ANSWERS = {
     "--save-steps 50": HF + "\nhint: --save-every 50\n",
     "--eval-steps 50": HF + "\nhint: --eval-every 50\n",
     "--logging-steps 10": HF + LOGGED,
-    "--report-to wandb": HF + LOGGED,
+    "--report-to wandb": HF + "\nhint: --track wandb\n",
     "--max-grad-norm 0.5": HF + "\nhint: --gradient-clipping 0.5\n",
     "--lr-scheduler-type linear": HF + "\nhint: --schedule linear\n",
-    "--lr-scheduler-type polynomial": HF + "\nhint: --schedule cosine, linear or constant\n",
+    "--lr-scheduler-type polynomial": HF + "\nhint: --schedule polynomial\n",
+    "--lr-scheduler-type cosine_with_restarts": HF + "\nhint: --schedule cosine\n",
     "--optim adamw_bnb_8bit": HF + "\nhint: --optimizer adamw-8bit\n",
     "--resume-from-checkpoint run/checkpoint-5": HF
     + "  because a run goes on from the newest checkpoint in its folder\n\nhint: --resume --out DIR\n",

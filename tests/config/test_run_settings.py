@@ -13,7 +13,8 @@ from frugal.errors import RequestError
 
 SOME = RunSettings(
     data=("a.txt", "b.txt"), validation_data=("c.txt",), test_data=("d.txt",), tokenizer="folder", limit=3,
-    skip_bad_rows=True, steps=7, too_long="skip", schedule="linear", warmup_steps=2, eval_every=3, save_every=0,
+    skip_bad_rows=True, steps=7, too_long="skip", schedule="warmup_stable_decay", warmup_ratio=0.25,
+    min_lr_ratio=0.1, decay_ratio=0.5, eval_every=3, save_every=0,
     keep=5, async_save=True, on_nan="skip", seed=9, out=Path("there"), validation_fraction=0.25,
     validation_samples=12, resume=True, accept_changed_data=True, grace=75, text_column="t", label_column="l",
     source_column="s", target_column="g", schedule_steps=8, track=("wandb",),
@@ -25,13 +26,18 @@ def parsed(arguments: list[str]) -> RunSettings:
     return run_settings(parse(arguments, {}, settings_of(RunSettings)), {})
 
 
-@pytest.mark.parametrize("asked", [RunSettings(), SOME, replace(RunSettings(), epochs=3)])
+POWERED = RunSettings(schedule="polynomial", schedule_power=2.0, warmup_steps=3)
+
+
+@pytest.mark.parametrize("asked", [RunSettings(), SOME, POWERED, replace(RunSettings(), epochs=3)])
 def test_the_ranks_understand_what_was_asked(asked: RunSettings) -> None:
     assert parsed(asked.arguments()) == asked
 
 
 def test_every_setting_is_tried_above() -> None:
-    assert [f.name for f in fields(RunSettings) if getattr(SOME, f.name) == f.default] == ["epochs"]
+    assert [f.name for f in fields(RunSettings) if getattr(SOME, f.name) == f.default] == [
+        "epochs", "warmup_steps", "schedule_power",
+    ]  # fmt: skip
 
 
 def test_more_words_than_a_command_line_takes_reach_the_ranks_in_a_file(tmp_path: Path) -> None:
@@ -79,6 +85,35 @@ def test_a_run_to_resume_need_not_be_told_again(tmp_path: Path) -> None:
             "  because the cosine schedule ends at a learning rate of 0, and steps after it would change nothing\n\n"
             "hint: use --schedule-steps 3, or --schedule constant",
         ),
+        (
+            {"warmup_steps": 3, "warmup_ratio": 0.1},
+            "--warmup-steps and --warmup-ratio were both given\n\nhint: leave one of them out",
+        ),
+        ({"warmup_ratio": 3.0}, "--warmup-ratio is 3\n  because it is a part: at least 0, at most 1"),
+        ({"min_lr_ratio": 3.0}, "--min-lr-ratio is 3\n  because it is a part: at least 0, at most 1"),
+        (
+            {"schedule": "cosine_with_min_lr"},
+            "--schedule cosine_with_min_lr was given without --min-lr-ratio\n"
+            "  because what the learning rate is to end at is not known\n\n"
+            "hint: add --min-lr-ratio 0.1, or use --schedule cosine, which ends at 0",
+        ),
+        (
+            {"schedule": "inverse_sqrt", "min_lr_ratio": 0.1},
+            "--min-lr-ratio was given with --schedule inverse_sqrt\n"
+            "  because this schedule has no end to fall to\n\nhint: leave it out, or use --schedule cosine",
+        ),
+        (
+            {"decay_ratio": 0.1},
+            "--decay-ratio was given with --schedule cosine\n"
+            "  because only warmup_stable_decay has one to choose\n\n"
+            "hint: leave it out, or use --schedule warmup_stable_decay",
+        ),
+        (
+            {"schedule": "warmup_stable_decay", "steps": 10, "warmup_steps": 6, "decay_ratio": 0.5},
+            "6 steps of warmup and 5 of decay are more than --steps 10\n"
+            "  because the learning rate would fall before it has reached its peak\n\n"
+            "hint: shorten --warmup-steps or --decay-ratio",
+        ),
     ],
 )
 def test_impossible_settings_are_refused(values: dict[str, Any], message: str) -> None:
@@ -97,7 +132,8 @@ def test_impossible_settings_are_refused(values: dict[str, Any], message: str) -
         ({"tokenizer": 5}, "`tokenizer` in [train] is 5\n  because it must be text"),
         (
             {"schedule": "step"},
-            "`schedule` in [train] is 'step'\n  because it must be one of cosine, linear, constant",
+            "`schedule` in [train] is 'step'\n  because it must be one of cosine, linear, constant, "
+            "constant_with_warmup, cosine_with_min_lr, polynomial, inverse_sqrt, warmup_stable_decay",
         ),
     ],
 )

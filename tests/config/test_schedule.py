@@ -5,14 +5,77 @@ from typing import Any
 
 import pytest
 
-from frugal.config.optimizers import Curve, schedule_factor
+from frugal.config.learning_rate import Curve
+from frugal.config.run_settings import RunSettings
 
 
 def rates(schedule: Any, warmup_steps: int, total_steps: int) -> list[float]:
-    return [
-        schedule_factor(step, schedule=schedule, warmup_steps=warmup_steps, total_steps=total_steps)
-        for step in range(total_steps)
-    ]
+    made = curve(total_steps, schedule=schedule, warmup_steps=warmup_steps)
+    return [made.factor(step) for step in range(total_steps)]
+
+
+def transformers_rates(schedule: str, steps: int, *, warmup: int, **options: Any) -> list[float]:
+    """The rate of each step by transformers' own scheduler, whose peak is 1."""
+    import torch
+    import transformers
+
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    scheduler = transformers.get_scheduler(schedule, optimizer, warmup, steps, scheduler_specific_kwargs=options)
+    taken = []
+    for _ in range(steps):
+        taken.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    return taken
+
+
+@pytest.mark.parametrize("warmup", [0, 7])
+@pytest.mark.parametrize(
+    ("schedule", "asked", "theirs"),
+    [
+        ("linear", {}, {}),
+        ("cosine", {}, {}),
+        ("cosine_with_min_lr", {"min_lr_ratio": 0.1}, {"min_lr_rate": 0.1}),
+        ("constant_with_warmup", {}, {}),
+        ("polynomial", {"schedule_power": 2.0, "min_lr_ratio": 0.1}, {"power": 2.0, "lr_end": 0.1}),
+        ("inverse_sqrt", {}, {}),
+        (
+            "warmup_stable_decay",
+            {"decay_ratio": 0.25, "min_lr_ratio": 0.1},
+            {"num_decay_steps": 10, "min_lr_ratio": 0.1},
+        ),
+        ("warmup_stable_decay", {}, {"num_decay_steps": 4}),
+    ],
+)
+def test_schedules_are_transformers_step_by_step_but_for_a_warmup_that_wastes_no_step(
+    schedule: Any, asked: dict[str, Any], theirs: dict[str, Any], warmup: int
+) -> None:
+    steps = 40
+    made = RunSettings(schedule=schedule, steps=steps, warmup_steps=warmup, **asked).curve(1.0, steps)
+    expected = transformers_rates(schedule, steps, warmup=warmup, **theirs)
+    for step in range(warmup, steps):
+        assert made.factor(step) == pytest.approx(expected[step], rel=1e-12, abs=1e-12), step
+    for step in range(warmup):
+        assert made.factor(step) == pytest.approx(expected[step + 1], rel=1e-12), step
+
+
+def test_constant_is_constant_with_warmup_where_there_is_one() -> None:
+    assert rates("constant", 3, 9) == rates("constant_with_warmup", 3, 9)
+
+
+def test_a_part_of_the_schedule_is_its_warmup() -> None:
+    settings = RunSettings(warmup_ratio=0.03, schedule="linear")
+    assert [settings.curve(1.0, steps).warmup_steps for steps in (10, 100, 1000)] == [1, 3, 30]
+    assert RunSettings(warmup_ratio=0.03, schedule_steps=2000).curve(1.0, 100).warmup_steps == 60
+
+
+def test_what_a_schedule_is_is_said_in_words() -> None:
+    settings = RunSettings(schedule="warmup_stable_decay", warmup_steps=5, min_lr_ratio=0.1)
+    assert str(settings.curve(1.0, 100)) == (
+        "warmup_stable_decay over 100 steps down to 0.1 of its peak with 5 of warmup and 10 of decay"
+    )
+    powered = RunSettings(schedule="polynomial", schedule_power=2.0)
+    assert str(powered.curve(1.0, 100)) == "polynomial of power 2 over 100 steps"
 
 
 def test_warmup_rises_evenly_to_the_peak_and_wastes_no_step() -> None:
@@ -26,7 +89,7 @@ def test_linear_and_cosine_fall_from_the_peak_and_never_reach_zero_in_a_step() -
 
 
 def test_steps_beyond_the_end_keep_the_last_value() -> None:
-    assert schedule_factor(9, schedule="cosine", warmup_steps=0, total_steps=5) == 0.0
+    assert curve(5, schedule="cosine").factor(9) == 0.0
 
 
 def curve(total_steps: int, **changes: Any) -> Curve:

@@ -14,7 +14,7 @@ import torch
 from bench.plans import plan_by_hand
 from bench.ranks import Ranks
 from bench.runs import records
-from frugal.config.optimizers import schedule_factor
+from frugal.config.learning_rate import Curve
 from frugal.config.run_settings import RunSettings
 from frugal.distributed import stop
 from frugal.training import loop, train_step
@@ -47,9 +47,7 @@ def train(
     total_steps = loop.num_steps(batches, settings)
     engine = initialize(
         model, plan, CausalLM(),
-        learning_rate_schedule=lambda step: schedule_factor(
-            step, schedule="cosine", warmup_steps=2, total_steps=total_steps
-        ),
+        learning_rate_schedule=Curve(peak=1e-2, schedule="cosine", warmup_steps=2, total_steps=total_steps).factor,
     )  # fmt: skip
     train_step.seed_all(rank)
     random.seed(rank)

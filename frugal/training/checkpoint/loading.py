@@ -38,7 +38,8 @@ from torch import Tensor
 
 from frugal import file_errors, files
 from frugal.config.hardware import local_host
-from frugal.config.optimizers import ADAM_BETA1, ADAM_BETA2, ADAM_EPSILON, Curve
+from frugal.config.learning_rate import Curve
+from frugal.config.optimizers import ADAM_BETA1, ADAM_BETA2, ADAM_EPSILON
 from frugal.config.run_settings import RunSettings
 from frugal.deepspeed_adapter import checkpoint_files, kernels
 from frugal.deepspeed_adapter.checkpoint_files import Piece, StateFiles, StateLayout
