@@ -122,7 +122,7 @@ class SettingsCommand(click.Command):
         return super().parse_args(ctx, args)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """The ten flags that people need first, then the others by group."""
+        """The flags that people need first, then the others by group."""
         formatter.width = min(formatter.width, _WIDTH)
         with_experts = bool(ctx.meta.get("frugal.help_all"))
         groups: dict[str, list[tuple[str, str]]] = {name: [] for name in (FIRST, OWN, *get_args(Group))}

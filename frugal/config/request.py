@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from frugal.config import optimizers
+from frugal.config.adapters import Lora
 from frugal.config.optimizers import OptimizerImplementation, OptimizerName, Rule, Scaling, check_rule
 from frugal.config.sample_lengths import Lengths
 from frugal.config.setting import Kind, check_sizes, setting
@@ -28,6 +29,11 @@ LENGTHS = Kind(
     str,
     "a file, a list of tokens or a table of tokens and samples",
     lambda value: isinstance(value, str | list | tuple | Mapping | Lengths),
+)
+
+
+LORA = Kind(
+    str, "text such as r=16,alpha=32 or a table of these", lambda value: isinstance(value, str | Mapping | Lora)
 )
 
 
@@ -82,6 +88,12 @@ class Request:
     nvme_path: str | None = setting(
         None, "Folder on a local disk of each node, for --offload nvme; without it disks are not used.",
         "memory and speed", metavar="DIR", is_expert=True,
+    )  # fmt: skip
+    lora: Lora | None = setting(
+        None,
+        "Train low-rank adapters and freeze the model: r=16, and alpha=32 (twice r), dropout=0.05 (0), dora, "
+        "targets=q_proj,v_proj (all-linear).",
+        "model and batch", kind=LORA, metavar="r=16[,...]", is_first=True,
     )  # fmt: skip
     precision: Precision = setting(
         "bf16", "Of weights, activations and gradients in forward and backward.", "model and batch", is_first=True

@@ -18,6 +18,7 @@ import msgspec
 
 from frugal import files
 from frugal.config import sample_lengths
+from frugal.config.adapters import Lora
 from frugal.config.hardware.build_cluster import ClusterSettings, build_cluster
 from frugal.config.hardware.calibration import Calibration
 from frugal.config.hardware.cluster import Cluster
@@ -63,6 +64,8 @@ def requested(settings: Mapping[str, Any]) -> tuple[Request, tuple[str, ...]]:
         )
     if "lengths" in given:
         given["lengths"] = sample_lengths.of(given["lengths"])
+    if "lora" in given:
+        given["lora"] = Lora.of(given["lora"])
     defaults = tuple(
         field.name
         for field in fields(Request)

@@ -96,6 +96,12 @@ OTHER_NAMES = {
     "save_total_limit": OtherName(_HF, "--keep {}"),
     "eval_steps": OtherName(_HF, "--eval-every {}"),
     "logging_steps": OtherName(_HF, "leave it out", "every step is written to metrics.jsonl in the run's folder"),
+    "lora_r": OtherName("peft's", "--lora r={}"),
+    "lora_rank": OtherName(_MANY, "--lora r={}"),
+    "lora_alpha": OtherName("peft's", "--lora r=N,alpha={}"),
+    "lora_dropout": OtherName("peft's", "--lora r=N,dropout={}"),
+    "lora_target_modules": OtherName("TRL's", "--lora r=N,targets={}", stand_in="NAME,NAME"),
+    "use_peft": OtherName("TRL's", "--lora r=16"),
     "report_to": OtherName(_HF, "--track {}", stand_in="tensorboard"),
     "max_grad_norm": OtherName(_HF, "--gradient-clipping {}"),
     "lr_scheduler_type": OtherName(_HF, "--schedule {}", stand_in="cosine", of_value=_schedule),
@@ -189,7 +195,7 @@ class SettingRow:
         shown_default: in words, where `default` does not say it.
         least: the smallest number allowed.
         most: the largest number allowed.
-        is_first: one of the ten that most people need; they lead `--help`.
+        is_first: one of the few that most people need; they lead `--help`.
         is_expert: only `--help-all` lists it.
         is_repeatable: a flag may be given several times.
         has_opposite: there is `--no-NAME`, too, because None is not the same as False.

@@ -274,6 +274,12 @@ def check(plan: Plan, target: Target) -> None:
             because="frugal packs them itself, and the plan counts the attention mask that this takes",
             hint="plan without --pack",
         )
+    if plan.request.lora is not None:
+        raise RequestError(
+            f"{who} is not exported to with adapters",
+            because=f"the plan has --lora {plan.request.lora}, which frugal adds to the model when it trains",
+            hint="train it with `frugal train --plan DIR`, or export a plan without --lora",
+        )
     if plan.request.batch_norm not in (None, "local"):
         raise RequestError(
             f"{who} takes BatchNorm as it is",

@@ -88,7 +88,8 @@ def digest(*parts: Any) -> str:
 
 def model_key(request: Request) -> Any:
     """What a dry run of the request's model depends on, found without torch."""
-    return [request.model, request.task, request.seq_len, bool(request.pack), _definition(request.model), *_versions()]
+    definition = [request.model, request.task, request.lora, _definition(request.model)]
+    return [*definition, request.seq_len, bool(request.pack), *_versions()]
 
 
 @functools.cache

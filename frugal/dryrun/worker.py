@@ -12,7 +12,9 @@ from typing import Any, BinaryIO
 
 import msgspec
 
+from frugal.config.adapters import Lora
 from frugal.config.hardware.cluster import KERNEL_CLASSES
+from frugal.config.request import Request, Task
 from frugal.distributed import parent
 from frugal.dryrun.messages import Answer, AskCheck, AskDryRun, AskFacts, AskTrace, Mistake, Question, Traced, WarmUp
 
@@ -69,16 +71,21 @@ def _mistake(error: Any) -> Mistake:
 
 
 @functools.lru_cache(maxsize=2)
-def _spec(model: str, task: str | None) -> Any:
-    from frugal.training.models.resolve import resolve
+def _spec_of(model: str, task: Task | None, lora: Lora | None) -> Any:
+    from frugal.training.models.resolve import resolve_request
 
-    return resolve(model, task)
+    return resolve_request(Request(model=model, task=task, lora=lora))
+
+
+def _spec(request: Request) -> Any:
+    """Whatever else the request asks for."""
+    return _spec_of(request.model, request.task, request.lora)
 
 
 def _resolved(question: AskDryRun | AskTrace) -> Any:
     from frugal.training.models.spec import check_sequence_length
 
-    spec = _spec(question.request.model, question.request.task)
+    spec = _spec(question.request)
     check_sequence_length(spec, question.request.seq_len)
     return spec
 
@@ -89,7 +96,7 @@ def _describe(question: AskFacts) -> Any:
     from frugal.dryrun.messages import ModelFacts
     from frugal.training.models import activation_checkpointing, tiled_loss
 
-    spec = _spec(question.request.model, question.request.task)  # whatever the length asked for
+    spec = _spec(question.request)  # whatever the length asked for
     model = spec.build(dtype=torch.bfloat16, device="meta")
     parameters = list(model.parameters())
     return ModelFacts(
@@ -107,19 +114,19 @@ def _describe(question: AskFacts) -> Any:
 def _check(question: AskCheck) -> tuple[str, ...]:
     from frugal.training.trials import model_check, packing_check
 
-    spec = _spec(question.request.model, question.request.task)
+    spec = _spec(question.request)
     if question.request.pack:
         packing_check.check_packing(spec)
     return model_check.check_model(spec, question.request.batch_norm)
 
 
 @functools.lru_cache(maxsize=1)
-def _built(model: str, task: str | None, precision: str) -> Any:
+def _built(model: str, task: Task | None, lora: Lora | None, precision: str) -> Any:
     """The model on meta: building a large one takes longer than its trace."""
     from frugal.deepspeed_adapter.kernels import DTYPES
     from frugal.dryrun.trace.trace import built
 
-    return built(lambda: _spec(model, task).build(dtype=DTYPES[precision], device="meta"))
+    return built(lambda: _spec_of(model, task, lora).build(dtype=DTYPES[precision], device="meta"))
 
 
 def _trace(question: AskTrace) -> Traced:
@@ -128,7 +135,8 @@ def _trace(question: AskTrace) -> Traced:
 
     spec = _resolved(question)
     alike = set(KERNEL_CLASSES)
-    model, building_bytes = _built(question.request.model, question.request.task, question.request.precision)
+    request = question.request
+    model, building_bytes = _built(request.model, request.task, request.lora, request.precision)
     try:
         traced = trace(
             model,

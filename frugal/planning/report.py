@@ -217,9 +217,10 @@ def _uneven(plan: Plan) -> list[str]:
 
 def _facts(plan: Plan) -> list[str]:
     request, model = plan.request, plan.model
-    parameters = format_count(model.parameters)
+    parameters = f"{format_count(model.parameters)} parameters"
     if model.trainable_parameters != model.parameters:
-        parameters += f" ({format_count(model.trainable_parameters)} trainable)"
+        adapter = f": LoRA {request.lora}" if request.lora is not None else ""
+        parameters += f" ({format_count(model.trainable_parameters)} trainable{adapter})"
     clipping = f", gradient norm at most {request.gradient_clipping:g}" if request.gradient_clipping else ""
     rate = request.learning_rate_scaling or f"{request.learning_rate:g}"
     time = plan.time
@@ -235,7 +236,7 @@ def _facts(plan: Plan) -> list[str]:
     rows = [
         (
             "model",
-            f"{request.model}, {model.task}, {parameters} parameters, samples of {request.seq_len} tokens{packed}",
+            f"{request.model}, {model.task}, {parameters}, samples of {request.seq_len} tokens{packed}",
         ),
         ("cluster", _cluster(plan)),
         ("strategy", f"{plan.strategy}"),

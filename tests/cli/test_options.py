@@ -96,7 +96,7 @@ def test_help_fits_a_terminal_and_begins_with_what_people_need_first(
     assert max(map(len, lines)) <= 80
     start = lines.index("What most runs need:")
     first = [line.split()[0].strip(",") for line in lines[start : lines.index("", start)] if line.startswith("  --")]
-    expected = ["--model", "--global-batch", "--seq-len", "--precision", "--learning-rate", "--gpus", "--mem"]
+    expected = ["--model", "--global-batch", "--seq-len", "--lora", "--precision", "--learning-rate", "--gpus", "--mem"]
     expected += {"plan": ["--data"], "train": ["--data", "--steps", "--out"]}.get(command, [])
     assert first == expected
     hidden = [row.flag for row in SETTINGS.values() if row.is_expert and row.group == "memory and speed"]

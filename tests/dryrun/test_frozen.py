@@ -1,6 +1,5 @@
 """Models of which a part is trained: dry-run as they are measured, and only that part has gradients and states."""
 
-import importlib.util
 from typing import Any
 
 import pytest
@@ -56,7 +55,6 @@ def head_only() -> Any:
 
 
 MODELS = {"adapted": adapted, "lora": lora, "head only": head_only}
-WITH_PEFT = pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="peft is not installed")
 
 
 def measured(name: str, zero_stage: int, precision: str, mode: str) -> list[tuple[str, int, int]]:
@@ -75,9 +73,9 @@ def measured(name: str, zero_stage: int, precision: str, mode: str) -> list[tupl
         ("adapted", 2, "bf16", "selective"),
         ("adapted", 3, "bf16", "off"),
         ("head only", 2, "fp32", "off"),
-        pytest.param("lora", 0, "fp32", "selective", marks=WITH_PEFT),
-        pytest.param("lora", 2, "bf16", "off", marks=WITH_PEFT),
-        pytest.param("lora", 3, "bf16", "full", marks=WITH_PEFT),
+        ("lora", 0, "fp32", "selective"),
+        ("lora", 2, "bf16", "off"),
+        ("lora", 3, "bf16", "full"),
     ],
 )
 def test_frozen_parameters_are_as_dry_run(
@@ -117,7 +115,7 @@ def trained(name: str, zero_stage: int) -> tuple[list[float], set[str], int]:
     return losses, changed, sum(state.numel() for state in states)
 
 
-@pytest.mark.parametrize("name", ["adapted", pytest.param("lora", marks=WITH_PEFT)])
+@pytest.mark.parametrize("name", ["adapted", "lora"])
 @pytest.mark.parametrize("zero_stage", [2, 3])
 def test_only_what_is_trainable_is_trained_and_has_states(name: str, zero_stage: int, two_ranks: Ranks) -> None:
     trainable = {key: value for key, value in MODELS[name]().named_parameters() if value.requires_grad}
@@ -137,7 +135,6 @@ def test_zero_3_leaves_nothing_behind_that_keeps_the_inputs_of_frozen_layers(two
     assert two_ranks.run(linear_after, 3) == [True, True]
 
 
-@WITH_PEFT
 def test_the_task_of_an_adapted_model_is_that_of_the_model_inside() -> None:
     assert resolve("tests.dryrun.test_frozen:lora").task == "causal-lm"
 

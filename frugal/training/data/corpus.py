@@ -246,7 +246,7 @@ def read_samples(plan: Plan, settings: RunSettings) -> RunData:
     Raises:
         RequestError: the data, the tokenizer or the model cannot be used, or nodes have different data.
     """
-    spec = resolve.resolve(plan.request.model, plan.request.task)
+    spec = resolve.resolve_request(plan.request)
     tokenizer, tokens = tokenizing.load_for(spec, settings.tokenizer)
     host = socket.gethostname()
 
@@ -262,7 +262,7 @@ def read_samples(plan: Plan, settings: RunSettings) -> RunData:
     corpus = next(others)
     validation, test = (next(others).train if paths else () for paths in (settings.validation_data, settings.test_data))
     if corpus.report.num_labels:
-        spec = resolve.resolve(plan.request.model, plan.request.task, num_labels=corpus.report.num_labels)
+        spec = resolve.resolve_request(plan.request, num_labels=corpus.report.num_labels)
     return RunData(
         spec=spec.for_tokenizer(tokenizer),
         tokenizer=tokenizer,
@@ -342,7 +342,7 @@ def lengths_of(request: Request, settings: RunSettings) -> Lengths:
 
     Raises: as `read_samples`.
     """
-    spec = resolve.resolve(request.model, request.task)
+    spec = resolve.resolve_request(request)
     seq_len = min(request.seq_len, spec.max_positions or request.seq_len)
     tokenizer, _ = tokenizing.load_for(spec, settings.tokenizer)
     corpus, *_ = _load(spec, tokenizer, seq_len, bool(request.pack), settings)

@@ -36,7 +36,7 @@ from frugal.planning.plan import Plan
 from frugal.training.engine import initialize
 from frugal.training.measure.memory_watch import CudaGauge, gauge, mark_phases
 from frugal.training.measure.record import ModelDefinition, RankMeasurement, Trial
-from frugal.training.models.resolve import resolve
+from frugal.training.models.resolve import resolve_request
 from frugal.training.models.spec import ModelSpec
 from frugal.training.objectives import Objective, SummedLoss
 
@@ -139,7 +139,7 @@ def measure(plan: Plan, cap_bytes: int | None = None) -> Trial:
         OutOfMemoryError: the device is too small, or the cap.
     """
     device = process_group.join(plan)
-    spec = resolve(plan.request.model, plan.request.task)
+    spec = resolve_request(plan.request)
     dtype = DTYPES[plan.request.precision]
     spec.build(dtype=dtype, device="meta")  # what it imports is no memory of the model
     if cap_bytes is not None:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from frugal.config.request import Request
 from frugal.errors import RequestError
 from frugal.training.models import factories, transformers_internals
 from frugal.training.models.spec import OWN, TASKS, ModelSpec, heads, max_positions_of
@@ -28,6 +29,11 @@ _TOKENIZERS = (
 )  # fmt: skip
 """Files that a tokenizer leaves in a model's folder; any of them."""
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model.bin.index.json")
+
+
+def resolve_request(request: Request, *, num_labels: int | None = None) -> ModelSpec:
+    """The model that a request names, with the adapters that it asks for. Raises as `resolve`."""
+    return replace(resolve(request.model, request.task, num_labels=num_labels), lora=request.lora)
 
 
 def resolve(

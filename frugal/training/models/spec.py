@@ -12,10 +12,11 @@ from typing import Any, get_args
 import torch
 from torch import Tensor, nn
 
+from frugal.config.adapters import Lora
 from frugal.config.request import Task
 from frugal.errors import RequestError
 from frugal.training.losses import decoder_inputs, own_loss
-from frugal.training.models import expert_modules, factories, transformers_internals
+from frugal.training.models import adapters, expert_modules, factories, transformers_internals
 from frugal.training.objectives import CausalLM, MaskedLM, Objective, Seq2Seq, SequenceClassification
 
 TASKS: tuple[str, ...] = get_args(Task)
@@ -55,6 +56,7 @@ class ModelSpec:
         weights: folder or hub name that the weights come from; None: random ones.
         own_tokenizer: folder or hub name of the tokenizer that belongs to it; None: it has none.
         kind_of_reference: what `reference` is, in words, such as `preset`.
+        lora: adapters that are trained instead of it; None: it is trained itself.
         uses_cache: what its configuration says of `use_cache`, which is off while it trains.
     """
 
@@ -71,6 +73,7 @@ class ModelSpec:
     factory: factories.Factory | None = None
     structure: str = ""
     own_objective: Objective | None = None
+    lora: Lora | None = None
 
     def fingerprint(self) -> str:
         """SHA-256 of everything that memory and training depend on: the architecture and the task.
@@ -82,29 +85,38 @@ class ModelSpec:
             structure = json.dumps(config, sort_keys=True, default=str)
         else:
             structure = self.structure
-        return hashlib.sha256(f"{self.task}\n{structure}".encode()).hexdigest()
+        adapter = "" if self.lora is None else f"\n{self.lora}"
+        return hashlib.sha256(f"{self.task}\n{structure}{adapter}".encode()).hexdigest()
 
     def build(self, *, dtype: torch.dtype, device: torch.device | str = "cpu", seed: int = 0) -> nn.Module:
-        """The module in training mode; the same seed gives the same weights. On `meta` it has shapes only.
+        """The module in training mode, with its adapters; the same seed gives the same weights. On `meta` it has shapes
+        only.
 
         Raises:
-            RequestError: its factory fails, or its weights cannot be read.
+            RequestError: its factory fails, its weights cannot be read, or it cannot have these adapters.
         """
         device = torch.device(device)
         transformers_internals.always_use()
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             torch.manual_seed(seed)
-            if self.factory is not None:
-                module, _ = factories.make_model(self.reference, self.factory, device)
-                return _ready(module.to(dtype=dtype))
-            import transformers
+            module = self._base(dtype, device)
+            expert_modules.always_run(module)
+            if self.lora is not None:
+                module = adapters.add(module, self.lora, self.task, dtype=dtype, device=device, seed=seed)
+        return module.train()
 
-            auto = getattr(transformers, _AUTO[self.task][0])
-            if self.weights is None or device.type == "meta":
-                with torch.device(device), self._configuration_errors():
-                    module = auto.from_config(self.config, dtype=dtype, trust_remote_code=self.trust_remote_code)
-                return _ready(module)
-            return _ready(self._pretrained(auto, dtype).to(device))
+    def _base(self, dtype: torch.dtype, device: torch.device) -> nn.Module:
+        """The module without adapters. Raises as `build`."""
+        if self.factory is not None:
+            module, _ = factories.make_model(self.reference, self.factory, device)
+            return module.to(dtype=dtype)
+        import transformers
+
+        auto = getattr(transformers, _AUTO[self.task][0])
+        if self.weights is None or device.type == "meta":
+            with torch.device(device), self._configuration_errors():
+                return auto.from_config(self.config, dtype=dtype, trust_remote_code=self.trust_remote_code)
+        return self._pretrained(auto, dtype).to(device)
 
     def _pretrained(self, auto: Any, dtype: torch.dtype) -> nn.Module:
         """The module with the weights that were saved; what they lack is random, and told by `random_weights`."""
@@ -247,11 +259,6 @@ _RANDOM = "_frugal_random_weights"
 def random_weights(module: nn.Module) -> tuple[str, ...]:
     """The parameters of a pretrained model that were not among its weights, such as a new head's."""
     return getattr(module, _RANDOM, ())
-
-
-def _ready(module: nn.Module) -> nn.Module:
-    expert_modules.always_run(module)
-    return module.train()
 
 
 _NOT_ARCHITECTURE = {

@@ -94,9 +94,15 @@ def _sample(task: str, objective: Any, tokens: Tensor) -> Sample:
 def check_model(spec: ModelSpec, choice: BatchNormChoice | None = None) -> tuple[str, ...]:
     """What is to be said of a model before it is trained, for people; `choice`: whose statistics BatchNorm takes.
 
+    What adapters are put into is tried without them: they change nothing of it but by their dropout.
+
     Raises:
         RequestError: it cannot be trained for its task.
     """
+    if spec.lora is not None:
+        notes_of_base = check_model(replace(spec, lora=None), choice)
+        drops = spec.lora.dropout > 0 and DROPOUT not in notes_of_base
+        return (*notes_of_base, DROPOUT) if drops else notes_of_base
     whole = spec.build(dtype=torch.float32, device="meta")
     if choice is not None:
         batch_norm.check(whole, choice)

@@ -1,0 +1,104 @@
+"""Adapters around a base model, by peft: the base is frozen, what is added is trained.
+
+Adapters have the run's precision, as under DeepSpeed elsewhere: its engine casts all of a model to the run's precision,
+and its optimizer keeps the fp32 copies that are updated. (peft alone would make adapters of a bf16 base fp32, and with
+them their activations.) Their first weights depend on the seed, not on how the base came to be.
+"""
+
+import difflib
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from frugal.config.adapters import ALL_LINEAR, Lora
+from frugal.errors import RequestError
+
+TASK_TYPES = {"causal-lm": "CAUSAL_LM", "seq2seq": "SEQ_2_SEQ_LM", "sequence-classification": "SEQ_CLS"}
+"""What peft calls our tasks; others it has no wrapper for, and needs none. With `SEQ_CLS` it trains the head, too."""
+
+
+def add(
+    model: nn.Module, lora: Lora, task: str, *, dtype: torch.dtype, device: torch.device, seed: int = 0
+) -> nn.Module:
+    """`model`, which is changed, frozen and with adapters; peft's model around it.
+
+    Raises:
+        RequestError: it has adapters already, or no modules of these names, or peft has no adapter for them.
+    """
+    import peft
+
+    _refuse_adapted(model)
+    _check_targets(model, lora)
+    torch.manual_seed(seed)
+    try:
+        with torch.device(device), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that it takes transposed weights for what they are, and the like
+            adapted = peft.get_peft_model(model, config(lora, task), autocast_adapter_dtype=False)
+    except (ValueError, NotImplementedError, TypeError, RuntimeError) as error:
+        raise RequestError(
+            f"peft cannot make the adapters of --lora {lora} for {type(model).__name__}",
+            because=str(error).strip().splitlines()[0],
+            hint="name other modules: --lora r=16,targets=NAME,NAME",
+        ) from None
+    for parameter in adapted.parameters():  # peft gives them the base's dtype, but not on meta
+        if parameter.requires_grad:
+            parameter.data = parameter.data.to(dtype)
+    return adapted
+
+
+def config(lora: Lora, task: str) -> Any:
+    """peft's configuration."""
+    import peft
+
+    return peft.LoraConfig(
+        r=lora.rank,
+        lora_alpha=int(lora.alpha) if float(lora.alpha).is_integer() else lora.alpha,
+        lora_dropout=lora.dropout,
+        target_modules=ALL_LINEAR if lora.targets == (ALL_LINEAR,) else list(lora.targets),
+        use_dora=lora.dora,
+        task_type=TASK_TYPES.get(task),
+    )
+
+
+def _refuse_adapted(model: nn.Module) -> None:
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    if hasattr(model, "peft_config") or any(isinstance(module, BaseTunerLayer) for module in model.modules()):
+        raise RequestError(
+            "--lora was given for a model that has adapters already",
+            because=f"its factory makes a {type(model).__name__} with peft's adapters",
+            hint="leave --lora out: what its factory leaves trainable is trained",
+        )
+
+
+def _check_targets(model: nn.Module, lora: Lora) -> None:
+    """Refuse names that no module has, of which peft would only warn.
+
+    Raises:
+        RequestError: the first of them, with names that are near.
+    """
+    if lora.targets == (ALL_LINEAR,):
+        return
+    names = [name for name, _ in model.named_modules() if name]
+    for target in lora.targets:
+        if not any(name == target or name.endswith(f".{target}") for name in names):
+            known = sorted(set(_adaptable(model)))
+            near = difflib.get_close_matches(target, known, n=1) or known[:8]
+            raise RequestError(
+                f"`{target}`, a target of --lora, is no module of {type(model).__name__}",
+                because=f"its linear layers are called {', '.join(known[:12])}{', ...' if len(known) > 12 else ''}",
+                hint=f"use --lora r={lora.rank},targets={','.join(near)}, or {ALL_LINEAR}" if near else None,
+            )
+
+
+def _adaptable(model: nn.Module) -> Iterator[str]:
+    """The last parts of the names of linear layers."""
+    from transformers.pytorch_utils import Conv1D
+
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear | Conv1D):
+            last = name.rpartition(".")[2]
+            yield name if last.isdigit() else last
