@@ -53,9 +53,10 @@ def config(lora: Lora, task: str) -> Any:
     """peft's configuration."""
     import peft
 
+    alpha: Any = int(lora.alpha) if float(lora.alpha).is_integer() else lora.alpha  # peft says int, and takes any
     return peft.LoraConfig(
         r=lora.rank,
-        lora_alpha=int(lora.alpha) if float(lora.alpha).is_integer() else lora.alpha,
+        lora_alpha=alpha,
         lora_dropout=lora.dropout,
         target_modules=ALL_LINEAR if lora.targets == (ALL_LINEAR,) else list(lora.targets),
         use_dora=lora.dora,
