@@ -19,7 +19,7 @@ from frugal import temporary
 from frugal.cli.options import waiting
 from frugal.config.hardware import calibration, local_host
 from frugal.config.hardware.calibration import Calibration, Probe, format_flops, read_all
-from frugal.config.hardware.cluster import Capability, DeviceKind, recognise_card
+from frugal.config.hardware.cluster import Capability, Device, DeviceKind, recognise_card
 from frugal.dryrun.client import DryRunSource, workers
 from frugal.dryrun.compare import Measurement, host_bytes_per_node, predicted
 from frugal.dryrun.figures import Figures
@@ -43,7 +43,9 @@ RECORDS = Path("tests/measured")
     flag_value=RECORDS,
     help=f"Keep the measurement in this folder, too; predictions are tested against it.  [--record alone: {RECORDS}]",
 )
-@click.option("--capped", is_flag=True, help="Run again on GPUs that have no more memory than was predicted.")
+@click.option(
+    "--capped", is_flag=True, help="Run again with an allocator that may take no more of the GPUs than was predicted."
+)
 @click.option("--calibrate", "calibrating", is_flag=True, help="Keep what this machine can do, for the next plans.")
 @click.option("--device", type=click.Choice(get_args(DeviceKind)), help="What to calibrate without a plan.")
 @click.option("--gpus", type=int, help="How many GPUs (or CPU ranks) to calibrate without a plan.  [default: all]")
@@ -147,10 +149,11 @@ def _run(plan: Plan, path: Path, cap_bytes: int | None) -> Trial | int:
 
 
 def _capped(plan: Plan, path: Path, measurement: Measurement) -> Capped:
-    """Fresh processes on GPUs with as much memory as was predicted: context and allocator, and no more."""
-    device = min(plan.cluster.devices, key=lambda device: device.usable_bytes)
-    total = measurement.predicted.smallest_capacity_bytes + device.context_bytes
-    limit = max(1, total - (measurement.measured.context_bytes or 0))
+    """Fresh processes whose allocator may take what was predicted for it, and no more.
+
+    What the context takes is no matter here: it is compared apart, and lies outside of the allocator.
+    """
+    limit = measurement.predicted.smallest_capacity_bytes
     again = _run(plan, path, limit)
     if isinstance(again, int) and again != OutOfMemoryError.exit_code:
         raise RequestError(f"the capped run ended with exit code {again}", because="its own message is above")
@@ -229,7 +232,24 @@ def _report(measurement: Measurement) -> list[str]:
     if measurement.capped is not None:
         verdict = "enough" if measurement.capped.survived else "not enough: the prediction is too low"
         lines.append(f"capped at the prediction, {format_bytes(measurement.capped.limit_bytes)} for tensors: {verdict}")
-    return lines
+    return lines + _context_remark(device, measured)
+
+
+def _context_remark(device: Device, measured: Measured) -> list[str]:
+    """What to say of a context that is larger than planned: the margin is for that, and holds only so much of it."""
+    more = (measured.context_bytes or 0) - device.context_bytes
+    if more <= 0:
+        return []
+    if more <= device.margin_bytes:
+        return [
+            f"the context takes {format_bytes(more)} more than planned, of a margin of "
+            f"{format_bytes(device.margin_bytes)} that is kept for it"
+        ]
+    return [
+        f"the context takes {format_bytes(more)} more than planned, beyond the margin of "
+        f"{format_bytes(device.margin_bytes)}: a full GPU may run out of memory; `frugal measure --calibrate` has "
+        "plans count it"
+    ]
 
 
 def _row(name: str, expected: int, measured: int) -> tuple[str, str, str, str]:

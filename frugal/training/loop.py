@@ -70,15 +70,15 @@ def train(
                 batch, cut = next(prepared)
                 engine.wants_to_stop |= held.is_deleted
                 result = engine.train_step(cut)
-                if engine.device.type == "cuda":
-                    log.memory_bytes = torch.cuda.max_memory_allocated(engine.device)
+                _read_peaks(engine, log)
                 log.step(step, result, time.perf_counter() - step_start)
                 finite_check.after_step(step, result, batch)
                 if gauge is not None and step == start.step + 2:
-                    log.memory(step, gauge.stop())
+                    log.memory(step, gauge.stop(), is_lowered=engine.adaptive_limits.is_lowered)
                 now = replace(now, step=step, position=batch.end, validation_loss=None)
                 if len(validation) and _is_due(step, settings.eval_every, total_steps):
                     evaluation = evaluate(engine, validation)
+                    _read_peaks(engine, log)
                     log.evaluation(step, evaluation)
                     now = replace(now, validation_loss=evaluation.loss)
                     engine.agree_to_stop()  # an evaluation may be long
@@ -89,6 +89,13 @@ def train(
     except OutOfMemoryError as error:
         raise _saved_and_explained(error, engine, saver, settings, now) from None
     return now
+
+
+def _read_peaks(engine: Engine, log: Log) -> None:
+    """Have the log say what this rank's GPU has taken at most by now."""
+    if engine.device.type == "cuda":
+        log.memory_bytes = torch.cuda.max_memory_allocated(engine.device)
+        log.reserved_bytes = torch.cuda.max_memory_reserved(engine.device)
 
 
 def _saved_and_explained(

@@ -172,9 +172,14 @@ class AdaptiveLimits:
         """Limits of evaluation, which keeps no activations for backward."""
         return self._evaluation or self.limits
 
+    @property
+    def is_lowered(self) -> bool:
+        """Whether a training step takes less than planned, because memory ran out."""
+        return self.limits != self.planned or self._recomputes
+
     def learnt(self) -> LearntLimits | None:
         """For a checkpoint; None: nothing but what the plan says."""
-        if self.limits == self.planned and self._evaluation is None and not self._recomputes:
+        if not self.is_lowered and self._evaluation is None:
             return None
         return LearntLimits(
             planned=self.planned, limits=self.limits, larger=self._larger, evaluation=self._evaluation,

@@ -11,7 +11,7 @@ import logging
 import math
 import random
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -290,8 +290,9 @@ class Evaluation:
 def evaluate(engine: Stepper, samples: Sequence[Sample]) -> Evaluation:
     """The model's loss on `samples`, the same sequence on every rank. Collective; dropout is off meanwhile.
 
-    The samples are cut into micro-batches like a global batch, under the same limits, or smaller ones where memory runs
-    out on a rank: then all of it is run again. Every sample is in exactly one micro-batch; a rank whose own is empty
+    The samples are cut into micro-batches like a global batch, under the same limits, so that a forward takes no more
+    than one of training, which also keeps what backward needs. Where memory runs out on a rank all the same, all of it
+    is run again in smaller ones. Every sample is in exactly one micro-batch; a rank whose own is empty
     runs the objective's dummy, because ZeRO-3 communicates in every forward. Sums and counts travel in fp64, so what
     differs from one process is the rounding of each micro-batch's own sum.
 
@@ -333,7 +334,7 @@ def _evaluated(engine: Stepper, samples: Sequence[Sample], shares: Sequence[Sequ
     engine.module.eval()
     collated = prefetch(_collated(engine, samples, shares), engine.device)
     try:
-        with torch.no_grad(), closing(collated):
+        with torch.no_grad(), _without_caches(engine.module), closing(collated):
             for batch in collated:
                 targets += engine.objective.count(batch)
                 on_device = {name: tensor.to(engine.device, non_blocking=True) for name, tensor in batch.items()}
@@ -341,6 +342,25 @@ def _evaluated(engine: Stepper, samples: Sequence[Sample], shares: Sequence[Sequ
     finally:
         engine.module.train(was_training)
     return loss.item(), targets
+
+
+@contextmanager
+def _without_caches(module: nn.Module) -> Iterator[None]:
+    """A transformers model returns no keys and values: no plan counts those of all layers at once.
+
+    Under activation checkpointing it keeps none in training by itself.
+    """
+    config: Any = getattr(module, "config", None)
+    text: Any = config.get_text_config() if hasattr(config, "get_text_config") else None
+    parts = {id(part): part for part in (config, text)}.values()
+    keeping = [part for part in parts if getattr(part, "use_cache", None) is True]
+    for part in keeping:
+        part.use_cache = False
+    try:
+        yield
+    finally:
+        for part in keeping:
+            part.use_cache = True
 
 
 def _collated(engine: Stepper, samples: Sequence[Sample], shares: Sequence[Sequence[int]]) -> Iterator[Batch]:

@@ -58,13 +58,16 @@ def test_of_the_host_a_cpu_rank_is_told_the_tensors_which_are_the_least_that_it_
     )  # fmt: skip
 
 
-GPU_BYTES, CONTEXT = 16 * GIB, 600 * MIB
+GPU_BYTES, CONTEXT, MARGIN = 16 * GIB, 600 * MIB, 256 * MIB
 
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, int]:
-    """Stands for a GPU whose runs take `needed` bytes of segments; in the folder a plan for it that expects 4 GiB."""
-    taken = {"needed": 4 * GIB}
+    """Stands for a GPU whose runs take `needed` bytes of segments; in the folder a plan for it that expects 4 GiB.
+
+    Its context is `context` bytes.
+    """
+    taken = {"needed": 4 * GIB, "context": CONTEXT}
 
     def start(plan: Plan, module: str, arguments: list[str], *, to_stderr: bool) -> int:
         assert to_stderr, "standard output is for what was measured"
@@ -73,7 +76,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, int]:
             return OutOfMemoryError.exit_code
         rank = RankMeasurement(
             phases={"forward": 3 * GIB}, reserved_bytes=taken["needed"],
-            outside_bytes=CONTEXT, device_bytes=GPU_BYTES, rss_before_bytes=GIB, rss_peak_bytes=2 * GIB,
+            outside_bytes=taken["context"], device_bytes=GPU_BYTES, rss_before_bytes=GIB, rss_peak_bytes=2 * GIB,
         )  # fmt: skip
         definition = ModelDefinition(task="causal-lm", config={"model_type": "gpt2"})
         trial = Trial(ranks=(rank,), model=definition, device="a GPU", driver="580.1")
@@ -91,7 +94,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, int]:
     blank = plan_by_hand(world_size=1, global_batch=4, micro_batch=4, zero_stage=0)
     device = replace(
         blank.cluster.devices[0], kind="cuda", memory_bytes=GPU_BYTES, context_bytes=CONTEXT,
-        margin_bytes=0,
+        margin_bytes=MARGIN,
     )  # fmt: skip
     cluster = replace(blank.cluster, nodes=(Node(devices=(device,)),))
     (tmp_path / "plan.json").write_bytes(replace(blank, cluster=cluster).sealed().to_json())
@@ -126,6 +129,27 @@ def test_a_prediction_in_which_the_run_does_not_fit_is_told_and_ends_with_5(
     assert (found["peak_reserved_bytes"], found["context_bytes"]) == (4 * GIB + MIB, CONTEXT)
     assert found["device_bytes"] == 4 * GIB + MIB + CONTEXT
     assert (found["device"], found["driver"], found["error"]) == ("a GPU", "580.1", 0.0)
+
+
+@pytest.mark.parametrize(
+    ("more", "remark"),
+    [
+        (112 * MIB, "the context takes 112.0 MiB more than planned, of a margin of 256.0 MiB that is kept for it"),
+        (
+            257 * MIB,
+            "the context takes 257.0 MiB more than planned, beyond the margin of 256.0 MiB: a full GPU may run out of "
+            "memory; `frugal measure --calibrate` has plans count it",
+        ),
+    ],
+)
+def test_a_larger_context_is_told_apart_and_leaves_the_allocator_what_was_promised(
+    gpu: dict[str, int], capsys: pytest.CaptureFixture[str], more: int, remark: str
+) -> None:
+    gpu["context"] += more
+    assert run(["measure", "plan.json", "--capped"]) == 0
+    capped, last = capsys.readouterr().out.splitlines()[-2:]
+    assert capped == "capped at the prediction, 4.00 GiB for tensors: enough"
+    assert last == remark
 
 
 def test_a_record_goes_where_the_tests_look_unless_told_otherwise(

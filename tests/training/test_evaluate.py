@@ -15,6 +15,8 @@ from bench.ranks import Ranks
 from frugal.errors import RequestError
 from frugal.training import run
 from frugal.training.engine import initialize
+from frugal.training.measure.memory_watch import gauge
+from frugal.training.measure.two_steps import settled_collectives
 from frugal.training.objectives import CausalLM
 from frugal.training.reports.metrics import Log
 from frugal.training.train_step import Evaluation, evaluate
@@ -99,6 +101,49 @@ def trajectory(zero_stage: int, evaluating: bool) -> list[float]:
 @pytest.mark.parametrize("zero_stage", [2, 3])
 def test_evaluating_leaves_the_training_as_it_was(zero_stage: int, two_ranks: Ranks) -> None:
     assert two_ranks.run(trajectory, zero_stage, True) == two_ranks.run(trajectory, zero_stage, False)
+
+
+def peaks(zero_stage: int, strategy: dict[str, Any], model: dict[str, Any]) -> tuple[dict[str, int], set[Any]]:
+    """The most live bytes of two training steps, and of an evaluation under the same limits; runs on ranks.
+
+    And what the evaluated model returns as its keys and values.
+    """
+    caches = set()
+    plan = plan_by_hand(world_size=2, global_batch=64, micro_batch=32, zero_stage=zero_stage, strategy=strategy)
+    with gauge("cpu") as memory, settled_collectives():
+        engine = initialize(tiny_gpt2(**model), plan, CausalLM())
+        for step in range(2):
+            memory.mark("training")
+            engine.train_step(ragged_samples(64, seed=step, shortest=64))
+        gc.collect()
+        memory.mark("evaluation")
+        engine.module.register_forward_hook(lambda _model, _inputs, outputs: caches.add(outputs.past_key_values))
+        evaluate(engine, ragged_samples(65, seed=5, shortest=64))
+        assert engine.module.config.use_cache == model.get("use_cache", False)
+        most = memory.phases
+    engine.destroy()
+    del engine
+    gc.collect()
+    return most, caches
+
+
+@pytest.mark.parametrize(
+    ("zero_stage", "strategy", "model"),
+    [
+        (2, {}, {"vocab_size": 4096}),
+        (2, {"activation_checkpointing": "full", "loss": "tiled"}, {"use_cache": True}),
+        pytest.param(0, {"activation_checkpointing": "selective"}, {}, marks=pytest.mark.exhaustive),
+        pytest.param(3, {}, {"vocab_size": 4096}, marks=pytest.mark.exhaustive),
+        pytest.param(3, {"activation_checkpointing": "full"}, {"use_cache": True}, marks=pytest.mark.exhaustive),
+        pytest.param(3, {"activation_checkpointing": "full", "loss": "tiled"}, {}, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_evaluating_takes_no_more_memory_than_training(
+    zero_stage: int, strategy: dict[str, Any], model: dict[str, Any], two_ranks: Ranks
+) -> None:
+    for most, caches in two_ranks.run(peaks, zero_stage, strategy, model):
+        assert most["evaluation"] < most["training"]
+        assert caches == {None}  # with many layers they would be more than what training keeps for backward
 
 
 def nothing_to_evaluate() -> list[str]:

@@ -119,10 +119,7 @@ class Measured:
 
 @dataclass(frozen=True, kw_only=True)
 class Capped:
-    """A second run on GPUs that had no more memory than was predicted.
-
-    `limit_bytes` is what the caching allocator was allowed: the predicted total without the measured context.
-    """
+    """A second run whose caching allocator was allowed no more than was predicted for it: `limit_bytes`."""
 
     limit_bytes: int
     survived: bool

@@ -3,8 +3,9 @@
 Each line of `metrics.jsonl` is one JSON object with an `event`:
 
     step         step, loss (mean over targets), targets, samples, learning_rate, grad_norm (before clipping),
-                 tokens_per_second (target tokens, all ranks), memory_bytes (rank 0's peak so far), time (Unix seconds)
-    evaluation   step, loss, perplexity, targets, samples, time
+                 tokens_per_second (target tokens, all ranks), memory_bytes (rank 0's peak so far), reserved_bytes (its
+                 allocator's on a GPU, else null), time (Unix seconds)
+    evaluation   step, loss, perplexity, targets, samples, reserved_bytes, time
     left_out     step, why, samples (their indices in the training data), time: nothing was updated
     memory       step, planned_bytes, measured_bytes (rank 0's peak over initialisation and two steps), time
 
@@ -70,6 +71,7 @@ class Log:
     ) -> None:
         self.is_rank_0 = rank == 0
         self.memory_bytes: int | None = None
+        self.reserved_bytes: int | None = None
         self._planned_bytes = planned_bytes
         self._total_steps = total_steps
         self._first_step = first_step
@@ -121,6 +123,7 @@ class Log:
             event="step", step=step, loss=result.loss, targets=result.targets, samples=result.samples,
             learning_rate=result.learning_rate, grad_norm=result.grad_norm,
             tokens_per_second=result.targets / seconds, memory_bytes=self.memory_bytes,
+            reserved_bytes=self.reserved_bytes,
         )  # fmt: skip
         text = self._line(step, result)
         if self._console.is_terminal:
@@ -135,7 +138,7 @@ class Log:
             event = "evaluation" if of == "validation" else of
             self._record(
                 event=event, step=step, loss=evaluation.loss, perplexity=evaluation.perplexity,
-                targets=evaluation.targets, samples=evaluation.samples,
+                targets=evaluation.targets, samples=evaluation.samples, reserved_bytes=self.reserved_bytes,
             )  # fmt: skip
             self.say(
                 f"step {step}/{self._total_steps}  {of} loss {evaluation.loss:.4f}"
@@ -149,13 +152,20 @@ class Log:
             if is_going_on:
                 self.say(f"step {step}/{self._total_steps}  left out: {why}; its samples are listed in {METRICS}")
 
-    def memory(self, step: int, measured_bytes: int) -> None:
-        """Two steps are done, so everything that the plan counts has been allocated at least once."""
+    def memory(self, step: int, measured_bytes: int, *, is_lowered: bool = False) -> None:
+        """Two steps are done, so everything that the plan counts has been allocated at least once.
+
+        `is_lowered`: memory ran out in them, and what was measured is of smaller micro-batches than were planned.
+        """
         self.memory_bytes = measured_bytes
         if self.is_rank_0:
             self._record(event="memory", step=step, planned_bytes=self._planned_bytes, measured_bytes=measured_bytes)
             difference = (measured_bytes / self._planned_bytes - 1) * 100 if self._planned_bytes else math.inf
-            why = "; the plan is for batches of full-length samples" if difference < -2 else ""
+            why = ""
+            if is_lowered:
+                why = "; memory ran out, and micro-batches are smaller than planned"
+            elif difference < -2:
+                why = "; the plan is for batches of full-length samples"
             self.say(
                 f"memory: planned {format_bytes(self._planned_bytes)}, measured {format_bytes(measured_bytes)}"
                 f" ({difference:+.1f} %{why})"

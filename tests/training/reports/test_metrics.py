@@ -51,11 +51,25 @@ def test_what_people_and_programs_read(tmp_path: Path) -> None:
     assert first.pop("time") > 1e9
     assert first == {
         "event": "step", "step": 1, "loss": 2.5, "targets": 1000, "samples": 8, "learning_rate": 3e-4,
-        "grad_norm": 0.5, "tokens_per_second": 2000.0, "memory_bytes": None,
+        "grad_norm": 0.5, "tokens_per_second": 2000.0, "memory_bytes": None, "reserved_bytes": None,
     }  # fmt: skip
     assert second["loss"] is None
     assert (memory["planned_bytes"], memory["measured_bytes"]) == (400 * MIB, 396 * MIB)
     assert (evaluation["event"], evaluation["perplexity"]) == ("evaluation", pytest.approx(2.718282))
+
+
+@pytest.mark.parametrize(
+    ("is_lowered", "why"),
+    [
+        (True, "memory ran out, and micro-batches are smaller than planned"),
+        (False, "the plan is for batches of full-length samples"),
+    ],
+)
+def test_less_memory_than_planned_has_its_cause(tmp_path: Path, is_lowered: bool, why: str) -> None:
+    log, written = logged(tmp_path, 3)
+    with log:
+        log.memory(2, 300 * MIB, is_lowered=is_lowered)
+    assert written.getvalue() == f"memory: planned 400.0 MiB, measured 300.0 MiB (-25.0 %; {why})\n"
 
 
 def test_a_long_run_prints_few_lines_where_there_is_no_terminal(tmp_path: Path) -> None:
