@@ -184,8 +184,10 @@ class DryRunSource:
         if drafted is not None and strategy not in self._distrusted:
             by_peak = sorted(drafted.ranks, key=lambda rank: -rank.timeline.peak_bytes(micro_batch))
             ranks = tuple(sorted(rank.rank for rank in by_peak[:MAX_RANKS_DRAFTED]))
-        dry_runs = self._dry_run(strategy, (micro_batch,), steps, ranks)
-        return [replace(each, timeline=self._with_workspaces(each.timeline, micro_batch)) for each in dry_runs]
+        dry_runs = self._dry_run(strategy, (micro_batch,), steps, ranks, exact=self.kind == "cuda")
+        if self.kind == "cpu":
+            return dry_runs
+        return [replace(each, timeline=with_workspaces(each.timeline, self._workspace_bytes)) for each in dry_runs]
 
     def facts(self) -> ModelFacts:
         """What the model is. Raises as `profile`."""
@@ -270,9 +272,19 @@ class DryRunSource:
         )
 
     def _dry_run(
-        self, strategy: Strategy, micro_batches: Sequence[int], accumulation_steps: int, ranks: Sequence[int]
+        self,
+        strategy: Strategy,
+        micro_batches: Sequence[int],
+        accumulation_steps: int,
+        ranks: Sequence[int],
+        *,
+        exact: bool = False,
     ) -> list[DryRun]:
-        """One dry run a micro-batch and rank, micro-batches outermost."""
+        """One dry run a micro-batch and rank, micro-batches outermost.
+
+        `exact`: with the scratch of each sum, which is no affine function of the micro-batch, and with all micro-steps
+        of the first optimizer step: they decide which segments the allocator has.
+        """
         questions = [
             AskDryRun(
                 request=self.request,
@@ -283,24 +295,21 @@ class DryRunSource:
                 rank=rank,
                 kind=self.kind,
                 capability=self.capability,
-                first_micro_steps=1,
+                resident_threads=self._resident_threads if exact else 0,
+                first_micro_steps=None if exact else 1,
             )
             for micro_batch in micro_batches
             for rank in ranks
         ]
         return list(map(_answered, self._pool.ask(questions)))
 
-    def _with_workspaces(self, timeline: Timeline, micro_batch: int | None = None) -> Timeline:
-        """On GPUs libraries and kernels ask for memory that no operator of a dry run does.
-
-        `micro_batch`: what was dry-run; None: the timeline is for any.
-        """
+    def _with_workspaces(self, timeline: Timeline) -> Timeline:
+        """On GPUs libraries and kernels ask for memory that no operator of a dry run for any micro-batch does."""
         if self.kind == "cpu":
             return timeline
-        rows = None if micro_batch is None else micro_batch * self.request.seq_len
         element_bytes = 4 if self.request.precision == "fp32" else 2
         widths = set(self.facts().trainable_sizes)
-        timeline = with_scratch(timeline, widths, element_bytes, rows, self._resident_threads)
+        timeline = with_scratch(timeline, widths, element_bytes, self._resident_threads)
         return with_workspaces(timeline, self._workspace_bytes)
 
     def _ranks(self, strategy: Strategy, most: int) -> tuple[int, ...]:

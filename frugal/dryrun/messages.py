@@ -78,7 +78,10 @@ class AskCheck(msgspec.Struct, frozen=True, tag="check"):
 
 
 class AskDryRun(msgspec.Struct, frozen=True, tag="dry_run", kw_only=True):
-    """What does this rank do under this strategy? `capability`: of a `cuda` device."""
+    """What does this rank do under this strategy?
+
+    `capability`: of a `cuda` device; `resident_threads`: that it holds at once, 0: what depends on them is left out.
+    """
 
     request: Request
     strategy: Strategy
@@ -88,6 +91,7 @@ class AskDryRun(msgspec.Struct, frozen=True, tag="dry_run", kw_only=True):
     rank: int
     kind: DeviceKind
     capability: Capability = ASSUMED_CAPABILITY
+    resident_threads: int = 0
     first_micro_steps: int | None = None
 
 

@@ -43,6 +43,7 @@ def dry_run(
     rank: int,
     kind: DeviceKind,
     capability: Capability = ASSUMED_CAPABILITY,
+    resident_threads: int = 0,
     first_micro_steps: int | None = None,
 ) -> DryRun:
     """Dry-run `rank`. `build` makes the model on meta; it is built anew, because ZeRO-3 takes models apart.
@@ -57,7 +58,7 @@ def dry_run(
         strategy = replace(strategy, activation_checkpointing="full")  # as it is where the host is the device
     micro_steps = (first_micro_steps or accumulation_steps, accumulation_steps)
     for integer in (None, 1):
-        tracker = Tracker(kind, integer, capability)
+        tracker = Tracker(kind, integer, capability, resident_threads)
         try:
             return _dry_run(tracker, build, objective, request, strategy, batch, micro_steps, rank)
         except (IndexError, RuntimeError):

@@ -175,6 +175,7 @@ def _run(question: AskDryRun) -> Any:
         rank=question.rank,
         kind=question.kind,
         capability=question.capability,
+        resident_threads=question.resident_threads,
         first_micro_steps=question.first_micro_steps,
     )
 

@@ -93,7 +93,7 @@ def dry_runs(load: Callable[[], Script], cluster: Cluster, num_steps: int) -> li
 
 
 def _dry_run(load: Callable[[], Script], device: Device, rank: int, world_size: int, num_steps: int) -> DryRun:
-    tracker = LoopTracker(_capability(device))
+    tracker = LoopTracker(_capability(device), device.resident_threads)
     card = pretended_card(tracker, name=device.name, total_bytes=device.memory_bytes, capability=_capability(device))
     with (
         pretend(

@@ -83,9 +83,9 @@ def _package_of(frame: FrameType) -> str:
 class LoopTracker(Tracker):
     """A tracker that a loop works under, instead of frugal's own step."""
 
-    def __init__(self, capability: tuple[int, int]) -> None:
-        """`capability`: of the card; cuBLAS takes more on newer ones."""
-        super().__init__("cuda", capability=kernel_class(capability))
+    def __init__(self, capability: tuple[int, int], resident_threads: int = 0) -> None:
+        """`capability`: of the card; cuBLAS takes more on newer ones. `resident_threads`: see `Tracker`."""
+        super().__init__("cuda", capability=kernel_class(capability), resident_threads=resident_threads)
         self._building = False
         self._alone = True
         self._capability = capability

@@ -1,9 +1,9 @@
 """What CUDA kernels take from the allocator inside one call, besides their outputs: which blocks, in what order.
 
 Found by looking at every request of single calls on an emulated card (`bench.kernels.requests`), and read in the
-sources named below (`aten/src/ATen/native/`, torch 2.13). The scratch of sums over rows depends on the number of a
-card's processors, and is added in `frugal.planning.memory.workspaces`. Left out: sorting of several rows and the
-accumulating `index_put`, which take a few times their indices; the workspaces of cuDNN's convolutions.
+sources named below (`aten/src/ATen/native/`, torch 2.13). The scratch of sums depends on the number of a card's
+processors (`frugal.dryrun.trace.reductions`). Left out: sorting of several rows and the accumulating `index_put`,
+which take a few times their indices; the workspaces of cuDNN's convolutions.
 """
 
 from collections.abc import Callable, Iterable
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from frugal.config.hardware.cluster import Capability
+from frugal.dryrun.trace import reductions
 
 aten = torch.ops.aten
 
@@ -24,11 +25,23 @@ block, counted from 1. What is not given back goes at the end of the call, last 
 NO_STEPS: Steps = (OUTPUTS,)
 
 
-def steps(operator: object, args: tuple[Any, ...], capability: Capability, *, any_size: bool = False) -> Steps:
+def steps(
+    operator: object,
+    args: tuple[Any, ...],
+    capability: Capability,
+    *,
+    any_size: bool = False,
+    resident_threads: int = 0,
+) -> Steps:
     """What one call on a card of this compute capability does.
 
-    `any_size`: an upper bound that does not change its way with the number of samples.
+    `any_size`: an upper bound that does not change its way with the number of samples. `resident_threads`: that the
+    card holds at once; 0: without what depends on them.
     """
+    if operator is aten.convolution_backward.default and args[0].device.type != "cpu":
+        return _convolution_backward(args, resident_threads)
+    if resident_threads and (taken := reductions.of_operator(operator, args, resident_threads)):
+        return (OUTPUTS, *taken)
     of_operator = _STEPS.get(operator)
     if of_operator is None or args[0].device.type == "cpu":
         return NO_STEPS
@@ -182,6 +195,20 @@ def _embedding_backward(args: tuple[Any, ...], _: Capability, any_size: bool) ->
     element_bytes = max(4, gradient.element_size())
     sort = (one, one, one, 2 * one, -first - 3, -first - 2)
     return (*copies, *sort, OUTPUTS, one, 8, of_segments, of_segments, 8, of_partial, element_bytes * partial * width)
+
+
+def _convolution_backward(args: tuple[Any, ...], resident_threads: int) -> Steps:
+    """`Convolution.cpp` and `cudnn/ConvShared.cpp`: gradients in the input's layout, then the sum for the bias."""
+    gradient, image, with_bias = args[0], args[1], args[10][2]
+    layout = torch.channels_last if gradient.dim() == 4 and _is_channels_last(image) else torch.contiguous_format
+    copies = [] if gradient.is_contiguous(memory_format=layout) else [gradient.nbytes]
+    dimensions = [d for d in range(gradient.dim()) if d != 1]
+    taken = reductions.scratch(gradient, dimensions, resident_threads) if with_bias and resident_threads else ()
+    return (*copies, OUTPUTS, *([-1] if copies else []), *taken)
+
+
+def _is_channels_last(tensor: Tensor) -> bool:
+    return tensor.is_contiguous(memory_format=torch.channels_last) and not tensor.is_contiguous()
 
 
 def _softmax_backward(args: tuple[Any, ...], *_: Any) -> Steps:

@@ -147,15 +147,21 @@ class Tracker(StorageWatch):
     """
 
     def __init__(
-        self, kind: DeviceKind, integer: int | None = None, capability: Capability = ASSUMED_CAPABILITY
+        self,
+        kind: DeviceKind,
+        integer: int | None = None,
+        capability: Capability = ASSUMED_CAPABILITY,
+        resident_threads: int = 0,
     ) -> None:
         """`integer`: what a model that reads one from its data is told; None: the longest dimension of a batch.
 
-        `capability`: the compute capability of a `cuda` device.
+        `capability`: the compute capability of a `cuda` device; `resident_threads`: that it holds at once, 0 if what
+        depends on them is not wanted.
         """
         super().__init__()
         self.kind = kind
         self.capability = capability
+        self._resident_threads = resident_threads
         self._is_for_any_size = False  # whether the stream is to be told for other micro-batches, too
         self._taken: list[int] = []  # storages inside the operator that runs now; -1: gone
         self._after: tuple[Any, kernel_memory.Steps] | None = None  # what it does once its outputs are born
@@ -296,7 +302,13 @@ class Tracker(StorageWatch):
             if self.phase in (FORWARD, BACKWARD):
                 self._count(flops, int(traffic * cpu_pace(func)) if self.kind == "cpu" else traffic)
         if self.kind == "cuda" and not self._building:
-            steps = kernel_memory.steps(func, args, self.capability, any_size=self._is_for_any_size)
+            steps = kernel_memory.steps(
+                func,
+                args,
+                self.capability,
+                any_size=self._is_for_any_size,
+                resident_threads=self._resident_threads,
+            )
             outputs = steps.index(kernel_memory.OUTPUTS)
             self._take(func, steps[:outputs])
             self._after = func, steps[outputs + 1 :]

@@ -5,13 +5,13 @@ aten/src/ATen/cuda/CublasHandlePool.cpp: a workspace for each handle and stream,
 takes the same one. A training step multiplies on two threads: forward on the main one, backward on autograd's own,
 activations that are recomputed included. Each asks right after the first product's result was allocated.
 
-**Sums over rows**, such as the gradient of a bias of `width` elements over `rows` tokens. Where one block of threads
-would add too many, several share a column, and meet in scratch memory that lives inside the kernel
-(`setReduceConfig` and `global_memory_size` in aten/src/ATen/native/cuda/Reduce.cuh): blocks of 128 threads, 32 across
-with 4 outputs each and 4 down, and as many blocks a column as keep every multiprocessor busy. Equal to the byte to
-what torch asks for on emulated cards, for widths that 4 divides and that are at least 128.
+**Sums over rows**, such as the gradient of a bias of `width` elements over all tokens. Where one block of threads
+would add too many, several share a column, and meet in scratch memory that lives inside the kernel. A dry run of one
+micro-batch counts it exactly, and that of all other sums (`frugal.dryrun.trace.reductions`). It is no affine function
+of the micro-batch, so a search over micro-batches takes the most that keeps every multiprocessor busy: blocks of 128
+threads, 32 across with 4 outputs each and 4 down.
 
-Left out: products before the first forward, CUBLAS_WORKSPACE_CONFIG, and scratch of other sums.
+Left out: products before the first forward, CUBLAS_WORKSPACE_CONFIG; in a search scratch of other sums.
 """
 
 from collections.abc import Collection, Iterable
@@ -24,8 +24,7 @@ WORKSPACE, SCRATCH = "cuBLAS workspace", "scratch of a sum"
 _PRODUCTS = frozenset(f"aten.{name}.default" for name in ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot"))
 _SUMS = frozenset(("aten.sum.dim_IntList",))
 _WITH_32_MIB = (9, 10, 12)  # Hopper and Blackwell, major compute capability
-_OUTPUTS_OF_A_BLOCK, _ROWS_OF_A_BLOCK, _THREADS_OF_A_BLOCK = 128, 4, 128
-_FEWEST, _MOST = 16, 256  # rows that one thread adds, where several blocks share a column
+_OUTPUTS_OF_A_BLOCK, _THREADS_OF_A_BLOCK = 128, 128
 
 
 def workspace_bytes(compute_capability: tuple[int, int]) -> int:
@@ -33,20 +32,15 @@ def workspace_bytes(compute_capability: tuple[int, int]) -> int:
     return 32 * MIB if compute_capability[0] in _WITH_32_MIB else 2 * 4096 * KIB + 8 * 16 * KIB
 
 
-def scratch_bytes(width: int, rows: int | None, resident_threads: int) -> int:
-    """Of a sum over `rows` of `width` columns, on a card that holds so many threads at once.
+def scratch_bytes(width: int, resident_threads: int) -> int:
+    """Of a sum over rows of `width` columns, on a card that holds so many threads at once.
 
-    None: of as many rows as keep it busy, which is the most but for `rows` beyond 256 x 4 x the blocks of a column.
+    Of as many rows as keep it busy, which is the most but for rows beyond 256 x 4 x the blocks of a column.
     """
     across, blocks = -(-width // _OUTPUTS_OF_A_BLOCK), resident_threads // _THREADS_OF_A_BLOCK
     if width % 4 or width < _OUTPUTS_OF_A_BLOCK or across > blocks:
         return 0
     down = -(-blocks // across)
-    if rows is not None:
-        each = -(-rows // _ROWS_OF_A_BLOCK)
-        if each < _MOST:
-            return 0
-        down = max(min(down, -(-each // _FEWEST)), -(-each // _MOST))
     return 4 * width * down * _OUTPUTS_OF_A_BLOCK if down > 1 else 0
 
 
@@ -66,10 +60,8 @@ def with_workspaces(timeline: Timeline, size_bytes: int) -> Timeline:
     return _with(timeline, [_Asked(position, size_bytes, WORKSPACE, is_kept=True) for position in positions])
 
 
-def with_scratch(
-    timeline: Timeline, widths: Collection[int], element_bytes: int, rows: int | None, resident_threads: int
-) -> Timeline:
-    """The timeline with the scratch of gradients that are sums over `rows`.
+def with_scratch(timeline: Timeline, widths: Collection[int], element_bytes: int, resident_threads: int) -> Timeline:
+    """The timeline with the scratch of gradients that are sums over rows.
 
     They are the sums in backward of `widths` elements, those of trainable parameters, with so many bytes each.
     """
@@ -81,7 +73,7 @@ def with_scratch(
             storage = timeline.events[event]
             width = timeline.fixed[storage] // element_bytes
             is_sum = timeline.operators[storage] in sums and is_birth[event] and not timeline.per_sample[storage]
-            if is_sum and width in widths and (size_bytes := scratch_bytes(width, rows, resident_threads)):
+            if is_sum and width in widths and (size_bytes := scratch_bytes(width, resident_threads)):
                 asked.append(_Asked(event, size_bytes, SCRATCH, is_kept=False))
     return _with(timeline, asked)
 
