@@ -24,6 +24,11 @@ OnNan = Literal["stop", "skip"]
 TRACKERS = ("tensorboard", "wandb", "mlflow", "comet_ml", "aim", "clearml", "dvclive", "swanlab", "trackio")
 """By accelerate's names, which are also those of their Python packages."""
 
+Format = Literal["messages", "conversations", "prompt-completion", "instruction", "tokens", "text"]
+"""Of the rows that a causal language model is trained on; what they are is `frugal.training.data.chat.formats`'s."""
+
+TrainOn = Literal["completions", "all"]
+
 RECORD = "train.json"
 METRICS = "metrics.jsonl"
 
@@ -42,6 +47,16 @@ class RunSettings:
     label_column: str = setting("label", "Where classes are.", "data", metavar="NAME", is_expert=True)
     source_column: str = setting("source", "Of pairs, what is read.", "data", metavar="NAME", is_expert=True)
     target_column: str = setting("target", "Of pairs, what is written.", "data", metavar="NAME", is_expert=True)
+    format: Format | None = setting(
+        None, "What rows are, where their columns fit several formats.", "data", shown_default="by their columns",
+    )  # fmt: skip
+    chat_template: str | None = setting(
+        None, "A file with the Jinja template of chats, or `chatml`, or `llama3`.", "data", metavar="FILE",
+        shown_default="the tokenizer's own",
+    )  # fmt: skip
+    train_on: TrainOn = setting(
+        "completions", "Of chats, completions and labelled tokens: what the model writes, or every token.", "data"
+    )
     tokenizer: str | None = setting(
         None, "A tokenizer's folder or hub name, or `byte`.", "data", metavar="NAME",
         shown_default="the model's own; `byte` where it has none and random weights",
@@ -53,7 +68,10 @@ class RunSettings:
         False, "Leave out rows that cannot be read, instead of stopping.", "data", is_expert=True
     )
     too_long: TooLong = setting(
-        "error", "What to do with pairs and classes that are longer than planned.", "data", is_expert=True
+        "error",
+        "What to do with chats, completions, pairs and classes that are longer than planned.",
+        "data",
+        is_expert=True,
     )
     validation_data: tuple[str, ...] = setting(
         (), "Like --data, in place of a part of it; repeatable.", "data", metavar="PATH"
@@ -218,7 +236,7 @@ _OF_ONE_START = ("resume", "accept_changed_data")  # not of the run, and so not 
 
 DATA_NAMES = (
     "data", "text_column", "label_column", "source_column", "target_column", "tokenizer", "limit", "skip_bad_rows",
-    "too_long",
+    "too_long", "format", "chat_template", "train_on",
 )  # fmt: skip
 SAMPLE_NAMES = (*DATA_NAMES, "validation_data", "validation_fraction")  # what is not kept for validation is trained on
 

@@ -133,7 +133,12 @@ def train(plan: Plan, settings: RunSettings, device: "torch.device") -> None:
             if changes:
                 log.say(describe_changes(changes, start.step, settings.out))
             notes = [f"note: {note}" for note in plan.warnings if note.startswith((SPLIT_MATTERS, PADDING_MATTERS))]
-            for remark in (*notes, *opening.not_as_planned(plan, data), *opening.other_segments(plan)):
+            for remark in (
+                *opening.rows(data),
+                *notes,
+                *opening.not_as_planned(plan, data),
+                *opening.other_segments(plan),
+            ):
                 log.say(remark)
             first_steps = None if settings.resume else loop.FirstStepsGauge(gauge, measuring)
             done = loop.train(

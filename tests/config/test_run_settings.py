@@ -17,7 +17,8 @@ SOME = RunSettings(
     min_lr_ratio=0.1, decay_ratio=0.5, eval_every=3, save_every=0,
     keep=5, async_save=True, on_nan="skip", seed=9, out=Path("there"), validation_fraction=0.25,
     validation_samples=12, resume=True, accept_changed_data=True, grace=75, text_column="t", label_column="l",
-    source_column="s", target_column="g", schedule_steps=8, track=("wandb",),
+    source_column="s", target_column="g", schedule_steps=8, track=("wandb",), format="messages",
+    chat_template="chatml", train_on="all",
 )  # fmt: skip
 
 

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from frugal.training.data import packing
+from frugal.training.models.tiled_loss import IGNORED
 from frugal.training.objectives import Sample
 
 _FLUSH_TOKENS = 1 << 20  # 4 MiB
@@ -20,9 +21,10 @@ class ArrowSamples(Sequence[Sample]):
     tokens counts, both of shape `(samples,)`. Of pairs the first is the longer side, and the second the target.
 
     A sample has `input_ids`, for pairs also `labels`, for packed documents `documents` (arrays of shape `(tokens,)` or
-    `(documents,)`, int32, not to be written to), for classes `label`. Arrow's arrays are read directly: ten times
-    faster than as rows of `datasets` (30 against 300 microseconds a sample of 1024 tokens), which in a large global
-    batch are tens of milliseconds a step.
+    `(documents,)`, int32, not to be written to), for classes `label`. Where a language model is not trained on every
+    token, it has `labels`, too, with -100 for these; the file has the lengths of the stretches. Arrow's arrays are read
+    directly: ten times faster than as rows of `datasets` (30 against 300 microseconds a sample of 1024 tokens), which
+    in a large global batch are tens of milliseconds a step.
     """
 
     def __init__(self, path: Path, fingerprint: str) -> None:
@@ -49,13 +51,31 @@ class ArrowSamples(Sequence[Sample]):
             raise IndexError(index)
         index = int(index) % len(self)
         chunk = int(np.searchsorted(self._ends, index, side="right"))
-        return {name: _value(chunks[chunk], index - int(self._ends[chunk])) for name, chunks in self._columns.items()}
+        row = index - int(self._ends[chunk])
+        sample = {name: _value(chunks[chunk], row) for name, chunks in self._columns.items()}
+        stretches = sample.pop("stretches", ())
+        if len(stretches):
+            sample["labels"] = np.where(_trained(stretches), sample["input_ids"], np.int32(IGNORED))
+        return sample
 
 
 def _value(chunk: Any, row: int) -> Any:
     """What is in row `row` of a chunk, negative from its end: tokens, as a view of the file, or a number."""
     value = chunk[row]
     return value.values.to_numpy() if hasattr(value, "values") else value.as_py()
+
+
+def _stretches(trained: NDArray[np.bool_] | None) -> NDArray[np.int32]:
+    """How many tokens are not trained on, then are, then are not, and so on; nothing where all are."""
+    if trained is None or trained.all():
+        return np.zeros(0, np.int32)
+    ends = np.append(np.flatnonzero(trained[1:] != trained[:-1]) + 1, len(trained))
+    begin = [0] if trained[0] else []  # then none comes before
+    return np.diff(np.concatenate([begin, ends]), prepend=0).astype(np.int32)
+
+
+def _trained(stretches: NDArray[np.int32]) -> NDArray[np.bool_]:
+    return np.repeat(np.arange(len(stretches)) % 2 == 1, stretches)
 
 
 class ArrowWriter:
@@ -69,6 +89,7 @@ class ArrowWriter:
             task, {}
         )
         own |= {"documents": tokens} if packed else {}
+        own |= {"stretches": tokens} if task == "causal-lm" else {}
         self._schema = pa.schema({"input_ids": tokens, **own, "length": pa.int32()})
         self._file = pa.OSFile(str(path), "wb")
         self._stream = pa.ipc.new_stream(self._file, self._schema)
@@ -92,6 +113,8 @@ class ArrowWriter:
     def _flush(self) -> None:
         import pyarrow as pa
 
+        for sample in self._pending:
+            sample["stretches"] = _stretches(sample.get("trained"))
         columns = [
             pa.array([sample[column.name] for sample in self._pending], type=column.type) for column in self._schema
         ]
@@ -120,7 +143,7 @@ class PackingWriter(ArrowWriter):
         """Append samples in packs; how many they are before that."""
         number = 0
         for sample in samples:
-            super().write(self._packer.add(sample["input_ids"]))
+            super().write(self._packer.add(sample["input_ids"], sample.get("trained")))
             number += 1
         return number
 

@@ -3,22 +3,27 @@
 What cannot be a sample is counted, and reported with the samples.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from fractions import Fraction
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from frugal.config.run_settings import Format, TrainOn
 from frugal.config.sample_lengths import TooLong
 from frugal.errors import RequestError
 from frugal.training.data import tokenizer
 from frugal.training.data.arrow_store import ArrowWriter, PackingWriter
+from frugal.training.data.chat import formats
+from frugal.training.data.chat.formats import Whole
+from frugal.training.data.chat.maker import Trained, WholeRows
 from frugal.training.data.long_text import LongText
+from frugal.training.data.report import BuildReport, Refused
 from frugal.training.data.rows import BadRow, Columns, Row, type_in_words
 from frugal.training.data.sources import DocumentSource, names_of
 from frugal.units import plural
@@ -27,46 +32,6 @@ _FLUSH_CHARACTERS = 1 << 20  # tokenised and written together
 
 Document = tuple[str, tuple[Any, ...]]
 """Where it is (`file:line`), and the values of its columns: texts, long ones as `LongText`, and a class."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class BuildReport:
-    """What reading the data met.
-
-    Attributes:
-        documents: good rows.
-        samples: made from them.
-        tokens: in the samples, special ones and the overlap of windows included.
-        bad_rows: left out because they cannot be read; `first_bad` has `file:line: reason` of up to ten.
-        empty_rows: left out because they have no text.
-        too_long_rows: truncated or left out, as asked.
-        too_short_rows: left out because one token has none to learn from it.
-        label_names: of classes given as text, in order of their number.
-        num_labels: classes; 0 without labels.
-        largest_token: id, and where it is; -1 where no token is known.
-    """
-
-    documents: int = 0
-    samples: int = 0
-    tokens: int = 0
-    bad_rows: int = 0
-    first_bad: tuple[str, ...] = ()
-    empty_rows: int = 0
-    too_long_rows: int = 0
-    too_short_rows: int = 0
-    label_names: tuple[str, ...] = ()
-    num_labels: int = 0
-    largest_token: tuple[int, str] = (-1, "")
-
-    def left_out(self, too_long: TooLong) -> list[str]:
-        """What of the data is not trained on, in words."""
-        rows = (
-            (self.bad_rows, "that cannot be read left out"),
-            (self.empty_rows, "without text left out"),
-            (self.too_short_rows, "of one token left out"),
-            (self.too_long_rows, "longer than --seq-len " + ("truncated" if too_long == "truncate" else "left out")),
-        )
-        return [f"{plural(number, 'row')} {what}" for number, what in rows if number]
 
 
 def write_samples(
@@ -99,6 +64,10 @@ class SampleMaker:
         labels_are_text: whether classes are given as text; None before the first.
         longest: tokens of the longest document that was too long, and where it is.
         largest_token: id, and where it is.
+        asked_format: of language models' rows; None leaves it to their columns.
+        format: of the rows that are read now.
+        bad, masked: rows that cannot be read, and those without a token to train on.
+        num_refused: of these, those that were found out when they were tokenised.
     """
 
     tokenizer: Any
@@ -107,14 +76,23 @@ class SampleMaker:
     columns: Columns
     too_long: TooLong
     known_labels: Sequence[str] = ()
+    asked_format: Format | None = None
+    train_on: TrainOn = "completions"
     label_names: list[str] = field(default_factory=list)
     labels_are_text: bool | None = None
     num_labels: int = 0
     num_too_long: int = 0
     longest: tuple[int, str] = (0, "")
     largest_token: tuple[int, str] = (-1, "")
+    format: Format = "text"
+    formats: Counter[str] = field(default_factory=Counter)
+    num_targets: int = 0
+    bad: Refused = field(default_factory=Refused)
+    masked: Refused = field(default_factory=Refused)
+    num_refused: int = 0
 
     def __post_init__(self) -> None:
+        self.whole_rows = WholeRows(self.tokenizer, self.train_on == "all")
         if self.known_labels:
             self.label_names = list(self.known_labels)
             self.num_labels = len(self.label_names)
@@ -147,7 +125,12 @@ class SampleMaker:
         return len(self.prefix) + len(self.suffix)
 
     def check_columns(self, source: DocumentSource, row_columns: Sequence[str]) -> None:
-        """Refuse a source without a needed column."""
+        """Refuse a source without a needed column; of a language model's, find out what its rows are."""
+        if self.task == "causal-lm":
+            kind = formats.recognised(row_columns, self.columns.text, source.name, self.asked_format)
+            self.format = kind or "text"
+            if self.format != "text":
+                return
         for role, column in self.columns.needed(self.task).items():
             if column not in row_columns:
                 others = [name for name in row_columns if name is not None]
@@ -158,7 +141,10 @@ class SampleMaker:
                 )
 
     def fields(self, row: dict[str, Any]) -> tuple[Any, ...] | BadRow:
-        """The needed columns of a row, checked: texts, or a text and a class."""
+        """What is needed of a row, checked: texts, a text and a class, or what is one sample."""
+        if self.format != "text":
+            whole = formats.read(row, self.format)
+            return whole if isinstance(whole, BadRow) else (whole, self.format)
         values = []
         for column in self.columns.needed(self.task).values():
             if column not in row:
@@ -216,9 +202,48 @@ class SampleMaker:
             for (where, (_, label)), pieces in zip(documents, first, strict=True):
                 ids, number = self._truncated(pieces)
                 yield [{"input_ids": ids, "label": label, "length": len(ids)}] if self._fits(number, where) else []
-        else:
+        elif self.task == "masked-lm":
             for pieces in first:
                 yield ({"input_ids": window, "length": len(window)} for window in self._windows(pieces))
+        else:
+            yield from self._of_language_model(documents)
+
+    def _of_language_model(self, documents: Sequence[Document]) -> Iterator[Iterable[dict[str, Any]]]:
+        """Running text in windows; other rows whole."""
+        texts = self._encoded([each for each in documents if not isinstance(each[1][0], Whole)], 0)
+        encoded = self.whole_rows.encode([(where, row) for where, (row, *_) in documents if isinstance(row, Whole)])
+        for where, (row, *kind) in documents:
+            if isinstance(row, Whole):
+                yield self._whole(row, kind[0], next(encoded), where)
+            else:
+                self.formats["text"] += 1
+                yield map(self._counted, self._windows(next(texts)))
+
+    def _counted(self, window: NDArray[np.int32]) -> dict[str, Any]:
+        self.num_targets += len(window) - 1
+        return {"input_ids": window, "length": len(window)}
+
+    def _whole(self, row: Whole, kind: Format, encoded: Trained | BadRow, where: str) -> list[dict[str, Any]]:
+        """The sample of a row, if it can be one."""
+        if isinstance(encoded, BadRow):
+            return self._refuse(self.bad, f"{where}: {encoded.reason}")
+        ids, trained = next(self._noted(encoded[:1], where)), encoded[1]
+        if not trained[1:].any():
+            return self._refuse(self.masked, f"{where}: {formats.why_masked(row)}")
+        if not self._fits(len(ids), where):
+            return []
+        ids, trained = ids[: self.seq_len], trained[: self.seq_len]
+        num_targets = int(trained[1:].sum())
+        if num_targets == 0:
+            return self._refuse(self.masked, f"{where}: its first target comes after the {self.seq_len} of --seq-len")
+        self.num_targets += num_targets
+        self.formats[kind] += 1
+        return [{"input_ids": ids, "trained": trained, "length": len(ids)}]
+
+    def _refuse(self, rows: Refused, why: str) -> list[dict[str, Any]]:
+        rows.add(why)
+        self.num_refused += 1
+        return []
 
     def _encoded(
         self, documents: Sequence[Document], field: int, *, as_target: bool = False
@@ -249,7 +274,23 @@ class SampleMaker:
         """
         if self.task == "masked-lm":
             return map(self._wrapped, _stretches(pieces, self.seq_len - self.num_special, overlap=0))
-        return _stretches(chain([self.prefix], pieces, [self.suffix]), self.seq_len, overlap=1)
+        return _stretches(self._between(pieces), self.seq_len, overlap=1)
+
+    def _between(self, pieces: Iterable[NDArray[np.int32]]) -> Iterator[NDArray[np.int32]]:
+        """The text between its special tokens, unless it has them itself."""
+        last = np.array([], dtype=np.int32)
+        begun = False
+        for ids in pieces:
+            if len(ids) and not begun:
+                begun = True
+                if not np.array_equal(ids[:1], self.prefix):
+                    yield self.prefix
+            yield ids
+            last = ids[-1:] if len(ids) else last
+        if not begun:
+            yield self.prefix
+        if not np.array_equal(last, self.suffix):
+            yield self.suffix
 
     def _truncated(self, pieces: Iterable[NDArray[np.int32]]) -> tuple[NDArray[np.int32], int]:
         """What of a text fits into a sample, with special tokens, and how many tokens the whole has with these."""
@@ -293,23 +334,20 @@ class _DocumentReader:
         self.sources = sources
         self.maker = maker
         self._limit = limit
-        self._skips_bad_rows = skip_bad_rows
-        self.num_good = self.num_bad = self.num_empty = 0
-        self.first_bad: list[str] = []
+        self.skips_bad_rows = skip_bad_rows
+        self.num_good = self.num_empty = 0
 
     @property
     def has_failed(self) -> bool:
         """Whether a bad row makes all of it useless."""
-        return self.num_bad > 0 and not self._skips_bad_rows
+        return self.maker.bad.number > 0 and not self.skips_bad_rows
 
     def documents(self) -> Iterator[Document]:
         """Each row that can be read and has text, up to the limit."""
         for where, row in self._rows():
             fields = row if isinstance(row, BadRow) else self.maker.fields(row)
             if isinstance(fields, BadRow):
-                self.num_bad += 1
-                if len(self.first_bad) < 10:
-                    self.first_bad.append(f"{where}: {fields.reason}")
+                self.maker.bad.add(f"{where}: {fields.reason}")
             elif "" in fields:
                 self.num_empty += 1
             elif not self.has_failed:  # otherwise only the count of bad rows is still of interest
@@ -366,18 +404,25 @@ def _write(reader: _DocumentReader, folder: Path, pack: bool, fraction: Fraction
                 written = (validation if validation is not None and is_held_out else train).write(samples)
                 num_documents += written > 0
     label_names = reader.label_names
+    num_late = maker.num_refused + maker.num_too_long * (maker.too_long != "truncate")
     report = BuildReport(
         documents=num_documents,
         samples=train.num_samples + (validation.num_samples if validation else 0),
         tokens=train.num_tokens + (validation.num_tokens if validation else 0),
-        bad_rows=reader.num_bad,
-        first_bad=tuple(reader.first_bad),
+        bad_rows=maker.bad.number,
+        first_bad=tuple(maker.bad.first),
         empty_rows=reader.num_empty,
         too_long_rows=maker.num_too_long,
-        too_short_rows=reader.num_good - num_documents - maker.num_too_long * (maker.too_long != "truncate"),
+        too_short_rows=reader.num_good - num_documents - num_late,
         label_names=label_names,
         num_labels=max(maker.num_labels, len(label_names)),
         largest_token=maker.largest_token,
+        formats=dict(maker.formats),
+        targets=maker.num_targets,
+        masked_rows=maker.masked.number,
+        first_masked=tuple(maker.masked.first),
+        merged_rows=maker.whole_rows.num_merged,
+        template=maker.whole_rows.template.in_words if maker.whole_rows.template else "",
     )
     _check(report, reader, train)
     return report
@@ -389,7 +434,11 @@ def _groups(documents: Iterable[Document]) -> Iterator[list[Document]]:
     num_characters = 0
     for where, fields in documents:
         group.append((where, fields))
-        num_characters += sum(len(value) for value in fields if isinstance(value, str | LongText))
+        num_characters += sum(
+            value.size if isinstance(value, Whole) else len(value)
+            for value in fields
+            if isinstance(value, str | LongText | Whole)
+        )
         if num_characters > _FLUSH_CHARACTERS:
             yield group
             group, num_characters = [], 0
@@ -405,8 +454,8 @@ def _is_held_out(document: int, fraction: Fraction) -> bool:
 def _check(report: BuildReport, reader: _DocumentReader, train: ArrowWriter) -> None:
     """Refuse samples that are not what was asked for, or none."""
     maker = reader.maker
-    if reader.has_failed:
-        raise bad_rows_error(report)
+    if not reader.skips_bad_rows:
+        report.refuse_bad_rows()
     if report.too_long_rows and maker.too_long == "error":
         tokens, where = maker.longest
         raise RequestError(
@@ -429,13 +478,3 @@ def _check(report: BuildReport, reader: _DocumentReader, train: ArrowWriter) -> 
             because=f"it is {plural(report.documents, 'document')}",
             hint="set the validation fraction to 0, or give validation data of its own",
         )
-
-
-def bad_rows_error(report: BuildReport) -> RequestError:
-    """What is said of rows that cannot be read, where they are not to be left out."""
-    rows = "1 row" if report.bad_rows == 1 else f"{report.bad_rows} rows"
-    return RequestError(
-        f"{rows} of the data cannot be read",
-        because=f"{'the first is ' if report.bad_rows > 1 else ''}{report.first_bad[0]}",
-        hint="repair them, or leave them out with --skip-bad-rows",
-    )

@@ -31,7 +31,7 @@ import xxhash
 
 from frugal import files
 from frugal.errors import RequestError
-from frugal.training.data.build import BuildReport
+from frugal.training.data.report import BuildReport
 from frugal.units import MIB, format_bytes
 
 RECORD = "report.json"

@@ -7,6 +7,7 @@ not used for 90 days are removed, and the least recently used beyond 200 GiB.
 """
 
 import contextlib
+import copy
 import errno
 import hashlib
 import json
@@ -28,7 +29,7 @@ from numpy.typing import NDArray
 from frugal import files
 from frugal.config import sample_lengths
 from frugal.config.request import Request
-from frugal.config.run_settings import RunSettings
+from frugal.config.run_settings import Format, RunSettings, TrainOn
 from frugal.config.sample_lengths import Lengths, TooLong
 from frugal.distributed import env, exchange, rendezvous
 from frugal.errors import RequestError
@@ -37,7 +38,9 @@ from frugal.training.data import cache, packing
 from frugal.training.data import tokenizer as tokenizing
 from frugal.training.data.arrow_store import ArrowSamples
 from frugal.training.data.batches import permutation
-from frugal.training.data.build import BuildReport, SampleMaker, bad_rows_error, write_samples
+from frugal.training.data.build import SampleMaker, write_samples
+from frugal.training.data.chat.template import read_template
+from frugal.training.data.report import BuildReport
 from frugal.training.data.rows import Columns
 from frugal.training.data.sources import Provenance, find_sources, names_of
 from frugal.training.models import resolve
@@ -50,7 +53,7 @@ CACHE_BYTES = 200 * GIB
 _locks: dict[Path, IO[bytes]] = {}  # of what this process has opened, which nobody is to remove while it lives
 
 _SAMPLES = 2  # how samples are made; another number is other samples, on which no run is resumed
-_FORMAT = 3  # of the files in the cache; another number is another cache
+_FORMAT = 4  # of the files in the cache; another number is another cache
 
 logger = logging.getLogger("frugal")
 
@@ -114,14 +117,18 @@ def load_corpus(
     skip_bad_rows: bool = False,
     too_long: TooLong = "error",
     label_names: Sequence[str] = (),
+    rows_as: Format | None = None,
+    train_on: TrainOn = "completions",
     validation_fraction: float = 0.0,
     cache_dir: Path | None = None,
 ) -> Corpus:
     """The samples in `sources`: files, globs, folders, datasets saved to disk, hub names, or `stdlib`.
 
     Language models: a document longer than `seq_len` tokens becomes several samples, each token being a target
-    once; with `pack`, shorter ones share a sample. Pairs and classes cannot be cut: `too_long` says what to do. `limit`
-    is in documents. A `validation_fraction` of the documents, evenly spread and at least one, is kept back.
+    once; with `pack`, shorter ones share a sample. Chats, completions, pairs and classes cannot be cut: `too_long` says
+    what to do. `rows_as`: what rows are whose columns fit several formats (`chat.formats`). Chats are written as the
+    tokenizer's template says; `train_on`: whether every token of them and of completions is a target. `limit` is in
+    documents. A `validation_fraction` of the documents, evenly spread and at least one, is kept back.
 
     Classes given as text are numbered as they come. For validation data of its own, pass `label_names` of the
     training data's report, so that both have the same numbers.
@@ -137,25 +144,39 @@ def load_corpus(
     columns = columns or Columns()
     held_out = Fraction(validation_fraction).limit_denominator(1_000_000)
     origins = find_sources(sources)
+    in_words = _how_rows_are_read(tokenizer, task, rows_as, train_on)
     options = {
         "format": _SAMPLES, "task": task, "seq_len": seq_len, "columns": asdict(columns), "limit": limit,
         "too_long": too_long, "labels": list(label_names), "validation": str(held_out),
         "tokenizer": tokenizing.fingerprint(tokenizer), "sources": [source.fingerprint for source in origins],
         **({"pack": packing.MOST_OPEN} if pack else {}),
+        **{name: value for name, value in in_words.items() if value is not None},
     }  # fmt: skip
     key = hashlib.sha256(json.dumps(options, sort_keys=True).encode()).hexdigest()
 
     def write(folder: Path) -> BuildReport:
         return write_samples(
-            origins, SampleMaker(tokenizer, task, seq_len, columns, too_long, label_names), folder, pack=pack,
-            limit=limit, skip_bad_rows=skip_bad_rows, validation_fraction=held_out,
+            origins, SampleMaker(tokenizer, task, seq_len, columns, too_long, label_names, rows_as, train_on), folder,
+            pack=pack, limit=limit, skip_bad_rows=skip_bad_rows, validation_fraction=held_out,
         )  # fmt: skip
 
     folder, report = _stored(cache_dir, f"{key[:32]}-{_FORMAT}", write)
-    if report.bad_rows and not skip_bad_rows:
-        raise bad_rows_error(report)
+    if not skip_bad_rows:
+        report.refuse_bad_rows()
     counts = {"documents": report.documents, "samples": report.samples, "tokens": report.tokens}
-    return Entry(str(folder), report, Provenance.of(origins, key, options, **counts)).open()
+    return Entry(str(folder), report, Provenance.of(origins, key, options | in_words, **counts)).open()
+
+
+def _how_rows_are_read(tokenizer: Any, task: str, rows_as: Format | None, train_on: TrainOn) -> dict[str, Any]:
+    """What decides which tokens of rows are trained on; None where nothing was asked for."""
+    if task != "causal-lm":
+        if rows_as not in (None, "text"):
+            because = f"what is trained is {task}; --format says what the rows of a causal language model are"
+            raise RequestError(f"--format {rows_as} cannot be read", because=because, hint="leave it out")
+        return {}
+    template = getattr(tokenizer, "chat_template", None)
+    digest = None if template is None else hashlib.sha256(json.dumps(template, sort_keys=True).encode()).hexdigest()
+    return {"rows_as": rows_as, "train_on": None if train_on == "completions" else train_on, "template": digest}
 
 
 def _stored(cache_dir: Path | None, name: str, write: Callable[[Path], BuildReport]) -> tuple[Path, BuildReport]:
@@ -247,7 +268,7 @@ def read_samples(plan: Plan, settings: RunSettings) -> RunData:
         RequestError: the data, the tokenizer or the model cannot be used, or nodes have different data.
     """
     spec = resolve.resolve_request(plan.request)
-    tokenizer, tokens = tokenizing.load_for(spec, settings.tokenizer)
+    tokenizer, tokens = _tokenizer(spec, settings)
     host = socket.gethostname()
 
     def load() -> tuple[Corpus, ...]:
@@ -313,7 +334,8 @@ def _load(spec: ModelSpec, tokenizer: Any, seq_len: int, pack: bool, settings: R
         corpus = load_corpus(
             paths, tokenizer=tokenizer, task=spec.task, seq_len=seq_len, pack=pack, columns=columns,
             limit=settings.limit, skip_bad_rows=settings.skip_bad_rows, too_long=settings.too_long,
-            validation_fraction=validation_fraction, label_names=label_names,
+            rows_as=settings.format, train_on=settings.train_on, validation_fraction=validation_fraction,
+            label_names=label_names,
         )  # fmt: skip
         _check_vocabulary(spec, corpus.report)
         return corpus
@@ -334,6 +356,15 @@ def _check_vocabulary(spec: ModelSpec, report: BuildReport) -> None:
         )
 
 
+def _tokenizer(spec: ModelSpec, settings: RunSettings) -> tuple[Any, str]:
+    """The tokenizer with the chat template that is asked for, and what it is, in words."""
+    tokenizer, words = tokenizing.load_for(spec, settings.tokenizer)
+    if settings.chat_template is not None:
+        tokenizer = copy.deepcopy(tokenizer)  # the byte tokenizer is one for all
+        tokenizer.chat_template = read_template(settings.chat_template)
+    return tokenizer, words
+
+
 def lengths_of(request: Request, settings: RunSettings) -> Lengths:
     """How long the samples are that a plan for `request` would train on; its source says what is left out.
 
@@ -344,7 +375,7 @@ def lengths_of(request: Request, settings: RunSettings) -> Lengths:
     """
     spec = resolve.resolve_request(request)
     seq_len = min(request.seq_len, spec.max_positions or request.seq_len)
-    tokenizer, _ = tokenizing.load_for(spec, settings.tokenizer)
+    tokenizer, _ = _tokenizer(spec, settings)
     corpus, *_ = _load(spec, tokenizer, seq_len, bool(request.pack), settings)
     return lengths_of_corpus(corpus, names_of(settings.data), corpus.report.left_out(settings.too_long))
 

@@ -45,6 +45,10 @@ def positions(documents: Sequence[int]) -> NDArray[np.int64]:
     return np.arange(np.sum(documents)) - np.repeat(starts(documents), documents)
 
 
+Piece = tuple[NDArray[np.int32], NDArray[np.bool_] | None]
+"""Tokens, and which of them are trained on; None: all."""
+
+
 class Packer:
     """Puts pieces into packs of at most `seq_len` tokens, each into the fullest open one that it fits into.
 
@@ -54,11 +58,11 @@ class Packer:
 
     def __init__(self, seq_len: int) -> None:
         self.seq_len = seq_len
-        self._open: list[tuple[int, int, list[NDArray[np.int32]]]] = []  # free tokens, number, pieces; fullest first
+        self._open: list[tuple[int, int, list[Piece]]] = []  # free tokens, number, pieces; fullest first
         self._number = 0
 
-    def add(self, piece: NDArray[np.int32]) -> Iterator[dict[str, Any]]:
-        """Take one more piece; gives the packs that are full by it."""
+    def add(self, piece: NDArray[np.int32], trained: NDArray[np.bool_] | None = None) -> Iterator[dict[str, Any]]:
+        """Take one more piece, of which `trained` tokens are trained on (None: all); gives the packs full by it."""
         index = bisect_left(self._open, (len(piece), -1), key=lambda pack: pack[:2])
         if index < len(self._open):
             free, number, pieces = self._open.pop(index)
@@ -66,7 +70,7 @@ class Packer:
             free, number, pieces = self.seq_len, self._number, []
             self._number += 1
         free -= len(piece)
-        pieces.append(piece)
+        pieces.append((piece, trained))
         if free < 2:  # one token alone teaches nothing
             yield _pack(pieces)
             return
@@ -82,8 +86,9 @@ class Packer:
         self._open.clear()
 
 
-def _pack(pieces: Sequence[NDArray[np.int32]]) -> dict[str, Any]:
+def _pack(pieces: Sequence[Piece]) -> dict[str, Any]:
     """A sample: `documents` has the tokens of each."""
-    documents = np.array([len(piece) for piece in pieces], dtype=np.int32)
-    tokens = np.concatenate(pieces)
-    return {"input_ids": tokens, "documents": documents, "length": len(tokens)}
+    documents = np.array([len(piece) for piece, _ in pieces], dtype=np.int32)
+    tokens = np.concatenate([piece for piece, _ in pieces])
+    trained = np.concatenate([np.ones(len(piece), bool) if mask is None else mask for piece, mask in pieces])
+    return {"input_ids": tokens, "documents": documents, "trained": trained, "length": len(tokens)}

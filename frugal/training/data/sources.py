@@ -18,6 +18,7 @@ from typing import Any, Self
 
 from frugal import files
 from frugal.errors import FrugalError, RequestError
+from frugal.training.data.chat import formats
 from frugal.training.data.rows import BadRow, Columns, Row, read, shown, type_in_words
 from frugal.training.models import factories
 
@@ -251,7 +252,7 @@ def _parquet(path: Path, digest: str) -> DocumentSource:
 
     def rows(columns: Columns) -> Iterator[Row]:
         number = 0
-        wanted = [name for name in names if name in asdict(columns).values()]
+        wanted = [name for name in names if name in formats.COLUMNS or name in asdict(columns).values()]
         try:
             with pq.ParquetFile(path) as file:
                 for batch in file.iter_batches(batch_size=256, columns=wanted):
@@ -271,6 +272,7 @@ _SHOWN = 3
 _WORDS = {
     "task": "--task", "seq_len": "--seq-len", "limit": "--limit", "too_long": "--too-long", "labels": "the classes",
     "validation": "--validation-fraction", "columns": "the columns", "tokenizer": "the tokenizer",
+    "rows_as": "--format", "train_on": "--train-on", "template": "the chat template",
 }  # fmt: skip
 
 
@@ -298,13 +300,15 @@ class Provenance:
     def of(cls, sources: Sequence[DocumentSource], fingerprint: str, options: Mapping[str, Any], **counts: int) -> Self:
         """Of samples made of `sources` with `options`, of which those in `_WORDS` are kept."""
         files = {source.name: source.fingerprint.partition(":")[2][:16] for source in sources}
-        kept = {name: "not given" if options[name] is None else str(options[name]) for name in _WORDS}
+        kept = {name: "not given" if value is None else str(value) for name, value in options.items() if name in _WORDS}
         return cls(fingerprint=fingerprint, options=kept, files=files if len(files) <= MOST_FILES else {}, **counts)
 
     def changes(self, now: "Provenance") -> list[str]:
         """What differs, a line each."""
         lines = [
-            "the tokenizer is another one" if name == "tokenizer" else f"{word} was {self.options[name]}, is {value}"
+            f"{word} is another one"
+            if name in ("tokenizer", "template")
+            else f"{word} was {self.options[name]}, is {value}"
             for name, word in _WORDS.items()
             if (value := now.options.get(name)) != self.options.get(name, value)
         ]

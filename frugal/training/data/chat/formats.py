@@ -1,0 +1,333 @@
+"""What a row is, by its columns: a chat, a prompt with its completion, an instruction, tokens, or running text.
+
+Rows of the first four become a `Chat`, a `Prompted` or a `TokenIds`: one sample each, never cut into windows.
+
+| format | columns |
+|---|---|
+| `messages` | OpenAI's: `role`, `content`, also `tool_calls` and `weight`; beside them `tools` |
+| `conversations` | ShareGPT's: `from`, `value`; beside them `system`, `tools` |
+| `prompt-completion` | two texts, or two lists of messages, as in TRL |
+| `instruction` | Alpaca's: `instruction`, `input` if there is any, `output`, in Alpaca's words |
+| `tokens` | `input_ids`, and `labels` (-100: not trained on), `attention_mask` (0: padding) if there are any |
+| `text` | running text |
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, get_args
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from frugal.config.run_settings import Format
+from frugal.errors import RequestError
+from frugal.training.data.long_text import LongText
+from frugal.training.data.rows import BadRow, type_in_words
+from frugal.training.models.tiled_loss import IGNORED
+
+_NEEDED: dict[Format, tuple[str, ...]] = {
+    "messages": ("messages",),
+    "conversations": ("conversations",),
+    "prompt-completion": ("prompt", "completion"),
+    "instruction": ("instruction", "output"),
+    "tokens": ("input_ids",),
+}
+_BESIDE = (
+    "tools", "system", "input", "labels", "attention_mask", "completion_mask", "assistant_masks",
+    "chat_template_kwargs",
+)  # fmt: skip
+COLUMNS = frozenset((*(column for columns in _NEEDED.values() for column in columns), *_BESIDE))
+"""That any format reads."""
+
+
+@dataclass(frozen=True)
+class Chat:
+    """Messages for a template. `trained` are the numbers of the assistant's turns that are learned.
+
+    `num_prompt`: of a prompt and its completion, how many messages are the prompt; all after them is learned.
+    """
+
+    messages: list[dict[str, Any]]
+    trained: tuple[int, ...]
+    num_prompt: int | None = None
+    tools: list[dict[str, Any]] | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def size(self) -> int:
+        """Characters."""
+        return sum(len(message.get("content", "")) for message in self.messages)
+
+
+@dataclass(frozen=True)
+class Prompted:
+    """A text that is read, and the one that is to be written after it."""
+
+    prompt: str
+    completion: str
+
+    @property
+    def size(self) -> int:
+        """Characters."""
+        return len(self.prompt) + len(self.completion)
+
+
+@dataclass(frozen=True)
+class TokenIds:
+    """Tokens as they come, and which of them are trained on; both of shape `(tokens,)`."""
+
+    ids: NDArray[np.int32]
+    trained: NDArray[np.bool_]
+
+    @property
+    def size(self) -> int:
+        """Tokens."""
+        return len(self.ids)
+
+
+Whole = Chat | Prompted | TokenIds
+"""A row that is one sample."""
+
+
+def recognised(columns: Sequence[str], text_column: str, source: str, asked: Format | None) -> Format | None:
+    """The format of a source's rows; None where they have no column that is known.
+
+    Raises:
+        RequestError: they fit several, or not the one asked for.
+    """
+    if asked is not None:
+        missing = [column for column in _NEEDED.get(asked, (text_column,)) if column not in columns]
+        if missing and asked != "text":  # for text there is a flag that names the column
+            raise RequestError(
+                f"{source} has no column `{missing[0]}`",
+                because=[f"--format {asked} reads {' and '.join(_NEEDED[asked])}", f"its columns are {_list(columns)}"],
+            )
+        return asked
+    if text_column != "text" and text_column in columns:  # it was asked for
+        return "text"
+    fitting = [name for name, needed in _NEEDED.items() if set(needed) <= set(columns)]
+    fitting += ["text"] * (text_column in columns)
+    if len(fitting) > 1:
+        raise RequestError(
+            f"the rows of {source} fit several formats: {', '.join(fitting)}",
+            because=f"their columns are {_list(columns)}",
+            hint=f"say which one to train on, such as --format {fitting[0]}",
+        )
+    return fitting[0] if fitting else None
+
+
+def _list(columns: Sequence[str]) -> str:
+    return ", ".join(str(column) for column in columns if column is not None) or "none"
+
+
+def read(row: Mapping[str, Any], kind: Format) -> Whole | BadRow:
+    """A row of such a format."""
+    assert kind in get_args(Format) and kind != "text"
+    try:
+        if kind == "tokens":
+            return _token_ids(row)
+        if kind == "instruction":
+            return _instruction(row)
+        if kind == "prompt-completion" and not isinstance(row.get("prompt"), list):
+            return Prompted(_text(row, "prompt"), _text(row, "completion"))
+        return _chat(row, kind)
+    except _WrongError as error:
+        return BadRow(str(error))
+
+
+class _WrongError(Exception):
+    """A row is not what its format says, and why."""
+
+
+def _text(row: Mapping[str, Any], column: str) -> str:
+    value = row.get(column)
+    if isinstance(value, LongText):
+        value = "".join(value.take())
+    if not isinstance(value, str):
+        raise _WrongError(f"no `{column}`" if column not in row else f"`{column}` is {type_in_words(value)}, not text")
+    return _checked(value, f"`{column}`")
+
+
+def _checked(text: str, where: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise _WrongError(f"{where} is not UTF-8 text") from None
+    return text
+
+
+_WITH_INPUT = (
+    "Below is an instruction that describes a task, paired with an input that provides further context. Write a "
+    "response that appropriately completes the request.\n\n### Instruction:\n{}\n\n### Input:\n{}\n\n### Response:\n"
+)
+_WITHOUT_INPUT = (
+    "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
+    "### Instruction:\n{}\n\n### Response:\n"
+)
+
+
+def _instruction(row: Mapping[str, Any]) -> Prompted:
+    """In the words of https://github.com/tatsu-lab/stanford_alpaca, README, "Data Release"."""
+    instruction, output = _text(row, "instruction"), _text(row, "output")
+    more = _text(row, "input") if row.get("input") is not None else ""
+    return Prompted(_WITH_INPUT.format(instruction, more) if more else _WITHOUT_INPUT.format(instruction), output)
+
+
+def _chat(row: Mapping[str, Any], kind: Format) -> Chat:
+    beside = partial(Chat, tools=_tools(row), options=_options(row))
+    if kind == "prompt-completion":
+        prompt, completion = _messages(row, "prompt"), _messages(row, "completion")
+        return beside(prompt + completion, (), len(prompt))
+    messages = _messages(row, kind)
+    if kind == "conversations" and row.get("system") and messages[0]["role"] != "system":
+        messages = [{"role": "system", "content": _text(row, "system")}, *messages]
+    trained = []
+    for number, message in enumerate(messages):
+        weight = message.pop("weight", None)
+        if weight not in (None, 0, 1):
+            raise _WrongError(f"message {number + 1} has the weight {weight}: it can be 0 or 1")
+        if message["role"] == "assistant" and weight != 0:
+            trained.append(number)
+    return beside(messages, tuple(trained))
+
+
+_ROLES = {
+    "human": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant", "bard": "assistant",
+    "bot": "assistant", "model": "assistant", "function_response": "tool", "observation": "tool",
+}  # fmt: skip
+"""ShareGPT's names, in those that templates know."""
+
+
+def _messages(row: Mapping[str, Any], column: str) -> list[dict[str, Any]]:
+    value = row.get(column)
+    if not isinstance(value, list):
+        raise _WrongError(
+            f"no `{column}`" if column not in row else f"`{column}` is {type_in_words(value)}, not a list"
+        )
+    if not value:
+        raise _WrongError(f"`{column}` has no message")
+    return [_message(message, number) for number, message in enumerate(value, 1)]
+
+
+def _message(message: Any, number: int) -> dict[str, Any]:
+    """A message with `role` and, where it has one, a `content` of text; what else it has goes to the template."""
+    if not isinstance(message, dict):
+        raise _WrongError(f"message {number} is {type_in_words(message)}, not an object")
+    kept = {name: value for name, value in message.items() if value is not None}
+    if "role" not in kept and "from" in kept:
+        kept["role"] = _ROLES.get(kept["from"], kept["from"])
+        kept.pop("from")
+        if "value" in kept:
+            kept["content"] = kept.pop("value")
+    if not isinstance(kept.get("role"), str):
+        raise _WrongError(f"message {number} has no role")
+    if "content" in kept:
+        kept["content"] = _content(kept["content"], number)
+    elif "tool_calls" not in kept:
+        raise _WrongError(f"message {number} has no content")
+    if "tool_calls" in kept:
+        kept["tool_calls"] = [_tool_call(call, number) for call in kept["tool_calls"]]
+    return kept
+
+
+def _content(value: Any, number: int) -> str:
+    """Text, also in parts."""
+    parts = value if isinstance(value, list) else [value]
+    texts = []
+    for part in parts:
+        if isinstance(part, dict):
+            if not isinstance(part.get("text"), str):
+                raise _WrongError(
+                    f"message {number} has a part of type {part.get('type')}: only text can be trained on"
+                )
+            part = part["text"]
+        if not isinstance(part, str):
+            raise _WrongError(f"the content of message {number} is {type_in_words(part)}, not text")
+        texts.append(_checked(part, f"message {number}"))
+    return "".join(texts)
+
+
+def _tool_call(call: Any, number: int) -> dict[str, Any]:
+    """A call whose arguments are an object, as templates expect them; OpenAI writes that object as text."""
+    function = call.get("function", call) if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise _WrongError(f"message {number} has a tool call without a name")
+    if isinstance(function.get("arguments"), str):
+        function = function | {"arguments": _json(function["arguments"], f"the arguments in message {number}")}
+    return function if function is call or "function" not in call else call | {"function": function}
+
+
+def _tools(row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
+    tools = row.get("tools")
+    tools = _json(tools, "`tools`") if isinstance(tools, str) and tools else tools
+    if not tools:
+        return None
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise _WrongError("`tools` is not a list of objects")
+    return tools
+
+
+def _options(row: Mapping[str, Any]) -> dict[str, Any]:
+    options = row.get("chat_template_kwargs") or {}
+    if not isinstance(options, dict):
+        raise _WrongError(f"`chat_template_kwargs` is {type_in_words(options)}, not an object")
+    return options
+
+
+def _json(text: str, what: str) -> Any:
+    try:
+        return msgspec.json.decode(text)
+    except (msgspec.DecodeError, UnicodeEncodeError, RecursionError):
+        raise _WrongError(f"{what} are no JSON" if what.startswith("the ") else f"{what} is no JSON") from None
+
+
+def _token_ids(row: Mapping[str, Any]) -> TokenIds:
+    ids = _integers(row, "input_ids")
+    if len(ids) and (ids.min() < 0 or ids.max() > np.iinfo(np.int32).max):
+        raise _WrongError(f"`input_ids` has {ids.min() if ids.min() < 0 else ids.max()}, which is no token")
+    trained = np.ones(len(ids), dtype=bool)
+    if row.get("labels") is not None:
+        labels = _integers(row, "labels", len(ids))
+        trained = labels != IGNORED
+        other = np.flatnonzero(trained & (labels != ids))
+        if len(other):
+            place = int(other[0])
+            raise _WrongError(
+                f"the label at position {place} is {labels[place]}: neither -100 nor the token, {ids[place]}"
+            )
+    else:
+        for name in ("completion_mask", "assistant_masks"):
+            if row.get(name) is not None:
+                trained &= _integers(row, name, len(ids)) != 0
+    if row.get("attention_mask") is not None:
+        real = np.flatnonzero(_integers(row, "attention_mask", len(ids)))
+        if len(real) and int(real[-1]) - int(real[0]) + 1 != len(real):
+            raise _WrongError("`attention_mask` hides tokens between others: only padding can be left out")
+        ids, trained = ids[real], trained[real]
+    if not len(ids):
+        raise _WrongError("`input_ids` has no token")
+    return TokenIds(ids.astype(np.int32), trained)
+
+
+def _integers(row: Mapping[str, Any], column: str, length: int | None = None) -> NDArray[np.int64]:
+    value = row[column]
+    try:
+        array = np.asarray(value)
+    except ValueError:
+        array = np.asarray([0.5])
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iub") or not isinstance(value, list | np.ndarray):
+        raise _WrongError(f"`{column}` is not a list of whole numbers")
+    if length is not None and len(array) != length:
+        raise _WrongError(f"`{column}` has {len(array)} numbers, `input_ids` has {length}")
+    return array.astype(np.int64)
+
+
+def why_masked(row: Whole) -> str:
+    """What to say of a row without a token to train on."""
+    if isinstance(row, TokenIds):
+        return "every label is -100" if len(row.ids) > 1 else "it is one token"
+    if isinstance(row, Prompted):
+        return "its completion has no token"
+    return "no turn of the assistant" if not row.trained else "no token of it is marked as the assistant's"
