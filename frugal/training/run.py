@@ -19,7 +19,6 @@ from frugal.config.setting import settings_of
 from frugal.distributed import env, first_failure, process_group, rank_logs, stop
 from frugal.errors import FrugalError, PlanMismatchError
 from frugal.planning.plan import Plan
-from frugal.planning.report import PADDING_MATTERS, SPLIT_MATTERS
 from frugal.training.checkpoint import manifest, run_folder
 from frugal.training.reports import trackers
 
@@ -132,13 +131,7 @@ def train(plan: Plan, settings: RunSettings, device: "torch.device") -> None:
             log.say(opening.describe(plan, settings, data, total_steps, start.step))
             if changes:
                 log.say(describe_changes(changes, start.step, settings.out))
-            notes = [f"note: {note}" for note in plan.warnings if note.startswith((SPLIT_MATTERS, PADDING_MATTERS))]
-            for remark in (
-                *opening.rows(data),
-                *notes,
-                *opening.not_as_planned(plan, data),
-                *opening.other_segments(plan),
-            ):
+            for remark in opening.remarks(plan, data):
                 log.say(remark)
             first_steps = None if settings.resume else loop.FirstStepsGauge(gauge, measuring)
             done = loop.train(

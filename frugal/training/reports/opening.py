@@ -7,6 +7,7 @@ from frugal.config import sample_lengths
 from frugal.config.hardware import local_host
 from frugal.config.run_settings import RunSettings
 from frugal.planning.plan import Plan
+from frugal.planning.report import PADDING_MATTERS, SPLIT_MATTERS
 from frugal.training.models.spec import random_weights
 from frugal.units import format_count, plural
 
@@ -53,7 +54,15 @@ def describe(plan: Plan, settings: RunSettings, data: "RunData", total_steps: in
     return "; ".join(parts)
 
 
-def rows(data: "RunData") -> Iterator[str]:
+def remarks(plan: Plan, data: "RunData") -> Iterator[str]:
+    """What else is to be known before the first step."""
+    yield from _rows(data)
+    yield from (f"note: {note}" for note in plan.warnings if note.startswith((SPLIT_MATTERS, PADDING_MATTERS)))
+    yield from _not_as_planned(plan, data)
+    yield from _other_segments(plan)
+
+
+def _rows(data: "RunData") -> Iterator[str]:
     """What was made of rows other than running text: their formats, the template of chats, and what is trained on."""
     report = data.report
     if not set(report.formats) - {"text"}:
@@ -70,7 +79,7 @@ def rows(data: "RunData") -> Iterator[str]:
     yield "; ".join(parts)
 
 
-def not_as_planned(plan: Plan, data: "RunData") -> Iterator[str]:
+def _not_as_planned(plan: Plan, data: "RunData") -> Iterator[str]:
     """What to say where versions or the lengths of the data are others than the plan was told."""
     installed = local_host.library_versions()
     for name, planned_with in plan.versions.items():
@@ -82,7 +91,7 @@ def not_as_planned(plan: Plan, data: "RunData") -> Iterator[str]:
         yield note
 
 
-def other_segments(plan: Plan) -> Iterator[str]:
+def _other_segments(plan: Plan) -> Iterator[str]:
     """What to say where torch's allocator could not make the segments that were planned."""
     import torch
 
