@@ -16,7 +16,7 @@ import frugal
 ROOT = Path(frugal.__file__).parent
 FLOORS = [
     "errors", "units", "file_errors", "temporary", "files", "required", "config", "planning", "torch_internals",
-    "deepspeed_adapter", "distributed", "training", "dryrun", "launch", "cli",
+    "deepspeed_adapter", "distributed", "training", "integrations", "dryrun", "launch", "cli",
 ]  # fmt: skip
 """From the ground up: a module imports from its own floor and from those below."""
 

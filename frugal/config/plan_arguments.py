@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any, TypedDict
 
+from frugal.config.adapters import Lora
 from frugal.config.hardware.build_cluster import Amounts
 from frugal.config.hardware.cluster import DeviceKind
 from frugal.config.optimizers import OptimizerImplementation, OptimizerName, Rule
@@ -62,6 +63,7 @@ class PlanArguments(TypedDict, total=False):
     lengths: Lengths | Mapping[int, int] | list[int] | str | os.PathLike[str] | None
     pack: bool | None
     batch_norm: BatchNormChoice | None
+    lora: Lora | str | None
     gpus: int | None
     nodes: int | None
     mem: Amounts | None

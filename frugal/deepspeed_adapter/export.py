@@ -5,11 +5,10 @@ is a sum, divided by the batch's targets T and multiplied by the number of ranks
 them. `scale_wrt_gas=False` keeps DeepSpeed from dividing by the accumulation steps too; Trainer and Accelerate pass
 that on. Spelling as of transformers 5.23, Accelerate 1.15 and DeepSpeed 0.19.8.
 
-A plan for other trainers: transformers' Trainer, Accelerate, and a plain DeepSpeed script.
-
-Each export is one file beside the plan's own `ds_config.json`, which all three take unchanged: every batch size and
-every bucket in it is a number, so there is nothing for them to fill in. What they cannot do is refused here, not left
-to come out in memory or in the gradient. The texts are templates in `templates/`.
+For Trainer it is a few lines that hand the plan itself to `frugal.integrations.transformers`. The others are one file
+beside the plan's own `ds_config.json`, which they take unchanged: every batch size and every bucket in it is a number,
+so there is nothing for them to fill in. What they cannot do is refused here, not left to come out in memory or in the
+gradient. The texts are templates in `templates/`.
 """
 
 import json
@@ -30,6 +29,7 @@ from frugal.units import plural
 Target = Literal["hf", "accelerate", "script"]
 FILES: dict[Target, str] = {"hf": "planned_trainer.py", "accelerate": "accelerate.yaml", "script": "train.py"}
 DEEPSPEED_FILE = "ds_config.json"
+PLAN_FILE = "plan.json"
 
 AUTO_CLASSES = {
     "causal-lm": "AutoModelForCausalLM",
@@ -90,58 +90,10 @@ def _origin(plan: Plan) -> str:
     return f"{plan.strategy}. Written by `frugal export` from plan {plan.digest[:12]}."
 
 
-_COLLATED = """
-def with_decoder_inputs(collate, model):
-    \"\"\"What `collate` makes of samples, and what the decoder reads of their labels.\"\"\"
-    complete(model.config)
-
-    def collated(samples):
-        batch = collate(samples)
-        return {**batch, "decoder_input_ids": decoder_inputs(model, batch["labels"])}
-
-    return collated
-"""
-
-
-def hf(plan: Plan, start: str, decoder_inputs: str) -> str:
-    """Python with `TrainingArguments`, and a Trainer whose loss is exact."""
-    request, task = plan.request, plan.model.task
-    full = plan.strategy.activation_checkpointing == "full"
-    join = "deepspeed.init_distributed()  # which TrainingArguments leaves out on CPUs, and ZeRO-3 needs"
-    loss_type = 'model.loss_type = "ForCausalLM"  # otherwise Trainer may count first tokens as targets'
-    pairs = task == "seq2seq"
-    shifted = "F.pad(labels[:, 1:], (0, 1), value=-100)  # each token predicts the next"
+def hf(plan: Plan, start: str) -> str:
+    """Python that hands the plan to `frugal.integrations.transformers`."""
     return _filled(
-        FILES["hf"],
-        sum=_sum(plan),
-        origin=_origin(plan),
-        start=start,
-        import_os=_import_os(plan),
-        segments=_segments(plan),
-        auto_class=AUTO_CLASSES[task],
-        import_deepspeed="import deepspeed" if _on_cpu(plan) else "",
-        join_process_group=join if _on_cpu(plan) else "",
-        deepspeed_file=DEEPSPEED_FILE,
-        micro_batch=plan.batch.largest_micro_batch,
-        accumulation_steps=plan.batch.accumulation_steps,
-        is_bf16=request.precision == "bf16",
-        is_fp16=request.precision == "fp16",
-        is_checkpointed=full,
-        checkpointing_options='{"use_reentrant": False}' if full else None,
-        is_cpu=_on_cpu(plan),
-        learning_rate=request.scaled_learning_rate,
-        weight_decay=request.weight_decay,
-        adam_beta1=request.betas[0],
-        adam_beta2=request.betas[1],
-        adam_epsilon=request.epsilon,
-        gradient_clipping=request.gradient_clipping,
-        loss_type=loss_type if task == "causal-lm" else "",
-        import_sys="import sys" if pairs else "",
-        with_decoder_inputs='others["data_collator"] = with_decoder_inputs(others["data_collator"], model)'
-        if pairs
-        else "",
-        decoder_inputs=f"\n\n{decoder_inputs}\n{_COLLATED}" if pairs else "",
-        targets=shifted if task == "causal-lm" else "labels",
+        FILES["hf"], sum=_sum(plan), origin=_origin(plan), start=start, auto_class=AUTO_CLASSES[plan.model.task]
     )
 
 
@@ -251,11 +203,13 @@ def export(plan: Plan, target: Target, *, folder: str = "", make_model: str = ""
     check(plan, target)
     start = start_command(plan, target, folder)
     if target == "hf":
-        text = hf(plan, start, decoder_inputs)
+        text = hf(plan, start)
     elif target == "accelerate":
         text = accelerate(plan, start, folder)
     else:
         text = script(plan, start, make_model, decoder_inputs)
+    if target == "hf":
+        return Export(files={FILES[target]: text, PLAN_FILE: plan.to_json().decode()}, start=start)
     config = json.dumps(deepspeed_config(plan), indent=2) + "\n"
     return Export(files={FILES[target]: text, DEEPSPEED_FILE: config}, start=start)
 
@@ -274,13 +228,13 @@ def check(plan: Plan, target: Target) -> None:
             because="frugal packs them itself, and the plan counts the attention mask that this takes",
             hint="plan without --pack",
         )
-    if plan.request.lora is not None:
+    if target != "hf" and plan.request.lora is not None:
         raise RequestError(
             f"{who} is not exported to with adapters",
             because=f"the plan has --lora {plan.request.lora}, which frugal adds to the model when it trains",
             hint="train it with `frugal train --plan DIR`, or export a plan without --lora",
         )
-    if plan.request.batch_norm not in (None, "local"):
+    if target != "hf" and plan.request.batch_norm not in (None, "local"):
         raise RequestError(
             f"{who} takes BatchNorm as it is",
             because=f"the plan has --batch-norm {plan.request.batch_norm}, which frugal does when it trains",
@@ -292,14 +246,14 @@ def check(plan: Plan, target: Target) -> None:
             because="it counts samples, and short ones would leave the batch too small",
             hint=f"plan with --global-batch {batch.global_batch} instead of --global-tokens",
         )
-    if strategy.loss == "tiled":
+    if target != "hf" and strategy.loss == "tiled":
         reason_for_tiles = next((reason for reason in plan.why if reason.startswith("the loss is tiled")), None)
         raise RequestError(
             f"{who} does not know frugal's tiled loss",
             because=reason_for_tiles or "it holds the logits whole, for which the plan may have no memory",
             hint="plan with --loss plain",
         )
-    if strategy.activation_checkpointing not in ("off", "full"):
+    if target != "hf" and strategy.activation_checkpointing not in ("off", "full"):
         raise RequestError(
             f"{who} does not know activation checkpointing {strategy.activation_checkpointing}",
             because="it recomputes whole layers, or nothing",
@@ -317,7 +271,7 @@ def check(plan: Plan, target: Target) -> None:
             because=f"the nodes have {', '.join(str(len(node.devices)) for node in plan.cluster.nodes)} GPUs",
             hint="use --to script, which starts with `deepspeed --hostfile`",
         )
-    if not (_is_even(plan) if target == "script" else batch.is_uniform):
+    if target != "hf" and not (_is_even(plan) if target == "script" else batch.is_uniform):
         raise _uneven(plan, target)
 
 

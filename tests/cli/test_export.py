@@ -295,7 +295,7 @@ def test_a_file_that_was_edited_is_kept(folder: Path, tmp_path: Path, capsys: py
     for _ in range(2):  # the same again is no loss
         assert run(capsys, path, "--to", "hf", "-o", tmp_path) == (
             0,
-            f"wrote {tmp_path}/planned_trainer.py and {tmp_path}/ds_config.json\n\nstart it with\n"
+            f"wrote {tmp_path}/planned_trainer.py and {tmp_path}/plan.json\n\nstart it with\n"
             "  DS_ACCELERATOR=cpu torchrun --standalone --nproc-per-node 2 YOUR_SCRIPT.py\n",
             "",
         )

@@ -1,0 +1,113 @@
+"""The micro-batches of a plan for a `torch.utils.data.DataLoader`: every global batch exact, however it is cut.
+
+The order is that of `frugal.training.data.batches`, which is the same on any number of ranks and has no last, partial
+global batch: what an epoch lacks of one is drawn from the next. Where lengths are known, samples of like length share
+a micro-batch. A Trainer wants as many micro-steps for every optimizer step; what a rank has too few of is filled with
+dummies, samples without a target.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from frugal.planning.plan import Plan
+from frugal.training.data.batches import GlobalBatches, MicroBatchLimits, share
+from frugal.training.models.tiled_loss import IGNORED
+
+Collate = Callable[[list[Any]], dict[str, Any]]
+
+
+def lengths_of(dataset: Any) -> NDArray[np.int64] | None:
+    """Tokens of each sample, shape `(len(dataset),)`: from a column `length`, or of `input_ids`; None: not known."""
+    names = getattr(dataset, "column_names", None)
+    if names is not None and "length" in names:
+        return np.asarray(dataset["length"], dtype=np.int64)
+    if names is not None and "input_ids" in names:
+        return np.fromiter(map(len, dataset["input_ids"]), dtype=np.int64, count=len(dataset))
+    first = dataset[0]
+    if names is not None or not isinstance(first, dict) or "input_ids" not in first:
+        return None
+    return np.fromiter((len(dataset[i]["input_ids"]) for i in range(len(dataset))), dtype=np.int64)
+
+
+class PlannedBatches:
+    """A batch sampler: yields the indices of this rank's micro-batches, `accumulation_steps` for each global batch.
+
+    An index below 0 asks for a dummy: `~index` names the sample that it is made of.
+    """
+
+    def __init__(self, plan: Plan, dataset: Sequence[Any], rank: int, seed: int) -> None:
+        self._plan, self._rank = plan, rank
+        self._batches = GlobalBatches(
+            dataset, global_batch=plan.batch.global_batch, lengths=lengths_of(dataset), seed=seed
+        )
+        self._epoch = 0
+
+    @property
+    def batch_sampler(self) -> "PlannedBatches":
+        """Itself: Trainer looks here for what to tell the epoch, as accelerate wraps samplers."""
+        return self
+
+    def set_epoch(self, epoch: int) -> None:
+        """The next iteration is over this epoch; so many steps of the endless order lie before it."""
+        self._epoch = epoch
+
+    def __len__(self) -> int:
+        return self._batches.steps(1) * self._plan.batch.accumulation_steps
+
+    def __iter__(self) -> Iterator[list[int]]:
+        steps = self._batches.steps(1)
+        for step in range(self._epoch * steps, (self._epoch + 1) * steps):
+            yield from self._micro_batches(step)
+
+    def _micro_batches(self, step: int) -> Iterator[list[int]]:
+        batch = self._batches.at(self._batches.after(step))
+        places = share(batch, MicroBatchLimits.of(self._plan), self._rank, self._plan.batch).places
+        num_steps = self._plan.batch.accumulation_steps
+        assert len(places) <= num_steps, "the plan has the micro-steps of full-length samples"
+        shortest = int(batch.indices[0 if batch.lengths is None else np.argmin(batch.lengths)])
+        for own in (*places, *[()] * (num_steps - len(places))):
+            yield [int(batch.indices[place]) for place in own] or [~shortest]
+
+
+class WithDummies:
+    """A data set in which an index below 0 is a dummy made of sample `~index`."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: int) -> tuple[Any, bool]:
+        return self._dataset[index if index >= 0 else ~index], index >= 0
+
+
+class Collated:
+    """What `collate` makes of samples; a dummy's labels are all ignored.
+
+    Attention masks that only hide padding on the right are dropped for causal models, which never look there: the
+    plan counts on the kernels that take no mask.
+    """
+
+    def __init__(self, collate: Collate, *, is_causal: bool) -> None:
+        self._collate = collate
+        self._is_causal = is_causal
+
+    def __call__(self, items: list[tuple[Any, bool]]) -> dict[str, Any]:
+        batch = dict(self._collate([sample for sample, _ in items]))
+        if not all(is_real for _, is_real in items):
+            batch["labels"] = batch["labels"].new_full(batch["labels"].shape, IGNORED)
+        mask = batch.get("attention_mask")
+        if self._is_causal and isinstance(mask, Tensor) and mask.dim() == 2 and _hides_the_right_only(mask):
+            del batch["attention_mask"]
+            batch["labels"] = batch["labels"].masked_fill(mask == 0, IGNORED)
+        return batch
+
+
+def _hides_the_right_only(mask: Tensor) -> bool:
+    """Whether no row of `mask (samples, positions)` has a token after padding."""
+    return bool((mask[:, 1:] <= mask[:, :-1]).all())

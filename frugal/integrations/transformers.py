@@ -1,0 +1,192 @@
+"""transformers' Trainer under a plan: its loop, logging, callbacks and checkpoints; the plan's batch, loss and memory.
+
+    plan = frugal.Plan.read("plan.json")
+    args = training_arguments(plan, "run", max_steps=1000)  # before the model
+    model = AutoModelForCausalLM.from_pretrained(...)
+    PlannedTrainer(model=model, args=args, plan=plan, train_dataset=...).train()
+
+`PlannedMixin` does the same for a trainer that derives from it: `class Planned(PlannedMixin, SFTTrainer): ...`.
+
+What it changes of Trainer: a global batch is exact, with uneven micro-batches and without a partial one at the end of
+an epoch; the loss is summed over targets and divided by those of the global batch over all ranks; samples of like
+length share a micro-batch; the tiled loss and every kind of activation checkpointing of a plan work; the first steps'
+memory is compared with the plan. What stays Trainer's: out of memory ends the run, `evaluate` averages over batches.
+"""
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from transformers import Trainer, TrainerCallback
+
+from frugal.deepspeed_adapter import export
+from frugal.errors import PlanMismatchError, RequestError
+from frugal.integrations.arguments import training_arguments
+from frugal.integrations.micro_batches import Collated, PlannedBatches, WithDummies
+from frugal.planning.plan import Plan
+from frugal.training.losses import decoder_inputs
+from frugal.training.models import (
+    activation_checkpointing,
+    batch_norm,
+    expert_modules,
+    tiled_loss,
+    transformers_internals,
+)  # fmt: skip
+from frugal.training.models.tiled_loss import IGNORED
+from frugal.training.objectives import summed_cross_entropy
+from frugal.units import format_bytes
+
+__all__ = ["PlannedMixin", "PlannedTrainer", "training_arguments"]
+
+logger = logging.getLogger("frugal")
+
+
+class PlannedMixin:
+    """Beside a Trainer, before it in the bases; `plan` is what it trains by. Make `args` with `training_arguments`."""
+
+    def __init__(self, *arguments: Any, plan: Plan, **others: Any) -> None:
+        export.check(plan, "hf")
+        model = others.get("model", arguments[0] if arguments else None)
+        if not isinstance(model, nn.Module):
+            raise RequestError(
+                "a Trainer under a plan needs the model itself",
+                because=f"`model` is {model!r}",
+                hint="load it after training_arguments(), and pass it",
+            )
+        self.plan = plan
+        self._decoder_inputs = _decoder_inputs(model) if plan.model.task == "seq2seq" else None
+        transformers_internals.always_use()
+        expert_modules.always_run(model)
+        super().__init__(*arguments, **others)
+        trainer: Any = self
+        _refuse_other_model(plan, trainer.model)
+        batch_norm.apply(trainer.model, plan.request.batch_norm)
+        activation_checkpointing.apply(trainer.model, plan.strategy.activation_checkpointing)
+        trainer.model.config.use_cache = False
+        if plan.strategy.loss == "tiled":
+            tiled_loss.apply(trainer.model)
+            trainer.args.prediction_loss_only = True
+        trainer.loss_is_scaled_for_ga = True  # `compute_loss` divides by the targets of the global batch
+        trainer.add_callback(_MemoryCheck(plan))
+
+    @property
+    def _is_causal(self) -> bool:
+        return self.plan.model.task == "causal-lm"
+
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        """This rank's micro-batches; not for accelerate to split again."""
+        trainer: Any = self
+        dataset, collate = trainer.train_dataset, trainer.data_collator
+        if dataset is None or not hasattr(dataset, "__len__"):
+            raise RequestError(
+                "a plan's global batches are drawn from a data set of known length",
+                because=f"train_dataset is {type(dataset).__name__}",
+            )
+        if hasattr(dataset, "column_names"):
+            sampled = trainer._remove_unused_columns(dataset, description="training")
+        else:
+            sampled = dataset
+            collate = trainer._get_collator_with_removed_columns(collate, description="training")
+        args = trainer.args
+        return DataLoader(
+            WithDummies(sampled),  # type: ignore[arg-type]  # has all of a data set that is used
+            batch_sampler=PlannedBatches(self.plan, dataset, args.process_index, args.seed),
+            collate_fn=Collated(collate, is_causal=self._is_causal),
+            num_workers=args.dataloader_num_workers,
+            pin_memory=args.dataloader_pin_memory and args.device.type == "cuda",
+        )
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Tensor:
+        """Targets of the global batch, over all micro-steps and ranks."""
+        trainer: Any = self
+        own = sum((self._targets(batch["labels"]) != IGNORED).sum() for batch in batch_samples)
+        return trainer.accelerator.gather(torch.as_tensor(own, device=device)).sum()
+
+    def _targets(self, labels: Tensor) -> Tensor:
+        """What each position is to predict, `(samples, positions)`."""
+        return F.pad(labels[:, 1:], (0, 1), value=IGNORED) if self._is_causal else labels
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Any:
+        """This micro-batch's part of the mean over the global batch's targets; times the ranks, which DeepSpeed
+        averages over. In an evaluation, the mean over its own."""
+        trainer: Any = self
+        inputs = dict(inputs)
+        labels = inputs.pop("labels")
+        targets = self._targets(labels)
+        if self._decoder_inputs is not None and "decoder_input_ids" not in inputs:
+            inputs["decoder_input_ids"] = self._decoder_inputs(labels)
+        if tiled_loss.is_applied(model):
+            outputs = tiled_loss.outputs_with_sum(model, inputs, targets)
+            total = outputs.logits
+        else:
+            outputs = model(**inputs)
+            total = summed_cross_entropy(outputs.logits, targets)
+        if num_items_in_batch is None:
+            loss = total / (targets != IGNORED).sum().clamp(min=1)
+        else:
+            loss = total * (trainer.accelerator.num_processes / num_items_in_batch)
+        return (loss, outputs) if return_outputs else loss
+
+
+class PlannedTrainer(PlannedMixin, Trainer):
+    """`transformers.Trainer` under a plan."""
+
+
+def _decoder_inputs(model: Any) -> Callable[[Tensor], Tensor]:
+    """What makes decoder inputs of labels, as the model's own loss does."""
+    made = model.get_base_model() if hasattr(model, "get_base_model") else model  # peft's wrapper
+    decoder_inputs.complete(made.config)
+    of_labels = decoder_inputs.of_class(type(made), made.config)
+    if of_labels is None:
+        raise RequestError(
+            f"{type(made).__name__} has no way to make decoder inputs of labels",
+            hint="use `frugal train`, which begins them with the start token",
+        )
+    return of_labels
+
+
+def _refuse_other_model(plan: Plan, model: nn.Module) -> None:
+    """The plan's memory is that of its own model, and of the parameters that it trains.
+
+    Raises:
+        PlanMismatchError: it was made for another one.
+    """
+    sizes = [(getattr(p, "ds_numel", p.numel()), p.requires_grad) for p in model.parameters()]  # ds: under ZeRO-3
+    number, trained = sum(size for size, _ in sizes), sum(size for size, is_trained in sizes if is_trained)
+    planned = plan.model.parameters, plan.model.trainable_parameters
+    if planned not in ((number, trained), (0, 0)):
+        raise PlanMismatchError(
+            f"the plan is for another model than {type(model).__name__} is now",
+            because=f"it was made for {planned[0]:,} parameters, {planned[1]:,} trained; the model has {number:,} and "
+            f"{trained:,}",
+            hint="plan again" if plan.request.lora is None else "give it the adapters of the plan, or plan again",
+        )
+
+
+class _MemoryCheck(TrainerCallback):
+    """Compares the first two steps' peak with the plan; only CUDA's allocator counts it at no cost."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._planned = plan.memory.live_bytes
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        if args.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(args.device)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        if args.device.type == "cuda" and state.global_step == 2 and args.process_index == 0:
+            peak = torch.cuda.max_memory_allocated(args.device)
+            logger.info(
+                "memory: planned %s of live tensors, measured %s in the first two steps",
+                format_bytes(self._planned), format_bytes(peak),
+            )  # fmt: skip

@@ -1,0 +1,175 @@
+"""transformers' Trainer under a plan, on real ranks, against frugal's own engine."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bench.plans import plan_by_hand
+from bench.ranks import Ranks
+from frugal.errors import PlanMismatchError, RequestError
+from frugal.planning.plan import Plan
+
+TINY = {
+    "model_type": "gpt2", "n_layer": 2, "n_embd": 32, "n_head": 2, "vocab_size": 260, "n_positions": 64,
+    "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 0, "eos_token_id": 0,
+}  # fmt: skip
+STEPS = 5
+
+
+def samples() -> list[dict[str, Any]]:
+    """Eleven, of different lengths; some begin with tokens that are no targets, one has hardly any target."""
+    rows = [random.Random(i).choices(range(260), k=5 * i + 4) for i in range(11)]
+    return [
+        {"input_ids": row, "labels": [-100] * min(3 * i, len(row) - 1) + row[3 * i :]} for i, row in enumerate(rows)
+    ]
+
+
+def collate(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    pad = torch.nn.utils.rnn.pad_sequence
+    tokens, labels = ([torch.tensor(row[name]) for row in rows] for name in ("input_ids", "labels"))
+    return {
+        "input_ids": pad(tokens, batch_first=True),
+        "attention_mask": pad([torch.ones_like(row) for row in tokens], batch_first=True),
+        "labels": pad(labels, batch_first=True, padding_value=-100),
+    }
+
+
+def plan(zero_stage: int, **strategy: Any) -> Plan:
+    """Global batches of 5 samples on two ranks: in micro-batches of 2 that is 2 and 1, then 1 and 1."""
+    request = {"learning_rate": 1e-2, "gradient_clipping": 0.5}
+    return plan_by_hand(
+        world_size=2, global_batch=5, micro_batch=2, zero_stage=zero_stage, request=request, strategy=strategy
+    )
+
+
+def ours(folder: str, made: Plan) -> list[float]:
+    """The losses of frugal's engine, on a rank."""
+    import frugal
+    from frugal.training.data.batches import GlobalBatches
+    from frugal.training.models import resolve
+
+    spec = resolve.resolve(folder)
+    engine = frugal.initialize(spec.build(dtype=torch.float32), made, spec.objective())
+    rows = samples()
+    batches = GlobalBatches(rows, global_batch=5, lengths=[len(row["input_ids"]) for row in rows], seed=7).iterate()
+    losses = [engine.train_step(next(batches)).loss for _ in range(STEPS)]
+    engine.destroy()
+    return losses
+
+
+def theirs(folder: str, made: Plan, out: str, resume_at: int = 0) -> list[float]:
+    """The losses that Trainer logs, on a rank; with `resume_at` it is stopped there, and resumed by another Trainer."""
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+    from transformers import AutoModelForCausalLM
+    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+    from frugal.integrations.transformers import PlannedTrainer, training_arguments
+
+    def run(max_steps: int, resume: bool) -> list[float]:
+        args = training_arguments(
+            made, out, max_steps=max_steps, seed=7, logging_steps=1, report_to=[], disable_tqdm=True,
+            save_strategy="steps" if resume_at else "no", save_steps=resume_at or 500, lr_scheduler_type="constant",
+        )  # fmt: skip
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        trainer = PlannedTrainer(model=model, args=args, plan=made, train_dataset=samples(), data_collator=collate)
+        trainer.train(resume_from_checkpoint=resume)
+        return [record["loss"] for record in trainer.state.log_history if "loss" in record]
+
+    try:
+        losses = run(resume_at, resume=False) if resume_at else []
+        return run(STEPS, resume=True) if losses else run(STEPS, resume=False)
+    finally:  # the ranks are shared with other tests
+        unset_hf_deepspeed_config()
+        for state in (AcceleratorState, GradientState, PartialState):
+            state._reset_state()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    path = tmp_path_factory.mktemp("model")
+    torch.manual_seed(0)
+    GPT2LMHeadModel(
+        GPT2Config(**{name: value for name, value in TINY.items() if name != "model_type"})
+    ).save_pretrained(path)
+    return str(path)
+
+
+STRATEGIES = {
+    "ZeRO-2": (2, {}),
+    "ZeRO-3, full checkpointing, tiled loss": (3, {"activation_checkpointing": "full", "loss": "tiled"}),
+}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_trainer_under_a_plan_has_the_losses_of_frugals_engine(
+    folder: str, two_ranks: Ranks, tmp_path: Path, strategy: str
+) -> None:
+    """Uneven micro-batches, masked labels, lengths that differ, clipping, and a batch over the end of an epoch."""
+    stage, others = STRATEGIES[strategy]
+    made = plan(stage, **others)
+    (expected, _) = two_ranks.run(ours, folder, made)
+    (losses, _) = two_ranks.run(theirs, folder, made, str(tmp_path))
+    assert losses == pytest.approx(expected, rel=3e-6)
+
+
+@pytest.mark.exhaustive
+def test_a_resumed_trainer_draws_what_the_unstopped_one_draws(folder: str, two_ranks: Ranks, tmp_path: Path) -> None:
+    made = plan(2)
+    (expected, _) = two_ranks.run(ours, folder, made)
+    (losses, _) = two_ranks.run(theirs, folder, made, str(tmp_path), 4)
+    assert losses == pytest.approx(expected, rel=3e-6)
+
+
+def test_what_a_trainer_cannot_do_is_refused() -> None:
+    from frugal.deepspeed_adapter.export import check
+    from frugal.integrations.arguments import training_arguments
+
+    with pytest.raises(RequestError, match="cannot fill a global batch of 512 tokens"):
+        check(_with_tokens(plan(2)), "hf")
+    with pytest.raises(RequestError) as raised:
+        training_arguments(plan(2), "run", per_device_train_batch_size=4)
+    assert str(raised.value) == (
+        "`per_device_train_batch_size` is 4, and 2 in the plan\n  because the plan's memory and batch hold for what it "
+        "says\n\nhint: leave it out, or plan for the other value"
+    )
+
+
+def _with_tokens(made: Plan) -> Plan:
+    from dataclasses import replace
+
+    return replace(made, batch=replace(made.batch, global_tokens=512))
+
+
+def test_a_plan_for_another_model_is_refused(folder: str) -> None:
+    from dataclasses import replace
+
+    from transformers import AutoModelForCausalLM
+
+    from frugal.integrations.transformers import _refuse_other_model
+
+    made = plan(2)
+    made = replace(made, model=replace(made.model, parameters=1000, trainable_parameters=1000))
+    with pytest.raises(PlanMismatchError, match="made for 1,000 parameters, 1,000 trained; the model has"):
+        _refuse_other_model(made, AutoModelForCausalLM.from_pretrained(folder))
+
+
+def test_every_sample_is_drawn_once_an_epoch_whatever_the_ranks_and_lengths() -> None:
+    from frugal.integrations.micro_batches import PlannedBatches
+
+    made, rows = plan(2), samples()
+    drawn: list[int] = []
+    for rank in range(2):
+        sampler = PlannedBatches(made, rows, rank, seed=1)
+        for epoch in range(5):
+            sampler.set_epoch(epoch)
+            micro_batches = list(sampler)
+            assert len(micro_batches) == len(sampler)
+            drawn += [index for micro_batch in micro_batches for index in micro_batch if index >= 0]
+    assert len(drawn) == 5 * 3 * 5  # epochs of three global batches of five
+    counts = [drawn.count(index) for index in range(len(rows))]
+    assert max(counts) - min(counts) <= 1
