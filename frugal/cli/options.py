@@ -14,7 +14,7 @@ from typing import Any, get_args
 import click
 
 from frugal.config.hardware import calibration as calibrations
-from frugal.config.hardware.cluster import Cluster, recognise_card
+from frugal.config.hardware.cluster import GENERIC, Card, Cluster, of_driver, recognise_card
 from frugal.config.hardware.local_host import held_on_gpus
 from frugal.config.request import Request
 from frugal.config.run_settings import SAMPLE_NAMES, run_settings
@@ -207,34 +207,34 @@ def collect(values: Mapping[str, Any], file: TomlFile | None = None) -> tuple[Re
     }
     is_described = bool({"gpu", "hostfile"} & settings.keys()) or {"gpus", "mem"} <= settings.keys()
     is_described = is_described or "," in str(settings.get("mem", ""))
-    gpu_name = None
+    gpu_name, unnamed = None, GENERIC
     if settings.get("device", "cuda") == "cuda" and not is_described:
-        here, gpu_name = this_machine(settings.get("gpus"))
+        here, gpu_name, unnamed = this_machine(settings.get("gpus"))
         if "mem" in settings:  # then it says what there is to take
             here.pop("held", None)
         settings = here | settings
     calibration, notes = calibrations.chosen(settings, gpu_name)
     for note in notes:
         click.echo(f"note: {note}", err=True)
-    return understand(settings, calibration)
+    return understand(settings, calibration, unnamed)
 
 
-def this_machine(num_gpus: int | None) -> tuple[dict[str, Any], str | None]:
+def this_machine(num_gpus: int | None) -> tuple[dict[str, Any], str | None, Card]:
     """The settings that describe `num_gpus` of this machine's GPUs (None: all), and what the driver calls them.
 
-    Nothing where torch sees none; no name where they differ.
+    Nothing where torch sees none; no name where they differ. The card is what those are that no table knows.
     """
     import torch  # takes a second: only where flags leave the question open
 
     num_here = torch.cuda.device_count()
     if not num_here:
-        return {}, None
+        return {}, None, GENERIC
     import psutil  # type: ignore[import-untyped]  # its stubs are a package of their own
 
     held = held_on_gpus()
     cards = [torch.cuda.get_device_properties(i) for i in range(num_here)]
     settings, name = described(cards, held, num_gpus)
-    return settings | {"host_mem": psutil.virtual_memory().total}, name
+    return settings | {"host_mem": psutil.virtual_memory().total}, name, unnamed_of(cards)
 
 
 def described(cards: Sequence[Any], held: Mapping[str, int], num_gpus: int | None) -> tuple[dict[str, Any], str | None]:
@@ -253,6 +253,15 @@ def described(cards: Sequence[Any], held: Mapping[str, int], num_gpus: int | Non
     if held:
         settings["held"] = [held.get(str(card.uuid), 0) for card in cards]
     return settings, cards[0].name if len({card.name for card in cards}) == 1 else None
+
+
+def unnamed_of(cards: Sequence[Any]) -> Card:
+    """What GPUs are as their driver says, where one is no known card; of several kinds what takes the most memory."""
+    unknown = [card for card in cards if recognise_card(card.name, card.total_memory) is None]
+    if not unknown:
+        return GENERIC
+    threads = max(card.multi_processor_count * card.max_threads_per_multi_processor for card in cards)
+    return of_driver(unknown[0].name, min((card.major, card.minor) for card in cards), threads)
 
 
 def with_lengths(request: Request, values: Mapping[str, Any], file: TomlFile) -> Request:

@@ -21,7 +21,7 @@ from frugal.config import sample_lengths
 from frugal.config.adapters import Lora
 from frugal.config.hardware.build_cluster import ClusterSettings, build_cluster
 from frugal.config.hardware.calibration import Calibration
-from frugal.config.hardware.cluster import Cluster
+from frugal.config.hardware.cluster import GENERIC, Card, Cluster
 from frugal.config.request import Request
 from frugal.config.run_settings import LaunchSettings, RunSettings
 from frugal.config.setting import SettingRow, flag_of, settings_of, unknown_setting
@@ -34,7 +34,7 @@ SETTINGS: Mapping[str, SettingRow] = {**PLAN_SETTINGS, **TRAIN_SETTINGS}
 
 
 def understand(
-    settings: Mapping[str, Any], calibration: Calibration | None = None
+    settings: Mapping[str, Any], calibration: Calibration | None = None, unnamed: Card = GENERIC
 ) -> tuple[Request, Cluster, tuple[str, ...]]:
     """The request, the cluster, and the names of the request's fields that were left to their defaults.
 
@@ -42,13 +42,14 @@ def understand(
     text such as `12G`; `mem` may be one value a GPU of the node, `12G,24G` or a list, and so may `held`, what others
     keep of it; `gpu` is a card, or one a GPU: `a100-40g,a100-80g`. `hostfile` is a path, see
     `frugal.config.hardware.build_cluster`. `calibration` is that of the devices, if they have one and it is wanted.
+    `unnamed` is what a GPU is taken for that no card is named of.
 
     Raises:
         RequestError: an unknown name, a value of the wrong kind, or no GPUs or memory given.
     """
     request, defaults = requested(settings)
     asked = ClusterSettings(**_of(ClusterSettings, settings))
-    return request, build_cluster(asked, request.precision, calibration), defaults
+    return request, build_cluster(asked, request.precision, calibration, unnamed), defaults
 
 
 def requested(settings: Mapping[str, Any]) -> tuple[Request, tuple[str, ...]]:

@@ -131,7 +131,7 @@ def train(plan: Plan, settings: RunSettings, device: "torch.device") -> None:
             log.say(opening.describe(plan, settings, data, total_steps, start.step))
             if changes:
                 log.say(describe_changes(changes, start.step, settings.out))
-            for remark in opening.remarks(plan, data):
+            for remark in opening.remarks(plan, data, device, rank):
                 log.say(remark)
             first_steps = None if settings.resume else loop.FirstStepsGauge(gauge, measuring)
             done = loop.train(

@@ -20,7 +20,7 @@ from typing import Any
 from frugal import files
 from frugal.config.hardware import cluster
 from frugal.config.hardware.calibration import Calibration
-from frugal.config.hardware.cluster import CARDS, MOST_RANKS, Cluster, Device, DeviceKind, Node
+from frugal.config.hardware.cluster import CARDS, MOST_RANKS, Card, Cluster, Device, DeviceKind, Node
 from frugal.config.request import Precision
 from frugal.config.setting import SIZE, SIZES, check_sizes, setting
 from frugal.errors import RequestError
@@ -177,15 +177,22 @@ class ClusterSettings:
         check_sizes(self)
 
 
-def build_cluster(settings: ClusterSettings, precision: Precision, calibration: Calibration | None) -> Cluster:
+def build_cluster(
+    settings: ClusterSettings, precision: Precision, calibration: Calibration | None, unnamed: Card = cluster.GENERIC
+) -> Cluster:
     """The cluster that settings describe. What a line of a hostfile says wins over a flag.
+
+    `unnamed`: what a GPU is of which no card is named.
 
     Raises:
         RequestError: it is not known how many GPUs there are or how large they are, or settings contradict each other.
     """
     hosts = _alike(settings) if settings.hostfile is None else _of_hostfile(settings, Path(settings.hostfile))
     world_size = sum(host.slots for host in hosts)
-    kinds = {host: _node(host, settings, precision, world_size) for host in {replace(host, name="") for host in hosts}}
+    kinds = {
+        host: _node(host, settings, precision, world_size, unnamed)
+        for host in {replace(host, name="") for host in hosts}
+    }
     links = [_link(device) for node in kinds.values() for device in node.devices]
     measured = None
     if calibration is not None:
@@ -270,7 +277,7 @@ def _alike(settings: ClusterSettings) -> tuple[HostfileEntry, ...]:
     return (HostfileEntry(name="", slots=num_gpus),) * num_nodes
 
 
-def _node(host: HostfileEntry, settings: ClusterSettings, precision: Precision, world_size: int) -> Node:
+def _node(host: HostfileEntry, settings: ClusterSettings, precision: Precision, world_size: int, unnamed: Card) -> Node:
     """What a host has; flags fill in what its line does not say."""
     where = f"{host.slots} slots of a node" if settings.hostfile is not None else ""
     memory = _for_each(host.memory or _amounts(settings.mem), host.slots, "mem", where)
@@ -287,7 +294,7 @@ def _node(host: HostfileEntry, settings: ClusterSettings, precision: Precision, 
             )
     return Node(
         devices=tuple(
-            replace(_device(settings, precision, world_size, *each), held_bytes=taken or 0)
+            replace(_device(settings, precision, world_size, unnamed, *each), held_bytes=taken or 0)
             for *each, taken in zip(memory, names, held, strict=True)
         ),
         host_memory_bytes=host.host_memory_bytes or next(iter(host_memory), None),
@@ -296,7 +303,12 @@ def _node(host: HostfileEntry, settings: ClusterSettings, precision: Precision, 
 
 
 def _device(
-    settings: ClusterSettings, precision: Precision, world_size: int, memory: int | None, name: str | None
+    settings: ClusterSettings,
+    precision: Precision,
+    world_size: int,
+    unnamed: Card,
+    memory: int | None,
+    name: str | None,
 ) -> Device:
     if settings.device == "cpu":
         if memory is None:
@@ -310,7 +322,7 @@ def _device(
             because="neither a line of the hostfile nor --mem says it",
             hint="write it behind the slots: NAME slots=4  # mem=12G",
         )
-    card = cluster.GENERIC if name is None else cluster.find_card(name)
+    card = unnamed if name is None else cluster.find_card(name)
     return card.device(precision, num_gpus=world_size, memory_bytes=memory)
 
 

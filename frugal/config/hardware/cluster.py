@@ -357,6 +357,18 @@ GENERIC = _card("generic card", 0, 100, 25, 700, ASSUMED_CAPABILITY)
 attention kernels are taken."""
 
 
+def of_driver(name: str, capability: Capability, resident_threads: int) -> Card:
+    """A card that no table has, with what its driver says. Its speeds are those of `GENERIC`."""
+    return replace(GENERIC, name=name, compute_capability=capability, resident_threads=resident_threads)
+
+
+def _card_of(device: Device) -> Card:
+    """The card that a GPU was made of."""
+    if device.name in CARDS or device.name == GENERIC.name:
+        return CARDS.get(device.name, GENERIC)
+    return of_driver(device.name, device.compute_capability or ASSUMED_CAPABILITY, device.resident_threads)
+
+
 def _threads_of_unknown(memory_bytes: int) -> int:
     """Threads that a card of which only the memory is known may hold: the most of any known one that is not larger."""
     least = min(card.memory_bytes for card in CARDS.values())
@@ -371,7 +383,7 @@ def resized(device: Device, *, memory_bytes: int, num_ranks: tuple[int, int]) ->
     """
     if device.kind == "cpu":
         return replace(device, memory_bytes=memory_bytes)
-    card = CARDS.get(device.name, GENERIC)
+    card = _card_of(device)
     old = card.context_range(device.memory_bytes, num_ranks[0])
     new = card.context_range(memory_bytes, num_ranks[1])
     if device.measured_on is not None:  # only what NCCL takes beyond one rank is assumed
@@ -411,6 +423,21 @@ def find_card(name: str) -> Card:
             hint=f"use --gpu {close[0]}, or give its memory: --mem 24G" if close else "give its memory: --mem 24G",
         )
     return CARDS[name]
+
+
+def unlike(planned: Device, name: str, capability: Capability, resident_threads: int) -> str | None:
+    """What to say where a GPU is not what a plan assumed, and may take more memory for it; None where it does not."""
+    assumed = planned.compute_capability or ASSUMED_CAPABILITY
+    if kernel_class(assumed) == kernel_class(capability) and resident_threads <= planned.resident_threads:
+        return None
+
+    def words(capability: Capability, threads: int) -> str:
+        return f"compute capability {capability[0]}.{capability[1]} and {threads:,} threads at once"
+
+    return (
+        f"the plan is for a {planned.name} with {words(assumed, planned.resident_threads)}, this is {name} with "
+        f"{words(capability, resident_threads)}: memory may differ, `frugal plan` on this machine plans for it"
+    )
 
 
 def recognise_card(driver_name: str, memory_bytes: int) -> str | None:

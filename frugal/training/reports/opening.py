@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from frugal.config import sample_lengths
 from frugal.config.hardware import local_host
+from frugal.config.hardware.cluster import unlike
 from frugal.config.run_settings import RunSettings
 from frugal.planning.plan import Plan
 from frugal.planning.report import PADDING_MATTERS, SPLIT_MATTERS
@@ -54,12 +55,13 @@ def describe(plan: Plan, settings: RunSettings, data: "RunData", total_steps: in
     return "; ".join(parts)
 
 
-def remarks(plan: Plan, data: "RunData") -> Iterator[str]:
+def remarks(plan: Plan, data: "RunData", device: "torch.device", rank: int) -> Iterator[str]:
     """What else is to be known before the first step."""
     yield from _rows(data)
     yield from (f"note: {note}" for note in plan.warnings if note.startswith((SPLIT_MATTERS, PADDING_MATTERS)))
     yield from _not_as_planned(plan, data)
     yield from _other_segments(plan)
+    yield from _other_gpu(plan, device, rank)
 
 
 def _rows(data: "RunData") -> Iterator[str]:
@@ -102,3 +104,16 @@ def _other_segments(plan: Plan) -> Iterator[str]:
                 "torch has no expandable segments here, which the plan counts on: it may run out of memory; "
                 "`frugal plan --no-expandable-segments` plans without them"
             )
+
+
+def _other_gpu(plan: Plan, device: "torch.device", rank: int) -> Iterator[str]:
+    """What to say where this rank's GPU takes other kernels than were planned, or more inside of them."""
+    import torch
+
+    if device.type != "cuda":
+        return
+    card = torch.cuda.get_device_properties(device)
+    threads = card.multi_processor_count * card.max_threads_per_multi_processor
+    note = unlike(plan.cluster.devices[rank], card.name, (card.major, card.minor), threads)
+    if note is not None:
+        yield note
