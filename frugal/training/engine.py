@@ -2,7 +2,7 @@
 
 import logging
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -18,8 +18,9 @@ from frugal.planning.plan import Plan
 from frugal.planning.report import SPLIT_MATTERS
 from frugal.training.checkpoint import loading, saving
 from frugal.training.checkpoint.loading import Progress
+from frugal.training.given_batch import Given, as_samples
 from frugal.training.models import batch_norm
-from frugal.training.objectives import Objective, Sample
+from frugal.training.objectives import Objective
 from frugal.training.train_step import Evaluation, Stepper, evaluate, wrap
 
 logger = logging.getLogger("frugal")
@@ -28,9 +29,9 @@ logger = logging.getLogger("frugal")
 class Engine(Stepper):
     """A model under a plan. Make it with `initialize`."""
 
-    def evaluate(self, samples: Sequence[Sample]) -> Evaluation:
+    def evaluate(self, samples: Given) -> Evaluation:
         """The mean loss on `samples`, given whole and equal on every rank; see `frugal.training.train_step`."""
-        return evaluate(self, samples)
+        return evaluate(self, as_samples(samples, self.objective))
 
     def save(self, folder: str | Path, progress: Progress | None = None, *, keep: int = 2) -> Path:
         """Write a checkpoint into `folder`, atomically; see `frugal.training.checkpoint.saving.Saver`."""

@@ -95,6 +95,11 @@ class SummedLoss:
         """The loss in fp32, times zero for the dummy."""
         return self._loss(model, self._without_mark(batch)).float() * batch["real"]
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of a sample's values, in the order of the example."""
+        return tuple(self._sample(2))
+
     def _sample(self, seq_len: int) -> Sample:
         sample = self._example(seq_len) if callable(self._example) else self._example
         return {name: _on_cpu(value) for name, value in sample.items()}

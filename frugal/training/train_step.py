@@ -31,6 +31,7 @@ from frugal.planning.batch import BatchPlan
 from frugal.planning.plan import Plan
 from frugal.planning.strategy import Strategy
 from frugal.training.data.batches import MicroBatchLimits, Share, pin, prefetch, share
+from frugal.training.given_batch import Given, as_samples
 from frugal.training.models import activation_checkpointing, expert_modules, tiled_loss, transformers_internals
 from frugal.training.objectives import Batch, Objective, Sample
 from frugal.training.oom_limits import AdaptiveLimits, OutOfMemory
@@ -135,21 +136,21 @@ class Stepper:
         batches = [pin(self.objective.collate(own or [self.objective.dummy()]), self.device) for own in taken]
         return Prepared(samples, limits, batches, sum(map(self.objective.count, batches)))
 
-    def train_step(self, batch: Sequence[Sample] | Prepared) -> StepResult:
+    def train_step(self, batch: Given | Prepared) -> StepResult:
         """One optimizer step on the samples of a global batch, given whole and equal on every rank, or prepared.
 
-        Only this rank's micro-batches are read, so they may be loaded on access. Where `batch.lengths` has the tokens
-        of each, samples of like length share a micro-batch; see `frugal.training.data.batches`. If memory runs
-        out on any rank, all run the same samples again in smaller micro-batches, and keep these for a while; see
-        `frugal.training.oom_limits`. Where loss or gradient are not finite, nothing is updated, and the result says so.
-        Collective.
+        It is a list of samples, or what a `DataLoader` yields: see `frugal.training.given_batch`. Only this rank's
+        micro-batches are read, so they may be loaded on access. Where `batch.lengths` has the tokens of each, samples
+        of like length share a micro-batch; see `frugal.training.data.batches`. If memory runs out on any rank, all run
+        the same samples again in smaller micro-batches, and keep these for a while; see `frugal.training.oom_limits`.
+        Where loss or gradient are not finite, nothing is updated, and the result says so. Collective.
 
         Raises:
             RequestError: no sample, or no target in any of them.
             OutOfMemoryError: a single sample is too large, or the optimizer step. All is as it was after the last
                 step then, unless `update.is_begun`.
         """
-        samples = batch.samples if isinstance(batch, Prepared) else batch
+        samples = batch.samples if isinstance(batch, Prepared) else as_samples(batch, self.objective)
         if len(samples) == 0:
             raise RequestError("the global batch is empty", hint="pass at least one sample")
         if not isinstance(batch, Prepared) or batch.limits != self.limits:  # it was prepared before memory ran out
