@@ -2,6 +2,7 @@
 
 import os
 import socket
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -61,16 +62,21 @@ class _Job:
     "--print", "printed", type=click.Choice(list(commands.LAUNCHERS)),
     help="Start nothing; print the commands that do, one for each node or one for all.",
 )  # fmt: skip
+@click.option(
+    "--preview", type=click.IntRange(min=1), metavar="N",
+    help="Start nothing; print N samples, with what of them is trained on.",
+)  # fmt: skip
 @options(Request, ClusterSettings, RunSettings, LaunchSettings)
 @config_option
-def command(plan_path: Path | None, ranks: int | None, printed: commands.Launcher | None, **values: Any) -> int:
+def command(
+    plan_path: Path | None, ranks: int | None, printed: commands.Launcher | None, preview: int | None, **values: Any
+) -> int:
     """Train as planned; without a plan, plan first, as `frugal plan` with the same flags does."""
+    if preview is not None:
+        return _preview(preview, plan_path, values)
     job = _job(values, ranks)
     plan = _given_plan(job, plan_path)
-    if not job.settings.data:
-        raise RequestError(
-            "no data was given", hint="pass --data PATH, or --data stdlib to try it on Python's own sources"
-        )
+    _check_data(job.settings)
     if not job.hosts:
         trackers.check(job.settings.track)
     if plan is None:
@@ -92,6 +98,31 @@ def command(plan_path: Path | None, ranks: int | None, printed: commands.Launche
     )  # fmt: skip
     click.echo(commands.launch_command(printed, launch_request))
     return 0
+
+
+def _preview(number: int, plan_path: Path | None, values: dict[str, Any]) -> int:
+    """Print samples as they would be trained on."""
+    file = read_toml(values.get("config"))
+    settings = run_settings(values, file.train)
+    _check_data(settings)
+    if plan_path is not None:
+        request = Plan.read(plan_path).request
+    else:
+        given = file.plan | {name: value for name, value in values.items() if value is not None}
+        request, _ = requested({name: value for name, value in given.items() if name in settings_of(Request)})
+    from frugal.cli.preview import lines  # torch takes seconds
+
+    with_colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    for line in lines(request, settings, number, with_colour=with_colour):
+        click.echo(line, color=with_colour)
+    return 0
+
+
+def _check_data(settings: RunSettings) -> None:
+    if not settings.data:
+        raise RequestError(
+            "no data was given", hint="pass --data PATH, or --data stdlib to try it on Python's own sources"
+        )
 
 
 def _job(values: dict[str, Any], ranks: int | None) -> _Job:

@@ -362,6 +362,7 @@ def _tokenizer(spec: ModelSpec, settings: RunSettings) -> tuple[Any, str]:
     if settings.chat_template is not None:
         tokenizer = copy.deepcopy(tokenizer)  # the byte tokenizer is one for all
         tokenizer.chat_template = read_template(settings.chat_template)
+        words += f", chat template {settings.chat_template}"
     return tokenizer, words
 
 
@@ -373,11 +374,17 @@ def lengths_of(request: Request, settings: RunSettings) -> Lengths:
 
     Raises: as `read_samples`.
     """
+    _, corpus = read_training_data(request, settings)
+    return lengths_of_corpus(corpus, names_of(settings.data), corpus.report.left_out(settings.too_long))
+
+
+def read_training_data(request: Request, settings: RunSettings) -> tuple[tuple[Any, str], Corpus]:
+    """The tokenizer, what it is in words, and what a plan for `request` would train on. Raises as `read_samples`."""
     spec = resolve.resolve_request(request)
     seq_len = min(request.seq_len, spec.max_positions or request.seq_len)
-    tokenizer, _ = _tokenizer(spec, settings)
+    tokenizer, words = _tokenizer(spec, settings)
     corpus, *_ = _load(spec, tokenizer, seq_len, bool(request.pack), settings)
-    return lengths_of_corpus(corpus, names_of(settings.data), corpus.report.left_out(settings.too_long))
+    return (tokenizer, words), corpus
 
 
 MOST_LENGTHS = 100_000_000

@@ -58,6 +58,19 @@ class BuildReport:
         )
         return [f"{plural(number, 'row')} {what}" for number, what in rows if number]
 
+    def in_words(self) -> str:
+        """Of language models' rows: what they are, how the assistant's tokens were found, and what is trained on."""
+        kinds = ", ".join(f"{plural(number, 'row')} of {kind}" for kind, number in self.formats.items())
+        parts = [f"{kinds} ({self.template})" if self.template else kinds]
+        share = 100 * self.targets / self.tokens
+        parts.append(f"{self.targets:,} of {self.tokens:,} tokens are trained on ({share:.1f} %)")
+        if self.merged_rows:
+            parts.append(
+                f"in {plural(self.merged_rows, 'row')} the prompt's last token reaches into the completion and is "
+                "trained on; prompts that end without a space avoid it"
+            )
+        return "; ".join(parts)
+
     def refuse_bad_rows(self) -> None:
         """Where they are not to be left out.
 

@@ -66,19 +66,8 @@ def remarks(plan: Plan, data: "RunData", device: "torch.device", rank: int) -> I
 
 def _rows(data: "RunData") -> Iterator[str]:
     """What was made of rows other than running text: their formats, the template of chats, and what is trained on."""
-    report = data.report
-    if not set(report.formats) - {"text"}:
-        return
-    kinds = ", ".join(f"{plural(number, 'row')} of {kind}" for kind, number in report.formats.items())
-    parts = [f"{kinds} ({report.template})" if report.template else kinds]
-    share = 100 * report.targets / report.tokens
-    parts.append(f"{report.targets:,} of {report.tokens:,} tokens are trained on ({share:.1f} %)")
-    if report.merged_rows:
-        parts.append(
-            f"in {plural(report.merged_rows, 'row')} the prompt's last token reaches into the completion and is "
-            "trained on; prompts that end without a space avoid it"
-        )
-    yield "; ".join(parts)
+    if set(data.report.formats) - {"text"}:
+        yield data.report.in_words()
 
 
 def _not_as_planned(plan: Plan, data: "RunData") -> Iterator[str]:
