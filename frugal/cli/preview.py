@@ -12,7 +12,7 @@ from frugal.config.request import Request
 from frugal.config.run_settings import RunSettings
 from frugal.distributed.env import silence_libraries
 from frugal.training.data.batches import permutation
-from frugal.training.data.chat.pieces import Piece, of_documents, of_tokens
+from frugal.training.data.chat.stretches import Stretch, of_documents, of_tokens
 from frugal.training.data.corpus import read_training_data
 from frugal.training.data.report import BuildReport
 from frugal.training.data.sources import names_of
@@ -69,7 +69,7 @@ def _other(
     if "label" in sample:
         label = sample["label"]
         named = f" ({report.label_names[label]})" if label < len(report.label_names) else ""
-        yield _shown([Piece(f"class {label}{named}", num_targets=1)], with_colour)
+        yield _shown([Stretch(f"class {label}{named}", num_targets=1)], with_colour)
     elif "labels" in sample:
         target = sample["labels"]
         yield _shown(of_tokens(tokenizer, target, np.ones(len(target), bool)), with_colour)
@@ -77,18 +77,18 @@ def _other(
         yield "some of its tokens are hidden, and to be found, anew in each epoch"
 
 
-def _shown(pieces: Sequence[Piece], with_colour: bool) -> str:
+def _shown(pieces: Sequence[Stretch], with_colour: bool) -> str:
     if with_colour:
         return "".join(_coloured(piece) for piece in pieces)
     runs = groupby(pieces, key=lambda piece: piece.num_targets > 0)
     return "".join(f">>>{text}<<<" if trained else text for trained, run in runs if (text := _joined(run)))
 
 
-def _joined(pieces: Iterable[Piece]) -> str:
+def _joined(pieces: Iterable[Stretch]) -> str:
     return "".join(piece.text for piece in pieces)
 
 
-def _coloured(piece: Piece) -> str:
+def _coloured(piece: Stretch) -> str:
     text = _bold(piece.text) if piece.is_special else piece.text
     return _green(text) if piece.num_targets else text
 

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from bench.training import chat_tokenizers as tokenizers
 from frugal import cli
 from tests.training.corpora import write_jsonl
-from tests.training.data.chat import tokenizers_of_chats as tokenizers
 
 CHAT = [{"role": "user", "content": "What is the capital?"}, {"role": "assistant", "content": "Paris, dear ü."}]
 

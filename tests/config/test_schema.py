@@ -195,7 +195,7 @@ def test_every_field_is_a_row_every_row_a_flag_and_a_key_of_frugal_toml() -> Non
     from frugal.cli.train import command
 
     flags = {parameter.name for parameter in command.params}
-    assert flags - set(SETTINGS) == {"config", "plan_path", "ranks", "printed", "help_all"}
+    assert flags - set(SETTINGS) == {"config", "plan_path", "ranks", "printed", "preview", "help_all"}
     assert set(SETTINGS) <= flags
     owners = (Request, ClusterSettings, RunSettings, LaunchSettings)
     assert list(SETTINGS) == [field.name for owner in owners for field in fields(owner)], "and in one owner each"

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
+from bench.training import chat_tokenizers as tokenizers
 from frugal.training.data.chat.template import read_template
 from frugal.training.data.corpus import Corpus
 from tests.training.corpora import Load, refusal, write_jsonl
-from tests.training.data.chat import tokenizers_of_chats as tokenizers
 
 USER, ANSWER = {"role": "user", "content": "What is the capital?"}, {"role": "assistant", "content": "Paris."}
 SYSTEM = {"role": "system", "content": "You are helpful."}

@@ -1,13 +1,14 @@
 """Prompts, instructions and tokens: what is trained on, and what rows are."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from bench.training import chat_tokenizers as tokenizers
 from frugal.training.data.rows import Columns
 from tests.training.corpora import Load, refusal, write_jsonl
-from tests.training.data.chat import tokenizers_of_chats as tokenizers
 from tests.training.data.chat.test_chats import CHAT, load_rows, stretches, text  # noqa: F401  # a fixture
 
 
@@ -127,3 +128,18 @@ def test_chats_in_tables(kind: str, load: Load, tmp_path: Path) -> None:
         rows.save_to_disk(str(tmp_path / "a"))
     corpus = load("a.parquet" if kind == "parquet" else "a", tokenizer=tokenizers.make(), seq_len=256)
     assert stretches(corpus) == ["Paris.<|im_end|>\n", "Bye, dear user!<|im_end|>\n"]
+
+
+def test_what_was_compared_with_trl_is_what_the_documentation_says() -> None:
+    """`python -m bench.training.rows`, which needs TRL."""
+    root = Path(__file__).parents[4]
+    kept = json.loads((root / "bench/results/rows-cpu.json").read_text())
+    assert [(each["format"], each["template"]) for each in kept["formats"] if not each["same"]] == [("text", "chatml")]
+    one, two = (kept["summary"][f"by rendering, {turns}"] for turns in ("one turn", "two turns"))
+    marked = {kind: counts for kind, counts in kept["summary"].items() if kind.startswith("marked")}
+    assert marked == {"marked, one turn": {"same": 30}, "marked, two turns": {"same": 30}}
+    said = " ".join((root / "docs/data.md").read_text().split())
+    assert (
+        f"the same for {one['same']} and {two['same']} of the unmarked ones; {one['refused']} and {two['refused']} are"
+        in said
+    )

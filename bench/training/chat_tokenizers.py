@@ -37,6 +37,16 @@ LLAMA = (
     "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
 )
 
+LLAMA_MARKED = (
+    "{% for message in messages %}{% if loop.index0 == 0 %}{{ bos_token }}{% endif %}"
+    "{{ '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n' }}"
+    "{% if message['role'] == 'assistant' %}"
+    "{% generation %}{{ message['content'] | trim + '<|eot_id|>' }}{% endgeneration %}"
+    "{% else %}{{ message['content'] | trim + '<|eot_id|>' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
+)
+"""The same text."""
+
 FORGETFUL = CHATML.replace(
     "message['content'] +", "(message['content'] if loop.last else message['content'].split('</think>')[-1]) +"
 )
@@ -51,11 +61,11 @@ WORDS = (
 
 
 @cache
-def make(template: str | None = CHATML, *, begins: bool = False) -> Any:
-    """A byte-level BPE; `begins`: it puts a token before each text, as Llama's does."""
+def make(template: str | None = CHATML, *, begins: bool = False, more: tuple[str, ...] = ()) -> Any:
+    """A byte-level BPE; `begins`: it puts a token before each text, as Llama's does. `more` special tokens."""
     special = [
         "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|begin|>", "<|start_header_id|>", "<|end_header_id|>",
-        "<|eot_id|>",
+        "<|eot_id|>", *more,
     ]  # fmt: skip
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(

@@ -12,7 +12,7 @@ from frugal.training.models.tiled_loss import IGNORED
 
 
 @dataclass(frozen=True)
-class Piece:
+class Stretch:
     """Text of tokens that follow each other. `num_targets`: how many of them are trained on, which is all or none."""
 
     text: str
@@ -20,7 +20,7 @@ class Piece:
     is_special: bool = False
 
 
-def of_documents(tokenizer: Any, sample: Mapping[str, Any]) -> list[list[Piece]]:
+def of_documents(tokenizer: Any, sample: Mapping[str, Any]) -> list[list[Stretch]]:
     """The pieces of each document in a language model's sample; the first token of each is no target."""
     ids = sample["input_ids"]
     labels = sample.get("labels", ids)
@@ -33,7 +33,7 @@ def of_documents(tokenizer: Any, sample: Mapping[str, Any]) -> list[list[Piece]]
     return made
 
 
-def of_tokens(tokenizer: Any, ids: NDArray[np.int32], trained: NDArray[np.bool_]) -> list[Piece]:
+def of_tokens(tokenizer: Any, ids: NDArray[np.int32], trained: NDArray[np.bool_]) -> list[Stretch]:
     """The pieces of some tokens, of which `trained` are targets; both of shape `(tokens,)`."""
     special = np.isin(ids, _special(tokenizer))
     kinds = trained * 2 + special
@@ -43,7 +43,7 @@ def of_tokens(tokenizer: Any, ids: NDArray[np.int32], trained: NDArray[np.bool_]
         whole = _text(tokenizer, ids[:end])
         # A token alone may lose the space in front of it, so what it adds to all before it is shown.
         text = whole[len(before) :] if whole.startswith(before) else _text(tokenizer, ids[begin:end])
-        pieces.append(Piece(text, (end - begin) * int(trained[begin]), bool(special[begin])))
+        pieces.append(Stretch(text, (end - begin) * int(trained[begin]), bool(special[begin])))
         before = whole
     return pieces
 
