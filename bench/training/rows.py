@@ -3,8 +3,8 @@
     python -m bench.training.rows            # writes bench/results/rows-cpu.json
 
 TRL must be installed (`pip install --no-deps trl`); it is no dependency of frugal. Each format is prepared by both,
-with a ChatML tokenizer and one like Llama 3's. Then every chat template that TRL has marked for training comes twice: as
-it is marked, and as its model has it, where frugal finds the assistant's tokens by rendering turn by turn; both are
+with a ChatML tokenizer and one like Llama 3's. Then every chat template that TRL has marked for training comes twice:
+as it is marked, and as its model has it, where frugal finds the assistant's tokens by rendering turn by turn; both are
 compared with TRL's own masks of the marked one.
 """
 
