@@ -21,7 +21,6 @@ ALLOCATED, RESERVED = 0.001, 0.01
 
 KNOWN: dict[str, dict[str, float]] = {
     # a phase that is not the fullest; ZeRO-3 in fp16 on several ranks
-    "gpt2-cuda-zero3-on-2-fb6aceac": {"optimizer step": 0.042},
     # blocks that another stream still uses are replayed as free
     "gpt2-cuda-zero2-on-8-9b46cb94": {"optimizer step": 0.0012, "reserved": 0.022},
 }

@@ -1,10 +1,13 @@
 """What a dry run records of single calls, against what they asked of CUDA's allocator on every kind of card."""
 
 import lzma
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 import pytest
+import torch
+from torch import Tensor
 
 from bench.kernels.requests import Attention, Call, Event, Operator, Requests, prepare
 from frugal.config.hardware.cluster import Capability, kernel_class
@@ -79,3 +82,31 @@ def test_a_trace_stands_for_larger_micro_batches() -> None:
 def test_blocks_are_counted_where_they_live_together() -> None:
     """A block that went is not added to the next."""
     assert peak_inside((100, OUTPUTS, 50, -1, 20)) == 150
+
+
+def births(run: Callable[[Tensor], object], values: Tensor) -> list[int]:
+    """Bytes of what is taken, on a T4, in order."""
+    tracker = Tracker("cuda", capability=(7, 5))
+    tracker._building = False
+    with kernels_of("cuda", (7, 5)), tracker:
+        run(values)
+    return list(tracker.timeline().fixed)
+
+
+def test_what_the_emulated_card_is_asked_for_in_masks_and_clamps_of_t5() -> None:
+    """Seen in the request stream of T5 in fp16 on an emulated T4: `ge`, `le` and the result, no third mask."""
+    hidden = torch.empty(16, 512, 512, dtype=torch.float16, device="meta", requires_grad=True)
+
+    def clamp(values: Tensor) -> None:
+        values.clamp(min=-1.0, max=1.0).backward(torch.ones_like(values))
+
+    masks = [size for size in births(clamp, hidden) if size == hidden.numel()]
+    assert len(masks) == 2
+    assert births(torch.isinf, hidden.detach()) == [hidden.nbytes, hidden.numel()]
+
+    def mask(values: Tensor) -> Tensor:
+        rows, columns = torch.empty(16, 1, dtype=torch.int64, device="meta"), values
+        return torch.empty(16, 512, dtype=torch.bool, device="meta")[rows, columns]
+
+    columns = torch.empty(512, dtype=torch.int64, device="meta")
+    assert births(mask, columns)[-3:] == [65536, 65536, 8192]

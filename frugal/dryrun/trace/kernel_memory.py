@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from frugal import torch_internals
 from frugal.config.hardware.cluster import Capability
 from frugal.dryrun.trace import reductions
 
@@ -229,6 +230,26 @@ def _cumulative_sum(args: tuple[Any, ...], *_: Any) -> Steps:
     )
 
 
+def _index(args: tuple[Any, ...], _: Capability, any_size: bool) -> Steps:
+    """`TensorAdvancedIndexing.cpp`, `AdvancedIndex`: several indices are given the same strides.
+
+    They are of masks, some KiB in the first moments of forward, and left out of what is for any size.
+    """
+    indices = [each for each in args[1] if each is not None]
+    if any_size or len(indices) < 2 or any(each.dtype != torch.int64 for each in indices):
+        return NO_STEPS
+    with torch_internals.without_modes():
+        expanded = torch.broadcast_tensors(*indices)
+    if all(each.stride() == expanded[0].stride() for each in expanded):
+        return NO_STEPS
+    return (*(each.nbytes for each in expanded if not each.is_contiguous()), OUTPUTS)
+
+
+def _is_infinite(args: tuple[Any, ...], *_: Any) -> Steps:
+    """`TensorCompare.cpp`, `isinf`: absolute values first. DeepSpeed asks it of all gradients under fp16 and ZeRO-3."""
+    return (args[0].nbytes, OUTPUTS) if args[0].dtype.is_floating_point else NO_STEPS
+
+
 def _sort(args: tuple[Any, ...], *_: Any) -> Steps:
     """`cuda/Sort.cpp` of one long row: indices to begin with, then CUB's radix sort, which has a copy of both."""
     values = args[0]
@@ -247,6 +268,8 @@ _STEPS: dict[object, Callable[[tuple[Any, ...], Capability, bool], Steps]] = {
     aten._softmax_backward_data.default: _softmax_backward,
     aten._safe_softmax.default: _safe_softmax,
     aten.cumsum.default: _cumulative_sum,
+    aten.index.Tensor: _index,
+    aten.isinf.default: _is_infinite,
     aten.sort.default: _sort,
     aten.sort.stable: _sort,
 }
