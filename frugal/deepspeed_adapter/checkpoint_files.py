@@ -72,10 +72,13 @@ def read(path: str | Path, map_location: Any = "cpu", *, mmap: bool = False) -> 
         return torch.load(path, map_location=map_location, mmap=mmap, weights_only=True)
 
 
-def load(deepspeed_engine: Any, folder: Path) -> None:
-    """Have the engine read a checkpoint that was written on its own layout. Collective."""
+def load(deepspeed_engine: Any, folder: Path, *, without_frozen: bool = False) -> None:
+    """Have the engine read a checkpoint that was written on its own layout. Collective.
+
+    `without_frozen`: what is not trained is not in it, and stays as it is.
+    """
     with patch.object(deepspeed_engine.checkpoint_engine, "load", read):
-        deepspeed_engine.load_checkpoint(str(folder.parent), tag=folder.name)
+        deepspeed_engine.load_checkpoint(str(folder.parent), tag=folder.name, load_module_strict=not without_frozen)
 
 
 class StateFiles:
@@ -181,13 +184,20 @@ class CheckpointWriter(CheckpointEngine):
         self._copies: list[tuple[Any, Path]] = []
         self._written: list[Path] = []
 
-    def collect(self, deepspeed_engine: Any, folder: Path) -> None:
-        """Take what the engine keeps, for files in `folder`; not the scripts it copies beside a checkpoint."""
+    def collect(self, deepspeed_engine: Any, folder: Path, *, without_frozen: bool = False) -> None:
+        """Take what the engine keeps, for files in `folder`; not the scripts it copies beside a checkpoint.
+
+        `without_frozen`: but for the parameters that are not trained.
+        """
+        states = deepspeed_engine.module_state_dict
         with (
+            patch.object(deepspeed_engine, "module_state_dict", lambda **how: _trained(deepspeed_engine, states, how)),
             patch.object(deepspeed_engine, "checkpoint_engine", self),
             patch.object(deepspeed_engine, "_copy_recovery_script", lambda _path: None),
         ):
-            deepspeed_engine.save_checkpoint(str(folder.parent), tag=folder.name, save_latest=False)
+            deepspeed_engine.save_checkpoint(
+                str(folder.parent), tag=folder.name, save_latest=False, exclude_frozen_parameters=without_frozen
+            )
 
     def save(self, state_dict: Any, path: str | Path) -> None:
         """torch.save, remembering the first failure instead of raising it."""
@@ -242,6 +252,16 @@ class CheckpointWriter(CheckpointEngine):
     def commit(self, info: Any) -> bool:
         """Nothing to finish; `files.seal` does it."""
         return True
+
+
+def _trained(deepspeed_engine: Any, states: Callable[..., Any], how: dict[str, bool]) -> Any:
+    """The module's states. DeepSpeed leaves in what is frozen and has a second name, as tied heads have."""
+    module = states(**how)
+    if how.get("exclude_frozen_parameters"):
+        for name, parameter in deepspeed_engine.module.named_parameters(remove_duplicate=False):
+            if not parameter.requires_grad:
+                module.pop(name, None)
+    return module
 
 
 class _Target:

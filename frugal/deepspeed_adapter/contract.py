@@ -257,7 +257,8 @@ NAMES = (
         "reads and writes files of states",
         "checkpoint_engine",
         "_copy_recovery_script(self, save_path)",
-        "save_checkpoint",
+        "module_state_dict(self, destination, prefix, keep_vars, exclude_frozen_parameters)",
+        "save_checkpoint(self, save_dir, tag, client_state, save_latest, exclude_frozen_parameters)",
         "load_checkpoint",
     ),
     # Dry runs: what is pretended

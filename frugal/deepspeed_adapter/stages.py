@@ -26,7 +26,7 @@ from deepspeed.utils import z3_leaf_module
 from torch import Tensor, nn
 
 from frugal.deepspeed_adapter import checkpoint_files
-from frugal.deepspeed_adapter.checkpoint_files import StateLayout
+from frugal.deepspeed_adapter.checkpoint_files import Piece, StateLayout
 from frugal.planning.memory.timeline import COMMUNICATION, GRADIENTS, OPTIMIZER, PARAMETERS
 from frugal.planning.strategy import Strategy
 from frugal.required import put
@@ -157,6 +157,12 @@ class Zero(ABC):
         """The model's own weights, after those of the optimizer."""
         for name, parameter in self.engine.module.named_parameters():
             copy(name, 0, parameter.data.view(-1), not parameter.requires_grad)
+
+    def frozen_elements(self) -> Iterator[tuple[Piece, Tensor]]:
+        """What this rank keeps of parameters that are not trained, each flat."""
+        parameters = dict(self.engine.module.named_parameters())
+        for piece in self.layout().frozen:
+            yield piece, parameters[piece.name].data.view(-1)
 
     def put_states(self, flat: Any, states: dict[str, Tensor], single: dict[str, Any]) -> None:
         """The inner optimizer's states of one flat tensor: those with an element for each of its, and single values.
@@ -372,9 +378,13 @@ class Zero3(Zero):
             rounded.data.copy_(master.data)
             for part, elements in zip(parts, optimizer.unflatten(rounded, parts), strict=True):
                 part.data = elements.data
+        for piece, elements in self.frozen_elements():
+            copy(piece.name, piece.first, elements, True)
+
+    def frozen_elements(self) -> Iterator[tuple[Piece, Tensor]]:
         parameters = dict(self.engine.module.named_parameters())
         for piece in self.layout().frozen:
-            copy(piece.name, piece.first, parameters[piece.name].ds_tensor.data.view(-1)[: piece.number], True)
+            yield piece, parameters[piece.name].ds_tensor.data.view(-1)[: piece.number]
 
     def destroy(self) -> None:
         super().destroy()

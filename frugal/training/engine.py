@@ -6,10 +6,12 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
 from frugal.deepspeed_adapter import engine
+from frugal.deepspeed_adapter.kernels import DTYPES
 from frugal.distributed import env, process_group
 from frugal.distributed.connections.listeners import closed_afterwards
 from frugal.distributed.exchange import gather
@@ -19,7 +21,7 @@ from frugal.planning.report import SPLIT_MATTERS
 from frugal.training.checkpoint import loading, saving
 from frugal.training.checkpoint.loading import Progress
 from frugal.training.given_batch import Given, as_samples
-from frugal.training.models import batch_norm
+from frugal.training.models import adapters, batch_norm
 from frugal.training.objectives import Objective
 from frugal.training.train_step import Evaluation, Stepper, evaluate, wrap
 
@@ -56,7 +58,8 @@ def initialize(
 ) -> Engine:
     """An engine that trains `model` as `plan` says. Collective: every rank calls it.
 
-    Rank 0's weights are used on all ranks. `learning_rate_schedule` maps the number of optimizer steps done to a
+    Rank 0's weights are used on all ranks. Adapters that are planned are added, unless `model` has some; what is then
+    trained is `engine.module`. `learning_rate_schedule` maps the number of optimizer steps done to a
     factor on the planned learning rate.
 
     Raises:
@@ -76,12 +79,22 @@ def initialize(
     with closed_afterwards():
         votes = dist.new_group(backend="gloo") if is_nccl else None
     _refuse_different_plans(plan, votes)
+    model = _with_adapters(model, plan)
     _apply_batch_norm(model, plan)
     with nullcontext() if is_nccl else closed_afterwards():
         zero = wrap(
             model, plan.request, plan.strategy, plan.batch, learning_rate_schedule=learning_rate_schedule, votes=votes
         )
     return Engine(zero, plan, objective, votes)
+
+
+def _with_adapters(model: nn.Module, plan: Plan) -> nn.Module:
+    """The model with the adapters that are planned, unless it was built with them."""
+    lora = plan.request.lora
+    if lora is None or adapters.are_in(model):
+        return model
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    return adapters.add(model, lora, plan.model.task, dtype=DTYPES[plan.request.precision], device=device)
 
 
 def _apply_batch_norm(model: nn.Module, plan: Plan) -> None:

@@ -104,6 +104,7 @@ def train(plan: Plan, settings: RunSettings, device: "torch.device") -> None:
     settings = run_folder.create(settings)
     run_folder.check_space(plan, settings)
     data = corpus.read_samples(plan, settings)
+    data.spec.refuse_random_base()
     batches = _global_batches(plan, settings, data)
     total_steps = loop.num_steps(batches, settings)
 

@@ -155,15 +155,21 @@ def nvme_bytes(request: Request, strategy: Strategy, model: Sizes, node: Node, c
     return int(a_rank * len(node.devices))
 
 
+def saved_parameters(request: Request, model: Sizes) -> int:
+    """Elements of what a run saves as its model: all of it, or adapters without their base."""
+    return model.parameters if request.lora is None else model.trainable_parameters
+
+
 def checkpoint_bytes(request: Request, strategy: Strategy, model: Sizes) -> int:
     """One saved checkpoint, of all ranks together.
 
     The optimizer's states and the fp32 master weights, which only plain fp32 training (ZeRO-0) does without; beside
-    them the parameters as they are trained, of which ZeRO-3 saves only those that are not trained. DeepSpeed saves each
-    element once, whatever the world size. Held against real checkpoints in tests/training/test_space.py.
+    them the parameters as they are trained, of which ZeRO-3 saves only those that are not trained, and nobody the base
+    of adapters. DeepSpeed saves each element once, whatever the world size. Held against real checkpoints in
+    tests/training/checkpoint/test_space.py.
     """
     element = 4 if request.precision == "fp32" else 2
     master = 0 if strategy.zero_stage == 0 and request.precision == "fp32" else 4
     states = state_bytes_per_element(request.optimizer, request.momentum)
-    beside = model.parameters - (model.trainable_parameters if strategy.zero_stage == 3 else 0)
+    beside = saved_parameters(request, model) - (model.trainable_parameters if strategy.zero_stage == 3 else 0)
     return int(element * beside + (master + states) * model.trainable_parameters)

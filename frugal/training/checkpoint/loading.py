@@ -48,7 +48,7 @@ from frugal.distributed.exchange import from_rank_0, gather
 from frugal.errors import CheckpointError, PlanMismatchError, RequestError
 from frugal.planning.plan import Plan
 from frugal.training import train_step
-from frugal.training.checkpoint import manifest, other_states
+from frugal.training.checkpoint import frozen_base, manifest, other_states
 from frugal.training.checkpoint.manifest import File, Manifest
 from frugal.training.data.batches import Position
 from frugal.training.data.sources import Provenance
@@ -80,7 +80,9 @@ def restore(engine: Stepper, folder: Path, made_by: Manifest) -> None:
     with zero.opened(), torch.no_grad():
         _fill_slots(zero, saved)
         zero.fill_weights(
-            lambda name, first, into, is_frozen: saved.copy(name, first, into, FROZEN if is_frozen else MASTER)
+            lambda name, first, into, is_frozen: (
+                None if is_frozen and made_by.base else saved.copy(name, first, into, FROZEN if is_frozen else MASTER)
+            )
         )
         for name, buffer in engine.module.named_buffers():
             if name in saved.module:
@@ -253,6 +255,7 @@ def origin(engine: Stepper, step: int, listed: dict[str, File]) -> Manifest:
         plan_digest=plan.digest,
         versions=local_host.library_versions(),
         files=listed,
+        base=frozen_base.digest(engine),
     )
 
 
@@ -315,7 +318,7 @@ def read_progress(path: Path) -> Progress:
 
 def _restore(engine: Stepper, path: Path, made_by: Manifest, this: Manifest) -> Progress:
     if all(gather(_fits(engine, path, made_by, this), bool, engine.votes)):
-        checkpoint_files.load(engine.deepspeed, path)
+        checkpoint_files.load(engine.deepspeed, path, without_frozen=made_by.base is not None)
     elif (refusal := refuse_other_layout(path, made_by, this)) is not None:
         raise refusal
     else:
@@ -357,7 +360,7 @@ def _follow_plan(engine: Stepper) -> None:
 
 _FIXED = {
     "precision": "precision", "optimizer": "optimizer", "seq_len": "sequence length", "global_batch": "global batch",
-    "global_tokens": "global tokens", "pack": "packing",
+    "global_tokens": "global tokens", "pack": "packing", "lora": "adapters",
 }  # fmt: skip
 _FREE = {
     "learning_rate": "learning rate", "weight_decay": "weight decay", "momentum": "momentum",
@@ -376,6 +379,7 @@ def recipe(plan: Plan) -> Recipe:
         "optimizer": request.optimizer,
         "seq_len": request.seq_len,
         "pack": request.pack or None,
+        "lora": None if request.lora is None else str(request.lora),
         "global_batch": batch.global_batch if batch.global_tokens is None else None,
         "global_tokens": batch.global_tokens,
         "learning_rate": request.scaled_learning_rate,
@@ -395,6 +399,12 @@ def check_resume(path: Path, made_by: Manifest, this: Manifest) -> None:
             f"{path} is of another model",
             because=f"it was made with {made_by.model}, this run trains {this.model}; its parameters differ",
             hint="resume with the plan the run was started with, or start anew with another --out",
+        )
+    if made_by.base != this.base and made_by.recipe.get("lora") == this.recipe["lora"]:
+        raise PlanMismatchError(
+            f"{path} holds adapters of another base model",
+            because=f"the frozen weights of {this.model} are not those that they were trained with",
+            hint="give the base model as it was, or start anew with another --out",
         )
     for name, word in _FIXED.items():
         before, now = made_by.recipe.get(name), this.recipe[name]

@@ -47,6 +47,7 @@ class Manifest:
         optimizer: in words; with its implementation, where that lays its states out differently.
         model: the request's reference to it.
         shapes: the SHA-256 of the names and shapes of the model's parameters.
+        base: the digest of the frozen weights, where they are not in the checkpoint, see `frozen_base`; None: all are.
         recipe: what decides which weights come out, by name: the same in a run that continues.
     """
 
@@ -63,6 +64,7 @@ class Manifest:
     plan_digest: str
     versions: dict[str, str]
     files: dict[str, File]
+    base: str | None = None
 
 
 def checkpoints_in(folder: Path) -> list[Path]:

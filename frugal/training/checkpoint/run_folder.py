@@ -224,7 +224,7 @@ def copied_bytes(plan: Plan, num_ranks: int, *, has_rank_0: bool) -> int:
     total, stage = breakdown.checkpoint_bytes(plan.request, plan.strategy, plan.model), plan.strategy.zero_stage
     if stage == 0:
         return total * has_rank_0
-    weights = _weight_bytes(plan) * plan.model.parameters * (stage < 3)
+    weights = _weight_bytes(plan) * breakdown.saved_parameters(plan.request, plan.model) * (stage < 3)
     return (total - weights) * num_ranks // plan.batch.world_size + weights * has_rank_0
 
 
@@ -235,7 +235,7 @@ def saved_bytes(plan: Plan, settings: RunSettings) -> int:
     """
     existing = len(manifest.checkpoints_in(settings.checkpoints))
     copies = max(1, (settings.keep + 1 if settings.save_every else 1) - existing)
-    weights = _weight_bytes(plan) * plan.model.parameters
+    weights = _weight_bytes(plan) * breakdown.saved_parameters(plan.request, plan.model)
     return copies * breakdown.checkpoint_bytes(plan.request, plan.strategy, plan.model) + weights
 
 

@@ -37,7 +37,7 @@ from frugal.distributed.exchange import RanksFailed, together
 from frugal.errors import CheckpointError
 from frugal.planning.plan import Plan
 from frugal.training import train_step
-from frugal.training.checkpoint import loading, manifest, run_folder
+from frugal.training.checkpoint import frozen_base, loading, manifest, run_folder
 from frugal.training.checkpoint.held_folder import HeldFolder
 from frugal.training.checkpoint.loading import TRAINING, Progress, origin, read_progress
 from frugal.training.checkpoint.manifest import File, Manifest
@@ -246,7 +246,7 @@ def _find(aside: Path) -> None:
 
 def _collect(engine: Stepper, writer: CheckpointWriter, aside: Path, progress: Progress) -> None:
     """Give this rank's states to the writer."""
-    writer.collect(engine.deepspeed, aside)
+    writer.collect(engine.deepspeed, aside, without_frozen=frozen_base.is_left_out(engine.plan))
     writer.save(train_step.generator_states(engine.device), aside / f"rng_rank_{engine.rank}.pt")
     writer.write(msgspec.json.encode(engine.zero.layout()), aside / loading.file_name(engine.rank))
     if engine.rank == 0:
@@ -287,7 +287,8 @@ def save_model(engine: Stepper, folder: Path, tokenizer: Any = None, *, uses_cac
     """Write the model in the precision it was trained in, and the tokenizer, to `folder`. Collective.
 
     `uses_cache`: what its configuration said of `use_cache`, which is off in training. A transformers model becomes
-    what `from_pretrained` loads; any other module a `model.safetensors` for `load_state_dict`. An earlier model in
+    what `from_pretrained` loads; any other module a `model.safetensors` for `load_state_dict`; of a model with peft's
+    adapters these are saved, for `PeftModel.from_pretrained`, and the name of its base. An earlier model in
     `folder` is replaced at the end, not before.
 
     Raises:
@@ -295,7 +296,8 @@ def save_model(engine: Stepper, folder: Path, tokenizer: Any = None, *, uses_cac
     """
     folder = folder.absolute()
     aside = folder.with_name(folder.name + ".tmp")
-    weights = _whole_weights(engine.zero, engine.module, keep=engine.rank == 0)
+    is_adapter = frozen_base.is_left_out(engine.plan)
+    weights = _whole_weights(engine.zero, engine.module, keep=engine.rank == 0, only_trained=is_adapter)
     try:
         with _caching(engine.module, uses_cache):
             together(
@@ -326,17 +328,23 @@ def _caching(module: nn.Module, uses_cache: bool | None) -> Iterator[None]:
             text.use_cache = False
 
 
-def _whole_weights(zero: Zero, module: nn.Module, *, keep: bool) -> dict[str, Tensor]:
+def _whole_weights(zero: Zero, module: nn.Module, *, keep: bool, only_trained: bool = False) -> dict[str, Tensor]:
     """Parameters and buffers by name, on the host, tied ones shared; empty unless `keep`. Collective.
+
+    `only_trained`: parameters that are trained, and nothing else.
 
     ZeRO-3 gathers one parameter at a time, so no device ever holds more than the largest beside its share.
     """
     weights: dict[str, Tensor] = {}
     parameters: dict[int, Tensor] = {}
     for parameter in module.parameters():
+        if only_trained and not parameter.requires_grad:
+            continue
         with zero.gathered(parameter):
             if keep:
                 parameters[id(parameter)] = parameter.detach().to("cpu", copy=True)
+    if keep and only_trained:
+        return {name: parameters[id(p)] for name, p in module.named_parameters() if p.requires_grad}
     if keep:
         for name, tensor in module.state_dict(keep_vars=True).items():
             weights[name] = parameters[id(tensor)] if id(tensor) in parameters else tensor.detach().to("cpu", copy=True)
@@ -347,7 +355,9 @@ def _write(module: nn.Module, weights: dict[str, Tensor], aside: Path, tokenizer
     files.remove(aside)
     aside.mkdir(parents=True)
     try:
-        if hasattr(module, "save_pretrained"):
+        if hasattr(module, "peft_config"):  # without a look at the hub, whether it knows a larger vocabulary
+            module.save_pretrained(aside, state_dict=weights, save_embedding_layers=False)  # type: ignore[operator]
+        elif hasattr(module, "save_pretrained"):
             module.save_pretrained(aside, state_dict=weights)  # type: ignore[operator]  # a transformers model
         else:
             from safetensors.torch import save_file

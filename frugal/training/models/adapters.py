@@ -8,6 +8,7 @@ them their activations.) Their first weights depend on the seed, not on how the 
 import difflib
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,9 +22,12 @@ TASK_TYPES = {"causal-lm": "CAUSAL_LM", "seq2seq": "SEQ_2_SEQ_LM", "sequence-cla
 
 
 def add(
-    model: nn.Module, lora: Lora, task: str, *, dtype: torch.dtype, device: torch.device, seed: int = 0
-) -> nn.Module:
+    model: nn.Module, lora: Lora, task: str, *, dtype: torch.dtype, device: torch.device, seed: int = 0,
+    base: str | None = None,
+) -> nn.Module:  # fmt: skip
     """`model`, which is changed, frozen and with adapters; peft's model around it.
+
+    `base`: the folder or hub name of the model's weights, which is written beside saved adapters.
 
     Raises:
         RequestError: it has adapters already, or no modules of these names, or peft has no adapter for them.
@@ -36,7 +40,7 @@ def add(
     try:
         with torch.device(device), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that it takes transposed weights for what they are, and the like
-            adapted = peft.get_peft_model(model, config(lora, task), autocast_adapter_dtype=False)
+            adapted: Any = peft.get_peft_model(model, config(lora, task), autocast_adapter_dtype=False)
     except (ValueError, NotImplementedError, TypeError, RuntimeError) as error:
         raise RequestError(
             f"peft cannot make the adapters of --lora {lora} for {type(model).__name__}",
@@ -46,6 +50,10 @@ def add(
     for parameter in adapted.parameters():  # peft gives them the base's dtype, but not on meta
         if parameter.requires_grad:
             parameter.data = parameter.data.to(dtype)
+    if base is not None:
+        adapted.peft_config["default"].base_model_name_or_path = (
+            str(Path(base).absolute()) if Path(base).exists() else base
+        )
     return adapted
 
 
@@ -64,10 +72,15 @@ def config(lora: Lora, task: str) -> Any:
     )
 
 
-def _refuse_adapted(model: nn.Module) -> None:
+def are_in(model: nn.Module) -> bool:
+    """Whether it has adapters of peft's."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    if hasattr(model, "peft_config") or any(isinstance(module, BaseTunerLayer) for module in model.modules()):
+    return hasattr(model, "peft_config") or any(isinstance(module, BaseTunerLayer) for module in model.modules())
+
+
+def _refuse_adapted(model: nn.Module) -> None:
+    if are_in(model):
         raise RequestError(
             "--lora was given for a model that has adapters already",
             because=f"its factory makes a {type(model).__name__} with peft's adapters",

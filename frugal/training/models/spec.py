@@ -102,8 +102,25 @@ class ModelSpec:
             module = self._base(dtype, device)
             expert_modules.always_run(module)
             if self.lora is not None:
-                module = adapters.add(module, self.lora, self.task, dtype=dtype, device=device, seed=seed)
+                module = adapters.add(
+                    module, self.lora, self.task, dtype=dtype, device=device, seed=seed, base=self.weights
+                )
         return module.train()
+
+    def refuse_random_base(self) -> None:
+        """Refuse to train adapters of nothing: what they add to random weights is of no use to anybody.
+
+        A factory may bring weights of its own.
+
+        Raises:
+            RequestError: the model's weights are random, and would be frozen.
+        """
+        if self.lora is not None and self.weights is None and self.factory is None:
+            raise RequestError(
+                "--lora would freeze random weights",
+                because=f"{self.kind_of_reference} {self.reference} names an architecture without weights",
+                hint="give a model folder or a hub name; `frugal measure` tries how much memory this plan takes",
+            )
 
     def _base(self, dtype: torch.dtype, device: torch.device) -> nn.Module:
         """The module without adapters. Raises as `build`."""

@@ -32,6 +32,8 @@ def origin(data: "RunData", model: "torch.nn.Module") -> str:
         weights = f"random weights ({spec.reference} names none)"
     else:
         weights = f"random weights ({spec.kind_of_reference} {spec.reference} names an architecture)"
+    if spec.lora is not None:
+        weights += f", frozen; adapters {spec.lora} are trained"
     return f"{weights}; {data.tokens}"
 
 

@@ -11,13 +11,14 @@ import pytest
 
 from bench.plans import plan_by_hand
 from bench.ranks import Ranks
+from frugal.config.adapters import Lora
 from frugal.config.hardware.local_host import available_bytes
 from frugal.config.run_settings import RunSettings
 from frugal.errors import NothingFitsError
 from frugal.planning.memory import breakdown
 from frugal.planning.plan import Plan
 from frugal.training.checkpoint import manifest, run_folder
-from frugal.training.engine import initialize
+from frugal.training.engine import _with_adapters, initialize
 from frugal.training.objectives import CausalLM
 from frugal.units import GIB
 from tests.training.small_models import ragged_samples, tiny_gpt2
@@ -74,10 +75,15 @@ def test_what_is_left_is_no_more_than_the_machine_has() -> None:
     assert GIB // 4 < available_bytes() <= psutil.virtual_memory().total
 
 
-def saved(plan: Plan, folder: Path) -> tuple[list[int], int]:
-    """Bytes of a checkpoint that was really saved, by the rank that wrote them, and parameters; runs on ranks."""
+def saved(plan: Plan, folder: Path) -> tuple[list[int], int, int]:
+    """Bytes of a checkpoint that was really saved, by the rank that wrote them, and parameters; runs on ranks.
+
+    Parameters are counted all, and those that are trained.
+    """
     model = tiny_gpt2(n_embd=128, n_head=2, n_layer=2, vocab_size=2048, n_positions=64)
+    model = _with_adapters(model, plan)
     parameters = sum(parameter.numel() for parameter in model.parameters())
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     engine = initialize(model, plan, CausalLM())
     engine.train_step(ragged_samples(4, shortest=8, longest=16))
     path = engine.save(folder)
@@ -86,14 +92,17 @@ def saved(plan: Plan, folder: Path) -> tuple[list[int], int]:
     gc.collect()
     files = manifest.read(path).files.values()
     written = [sum(file.num_bytes for file in files if file.rank == rank) for rank in range(plan.batch.world_size)]
-    return written, parameters
+    return written, parameters, trained
 
 
-@pytest.mark.parametrize("zero_stage", [0, 1, 3])
-def test_a_saved_checkpoint_is_as_large_as_was_said(zero_stage: int, two_ranks: Ranks, tmp_path: Path) -> None:
-    plan = plan_by_hand(world_size=2, global_batch=4, micro_batch=2, zero_stage=zero_stage)
-    written, parameters = two_ranks.run(saved, plan, tmp_path)[0]
-    plan = replace(plan, model=replace(plan.model, parameters=parameters, trainable_parameters=parameters))
+@pytest.mark.parametrize(("zero_stage", "lora"), [(0, None), (1, None), (3, None), (2, "r=128"), (3, "r=128")])
+def test_a_saved_checkpoint_is_as_large_as_was_said(
+    zero_stage: int, lora: str | None, two_ranks: Ranks, tmp_path: Path
+) -> None:
+    request = {"lora": lora and Lora.parse(lora)}
+    plan = plan_by_hand(world_size=2, global_batch=4, micro_batch=2, zero_stage=zero_stage, request=request)
+    written, parameters, trained = two_ranks.run(saved, plan, tmp_path)[0]
+    plan = replace(plan, model=replace(plan.model, parameters=parameters, trainable_parameters=trained))
     whole = breakdown.checkpoint_bytes(plan.request, plan.strategy, plan.model)
     assert sum(written) == pytest.approx(whole, rel=0.05)
     copied = [run_folder.copied_bytes(plan, 1, has_rank_0=rank == 0) for rank in (0, 1)]
