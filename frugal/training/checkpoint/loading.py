@@ -21,7 +21,7 @@ What it relies on: that states with an element a parameter's element belong to i
 that the model's weights are its fp32 master weights, rounded. Left out, and refused: states in blocks (8-bit Adam),
 and states on NVMe.
 
-What a run that continues may change and what it may not is checked by `check_resume`, and either is said.
+What a run that continues may change and what it may not is checked by `resume_checks`, and either is said.
 """
 
 import hashlib
@@ -39,22 +39,19 @@ from torch import Tensor
 from frugal import file_errors, files
 from frugal.config.hardware import local_host
 from frugal.config.learning_rate import Curve
-from frugal.config.optimizers import ADAM_BETA1, ADAM_BETA2, ADAM_EPSILON
 from frugal.config.run_settings import RunSettings
 from frugal.deepspeed_adapter import checkpoint_files, kernels
 from frugal.deepspeed_adapter.checkpoint_files import Piece, StateFiles, StateLayout
 from frugal.deepspeed_adapter.stages import Zero
 from frugal.distributed.exchange import from_rank_0, gather
 from frugal.errors import CheckpointError, PlanMismatchError, RequestError
-from frugal.planning.plan import Plan
 from frugal.training import train_step
-from frugal.training.checkpoint import frozen_base, manifest, other_states
+from frugal.training.checkpoint import frozen_base, manifest, other_states, resume_checks
 from frugal.training.checkpoint.manifest import File, Manifest
 from frugal.training.data.batches import Position
 from frugal.training.data.sources import Provenance
 from frugal.training.oom_limits import LearntLimits
 from frugal.training.train_step import Stepper
-from frugal.units import plural
 
 MASTER = "master"  # among the names of a slot's states: the weights themselves
 FROZEN = "frozen"
@@ -227,10 +224,12 @@ def load(engine: Stepper, folder: Path) -> Loaded:
                 logger.warning("refused a checkpoint: %s", damage[0])
             continue
         made_by, this = manifest.read(path), origin(engine, 0, {})
-        check_resume(path, made_by, this)
+        resume_checks.check_resume(path, made_by, this)
         with other_states.named(path):
             progress = _restore(engine, path, made_by, this)
-        return Loaded(progress=progress, folder=path, refused=tuple(refused), changes=resume_changes(made_by, this))
+        return Loaded(
+            progress=progress, folder=path, refused=tuple(refused), changes=resume_checks.resume_changes(made_by, this)
+        )
     if refused:
         raise CheckpointError(
             f"no checkpoint in {folder} is whole", because=refused, hint="start again with another --out"
@@ -251,7 +250,7 @@ def origin(engine: Stepper, step: int, listed: dict[str, File]) -> Manifest:
         optimizer=kernels.describe_optimizer(plan.request),
         model=plan.request.model,
         shapes=hashlib.sha256(repr(shapes).encode()).hexdigest(),
-        recipe=recipe(plan),
+        recipe=resume_checks.recipe(plan),
         plan_digest=plan.digest,
         versions=local_host.library_versions(),
         files=listed,
@@ -319,7 +318,7 @@ def read_progress(path: Path) -> Progress:
 def _restore(engine: Stepper, path: Path, made_by: Manifest, this: Manifest) -> Progress:
     if all(gather(_fits(engine, path, made_by, this), bool, engine.votes)):
         checkpoint_files.load(engine.deepspeed, path, without_frozen=made_by.base is not None)
-    elif (refusal := refuse_other_layout(path, made_by, this)) is not None:
+    elif (refusal := resume_checks.refuse_other_layout(path, made_by, this)) is not None:
         raise refusal
     else:
         restore(engine, path, made_by)
@@ -356,99 +355,6 @@ def _follow_plan(engine: Stepper) -> None:
             group["momentum"] = request.momentum or 0.0
         if "betas" in group:
             group["betas"], group["eps"] = request.betas, request.epsilon
-
-
-_FIXED = {
-    "precision": "precision", "optimizer": "optimizer", "seq_len": "sequence length", "global_batch": "global batch",
-    "global_tokens": "global tokens", "pack": "packing", "lora": "adapters",
-}  # fmt: skip
-_FREE = {
-    "learning_rate": "learning rate", "weight_decay": "weight decay", "momentum": "momentum",
-    "adam_beta1": "beta1", "adam_beta2": "beta2", "adam_epsilon": "epsilon", "gradient_clipping": "gradient clipping",
-}  # fmt: skip
-Recipe = dict[str, bool | int | float | str | None]
-_BEFORE: Recipe = {"adam_beta1": ADAM_BETA1, "adam_beta2": ADAM_BETA2, "adam_epsilon": ADAM_EPSILON}
-"""Of checkpoints that are older than these settings."""
-
-
-def recipe(plan: Plan) -> Recipe:
-    """What decides which weights come out, by name."""
-    request, batch = plan.request, plan.batch
-    return {
-        "precision": request.precision,
-        "optimizer": request.optimizer,
-        "seq_len": request.seq_len,
-        "pack": request.pack or None,
-        "lora": None if request.lora is None else str(request.lora),
-        "global_batch": batch.global_batch if batch.global_tokens is None else None,
-        "global_tokens": batch.global_tokens,
-        "learning_rate": request.scaled_learning_rate,
-        **{name: getattr(request, name) for name in _FREE if name != "learning_rate"},
-        **({} if request.optimizer == "sgd" else dict(zip(_BEFORE, (*request.betas, request.epsilon), strict=True))),
-    }
-
-
-def check_resume(path: Path, made_by: Manifest, this: Manifest) -> None:
-    """Refuse a checkpoint of another run.
-
-    Raises:
-        PlanMismatchError: it is of another model, or was trained in a way that this run does not continue.
-    """
-    if made_by.shapes != this.shapes:
-        raise PlanMismatchError(
-            f"{path} is of another model",
-            because=f"it was made with {made_by.model}, this run trains {this.model}; its parameters differ",
-            hint="resume with the plan the run was started with, or start anew with another --out",
-        )
-    if made_by.base != this.base and made_by.recipe.get("lora") == this.recipe["lora"]:
-        raise PlanMismatchError(
-            f"{path} holds adapters of another base model",
-            because=f"the frozen weights of {this.model} are not those that they were trained with",
-            hint="give the base model as it was, or start anew with another --out",
-        )
-    for name, word in _FIXED.items():
-        before, now = made_by.recipe.get(name), this.recipe[name]
-        if before != now:
-            raise PlanMismatchError(
-                f"{path} was made with {_value(word, before)}, this run has {_value(word, now)}",
-                hint=f"resume with {_value(word, before)}, or start anew with another --out",
-            )
-
-
-def refuse_other_layout(path: Path, made_by: Manifest, this: Manifest) -> PlanMismatchError | None:
-    """Why the states cannot be read on another layout than the one that wrote them; None where they can."""
-    changed = ", ".join(layout_changes(made_by, this)) or "its optimizer's implementation"
-    reason = None
-    if this.recipe["optimizer"] == "adamw-8bit":
-        reason = f"{this.recipe['optimizer']} keeps states of many elements together, which cannot be cut anew"
-    elif "nvme" in (*made_by.offload, *this.offload):
-        reason = "states on NVMe are in files that only the layout which wrote them can read"
-    if reason is None:
-        return None
-    return PlanMismatchError(
-        f"{path} cannot be continued on another layout",
-        because=[f"it would change: {changed}", reason],
-        hint="resume with the plan the run was started with, or start anew with another --out",
-    )
-
-
-def layout_changes(made_by: Manifest, this: Manifest) -> list[str]:
-    """What differs in how the run is laid out, in words."""
-    pairs = [(plural(made_by.world_size, "rank"), plural(this.world_size, "rank"))]
-    pairs += zip(made_by.strategy.split(", ", 1), this.strategy.split(", ", 1), strict=True)  # ZeRO-2, and the rest
-    return [f"{before} -> {now}" for before, now in pairs if before != now]
-
-
-def resume_changes(made_by: Manifest, this: Manifest) -> tuple[str, ...]:
-    """What differs between the run as it was and as it goes on, in words."""
-    older: Recipe = {} if this.recipe["optimizer"] == "sgd" else _BEFORE
-    before, now = older | made_by.recipe, older | this.recipe
-    values = [
-        f"{_value(word, before.get(name))} -> {now.get(name)}"
-        for name, word in _FREE.items()
-        if before.get(name) != now.get(name)
-    ]
-    return (*layout_changes(made_by, this), *values)
 
 
 def on_data(progress: "Progress", data: Provenance, settings: RunSettings) -> "tuple[Progress, tuple[str, ...]]":
@@ -499,7 +405,3 @@ def describe_changes(changed: tuple[str, ...], step: int, out: Path) -> str:
 
 def _tells(change: str, name: str) -> bool:
     return change.startswith({"order": "the data"}.get(name, name))
-
-
-def _value(word: str, value: object) -> str:
-    return f"no {word}" if value is None else f"{word} {value}"

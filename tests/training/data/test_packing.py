@@ -17,7 +17,7 @@ from bench.ranks import Ranks
 from frugal.config.request import Request
 from frugal.config.run_settings import RunSettings
 from frugal.errors import RequestError
-from frugal.training.checkpoint import loading
+from frugal.training.checkpoint import resume_checks
 from frugal.training.checkpoint.manifest import Manifest
 from frugal.training.data import corpus, packing
 from frugal.training.data.corpus import lengths_of
@@ -168,6 +168,6 @@ def test_text_on_disk_is_packed_once_and_a_plan_is_told_how_full(
 
 def test_a_packed_run_can_be_resumed() -> None:
     made = plan_by_hand(world_size=1, global_batch=1, micro_batch=1, zero_stage=1, request={"pack": True})
-    recipe = loading.recipe(made)
+    recipe = resume_checks.recipe(made)
     assert recipe["pack"] is True
     assert msgspec.json.decode(msgspec.json.encode(recipe), type=get_type_hints(Manifest)["recipe"]) == recipe

@@ -1,0 +1,109 @@
+"""What a run that continues may change and what it may not: refused, or said.
+
+Frozen base, parameters, precision, optimizer and the like are what a checkpoint is of. The learning rate and its kin are
+the user's to change. How the run is laid out over ranks changes nothing.
+"""
+
+from pathlib import Path
+
+from frugal.config.optimizers import ADAM_BETA1, ADAM_BETA2, ADAM_EPSILON
+from frugal.errors import PlanMismatchError
+from frugal.planning.plan import Plan
+from frugal.training.checkpoint.manifest import Manifest
+from frugal.units import plural
+
+_FIXED = {
+    "precision": "precision", "optimizer": "optimizer", "seq_len": "sequence length", "global_batch": "global batch",
+    "global_tokens": "global tokens", "pack": "packing", "lora": "adapters",
+}  # fmt: skip
+_FREE = {
+    "learning_rate": "learning rate", "weight_decay": "weight decay", "momentum": "momentum",
+    "adam_beta1": "beta1", "adam_beta2": "beta2", "adam_epsilon": "epsilon", "gradient_clipping": "gradient clipping",
+}  # fmt: skip
+Recipe = dict[str, bool | int | float | str | None]
+_BEFORE: Recipe = {"adam_beta1": ADAM_BETA1, "adam_beta2": ADAM_BETA2, "adam_epsilon": ADAM_EPSILON}
+"""Of checkpoints that are older than these settings."""
+
+
+def recipe(plan: Plan) -> Recipe:
+    """What decides which weights come out, by name."""
+    request, batch = plan.request, plan.batch
+    return {
+        "precision": request.precision,
+        "optimizer": request.optimizer,
+        "seq_len": request.seq_len,
+        "pack": request.pack or None,
+        "lora": None if request.lora is None else str(request.lora),
+        "global_batch": batch.global_batch if batch.global_tokens is None else None,
+        "global_tokens": batch.global_tokens,
+        "learning_rate": request.scaled_learning_rate,
+        **{name: getattr(request, name) for name in _FREE if name != "learning_rate"},
+        **({} if request.optimizer == "sgd" else dict(zip(_BEFORE, (*request.betas, request.epsilon), strict=True))),
+    }
+
+
+def check_resume(path: Path, made_by: Manifest, this: Manifest) -> None:
+    """Refuse a checkpoint of another run.
+
+    Raises:
+        PlanMismatchError: it is of another model, or was trained in a way that this run does not continue.
+    """
+    if made_by.shapes != this.shapes:
+        raise PlanMismatchError(
+            f"{path} is of another model",
+            because=f"it was made with {made_by.model}, this run trains {this.model}; its parameters differ",
+            hint="resume with the plan the run was started with, or start anew with another --out",
+        )
+    if made_by.base != this.base and made_by.recipe.get("lora") == this.recipe["lora"]:
+        raise PlanMismatchError(
+            f"{path} holds adapters of another base model",
+            because=f"the frozen weights of {this.model} are not those that they were trained with",
+            hint="give the base model as it was, or start anew with another --out",
+        )
+    for name, word in _FIXED.items():
+        before, now = made_by.recipe.get(name), this.recipe[name]
+        if before != now:
+            raise PlanMismatchError(
+                f"{path} was made with {_value(word, before)}, this run has {_value(word, now)}",
+                hint=f"resume with {_value(word, before)}, or start anew with another --out",
+            )
+
+
+def refuse_other_layout(path: Path, made_by: Manifest, this: Manifest) -> PlanMismatchError | None:
+    """Why the states cannot be read on another layout than the one that wrote them; None where they can."""
+    changed = ", ".join(layout_changes(made_by, this)) or "its optimizer's implementation"
+    reason = None
+    if this.recipe["optimizer"] == "adamw-8bit":
+        reason = f"{this.recipe['optimizer']} keeps states of many elements together, which cannot be cut anew"
+    elif "nvme" in (*made_by.offload, *this.offload):
+        reason = "states on NVMe are in files that only the layout which wrote them can read"
+    if reason is None:
+        return None
+    return PlanMismatchError(
+        f"{path} cannot be continued on another layout",
+        because=[f"it would change: {changed}", reason],
+        hint="resume with the plan the run was started with, or start anew with another --out",
+    )
+
+
+def layout_changes(made_by: Manifest, this: Manifest) -> list[str]:
+    """What differs in how the run is laid out, in words."""
+    pairs = [(plural(made_by.world_size, "rank"), plural(this.world_size, "rank"))]
+    pairs += zip(made_by.strategy.split(", ", 1), this.strategy.split(", ", 1), strict=True)  # ZeRO-2, and the rest
+    return [f"{before} -> {now}" for before, now in pairs if before != now]
+
+
+def resume_changes(made_by: Manifest, this: Manifest) -> tuple[str, ...]:
+    """What differs between the run as it was and as it goes on, in words."""
+    older: Recipe = {} if this.recipe["optimizer"] == "sgd" else _BEFORE
+    before, now = older | made_by.recipe, older | this.recipe
+    values = [
+        f"{_value(word, before.get(name))} -> {now.get(name)}"
+        for name, word in _FREE.items()
+        if before.get(name) != now.get(name)
+    ]
+    return (*layout_changes(made_by, this), *values)
+
+
+def _value(word: str, value: object) -> str:
+    return f"no {word}" if value is None else f"{word} {value}"
