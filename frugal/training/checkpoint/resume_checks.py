@@ -1,7 +1,7 @@
 """What a run that continues may change and what it may not: refused, or said.
 
-Frozen base, parameters, precision, optimizer and the like are what a checkpoint is of. The learning rate and its kin are
-the user's to change. How the run is laid out over ranks changes nothing.
+Frozen base, parameters, precision, optimizer and the like are what a checkpoint is of. The learning rate and the like
+may be changed. How the run is laid out over ranks changes nothing.
 """
 
 from pathlib import Path
