@@ -11,7 +11,7 @@ import logging
 import math
 import random
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -335,7 +335,7 @@ def _evaluated(engine: Stepper, samples: Sequence[Sample], shares: Sequence[Sequ
     engine.module.eval()
     collated = prefetch(_collated(engine, samples, shares), engine.device)
     try:
-        with torch.no_grad(), _without_caches(engine.module), closing(collated):
+        with torch.no_grad(), transformers_internals.without_caches(engine.module), closing(collated):
             for batch in collated:
                 targets += engine.objective.count(batch)
                 on_device = {name: tensor.to(engine.device, non_blocking=True) for name, tensor in batch.items()}
@@ -343,25 +343,6 @@ def _evaluated(engine: Stepper, samples: Sequence[Sample], shares: Sequence[Sequ
     finally:
         engine.module.train(was_training)
     return loss.item(), targets
-
-
-@contextmanager
-def _without_caches(module: nn.Module) -> Iterator[None]:
-    """A transformers model returns no keys and values: no plan counts those of all layers at once.
-
-    Under activation checkpointing it keeps none in training by itself.
-    """
-    config: Any = getattr(module, "config", None)
-    text: Any = config.get_text_config() if hasattr(config, "get_text_config") else None
-    parts = {id(part): part for part in (config, text)}.values()
-    keeping = [part for part in parts if getattr(part, "use_cache", None) is True]
-    for part in keeping:
-        part.use_cache = False
-    try:
-        yield
-    finally:
-        for part in keeping:
-            part.use_cache = True
 
 
 def _collated(engine: Stepper, samples: Sequence[Sample], shares: Sequence[Sequence[int]]) -> Iterator[Batch]:

@@ -98,3 +98,22 @@ def recompute_layers(model: nn.Module, run: Callable[..., Any]) -> int:
     for layer in layers:
         layer._gradient_checkpointing_func = run  # type: ignore[assignment]  # a function, not a module
     return len(layers)
+
+
+@contextmanager
+def without_caches(module: nn.Module) -> Iterator[None]:
+    """A transformers model returns no keys and values: no plan counts those of all layers at once.
+
+    Under activation checkpointing it keeps none in training by itself.
+    """
+    config: Any = getattr(module, "config", None)
+    text: Any = config.get_text_config() if hasattr(config, "get_text_config") else None
+    parts = {id(part): part for part in (config, text)}.values()
+    keeping = [part for part in parts if getattr(part, "use_cache", None) is True]
+    for part in keeping:
+        part.use_cache = False
+    try:
+        yield
+    finally:
+        for part in keeping:
+            part.use_cache = True
