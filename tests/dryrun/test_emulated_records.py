@@ -20,7 +20,6 @@ ALLOCATED, RESERVED = 0.001, 0.01
 """How much a prediction may be off, as a share of what was measured."""
 
 KNOWN: dict[str, dict[str, float]] = {
-    # a phase that is not the fullest; ZeRO-3 in fp16 on several ranks
     # blocks that another stream still uses are replayed as free
     "gpt2-cuda-zero2-on-8-9b46cb94": {"optimizer step": 0.0012, "reserved": 0.022},
 }

@@ -209,6 +209,9 @@ class Tracker(StorageWatch):
         """Tell gradients and logits by the shapes of `model`, and name what its modules make."""
         self._shapes = Shapes(model)
         self._model = model
+        if self._building:  # `torch.tensor`, as in batch norm's counters, makes them outside of all modes
+            with torch_internals.without_modes():
+                self.hold(model.buffers())
         self._building = False
         for name, module in model.named_modules():
             module.register_forward_pre_hook(lambda _module, _args, name=name: self._enter(name))
