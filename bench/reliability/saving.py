@@ -45,7 +45,7 @@ def rounds(plan: Plan, folder: Path) -> dict[str, Any]:
     """Seconds of each round, and the bytes of a checkpoint; runs on a rank."""
     import torch
 
-    from frugal.training.checkpoint.loading import Progress
+    from frugal.training.checkpoint.progress import Progress
     from frugal.training.checkpoint.saving import Saver
     from frugal.training.engine import initialize
     from frugal.training.models.resolve import resolve

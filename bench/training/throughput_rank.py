@@ -73,7 +73,7 @@ def frugal_loop(meter: Meter, plan: Plan, shape: dict[str, Any], samples: Any, s
 
     from frugal.config.run_settings import RunSettings
     from frugal.training import loop
-    from frugal.training.checkpoint.loading import Progress
+    from frugal.training.checkpoint.progress import Progress
     from frugal.training.data.batches import GlobalBatches
     from frugal.training.engine import initialize
     from frugal.training.reports.metrics import METRICS, Log

@@ -20,6 +20,7 @@ MOST_CHARACTERS = 1 << 14
 """Of a rank's arguments in a command line: Linux takes 128 KiB a word, and over ssh all of a command is one."""
 
 OnNan = Literal["stop", "skip"]
+BestMode = Literal["min", "max"]
 
 TRACKERS = ("tensorboard", "wandb", "mlflow", "comet_ml", "aim", "clearml", "dvclive", "swanlab", "trackio")
 """By accelerate's names, which are also those of their Python packages."""
@@ -111,6 +112,23 @@ class RunSettings:
     eval_every: int | None = setting(
         None, "Optimizer steps between evaluations; 0: never.", "run", least=0, shown_default="at the end"
     )
+    metric: str | None = setting(
+        None, "A function of your own, `file.py:name`, of predictions and labels of the validation samples.", "run",
+        metavar="NAME",
+    )  # fmt: skip
+    best: str | None = setting(
+        None, "What the best checkpoint is chosen by: `loss`, or a number of --metric by its name.", "run",
+        metavar="NAME", shown_default="the first number of --metric; without one `loss`",
+    )  # fmt: skip
+    best_mode: BestMode | None = setting(
+        None, "Whether the smallest or the largest is the best.", "run", shown_default="min of `loss`, max of a metric"
+    )
+    patience: int | None = setting(
+        None, "End after so many evaluations without a better one.", "run", least=1, shown_default="never"
+    )
+    save_best_model: bool = setting(
+        False, "Save each best evaluation's weights; those of the best are the final model.", "run"
+    )
     save_every: int | None = setting(
         None, "Optimizer steps between checkpoints; 0: never.", "run", least=0, shown_default="at the end"
     )
@@ -121,6 +139,10 @@ class RunSettings:
     track: tuple[str, ...] = setting(
         (), f"Also follow the run with {', '.join(TRACKERS[:-1])} or {TRACKERS[-1]}; repeatable.", "run", metavar="NAME"
     )
+    callback: tuple[str, ...] = setting(
+        (), "A class of your own, `file.py:name`, that is told of steps, evaluations and checkpoints; repeatable.",
+        "run", metavar="NAME",
+    )  # fmt: skip
     on_nan: OnNan = setting(
         "stop", "When the loss or the gradient is not finite: stop, or leave the batch out.", "run", is_expert=True
     )
@@ -147,6 +169,7 @@ class RunSettings:
         if self.steps is not None and self.epochs is not None:
             raise RequestError("--steps and --epochs were both given", hint="leave one of them out")
         self._check_schedule()
+        self._check_best()
         if self.steps is not None:
             self.curve(1.0, self.steps)
 
@@ -171,6 +194,33 @@ class RunSettings:
         )
         if self.warmup_ratio is not None and self.warmup_steps:
             raise RequestError("--warmup-steps and --warmup-ratio were both given", hint="leave one of them out")
+
+    def _check_best(self) -> None:
+        """Whether there is something that the best is chosen by."""
+        asked = {
+            "--metric": self.metric, "--patience": self.patience, "--save-best-model": self.save_best_model or None,
+        }  # fmt: skip
+        flag = next((flag for flag, value in asked.items() if value is not None), None)
+        if flag is not None and self.eval_every == 0:
+            raise RequestError(f"{flag} was given with --eval-every 0", because="there is no evaluation to look at")
+        if self.patience is not None and self.eval_every is None:
+            raise RequestError(
+                "--patience was given without --eval-every",
+                because="the only evaluation is at the end",
+                hint="add --eval-every N",
+            )
+        if self.best not in (None, "loss") and self.metric is None:
+            raise RequestError(
+                f"--best {self.best} was given without --metric",
+                because="without a metric of your own, only `loss` is measured",
+                hint="add --metric FILE.py:NAME",
+            )
+        if self.save_best_model and self.save_every == 0:
+            raise RequestError(
+                "--save-best-model was given with --save-every 0",
+                because="the best weights are kept in a checkpoint",
+                hint="leave --save-every out",
+            )
 
     def curve(self, peak: float, steps: int) -> Curve:
         """The learning rate over a run of so many optimizer steps.

@@ -120,6 +120,11 @@ OTHER_NAMES = {
     "min_lr": OtherName(_MANY, "--min-lr-ratio 0.1", "it is given as a part of the peak learning rate"),
     "min_lr_rate": OtherName(_HF, "--min-lr-ratio {}"),
     "lr_decay_iters": OtherName(_MEGATRON, "--schedule-steps {}"),
+    "metric_for_best_model": OtherName(_HF, "--best {}", stand_in="loss"),
+    "greater_is_better": OtherName(_HF, "--best-mode max"),
+    "load_best_model_at_end": OtherName(_HF, "--save-best-model"),
+    "early_stopping_patience": OtherName(_HF, "--patience {}"),
+    "compute_metrics": OtherName(_HF, "--metric FILE.py:NAME"),
     "resume_from_checkpoint": OtherName(
         _HF, "--resume --out DIR", "a run goes on from the newest checkpoint in its folder"
     ),

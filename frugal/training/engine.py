@@ -2,9 +2,10 @@
 
 import logging
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,11 +20,13 @@ from frugal.errors import PlanMismatchError
 from frugal.planning.plan import Plan
 from frugal.planning.report import SPLIT_MATTERS
 from frugal.training.checkpoint import loading, saving
-from frugal.training.checkpoint.loading import Progress
+from frugal.training.checkpoint.progress import Progress
+from frugal.training.extensions.callbacks import Callbacks
+from frugal.training.extensions.metric import Metric
 from frugal.training.given_batch import Given, as_samples
 from frugal.training.models import adapters, batch_norm
 from frugal.training.objectives import Objective
-from frugal.training.train_step import Evaluation, Stepper, evaluate, wrap
+from frugal.training.train_step import Evaluation, Prepared, Stepper, StepResult, evaluate, wrap
 
 logger = logging.getLogger("frugal")
 
@@ -31,9 +34,23 @@ logger = logging.getLogger("frugal")
 class Engine(Stepper):
     """A model under a plan. Make it with `initialize`."""
 
-    def evaluate(self, samples: Given) -> Evaluation:
-        """The mean loss on `samples`, given whole and equal on every rank; see `frugal.training.train_step`."""
-        return evaluate(self, as_samples(samples, self.objective))
+    def train_step(self, batch: Given | Prepared) -> StepResult:
+        """One optimizer step on a global batch; see `frugal.training.train_step.Stepper.train_step`."""
+        result = super().train_step(batch)
+        self.callbacks.on_step(self, self.deepspeed.global_steps, result)
+        return result
+
+    def evaluate(self, samples: Given, metric: Metric | Callable[..., Any] | None = None) -> Evaluation:
+        """The mean loss on `samples`, given whole and equal on every rank; see `frugal.training.train_step`.
+
+        `metric(predictions, labels)` gets a NumPy array for each sample, once, on rank 0, and returns a number or
+        numbers by name, which are `Evaluation.metrics` on all ranks; see `frugal.training.extensions.metric`.
+        """
+        if metric is not None and not isinstance(metric, Metric):
+            metric = Metric.of(metric)
+        evaluation = evaluate(self, as_samples(samples, self.objective), metric)
+        self.callbacks.on_evaluation(self, self.deepspeed.global_steps, evaluation)
+        return evaluation
 
     def save(self, folder: str | Path, progress: Progress | None = None, *, keep: int = 2) -> Path:
         """Write a checkpoint into `folder`, atomically; see `frugal.training.checkpoint.saving.Saver`."""
@@ -55,12 +72,14 @@ def initialize(
     objective: Objective,
     *,
     learning_rate_schedule: Callable[[int], float] | None = None,
+    callbacks: Callbacks | Sequence[Any] = (),
 ) -> Engine:
     """An engine that trains `model` as `plan` says. Collective: every rank calls it.
 
     Rank 0's weights are used on all ranks. Adapters that are planned are added, unless `model` has some; what is then
     trained is `engine.module`. `learning_rate_schedule` maps the number of optimizer steps done to a
-    factor on the planned learning rate.
+    factor on the planned learning rate. `callbacks` are objects with any of the methods `on_step`, `on_evaluation` and
+    `on_save`; see `frugal.training.extensions.callbacks`.
 
     Raises:
         PlanMismatchError: the plan is for another number of ranks, or ranks hold different plans.
@@ -85,7 +104,9 @@ def initialize(
         zero = wrap(
             model, plan.request, plan.strategy, plan.batch, learning_rate_schedule=learning_rate_schedule, votes=votes
         )
-    return Engine(zero, plan, objective, votes)
+    made = Engine(zero, plan, objective, votes)
+    made.callbacks = callbacks if isinstance(callbacks, Callbacks) else Callbacks(callbacks)
+    return made
 
 
 def _with_adapters(model: nn.Module, plan: Plan) -> nn.Module:

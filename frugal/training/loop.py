@@ -12,14 +12,16 @@ import torch
 from frugal.config.run_settings import METRICS, RunSettings
 from frugal.errors import CheckpointError, NumbersError, OutOfMemoryError
 from frugal.training.checkpoint.held_folder import HeldFolder
-from frugal.training.checkpoint.loading import Progress
+from frugal.training.checkpoint.progress import Progress
 from frugal.training.checkpoint.saving import Saver
 from frugal.training.data.batches import GlobalBatch, GlobalBatches, prefetch
 from frugal.training.engine import Engine
+from frugal.training.extensions.best import Best
+from frugal.training.extensions.metric import Metric
 from frugal.training.measure.memory_watch import Gauge
 from frugal.training.objectives import Sample
 from frugal.training.reports.metrics import Log
-from frugal.training.train_step import StepResult, evaluate
+from frugal.training.train_step import StepResult
 
 
 class FirstStepsGauge:
@@ -47,8 +49,11 @@ def train(
     total_steps: int,
     gauge: FirstStepsGauge | None = None,
     held: HeldFolder | None = None,
+    metric: Metric | None = None,
+    best: Best | None = None,
 ) -> Progress:
-    """Train from `start` until `total_steps` optimizer steps are done, or a rank is told to stop. Collective.
+    """Train from `start` until `total_steps` optimizer steps are done, or `best` is over, or a rank is told to stop.
+    Collective.
 
     A run that is told to stop, or is out of memory beyond recovery, saves a checkpoint first. So does one whose folder,
     `held`, is deleted: into a new one.
@@ -56,12 +61,13 @@ def train(
     The next global batch is collated while the engine works on the last; a step's time includes what it waits for it.
     The first step has no optimizer states before it, so memory is compared with the plan after the second.
     """
-    now, held = start, held or HeldFolder(settings)
+    now, held, best = start, held or HeldFolder(settings), best or Best(settings, start)
     to_come = islice(batches.iterate(start.position), total_steps - start.step)
     prepared = prefetch(((batch, engine.prepare(batch)) for batch in to_come), engine.device)
     saver = Saver(
-        engine, settings.checkpoints, keep=settings.keep, in_background=settings.async_save, held=held, before=log.sync
-    )
+        engine, settings.checkpoints, keep=settings.keep, in_background=settings.async_save, held=held, before=log.sync,
+        score=best.criterion.score,
+    )  # fmt: skip
     finite_check = FiniteCheck(settings, log, saver)
     try:
         with closing(prepared), saver:
@@ -75,16 +81,19 @@ def train(
                 finite_check.after_step(step, result, batch)
                 if gauge is not None and step == start.step + 2:
                     log.memory(step, gauge.stop(), is_lowered=engine.adaptive_limits.is_lowered)
-                now = replace(now, step=step, position=batch.end, validation_loss=None)
+                now = replace(now, step=step, position=batch.end, validation_loss=None, metrics={})
+                is_best = False
                 if len(validation) and _is_due(step, settings.eval_every, total_steps):
-                    evaluation = evaluate(engine, validation)
+                    evaluation = engine.evaluate(validation, metric)
                     _read_peaks(engine, log)
                     log.evaluation(step, evaluation)
-                    now = replace(now, validation_loss=evaluation.loss)
+                    is_best = best.after(step, evaluation) and settings.save_best_model
+                    now = replace(now, validation_loss=evaluation.loss, metrics=evaluation.metrics, best=best.so_far)
                     engine.agree_to_stop()  # an evaluation may be long
-                if engine.is_to_stop or _is_due(step, settings.save_every, total_steps):
+                is_last = engine.is_to_stop or best.is_over
+                if is_last or is_best or _is_due(step, settings.save_every, total_steps):
                     saver.save(now)
-                if engine.is_to_stop:
+                if is_last:
                     break
     except OutOfMemoryError as error:
         raise _saved_and_explained(error, engine, saver, settings, now) from None

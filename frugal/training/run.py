@@ -17,7 +17,7 @@ from frugal.config.run_settings import RunSettings, run_settings
 from frugal.config.schema import parse
 from frugal.config.setting import settings_of
 from frugal.distributed import env, first_failure, process_group, rank_logs, stop
-from frugal.errors import FrugalError, PlanMismatchError
+from frugal.errors import FrugalError, PlanMismatchError, RequestError
 from frugal.planning.plan import Plan
 from frugal.training.checkpoint import manifest, run_folder
 from frugal.training.reports import trackers
@@ -28,11 +28,13 @@ if TYPE_CHECKING:
     from frugal.config.learning_rate import Curve
     from frugal.distributed.peer_watch import PeerWatch
     from frugal.training.checkpoint.held_folder import HeldFolder
-    from frugal.training.checkpoint.loading import Progress
+    from frugal.training.checkpoint.progress import Progress
     from frugal.training.data.batches import GlobalBatches
     from frugal.training.data.corpus import RunData
     from frugal.training.data.sources import Provenance
     from frugal.training.engine import Engine
+    from frugal.training.extensions.best import Best
+    from frugal.training.extensions.metric import Metric
     from frugal.training.reports.metrics import Log
 
 
@@ -92,19 +94,22 @@ def train(plan: Plan, settings: RunSettings, device: "torch.device") -> None:
     from frugal.deepspeed_adapter.kernels import DTYPES
     from frugal.training import loop, train_step
     from frugal.training.checkpoint.held_folder import HeldFolder
-    from frugal.training.checkpoint.loading import describe_changes
     from frugal.training.data import corpus
     from frugal.training.engine import initialize
+    from frugal.training.extensions.best import Best
+    from frugal.training.extensions.callbacks import Callbacks
+    from frugal.training.extensions.metric import Metric
     from frugal.training.measure import memory_watch
     from frugal.training.reports import opening
-    from frugal.training.reports.metrics import Log
 
     rank = env.rank()
     trackers.check(settings.track if rank == 0 else ())
+    metric, callbacks = Metric.load(settings.metric), Callbacks.load(settings.callback)
     settings = run_folder.create(settings)
     run_folder.check_space(plan, settings)
     data = corpus.read_samples(plan, settings)
     data.spec.refuse_random_base()
+    _check_validation(settings, data)
     batches = _global_batches(plan, settings, data)
     total_steps = loop.num_steps(batches, settings)
 
@@ -118,39 +123,42 @@ def train(plan: Plan, settings: RunSettings, device: "torch.device") -> None:
         model = data.spec.build(dtype=DTYPES[plan.request.precision], device="cpu", seed=settings.seed)
         _refuse_other_model(plan, model)
         objective = data.spec.objective(data.tokenizer, seed=settings.seed, pack=bool(plan.request.pack))
-        engine = initialize(model, plan, objective, learning_rate_schedule=curve.factor)
+        engine = initialize(model, plan, objective, learning_rate_schedule=curve.factor, callbacks=callbacks)
         train_step.seed_all(settings.seed * 1_000_003 + rank)
         start, changes = _start(engine, settings, data.provenance, curve)
         if rank == 0:
             run_folder.record(plan, settings)
-        planned = plan.memory.live_bytes
-        with Log(
-            settings.out, rank=rank, planned_bytes=planned, total_steps=total_steps, first_step=start.step,
-            trackers=_trackers(plan, settings, start.step) if rank == 0 else None,
-        ) as log:  # fmt: skip
-            log.say(opening.origin(data, model))
-            log.say(opening.describe(plan, settings, data, total_steps, start.step))
-            if changes:
-                log.say(describe_changes(changes, start.step, settings.out))
+        with _log(plan, settings, rank, start.step, total_steps) as log:
+            for line in opening.lines(plan, settings, data, model, total_steps, start.step, changes):
+                log.say(line)
             for remark in opening.remarks(plan, data, device, rank):
                 log.say(remark)
             first_steps = None if settings.resume else loop.FirstStepsGauge(gauge, measuring)
+            best = Best(settings, start)
             done = loop.train(
                 engine, batches, data.validation, settings, log,
-                start=start, total_steps=total_steps, gauge=first_steps, held=held,
+                start=start, total_steps=total_steps, gauge=first_steps, held=held, metric=metric, best=best,
             )  # fmt: skip
-            if done.step < total_steps:
-                checkpoints = held.settings.checkpoints
-                log.say(f"told to stop: step {done.step} is saved in {checkpoints}, continue with --resume")
-            else:
-                _evaluate_at_the_end(engine, data, total_steps, log)
+            if best.is_over:
+                log.say(f"step {done.step}/{total_steps}  {best.why_over}")
+            if done.step == total_steps or best.is_over:
+                step = _load_best(engine, held, best, log) if settings.save_best_model else done.step
+                _evaluate_at_the_end(engine, data, step, log, metric)
                 log.say(f"model written to {_save_model(engine, held, data)}")
+            else:
+                where = held.settings.checkpoints
+                log.say(f"told to stop: step {done.step} is saved in {where}, continue with --resume")
         engine.destroy()
 
 
-def _trackers(plan: Plan, settings: RunSettings, first_step: int) -> trackers.Trackers:
+def _log(plan: Plan, settings: RunSettings, rank: int, first_step: int, total_steps: int) -> "Log":
+    from frugal.training.reports.metrics import Log
+
     asked = trackers.hyperparameters(plan, settings)
-    return trackers.Trackers(settings.track, settings.out, asked, first_step)
+    return Log(
+        settings.out, rank=rank, planned_bytes=plan.memory.live_bytes, total_steps=total_steps, first_step=first_step,
+        trackers=trackers.Trackers(settings.track, settings.out, asked, first_step) if rank == 0 else None,
+    )  # fmt: skip
 
 
 def _global_batches(plan: Plan, settings: RunSettings, data: "RunData") -> "GlobalBatches":
@@ -162,7 +170,35 @@ def _global_batches(plan: Plan, settings: RunSettings, data: "RunData") -> "Glob
     return GlobalBatches(data.training, global_tokens=tokens, seed=settings.seed)
 
 
-def _evaluate_at_the_end(engine: "Engine", data: "RunData", total_steps: int, log: "Log") -> None:
+def _check_validation(settings: RunSettings, data: "RunData") -> None:
+    asked = {
+        "--metric": settings.metric,
+        "--patience": settings.patience,
+        "--save-best-model": settings.save_best_model,
+    }
+    flag = next((flag for flag, value in asked.items() if value), None)
+    if flag is not None and len(data.validation) == 0:
+        raise RequestError(
+            f"{flag} was given, and no sample is kept for validation",
+            because=f"--validation-fraction is {settings.validation_fraction:g}, and there is no --validation-data",
+            hint="give validation data, or a larger part of the data",
+        )
+
+
+def _load_best(engine: "Engine", held: "HeldFolder", best: "Best", log: "Log") -> int:
+    """Go back to the weights of the best checkpoint, which become the final model; the steps that it had."""
+    from frugal.training.checkpoint import loading, saving
+
+    folder = held.settings.checkpoints
+    path = saving.best_of(manifest.checkpoints_in(folder), best.criterion.score)
+    loaded = loading.load(engine, folder, only=None if path is None else path.name)
+    log.say(f"the model is that of step {loaded.progress.step}, the best by {best.criterion.name or 'the metric'}")
+    return loaded.progress.step
+
+
+def _evaluate_at_the_end(
+    engine: "Engine", data: "RunData", total_steps: int, log: "Log", metric: "Metric | None"
+) -> None:
     """What it makes of data kept for the end, and of as many samples that it knows as it was validated with."""
     from frugal.training.data.corpus import Subset
     from frugal.training.train_step import evaluate
@@ -170,7 +206,7 @@ def _evaluate_at_the_end(engine: "Engine", data: "RunData", total_steps: int, lo
     if len(data.test) > 0:
         known = Subset.drawn_from(data.training, len(data.validation) or len(data.test))
         for name, samples in (("train", known), ("test", data.test)):
-            log.evaluation(total_steps, evaluate(engine, samples), of=name)
+            log.evaluation(total_steps, evaluate(engine, samples, metric), of=name)
 
 
 def _save_model(engine: "Engine", held: "HeldFolder", data: "RunData") -> Path:
@@ -202,9 +238,10 @@ def _start(
 ) -> "tuple[Progress, tuple[str, ...]]":
     """Where to begin, and what is not as it was when the run stopped."""
     from frugal.training.checkpoint import loading
+    from frugal.training.checkpoint.progress import Progress
 
     if not settings.resume:
-        return loading.Progress(step=0, seed=settings.seed, data=data, learning_rate=curve), ()
+        return Progress(step=0, seed=settings.seed, data=data, learning_rate=curve), ()
     loaded = loading.load(engine, settings.checkpoints)
     start, data_changes = loading.on_data(loaded.progress, data, settings)
     start, rate_changes = loading.on_curve(start, curve)

@@ -12,7 +12,7 @@ import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -31,7 +31,11 @@ from frugal.planning.batch import BatchPlan
 from frugal.planning.plan import Plan
 from frugal.planning.strategy import Strategy
 from frugal.training.data.batches import MicroBatchLimits, Share, pin, prefetch, share
+from frugal.training.extensions.callbacks import Callbacks
+from frugal.training.extensions.metric import Metric
 from frugal.training.given_batch import Given, as_samples
+from frugal.training.losses import predictions
+from frugal.training.losses.predictions import Kept
 from frugal.training.models import activation_checkpointing, expert_modules, tiled_loss, transformers_internals
 from frugal.training.objectives import Batch, Objective, Sample
 from frugal.training.oom_limits import AdaptiveLimits, OutOfMemory
@@ -105,6 +109,7 @@ class Stepper:
         self.guard = Guard(votes)
         self.update = Update(zero, self.guard)
         self.adaptive_limits = AdaptiveLimits(plan, zero.engine.module)
+        self.callbacks = Callbacks()
         self.wants_to_stop = False  # for a reason of this rank's own
         self.is_to_stop = False  # whether any rank wants or was told to; equal on all ranks, after each step
         self.rank = dist.get_rank()
@@ -276,11 +281,12 @@ def accumulate(deepspeed: Any, objective: Objective, batches: Sequence[Batch], t
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Mean loss over `targets` in `samples` samples."""
+    """Mean loss over `targets` in `samples` samples, and what a metric of the user's own says of them, by name."""
 
     loss: float
     targets: int
     samples: int
+    metrics: dict[str, float] = field(default_factory=dict)
 
     @property
     def perplexity(self) -> float:
@@ -288,7 +294,7 @@ class Evaluation:
         return math.exp(self.loss) if self.loss < 709 else math.inf
 
 
-def evaluate(engine: Stepper, samples: Sequence[Sample]) -> Evaluation:
+def evaluate(engine: Stepper, samples: Sequence[Sample], metric: Metric | None = None) -> Evaluation:
     """The model's loss on `samples`, the same sequence on every rank. Collective; dropout is off meanwhile.
 
     The samples are cut into micro-batches like a global batch, under the same limits, so that a forward takes no more
@@ -298,7 +304,7 @@ def evaluate(engine: Stepper, samples: Sequence[Sample]) -> Evaluation:
     differs from one process is the rounding of each micro-batch's own sum.
 
     Raises:
-        RequestError: no sample, or no target in any of them.
+        RequestError: no sample, or no target in any of them; or the metric failed.
         OutOfMemoryError: a single sample is too large.
     """
     if len(samples) == 0:
@@ -308,7 +314,7 @@ def evaluate(engine: Stepper, samples: Sequence[Sample]) -> Evaluation:
     before = generator_states(engine.device)
     while True:
         cut = share(samples, engine.adaptive_limits.evaluation, engine.rank)
-        outcome = engine.guard.attempt(partial(_evaluated, engine, samples, cut.places))
+        outcome = engine.guard.attempt(partial(_evaluated, engine, samples, cut.places, metric))
         if not isinstance(outcome, OutOfMemory):
             break
         abandon(engine.zero)
@@ -316,7 +322,8 @@ def evaluate(engine: Stepper, samples: Sequence[Sample]) -> Evaluation:
         message = engine.adaptive_limits.lower_evaluation(outcome, cut.largest)
         if engine.rank == 0:
             logger.warning(message)
-    sums = torch.tensor(outcome, dtype=torch.float64)
+    *sums_here, kept = outcome
+    sums = torch.tensor(sums_here, dtype=torch.float64)
     dist.all_reduce(sums, group=engine.votes)
     loss_sum, num_targets = sums.tolist()
     if num_targets == 0:
@@ -324,25 +331,33 @@ def evaluate(engine: Stepper, samples: Sequence[Sample]) -> Evaluation:
             "the validation data has no target",
             because=f"every label of its {len(samples)} samples is ignored",
         )
-    return Evaluation(loss=loss_sum / num_targets, targets=int(num_targets), samples=len(samples))
+    metrics = {} if metric is None else metric.compute(kept, engine.votes)
+    return Evaluation(loss=loss_sum / num_targets, targets=int(num_targets), samples=len(samples), metrics=metrics)
 
 
-def _evaluated(engine: Stepper, samples: Sequence[Sample], shares: Sequence[Sequence[int]]) -> tuple[float, int]:
-    """This rank's micro-batches: the summed loss and the number of targets. Collective."""
+def _evaluated(
+    engine: Stepper, samples: Sequence[Sample], shares: Sequence[Sequence[int]], metric: Metric | None
+) -> tuple[float, int, dict[int, Kept]]:
+    """This rank's micro-batches: the summed loss, the number of targets, and what the metric needs. Collective."""
     loss = torch.zeros((), dtype=torch.float64, device=engine.device)
     targets = 0
+    kept: dict[int, Kept] = {}
     was_training = engine.module.training
     engine.module.eval()
     collated = prefetch(_collated(engine, samples, shares), engine.device)
     try:
-        with torch.no_grad(), transformers_internals.without_caches(engine.module), closing(collated):
-            for batch in collated:
+        keeping = predictions.kept(None if metric is None else metric.of_logits)
+        without_caches = transformers_internals.without_caches(engine.module)
+        with torch.no_grad(), without_caches, closing(collated), keeping as keeper:
+            for places, batch in zip(shares, collated, strict=True):
                 targets += engine.objective.count(batch)
                 on_device = {name: tensor.to(engine.device, non_blocking=True) for name, tensor in batch.items()}
                 loss += engine.objective.loss_sum(engine.deepspeed, on_device)
+                if metric is not None and keeper is not None:
+                    kept |= zip(places, metric.taken(keeper, len(places)), strict=True)
     finally:
         engine.module.train(was_training)
-    return loss.item(), targets
+    return loss.item(), targets, kept
 
 
 def _collated(engine: Stepper, samples: Sequence[Sample], shares: Sequence[Sequence[int]]) -> Iterator[Batch]:

@@ -14,11 +14,12 @@ from frugal.errors import RequestError
 SOME = RunSettings(
     data=("a.txt", "b.txt"), validation_data=("c.txt",), test_data=("d.txt",), tokenizer="folder", limit=3,
     skip_bad_rows=True, steps=7, too_long="skip", schedule="warmup_stable_decay", warmup_ratio=0.25,
-    min_lr_ratio=0.1, decay_ratio=0.5, eval_every=3, save_every=0,
+    min_lr_ratio=0.1, decay_ratio=0.5, eval_every=3, save_every=5,
     keep=5, async_save=True, on_nan="skip", seed=9, out=Path("there"), validation_fraction=0.25,
     validation_samples=12, resume=True, accept_changed_data=True, grace=75, text_column="t", label_column="l",
     source_column="s", target_column="g", schedule_steps=8, track=("wandb",), format="messages",
-    chat_template="chatml", train_on="all",
+    chat_template="chatml", train_on="all", callback=("c.py:C",),
+    metric="m.py:f1", best="loss", best_mode="max", patience=3, save_best_model=True,
 )  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from bench.plans import plan_by_hand
 from bench.ranks import Ranks
 from frugal.errors import FrugalError
 from frugal.training.checkpoint import loading, saving
-from frugal.training.checkpoint.loading import Progress
+from frugal.training.checkpoint.progress import Progress
 from frugal.training.checkpoint.saving import Saver
 from frugal.training.engine import Engine, initialize
 from frugal.training.objectives import CausalLM

@@ -21,8 +21,8 @@ from frugal.errors import FrugalError
 from frugal.planning.plan import Plan, _expanded
 from frugal.planning.report import summary
 from frugal.training.checkpoint import manifest
-from frugal.training.checkpoint.loading import TRAINING, Progress, read_progress
 from frugal.training.checkpoint.manifest import File, Manifest
+from frugal.training.checkpoint.progress import TRAINING, Progress, read_progress
 from frugal.training.data import cache
 from frugal.training.data.batches import MicroBatchLimits
 from frugal.training.data.build import BuildReport

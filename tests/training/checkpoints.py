@@ -11,7 +11,7 @@ import torch
 from bench.plans import plan_by_hand
 from frugal.planning.plan import Plan
 from frugal.training.checkpoint import saving
-from frugal.training.checkpoint.loading import Progress
+from frugal.training.checkpoint.progress import Progress
 from frugal.training.data.batches import Position
 from frugal.training.data.sources import Provenance
 from frugal.training.engine import Engine, initialize

@@ -18,7 +18,7 @@ from frugal.deepspeed_adapter import checkpoint_files
 from frugal.deepspeed_adapter.kernels import DTYPES
 from frugal.errors import FrugalError, RequestError
 from frugal.training.checkpoint import loading, saving
-from frugal.training.checkpoint.loading import Progress
+from frugal.training.checkpoint.progress import Progress
 from frugal.training.data.tokenizer import byte_tokenizer
 from frugal.training.engine import Engine, initialize
 from frugal.training.models import adapters

@@ -13,7 +13,7 @@ from frugal.config.run_settings import RunSettings
 from frugal.errors import NumbersError
 from frugal.training import loop
 from frugal.training.checkpoint import loading
-from frugal.training.checkpoint.loading import Progress
+from frugal.training.checkpoint.progress import Progress
 from frugal.training.data.batches import GlobalBatches
 from frugal.training.engine import Engine, initialize
 from frugal.training.loop import MOST_IN_A_ROW, samples_in_words

@@ -19,7 +19,7 @@ from frugal.config.run_settings import RunSettings
 from frugal.distributed import stop
 from frugal.training import loop, train_step
 from frugal.training.checkpoint import loading
-from frugal.training.checkpoint.loading import Progress
+from frugal.training.checkpoint.progress import Progress
 from frugal.training.data.batches import GlobalBatches, Position
 from frugal.training.engine import initialize
 from frugal.training.objectives import CausalLM

@@ -16,7 +16,7 @@ from frugal.errors import FrugalError, OutOfMemoryError
 from frugal.planning.plan import Plan
 from frugal.training import loop, oom_limits
 from frugal.training.checkpoint import loading
-from frugal.training.checkpoint.loading import Progress
+from frugal.training.checkpoint.progress import Progress
 from frugal.training.data.batches import GlobalBatches
 from frugal.training.engine import Engine, initialize
 from frugal.training.objectives import CausalLM

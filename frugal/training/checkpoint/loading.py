@@ -27,7 +27,7 @@ What a run that continues may change and what it may not is checked by `resume_c
 import hashlib
 import logging
 from collections import defaultdict
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from frugal import file_errors, files
+from frugal import files
 from frugal.config.hardware import local_host
 from frugal.config.learning_rate import Curve
 from frugal.config.run_settings import RunSettings
@@ -48,9 +48,9 @@ from frugal.errors import CheckpointError, PlanMismatchError, RequestError
 from frugal.training import train_step
 from frugal.training.checkpoint import frozen_base, manifest, other_states, resume_checks
 from frugal.training.checkpoint.manifest import File, Manifest
+from frugal.training.checkpoint.progress import Progress, read_progress
 from frugal.training.data.batches import Position
 from frugal.training.data.sources import Provenance
-from frugal.training.oom_limits import LearntLimits
 from frugal.training.train_step import Stepper
 
 MASTER = "master"  # among the names of a slot's states: the weights themselves
@@ -169,31 +169,7 @@ def _fill_slots(zero: Zero, saved: Saved) -> None:
         zero.put_states(flat, states, single)
 
 
-TRAINING = "training.json"
 logger = logging.getLogger("frugal")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Progress:
-    """How far a run is.
-
-    Attributes:
-        step: optimizer steps done.
-        position: where the order of the data stands.
-        data: where the training data comes from.
-        learning_rate: over the run as it was planned then; None in checkpoints that are older than this record.
-        seed: of the order of the data.
-        validation_loss: of exactly these weights, where it was measured.
-        learnt: what the run has learnt of the memory there is; saving fills it in.
-    """
-
-    step: int
-    position: Position = field(default_factory=Position)
-    data: Provenance = field(default_factory=Provenance)
-    learning_rate: Curve | None = None
-    seed: int = 0
-    validation_loss: float | None = None
-    learnt: LearntLimits | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,15 +182,18 @@ class Loaded:
     changes: tuple[str, ...]
 
 
-def load(engine: Stepper, folder: Path) -> Loaded:
+def load(engine: Stepper, folder: Path, *, only: str | None = None) -> Loaded:
     """Bring the engine and this rank's generators to the newest good checkpoint in `folder`. Collective.
+
+    `only`: to the one of this name on rank 0, and to no other.
 
     Raises:
         CheckpointError: there is none, or none that is whole; or the newest is, and holds something else.
         PlanMismatchError: it is of another model, or trains it otherwise, or its states cannot be read on this layout.
     """
     folder = folder.absolute()
-    names = from_rank_0([path.name for path in manifest.checkpoints_in(folder)], list[str], engine.votes)
+    known = [path.name for path in manifest.checkpoints_in(folder)]
+    names = from_rank_0(known if only is None else [only], list[str], engine.votes)
     refused: list[str] = []
     for path in (folder / name for name in names):
         damage = [reason for reason in gather(_damage(engine, path), str | None, engine.votes) if reason]
@@ -299,20 +278,6 @@ def _foreign(engine: Stepper, path: Path, made_by: Manifest) -> str | None:
             if names:
                 return f"{path / name} holds {', '.join(names)}, which frugal does not save and could run any code"
     return None
-
-
-def read_progress(path: Path) -> Progress:
-    """How far the run was at the checkpoint `path`.
-
-    Raises:
-        ValueError: its record cannot be read; the message says why.
-    """
-    try:
-        return msgspec.json.decode(files.read_regular(path / TRAINING, manifest.MOST_BYTES), type=Progress)
-    except OSError as error:
-        raise ValueError(file_errors.explain(error, path / TRAINING).because) from None
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ValueError(f"{path / TRAINING} is no record of a run: {error}") from None
 
 
 def _restore(engine: Stepper, path: Path, made_by: Manifest, this: Manifest) -> Progress:

@@ -17,7 +17,7 @@ import os
 import shutil
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -39,13 +39,21 @@ from frugal.planning.plan import Plan
 from frugal.training import train_step
 from frugal.training.checkpoint import frozen_base, loading, manifest, run_folder
 from frugal.training.checkpoint.held_folder import HeldFolder
-from frugal.training.checkpoint.loading import TRAINING, Progress, origin, read_progress
+from frugal.training.checkpoint.loading import origin
 from frugal.training.checkpoint.manifest import File, Manifest
+from frugal.training.checkpoint.progress import TRAINING, Progress, read_progress
 from frugal.training.train_step import Stepper
+
+Score = Callable[[Progress], float | None]
+"""What checkpoints are compared by, the smaller the better; None: this was not measured."""
+
+
+def _validation_loss(progress: Progress) -> float | None:
+    return progress.validation_loss
 
 
 class Saver:
-    """Writes a run's checkpoints into `folder`, keeping the `keep` newest and the best. Collective.
+    """Writes a run's checkpoints into `folder`, keeping the `keep` newest and the best, by `score`. Collective.
 
     `held`: the run's folder, if it may be moved or deleted; `folder` is in it. `before` is called on rank 0 before each
     checkpoint with the run's folder, and raises OSError where that cannot be saved to.
@@ -59,13 +67,14 @@ class Saver:
         folder: Path,
         *,
         keep: int = 2,
+        score: Score = _validation_loss,
         in_background: bool = False,
         held: HeldFolder | None = None,
         before: Callable[[Path], None] = lambda _folder: None,
     ) -> None:
         self._engine = engine
         self._in = folder.absolute()
-        self._keep = keep
+        self._keep, self._score = keep, score
         self._in_background = in_background
         self._held, self._before = held, before
         # A thread's votes would meet the step's in one group.
@@ -73,6 +82,7 @@ class Saver:
             self._votes = dist.new_group(backend="gloo") if in_background else engine.votes
         self._writing: threading.Thread | None = None
         self._failure: BaseException | None = None
+        self._complete: tuple[int, Path] | None = None  # a checkpoint that callbacks were not told of yet
 
     def __enter__(self) -> Self:
         """Nothing is begun yet."""
@@ -125,6 +135,9 @@ class Saver:
         if self._failure is not None:
             failure, self._failure = self._failure, None
             raise failure
+        if self._complete is not None:
+            (step, folder), self._complete = self._complete, None
+            self._engine.callbacks.on_save(self._engine, step, folder)
 
     def _begin(self, progress: Progress) -> Path:
         engine, aside = self._engine, self._folder / f"step-{progress.step:06d}.tmp"
@@ -139,6 +152,7 @@ class Saver:
             self._writing.start()
         else:
             self._finish(aside, writer, made_by)
+            self.finish()
         return aside.with_suffix("")
 
     def _make_room(self, aside: Path) -> None:
@@ -181,7 +195,8 @@ class Saver:
         with self._explained(aside):
             shares = together(lambda: _listed(writer, rank), self._votes, dict[str, File] | None)
             whole = replace(made_by, files={name: file for share in shares for name, file in share.items()})
-            together(lambda: _publish(aside, whole, self._keep) if rank == 0 else None, self._votes)
+            together(lambda: _publish(aside, whole, self._keep, self._score) if rank == 0 else None, self._votes)
+        self._complete = (made_by.step, aside.with_suffix(""))
 
     def _finish_later(self, aside: Path, writer: CheckpointWriter, made_by: Manifest) -> None:
         """On a thread. All ranks fail together, and end at the step that they are at the end of together."""
@@ -261,26 +276,30 @@ def _listed(writer: CheckpointWriter, rank: int) -> dict[str, File]:
     return {path.name: manifest.file_entry(path, rank) for path in writer.finish()}
 
 
-def _publish(aside: Path, made_by: Manifest, keep: int) -> None:
-    _prune(manifest.publish(aside, made_by), keep)
+def _publish(aside: Path, made_by: Manifest, keep: int, score: Score) -> None:
+    _prune(manifest.publish(aside, made_by), keep, score)
 
 
-def _prune(current: Path, keep: int) -> None:
+def _prune(current: Path, keep: int, score: Score) -> None:
     """Remove all but the `keep` newest and the best, and whatever lies beyond `current`: a future given up."""
     past = sorted(
         (path for path in current.parent.glob("step-*") if not path.suffix and path.name <= current.name), reverse=True
     )
-    losses = {path: loss for path in past if (loss := _validation_loss(path)) is not None}
-    kept = {*past[: max(keep, 1)], *([min(losses, key=lambda path: losses[path])] if losses else [])}
+    best = best_of(past, score)
+    kept = {*past[: max(keep, 1)], *([] if best is None else [best])}
     for path in current.parent.glob("step-*"):
         if path not in kept:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def _validation_loss(path: Path) -> float | None:
-    with contextlib.suppress(ValueError):
-        return read_progress(path).validation_loss
-    return None
+def best_of(checkpoints: Iterable[Path], score: Score) -> Path | None:
+    """The first of those with the smallest score; None if none has one."""
+    scores: dict[Path, float] = {}
+    for path in checkpoints:
+        with contextlib.suppress(ValueError):
+            if (value := score(read_progress(path))) is not None:
+                scores[path] = value
+    return min(scores, key=lambda path: scores[path], default=None)
 
 
 def save_model(engine: Stepper, folder: Path, tokenizer: Any = None, *, uses_cache: bool | None = None) -> Path:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from frugal.errors import RequestError
 from frugal.planning.report import ADDED_LOSS
+from frugal.training.losses import predictions
 from frugal.training.models import tiled_loss
 from frugal.training.models.tiled_loss import IGNORED
 
@@ -64,7 +65,9 @@ def loss_sum(
         if tiled_loss.is_applied(model):
             loss = _around_tiles(model, inner, inputs | {"labels": labels}, targets, count)
         else:
-            loss = model(**inputs, labels=labels).loss
+            outputs = model(**inputs, labels=labels)
+            predictions.show(outputs.logits, targets)
+            loss = outputs.loss
     return loss.float() * count
 
 

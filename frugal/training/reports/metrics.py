@@ -5,7 +5,7 @@ Each line of `metrics.jsonl` is one JSON object with an `event`:
     step         step, loss (mean over targets), targets, samples, learning_rate, grad_norm (before clipping),
                  tokens_per_second (target tokens, all ranks), memory_bytes (rank 0's peak so far), reserved_bytes (its
                  allocator's on a GPU, else null), time (Unix seconds)
-    evaluation   step, loss, perplexity, targets, samples, reserved_bytes, time
+    evaluation   step, loss, perplexity, targets, samples, reserved_bytes, time; metrics (numbers of --metric by name)
     left_out     step, why, samples (their indices in the training data), time: nothing was updated
     memory       step, planned_bytes, measured_bytes (rank 0's peak over initialisation and two steps), time
 
@@ -136,13 +136,15 @@ class Log:
         """The model was evaluated after `step` steps on the samples named `of`."""
         if self.is_rank_0:
             event = "evaluation" if of == "validation" else of
+            measured = "".join(f"  {name} {value:.4g}" for name, value in evaluation.metrics.items())
             self._record(
                 event=event, step=step, loss=evaluation.loss, perplexity=evaluation.perplexity,
                 targets=evaluation.targets, samples=evaluation.samples, reserved_bytes=self.reserved_bytes,
+                **_told(evaluation),
             )  # fmt: skip
             self.say(
                 f"step {step}/{self._total_steps}  {of} loss {evaluation.loss:.4f}"
-                f"  perplexity {evaluation.perplexity:.2f}  ({evaluation.samples} samples)"
+                f"  perplexity {evaluation.perplexity:.2f}{measured}  ({evaluation.samples} samples)"
             )
 
     def left_out(self, step: int, why: str, samples: list[int], *, is_going_on: bool) -> None:
@@ -202,6 +204,11 @@ class Log:
         self._metrics.add(msgspec.json.encode({**values, "time": round(time.time(), 3)}) + b"\n")
         if self._trackers is not None:
             self._trackers.record(values["event"], values)
+
+
+def _told(evaluation: Evaluation) -> dict[str, dict[str, float]]:
+    """What a metric of the user's own says, where there is one."""
+    return {"metrics": evaluation.metrics} if evaluation.metrics else {}
 
 
 class Records:

@@ -9,6 +9,7 @@ from frugal.config.hardware.cluster import unlike
 from frugal.config.run_settings import RunSettings
 from frugal.planning.plan import Plan
 from frugal.planning.report import PADDING_MATTERS, SPLIT_MATTERS
+from frugal.training.checkpoint.loading import describe_changes
 from frugal.training.models.spec import random_weights
 from frugal.units import format_count, plural
 
@@ -55,6 +56,22 @@ def describe(plan: Plan, settings: RunSettings, data: "RunData", total_steps: in
     if steps_done:
         parts.append(f"continuing after step {steps_done}")
     return "; ".join(parts)
+
+
+def lines(
+    plan: Plan,
+    settings: RunSettings,
+    data: "RunData",
+    model: "torch.nn.Module",
+    total_steps: int,
+    steps_done: int,
+    changes: tuple[str, ...],
+) -> Iterator[str]:
+    """What is trained on what; `changes`: what is not as it was when the run stopped."""
+    yield origin(data, model)
+    yield describe(plan, settings, data, total_steps, steps_done)
+    if changes:
+        yield describe_changes(changes, steps_done, settings.out)
 
 
 def remarks(plan: Plan, data: "RunData", device: "torch.device", rank: int) -> Iterator[str]:

@@ -79,7 +79,8 @@ class Trackers:
         """A record of `metrics.jsonl`, as far as it is a curve."""
         group = _GROUPS.get(event)
         if group is not None:
-            told = {f"{group}/{name}": values[name] for name in _TELLING if values.get(name) is not None}
+            shown = {name: values.get(name) for name in _TELLING} | values.get("metrics", {})
+            told = {f"{group}/{name}": value for name, value in shown.items() if value is not None}
             self.log(told, values["step"])
 
     def log(self, values: Mapping[str, float], step: int) -> None:

@@ -18,7 +18,7 @@ from frugal import files as atomic_files
 from frugal.deepspeed_adapter import checkpoint_files
 from frugal.errors import FrugalError
 from frugal.training.checkpoint import loading, manifest
-from frugal.training.checkpoint.loading import Progress
+from frugal.training.checkpoint.progress import Progress
 from frugal.training.data.batches import Position
 from frugal.training.data.sources import Provenance
 from tests.training.checkpoints import GLOBAL_BATCH, WORLD_SIZE, plan_for, save_at, start, steps, stop, weights

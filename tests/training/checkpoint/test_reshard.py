@@ -13,8 +13,8 @@ from deepspeed.accelerator import get_accelerator
 from bench.plans import plan_by_hand
 from bench.ranks import Ranks
 from frugal.training.checkpoint import loading, manifest, resume_checks, saving
-from frugal.training.checkpoint.loading import Progress
 from frugal.training.checkpoint.manifest import Manifest
+from frugal.training.checkpoint.progress import Progress
 from frugal.training.data.batches import GlobalBatches, Position
 from frugal.training.engine import Engine, initialize
 from frugal.training.objectives import CausalLM

@@ -17,9 +17,9 @@ from bench.ranks import Ranks
 from frugal import files, temporary
 from frugal.config.run_settings import RunSettings
 from frugal.errors import CheckpointError, RequestError
-from frugal.training.checkpoint import loading, manifest, run_folder
+from frugal.training.checkpoint import loading, manifest, progress, run_folder
 from frugal.training.checkpoint.held_folder import HeldFolder
-from frugal.training.checkpoint.loading import Progress
+from frugal.training.checkpoint.progress import Progress
 from frugal.training.checkpoint.saving import Saver
 from tests.training.checkpoint.test_loading import load_each, two_saves
 from tests.training.checkpoints import plan_for, start, stop
@@ -143,7 +143,7 @@ def test_what_is_no_file_of_a_checkpoint_is_named_and_nobody_waits_for_it(
         path = case(f"name{len(cases)}", "manifest.json", "")
         made_by = manifest.read(path.parent)
         path.write_bytes(
-            msgspec.json.encode(replace(made_by, files=made_by.files | {name: made_by.files[loading.TRAINING]}))
+            msgspec.json.encode(replace(made_by, files=made_by.files | {name: made_by.files[progress.TRAINING]}))
         )
         cases[-1] = (cases[-1][0], f"step 2: {path} names files outside its folder")
     answers = two_ranks.run(load_each, [folder for folder, _ in cases], timeout=200)

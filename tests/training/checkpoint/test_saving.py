@@ -15,7 +15,7 @@ from bench.ranks import Ranks
 from frugal.deepspeed_adapter.checkpoint_files import CheckpointWriter
 from frugal.errors import CheckpointError
 from frugal.training.checkpoint import loading
-from frugal.training.checkpoint.loading import Progress
+from frugal.training.checkpoint.progress import Progress
 from frugal.training.checkpoint.saving import Saver
 from tests.training.checkpoints import plan_for, start, steps, stop, weights
 

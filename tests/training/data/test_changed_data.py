@@ -11,7 +11,7 @@ import pytest
 from frugal.config.run_settings import RunSettings
 from frugal.errors import FrugalError
 from frugal.training.checkpoint import loading
-from frugal.training.checkpoint.loading import Progress
+from frugal.training.checkpoint.progress import Progress
 from frugal.training.data import build
 from frugal.training.data import corpus as data
 from frugal.training.data.batches import Position

@@ -1,0 +1,84 @@
+"""Callbacks of the user's own: called after a step, an evaluation and a checkpoint, on every rank.
+
+    class Stop:                                          # --callback mine.py:Stop
+        def on_step(self, engine, step, result):         # result: StepResult
+            engine.wants_to_stop = result.loss < 0.1     # of any rank: ends the run after the next step, saved
+        def on_evaluation(self, engine, step, evaluation):
+            ...
+        def on_save(self, engine, step, folder):         # the checkpoint's folder, complete
+            ...
+
+An object has any of the three. What is called is between two steps, so the others wait for it. Where it is collective,
+as `engine.evaluate` is, every rank must come to it. An exception in it ends the run.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from frugal.errors import FrugalError, RequestError
+from frugal.training.models.factories import first_line, import_callable
+
+METHODS = ("on_step", "on_evaluation", "on_save")
+
+
+class Callbacks:
+    """Those of one run, called one after the other.
+
+    Raises:
+        RequestError: one has none of the three methods.
+    """
+
+    def __init__(self, callbacks: Sequence[Any] = ()) -> None:
+        self._callbacks = tuple(callbacks)
+        for each in self._callbacks:
+            if not any(callable(getattr(each, name, None)) for name in METHODS):
+                raise RequestError(
+                    f"{type(each).__name__} is no callback",
+                    because=f"it has no method {', '.join(METHODS[:-1])} or {METHODS[-1]}",
+                )
+
+    @classmethod
+    def load(cls, references: Sequence[str]) -> "Callbacks":
+        """Those that `file.py:name` make, called without arguments: classes or functions.
+
+        Raises:
+            RequestError: there is none of this name, it failed, or it made something else.
+        """
+        made = []
+        for reference in references:
+            make = import_callable(reference)
+            try:
+                made.append(make())
+            except Exception as error:  # a user's code may raise anything
+                raise RequestError(f"the callback {reference} failed", because=first_line(error)) from error
+        return cls(made)
+
+    def on_step(self, engine: Any, step: int, result: Any) -> None:
+        """Optimizer step number `step` (from 1) is done."""
+        self._call("on_step", engine, step, result)
+
+    def on_evaluation(self, engine: Any, step: int, evaluation: Any) -> None:
+        """The model was evaluated after `step` steps."""
+        self._call("on_evaluation", engine, step, evaluation)
+
+    def on_save(self, engine: Any, step: int, folder: Path) -> None:
+        """A checkpoint of `step` steps is complete on the disk."""
+        self._call("on_save", engine, step, folder)
+
+    def _call(self, method: str, *arguments: Any) -> None:
+        for each in self._callbacks:
+            function = getattr(each, method, None)
+            if function is None:
+                continue
+            try:
+                function(*arguments)
+            except FrugalError:
+                raise
+            except Exception as error:  # a user's code may raise anything
+                raise RequestError(f"{_name(each)}.{method} failed", because=first_line(error)) from error
+
+
+def _name(callback: Any) -> str:
+    """Of its class, as the user wrote it."""
+    return f"the callback {type(callback).__name__}"

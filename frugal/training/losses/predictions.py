@@ -1,0 +1,74 @@
+"""What a model predicts at each target, kept while its loss is computed: what a metric is computed of.
+
+Logits pass by where the cross entropy is computed, a slice of them at a time with the tiled loss. What is kept of them
+is a number a target, usually the most probable class, so a metric needs neither another forward nor whole logits.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from torch import Tensor
+
+IGNORED = -100  # the label of positions without a target, as in torch's cross entropy
+
+OfLogits = Callable[[Tensor, Tensor], Tensor]
+"""From logits `(..., classes)` and labels `(...)`, on the device, what is kept of each: `(...)` or `(..., n)`."""
+
+Kept = tuple[np.ndarray, np.ndarray]
+"""Of one sample: what was kept of each of its targets, and their labels: `(targets, ...)` and `(targets,)`."""
+
+
+def most_probable(logits: Tensor, _labels: Tensor) -> Tensor:
+    """The class with the largest logit."""
+    return logits.argmax(-1)
+
+
+class Keeper:
+    """Keeps what `of_logits` makes of logits that are shown, until it is taken."""
+
+    def __init__(self, of_logits: OfLogits) -> None:
+        self._of_logits = of_logits
+        self._shown: list[tuple[Tensor, Tensor]] = []
+
+    def show(self, logits: Tensor, labels: Tensor) -> None:
+        """A slice of the positions of a micro-batch: `(samples, positions, classes)`, or without positions."""
+        self._shown.append((self._of_logits(logits.detach(), labels), labels))
+
+    def take(self, num_samples: int) -> list[Kept]:
+        """Of each of the micro-batch's samples, without what is no target; empty where nothing was shown."""
+        shown, self._shown = self._shown, []
+        if not shown:
+            return []
+        by_position = shown[0][1].dim() > 1
+        kept, labels = (torch.cat(parts, dim=1) if by_position else parts[0] for parts in zip(*shown, strict=True))
+        kept = kept.float() if kept.is_floating_point() else kept
+        kept, labels = kept.cpu(), labels.cpu()
+        if not by_position:
+            kept, labels = kept[:, None], labels[:, None]
+        are_targets = labels != IGNORED
+        return [
+            (kept[i][are_targets[i]].numpy(), labels[i][are_targets[i]].numpy().astype(np.int32))
+            for i in range(num_samples)
+        ]
+
+
+_keeper: Keeper | None = None
+
+
+@contextmanager
+def kept(of_logits: OfLogits | None) -> Iterator[Keeper | None]:
+    """Inside, logits that are shown are kept; None: nothing is."""
+    global _keeper
+    _keeper = None if of_logits is None else Keeper(of_logits)
+    try:
+        yield _keeper
+    finally:
+        _keeper = None
+
+
+def show(logits: Tensor, labels: Tensor) -> None:
+    """Show `logits (samples, ..., classes)` and `labels (samples, ...)` to the metric, if there is one."""
+    if _keeper is not None:
+        _keeper.show(logits, labels)
