@@ -40,9 +40,8 @@ def test_a_metric_is_recorded_and_said_and_a_callback_of_one_rank_stops_the_run(
         "--validation-fraction", 0.1, "--out", "run", "--metric", "mine.py:accuracy", "--callback", "mine.py:Told",
     )  # fmt: skip
     assert (code, errors) == (0, "")
-    assert (
-        output.splitlines()[-1] == f"told to stop: step 4 is saved in {folder}/run/checkpoints, continue with --resume"
-    )
+    where = folder / "run" / "checkpoints"
+    assert output.splitlines()[-1] == f"told to stop: step 4 is saved in {where}, continue with --resume"
     measured = {record["step"]: record["metrics"] for record in records(folder / "run") if "metrics" in record}
     assert sorted(measured) == [2, 4]
     assert 0 <= measured[4]["accuracy"] <= 1
@@ -56,3 +55,4 @@ def test_a_callback_that_fails_is_named_and_its_traceback_is_in_the_log(folder: 
         "--out", "failed", "--callback", "mine.py:Fails",
     )  # fmt: skip
     assert (code, errors) == (2, "error: the callback Fails.on_evaluation failed\n  because KeyError: 'threshold'\n")
+    assert '{}["threshold"]' in (folder / "failed" / "logs" / "rank_0.log").read_text()

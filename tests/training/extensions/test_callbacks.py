@@ -31,9 +31,8 @@ class Diary:
         self.lines.append(("evaluation", step, evaluation.samples))
 
     def on_save(self, engine: Any, step: int, folder: Path) -> None:
-        self.lines.append(
-            ("save", step, manifest.read(folder).step, manifest.newest_checkpoint(folder.parent) == folder)
-        )
+        is_newest = manifest.newest_checkpoint(folder.parent) == folder
+        self.lines.append(("save", step, manifest.read(folder).step, is_newest))
 
 
 class Failing:
