@@ -21,9 +21,9 @@ from frugal.planning.plan import Plan
 from frugal.planning.report import SPLIT_MATTERS
 from frugal.training.checkpoint import loading, saving
 from frugal.training.checkpoint.progress import Progress
+from frugal.training.data.given_batch import Given, as_samples
 from frugal.training.extensions.callbacks import Callbacks
 from frugal.training.extensions.metric import Metric
-from frugal.training.given_batch import Given, as_samples
 from frugal.training.models import adapters, batch_norm
 from frugal.training.objectives import Objective
 from frugal.training.train_step import Evaluation, Prepared, Stepper, StepResult, evaluate, wrap

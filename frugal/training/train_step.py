@@ -31,9 +31,9 @@ from frugal.planning.batch import BatchPlan
 from frugal.planning.plan import Plan
 from frugal.planning.strategy import Strategy
 from frugal.training.data.batches import MicroBatchLimits, Share, pin, prefetch, share
+from frugal.training.data.given_batch import Given, as_samples
 from frugal.training.extensions.callbacks import Callbacks
 from frugal.training.extensions.metric import Metric
-from frugal.training.given_batch import Given, as_samples
 from frugal.training.losses import predictions
 from frugal.training.losses.predictions import Kept
 from frugal.training.models import activation_checkpointing, expert_modules, tiled_loss, transformers_internals
@@ -144,7 +144,7 @@ class Stepper:
     def train_step(self, batch: Given | Prepared) -> StepResult:
         """One optimizer step on the samples of a global batch, given whole and equal on every rank, or prepared.
 
-        It is a list of samples, or what a `DataLoader` yields: see `frugal.training.given_batch`. Only this rank's
+        It is a list of samples, or what a `DataLoader` yields: see `frugal.training.data.given_batch`. Only this rank's
         micro-batches are read, so they may be loaded on access. Where `batch.lengths` has the tokens of each, samples
         of like length share a micro-batch; see `frugal.training.data.batches`. If memory runs out on any rank, all run
         the same samples again in smaller micro-batches, and keep these for a while; see `frugal.training.oom_limits`.

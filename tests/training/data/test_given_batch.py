@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from bench.plans import plan_by_hand
 from bench.ranks import Ranks
 from frugal.errors import RequestError
-from frugal.training.given_batch import as_samples
+from frugal.training.data.given_batch import as_samples
 from frugal.training.objectives import CausalLM, MaskedLM, Objective, Seq2Seq, SequenceClassification, SummedLoss
 
 pad = torch.nn.utils.rnn.pad_sequence
