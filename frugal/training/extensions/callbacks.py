@@ -12,10 +12,12 @@ An object has any of the three. What is called is between two steps, so the othe
 as `engine.evaluate` is, every rank must come to it. An exception in it ends the run.
 """
 
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from frugal.distributed import rank_logs
 from frugal.errors import FrugalError, RequestError
 from frugal.training.models.factories import first_line, import_callable
 
@@ -76,6 +78,7 @@ class Callbacks:
             except FrugalError:
                 raise
             except Exception as error:  # a user's code may raise anything
+                rank_logs.to_file(traceback.format_exc().rstrip())
                 raise RequestError(f"{_name(each)}.{method} failed", because=first_line(error)) from error
 
 

@@ -14,6 +14,7 @@ Each rank keeps what its own micro-batches predict. All of it is gathered, put i
 of predictions and labels on a rank, which is 22 million targets.
 """
 
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,7 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
+from frugal.distributed import rank_logs
 from frugal.distributed.exchange import from_rank_0, gather
 from frugal.errors import FrugalError, RequestError
 from frugal.training.losses.predictions import Keeper, Kept, OfLogits, most_probable
@@ -97,6 +99,7 @@ class Metric:
             except FrugalError as error:
                 problem = error.because[0] if error.because else error.what
             except Exception as error:  # a user's function may raise anything
+                rank_logs.to_file(traceback.format_exc().rstrip())
                 problem = first_line(error)
         numbers, problem = from_rank_0((numbers, problem), tuple[dict[str, float], str | None], group)
         if problem is not None:
