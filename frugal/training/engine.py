@@ -4,6 +4,7 @@ import logging
 import socket
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from frugal.errors import PlanMismatchError
 from frugal.planning.plan import Plan
 from frugal.planning.report import SPLIT_MATTERS
 from frugal.training.checkpoint import loading, saving
-from frugal.training.checkpoint.progress import Progress
+from frugal.training.checkpoint.progress import Progress, check_plain
 from frugal.training.data.given_batch import Given, as_samples
 from frugal.training.extensions.callbacks import Callbacks
 from frugal.training.extensions.metric import Metric
@@ -52,9 +53,19 @@ class Engine(Stepper):
         self.callbacks.on_evaluation(self, self.deepspeed.global_steps, evaluation)
         return evaluation
 
-    def save(self, folder: str | Path, progress: Progress | None = None, *, keep: int = 2) -> Path:
-        """Write a checkpoint into `folder`, atomically; see `frugal.training.checkpoint.saving.Saver`."""
-        return saving.save(self, Path(folder), progress or Progress(step=self.deepspeed.global_steps), keep=keep)
+    def save(self, folder: str | Path, progress: Progress | None = None, *, keep: int = 2, extra: Any = None) -> Path:
+        """Write a checkpoint into `folder`, atomically; see `frugal.training.checkpoint.saving.Saver`.
+
+        `extra`: state of your own, which `load` gives back as `Progress.extra` on all ranks. Rank 0's is saved. It must
+        be plain data, which is read without running code: numbers, text, bytes, tensors, lists, tuples, dicts.
+
+        Raises:
+            RequestError: `extra` is not plain data.
+            CheckpointError: a rank could not write; what was there is untouched.
+        """
+        check_plain(extra)
+        progress = progress or Progress(step=self.deepspeed.global_steps)
+        return saving.save(self, Path(folder), progress if extra is None else replace(progress, extra=extra), keep=keep)
 
     def load(self, folder: str | Path) -> Progress:
         """Continue from the newest good checkpoint in `folder`; see `frugal.training.checkpoint.loading.load`."""

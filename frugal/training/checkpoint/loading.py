@@ -5,6 +5,7 @@
       step-000100/
         manifest.json             every file's length and SHA-256, and what the checkpoint is of
         training.json             `Progress`: step, position in the data, validation loss
+        extra.pt                  the user's own state, if there is any: plain data
         rng_rank_0.pt ...         random number generators of each rank, which DeepSpeed does not save
         layout_rank_0.json ...    which elements of which parameters are where in its files, see `StateLayout`
         *_model_states.pt, *_optim_states.pt      DeepSpeed's own files
@@ -48,7 +49,7 @@ from frugal.errors import CheckpointError, PlanMismatchError, RequestError
 from frugal.training import train_step
 from frugal.training.checkpoint import frozen_base, manifest, other_states, resume_checks
 from frugal.training.checkpoint.manifest import File, Manifest
-from frugal.training.checkpoint.progress import Progress, read_progress
+from frugal.training.checkpoint.progress import EXTRA, Progress, read_progress
 from frugal.training.data.batches import Position
 from frugal.training.data.sources import Provenance
 from frugal.training.train_step import Stepper
@@ -289,6 +290,8 @@ def _restore(engine: Stepper, path: Path, made_by: Manifest, this: Manifest) -> 
         restore(engine, path, made_by)
     _follow_plan(engine)
     progress = read_progress(path)
+    if EXTRA in made_by.files:
+        progress = replace(progress, extra=checkpoint_files.read(path / EXTRA))
     engine.adaptive_limits.recall(progress.learnt)
     if made_by.world_size == this.world_size:
         train_step.restore_generators(checkpoint_files.read(path / f"rng_rank_{engine.rank}.pt"), engine.device)

@@ -41,7 +41,7 @@ from frugal.training.checkpoint import frozen_base, loading, manifest, run_folde
 from frugal.training.checkpoint.held_folder import HeldFolder
 from frugal.training.checkpoint.loading import origin
 from frugal.training.checkpoint.manifest import File, Manifest
-from frugal.training.checkpoint.progress import TRAINING, Progress, read_progress
+from frugal.training.checkpoint.progress import EXTRA, TRAINING, Progress, read_progress
 from frugal.training.train_step import Stepper
 
 Score = Callable[[Progress], float | None]
@@ -265,8 +265,10 @@ def _collect(engine: Stepper, writer: CheckpointWriter, aside: Path, progress: P
     writer.save(train_step.generator_states(engine.device), aside / f"rng_rank_{engine.rank}.pt")
     writer.write(msgspec.json.encode(engine.zero.layout()), aside / loading.file_name(engine.rank))
     if engine.rank == 0:
-        learnt = replace(progress, learnt=engine.adaptive_limits.learnt())
+        learnt = replace(progress, learnt=engine.adaptive_limits.learnt(), extra=None)
         writer.write(msgspec.json.encode(learnt), aside / TRAINING)
+        if progress.extra is not None:
+            writer.save(progress.extra, aside / EXTRA)
     if writer.failure is not None:
         raise writer.failure
 
