@@ -197,7 +197,7 @@ def _load_best(engine: "Engine", held: "HeldFolder", best: "Best", log: "Log") -
 
 
 def _evaluate_at_the_end(
-    engine: "Engine", data: "RunData", total_steps: int, log: "Log", metric: "Metric | None"
+    engine: "Engine", data: "RunData", total_steps: int, log: "Log", metric: "Metric | None" = None
 ) -> None:
     """What it makes of data kept for the end, and of as many samples that it knows as it was validated with."""
     from frugal.training.data.corpus import Subset
