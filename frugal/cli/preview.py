@@ -11,9 +11,10 @@ from frugal.cli.options import waiting
 from frugal.config.request import Request
 from frugal.config.run_settings import RunSettings
 from frugal.distributed.env import silence_libraries
-from frugal.training.data.batches import permutation
+from frugal.training.data.batches import GlobalBatches
 from frugal.training.data.chat.stretches import Stretch, of_documents, of_tokens
 from frugal.training.data.corpus import read_training_data
+from frugal.training.data.mixture import Mixture
 from frugal.training.data.report import BuildReport
 from frugal.training.data.sources import names_of
 from frugal.units import plural
@@ -30,10 +31,13 @@ def lines(request: Request, settings: RunSettings, number: int, *, with_colour: 
     yield words
     if corpus.report.formats:
         yield corpus.report.in_words()
+    if isinstance(corpus.train, Mixture):
+        yield corpus.train.in_words()
     yield from corpus.report.left_out(settings.too_long)
     yield _legend(with_colour)
     total = len(corpus.train)
-    for place, index in enumerate(permutation(total, settings.seed, 0)[: min(number, total)].tolist(), 1):
+    first = GlobalBatches(corpus.train, global_batch=min(number, total), seed=settings.seed).at()
+    for place, index in enumerate(first.indices.tolist(), 1):
         yield ""
         yield from _sample(tokenizer, corpus.train[index], corpus.report, f"sample {place} of {total}", with_colour)
 

@@ -41,7 +41,7 @@ class RunSettings:
     data: tuple[str, ...] = setting(
         (),
         "Files, globs, folders, saved datasets, a hub name, `file.py:name` that gives rows, `stdlib` (Python's own "
-        "sources, for a trial), or `@FILE` with one of these a line; repeatable.",
+        "sources, for a trial), or `@FILE` with one of these a line; repeatable. `PATH:0.7` is drawn with that weight.",
         "data", metavar="PATH", is_first=True,
     )  # fmt: skip
     text_column: str = setting("text", "Where texts are.", "data", metavar="NAME")

@@ -86,7 +86,8 @@ class GlobalBatches:
 
     `lengths` are tokens per sample, shape `(len(dataset),)`, by default the dataset's own, if it has some: where they
     are known, micro-batches are of samples of like length. Token batches count them, too, unless the dataset has
-    `counted_tokens` of the same shape, such as the target tokens of pairs.
+    `counted_tokens` of the same shape, such as the target tokens of pairs. A dataset with an order of its own, as a
+    mixture of sources has, is drawn in that.
 
     Raises:
         RequestError: no data, or a sample with more tokens than a whole batch may have.
@@ -112,6 +113,7 @@ class GlobalBatches:
         counted = getattr(dataset, "counted_tokens", None) if lengths is None else None
         self._counted = self._lengths if counted is None else counted
         self._order: tuple[int, Permutation] | None = None
+        self._drawn = getattr(dataset, "drawn", None) if getattr(dataset, "counts", ()) else None
         if global_tokens is not None:
             assert self._counted is not None, "token batches need the samples' lengths"
             assert len(self._counted) == len(dataset) and np.min(self._counted) > 0, "a length for each sample"
@@ -166,6 +168,8 @@ class GlobalBatches:
 
     def _draw(self, draw: int, count: int) -> NDArray[np.int64]:
         """Indices of the samples drawn as number `draw` to `draw + count - 1`."""
+        if self._drawn is not None:
+            return self._drawn(np.arange(draw, draw + count), self.seed)
         n = len(self.dataset)
         parts = []
         while count > 0:
@@ -214,11 +218,11 @@ class Permutation:
         self._low_bits = (num_bits + 1) // 2
         self._low_mask = (1 << self._low_bits) - 1
         self._high_mask = (1 << (num_bits // 2)) - 1
-        state = _mix((_mix(seed & _MASK) + epoch) & _MASK)
+        state = mixed((mixed(seed & _MASK) + epoch) & _MASK)
         self._table: NDArray[np.int64] | None = None
         if n <= _TABLE:
-            self._table = np.argsort(_mix(np.arange(n, dtype=np.uint64) * _GOLDEN + state), kind="stable")
-        self._keys = tuple(_mix((state + (i + 1) * _GOLDEN) & _MASK) for i in range(_NUM_ROUNDS))
+            self._table = np.argsort(mixed(np.arange(n, dtype=np.uint64) * _GOLDEN + state), kind="stable")
+        self._keys = tuple(mixed((state + (i + 1) * _GOLDEN) & _MASK) for i in range(_NUM_ROUNDS))
 
     def __len__(self) -> int:
         return self._n
@@ -252,13 +256,13 @@ class Permutation:
         high, low = value >> self._low_bits, value & self._low_mask
         for i, key in enumerate(self._keys):
             if i % 2 == 0:
-                high = high ^ (_mix((low + key) & _MASK) & self._high_mask)
+                high = high ^ (mixed((low + key) & _MASK) & self._high_mask)
             else:
-                low = low ^ (_mix((high + key) & _MASK) & self._low_mask)
+                low = low ^ (mixed((high + key) & _MASK) & self._low_mask)
         return (high << self._low_bits) | low
 
 
-def _mix(value: Any) -> Any:
+def mixed(value: Any) -> Any:
     """splitmix64's finaliser on 64 bits: an int, or each element of a uint64 array."""
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK

@@ -40,7 +40,8 @@ from frugal.training.data.arrow_store import ArrowSamples
 from frugal.training.data.batches import permutation
 from frugal.training.data.build import SampleMaker, write_samples
 from frugal.training.data.chat.template import read_template
-from frugal.training.data.report import BuildReport
+from frugal.training.data.mixture import Mixture, epoch_indices, shares
+from frugal.training.data.report import BuildReport, joined
 from frugal.training.data.rows import Columns
 from frugal.training.data.sources import Provenance, find_sources, names_of
 from frugal.training.models import resolve
@@ -62,8 +63,8 @@ logger = logging.getLogger("frugal")
 class Corpus:
     """Samples to train on, samples held out for validation, and where they are kept."""
 
-    train: ArrowSamples
-    validation: ArrowSamples | None
+    train: ArrowSamples | Mixture
+    validation: ArrowSamples | Mixture | None
     entry: "Entry"
 
     @property
@@ -279,8 +280,8 @@ def read_samples(plan: Plan, settings: RunSettings) -> RunData:
     everywhere = exchange.gather((host, [corpus.entry for corpus in loaded]), tuple[str, list[Entry]])
     _refuse_different_data(everywhere)
     corpora = loaded or _made_on(host, everywhere) or load()
-    others = iter(corpora)
-    corpus = next(others)
+    num_parts = len(shares(settings.data)) or 1
+    corpus, others = _joined(corpora[:num_parts], settings), iter(corpora[num_parts:])
     validation, test = (next(others).train if paths else () for paths in (settings.validation_data, settings.test_data))
     if corpus.report.num_labels:
         spec = resolve.resolve_request(plan.request, num_labels=corpus.report.num_labels)
@@ -340,9 +341,28 @@ def _load(spec: ModelSpec, tokenizer: Any, seq_len: int, pack: bool, settings: R
         _check_vocabulary(spec, corpus.report)
         return corpus
 
-    corpus = load(settings.data, 0.0 if settings.validation_data else settings.validation_fraction)
+    kept_back = 0.0 if settings.validation_data else settings.validation_fraction
+    corpora: list[Corpus] = []
+    by_source: list[tuple[str, ...]] = [(share.source,) for share in shares(settings.data)]
+    for paths in by_source or [settings.data]:
+        corpora.append(load(paths, kept_back, corpora[-1].report.label_names if corpora else ()))
     others = (paths for paths in (settings.validation_data, settings.test_data) if paths)
-    return corpus, *(load(paths, label_names=corpus.report.label_names) for paths in others)
+    return *corpora, *(load(paths, label_names=corpora[-1].report.label_names) for paths in others)
+
+
+def _joined(parts: Sequence[Corpus], settings: RunSettings) -> Corpus:
+    """What to train on, of sources with weights all of them."""
+    if len(parts) == 1:
+        return parts[0]
+    asked = shares(settings.data)
+    weights = [share.part for share in asked]
+    validation = [part.validation for part in parts if part.validation is not None]
+    provenance = Provenance.joined([part.provenance for part in parts], weights)
+    return Corpus(
+        train=Mixture([part.train for part in parts], weights, [share.source for share in asked]),
+        validation=Mixture(validation) if validation else None,
+        entry=Entry("", joined([part.report for part in parts]), provenance),
+    )
 
 
 def _check_vocabulary(spec: ModelSpec, report: BuildReport) -> None:
@@ -383,8 +403,8 @@ def read_training_data(request: Request, settings: RunSettings) -> tuple[tuple[A
     spec = resolve.resolve_request(request)
     seq_len = min(request.seq_len, spec.max_positions or request.seq_len)
     tokenizer, words = _tokenizer(spec, settings)
-    corpus, *_ = _load(spec, tokenizer, seq_len, bool(request.pack), settings)
-    return (tokenizer, words), corpus
+    corpora = _load(spec, tokenizer, seq_len, bool(request.pack), settings)
+    return (tokenizer, words), _joined(corpora[: len(shares(settings.data)) or 1], settings)
 
 
 MOST_LENGTHS = 100_000_000
@@ -393,9 +413,14 @@ MOST_LENGTHS = 100_000_000
 
 def lengths_of_corpus(corpus: Corpus, name: str, notes: Sequence[str]) -> Lengths:
     """The lengths of its training samples; `name` and `notes` say where they are from."""
-    lengths, counted_tokens = corpus.train.lengths, corpus.train.counted_tokens
+    drawn = epoch_indices(corpus.train)
+    lengths, counted_tokens = corpus.train.lengths[drawn], corpus.train.counted_tokens[drawn]
     counted = histogram(lengths, name, notes)
-    return counted if counted_tokens is lengths else replace(counted, counted_mean=float(counted_tokens.mean()))
+    return (
+        counted
+        if np.array_equal(counted_tokens, lengths)
+        else replace(counted, counted_mean=float(counted_tokens.mean()))
+    )
 
 
 def histogram(lengths: NDArray[Any], name: str, notes: Sequence[str]) -> Lengths:

@@ -1,6 +1,8 @@
 """What reading the data met, and what is said of rows that are left out or make all of it useless."""
 
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
 
 from frugal.config.sample_lengths import TooLong
 from frugal.errors import RequestError
@@ -81,6 +83,23 @@ class BuildReport:
             raise _bad_rows_error(self)
         if self.masked_rows:
             raise _masked_rows_error(self)
+
+
+def joined(reports: Sequence[BuildReport]) -> BuildReport:
+    """What reading several sources met."""
+    total = {
+        field.name: sum(getattr(report, field.name) for report in reports)
+        for field in fields(BuildReport)
+        if field.type == "int" or field.type is int
+    }
+    formats = sum((Counter(report.formats) for report in reports), Counter())
+    return replace(
+        reports[-1], **total | {"num_labels": max(report.num_labels for report in reports)},
+        first_bad=tuple(reason for report in reports for reason in report.first_bad)[:_NAMED],
+        first_masked=tuple(reason for report in reports for reason in report.first_masked)[:_NAMED],
+        largest_token=max((report.largest_token for report in reports), key=lambda pair: pair[0]),
+        formats=dict(formats), template=next((report.template for report in reports if report.template), ""),
+    )  # fmt: skip
 
 
 @dataclass

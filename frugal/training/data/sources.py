@@ -272,7 +272,7 @@ _SHOWN = 3
 _WORDS = {
     "task": "--task", "seq_len": "--seq-len", "limit": "--limit", "too_long": "--too-long", "labels": "the classes",
     "validation": "--validation-fraction", "columns": "the columns", "tokenizer": "the tokenizer",
-    "rows_as": "--format", "train_on": "--train-on", "template": "the chat template",
+    "weights": "--data's weights", "rows_as": "--format", "train_on": "--train-on", "template": "the chat template",
 }  # fmt: skip
 
 
@@ -302,6 +302,18 @@ class Provenance:
         files = {source.name: source.fingerprint.partition(":")[2][:16] for source in sources}
         kept = {name: "not given" if value is None else str(value) for name, value in options.items() if name in _WORDS}
         return cls(fingerprint=fingerprint, options=kept, files=files if len(files) <= MOST_FILES else {}, **counts)
+
+    @classmethod
+    def joined(cls, parts: Sequence[Self], weights: Sequence[Any]) -> Self:
+        """Of samples of several sources, of which each has a weight."""
+        words = ", ".join(map(str, weights))
+        counts = {name: sum(getattr(part, name) for part in parts) for name in ("documents", "samples", "tokens")}
+        return cls(
+            fingerprint=hashlib.sha256("\n".join([*(part.fingerprint for part in parts), words]).encode()).hexdigest(),
+            options=parts[0].options | {"weights": words},
+            files={name: digest for part in parts for name, digest in part.files.items()},
+            **counts,
+        )
 
     def changes(self, now: "Provenance") -> list[str]:
         """What differs, a line each."""

@@ -10,6 +10,7 @@ from frugal.config.run_settings import RunSettings
 from frugal.planning.plan import Plan
 from frugal.planning.report import PADDING_MATTERS, SPLIT_MATTERS
 from frugal.training.checkpoint.loading import describe_changes
+from frugal.training.data.mixture import Mixture, epoch_indices
 from frugal.training.models.spec import random_weights
 from frugal.units import format_count, plural
 
@@ -87,6 +88,8 @@ def _rows(data: "RunData") -> Iterator[str]:
     """What was made of rows other than running text: their formats, the template of chats, and what is trained on."""
     if set(data.report.formats) - {"text"}:
         yield data.report.in_words()
+    if isinstance(data.training, Mixture):
+        yield data.training.in_words()
 
 
 def _not_as_planned(plan: Plan, data: "RunData") -> Iterator[str]:
@@ -95,7 +98,7 @@ def _not_as_planned(plan: Plan, data: "RunData") -> Iterator[str]:
     for name, planned_with in plan.versions.items():
         if planned_with != installed.get(name):
             yield f"the plan was made with {name} {planned_with}, this is {installed.get(name)}: memory may differ"
-    planned, lengths = plan.request.lengths, data.training.lengths
+    planned, lengths = plan.request.lengths, data.training.lengths[epoch_indices(data.training)]
     note = None if planned is None else sample_lengths.unlike(planned, len(lengths), int(lengths.sum()))
     if note is not None:
         yield note
