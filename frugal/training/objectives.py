@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from frugal.training.data import packing
+from frugal.training.data.store import packing
 from frugal.training.losses import own_loss, predictions
 from frugal.training.models import tiled_loss
 from frugal.training.models.tiled_loss import IGNORED

@@ -23,9 +23,9 @@ from frugal.planning.report import summary
 from frugal.training.checkpoint import manifest
 from frugal.training.checkpoint.manifest import File, Manifest
 from frugal.training.checkpoint.progress import TRAINING, Progress, read_progress
-from frugal.training.data import cache
 from frugal.training.data.batches import MicroBatchLimits
 from frugal.training.data.build import BuildReport
+from frugal.training.data.store import cache
 from frugal.training.oom_limits import LearntLimits
 from tests.fuzz.hostile import DEEP, bytes_like, documents_like, json_like
 

@@ -18,7 +18,6 @@ from frugal.config.run_settings import Format, TrainOn
 from frugal.config.sample_lengths import TooLong
 from frugal.errors import RequestError
 from frugal.training.data import tokenizer
-from frugal.training.data.arrow_store import ArrowWriter, PackingWriter
 from frugal.training.data.chat import formats
 from frugal.training.data.chat.formats import Whole
 from frugal.training.data.chat.maker import Trained, WholeRows
@@ -26,6 +25,7 @@ from frugal.training.data.long_text import LongText
 from frugal.training.data.report import BuildReport, Refused
 from frugal.training.data.rows import BadRow, Columns, Row, type_in_words
 from frugal.training.data.sources import DocumentSource, names_of
+from frugal.training.data.store.arrow_store import ArrowWriter, PackingWriter
 from frugal.units import plural
 
 _FLUSH_CHARACTERS = 1 << 20  # tokenised and written together

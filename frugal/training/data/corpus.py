@@ -34,9 +34,7 @@ from frugal.config.sample_lengths import Lengths, TooLong
 from frugal.distributed import env, exchange, rendezvous
 from frugal.errors import RequestError
 from frugal.planning.plan import Plan
-from frugal.training.data import cache, packing
 from frugal.training.data import tokenizer as tokenizing
-from frugal.training.data.arrow_store import ArrowSamples
 from frugal.training.data.batches import permutation
 from frugal.training.data.build import SampleMaker, write_samples
 from frugal.training.data.chat.template import read_template
@@ -44,6 +42,8 @@ from frugal.training.data.mixture import Mixture, epoch_indices, shares
 from frugal.training.data.report import BuildReport, joined
 from frugal.training.data.rows import Columns
 from frugal.training.data.sources import Provenance, find_sources, names_of
+from frugal.training.data.store import cache, packing
+from frugal.training.data.store.arrow_store import ArrowSamples
 from frugal.training.models import resolve
 from frugal.training.models.spec import ModelSpec
 from frugal.units import GIB

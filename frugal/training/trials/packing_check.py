@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from frugal.errors import RequestError
-from frugal.training.data import packing
+from frugal.training.data.store import packing
 from frugal.training.models import factories
 from frugal.training.models.spec import OWN, ModelSpec
 from frugal.training.trials.small_model import NoSmallModelError, small_models

@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from frugal.training.data import cache, corpus
+from frugal.training.data import corpus
+from frugal.training.data.store import cache
 from frugal.training.data.tokenizer import byte_tokenizer
 from tests.disks import small_disk
 from tests.training.corpora import Load, refusal, texts, write_jsonl
@@ -138,7 +139,7 @@ def test_one_that_was_made_by_another_in_the_meantime_stays(stored: Path, load: 
 BUILDER = """
 import sys, time
 from pathlib import Path
-from frugal.training.data import cache
+from frugal.training.data.store import cache
 
 def write(folder):
     (folder / "train.arrow").write_bytes(bytes(1000))

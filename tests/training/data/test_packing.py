@@ -19,9 +19,10 @@ from frugal.config.run_settings import RunSettings
 from frugal.errors import RequestError
 from frugal.training.checkpoint import resume_checks
 from frugal.training.checkpoint.manifest import Manifest
-from frugal.training.data import corpus, packing
+from frugal.training.data import corpus
 from frugal.training.data.corpus import lengths_of
-from frugal.training.data.packing import Packer
+from frugal.training.data.store import packing
+from frugal.training.data.store.packing import Packer
 from frugal.training.data.tokenizer import byte_tokenizer
 from frugal.training.engine import initialize
 from frugal.training.models.resolve import resolve

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from bench.plans import plan_by_hand
 from bench.ranks import Ranks
-from frugal.training.data.packing import Packer
+from frugal.training.data.store.packing import Packer
 from frugal.training.engine import initialize
 from frugal.training.models.tiled_loss import IGNORED
 from frugal.training.objectives import CausalLM

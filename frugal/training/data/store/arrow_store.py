@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from frugal.training.data import packing
+from frugal.training.data.store import packing
 from frugal.training.models.tiled_loss import IGNORED
 from frugal.training.objectives import Sample
 

@@ -1,0 +1,1 @@
+"""Samples on disk: packed where that is asked for, written as Arrow files, kept and checked."""
