@@ -16,8 +16,8 @@ from frugal.training.checkpoint import loading
 from frugal.training.checkpoint.progress import Progress
 from frugal.training.data.batches import GlobalBatches
 from frugal.training.engine import Engine, initialize
-from frugal.training.loop import MOST_IN_A_ROW, samples_in_words
 from frugal.training.objectives import Batch, CausalLM
+from frugal.training.reports.finite_check import MOST_IN_A_ROW, samples_in_words
 from frugal.training.reports.metrics import Log
 from tests.faults.disturbed import weights
 from tests.training.small_models import ragged_samples, tiny_gpt2
