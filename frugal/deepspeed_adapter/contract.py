@@ -298,6 +298,15 @@ NAMES = (
     *needed(f"{_RUNTIME}.swap_tensor.partitioned_optimizer_swapper", "stands for disks", "AsyncIOBuilder"),
     *needed(f"{_RUNTIME}.swap_tensor.partitioned_param_swapper", "stands for disks", "AsyncIOBuilder"),
     *needed(f"{_SPLITTING}:Init", "parameters arrive one by one", "_zero_init_param(self, param)"),
+    # Loading: parameters are split as they are read
+    *needed(
+        f"{_SPLITTING}:Init",
+        "parameters are split as they are read",
+        "_convert_to_deepspeed_param(self, param)",
+        "_convert_to_deepspeed_param:ds_id",
+        "_zero_init_param(self, param)",
+    ),
+    *needed(f"{_RUNTIME}.zero.utils", "which parameters are split", "is_zero_param(parameter)"),
     *needed(
         f"{_SPLITTING}:AllGatherCoalescedHandle",
         _AT_ONCE,

@@ -13,7 +13,7 @@ from deepspeed.runtime.zero.partition_parameters import Init
 from torch import Tensor, nn
 
 from frugal.config.request import Request
-from frugal.deepspeed_adapter import kernels, stages
+from frugal.deepspeed_adapter import kernels, placement, stages
 from frugal.deepspeed_adapter.json_config import batch_config, strategy_config
 from frugal.deepspeed_adapter.stages import Zero
 from frugal.planning.batch import BatchPlan
@@ -71,12 +71,16 @@ def _partition(model: nn.Module, config: dict[str, Any], dtype: torch.dtype) -> 
     `deepspeed.initialize` alone would move all of it to every device first.
     """
     for parameter in model.parameters():
-        if parameter.is_floating_point():
+        if parameter.is_floating_point() and not placement.is_split(parameter):
             parameter.data = parameter.data.to(dtype)
     zero = Init(module=model, config_dict_or_path=config, dtype=dtype)
     for module in model.modules():  # DeepSpeed leaves the buffers of a partitioned model where they are
         for name, buffer in module.named_buffers(recurse=False):
             module._buffers[name] = buffer.to(zero.local_device)
+    split: list[Any] = list(model.parameters())
+    numbers = sorted(parameter.ds_id for parameter in split)
+    for number, parameter in zip(numbers, split, strict=True):  # not in the order in which they were read
+        parameter.ds_id = number
 
 
 @contextmanager

@@ -102,7 +102,7 @@ def _versions() -> tuple[str, ...]:
 
 
 def _definition(model: str) -> str | None:
-    """A digest of what defines the model: its preset, its config.json, its factory's source file.
+    """A digest of what defines the model: its preset, its config.json and weights, its factory's source file.
 
     None for a transformers model type or a hub name, whose definition comes with the versions or with the name.
     """
@@ -110,13 +110,19 @@ def _definition(model: str) -> str | None:
     if model in presets:
         return digest(presets[model])
     file: Path | None = Path(model).expanduser()
+    weights: list[tuple[str, int]] = []
     if file is not None and file.is_dir():
+        weights = sorted((each.name, each.stat().st_size) for each in file.iterdir() if each.suffix in _WEIGHTS)
         file /= "config.json"
     elif ":" in model and file is not None and not file.exists():
         file = _source_file(model.rpartition(":")[0])
     if file is None or not file.is_file():
         return None
-    return hashlib.sha256(file.read_bytes()).hexdigest()
+    contents = hashlib.sha256(file.read_bytes()).hexdigest()
+    return digest(contents, weights) if weights else contents
+
+
+_WEIGHTS = {".safetensors", ".bin"}
 
 
 def _source_file(module: str) -> Path | None:

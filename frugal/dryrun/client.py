@@ -25,6 +25,7 @@ from frugal.dryrun.pool import Pool
 from frugal.errors import FrugalError
 from frugal.planning.cost import between
 from frugal.planning.memory.breakdown import MemoryBreakdown
+from frugal.planning.memory.loading import Loading, loading_of, way_of
 from frugal.planning.memory.profile import MemoryProfile, RankMemory, fullest
 from frugal.planning.memory.timeline import MICRO_BATCHES, ModelTrace, NotAffineError, Timeline
 from frugal.planning.memory.workspaces import with_scratch, with_workspaces, workspace_bytes
@@ -130,7 +131,9 @@ class DryRunSource:
                 if costs is None:
                     costs = self._profile_by_dry_runs(strategy, accumulates)
                     self._cache.write(key, costs)
-            self._profiles[strategy, accumulates] = replace(costs, ranks_per_node=self._ranks_per_node)
+            self._profiles[strategy, accumulates] = replace(
+                costs, ranks_per_node=self._ranks_per_node, loading=self._loading(strategy)
+            )
         return self._profiles[strategy, accumulates]
 
     def draft(self, strategy: Strategy, accumulates: bool) -> MemoryProfile | None:
@@ -174,7 +177,20 @@ class DryRunSource:
             breakdown = DryRunBreakdown(memory.assuming(notes), notes)
             self._cache.write(key, breakdown)
         self.notes = breakdown.notes
-        return breakdown.memory
+        return replace(breakdown.memory, loading=self._loading(strategy))
+
+    def _loading(self, strategy: Strategy) -> Loading:
+        """What it takes before the first step."""
+        facts = self.facts()
+        return loading_of(
+            facts.weights,
+            strategy,
+            precision=self.request.precision,
+            parameters=facts.parameters,
+            largest_parameter=facts.largest_parameter,
+            world_size=self.cluster.world_size,
+            kind=self.kind,
+        )
 
     def dry_runs(self, strategy: Strategy, micro_batch: int, accumulation_steps: int) -> list[DryRun]:
         """The same, whole: one dry run for each rank that may be the fullest. Raises as `profile`."""
@@ -215,6 +231,7 @@ class DryRunSource:
                 rank=rank,
                 accumulates=accumulates,
                 kind=self.kind,
+                by_tensor=self._is_by_tensor(strategy),
             )
             for rank in ranks
         ]
@@ -297,11 +314,16 @@ class DryRunSource:
                 capability=self.capability,
                 resident_threads=self._resident_threads if exact else 0,
                 first_micro_steps=None if exact else 1,
+                by_tensor=self._is_by_tensor(strategy),
             )
             for micro_batch in micro_batches
             for rank in ranks
         ]
         return list(map(_answered, self._pool.ask(questions)))
+
+    def _is_by_tensor(self, strategy: Strategy) -> bool:
+        """Whether no rank holds the whole model while it is loaded."""
+        return way_of(strategy, self.facts().weights.origin) == "by-tensor"
 
     def _with_workspaces(self, timeline: Timeline) -> Timeline:
         """On GPUs libraries and kernels ask for memory that no operator of a dry run for any micro-batch does."""

@@ -11,6 +11,7 @@ import msgspec
 from frugal.config.hardware.cluster import ASSUMED_CAPABILITY, Capability, DeviceKind
 from frugal.config.request import Request
 from frugal.planning.cost import Counts
+from frugal.planning.memory.loading import RANDOM, Weights
 from frugal.planning.memory.timeline import ModelTrace, Peak, Timeline
 from frugal.planning.strategy import ActivationCheckpointing, Strategy
 
@@ -22,6 +23,7 @@ class ModelFacts:
     `trainable_sizes`: those of each trainable parameter, in the model's order.
     `can_recompute`: whether it takes activation checkpointing; `can_tile`: whether it takes the tiled loss.
     `notes`: what is to be said of it before it is trained, see `frugal.training.trials.model_check`.
+    `weights`: where they come from.
     """
 
     task: str
@@ -33,6 +35,7 @@ class ModelFacts:
     can_recompute: bool
     can_tile: bool
     notes: tuple[str, ...] = ()
+    weights: Weights = RANDOM
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +84,7 @@ class AskDryRun(msgspec.Struct, frozen=True, tag="dry_run", kw_only=True):
     """What does this rank do under this strategy?
 
     `capability`: of a `cuda` device; `resident_threads`: that it holds at once, 0: what depends on them is left out.
+    `by_tensor`: whether weights come one by one, otherwise a CPU rank holds them all before they are split.
     """
 
     request: Request
@@ -93,6 +97,7 @@ class AskDryRun(msgspec.Struct, frozen=True, tag="dry_run", kw_only=True):
     capability: Capability = ASSUMED_CAPABILITY
     resident_threads: int = 0
     first_micro_steps: int | None = None
+    by_tensor: bool = False
 
 
 class AskTrace(msgspec.Struct, frozen=True, tag="trace", kw_only=True):

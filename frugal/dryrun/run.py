@@ -45,11 +45,14 @@ def dry_run(
     capability: Capability = ASSUMED_CAPABILITY,
     resident_threads: int = 0,
     first_micro_steps: int | None = None,
+    by_tensor: bool = False,
 ) -> DryRun:
     """Dry-run `rank`. `build` makes the model on meta; it is built anew, because ZeRO-3 takes models apart.
 
     `first_micro_steps`: micro-steps of the first optimizer step, if not as many as in the second. It only sets the
     stage for the second, so one of them is enough where time counts: a test holds that the peaks are the same.
+
+    `by_tensor`: parameters come to a CPU rank one by one; otherwise it has them all, as a GPU's host has.
 
     A model that reads an integer from its data is told the longest dimension of a batch, and 1 if it rejects that.
     """
@@ -58,7 +61,7 @@ def dry_run(
         strategy = replace(strategy, activation_checkpointing="full")  # as it is where the host is the device
     micro_steps = (first_micro_steps or accumulation_steps, accumulation_steps)
     for integer in (None, 1):
-        tracker = Tracker(kind, integer, capability, resident_threads)
+        tracker = Tracker(kind, integer, capability, resident_threads, builds_elsewhere=by_tensor)
         try:
             return _dry_run(tracker, build, objective, request, strategy, batch, micro_steps, rank)
         except (IndexError, RuntimeError):

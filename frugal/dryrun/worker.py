@@ -93,7 +93,9 @@ def _resolved(question: AskDryRun | AskTrace) -> Any:
 def _describe(question: AskFacts) -> Any:
     import torch
 
+    from frugal.dryrun.loading import reading
     from frugal.dryrun.messages import ModelFacts
+    from frugal.planning.memory.loading import Weights
     from frugal.training.models import activation_checkpointing, tiled_loss
 
     spec = _spec(question.request)  # whatever the length asked for
@@ -108,6 +110,7 @@ def _describe(question: AskFacts) -> Any:
         largest_parameter=max((parameter.numel() for parameter in parameters), default=0),
         can_recompute=activation_checkpointing.is_supported(model),
         can_tile=spec.task in ("causal-lm", "masked-lm", "seq2seq") and tiled_loss.is_supported(model),
+        weights=Weights(origin=spec.origin, reading=reading(spec)),
     )
 
 
@@ -177,6 +180,7 @@ def _run(question: AskDryRun) -> Any:
         capability=question.capability,
         resident_threads=question.resident_threads,
         first_micro_steps=question.first_micro_steps,
+        by_tensor=question.by_tensor,
     )
 
 

@@ -1,7 +1,7 @@
 """What a plan says of memory, as people read it: the breakdown of the fullest device, what binds, what is assumed."""
 
 from frugal.config.hardware.cluster import NOMINAL_SHARE, Device
-from frugal.planning.memory.breakdown import MemoryBreakdown
+from frugal.planning.memory.breakdown import MemoryBreakdown, loading_host_bytes
 from frugal.planning.memory.interval import Bounds
 from frugal.planning.plan import Plan
 from frugal.units import GIB, format_bytes
@@ -31,7 +31,29 @@ def breakdown_table(plan: Plan) -> list[str]:
     lines.append(f"  {'device':<{width}} {format_bytes(device.memory_bytes):>12}")
     if plan.strategy.offload_optimizer != "none":
         lines.append(f"  {'host, a node':<{width}} {format_bytes(memory.host_bytes_per_node):>12}")
-    return lines
+    return [*lines, *_loading(plan)]
+
+
+_WAYS = {
+    "by-tensor": "each rank reads pretrained weights tensor by tensor",
+    "by-rank-0": "rank 0 makes the random weights and sends them",
+    "by-every-rank": "each rank makes the whole model",
+}
+
+
+def loading_in_words(memory: MemoryBreakdown) -> str:
+    """How ranks get their weights."""
+    assert memory.loading is not None
+    return _WAYS[memory.loading.way]
+
+
+def _loading(plan: Plan) -> list[str]:
+    """What the host with rank 0 takes before the first step."""
+    if plan.memory.loading is None:
+        return []
+    needed = loading_host_bytes(plan.memory, plan.cluster.nodes[0], plan.cluster)
+    node = "its host" if len(plan.cluster.nodes) == 1 else "the host of rank 0"
+    return [f"loading takes {format_bytes(needed)} of {node}: {loading_in_words(plan.memory)}"]
 
 
 def _peak(memory: MemoryBreakdown) -> str:

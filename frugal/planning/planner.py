@@ -14,7 +14,7 @@ from frugal.errors import NothingFitsError, RequestError
 from frugal.planning import length_bucketing
 from frugal.planning.memory import breakdown
 from frugal.planning.memory.breakdown import MemoryBreakdown
-from frugal.planning.memory_report import beyond_the_device
+from frugal.planning.memory_report import beyond_the_device, loading_in_words
 from frugal.planning.plan import Plan
 from frugal.planning.report import reasons
 from frugal.planning.search.candidate import Candidate, Infeasible, OpenSource, SearchResult, Source
@@ -96,6 +96,8 @@ def _of_host(cluster: Cluster, memory: MemoryBreakdown) -> str:
     """What the node that lacks most needs of its host's memory."""
     node = _tightest(cluster, memory)
     needed = format_bytes(breakdown.needed_host_bytes(memory, node, cluster))
+    if breakdown.loading_host_bytes(memory, node, cluster) > breakdown.training_host_bytes(memory, node, cluster):
+        return f"before the first step {loading_in_words(memory)}, which takes {needed} of a host"
     if node.devices[0].kind == "cpu":
         return f"{len(node.devices)} such ranks and their processes take {needed} of their host together"
     if len(set(cluster.nodes)) == 1:

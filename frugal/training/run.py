@@ -91,7 +91,6 @@ def _watch_peers() -> "PeerWatch":
 
 def train(plan: Plan, settings: RunSettings, device: "torch.device") -> None:
     """Train on ranks that have joined each other. Collective; raises as `run`."""
-    from frugal.deepspeed_adapter.kernels import DTYPES
     from frugal.training import loop, train_step
     from frugal.training.checkpoint.held_folder import HeldFolder
     from frugal.training.data import corpus
@@ -100,6 +99,7 @@ def train(plan: Plan, settings: RunSettings, device: "torch.device") -> None:
     from frugal.training.extensions.callbacks import Callbacks
     from frugal.training.extensions.metric import Metric
     from frugal.training.measure import memory_watch
+    from frugal.training.models import placed
     from frugal.training.reports import opening
 
     rank = env.rank()
@@ -120,7 +120,7 @@ def train(plan: Plan, settings: RunSettings, device: "torch.device") -> None:
         if plan.batch.world_size == 1:  # several have their logs since they joined
             rank_logs.redirect(settings.out, rank)
         gauge = measuring.enter_context(memory_watch.gauge(device))
-        model = data.spec.build(dtype=DTYPES[plan.request.precision], device="cpu", seed=settings.seed)
+        model = placed.build(data.spec, plan, device, seed=settings.seed)
         _refuse_other_model(plan, model)
         objective = data.spec.objective(data.tokenizer, seed=settings.seed, pack=bool(plan.request.pack))
         engine = initialize(model, plan, objective, learning_rate_schedule=curve.factor, callbacks=callbacks)
@@ -219,10 +219,11 @@ def _save_model(engine: "Engine", held: "HeldFolder", data: "RunData") -> Path:
 
 
 def _refuse_other_model(plan: Plan, model: "torch.nn.Module") -> None:
+    from frugal.deepspeed_adapter.placement import num_elements
     from frugal.training.models import factories
 
     factories.refuse_shapes_only(plan.request.model, model)
-    number = sum(parameter.numel() for parameter in model.parameters())
+    number = sum(map(num_elements, model.parameters()))
     if plan.model.task == "sequence-classification":
         return  # the number of classes comes from the data
     if plan.model.parameters not in (0, number):

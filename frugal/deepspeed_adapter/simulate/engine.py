@@ -125,10 +125,12 @@ def simulate(
     rank: int,
     accumulates: bool,
     kind: DeviceKind,
+    by_tensor: bool = False,
 ) -> RankMemory:
     """The memory of `rank` under `strategy`, as `frugal.dryrun.run` would record it.
 
-    Activations in host memory are in pinned blocks of a power of two bytes, counted as up to twice what they hold.
+    `by_tensor`: as in `frugal.dryrun.run`. Activations in host memory are in pinned blocks of a power of two bytes,
+    counted as up to twice what they hold.
 
     Left out: operators on scalars, and what lives for the time of one operator on them.
     """
@@ -151,7 +153,7 @@ def simulate(
     )
     stream.phase(INITIALISATION)
     host = PinnedBlocks(stream, kind)
-    optimizer = _initialised(stream, host, setting, trace, kind)
+    optimizer = _initialised(stream, host, setting, trace, arrives=by_tensor or kind == "cuda")
     for num_micro_steps in (1, 2 if accumulates else 1):  # the first step only sets the stage for the second
         _accumulate(stream, trace, optimizer, num_micro_steps, kind)
         stream.phase(OPTIMIZER_STEP)
@@ -166,17 +168,15 @@ def simulate(
 
 
 def _initialised(
-    stream: Stream, host: PinnedBlocks, setting: Setting, trace: ModelTrace, kind: DeviceKind
+    stream: Stream, host: PinnedBlocks, setting: Setting, trace: ModelTrace, *, arrives: bool
 ) -> SimulatedZero:
-    """The model is built on the host and comes to the device; the optimizer makes of it what it needs."""
+    """The model comes to the device, or is built there; the optimizer makes of it what it needs."""
     size = trace.element_bytes
-    if kind == "cpu":
+    if not arrives:
         stream.flash(trace.building_bytes, "building", PARAMETERS)
-    else:
-        host.dies(host.born(trace.building_bytes, "building"))
     if setting.zero_stage == 3:
         split = SimulatedZero3(stream, host, setting, trace.own_parameters)
-        split.initialise(one_by_one=kind == "cuda")
+        split.initialise(one_by_one=arrives)
         for size_bytes in trace.buffer_bytes:
             stream.born(size_bytes, "to device", PARAMETERS)
         return split

@@ -273,19 +273,16 @@ class HostMemory:
             self._is_pinning = False
 
     def born(self, address: int, size_bytes: int, *, is_waiting: bool = False) -> None:
-        """A storage begins. `is_waiting`: the model's, which goes to the device later."""
+        """A storage begins. `is_waiting`: the model's, which is not counted: see `frugal.planning.memory.loading`."""
         if is_waiting:
             self._waiting[address] = size_bytes
-        else:
-            self._storages[address] = self._is_pinning
+            return
+        self._storages[address] = self._is_pinning
         self._allocator.allocate(size_bytes, pinned=self._is_pinning)
 
     def leave(self, address: int) -> int | None:
         """A storage goes to the device: its bytes; None if it does not wait for that."""
-        size_bytes = self._waiting.pop(address, None)
-        if size_bytes is not None:
-            self._allocator.release(size_bytes)
-        return size_bytes
+        return self._waiting.pop(address, None)
 
     def died(self, address: int, size_bytes: int) -> None:
         """A storage ends, if it lives here."""

@@ -152,11 +152,13 @@ class Tracker(StorageWatch):
         integer: int | None = None,
         capability: Capability = ASSUMED_CAPABILITY,
         resident_threads: int = 0,
+        *,
+        builds_elsewhere: bool = False,
     ) -> None:
         """`integer`: what a model that reads one from its data is told; None: the longest dimension of a batch.
 
         `capability`: the compute capability of a `cuda` device; `resident_threads`: that it holds at once, 0 if what
-        depends on them is not wanted.
+        depends on them is not wanted; `builds_elsewhere`: the model comes to a CPU rank parameter by parameter.
         """
         super().__init__()
         self.kind = kind
@@ -180,7 +182,7 @@ class Tracker(StorageWatch):
         self._assumptions: dict[str, str] = {}  # what is assumed -> the first module that makes it necessary
         self._integer = integer
         self.was_asked_for_integers = False
-        self._building = kind == "cuda"  # a model is built on the host
+        self._building = kind == "cuda" or builds_elsewhere  # and arrives later
         self._forward_from = 0  # operators before the phase
         self._alone = False  # whether there is no DeepSpeed whose operators are not to be counted
 

@@ -25,6 +25,7 @@ from frugal.config.hardware.cluster import Cluster, Device, Node
 from frugal.config.optimizers import state_bytes_per_element
 from frugal.config.request import Request
 from frugal.planning.memory.interval import Bounds, widened
+from frugal.planning.memory.loading import Loading
 from frugal.planning.strategy import Strategy
 from frugal.units import GIB, MIB
 
@@ -36,7 +37,7 @@ class MemoryBreakdown:
     `slack` is what the caching allocator needs beyond the live tensors: rounding and blocks that do not fit the next
     request. `context` is what is gone before the first tensor. `phase` says when the peak occurs, `operator` what
     allocates there. `phase_peaks` has the most live bytes of each phase; only a dry run fills it in. `interval` has the
-    bounds of `total_bytes`; None in a draft, which is a bound itself.
+    bounds of `total_bytes`; None in a draft, which is a bound itself. `loading`: before the first step.
     """
 
     parameters: int
@@ -55,6 +56,7 @@ class MemoryBreakdown:
     operator: str
     phase_peaks: dict[str, int] = field(default_factory=dict)
     interval: Bounds | None = None
+    loading: Loading | None = None
 
     CATEGORIES = (
         "parameters", "gradients", "optimizer", "activations", "logits",
@@ -120,10 +122,30 @@ def node_host_bytes(tensor_bytes: int, kind: str, ranks_per_node: int) -> int:
 
 
 def needed_host_bytes(memory: MemoryBreakdown, node: Node, cluster: Cluster) -> int:
-    """What the ranks of `node` take of its host memory, each as much as the fullest.
+    """What the ranks of `node` take of its host memory, each as much as the fullest, training or loading.
 
     On CPU ranks the device is the host: their tensors are those of `memory`.
     """
+    return max(training_host_bytes(memory, node, cluster), loading_host_bytes(memory, node, cluster))
+
+
+def loading_host_bytes(memory: MemoryBreakdown, node: Node, cluster: Cluster) -> int:
+    """What they take of it while weights are loaded; 0: not known."""
+    if memory.loading is None:
+        return 0
+    return ranks_loading_bytes(
+        memory.loading, node.devices[0].kind, len(node.devices), has_rank_0=node == cluster.nodes[0]
+    )
+
+
+def ranks_loading_bytes(loading: Loading, kind: str, num_ranks: int, *, has_rank_0: bool) -> int:
+    """What so many ranks of a node take of its host while weights are loaded."""
+    rank_0, other = loading.rank_0_bytes, loading.rank_bytes
+    return rank_host_bytes(rank_0, kind) * has_rank_0 + rank_host_bytes(other, kind) * (num_ranks - has_rank_0)
+
+
+def training_host_bytes(memory: MemoryBreakdown, node: Node, cluster: Cluster) -> int:
+    """What they take of it from then on."""
     if node.devices[0].kind == "cpu":
         return len(node.devices) * rank_host_bytes(memory.live_bytes, "cpu")
     most_ranks = max(len(other.devices) for other in cluster.nodes)

@@ -10,6 +10,7 @@ from frugal.planning.memory import breakdown as host
 from frugal.planning.memory.allocator import Replays
 from frugal.planning.memory.breakdown import MemoryBreakdown
 from frugal.planning.memory.interval import of_device
+from frugal.planning.memory.loading import Loading
 from frugal.planning.memory.timeline import Timeline
 from frugal.planning.strategy import Strategy
 
@@ -74,6 +75,7 @@ class MemoryProfile:
         sampled: where the memory is no timeline for all micro-batches, the micro-batches that were dry-run;
             `ranks` then has one entry a rank and micro-batch, micro-batches outermost.
         counts_slack: whether what the allocator wastes is part of the memory.
+        loading: what it takes before the first step.
     """
 
     strategy: Strategy
@@ -91,12 +93,14 @@ class MemoryProfile:
     ranks: tuple[RankMemory, ...]
     sampled: tuple[int, ...] = ()
     counts_slack: bool = True
+    loading: Loading | None = None
 
     def memory(self, micro_batch: int, device: Device) -> MemoryBreakdown:
         """The peak of the fullest rank on `device`, and the host memory of a full node."""
         ranks, sampled = self._ranks_at(micro_batch)
         expandable = self.strategy.expandable_segments
-        return fullest(ranks, sampled, device, self.ranks_per_node, expandable, self.counts_slack)
+        memory = fullest(ranks, sampled, device, self.ranks_per_node, expandable, self.counts_slack)
+        return replace(memory, loading=self.loading)
 
     @property
     def gathers(self) -> tuple[int, int] | None:
@@ -193,6 +197,7 @@ def breakdown(
         phase=peak.phase,
         operator=peak.operator,
         phase_peaks={},
+        loading=None,
         interval=of_device(peak.total_bytes, peak.total_bytes + slack, device) if counts_slack else None,
     )
 

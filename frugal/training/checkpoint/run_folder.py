@@ -189,7 +189,7 @@ def _lacking(plan: Plan, settings: RunSettings, name: str, num_ranks: int) -> li
     """What this host lacks for its ranks, a line each."""
     ranks = "its rank" if num_ranks == 1 else f"its {num_ranks} ranks"
     lines = []
-    needed, free = host_bytes(plan) * num_ranks, available_bytes()
+    needed, free = host_bytes(plan, num_ranks, has_rank_0=env.rank() == 0), available_bytes()
     if settings.async_save:
         needed += copied_bytes(plan, num_ranks, has_rank_0=env.rank() == 0)
         ranks += " and the copy of --async-save"
@@ -208,11 +208,17 @@ def _lacking(plan: Plan, settings: RunSettings, name: str, num_ranks: int) -> li
     return lines
 
 
-def host_bytes(plan: Plan) -> int:
-    """What the tensors of one rank will take of its host; what a process takes without any, it has taken already."""
-    node = plan.cluster.nodes[0]
-    rank_bytes = breakdown.needed_host_bytes(plan.memory, node, plan.cluster) // len(node.devices)
-    return max(0, rank_bytes - breakdown.PROCESS_BYTES[node.devices[0].kind])
+def host_bytes(plan: Plan, num_ranks: int, *, has_rank_0: bool) -> int:
+    """What the tensors of so many ranks will take of their host, loading or training.
+
+    What a process takes without any, it has taken already.
+    """
+    node, loading = plan.cluster.nodes[0], plan.memory.loading
+    kind = node.devices[0].kind
+    needed = breakdown.training_host_bytes(plan.memory, node, plan.cluster) // len(node.devices) * num_ranks
+    if loading is not None:
+        needed = max(needed, breakdown.ranks_loading_bytes(loading, kind, num_ranks, has_rank_0=has_rank_0))
+    return max(0, needed - num_ranks * breakdown.PROCESS_BYTES[kind])
 
 
 def copied_bytes(plan: Plan, num_ranks: int, *, has_rank_0: bool) -> int:

@@ -36,6 +36,7 @@ from frugal.planning.plan import Plan
 from frugal.training.engine import initialize
 from frugal.training.measure.memory_watch import CudaGauge, gauge, mark_phases
 from frugal.training.measure.record import ModelDefinition, RankMeasurement, Trial
+from frugal.training.models import placed
 from frugal.training.models.resolve import resolve_request
 from frugal.training.models.spec import ModelSpec
 from frugal.training.objectives import Objective, SummedLoss
@@ -150,7 +151,7 @@ def measure(plan: Plan, cap_bytes: int | None = None) -> Trial:
     before = local_host.forget_peak_rss()
     objective = spec.objective(pack=bool(plan.request.pack))
     try:
-        intervals, of_gpu = watched(lambda: spec.build(dtype=dtype), objective, plan, device, 2)
+        intervals, of_gpu = watched(lambda: placed.build(spec, plan, device, seed=0), objective, plan, device, 2)
     except torch.OutOfMemoryError as error:
         raise OutOfMemoryError("out of memory while measuring", because=str(error).splitlines()[0]) from None
     measurement = RankMeasurement(

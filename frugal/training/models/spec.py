@@ -5,7 +5,7 @@ import functools
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, get_args
 
@@ -15,8 +15,10 @@ from torch import Tensor, nn
 from frugal.config.adapters import Lora
 from frugal.config.request import Task
 from frugal.errors import RequestError
+from frugal.planning.memory.loading import Origin
 from frugal.training.losses import decoder_inputs, own_loss
 from frugal.training.models import adapters, expert_modules, factories, transformers_internals
+from frugal.training.models.weights import Place, load_weights, off_the_file
 from frugal.training.objectives import CausalLM, MaskedLM, Objective, Seq2Seq, SequenceClassification
 
 TASKS: tuple[str, ...] = get_args(Task)
@@ -75,6 +77,11 @@ class ModelSpec:
     own_objective: Objective | None = None
     lora: Lora | None = None
 
+    @property
+    def origin(self) -> Origin:
+        """Where its weights come from."""
+        return "factory" if self.factory is not None else "random" if self.weights is None else "pretrained"
+
     def fingerprint(self) -> str:
         """SHA-256 of everything that memory and training depend on: the architecture and the task.
 
@@ -88,9 +95,20 @@ class ModelSpec:
         adapter = "" if self.lora is None else f"\n{self.lora}"
         return hashlib.sha256(f"{self.task}\n{structure}{adapter}".encode()).hexdigest()
 
-    def build(self, *, dtype: torch.dtype, device: torch.device | str = "cpu", seed: int = 0) -> nn.Module:
+    def build(
+        self,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        seed: int = 0,
+        place: Place | None = None,
+        adapting: AbstractContextManager[Any] | None = None,
+    ) -> nn.Module:
         """The module in training mode, with its adapters; the same seed gives the same weights. On `meta` it has shapes
         only.
+
+        `place` is given each pretrained parameter as soon as it is read, so that it need not stay on the host. What is
+        not pretrained is on `device`. `adapting` is open while adapters are put around what was placed.
 
         Raises:
             RequestError: its factory fails, its weights cannot be read, or it cannot have these adapters.
@@ -99,12 +117,13 @@ class ModelSpec:
         transformers_internals.always_use()
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             torch.manual_seed(seed)
-            module = self._base(dtype, device)
+            module = self._base(dtype, device, place)
             expert_modules.always_run(module)
             if self.lora is not None:
-                module = adapters.add(
-                    module, self.lora, self.task, dtype=dtype, device=device, seed=seed, base=self.weights
-                )
+                with adapting or nullcontext():
+                    module = adapters.add(
+                        module, self.lora, self.task, dtype=dtype, device=device, seed=seed, base=self.weights
+                    )
         return module.train()
 
     def refuse_random_base(self) -> None:
@@ -122,30 +141,40 @@ class ModelSpec:
                 hint="give a model folder or a hub name; `frugal measure` tries how much memory this plan takes",
             )
 
-    def _base(self, dtype: torch.dtype, device: torch.device) -> nn.Module:
+    def _base(self, dtype: torch.dtype, device: torch.device, place: Place | None) -> nn.Module:
         """The module without adapters. Raises as `build`."""
         if self.factory is not None:
             module, _ = factories.make_model(self.reference, self.factory, device)
             return module.to(dtype=dtype)
-        import transformers
-
-        auto = getattr(transformers, _AUTO[self.task][0])
         if self.weights is None or device.type == "meta":
+            import transformers
+
+            auto = getattr(transformers, _AUTO[self.task][0])
             with torch.device(device), self._configuration_errors():
                 return auto.from_config(self.config, dtype=dtype, trust_remote_code=self.trust_remote_code)
-        return self._pretrained(auto, dtype).to(device)
+        module = self._pretrained(dtype, place or off_the_file)
+        return module if place else module.to(device)
 
-    def _pretrained(self, auto: Any, dtype: torch.dtype) -> nn.Module:
+    def reader(self, dtype: torch.dtype, *, may_download: bool = True) -> Callable[[], Any]:
+        """transformers' `from_pretrained` with its arguments, for a model that has weights."""
+        import transformers
+
+        return functools.partial(
+            getattr(transformers, _AUTO[self.task][0]).from_pretrained,
+            self.weights,
+            config=self.config,
+            dtype=dtype,
+            trust_remote_code=self.trust_remote_code,
+            local_files_only=not (may_download and factories.hub_is_reachable()),
+            output_loading_info=True,
+        )
+
+    def _pretrained(self, dtype: torch.dtype, place: Place) -> nn.Module:
         """The module with the weights that were saved; what they lack is random, and told by `random_weights`."""
         try:
-            module, loaded = auto.from_pretrained(
-                self.weights,
-                config=self.config,
-                dtype=dtype,
-                trust_remote_code=self.trust_remote_code,
-                local_files_only=not factories.hub_is_reachable(),
-                output_loading_info=True,
-            )
+            module, loaded, sizes = load_weights(self.reader(dtype), place)
+        except torch.OutOfMemoryError:
+            raise
         except Exception as error:  # each file format fails in its own way
             raise RequestError(
                 f"the weights of {self.reference} cannot be loaded",
@@ -153,7 +182,6 @@ class ModelSpec:
                 hint="to train from random weights give the path of its config.json",
             ) from None
         missing = set(loaded["missing_keys"])
-        sizes = {name: parameter.numel() for name, parameter in module.named_parameters()}
         num_random = sum(size for name, size in sizes.items() if name in missing)
         if 2 * num_random > sum(sizes.values()):
             raise RequestError(

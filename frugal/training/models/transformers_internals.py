@@ -36,6 +36,22 @@ MODELS = (
         "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
     ),
 )
+LOADING = (
+    *needed(
+        "transformers.core_model_loading",
+        "weights are read one by one, and each goes where it is trained",
+        "spawn_materialize(thread_pool, tensor, device, dtype, sharding_op, tensor_idx)",
+        "set_param_for_module(model, target_name, param_value, loading_info, hf_quantizer)",
+    ),
+    *needed(
+        "transformers.modeling_utils",
+        "weights are read one by one",
+        "load_state_dict(checkpoint_file, map_location, weights_only, disable_mmap)",
+        "PreTrainedModel._load_pretrained_model(model, state_dict, checkpoint_files, load_config, expected_keys)",
+        "PreTrainedModel._finalize_model_loading(model, load_config, loading_info)",
+        "PreTrainedModel.all_tied_weights_keys",
+    ),
+)
 
 
 @functools.cache
@@ -117,3 +133,59 @@ def without_caches(module: nn.Module) -> Iterator[None]:
     finally:
         for part in keeping:
             part.use_cache = True
+
+
+@contextmanager
+def reading(
+    stored: Callable[[Any], Any],
+    arrived: Callable[[Any, str], None],
+    finish: Callable[[Any, Any], None] | None = None,
+) -> Iterator[None]:
+    """`from_pretrained` inside the `with` block reads one tensor after the other, each when it is needed.
+
+    `stored` makes of files the tensors in them by name, or objects that are read when they are indexed. `arrived` is
+    called with the model and the name of each parameter and buffer that has got its values; `finish` with the model and
+    the names that no file had, once all are read.
+    """
+    _verify(LOADING)
+    from transformers import core_model_loading
+    from transformers.modeling_utils import PreTrainedModel
+
+    load, materialize = PreTrainedModel._load_pretrained_model, core_model_loading.spawn_materialize
+    put, complete = core_model_loading.set_param_for_module, PreTrainedModel._finalize_model_loading
+
+    def load_from_stored(model: Any, state_dict: Any, checkpoint_files: Any, *rest: Any, **options: Any) -> Any:
+        state_dict = stored(checkpoint_files) if state_dict is None and checkpoint_files else state_dict
+        return load(model, state_dict, checkpoint_files, *rest, **options)
+
+    def materialize_when_needed(_threads: Any, tensor: Any, _device: Any, dtype: Any, **options: Any) -> Any:
+        return materialize(None, tensor, None, dtype, **options)
+
+    def put_and_tell(model: Any, target_name: str, *rest: Any) -> None:
+        put(model, target_name, *rest)
+        owner, _, name = target_name.rpartition(".")
+        kept = model.get_submodule(owner)
+        value = kept._parameters.get(name, kept._buffers.get(name))
+        if value is not None and getattr(value, "_is_hf_initialized", False):
+            arrived(model, target_name)
+
+    def finish_and_complete(model: Any, load_config: Any, loading_info: Any) -> Any:
+        if finish is not None:
+            finish(model, loading_info.missing_keys)
+        return complete(model, load_config, loading_info)
+
+    with (
+        patch.object(PreTrainedModel, "_finalize_model_loading", staticmethod(finish_and_complete)),
+        patch.object(PreTrainedModel, "_load_pretrained_model", staticmethod(load_from_stored)),
+        patch.object(core_model_loading, "spawn_materialize", materialize_when_needed),
+        patch.object(core_model_loading, "set_param_for_module", put_and_tell),
+    ):
+        yield
+
+
+def read_weights(path: Any, map_location: str = "cpu") -> Mapping[str, Any]:
+    """The tensors in a file, by name: mapped into memory where its format allows, otherwise read; or on meta."""
+    _verify(LOADING)
+    from transformers.modeling_utils import load_state_dict
+
+    return load_state_dict(str(path), map_location)

@@ -1,0 +1,95 @@
+"""Where DeepSpeed's engine will have a parameter: it goes there as soon as it has its values.
+
+Stages 0 to 2 keep parameters whole on the device. Stage 3 splits them over the ranks, on the device or the host; here
+each rank takes its part of what it has itself, or of what rank 0 has, one parameter after the other. So no rank holds
+more of a model than its own part and one parameter.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.zero.partition_parameters import Init
+from deepspeed.runtime.zero.utils import is_zero_param
+from torch import nn
+
+from frugal.config.request import Request
+from frugal.deepspeed_adapter import kernels
+from frugal.deepspeed_adapter.json_config import batch_config, strategy_config
+from frugal.planning.batch import BatchPlan
+from frugal.planning.strategy import Strategy
+
+
+class Placement:
+    """The place of parameters under a strategy. Make it on all ranks, which have joined each other."""
+
+    def __init__(self, request: Request, strategy: Strategy, batch: BatchPlan, device: torch.device) -> None:
+        self._device = device
+        self._splitting: Any = None
+        if strategy.zero_stage == 3:
+            config = batch_config(batch) | strategy_config(request, strategy)
+            self._dtype = kernels.DTYPES[request.precision]
+            self._splitting = Init(module=nn.Module(), config_dict_or_path=config, dtype=self._dtype)
+
+    def put(self, parameter: nn.Parameter) -> None:
+        """Take a parameter that every rank has to its place. No communication."""
+        if self._splitting is None:
+            parameter.data = parameter.data.to(self._device, copy=True)
+            return
+        parameter.data = self._as_trained(parameter.data)
+        self._splitting._convert_to_deepspeed_param(parameter)
+        parameter.partition()  # type: ignore[attr-defined]  # DeepSpeed's
+        parameter.data = parameter.data.to(self._splitting.local_device)  # nothing is left in it but where it will be
+
+    @contextmanager
+    def told(self) -> Iterator[None]:
+        """peft, which asks transformers, knows inside the `with` block that parameters may be split."""
+        from transformers.integrations import HfDeepSpeedConfig
+
+        kept = HfDeepSpeedConfig({"zero_optimization": {"stage": 0 if self._splitting is None else 3}})
+        yield
+        del kept  # transformers has a weak reference
+
+    def send(self, model: nn.Module) -> None:
+        """Take what rank 0 has of a model to its place on all ranks, on which it is the same on meta. Collective."""
+        sent: dict[int, nn.Parameter] = {}
+        for module in model.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    if id(parameter) not in sent:
+                        sent[id(parameter)] = self._sent(parameter)
+                    module._parameters[name] = sent[id(parameter)]
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[name] = filled = self._filled(buffer)
+                    dist.broadcast(filled, src=0)
+
+    def _sent(self, parameter: nn.Parameter) -> nn.Parameter:
+        data = parameter.data if self._splitting is None else self._as_trained(parameter.data)
+        if parameter.is_meta:  # torch lets no tensor on meta become another
+            original, parameter = parameter, nn.Parameter(self._filled(data), parameter.requires_grad)
+            parameter.__dict__.update(original.__dict__)
+        else:
+            parameter.data = data.to(self._device)
+        if self._splitting is not None:
+            self._splitting._zero_init_param(parameter)  # sends it
+        return parameter  # otherwise the engine sends it
+
+    def _filled(self, tensor: torch.Tensor) -> torch.Tensor:
+        """On the device, with any values where it has none."""
+        return torch.empty_like(tensor, device=self._device) if tensor.is_meta else tensor.to(self._device)
+
+    def _as_trained(self, data: torch.Tensor) -> torch.Tensor:
+        return data.to(self._dtype) if data.is_floating_point() else data
+
+
+def is_split(parameter: nn.Parameter) -> bool:
+    """Whether stage 3 has split it, so that nothing is left in it."""
+    return bool(is_zero_param(parameter))
+
+
+def num_elements(parameter: nn.Parameter) -> int:
+    """Of the whole parameter, split or not."""
+    return int(parameter.ds_numel) if is_split(parameter) else parameter.numel()  # type: ignore[attr-defined]

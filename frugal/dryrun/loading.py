@@ -1,0 +1,138 @@
+"""What reading pretrained weights takes of a host, found from the headers of their files: all of it but the values."""
+
+import zipfile
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from frugal import torch_internals
+from frugal.planning.memory.loading import Reading
+from frugal.training.measure.memory_watch import StorageWatch, tensors_in
+from frugal.training.models import transformers_internals
+from frugal.training.models.spec import ModelSpec
+from frugal.training.models.weights import load_weights
+
+PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def reading(spec: ModelSpec) -> dict[str, Reading]:
+    """What reading takes by precision; empty where that cannot be found out, such as where files are missing."""
+    return {name: taken for name, dtype in PRECISIONS.items() if (taken := _taken(spec, dtype)) is not None}
+
+
+def _taken(spec: ModelSpec, dtype: torch.dtype) -> Reading | None:
+    if spec.origin != "pretrained":
+        return None
+    watch = _Host()
+    try:
+        with watch:
+            reader = spec.reader(dtype, may_download=False)
+            load_weights(reader, watch.place, stored=watch.stored, finish=watch.finish)
+    except _Finished:
+        return Reading(passing_bytes=watch.most_passing, keeping_bytes=watch.most_keeping)
+    except Exception:  # what is wrong with the files is said where they are needed, in words of its own
+        return None
+    return None
+
+
+class _Finished(Exception):  # noqa: N818 - no error
+    """All tensors have been read; what transformers does then needs values."""
+
+
+class _Host(StorageWatch):
+    """Counts what is on a host while weights are read: tensors, pages of files that were touched, and what stays.
+
+    Of a parameter that is the file's tensor itself only those pages are touched that are kept of it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most_passing = 0  # if nothing stayed
+        self.most_keeping = 0  # if all of it stayed
+        self._is_reading = False  # before, the model is made, on meta for real
+        self._passing: dict[int, int] = {}  # address of what is there for a while -> bytes
+        self._passing_bytes = 0
+        self._mapped: set[int] = set()  # addresses of tensors in files, none of which is touched yet
+        self._kept_bytes = 0
+
+    def born(self, address: int, size_bytes: int, tensor: Tensor, operator: Any) -> None:
+        """Count it, but for what is only mapped."""
+        if operator is None:
+            self._mapped.add(address)
+        elif self._is_reading:
+            self._take(address, size_bytes)
+
+    def died(self, address: int, size_bytes: int) -> None:
+        """Count it no more."""
+        self._mapped.discard(address)
+        self._passing_bytes -= self._passing.pop(address, 0)
+
+    def execute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """An operator touches the pages of what it reads."""
+        for tensor in tensors_in(args):
+            if (address := torch_internals.address(tensor)) in self._mapped:
+                self._mapped.remove(address)
+                self._take(address, tensor.untyped_storage().nbytes())
+        return super().execute(func, args, kwargs)
+
+    def _take(self, address: int, size_bytes: int) -> None:
+        self._passing[address] = size_bytes
+        self._passing_bytes += size_bytes
+        self._note()
+
+    def _note(self, pages: int = 0) -> None:
+        self.most_passing = max(self.most_passing, self._passing_bytes)
+        self.most_keeping = max(self.most_keeping, self._passing_bytes + self._kept_bytes + pages)
+
+    def place(self, parameter: nn.Parameter) -> None:
+        """The parameter goes to its place."""
+        size_bytes = parameter.nbytes
+        self._kept_bytes += size_bytes
+        self._note(pages=size_bytes if torch_internals.address(parameter) in self._mapped else 0)
+        parameter.data = parameter.data.new_empty(0)
+
+    def stored(self, paths: Iterable[str | Path]) -> dict[str, Any]:
+        """The tensors in files by name, on meta."""
+        self._is_reading = True
+        tensors: dict[str, Any] = {}
+        for path in map(Path, paths):
+            with torch_internals.without_modes():
+                contents = transformers_internals.read_weights(path, map_location="meta")
+            if path.suffix != ".safetensors" and not zipfile.is_zipfile(path):
+                for tensor in contents.values():  # it can only be read at once
+                    self._take(torch_internals.address(tensor), tensor.nbytes)
+                tensors.update(contents)
+            else:
+                tensors.update((name, _Read(tensor, self.hold)) for name, tensor in contents.items())
+        return tensors
+
+    def finish(self, model: nn.Module, missing: Iterable[str]) -> None:
+        """What is tied or made at random comes last, and is there until it goes to its place."""
+        tied = set(getattr(model, "all_tied_weights_keys", ()))
+        waiting = [
+            parameter.nbytes
+            for name, parameter in model.named_parameters()
+            if parameter.numel() and not (name in missing and name in tied)
+        ]
+        random = sum(parameter.nbytes for name, parameter in model.named_parameters() if name in {*missing} - tied)
+        self.most_passing = max(self.most_passing, self._passing_bytes + random)
+        self._kept_bytes += sum(waiting)
+        self.most_keeping = max(self.most_keeping, self._passing_bytes + self._kept_bytes)
+        raise _Finished
+
+
+class _Read:
+    """A tensor in a file, mapped anew each time it is indexed."""
+
+    def __init__(self, tensor: Tensor, hold: Callable[[list[Tensor]], None]) -> None:
+        self._tensor = tensor
+        self._hold = hold
+
+    def __getitem__(self, index: Any) -> Tensor:
+        with torch_internals.without_modes():
+            tensor = torch.empty_like(self._tensor)
+        self._hold([tensor])
+        return tensor[index]

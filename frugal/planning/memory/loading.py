@@ -1,0 +1,102 @@
+"""What a model takes before its weights are where they are trained.
+
+Pretrained weights are read tensor by tensor, each put in its place before the next: a rank's host holds what becomes of
+one tensor, or of those that are put together, and the pages of the files they are in, which the kernel can take back.
+Random weights are made whole by rank 0, on its host. What a user's factory makes, every rank makes whole.
+
+On a device no loading takes more than training does: it holds the parameters that stay there, and one on its way.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from frugal.planning.strategy import Strategy
+
+Way = Literal["by-tensor", "by-rank-0", "by-every-rank"]
+"""How ranks get their weights: each reads what it keeps, rank 0 makes all and sends them, or each makes all."""
+
+Origin = Literal["pretrained", "random", "factory"]
+"""Where weights come from: files, a random generator, or a user's function."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """The most bytes on a host while weights are read, tensors and touched pages of their files.
+
+    `passing_bytes`: where every parameter goes elsewhere. `keeping_bytes`: where all of them stay on the host, too.
+    """
+
+    passing_bytes: int
+    keeping_bytes: int
+
+    def keeping(self, kept_bytes: int, whole_bytes: int) -> int:
+        """Where `kept_bytes` of a model of `whole_bytes` stay: no more than this, as each moment's bytes are affine."""
+        return self.passing_bytes + (self.keeping_bytes - self.passing_bytes) * kept_bytes // max(1, whole_bytes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weights:
+    """`origin`, and of pretrained ones what reading them takes of a host by precision, where that is known."""
+
+    origin: Origin
+    reading: Mapping[str, Reading]
+
+
+RANDOM = Weights(origin="random", reading={})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loading:
+    """Bytes while weights are loaded.
+
+    Attributes:
+        way: how ranks get them.
+        rank_0_bytes: the peak of rank 0's tensors on its host, and of what it touches of files.
+        rank_bytes: the same for any other rank.
+        device_bytes: the most that is on a device. Where the host is the device, it is part of the former.
+    """
+
+    way: Way
+    rank_0_bytes: int
+    rank_bytes: int
+    device_bytes: int
+
+
+def way_of(strategy: Strategy, origin: Origin) -> Way:
+    """How ranks get weights of this origin. With parameters on NVMe DeepSpeed splits only what every rank has."""
+    if origin == "pretrained":
+        return "by-tensor"
+    return "by-rank-0" if origin == "random" and strategy.offload_parameters != "nvme" else "by-every-rank"
+
+
+def loading_of(
+    weights: Weights,
+    strategy: Strategy,
+    *,
+    precision: str,
+    parameters: int,
+    largest_parameter: int,
+    world_size: int,
+    kind: str,
+) -> Loading:
+    """What loading takes of a model with so many elements, and so many in its largest parameter.
+
+    Left out: buffers, and what DeepSpeed makes of parameters afterwards, which is part of training's first phase.
+    """
+    element, way = 4 if precision == "fp32" else 2, way_of(strategy, weights.origin)
+    whole, largest = element * parameters, element * largest_parameter
+    kept = whole if strategy.zero_stage < 3 else -(-whole // world_size)
+    on_device = kept if strategy.offload_parameters == "none" else 0
+    on_host = kept if kind == "cpu" or strategy.offload_parameters == "cpu" else 0
+    if way == "by-tensor":
+        reading = weights.reading.get(precision, Reading(passing_bytes=2 * largest, keeping_bytes=2 * largest + whole))
+        host = reading.keeping(on_host, whole)
+        return Loading(way=way, rank_0_bytes=host, rank_bytes=host, device_bytes=on_device)
+    arriving = largest if strategy.zero_stage == 3 else 0  # whole, before the rank takes its part
+    if kind == "cpu":  # what is made stays there, or makes room for the parts
+        makes, waits = max(whole + arriving // world_size, kept + arriving), kept + arriving
+    else:
+        makes, waits = whole + on_host, on_host
+    rank = makes if way == "by-every-rank" else waits
+    return Loading(way=way, rank_0_bytes=makes, rank_bytes=rank, device_bytes=on_device + arriving)
