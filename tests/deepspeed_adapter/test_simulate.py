@@ -16,6 +16,7 @@ from frugal.planning.strategy import Strategy
 from frugal.training.objectives import CausalLM, MaskedLM, Seq2Seq, SummedLoss
 
 TOLERANCE = 0.001  # of a phase's bytes; operators on scalars are left out, which is seen on models this small
+RANDOM_STATES = 1 << 16  # bytes; each is 5 KB, and a layer that is recomputed keeps one: the simulation leaves them out
 SEQ_LEN, MICRO_BATCH = 40, 4  # traced are 2 and 3 samples
 VOCABULARY = 1000  # the embedding is most of a model
 
@@ -112,7 +113,7 @@ def compare(
     for one, other in zip(found, expected, strict=True):
         assert one.peak_bytes == pytest.approx(other.peak_bytes, rel=TOLERANCE), other.phase
         assert one.live_bytes == pytest.approx(other.live_bytes, rel=TOLERANCE), other.phase
-    assert simulated.host_bytes == pytest.approx(dry_run_result.host_bytes, rel=TOLERANCE)
+    assert simulated.host_bytes == pytest.approx(dry_run_result.host_bytes, rel=TOLERANCE, abs=RANDOM_STATES)
     if kind == "cuda":
         emptied = [len(each.timeline.empties) for each in (simulated, dry_run_result)]
         assert emptied[0] == emptied[1] == (zero_stage > 0 and strategy.get("offload_parameters") != "cpu")

@@ -123,6 +123,10 @@ class PinnedBlocks:
             self._pinned.add(len(self._sizes) - 1)
         return len(self._sizes) - 1
 
+    def beside(self, size_bytes: int) -> int | None:
+        """A storage that begins on the host of a device; None where that is the device, which has it already."""
+        return None if self._is_device else self.born(size_bytes, "aten.empty.memory_format")
+
     def dies(self, storage: int) -> None:
         """It is gone."""
         if self._is_device:

@@ -296,8 +296,11 @@ class SimulatedZero3:
             stream.dies(whole)
         if setting.offloads_parameters:
             self._host.pinned(self._host.born(sum(self._parts) * size, "aten.empty.memory_format", PARAMETERS))
+        through_host = None if setting.offloads_parameters else self._host.beside(sum(self._parts) * size)
         for part in parts:
             (self._host if setting.offloads_parameters else stream).dies(part)
+        if through_host is not None:
+            self._host.dies(through_host)
         if not setting.offloads_parameters:  # by way of the host (`defragment` of zero/utils.py)
             stream.empty_cache()
             stream.born(sum(self._parts) * size, "aten._to_copy.default", PARAMETERS)

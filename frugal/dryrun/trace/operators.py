@@ -252,6 +252,8 @@ class HostMemory:
         self._storages: dict[int, bool] = {}  # address of a live one -> whether it is pinned
         self._waiting: dict[int, int] = {}  # address -> bytes of the model's storages that go to the device
         self._is_pinning = False
+        self._waiting_bytes = 0
+        self.most_waiting_bytes = 0
 
     @property
     def live_bytes(self) -> int:
@@ -272,17 +274,22 @@ class HostMemory:
         finally:
             self._is_pinning = False
 
-    def born(self, address: int, size_bytes: int, *, is_waiting: bool = False) -> None:
-        """A storage begins. `is_waiting`: the model's, which is not counted: see `frugal.planning.memory.loading`."""
-        if is_waiting:
-            self._waiting[address] = size_bytes
-            return
+    def wait(self, address: int, size_bytes: int) -> None:
+        """A storage of the model begins, which is not counted here: see `frugal.planning.memory.loading`."""
+        self._waiting[address] = size_bytes
+        self._waiting_bytes += size_bytes
+        self.most_waiting_bytes = max(self.most_waiting_bytes, self._waiting_bytes)
+
+    def born(self, address: int, size_bytes: int) -> None:
+        """A storage begins."""
         self._storages[address] = self._is_pinning
         self._allocator.allocate(size_bytes, pinned=self._is_pinning)
 
     def leave(self, address: int) -> int | None:
         """A storage goes to the device: its bytes; None if it does not wait for that."""
-        return self._waiting.pop(address, None)
+        size_bytes = self._waiting.pop(address, None)
+        self._waiting_bytes -= size_bytes or 0
+        return size_bytes
 
     def died(self, address: int, size_bytes: int) -> None:
         """A storage ends, if it lives here."""

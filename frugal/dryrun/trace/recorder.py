@@ -264,8 +264,12 @@ class Tracker(StorageWatch):
         """Record it, on the device or on the host."""
         if self._own_metadata or (self.kind == "cuda" and kernel_memory.is_on_host(operator, tensor)):
             return
-        if self._building or (self.kind == "cuda" and tensor.device.type == "cpu"):
-            self.host.born(address, size_bytes, is_waiting=self._building and tensor.is_meta)
+        if self._building:
+            if tensor.is_meta:
+                self.host.wait(address, size_bytes)
+            return
+        if self.kind == "cuda" and tensor.device.type == "cpu":
+            self.host.born(address, size_bytes)
             return
         if self._shapes is None:
             category = TEMPORARY

@@ -116,7 +116,7 @@ def built(build: Callable[[], nn.Module]) -> tuple[nn.Module, int]:
     """A model on meta, and the peak of its storages while it was built, bytes."""
     with Tracker("cuda") as tracker:
         model = build()
-    return model, tracker.host.peak_bytes
+    return model, tracker.host.most_waiting_bytes
 
 
 def trace(
