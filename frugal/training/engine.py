@@ -25,9 +25,10 @@ from frugal.training.checkpoint.progress import Progress, check_plain
 from frugal.training.data.given_batch import Given, as_samples
 from frugal.training.extensions.callbacks import Callbacks
 from frugal.training.extensions.metric import Metric
+from frugal.training.losses.evaluation import Evaluation, evaluate
 from frugal.training.models import adapters, batch_norm
 from frugal.training.objectives import Objective
-from frugal.training.train_step import Evaluation, Prepared, Stepper, StepResult, evaluate, wrap
+from frugal.training.train_step import Prepared, Stepper, StepResult, wrap
 
 logger = logging.getLogger("frugal")
 
@@ -42,7 +43,7 @@ class Engine(Stepper):
         return result
 
     def evaluate(self, samples: Given, metric: Metric | Callable[..., Any] | None = None) -> Evaluation:
-        """The mean loss on `samples`, given whole and equal on every rank; see `frugal.training.train_step`.
+        """The mean loss on `samples`, given whole and equal on every rank; see `frugal.training.losses.evaluation`.
 
         `metric(predictions, labels)` gets a NumPy array for each sample, once, on rank 0, and returns a number or
         numbers by name, which are `Evaluation.metrics` on all ranks; see `frugal.training.extensions.metric`.

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack, closing
+from contextlib import closing
 from dataclasses import replace
 from itertools import islice
 
@@ -17,24 +17,10 @@ from frugal.training.data.batches import GlobalBatches, prefetch
 from frugal.training.engine import Engine
 from frugal.training.extensions.best import Best
 from frugal.training.extensions.metric import Metric
-from frugal.training.measure.memory_watch import Gauge
+from frugal.training.measure.first_steps import FirstStepsGauge
 from frugal.training.objectives import Sample
 from frugal.training.reports.finite_check import FiniteCheck
 from frugal.training.reports.metrics import Log
-
-
-class FirstStepsGauge:
-    """Measures memory until everything that a plan counts was allocated once, then costs nothing."""
-
-    def __init__(self, gauge: Gauge, stack: ExitStack) -> None:
-        self._gauge = gauge
-        self._stack = stack
-
-    def stop(self) -> int:
-        """The peak so far, bytes; from here on nothing is measured."""
-        peak = self._gauge.peak_bytes
-        self._stack.close()
-        return peak
 
 
 def train(
@@ -78,8 +64,9 @@ def train(
                 _read_peaks(engine, log)
                 log.step(step, result, time.perf_counter() - step_start)
                 finite_check.after_step(step, result, batch)
-                if gauge is not None and step == start.step + 2:
-                    log.memory(step, gauge.stop(), is_lowered=engine.adaptive_limits.is_lowered)
+                if gauge is not None and gauge.after_step(cut.largest) == 2:
+                    lowered = engine.adaptive_limits.is_lowered
+                    log.memory(step, gauge.stop(), is_lowered=lowered, largest=gauge.largest)
                 now = replace(now, step=step, position=batch.end, validation_loss=None, metrics={})
                 is_best = False
                 if len(validation) and _is_due(step, settings.eval_every, total_steps):

@@ -109,10 +109,10 @@ def report_of(error: BaseException, rank: int) -> OutOfMemoryReport:
 
 def _phase(frames: traceback.StackSummary) -> str:
     """By the functions of frugal.training that were running."""
-    running = {frame.name for frame in frames if Path(frame.filename).parent == Path(__file__).parent}
+    running = {frame.name for frame in frames if Path(__file__).parent in Path(frame.filename).parents}
     if "update" in running:  # Update.update in oom_retry
         return UPDATE
-    if "evaluate" in running:  # evaluate in train_step
+    if "evaluate" in running:  # evaluate in losses.evaluation
         return "evaluation"
     return "backward" if any(frame.name == "backward" for frame in frames) else "forward"
 

@@ -99,6 +99,7 @@ def train(plan: Plan, settings: RunSettings, device: "torch.device") -> None:
     from frugal.training.extensions.callbacks import Callbacks
     from frugal.training.extensions.metric import Metric
     from frugal.training.measure import memory_watch
+    from frugal.training.measure.first_steps import FirstStepsGauge
     from frugal.training.models import placed
     from frugal.training.reports import opening
 
@@ -133,7 +134,7 @@ def train(plan: Plan, settings: RunSettings, device: "torch.device") -> None:
                 log.say(line)
             for remark in opening.remarks(plan, data, device, rank):
                 log.say(remark)
-            first_steps = None if settings.resume else loop.FirstStepsGauge(gauge, measuring)
+            first_steps = None if settings.resume else FirstStepsGauge(gauge, measuring)
             best = Best(settings, start)
             done = loop.train(
                 engine, batches, data.validation, settings, log,
@@ -156,7 +157,9 @@ def _log(plan: Plan, settings: RunSettings, rank: int, first_step: int, total_st
 
     asked = trackers.hyperparameters(plan, settings)
     return Log(
-        settings.out, rank=rank, planned_bytes=plan.memory.live_bytes, total_steps=total_steps, first_step=first_step,
+        settings.out, rank=rank, planned_bytes=plan.memory.live_bytes,
+        planned_size=(plan.batch.largest_micro_batch, plan.request.seq_len), total_steps=total_steps,
+        first_step=first_step,
         trackers=trackers.Trackers(settings.track, settings.out, asked, first_step) if rank == 0 else None,
     )  # fmt: skip
 
@@ -201,7 +204,7 @@ def _evaluate_at_the_end(
 ) -> None:
     """What it makes of data kept for the end, and of as many samples that it knows as it was validated with."""
     from frugal.training.data.corpus import Subset
-    from frugal.training.train_step import evaluate
+    from frugal.training.losses.evaluation import evaluate
 
     if len(data.test) > 0:
         known = Subset.drawn_from(data.training, len(data.validation) or len(data.test))

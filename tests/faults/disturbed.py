@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 from bench.plans import plan_by_hand
 from frugal.training.engine import Engine, initialize
+from frugal.training.losses.evaluation import evaluate
 from frugal.training.objectives import CausalLM
-from frugal.training.train_step import evaluate
 from tests.training.small_models import ragged_samples, tiny_gpt2
 
 MICRO_BATCH, STEPS, DISTURBED_STEP = 4, 3, 1

@@ -15,11 +15,11 @@ from bench.ranks import Ranks
 from frugal.errors import RequestError
 from frugal.training import run
 from frugal.training.engine import initialize
+from frugal.training.losses.evaluation import Evaluation, evaluate
 from frugal.training.measure.memory_watch import gauge
 from frugal.training.measure.two_steps import settled_collectives
 from frugal.training.objectives import CausalLM
 from frugal.training.reports.metrics import Log
-from frugal.training.train_step import Evaluation, evaluate
 from tests.training.small_models import ragged_samples, tiny_gpt2
 
 NUMBERS = (1, 7, 64)

@@ -19,10 +19,10 @@ from frugal.training.checkpoint import loading
 from frugal.training.checkpoint.progress import Progress
 from frugal.training.data.batches import GlobalBatches
 from frugal.training.engine import Engine, initialize
+from frugal.training.losses.evaluation import evaluate
 from frugal.training.objectives import CausalLM
 from frugal.training.oom_limits import AdaptiveLimits, LearntLimits, OutOfMemory, OutOfMemoryReport, report_of
 from frugal.training.reports.metrics import Log
-from frugal.training.train_step import evaluate
 from tests.training.small_models import SkipNet, points, ragged_samples, skip_net, tiny_gpt2
 
 MIB = 1 << 20

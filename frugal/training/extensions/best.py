@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from frugal.config.run_settings import BestMode, RunSettings
 from frugal.errors import RequestError
 from frugal.training.checkpoint.progress import BestSoFar, Progress
-from frugal.training.train_step import Evaluation
+from frugal.training.losses.evaluation import Evaluation
 
 LOSS = "loss"
 

@@ -1,1 +1,1 @@
-"""How a model's loss is summed where it is not the plain cross entropy of what it is given."""
+"""Losses that are more than a cross entropy, what is predicted, and evaluations."""

@@ -7,7 +7,8 @@ Each line of `metrics.jsonl` is one JSON object with an `event`:
                  allocator's on a GPU, else null), time (Unix seconds)
     evaluation   step, loss, perplexity, targets, samples, reserved_bytes, time; metrics (numbers of --metric by name)
     left_out     step, why, samples (their indices in the training data), time: nothing was updated
-    memory       step, planned_bytes, measured_bytes (rank 0's peak over initialisation and two steps), time
+    memory       step, planned_bytes, measured_bytes (rank 0's peak over initialisation and two steps),
+                 planned_micro_batch, largest_micro_batch (samples and tokens: planned, and run so far), time
 
 A resumed run appends, after dropping the records beyond the step it resumes from. A number that is not finite is null.
 
@@ -24,7 +25,7 @@ from collections import deque
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeGuard
 
 import msgspec
 from rich.console import Console
@@ -34,12 +35,14 @@ from frugal import file_errors, files
 from frugal.config.run_settings import METRICS
 from frugal.distributed import rank_logs
 from frugal.errors import CheckpointError
+from frugal.training.losses.evaluation import Evaluation
 from frugal.training.reports.trackers import Trackers
-from frugal.training.train_step import Evaluation, StepResult
+from frugal.training.train_step import StepResult
 from frugal.units import format_bytes, format_seconds
 
 PLAIN_LINES = 40  # about so many lines of progress where there is no terminal
 logger = logging.getLogger("frugal")
+_FULL = 0.98  # of a planned micro-batch's tokens: padding to the longest sample rarely fills the last ones
 WINDOW = 20  # steps over which the speed is averaged
 
 
@@ -64,6 +67,7 @@ class Log:
         *,
         rank: int,
         planned_bytes: int,
+        planned_size: tuple[int, int] | None = None,
         total_steps: int,
         first_step: int = 0,
         trackers: Trackers | None = None,
@@ -72,7 +76,7 @@ class Log:
         self.is_rank_0 = rank == 0
         self.memory_bytes: int | None = None
         self.reserved_bytes: int | None = None
-        self._planned_bytes = planned_bytes
+        self._planned_bytes, self._planned_size = planned_bytes, planned_size
         self._total_steps = total_steps
         self._first_step = first_step
         self._last_line = time.monotonic()
@@ -154,24 +158,48 @@ class Log:
             if is_going_on:
                 self.say(f"step {step}/{self._total_steps}  left out: {why}; its samples are listed in {METRICS}")
 
-    def memory(self, step: int, measured_bytes: int, *, is_lowered: bool = False) -> None:
+    def memory(
+        self, step: int, measured_bytes: int, *, is_lowered: bool = False, largest: tuple[int, int] | None = None
+    ) -> None:
         """Two steps are done, so everything that the plan counts has been allocated at least once.
 
         `is_lowered`: memory ran out in them, and what was measured is of smaller micro-batches than were planned.
+        `largest`: samples and tokens of the largest micro-batch that was run; None: not known. Where it is smaller than
+        the plan's, the two amounts are of different work, and no difference is claimed.
         """
         self.memory_bytes = measured_bytes
         if self.is_rank_0:
-            self._record(event="memory", step=step, planned_bytes=self._planned_bytes, measured_bytes=measured_bytes)
+            self._record(
+                event="memory", step=step, planned_bytes=self._planned_bytes, measured_bytes=measured_bytes,
+                planned_micro_batch=self._planned_size, largest_micro_batch=largest,
+            )  # fmt: skip
             difference = (measured_bytes / self._planned_bytes - 1) * 100 if self._planned_bytes else math.inf
             why = ""
             if is_lowered:
                 why = "; memory ran out, and micro-batches are smaller than planned"
-            elif difference < -2:
+            elif self._is_smaller(largest):
+                return self._say_sizes(measured_bytes, largest, difference)
+            elif difference < -2 and largest is None:
                 why = "; the plan is for batches of full-length samples"
             self.say(
                 f"memory: planned {format_bytes(self._planned_bytes)}, measured {format_bytes(measured_bytes)}"
                 f" ({difference:+.1f} %{why})"
             )
+
+    def _is_smaller(self, largest: tuple[int, int] | None) -> TypeGuard[tuple[int, int]]:
+        """Whether the largest micro-batch so far is known to have fewer tokens than the plan's."""
+        if largest is None or self._planned_size is None:
+            return False
+        return math.prod(largest) < _FULL * math.prod(self._planned_size)
+
+    def _say_sizes(self, measured_bytes: int, largest: tuple[int, int], difference: float) -> None:
+        assert self._planned_size is not None
+        (planned_samples, planned_tokens), (samples, tokens) = self._planned_size, largest
+        over = f" ({difference:+.1f} %)" if difference > 0 else ""
+        self.say(
+            f"memory: planned {format_bytes(self._planned_bytes)} for {planned_samples} x {planned_tokens} tokens;"
+            f" largest micro-batch so far {samples} x {tokens}: measured {format_bytes(measured_bytes)}{over}"
+        )
 
     def _is_due(self, step: int) -> bool:
         """Whether a plain line is: the first and the last, about `PLAIN_LINES` between, one a minute at least."""

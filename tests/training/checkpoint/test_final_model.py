@@ -8,7 +8,7 @@ import torch
 
 from bench.ranks import Ranks
 from frugal.training.checkpoint.saving import save_model
-from frugal.training.train_step import evaluate
+from frugal.training.losses.evaluation import evaluate
 from tests.training.checkpoints import plan_for, start, steps, stop
 from tests.training.small_models import ragged_samples
 

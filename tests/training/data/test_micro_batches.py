@@ -13,8 +13,8 @@ from bench.ranks import Ranks
 from frugal.planning.batch import BatchPlan
 from frugal.training.data.batches import MicroBatchLimits, share
 from frugal.training.engine import initialize
+from frugal.training.losses.evaluation import evaluate
 from frugal.training.objectives import CausalLM
-from frugal.training.train_step import evaluate
 from tests.training.gradients import SGD, Gradient, applied, relative_error, weights
 from tests.training.small_models import ragged_samples, tiny_gpt2
 from tests.training.test_exactness import reference_gradient

@@ -20,9 +20,9 @@ from frugal.training.data.batches import GlobalBatches
 from frugal.training.engine import initialize
 from frugal.training.extensions.best import Best
 from frugal.training.extensions.metric import Metric
+from frugal.training.losses.evaluation import Evaluation
 from frugal.training.objectives import CausalLM
 from frugal.training.reports.metrics import Log
-from frugal.training.train_step import Evaluation
 from tests.training.small_models import ragged_samples, tiny_gpt2
 
 SAMPLES = ragged_samples(20)

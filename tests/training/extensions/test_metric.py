@@ -13,8 +13,8 @@ from frugal.errors import RequestError
 from frugal.training.engine import initialize
 from frugal.training.extensions.metric import Metric
 from frugal.training.losses import predictions
+from frugal.training.losses.evaluation import Evaluation
 from frugal.training.objectives import CausalLM, SequenceClassification, SummedLoss
-from frugal.training.train_step import Evaluation
 from tests.training.small_models import SkipNet, points, ragged_samples, squared_error, tiny, tiny_gpt2
 
 NUMBER = 23

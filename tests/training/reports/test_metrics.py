@@ -10,9 +10,10 @@ from rich.console import Console
 
 from bench.runs import records
 from frugal.errors import CheckpointError
+from frugal.training.losses.evaluation import Evaluation
 from frugal.training.reports.metrics import Log
 from frugal.training.reports.trackers import Trackers
-from frugal.training.train_step import Evaluation, StepResult
+from frugal.training.train_step import StepResult
 from tests.disks import small_disk
 
 MIB = 1 << 20
@@ -32,6 +33,39 @@ def logged(
         console=console,
     )  # fmt: skip
     return log, written
+
+
+@pytest.mark.parametrize(
+    ("largest", "said"),
+    [
+        ((8, 40), "planned 400.0 MiB for 8 x 256 tokens; largest micro-batch so far 8 x 40: measured 24.0 MiB"),
+        ((50, 41), "planned 400.0 MiB, measured 24.0 MiB (-94.0 %)"),
+        (None, "planned 400.0 MiB, measured 24.0 MiB (-94.0 %; the plan is for batches of full-length samples)"),
+    ],
+)
+def test_memory_of_short_samples_is_not_compared_with_that_of_full_ones(
+    largest: tuple[int, int] | None, said: str, tmp_path: Path
+) -> None:
+    written = io.StringIO()
+    console = Console(file=written, highlight=False, soft_wrap=True)
+    size = (8, 256)
+    with Log(tmp_path, rank=0, planned_bytes=400 * MIB, planned_size=size, total_steps=3, console=console) as log:
+        log.memory(2, 24 * MIB, largest=largest)
+    assert written.getvalue() == f"memory: {said}\n"
+    (record,) = records(tmp_path)
+    assert record["planned_micro_batch"] == [8, 256]
+    assert record["largest_micro_batch"] == (None if largest is None else list(largest))
+
+
+def test_more_memory_than_planned_is_said_also_of_short_samples(tmp_path: Path) -> None:
+    written = io.StringIO()
+    console = Console(file=written, highlight=False, soft_wrap=True)
+    with Log(tmp_path, rank=0, planned_bytes=100 * MIB, planned_size=(8, 256), total_steps=3, console=console) as log:
+        log.memory(2, 110 * MIB, largest=(8, 40))
+    assert written.getvalue() == (
+        "memory: planned 100.0 MiB for 8 x 256 tokens; largest micro-batch so far 8 x 40: "
+        "measured 110.0 MiB (+10.0 %)\n"
+    )
 
 
 def test_what_people_and_programs_read(tmp_path: Path) -> None:

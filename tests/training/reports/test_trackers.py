@@ -15,9 +15,9 @@ from bench.plans import plan_by_hand
 from bench.runs import records
 from frugal.config.run_settings import TRACKERS, RunSettings
 from frugal.errors import RequestError
+from frugal.training.losses.evaluation import Evaluation
 from frugal.training.reports import trackers
 from frugal.training.reports.trackers import Trackers
-from frugal.training.train_step import Evaluation
 from tests.training.reports.test_metrics import logged, result
 
 

@@ -13,9 +13,9 @@ from bench.plans import plan_by_hand
 from bench.ranks import Ranks
 from frugal.training.data.store.packing import Packer
 from frugal.training.engine import initialize
+from frugal.training.losses.evaluation import evaluate
 from frugal.training.models.tiled_loss import IGNORED
 from frugal.training.objectives import CausalLM
-from frugal.training.train_step import evaluate
 from tests.training.data.test_micro_batches import Known
 from tests.training.gradients import SGD, Gradient, applied, relative_error, weights
 from tests.training.small_models import tiny
