@@ -37,8 +37,7 @@ def train(
     metric: Metric | None = None,
     best: Best | None = None,
 ) -> Progress:
-    """Train from `start` until `total_steps` optimizer steps are done, or `best` is over, or a rank is told to stop.
-    Collective.
+    """Train from `start` to `total_steps` optimizer steps, or `best` is over, or a rank is told to stop. Collective.
 
     A run that is told to stop, or is out of memory beyond recovery, saves a checkpoint first. So does one whose folder,
     `held`, is deleted: into a new one.

@@ -113,7 +113,6 @@ def train(plan: Plan, settings: RunSettings, device: "torch.device") -> None:
     _check_validation(settings, data)
     batches = _global_batches(plan, settings, data)
     total_steps = loop.num_steps(batches, settings)
-
     curve = settings.curve(plan.request.scaled_learning_rate, total_steps)
     # The loop takes the gauge off after two steps; the folder stays ours to the end.
     with run_folder.locked(settings) if rank == 0 else nullcontext() as descriptor, ExitStack() as measuring:
