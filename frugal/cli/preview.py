@@ -1,30 +1,67 @@
 """`frugal train --preview N`: samples as they would be trained on, for people to look at."""
 
+import os
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
-import numpy as np
 
 from frugal.cli.options import waiting
 from frugal.config.request import Request
-from frugal.config.run_settings import RunSettings
-from frugal.distributed.env import silence_libraries
-from frugal.training.data.batches import GlobalBatches
-from frugal.training.data.chat.stretches import Stretch, of_documents, of_tokens
-from frugal.training.data.corpus import read_training_data
-from frugal.training.data.mixture import Mixture
-from frugal.training.data.report import BuildReport
-from frugal.training.data.sources import names_of
+from frugal.config.run_settings import RunSettings, run_settings
+from frugal.config.schema import read_toml, requested
+from frugal.config.setting import settings_of
+from frugal.errors import RequestError
+from frugal.planning.plan import Plan
 from frugal.units import plural
 
+if TYPE_CHECKING:
+    from frugal.training.data.chat.stretches import Stretch
+    from frugal.training.data.report import BuildReport
 
-def lines(request: Request, settings: RunSettings, number: int, *, with_colour: bool) -> Iterator[str]:
-    """What is known of the data, and the first samples of the first epoch.
+
+def check_data(settings: RunSettings) -> None:
+    """Refuse a run without data.
+
+    Raises:
+        RequestError: none was given.
+    """
+    if not settings.data:
+        raise RequestError(
+            "no data was given", hint="pass --data PATH, or --data stdlib to try it on Python's own sources"
+        )
+
+
+def show(number: int, plan_path: Path | None, values: Mapping[str, Any]) -> int:
+    """Print samples as a run with these flags would train on them; the exit code.
 
     Raises: as `frugal.training.data.corpus.read_samples`.
     """
+    file = read_toml(values.get("config"))
+    settings = run_settings(values, file.train)
+    check_data(settings)
+    if plan_path is not None:
+        request = Plan.read(plan_path).request
+    else:
+        given = file.plan | {name: value for name, value in values.items() if value is not None}
+        request, _ = requested({name: value for name, value in given.items() if name in settings_of(Request)})
+    with_colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    for line in _lines(request, settings, number, with_colour=with_colour):
+        click.echo(line, color=with_colour)
+    return 0
+
+
+def _lines(request: Request, settings: RunSettings, number: int, *, with_colour: bool) -> Iterator[str]:
+    """What is known of the data, and the first samples of the first epoch."""
+    from frugal.distributed.env import silence_libraries
+    from frugal.training.data.batches import GlobalBatches  # torch takes seconds
+    from frugal.training.data.corpus import read_training_data
+    from frugal.training.data.mixture import Mixture
+    from frugal.training.data.sources import names_of
+
     silence_libraries()
     with waiting(f"tokenising {names_of(settings.data)}"):
         (tokenizer, words), corpus = read_training_data(request, settings)
@@ -49,8 +86,10 @@ def _legend(with_colour: bool) -> str:
 
 
 def _sample(
-    tokenizer: Any, sample: Mapping[str, Any], report: BuildReport, name: str, with_colour: bool
+    tokenizer: Any, sample: Mapping[str, Any], report: "BuildReport", name: str, with_colour: bool
 ) -> Iterator[str]:
+    from frugal.training.data.chat.stretches import of_documents
+
     ids = sample["input_ids"]
     if not report.formats:  # no causal language model
         yield from _other(tokenizer, sample, report, name, with_colour)
@@ -64,9 +103,13 @@ def _sample(
 
 
 def _other(
-    tokenizer: Any, sample: Mapping[str, Any], report: BuildReport, name: str, with_colour: bool
+    tokenizer: Any, sample: Mapping[str, Any], report: "BuildReport", name: str, with_colour: bool
 ) -> Iterator[str]:
     """A pair, a text with its class, or a text of which parts are hidden anew each time."""
+    import numpy as np
+
+    from frugal.training.data.chat.stretches import Stretch, of_tokens
+
     ids = sample["input_ids"]
     yield f"{name}: {plural(len(ids), 'token')}"
     yield _shown(of_tokens(tokenizer, ids, np.zeros(len(ids), bool)), with_colour)
@@ -81,18 +124,18 @@ def _other(
         yield "some of its tokens are hidden, and to be found, anew in each epoch"
 
 
-def _shown(pieces: Sequence[Stretch], with_colour: bool) -> str:
+def _shown(pieces: Sequence["Stretch"], with_colour: bool) -> str:
     if with_colour:
         return "".join(_coloured(piece) for piece in pieces)
     runs = groupby(pieces, key=lambda piece: piece.num_targets > 0)
     return "".join(f">>>{text}<<<" if trained else text for trained, run in runs if (text := _joined(run)))
 
 
-def _joined(pieces: Iterable[Stretch]) -> str:
+def _joined(pieces: Iterable["Stretch"]) -> str:
     return "".join(piece.text for piece in pieces)
 
 
-def _coloured(piece: Stretch) -> str:
+def _coloured(piece: "Stretch") -> str:
     text = _bold(piece.text) if piece.is_special else piece.text
     return _green(text) if piece.num_targets else text
 

@@ -2,7 +2,6 @@
 
 import os
 import socket
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,6 +12,7 @@ import click
 import psutil  # type: ignore[import-untyped]  # has no types
 
 from frugal import temporary
+from frugal.cli import preview as preview_command
 from frugal.cli.options import SettingsCommand, config_option, options, planned, planned_for, refuse_beside_a_plan
 from frugal.config.hardware import cuda_allocator
 from frugal.config.hardware.build_cluster import ClusterSettings, HostfileEntry, read_hostfile
@@ -73,10 +73,10 @@ def command(
 ) -> int:
     """Train as planned; without a plan, plan first, as `frugal plan` with the same flags does."""
     if preview is not None:
-        return _preview(preview, plan_path, values)
+        return preview_command.show(preview, plan_path, values)
     job = _job(values, ranks)
     plan = _given_plan(job, plan_path)
-    _check_data(job.settings)
+    preview_command.check_data(job.settings)
     if not job.hosts:
         trackers.check(job.settings.track)
     if plan is None:
@@ -98,31 +98,6 @@ def command(
     )  # fmt: skip
     click.echo(commands.launch_command(printed, launch_request))
     return 0
-
-
-def _preview(number: int, plan_path: Path | None, values: dict[str, Any]) -> int:
-    """Print samples as they would be trained on."""
-    file = read_toml(values.get("config"))
-    settings = run_settings(values, file.train)
-    _check_data(settings)
-    if plan_path is not None:
-        request = Plan.read(plan_path).request
-    else:
-        given = file.plan | {name: value for name, value in values.items() if value is not None}
-        request, _ = requested({name: value for name, value in given.items() if name in settings_of(Request)})
-    from frugal.cli.preview import lines  # torch takes seconds
-
-    with_colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
-    for line in lines(request, settings, number, with_colour=with_colour):
-        click.echo(line, color=with_colour)
-    return 0
-
-
-def _check_data(settings: RunSettings) -> None:
-    if not settings.data:
-        raise RequestError(
-            "no data was given", hint="pass --data PATH, or --data stdlib to try it on Python's own sources"
-        )
 
 
 def _job(values: dict[str, Any], ranks: int | None) -> _Job:

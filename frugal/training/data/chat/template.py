@@ -213,8 +213,8 @@ def _not_a_beginning(where: str, number: int, part: str, whole: str) -> RequestE
 
 
 class Rendered:
-    """A chat as text: `texts[0]` is all of it, then come the beginning and the end of each of `spans`,
-    which alone are trained on; None: all is.
+    """A chat as text: all of it, then the beginning and the end of each of `spans`, which alone are trained on; None: all
+    is. `texts` has each of these once.
 
     Where the template marks the assistant's tokens, these are `known`: ids and mask, both of shape `(tokens,)`.
     """
@@ -225,7 +225,8 @@ class Rendered:
         spans: Sequence[tuple[int, int]] | None,
         known: tuple[NDArray[np.int32], NDArray[np.bool_]] | None = None,
     ) -> None:
-        self.texts = texts
+        self.texts = list(dict.fromkeys(texts))  # the end of the last turn is often all of it
+        self._places = [self.texts.index(text) for text in texts]
         self._spans = spans
         self._known = known
 
@@ -233,6 +234,7 @@ class Rendered:
         """The tokens of the chat and which of them are trained on, from those of `texts`."""
         if self._known is not None:
             return self._known
+        encoded = [encoded[place] for place in self._places]
         ids = encoded[0]
         trained = np.zeros(len(ids), dtype=bool)
         if self._spans is None:
