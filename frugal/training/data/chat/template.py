@@ -213,9 +213,9 @@ def _not_a_beginning(where: str, number: int, part: str, whole: str) -> RequestE
 
 
 class Rendered:
-    """A chat as text: all of it, then the beginning and the end of each of `spans`, which alone are trained on; None: all
-    is. `texts` has each of these once.
+    """A chat as text: all of it, then the beginning and the end of each of `spans`, which alone are trained on.
 
+    `spans` is None where all of it is. `texts` has each of the texts once.
     Where the template marks the assistant's tokens, these are `known`: ids and mask, both of shape `(tokens,)`.
     """
 
