@@ -19,6 +19,7 @@ COMMANDS = {
     "export": ("frugal.cli.export", "Hand a plan to transformers' Trainer, Accelerate or a DeepSpeed script."),
     "measure": ("frugal.cli.measure", "Run a plan for two steps, and hold its memory against the dry run."),
     "dryrun": ("frugal.cli.dryrun", "Run a step on tensors without storage, and say what fills the memory."),
+    "model": ("frugal.cli.model", "Make a model folder of a checkpoint; merge adapters into their base."),
     "train": ("frugal.cli.train", "Train as planned; without a plan, plan first."),
 }
 

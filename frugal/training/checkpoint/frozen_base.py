@@ -9,7 +9,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from frugal.distributed.exchange import gather
 from frugal.planning.plan import Plan
@@ -47,6 +47,17 @@ def _digest(engine: Any) -> str:
     )
 
 
+def of_module(module: nn.Module, dtype: torch.dtype) -> str:
+    """The digest of a model that is whole in this process, as it would be if it was trained in `dtype`."""
+    frozen = {name: parameter for name, parameter in module.named_parameters() if not parameter.requires_grad}
+    return of_samples(
+        {
+            name: (tuple(p.shape), [_sampled(p.data.view(-1), 0, p.numel(), dtype if p.is_floating_point() else None)])
+            for name, p in frozen.items()
+        }
+    )
+
+
 def of_samples(samples: dict[str, tuple[tuple[int, ...], list[bytes]]]) -> str:
     """The digest of parameters: of each its shape and the bytes of its elements, in parts that follow each other."""
     total = hashlib.sha256()
@@ -56,8 +67,8 @@ def of_samples(samples: dict[str, tuple[tuple[int, ...], list[bytes]]]) -> str:
     return total.hexdigest()
 
 
-def _sampled(elements: Tensor, first: int, number: int) -> bytes:
+def _sampled(elements: Tensor, first: int, number: int, dtype: torch.dtype | None = None) -> bytes:
     """The sampled ones among `elements`, shape `(elements,)`, which begin with element `first` of a parameter's."""
     step = max(1, number // MOST_ELEMENTS)
     start = -first % step
-    return elements[start::step].contiguous().cpu().view(torch.uint8).numpy().tobytes()
+    return elements[start::step].to("cpu", dtype, copy=True).contiguous().view(torch.uint8).numpy().tobytes()

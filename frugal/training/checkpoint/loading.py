@@ -25,7 +25,6 @@ and states on NVMe.
 What a run that continues may change and what it may not is checked by `resume_checks`, and either is said.
 """
 
-import hashlib
 import logging
 from collections import defaultdict
 from dataclasses import dataclass, replace
@@ -79,7 +78,9 @@ def restore(engine: Stepper, folder: Path, made_by: Manifest) -> None:
         _fill_slots(zero, saved)
         zero.fill_weights(
             lambda name, first, into, is_frozen: (
-                None if is_frozen and made_by.base else saved.copy(name, first, into, FROZEN if is_frozen else MASTER)
+                saved.copy(name, first, into, FROZEN if is_frozen else MASTER)
+                if saved.has_base or not is_frozen
+                else None
             )
         )
         for name, buffer in engine.module.named_buffers():
@@ -89,10 +90,14 @@ def restore(engine: Stepper, folder: Path, made_by: Manifest) -> None:
 
 
 class Saved:
-    """The states in a checkpoint's files, by parameter. Nothing is read before it is copied."""
+    """The states in a checkpoint's files, by parameter. Nothing is read before it is copied.
+
+    `has_base`: whether parameters that are not trained are there, too.
+    """
 
     def __init__(self, folder: Path, made_by: Manifest) -> None:
         self._stage = made_by.zero_stage
+        self.has_base = made_by.base is None
         self._files: dict[tuple[int, str], Path] = {}
         for name, file in made_by.files.items():
             for kind in STATES:
@@ -229,7 +234,7 @@ def origin(engine: Stepper, step: int, listed: dict[str, File]) -> Manifest:
         strategy=str(plan.strategy),
         optimizer=kernels.describe_optimizer(plan.request),
         model=plan.request.model,
-        shapes=hashlib.sha256(repr(shapes).encode()).hexdigest(),
+        shapes=manifest.digest_of(shapes),
         recipe=resume_checks.recipe(plan),
         plan_digest=plan.digest,
         versions=local_host.library_versions(),
@@ -247,12 +252,12 @@ def _damage(engine: Stepper, path: Path) -> str | None:
         return str(error)
     return (
         manifest.first_damage(path, made_by, engine.rank, engine.world_size)
-        or _lacking(path, made_by)
-        or _foreign(engine, path, made_by)
+        or lacking(path, made_by)
+        or foreign(path, made_by, engine.rank, engine.world_size)
     )
 
 
-def _lacking(path: Path, made_by: Manifest) -> str | None:
+def lacking(path: Path, made_by: Manifest) -> str | None:
     """What the checkpoint has no file of."""
     if not 0 < made_by.world_size <= len(made_by.files):
         return f"{path / manifest.MANIFEST} is of {made_by.world_size} ranks, and lists {len(made_by.files)} files"
@@ -268,10 +273,10 @@ def _lacking(path: Path, made_by: Manifest) -> str | None:
     return None
 
 
-def _foreign(engine: Stepper, path: Path, made_by: Manifest) -> str | None:
+def foreign(path: Path, made_by: Manifest, rank: int, world_size: int) -> str | None:
     """What no checkpoint of ours holds, in the files that this rank answers for."""
     for name, file in made_by.files.items():
-        if name.endswith(".pt") and file.rank % engine.world_size == engine.rank:
+        if name.endswith(".pt") and file.rank % world_size == rank:
             try:
                 names = checkpoint_files.foreign(path / name)
             except Exception as error:  # whatever torch's unpickler makes of a file that it did not write

@@ -8,6 +8,7 @@ checkpoint and its pointer as they were.
 import hashlib
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -65,6 +66,11 @@ class Manifest:
     versions: dict[str, str]
     files: dict[str, File]
     base: str | None = None
+
+
+def digest_of(shapes: Sequence[tuple[str, tuple[int, ...]]]) -> str:
+    """What `Manifest.shapes` is of names and shapes."""
+    return hashlib.sha256(repr(list(shapes)).encode()).hexdigest()
 
 
 def checkpoints_in(folder: Path) -> list[Path]:

@@ -320,10 +320,14 @@ def save_model(engine: Stepper, folder: Path, tokenizer: Any = None, *, uses_cac
     is_adapter = frozen_base.is_left_out(engine.plan)
     weights = _whole_weights(engine.zero, engine.module, keep=engine.rank == 0, only_trained=is_adapter)
     try:
-        with _caching(engine.module, uses_cache):
-            together(
-                lambda: _write(engine.module, weights, aside, tokenizer) if engine.rank == 0 else None, engine.votes
-            )
+        together(
+            lambda: (
+                write_model(engine.module, weights, folder, tokenizer, uses_cache=uses_cache)
+                if engine.rank == 0
+                else None
+            ),
+            engine.votes,
+        )
     except RanksFailed as failed:
         if engine.rank == 0:
             shutil.rmtree(aside, ignore_errors=True)
@@ -372,6 +376,20 @@ def _whole_weights(zero: Zero, module: nn.Module, *, keep: bool, only_trained: b
     return weights
 
 
+def write_model(
+    module: nn.Module, weights: dict[str, Tensor], folder: Path, tokenizer: Any, *, uses_cache: bool | None = None
+) -> None:
+    """Write `weights` as those of `module`, and the tokenizer; see `save_model`. In this process alone.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    aside = folder.with_name(folder.name + ".tmp")
+    with _caching(module, uses_cache):
+        _write(module, weights, aside, tokenizer)
+    files.replace_folder(aside, folder)
+
+
 def _write(module: nn.Module, weights: dict[str, Tensor], aside: Path, tokenizer: Any) -> None:
     files.remove(aside)
     aside.mkdir(parents=True)
@@ -389,4 +407,3 @@ def _write(module: nn.Module, weights: dict[str, Tensor], aside: Path, tokenizer
     except Exception as error:  # safetensors has its own error for a full disk, tokenizers theirs
         files.write_file(aside / "room", bytes(1 << 20))  # raises what the cause is, where it is the disk
         raise OSError(None, f"{type(error).__name__}: {error}") from error
-    files.replace_folder(aside, aside.with_suffix(""))

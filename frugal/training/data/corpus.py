@@ -269,7 +269,7 @@ def read_samples(plan: Plan, settings: RunSettings) -> RunData:
         RequestError: the data, the tokenizer or the model cannot be used, or nodes have different data.
     """
     spec = resolve.resolve_request(plan.request)
-    tokenizer, tokens = _tokenizer(spec, settings)
+    tokenizer, tokens = tokenizer_for(spec, settings)
     host = socket.gethostname()
 
     def load() -> tuple[Corpus, ...]:
@@ -376,7 +376,7 @@ def _check_vocabulary(spec: ModelSpec, report: BuildReport) -> None:
         )
 
 
-def _tokenizer(spec: ModelSpec, settings: RunSettings) -> tuple[Any, str]:
+def tokenizer_for(spec: ModelSpec, settings: RunSettings) -> tuple[Any, str]:
     """The tokenizer with the chat template that is asked for, and what it is, in words."""
     tokenizer, words = tokenizing.load_for(spec, settings.tokenizer)
     if settings.chat_template is not None:
@@ -402,7 +402,7 @@ def read_training_data(request: Request, settings: RunSettings) -> tuple[tuple[A
     """The tokenizer, what it is in words, and what a plan for `request` would train on. Raises as `read_samples`."""
     spec = resolve.resolve_request(request)
     seq_len = min(request.seq_len, spec.max_positions or request.seq_len)
-    tokenizer, words = _tokenizer(spec, settings)
+    tokenizer, words = tokenizer_for(spec, settings)
     corpora = _load(spec, tokenizer, seq_len, bool(request.pack), settings)
     return (tokenizer, words), _joined(corpora[: len(shares(settings.data)) or 1], settings)
 

@@ -50,10 +50,11 @@ def add(
     for parameter in adapted.parameters():  # peft gives them the base's dtype, but not on meta
         if parameter.requires_grad:
             parameter.data = parameter.data.to(dtype)
+    made = adapted.peft_config["default"]
+    if isinstance(made.target_modules, set):  # which would be written in another order each time
+        made.target_modules = sorted(made.target_modules)
     if base is not None:
-        adapted.peft_config["default"].base_model_name_or_path = (
-            str(Path(base).absolute()) if Path(base).exists() else base
-        )
+        made.base_model_name_or_path = str(Path(base).absolute()) if Path(base).exists() else base
     return adapted
 
 

@@ -1,0 +1,221 @@
+"""A model folder of any checkpoint, without its ranks: in one process, on the CPU, in memory for the model alone.
+
+The files of all ranks are mapped into memory, and each parameter is put together from where its pieces are, as in
+resharding. Adapters are written as adapters, or merged into their base, which then is built with its weights and must
+be the one that they were trained around.
+"""
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from frugal import file_errors
+from frugal.config.run_settings import RunSettings, earlier_settings, run_settings
+from frugal.deepspeed_adapter.kernels import DTYPES
+from frugal.errors import CheckpointError, PlanMismatchError, RequestError
+from frugal.planning.plan import Plan
+from frugal.training.checkpoint import frozen_base, loading, manifest, other_states, saving
+from frugal.training.checkpoint.loading import FROZEN, MASTER, Saved
+from frugal.training.checkpoint.manifest import Manifest
+from frugal.training.data import corpus
+from frugal.training.extensions.best import Criterion
+from frugal.training.models.resolve import resolve_request
+from frugal.training.models.spec import ModelSpec
+
+PLAN = "plan.json"
+LAST, BEST = "last", "best"
+
+
+@dataclass(frozen=True)
+class Run:
+    """What is known of the run that a checkpoint is of."""
+
+    plan: Plan
+    settings: RunSettings
+    path: Path
+    made_by: Manifest
+
+
+def find(given: Path, which: str | None) -> Path:
+    """The checkpoint that is meant: `given` is it, or the folder of a run or of its checkpoints.
+
+    `which`: `last`, `best`, or the number of a step; None: the last.
+
+    Raises:
+        RequestError: there is no such folder, or it cannot be chosen from.
+        CheckpointError: there is no such checkpoint.
+    """
+    if (given / manifest.MANIFEST).is_file():
+        if which is not None:
+            raise RequestError(
+                f"--step {which} was given for one checkpoint", because=f"{given} is one", hint="give the run's folder"
+            )
+        return given
+    if not given.is_dir():
+        raise RequestError(f"there is no run in {given}", hint="give the folder of a run, or a checkpoint in it")
+    folder = given / "checkpoints" if (given / "checkpoints").is_dir() else given
+    there = manifest.checkpoints_in(folder)
+    if not there:
+        raise CheckpointError(f"there is no checkpoint in {folder}")
+    if which in (None, LAST):
+        return there[0]
+    names = ", ".join(sorted(path.name for path in there))
+    if which == BEST:
+        settings = run_settings({}, earlier_settings(folder.parent))
+        best = saving.best_of(there, Criterion.of(settings).score)
+        if best is None:
+            raise CheckpointError(
+                f"no checkpoint in {folder} was evaluated", because=f"there are {names}", hint="name one: --step N"
+            )
+        return best
+    wanted = [path for path in there if which is not None and which.isdigit() and path.name == f"step-{int(which):06d}"]
+    if not wanted:
+        raise CheckpointError(
+            f"there is no checkpoint of step {which} in {folder}", because=f"there are {names}",
+            hint=f"use --step {LAST}, {BEST}, or one of these",
+        )  # fmt: skip
+    return wanted[0]
+
+
+def write(checkpoint: Path, out: Path, *, merge: bool = False) -> str:
+    """Write the model of `checkpoint` to the folder `out`, with its tokenizer; what it is, in words.
+
+    `merge`: adapters go into their base, in the base's own precision.
+
+    Raises:
+        RequestError: `out` is there already, there is nothing to merge, or model or tokenizer cannot be made.
+        CheckpointError: the checkpoint is damaged, not of a run, or `out` cannot be written.
+        PlanMismatchError: model or base are others than they were.
+    """
+    if out.exists():
+        raise RequestError(f"{out} is there already", hint="choose another folder with -o")
+    run = _run_of(checkpoint)
+    is_adapter = run.plan.request.lora is not None
+    if merge and not is_adapter:
+        raise RequestError(
+            "--merge was given for a run without adapters",
+            because=f"{run.plan.request.model} was trained itself",
+            hint="leave it out",
+        )
+    spec = resolve_request(run.plan.request)
+    base_dtype = _own_dtype(spec)  # which building changes
+    tokenizer, _ = corpus.tokenizer_for(spec, run.settings)
+    with other_states.named(checkpoint):
+        saved = Saved(checkpoint, run.made_by)
+        spec, module = _empty(spec.for_tokenizer(tokenizer), run, saved)
+        weights = _weights(module, saved)
+    kind = f"the adapters of step {run.made_by.step}, whose base is {spec.weights or spec.reference}"
+    if merge:
+        module = _merged(spec, run, weights, base_dtype or DTYPES[run.plan.request.precision])
+        weights = {name: tensor.detach() for name, tensor in module.state_dict(keep_vars=True).items()}
+        precision = str(next(module.parameters()).dtype).removeprefix("torch.")
+        kind = f"the model of step {run.made_by.step}, with its adapters merged in {precision}"
+    elif not is_adapter:
+        kind = f"the model of step {run.made_by.step}"
+    with _explained(out):
+        saving.write_model(module, weights, out, tokenizer, uses_cache=spec.uses_cache)
+    return kind
+
+
+def _run_of(checkpoint: Path) -> Run:
+    """Its files are whole, and its run says what it is of."""
+    try:
+        made_by = manifest.read(checkpoint)
+        damage = manifest.first_damage(checkpoint, made_by, 0, 1) or loading.lacking(checkpoint, made_by)
+        damage = damage or loading.foreign(checkpoint, made_by, 0, 1)
+    except ValueError as error:
+        damage = str(error)
+    if damage is not None:
+        raise CheckpointError(f"{checkpoint} cannot be used", because=damage, hint="choose another with --step")
+    out = checkpoint.absolute().parents[1]
+    if not (out / PLAN).is_file():
+        raise CheckpointError(
+            f"{checkpoint} lies in no run's folder",
+            because=f"{out / PLAN} is not there, which says what it is of",
+            hint="give it where it was written: RUN/checkpoints/step-N",
+        )
+    return Run(Plan.read(out / PLAN), run_settings({}, earlier_settings(out)), checkpoint, made_by)
+
+
+def _empty(spec: ModelSpec, run: Run, saved: Saved) -> tuple[ModelSpec, nn.Module]:
+    """The model on meta, with as many classes as the checkpoint has."""
+    dtype = DTYPES[run.plan.request.precision]
+    module = spec.build(dtype=dtype, device="meta")
+    if run.plan.model.task == "sequence-classification" and spec.factory is None:
+        sizes, in_file = _sizes(module), saved.parameters(frozen=False)
+        ratios = {in_file[name] * spec.config.num_labels // size for name, size in sizes.items() if name in in_file}
+        others = {number for number in ratios if number != spec.config.num_labels}
+        if len(others) == 1:
+            config = type(spec.config).from_dict(spec.config.to_dict() | {"num_labels": others.pop()})
+            spec = replace(spec, config=config)
+            module = spec.build(dtype=dtype, device="meta")
+    shapes = [(name, tuple(parameter.shape)) for name, parameter in module.named_parameters()]
+    if manifest.digest_of(shapes) != run.made_by.shapes:
+        raise PlanMismatchError(
+            f"{run.path} is of another model than {run.plan.request.model} is now",
+            because="its parameters differ from those that were saved",
+            hint="give the model as it was when the run was started",
+        )
+    return spec, module
+
+
+def _sizes(module: nn.Module) -> dict[str, int]:
+    return {name: parameter.numel() for name, parameter in module.named_parameters()}
+
+
+def _weights(module: nn.Module, saved: Saved) -> dict[str, Tensor]:
+    """What is saved of the module, which is on meta, by name; tied parameters are one tensor."""
+    trained, frozen = saved.parameters(frozen=False), saved.parameters(frozen=True) if saved.has_base else {}
+    whole: dict[int, Tensor] = {}
+    for name, parameter in module.named_parameters():
+        if name in trained or name in frozen:
+            flat = torch.empty(parameter.numel(), dtype=parameter.dtype, device="cpu")
+            saved.copy(name, 0, flat, MASTER if name in trained else FROZEN)
+            whole[id(parameter)] = flat.view(parameter.shape)
+    weights = {}
+    for name, tensor in module.state_dict(keep_vars=True).items():
+        if id(tensor) in whole:
+            weights[name] = whole[id(tensor)]
+        elif name in saved.module and saved.has_base:
+            weights[name] = saved.module[name].clone()
+    return weights
+
+
+def _own_dtype(spec: ModelSpec) -> torch.dtype | None:
+    """That of the weights that a pretrained model comes with, if its configuration says it."""
+    own = getattr(spec.config, "dtype", None) if spec.weights else None
+    own = getattr(torch, own, None) if isinstance(own, str) else own
+    return own if isinstance(own, torch.dtype) else None
+
+
+def _merged(spec: ModelSpec, run: Run, weights: dict[str, Tensor], dtype: torch.dtype) -> Any:
+    """The base with the adapters in it, in `dtype`."""
+    trained_in = DTYPES[run.plan.request.precision]
+    module: Any = spec.build(dtype=dtype, device="cpu", seed=run.settings.seed)
+    if run.made_by.base != frozen_base.of_module(module, trained_in):
+        raise PlanMismatchError(
+            f"{run.path} holds adapters of another base model",
+            because=f"the weights of {spec.weights or spec.reference} are not those that they were trained with",
+            hint="give the base model as it was; without --merge the adapters alone are written",
+        )
+    for name, parameter in module.named_parameters():
+        if name in weights:
+            parameter.data.copy_(weights[name])
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")  # that sums are rounded
+        return module.merge_and_unload()
+
+
+@contextmanager
+def _explained(out: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        because, remedy = file_errors.explain(error, out)
+        raise CheckpointError(f"cannot write the model to {out}", because=because, hint=remedy) from None
