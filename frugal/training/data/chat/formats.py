@@ -216,8 +216,8 @@ def _message(message: Any, number: int) -> dict[str, Any]:
     if not isinstance(message, dict):
         raise _WrongError(f"message {number} is {type_in_words(message)}, not an object")
     kept = {name: value for name, value in message.items() if value is not None}
-    if "role" not in kept and "from" in kept:
-        kept["role"] = _ROLES.get(kept["from"], kept["from"])
+    if "role" not in kept and isinstance(name := kept.get("from"), str):
+        kept["role"] = _ROLES.get(name, name)
         kept.pop("from")
         if "value" in kept:
             kept["content"] = kept.pop("value")
@@ -228,6 +228,8 @@ def _message(message: Any, number: int) -> dict[str, Any]:
     elif "tool_calls" not in kept:
         raise _WrongError(f"message {number} has no content")
     if "tool_calls" in kept:
+        if not isinstance(kept["tool_calls"], list):
+            raise _WrongError(f"the tool calls of message {number} are no list")
         kept["tool_calls"] = [_tool_call(call, number) for call in kept["tool_calls"]]
     return kept
 
@@ -312,6 +314,8 @@ def _token_ids(row: Mapping[str, Any]) -> TokenIds:
 
 
 def _integers(row: Mapping[str, Any], column: str, length: int | None = None) -> NDArray[np.int64]:
+    if column not in row:
+        raise _WrongError(f"no `{column}`")
     value = row[column]
     try:
         array = np.asarray(value)

@@ -2,14 +2,24 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from bench.training import chat_tokenizers as tokenizers
-from frugal.training.data.rows import Columns
+from frugal.config.run_settings import Format
+from frugal.training.data.chat import formats
+from frugal.training.data.rows import BadRow, Columns
 from tests.training.corpora import Load, refusal, write_jsonl
 from tests.training.data.chat.test_chats import CHAT, load_rows, stretches, text  # noqa: F401  # a fixture
+
+KEYS = [
+    "messages", "conversations", "prompt", "completion", "instruction", "input", "output", "input_ids", "labels",
+    "attention_mask", "completion_mask", "role", "content", "from", "value", "weight", "tool_calls", "function", "name",
+    "arguments", "tools", "system", "type", "text", "chat_template_kwargs",
+]  # fmt: skip
 
 
 def test_a_completion_is_trained_on_with_its_end(load_rows: Any) -> None:  # noqa: F811
@@ -128,6 +138,20 @@ def test_chats_in_tables(kind: str, load: Load, tmp_path: Path) -> None:
         rows.save_to_disk(str(tmp_path / "a"))
     corpus = load("a.parquet" if kind == "parquet" else "a", tokenizer=tokenizers.make(), seq_len=256)
     assert stretches(corpus) == ["Paris.<|im_end|>\n", "Bye, dear user!<|im_end|>\n"]
+
+
+ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.integers(-5, 2**70) | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.sampled_from(KEYS), inner, max_size=4),
+    max_leaves=20,
+)
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.dictionaries(st.sampled_from(KEYS), ANYTHING), st.sampled_from([f for f in get_args(Format) if f != "text"]))
+def test_any_row_is_read_or_named(row: dict[str, Any], kind: Format) -> None:
+    """None ends in a traceback."""
+    assert isinstance(formats.read(row, kind), formats.Whole | BadRow)
 
 
 def test_what_was_compared_with_trl_is_what_the_documentation_says() -> None:
