@@ -55,6 +55,7 @@ class PlanArguments(TypedDict, total=False):
     reference_batch: int | None
     lr_rule: Rule | None
     weight_decay: float | None
+    decay_norms: bool | None
     gradient_clipping: float | None
     gradient_accumulation_dtype: AccumulationDtype | None
     overlap_comm: bool | None

@@ -129,6 +129,10 @@ class Request:
         "optimizer", is_expert=True,
     )  # fmt: skip
     weight_decay: float = setting(0.01, "Decoupled for AdamW.", "optimizer", least=0)
+    decay_norms: bool | None = setting(
+        None, "Whether weight decay takes norms and biases, too; HF Trainer's does not.", "optimizer",
+        shown_default="yes",
+    )  # fmt: skip
     gradient_clipping: float = setting(
         1.0, "Largest norm of the global gradient; 0: no clipping.", "optimizer", least=0
     )
@@ -196,6 +200,12 @@ class Request:
             raise RequestError(
                 f"--gradient-accumulation-dtype bf16 is impossible with --precision {self.precision}",
                 because="only sums of bf16 gradients are kept in bf16",
+                hint="leave one of them out",
+            )
+        if self.decay_norms is False and self.optimizer == "sgd":
+            raise RequestError(
+                "--no-decay-norms is impossible with --optimizer sgd",
+                because="its weight decay goes through the gradient; only AdamW's can leave parameters out",
                 hint="leave one of them out",
             )
         optimizers.check(
@@ -282,6 +292,11 @@ class Request:
         """The peak learning rate that training uses. The number of GPUs never changes it."""
         scaling = self.learning_rate_scaling
         return self.learning_rate if scaling is None else scaling.scaled
+
+    @property
+    def decays_all(self) -> bool:
+        """Whether all parameters decay alike, by the optimizer itself."""
+        return self.decay_norms is not False or self.weight_decay == 0
 
     @property
     def betas(self) -> tuple[float, float]:

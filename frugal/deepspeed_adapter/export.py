@@ -228,6 +228,12 @@ def check(plan: Plan, target: Target) -> None:
             because="frugal packs them itself, and the plan counts the attention mask that this takes",
             hint="plan without --pack",
         )
+    if not plan.request.decays_all:
+        raise RequestError(
+            f"{who} is not told which parameters decay",
+            because="the plan has --no-decay-norms, which frugal does itself when it trains",
+            hint="plan without --no-decay-norms",
+        )
     if target != "hf" and plan.request.lora is not None:
         raise RequestError(
             f"{who} is not exported to with adapters",

@@ -283,7 +283,7 @@ def _optimizer(request: Request) -> str:
 
 def _numbers(request: Request) -> str:
     """What else decides an update."""
-    decay = f"weight decay {request.weight_decay:g}"
+    decay = f"weight decay {request.weight_decay:g}" + ("" if request.decays_all else " but of norms and biases")
     if request.optimizer == "sgd":
         return decay
     return f"betas {request.betas[0]:g} and {request.betas[1]:g}, epsilon {request.epsilon:g}, {decay}"

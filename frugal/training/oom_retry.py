@@ -137,12 +137,12 @@ def abandon(zero: Zero) -> None:
 class Update:
     """One engine's optimizer step. Call it within `Guard.attempt`."""
 
-    def __init__(self, zero: Zero, guard: Guard) -> None:
+    def __init__(self, zero: Zero, guard: Guard, before_step: Callable[[], None] = lambda: None) -> None:
         self.is_begun = False  # whether weights may have been written to, on any rank; equal on all
         self.grad_norm: float | None = None  # of the global gradient before clipping; None: it is not finite
         self._zero = zero
         self._engine = zero.engine
-        self._guard = guard
+        self._guard, self._before_step = guard, before_step
         self._optimizer = zero.inner
         self._optimizer.step = self._step_by(self._optimizer.step)
         zero.gathers_by(guard.with_one_vote)  # first the memory for all, then one by one
@@ -181,11 +181,13 @@ class Update:
 
         def guarded(*args: Any, **kwargs: Any) -> Any:
             if not self._guard.watching:
+                self._before_step()
                 return step(*args, **kwargs)
             if not self.is_begun:
                 again_after_cleaning(self._make_states)
                 self._guard.agree()
                 self.is_begun = True
+            self._before_step()  # allocates nothing, and so is done once
             before = self._versions()
             return again_after_cleaning(lambda: step(*args, **kwargs), lambda: self._is_untouched(before))
 

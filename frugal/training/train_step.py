@@ -32,7 +32,13 @@ from frugal.planning.strategy import Strategy
 from frugal.training.data.batches import MicroBatchLimits, Share, pin, share
 from frugal.training.data.given_batch import Given, as_samples
 from frugal.training.extensions.callbacks import Callbacks
-from frugal.training.models import activation_checkpointing, expert_modules, tiled_loss, transformers_internals
+from frugal.training.models import (
+    activation_checkpointing,
+    expert_modules,
+    tiled_loss,
+    transformers_internals,
+    weight_decay,
+)
 from frugal.training.objectives import Batch, Objective, Sample
 from frugal.training.oom_limits import AdaptiveLimits, OutOfMemory
 from frugal.training.oom_retry import Guard, Update, abandon
@@ -113,7 +119,7 @@ class Stepper:
         self.objective = objective
         self.votes = votes  # a gloo group: small sums between hosts, without touching the device
         self.guard = Guard(votes)
-        self.update = Update(zero, self.guard)
+        self.update = Update(zero, self.guard, weight_decay.PartialDecay(zero, plan.request).apply)
         self.adaptive_limits = AdaptiveLimits(plan, zero.engine.module)
         self.callbacks = Callbacks()
         self.wants_to_stop = False  # for a reason of this rank's own

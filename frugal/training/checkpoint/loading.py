@@ -323,7 +323,7 @@ def _follow_plan(engine: Stepper) -> None:
         factor = scheduler.lr_lambdas[0](scheduler.last_epoch)
     for group in engine.deepspeed.optimizer.param_groups:
         group["lr"] = peak * factor
-        group["weight_decay"] = request.weight_decay
+        group["weight_decay"] = request.weight_decay if request.decays_all else 0.0
         if "momentum" in group:
             group["momentum"] = request.momentum or 0.0
         if "betas" in group:

@@ -17,9 +17,11 @@ _FIXED = {
     "global_tokens": "global tokens", "pack": "packing", "lora": "adapters",
 }  # fmt: skip
 _FREE = {
-    "learning_rate": "learning rate", "weight_decay": "weight decay", "momentum": "momentum",
+    "learning_rate": "learning rate", "weight_decay": "weight decay", "decaying": "weight decay of",
+    "momentum": "momentum",
     "adam_beta1": "beta1", "adam_beta2": "beta2", "adam_epsilon": "epsilon", "gradient_clipping": "gradient clipping",
 }  # fmt: skip
+_ALL = "all parameters"
 Recipe = dict[str, bool | int | float | str | None]
 _BEFORE: Recipe = {"adam_beta1": ADAM_BETA1, "adam_beta2": ADAM_BETA2, "adam_epsilon": ADAM_EPSILON}
 """Of checkpoints that are older than these settings."""
@@ -37,7 +39,8 @@ def recipe(plan: Plan) -> Recipe:
         "global_batch": batch.global_batch if batch.global_tokens is None else None,
         "global_tokens": batch.global_tokens,
         "learning_rate": request.scaled_learning_rate,
-        **{name: getattr(request, name) for name in _FREE if name != "learning_rate"},
+        "decaying": _ALL if request.decays_all else "all but norms and biases",
+        **{name: getattr(request, name) for name in _FREE if name not in ("learning_rate", "decaying")},
         **({} if request.optimizer == "sgd" else dict(zip(_BEFORE, (*request.betas, request.epsilon), strict=True))),
     }
 
@@ -95,7 +98,7 @@ def layout_changes(made_by: Manifest, this: Manifest) -> list[str]:
 
 def resume_changes(made_by: Manifest, this: Manifest) -> tuple[str, ...]:
     """What differs between the run as it was and as it goes on, in words."""
-    older: Recipe = {} if this.recipe["optimizer"] == "sgd" else _BEFORE
+    older: Recipe = {"decaying": _ALL, **({} if this.recipe["optimizer"] == "sgd" else _BEFORE)}
     before, now = older | made_by.recipe, older | this.recipe
     values = [
         f"{_value(word, before.get(name))} -> {now.get(name)}"
