@@ -222,17 +222,12 @@ def check(plan: Plan, target: Target) -> None:
     """
     who, strategy, batch = _NAMES[target], plan.strategy, plan.batch
     _check_loss(plan, target)
+    _check_optimizer(plan, who)
     if plan.request.pack:
         raise RequestError(
             f"{who} cannot keep packed documents apart as planned",
             because="frugal packs them itself, and the plan counts the attention mask that this takes",
             hint="plan without --pack",
-        )
-    if not plan.request.decays_all:
-        raise RequestError(
-            f"{who} is not told which parameters decay",
-            because="the plan has --no-decay-norms, which frugal does itself when it trains",
-            hint="plan without --no-decay-norms",
         )
     if target != "hf" and plan.request.lora is not None:
         raise RequestError(
@@ -265,12 +260,6 @@ def check(plan: Plan, target: Target) -> None:
             because="it recomputes whole layers, or nothing",
             hint="plan with --activation-checkpointing full, or off",
         )
-    if "optimizer" not in deepspeed_config(plan):
-        raise RequestError(
-            f"{who} cannot make the optimizer {plan.request.optimizer}",
-            because="DeepSpeed does not know it by name, and frugal hands it over ready made",
-            hint="plan with --optimizer adamw",
-        )
     if target == "accelerate" and len({len(node.devices) for node in plan.cluster.nodes}) > 1:
         raise RequestError(
             "Accelerate starts equally many ranks on each node",
@@ -279,6 +268,22 @@ def check(plan: Plan, target: Target) -> None:
         )
     if target != "hf" and not (_is_even(plan) if target == "script" else batch.is_uniform):
         raise _uneven(plan, target)
+
+
+def _check_optimizer(plan: Plan, who: str) -> None:
+    """Refuse an optimizer that DeepSpeed's JSON does not make."""
+    if not plan.request.decays_all:
+        raise RequestError(
+            f"{who} is not told which parameters decay",
+            because="the plan has --no-decay-norms, which frugal does itself when it trains",
+            hint="plan without --no-decay-norms",
+        )
+    if "optimizer" not in deepspeed_config(plan):
+        raise RequestError(
+            f"{who} cannot make the optimizer {plan.request.optimizer}",
+            because="DeepSpeed does not know it by name, and frugal hands it over ready made",
+            hint="plan with --optimizer adamw",
+        )
 
 
 def _check_loss(plan: Plan, target: Target) -> None:
