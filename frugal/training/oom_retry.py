@@ -23,7 +23,7 @@ ZeRO 1 to 3, by the norm of the gradient, which it computes anyway; at stage 0 i
 
 import functools
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -50,6 +50,30 @@ def clean() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+
+
+class CachedBlocks:
+    """What CUDA's allocator keeps for later; nothing on other devices.
+
+    A plan's promise is that of micro-batches of one shape. On a device without room to spare a micro-batch of another
+    shape may find no block that fits: the allocator then gives back all it keeps, in the middle of the step, and what
+    is allocated next lies elsewhere, where the planned micro-batches may not fit any more. After such a step the cache
+    is given back as a whole, so that the next one finds the memory as the first did.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._refused = 0
+
+    def after(self, batches: Sequence[Mapping[str, Tensor]]) -> None:
+        """These micro-batches are done; none: of an evaluation, which are seldom those of training."""
+        if self._device.type != "cuda":
+            return
+        refused = torch.cuda.memory_stats(self._device)["num_alloc_retries"]
+        shapes = {tuple(tensor.shape for tensor in batch.values()) for batch in batches}
+        if refused > self._refused and len(shapes) != 1:
+            torch.cuda.empty_cache()
+        self._refused = refused
 
 
 def again_after_cleaning(work: Callable[[], T], is_safe: Callable[[], bool] = lambda: True) -> T:

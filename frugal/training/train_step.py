@@ -41,7 +41,7 @@ from frugal.training.models import (
 )
 from frugal.training.objectives import Batch, Objective, Sample
 from frugal.training.oom_limits import AdaptiveLimits, OutOfMemory
-from frugal.training.oom_retry import Guard, Update, abandon
+from frugal.training.oom_retry import CachedBlocks, Guard, Update, abandon
 
 
 def generator_states(device: torch.device) -> dict[str, Any]:
@@ -127,6 +127,7 @@ class Stepper:
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
         self.device = torch.device(zero.engine.device)
+        self.cache = CachedBlocks(self.device)
 
     @property
     def module(self) -> nn.Module:
@@ -189,6 +190,7 @@ class Stepper:
             self._say(self._make_room(done, samples, attempts))
             batches = self.micro_batches(samples)
         loss_sum, is_finite = done
+        self.cache.after(batches)
         if is_finite:
             self._say(self.adaptive_limits.after_step())
         return StepResult(

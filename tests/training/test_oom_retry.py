@@ -22,6 +22,7 @@ from frugal.training.engine import Engine, initialize
 from frugal.training.losses.evaluation import evaluate
 from frugal.training.objectives import CausalLM
 from frugal.training.oom_limits import AdaptiveLimits, LearntLimits, OutOfMemory, OutOfMemoryReport, report_of
+from frugal.training.oom_retry import CachedBlocks
 from frugal.training.reports.metrics import Log
 from tests.training.small_models import SkipNet, points, ragged_samples, skip_net, tiny_gpt2
 
@@ -316,3 +317,27 @@ def test_a_run_without_memory_saves_its_last_step_and_goes_on_from_there(tmp_pat
     message, limits, losses = two_ranks.run(train, ended, 0, resume=True)[0]
     assert (message, limits) == ("", (1, 1))  # what it had learnt
     assert losses == pytest.approx(whole, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "refusals", "emptied"),
+    [
+        ((8, 8), (0, 1), 0),  # a step as planned: what it is given again, it needs again
+        ((8, 5), (0, 0), 0),
+        ((8, 5), (0, 1), 1),
+        ((), (0, 1), 1),  # an evaluation
+        ((8, 5), (0, 1, 1, 2), 2),  # again where memory was short again, and only there
+    ],
+)
+def test_after_a_shortage_in_micro_batches_of_several_shapes_the_next_step_finds_memory_as_the_first_did(
+    lengths: tuple[int, ...], refusals: tuple[int, ...], emptied: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    times, told = [0], iter(refusals)
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: {"num_alloc_retries": next(told)})
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: times.append(times.pop() + 1))
+
+    cache = CachedBlocks(torch.device("cuda"))
+    for _ in refusals:
+        cache.after([{"input_ids": torch.zeros(2, length)} for length in lengths])
+
+    assert times == [emptied]

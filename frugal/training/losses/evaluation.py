@@ -70,6 +70,7 @@ def evaluate(engine: Stepper, samples: Sequence[Sample], metric: Metric | None =
         message = engine.adaptive_limits.lower_evaluation(outcome, cut.largest)
         if engine.rank == 0:
             logger.warning(message)
+    engine.cache.after([])
     *sums_here, kept = outcome
     sums = torch.tensor(sums_here, dtype=torch.float64)
     dist.all_reduce(sums, group=engine.votes)
