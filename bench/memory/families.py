@@ -33,6 +33,11 @@ def llama() -> nn.Module:
     return _transformers("AutoModelForCausalLM", "llama", **DECODER, tie_word_embeddings=False)
 
 
+def qwen3() -> nn.Module:
+    """A decoder with normalised queries and keys, and tied weights."""
+    return _transformers("AutoModelForCausalLM", "qwen3", **DECODER, head_dim=32, tie_word_embeddings=True)
+
+
 def bert() -> nn.Module:
     """An encoder, for masked tokens, with dropout."""
     config = {**DECODER}
