@@ -160,11 +160,11 @@ def interface_towards(address: str) -> str | None:
 
 
 def silence_libraries() -> None:
-    """Suppress what DeepSpeed, transformers and datasets say about themselves."""
+    """Suppress what DeepSpeed, transformers, datasets and what they import say about themselves."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     warnings.filterwarnings("ignore")
-    for name in ("DeepSpeed", "transformers", "datasets", "accelerate", "torch.distributed"):
+    for name in ("DeepSpeed", "transformers", "datasets", "accelerate", "bitsandbytes", "torch.distributed"):
         logging.getLogger(name).setLevel(logging.ERROR)
     from transformers.utils.logging import disable_progress_bar
 

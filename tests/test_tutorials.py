@@ -1,0 +1,38 @@
+"""Tutorials are followed, command by command."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.test_docs import DOCS, ROOT, blocks
+
+FINE_TUNING = DOCS / "tutorials" / "fine-tuning.md"
+
+
+def followed(line: str, folder: Path) -> str:
+    """What a command of a tutorial prints; of its 40 steps two are made."""
+    line = line.replace("--steps 40", "--steps 2")
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "COLUMNS": "300"}
+    done = subprocess.run(line, shell=True, cwd=folder, capture_output=True, text=True, timeout=300, env=environment)
+    assert done.returncode == 0, f"{line}\n{done.stderr}"
+    return done.stdout
+
+
+def without_numbers(text: str) -> list[str]:
+    """Its lines; how many chats there are depends on Python's version."""
+    return re.sub(r"[\d,.]*\d", "N", text).splitlines()
+
+
+def test_fine_tuning_on_chats(tmp_path: Path) -> None:
+    """From a pretrained folder over a preview, a plan and a training with adapters to a merged model that answers."""
+    (tmp_path / "launch").symlink_to(ROOT / "launch")
+    commands = [line[2:] for line in "".join(blocks(FINE_TUNING, "console")).splitlines() if line.startswith("$ ")]
+    printed = {command.partition(" --")[0]: followed(command, tmp_path) for command in commands}
+    assert "98.30k trainable: LoRA r=8,alpha=16" in printed["frugal plan"]
+    shown = without_numbers(blocks(FINE_TUNING, "text")[0])
+    assert without_numbers(printed["frugal train"])[: len(shown)] == shown
+    (tmp_path / "use.py").write_text(blocks(FINE_TUNING, "python")[0])
+    answer = followed(f"{sys.executable} use.py", tmp_path)
+    assert answer.startswith("<|im_start|>user\nWhat does abc.ABC do?<|im_end|>\n<|im_start|>assistant\n")
