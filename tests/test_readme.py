@@ -117,6 +117,14 @@ def test_how_true_choices_and_losses_are() -> None:
     assert f"{exact} of {len(outcomes)} bit for bit" in row(f"{len(outcomes)} kinds of faults")
 
 
+def test_how_fine_tuning_compares() -> None:
+    kept = measured("fine-tuning-cpu")
+    largest = max(kind["largest_relative_difference"] for kind in kept["losses"].values())
+    assert f"differ by at most {largest:.0e} |" in row("fine-tuning on chats")
+    ratio = kept["speed"]["ratios"]["sft_trainer"]
+    assert f"| {ratio:.2f} of TRL's SFTTrainer with its defaults |" in row("target tokens per second of fine-tuning")
+
+
 def test_how_fast_training_is() -> None:
     kept = measured("throughput-cpu")
 
