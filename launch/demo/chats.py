@@ -1,6 +1,6 @@
 """Chats for a trial: questions about Python's own library, its docstrings as answers; JSON lines in OpenAI's format.
 
-    python launch/demo/chats.py > chats.jsonl
+python launch/demo/chats.py > chats.jsonl
 """
 
 import ast
