@@ -53,8 +53,8 @@ def dry_run_as_process() -> Iterator[None]:
 class OneMemory(Tracker):
     """A tracker to which a tensor that moves between host and device is still the one it was."""
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+    def __init__(self, *args: Any, **others: Any) -> None:
+        super().__init__(*args, **others)
         self._moved: dict[int, torch.UntypedStorage] = {}  # address of what it moved to -> what is kept alive by it
 
     def _see(self, tensor: Tensor, operator: Any, inputs: tuple[Any, ...]) -> None:

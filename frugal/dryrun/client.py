@@ -36,7 +36,7 @@ SAMPLED_MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
 
 MAX_RANKS_SEARCHED, MAX_RANKS_DRY_RUN, MAX_RANKS_DRAFTED = 2, 4, 2
 """Ranks that a profile is made of, those of one exact dry run (see `frugal.dryrun.figures`), and how many of these
-are left where arithmetic tells which are the fullest."""
+are left where arithmetic tells which are the fullest (`_likely_fullest`)."""
 
 MAX_WORKERS = 8
 """Half a GiB each."""
@@ -198,8 +198,7 @@ class DryRunSource:
         ranks = self._ranks(strategy, MAX_RANKS_DRY_RUN)
         drafted = self._simulated(strategy, steps > 1, ranks) if len(ranks) > MAX_RANKS_DRAFTED else None
         if drafted is not None and strategy not in self._distrusted:
-            by_peak = sorted(drafted.ranks, key=lambda rank: -rank.timeline.peak_bytes(micro_batch))
-            ranks = tuple(sorted(rank.rank for rank in by_peak[:MAX_RANKS_DRAFTED]))
+            ranks = _likely_fullest(drafted, micro_batch)
         dry_runs = self._dry_run(strategy, (micro_batch,), steps, ranks, exact=self.kind == "cuda")
         if self.kind == "cpu":
             return dry_runs
@@ -362,6 +361,24 @@ class DryRunSource:
 def _answered(answer: Answer) -> DryRun:
     assert answer.dry_run is not None
     return answer.dry_run
+
+
+def _likely_fullest(drafted: MemoryProfile, micro_batch: int) -> tuple[int, ...]:
+    """The rank with most live bytes, and of the others the one whose allocator needs most, in order.
+
+    These are two: where a cut goes through a huge embedding, the norm of its gradient is the first rank's largest
+    request, and comes when the allocator has no segment for it.
+    """
+
+    def needed_bytes(rank: RankMemory) -> int:
+        if drafted.kind == "cpu":
+            return rank.timeline.peak_bytes(micro_batch)
+        segments = drafted.strategy.expandable_segments
+        return rank.replays(micro_batch, expandable_segments=segments).smallest_capacity()
+
+    fullest_live = max(drafted.ranks, key=lambda rank: rank.timeline.peak_bytes(micro_batch))
+    others = [rank for rank in drafted.ranks if rank is not fullest_live]
+    return tuple(sorted((fullest_live.rank, max(others, key=needed_bytes).rank)))
 
 
 def _rank_memories(dry_runs: Sequence[DryRun], ranks: Sequence[int]) -> tuple[RankMemory, ...]:

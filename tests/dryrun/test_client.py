@@ -128,6 +128,25 @@ def test_a_draft_leaves_out_what_the_allocator_wastes(profile: MemoryProfile) ->
     assert profile.draft.largest_micro_batch(small, 10_000) >= profile.largest_micro_batch(small, 10_000)
 
 
+def test_the_ranks_dry_run_are_the_fullest_in_live_bytes_and_in_the_allocator(
+    dry_runs: DryRunSource, tmp_path: Path
+) -> None:
+    """Rank 0's part is of the embedding: its gradient's norm is its largest request, when little else is alive."""
+    config = tmp_path / "config.json"
+    sizes = {"n_layer": 12, "n_embd": 256, "n_head": 4, "vocab_size": 16_000, "n_positions": 1024}
+    config.write_bytes(msgspec.json.encode(CONFIG | sizes))
+    request = Request(model=str(config), seq_len=128)
+    strategy = replace(STRATEGY, activation_checkpointing="full", expandable_segments=True)
+    made = DryRunSource(request, dry_runs.cluster, cache=False, pool=dry_runs._pool)
+    drafted = made._simulated(strategy, False, range(4))
+    assert drafted is not None
+    live = [each.timeline.peak_bytes(1) for each in drafted.ranks]
+    needed = [each.replays(1, expandable_segments=True).smallest_capacity() for each in drafted.ranks]
+    assert live[0] == min(live) < max(live)
+    assert needed[0] == max(needed) > 1.2 * max(needed[1:])
+    assert client._likely_fullest(drafted, 1) == (0, live.index(max(live)))
+
+
 @pytest.mark.parametrize(
     "strategy",
     [
