@@ -366,8 +366,8 @@ def _answered(answer: Answer) -> DryRun:
 def _likely_fullest(drafted: MemoryProfile, micro_batch: int) -> tuple[int, ...]:
     """The rank with most live bytes, and of the others the one whose allocator needs most, in order.
 
-    These are two: where a cut goes through a huge embedding, probably the norm of its gradient is the first rank's largest
-    request, and comes when the allocator has no segment for it.
+    These are two: where a cut goes through a huge embedding, the first rank's largest request, probably for the norm
+    of its gradient, comes when the allocator has no segment for it.
     """
 
     def needed_bytes(rank: RankMemory) -> int:
