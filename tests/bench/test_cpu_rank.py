@@ -1,5 +1,6 @@
 """What a CPU rank holds beside a dry run's tensors."""
 
+import pytest
 import torch
 
 from bench.memory.cpu_rank import dry_run_as_process
@@ -8,6 +9,13 @@ from frugal.dryrun.messages import DryRun
 from frugal.dryrun.run import dry_run
 from frugal.training.objectives import CausalLM
 from tests.training.small_models import tiny_gpt2
+
+
+@pytest.fixture(autouse=True)
+def alone() -> None:
+    """A dry run in this process forms a group of its own; a test before may have left one."""
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 def dry_run_result(zero_stage: int, offload: str) -> DryRun:
