@@ -76,3 +76,9 @@ class NumbersError(FrugalError):
     """The loss or the gradient is NaN or infinite, and the run was to stop for that."""
 
     exit_code = 7
+
+
+def first_line(error: BaseException) -> str:
+    """The type and the first line of any error, for a `because`: `KeyError: 'n_layers'`."""
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__

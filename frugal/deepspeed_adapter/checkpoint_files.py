@@ -39,6 +39,7 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 
 from frugal import files, torch_internals
+from frugal.errors import first_line
 from frugal.units import format_bytes
 
 OF_DEEPSPEED = [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]
@@ -235,7 +236,7 @@ class CheckpointWriter(CheckpointEngine):
         except RuntimeError as error:  # memory that is not there
             free = shutil.disk_usage(path.parent).free
             raise OSError(
-                None, f"{path.name} cannot be written, {format_bytes(free)} are free there ({_first_line(error)})"
+                None, f"{path.name} cannot be written, {format_bytes(free)} are free there ({first_line(error)})"
             ) from None
         self._written.append(path)
 
@@ -306,7 +307,3 @@ def _copied(state_dict: Any) -> Any:
         return own.set_(storages[address], leaf.storage_offset(), leaf.size(), leaf.stride())
 
     return torch_internals.tree_map(copied, state_dict)
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0]

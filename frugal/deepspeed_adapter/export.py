@@ -220,7 +220,7 @@ def check(plan: Plan, target: Target) -> None:
     Raises:
         RequestError: with the nearest thing that it can do.
     """
-    who, strategy, batch = _NAMES[target], plan.strategy, plan.batch
+    who, batch = _NAMES[target], plan.batch
     _check_loss(plan, target)
     _check_optimizer(plan, who)
     if plan.request.pack:
@@ -229,45 +229,53 @@ def check(plan: Plan, target: Target) -> None:
             because="frugal packs them itself, and the plan counts the attention mask that this takes",
             hint="plan without --pack",
         )
-    if target != "hf" and plan.request.lora is not None:
-        raise RequestError(
-            f"{who} is not exported to with adapters",
-            because=f"the plan has --lora {plan.request.lora}, which frugal adds to the model when it trains",
-            hint="train it with `frugal train --plan DIR`, or export a plan without --lora",
-        )
-    if target != "hf" and plan.request.batch_norm not in (None, "local"):
-        raise RequestError(
-            f"{who} takes BatchNorm as it is",
-            because=f"the plan has --batch-norm {plan.request.batch_norm}, which frugal does when it trains",
-            hint="plan without --batch-norm",
-        )
     if batch.global_tokens is not None:
         raise RequestError(
             f"{who} cannot fill a global batch of {batch.global_tokens} tokens",
             because="it counts samples, and short ones would leave the batch too small",
             hint=f"plan with --global-batch {batch.global_batch} instead of --global-tokens",
         )
-    if target != "hf" and strategy.loss == "tiled":
-        reason_for_tiles = next((reason for reason in plan.why if reason.startswith("the loss is tiled")), None)
-        raise RequestError(
-            f"{who} does not know frugal's tiled loss",
-            because=reason_for_tiles or "it holds the logits whole, for which the plan may have no memory",
-            hint="plan with --loss plain",
-        )
-    if target != "hf" and strategy.activation_checkpointing not in ("off", "full"):
-        raise RequestError(
-            f"{who} does not know activation checkpointing {strategy.activation_checkpointing}",
-            because="it recomputes whole layers, or nothing",
-            hint="plan with --activation-checkpointing full, or off",
-        )
+    if target == "hf":
+        return  # frugal.integrations.transformers does the rest
+    _check_own_code(plan, who)
     if target == "accelerate" and len({len(node.devices) for node in plan.cluster.nodes}) > 1:
         raise RequestError(
             "Accelerate starts equally many ranks on each node",
             because=f"the nodes have {', '.join(str(len(node.devices)) for node in plan.cluster.nodes)} GPUs",
             hint="use --to script, which starts with `deepspeed --hostfile`",
         )
-    if target != "hf" and not (_is_even(plan) if target == "script" else batch.is_uniform):
+    if not (_is_even(plan) if target == "script" else batch.is_uniform):
         raise _uneven(plan, target)
+
+
+def _check_own_code(plan: Plan, who: str) -> None:
+    """Refuse what takes frugal's own code in the training process, for a target that has none of it."""
+    request, strategy = plan.request, plan.strategy
+    if request.lora is not None:
+        raise RequestError(
+            f"{who} is not exported to with adapters",
+            because=f"the plan has --lora {request.lora}, which frugal adds to the model when it trains",
+            hint="train it with `frugal train --plan DIR`, or export a plan without --lora",
+        )
+    if request.batch_norm not in (None, "local"):
+        raise RequestError(
+            f"{who} takes BatchNorm as it is",
+            because=f"the plan has --batch-norm {request.batch_norm}, which frugal does when it trains",
+            hint="plan without --batch-norm",
+        )
+    if strategy.loss == "tiled":
+        reason_for_tiles = next((reason for reason in plan.why if reason.startswith("the loss is tiled")), None)
+        raise RequestError(
+            f"{who} does not know frugal's tiled loss",
+            because=reason_for_tiles or "it holds the logits whole, for which the plan may have no memory",
+            hint="plan with --loss plain",
+        )
+    if strategy.activation_checkpointing not in ("off", "full"):
+        raise RequestError(
+            f"{who} does not know activation checkpointing {strategy.activation_checkpointing}",
+            because="it recomputes whole layers, or nothing",
+            hint="plan with --activation-checkpointing full, or off",
+        )
 
 
 def _check_optimizer(plan: Plan, who: str) -> None:

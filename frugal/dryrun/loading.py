@@ -9,18 +9,17 @@ import torch
 from torch import Tensor, nn
 
 from frugal import torch_internals
+from frugal.deepspeed_adapter.kernels import DTYPES
 from frugal.planning.memory.loading import Reading
 from frugal.training.measure.memory_watch import StorageWatch, tensors_in
 from frugal.training.models import transformers_internals
 from frugal.training.models.spec import ModelSpec
 from frugal.training.models.weights import load_weights
 
-PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
 
 def reading(spec: ModelSpec) -> dict[str, Reading]:
     """What reading takes by precision; empty where that cannot be found out, such as where files are missing."""
-    return {name: taken for name, dtype in PRECISIONS.items() if (taken := _taken(spec, dtype)) is not None}
+    return {name: taken for name, dtype in DTYPES.items() if (taken := _taken(spec, dtype)) is not None}
 
 
 def _taken(spec: ModelSpec, dtype: torch.dtype) -> Reading | None:

@@ -21,12 +21,11 @@ from frugal.distributed import process_group
 from frugal.dryrun.messages import DryRun
 from frugal.dryrun.trace.cuda_kernels import kernels_of
 from frugal.dryrun.trace.recorder import Tracker, not_collected, package_folder
-from frugal.errors import RequestError
+from frugal.errors import RequestError, first_line
 from frugal.planning.batch import BatchPlan
 from frugal.planning.cost import Counts
 from frugal.planning.strategy import Strategy
 from frugal.training.measure.memory_watch import mark_phases
-from frugal.training.models import factories
 from frugal.training.objectives import Objective
 from frugal.training.train_step import accumulate, wrap
 
@@ -173,7 +172,7 @@ def failure_in_forward(model: str, error: Exception) -> RequestError | None:
             "if it takes or returns something else, give a factory that returns (module, objective), for example "
             "frugal.training.objectives.SummedLoss(loss, example=...)"
         )
-    because = [factories.first_line(error)]
+    because = [first_line(error)]
     theirs = [each for each in frames[runs[0] + 1 :] if not any(_is_of(name, each) for name in _PACKAGES)]
     if theirs:
         because.append(f"{Path(theirs[-1].filename).name}, line {theirs[-1].lineno}, runs `{theirs[-1].line}`")

@@ -31,6 +31,7 @@ from frugal.planning.plan import Plan
 from frugal.training.losses import decoder_inputs
 from frugal.training.models import (
     activation_checkpointing,
+    adapters,
     batch_norm,
     expert_modules,
     tiled_loss,
@@ -50,7 +51,7 @@ class PlannedMixin:
 
     def __init__(self, *arguments: Any, plan: Plan, **others: Any) -> None:
         export.check(plan, "hf")
-        model = others.get("model", arguments[0] if arguments else None)
+        model, *rest = arguments or (others.pop("model", None),)
         if not isinstance(model, nn.Module):
             raise RequestError(
                 "a Trainer under a plan needs the model itself",
@@ -58,10 +59,11 @@ class PlannedMixin:
                 hint="load it after training_arguments(), and pass it",
             )
         self.plan = plan
+        model = adapters.as_planned(model, plan)
         self._decoder_inputs = _decoder_inputs(model) if plan.model.task == "seq2seq" else None
         transformers_internals.always_use()
         expert_modules.always_run(model)
-        super().__init__(*arguments, **others)
+        super().__init__(*(model, *rest), **others)
         trainer: Any = self
         _refuse_other_model(plan, trainer.model)
         batch_norm.apply(trainer.model, plan.request.batch_norm)
@@ -169,7 +171,7 @@ def _refuse_other_model(plan: Plan, model: nn.Module) -> None:
             f"the plan is for another model than {type(model).__name__} is now",
             because=f"it was made for {planned[0]:,} parameters, {planned[1]:,} trained; the model has {number:,} and "
             f"{trained:,}",
-            hint="plan again" if plan.request.lora is None else "give it the adapters of the plan, or plan again",
+            hint="plan again",
         )
 
 

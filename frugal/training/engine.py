@@ -8,12 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
 from frugal.deepspeed_adapter import engine
-from frugal.deepspeed_adapter.kernels import DTYPES
 from frugal.distributed import env, process_group
 from frugal.distributed.connections.listeners import closed_afterwards
 from frugal.distributed.exchange import gather
@@ -110,7 +108,7 @@ def initialize(
     with closed_afterwards():
         votes = dist.new_group(backend="gloo") if is_nccl else None
     _refuse_different_plans(plan, votes)
-    model = _with_adapters(model, plan)
+    model = adapters.as_planned(model, plan)
     _apply_batch_norm(model, plan)
     with nullcontext() if is_nccl else closed_afterwards():
         zero = wrap(
@@ -119,15 +117,6 @@ def initialize(
     made = Engine(zero, plan, objective, votes)
     made.callbacks = callbacks if isinstance(callbacks, Callbacks) else Callbacks(callbacks)
     return made
-
-
-def _with_adapters(model: nn.Module, plan: Plan) -> nn.Module:
-    """The model with the adapters that are planned, unless it was built with them."""
-    lora = plan.request.lora
-    if lora is None or adapters.are_in(model):
-        return model
-    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    return adapters.add(model, lora, plan.model.task, dtype=DTYPES[plan.request.precision], device=device)
 
 
 def _apply_batch_norm(model: nn.Module, plan: Plan) -> None:

@@ -25,7 +25,7 @@ from torch import nn
 
 from frugal.dryrun.loop.card import ValuesNeededError
 from frugal.dryrun.trace.recorder import package_folder
-from frugal.errors import FrugalError, RequestError
+from frugal.errors import FrugalError, RequestError, first_line
 from frugal.training.models import factories
 
 BATCH = "batch"  # the one part that is made for every step
@@ -150,7 +150,7 @@ def failures(script: str, part: str) -> Iterator[None]:
         frames = traceback.extract_tb(error.__traceback__)
         if isinstance(error, _OURS) and Path(frames[-1].filename).is_relative_to(package_folder("frugal") / "dryrun"):
             raise
-        because = [factories.first_line(error), *_lines_of(frames)]
+        because = [first_line(error), *_lines_of(frames)]
         raise RequestError(f"`{part}` of {script} fails in a dry run", because=because, hint=_hint(error)) from None
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from frugal import files
-from frugal.errors import FrugalError, RequestError
+from frugal.errors import FrugalError, RequestError, first_line
 from frugal.training.data.chat import formats
 from frugal.training.data.rows import BadRow, Columns, Row, read, shown, type_in_words
 from frugal.training.models import factories
@@ -171,7 +171,7 @@ def _stream(source: str) -> DocumentSource:
         except (FrugalError, GeneratorExit):
             raise
         except Exception as error:  # a user's code may raise anything
-            raise RequestError(f"{source} failed after {number} rows", because=factories.first_line(error)) from None
+            raise RequestError(f"{source} failed after {number} rows", because=first_line(error)) from None
 
     return DocumentSource(source, f"stream:{hashlib.blake2b(code + source.encode()).hexdigest()}", rows)
 
@@ -194,7 +194,7 @@ def _saved(source: str, path: Path) -> DocumentSource:
     try:
         loaded = datasets.load_from_disk(str(path))
     except Exception as error:  # a damaged dataset fails in many ways
-        raise RequestError(f"the dataset {source} cannot be opened", because=factories.first_line(error)) from None
+        raise RequestError(f"the dataset {source} cannot be opened", because=first_line(error)) from None
     if isinstance(loaded, datasets.DatasetDict):
         if "train" not in loaded:
             raise RequestError(
@@ -248,7 +248,7 @@ def _parquet(path: Path, digest: str) -> DocumentSource:
     try:
         names = tuple(pq.read_schema(path).names)
     except (pa.ArrowException, OSError) as error:
-        raise RequestError(f"{shown_name} is not a parquet file", because=factories.first_line(error)) from None
+        raise RequestError(f"{shown_name} is not a parquet file", because=first_line(error)) from None
 
     def rows(columns: Columns) -> Iterator[Row]:
         number = 0
@@ -260,7 +260,7 @@ def _parquet(path: Path, digest: str) -> DocumentSource:
                         number += 1
                         yield f"{shown_name}:row {number}", row
         except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-            because = factories.first_line(error)
+            because = first_line(error)
             raise RequestError(f"{shown_name} cannot be read after row {number}", because=because) from None
 
     return DocumentSource(shown_name, f"parquet:{digest}", rows, names)

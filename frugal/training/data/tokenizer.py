@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from frugal.errors import RequestError
+from frugal.errors import RequestError, first_line
 from frugal.training.data.long_text import LongText, cut_for
 from frugal.training.models import factories
 from frugal.training.models.spec import ModelSpec
@@ -41,7 +41,7 @@ def load_tokenizer(reference: str = BYTE) -> Any:
     except Exception as error:  # each tokenizer class fails in its own way
         raise RequestError(
             f"there is no tokenizer `{reference}`",
-            because=factories.first_line(error) if is_folder else factories.why_hub_failed(error),
+            because=first_line(error) if is_folder else factories.why_hub_failed(error),
             hint="`byte` needs no download",
         ) from None
 

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from frugal.distributed import rank_logs
-from frugal.errors import FrugalError, RequestError
-from frugal.training.models.factories import first_line, import_callable
+from frugal.errors import FrugalError, RequestError, first_line
+from frugal.training.models.factories import import_callable
 
 METHODS = ("on_step", "on_evaluation", "on_save")
 

@@ -24,9 +24,9 @@ import torch.distributed as dist
 
 from frugal.distributed import rank_logs
 from frugal.distributed.exchange import from_rank_0, gather
-from frugal.errors import FrugalError, RequestError
+from frugal.errors import FrugalError, RequestError, first_line
 from frugal.training.losses.predictions import Keeper, Kept, OfLogits, most_probable
-from frugal.training.models.factories import first_line, import_callable
+from frugal.training.models.factories import import_callable
 
 Message = list[tuple[int, str, list[int], bytes, bytes]]
 """Of each sample: its place, and what was kept of it: type, shape and bytes, and the labels' bytes."""

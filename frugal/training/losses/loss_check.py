@@ -5,9 +5,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from frugal.errors import RequestError
+from frugal.errors import RequestError, first_line
 from frugal.training.losses import decoder_inputs
-from frugal.training.models import factories
 from frugal.training.models.spec import OWN, ModelSpec
 from frugal.training.objectives import Batch, Objective, Sample
 
@@ -48,7 +47,7 @@ def _apart(spec: ModelSpec, model: nn.Module, objective: Objective, sample: Samp
         try:
             theirs.append(model(**inputs).loss.item())
         except Exception as error:  # whatever a model trips over
-            reason = reason or factories.first_line(error)
+            reason = reason or first_line(error)
     if not theirs:
         raise _refused(
             spec,

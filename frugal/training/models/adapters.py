@@ -15,7 +15,9 @@ import torch
 from torch import nn
 
 from frugal.config.adapters import ALL_LINEAR, Lora
+from frugal.deepspeed_adapter.kernels import DTYPES
 from frugal.errors import RequestError
+from frugal.planning.plan import Plan
 
 TASK_TYPES = {"causal-lm": "CAUSAL_LM", "seq2seq": "SEQ_2_SEQ_LM", "sequence-classification": "SEQ_CLS"}
 """What peft calls our tasks; others it has no wrapper for, and needs none. With `SEQ_CLS` it trains the head, too."""
@@ -56,6 +58,15 @@ def add(
     if base is not None:
         made.base_model_name_or_path = str(Path(base).absolute()) if Path(base).exists() else base
     return adapted
+
+
+def as_planned(model: nn.Module, plan: Plan) -> nn.Module:
+    """`model` with the adapters that are planned, unless it was built with them. Raises as `add`."""
+    lora = plan.request.lora
+    if lora is None or are_in(model):
+        return model
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    return add(model, lora, plan.model.task, dtype=DTYPES[plan.request.precision], device=device)
 
 
 def config(lora: Lora, task: str) -> Any:

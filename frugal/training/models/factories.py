@@ -22,7 +22,7 @@ from urllib.request import getproxies
 import torch
 from torch import nn
 
-from frugal.errors import FrugalError, RequestError
+from frugal.errors import FrugalError, RequestError, first_line
 from frugal.training.objectives import Objective
 
 Factory = Callable[[], Any]
@@ -172,9 +172,3 @@ def why_hub_failed(error: Exception) -> str:
     if (reason := hub_unreachable_because()) is not None:
         return f"the hub cannot be asked ({reason}), and its local cache does not have it"
     return f"the hub answers: {first_line(error)}"
-
-
-def first_line(error: BaseException) -> str:
-    """The type and the first line of an error: `KeyError: 'n_layers'`."""
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__

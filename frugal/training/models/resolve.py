@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from frugal.config.request import Request
-from frugal.errors import RequestError
+from frugal.errors import RequestError, first_line
 from frugal.training.models import factories, transformers_internals
 from frugal.training.models.spec import OWN, TASKS, ModelSpec, heads, max_positions_of
 
@@ -87,7 +87,7 @@ def _default_config(model_type: str) -> Any:
     except Exception as error:  # some defaults contradict each other
         raise RequestError(
             f"{model_type} has no default configuration",
-            because=factories.first_line(error),
+            because=first_line(error),
             hint="give the path of a config.json",
         ) from None
 
@@ -117,7 +117,7 @@ def _text_config(reference: str, config: Any) -> Any:
     except ValueError as error:
         raise RequestError(
             f"{reference} is no single model for text",
-            because=factories.first_line(error),
+            because=first_line(error),
             hint=f"give a factory that returns the module and its objective, see {OWN_MODEL}",
         ) from None
 
@@ -228,7 +228,7 @@ def _from_path(
         try:
             config = _config_class(model_type).from_dict(raw)
         except Exception as error:  # configurations check their values each in its own way
-            raise RequestError(f"{file} is not a model's configuration", because=factories.first_line(error)) from None
+            raise RequestError(f"{file} is not a model's configuration", because=first_line(error)) from None
     beside = any((file.parent / name).exists() for name in _TOKENIZERS)
     return _from_config(
         reference, config, task, num_labels=num_labels, weights=weights,

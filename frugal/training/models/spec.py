@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from frugal.config.adapters import Lora
 from frugal.config.request import Task
-from frugal.errors import RequestError
+from frugal.errors import RequestError, first_line
 from frugal.planning.memory.loading import Origin
 from frugal.training.losses import decoder_inputs, own_loss
 from frugal.training.models import adapters, expert_modules, factories, transformers_internals
@@ -178,7 +178,7 @@ class ModelSpec:
         except Exception as error:  # each file format fails in its own way
             raise RequestError(
                 f"the weights of {self.reference} cannot be loaded",
-                because=factories.first_line(error),
+                because=first_line(error),
                 hint="to train from random weights give the path of its config.json",
             ) from None
         missing = set(loaded["missing_keys"])
@@ -198,7 +198,7 @@ class ModelSpec:
         try:
             yield
         except Exception as error:  # every model finds out in its own way
-            because = f"{type(error).__name__}: {factories.first_line(error)}"
+            because = f"{type(error).__name__}: {first_line(error)}"
             raise RequestError(f"{self.reference} has a configuration that makes no model", because=because) from None
 
     def objective(self, tokenizer: Any = None, *, seed: int = 0, pack: bool = False) -> Objective:

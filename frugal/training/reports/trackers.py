@@ -23,7 +23,7 @@ import msgspec
 
 from frugal import files
 from frugal.config.run_settings import RunSettings
-from frugal.errors import RequestError
+from frugal.errors import RequestError, first_line
 from frugal.planning.plan import Plan
 
 RECORD = "trackers.json"
@@ -71,7 +71,7 @@ class Trackers:
             except Exception as error:  # a service, its library or the network fails in many ways
                 raise RequestError(
                     f"cannot start the tracker {name}",
-                    because=_first_line(error),
+                    because=first_line(error),
                     hint=f"see to it that {name} works here, or leave --track {name} out",
                 ) from None
 
@@ -98,7 +98,7 @@ class Trackers:
                 action(tracker)
             except Exception as error:  # as in starting it; a run of weeks does not end for it
                 del self._trackers[name]
-                logger.warning("the tracker %s is left out from here on: %s", name, _first_line(error))
+                logger.warning("the tracker %s is left out from here on: %s", name, first_line(error))
 
 
 def hyperparameters(plan: Plan, settings: RunSettings) -> dict[str, bool | int | float | str]:
@@ -159,11 +159,6 @@ def _read_ids(folder: Path) -> dict[str, str]:
     except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise RequestError(
             f"cannot read {folder / RECORD}",
-            because=_first_line(error),
+            because=first_line(error),
             hint="remove it to begin new runs with the trackers",
         ) from None
-
-
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__

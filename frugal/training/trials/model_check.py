@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from frugal.config.request import BatchNormChoice
-from frugal.errors import RequestError
+from frugal.errors import RequestError, first_line
 from frugal.planning.report import PADDING_MATTERS, SPLIT_MATTERS
 from frugal.training.losses import loss_check, own_loss
-from frugal.training.models import batch_norm, factories, transformers_internals
+from frugal.training.models import batch_norm, transformers_internals
 from frugal.training.models.spec import OWN, ModelSpec, heads
 from frugal.training.objectives import Objective, Sample
 from frugal.training.trials import probe
@@ -158,7 +158,7 @@ def _trial(spec: ModelSpec, choice: BatchNormChoice | None = None) -> tuple[Mode
             )  # fmt: skip
             return done, small, model
         except Exception as error:  # whatever a model trips over
-            reason = factories.first_line(error)
+            reason = first_line(error)
     raise NoSmallModelError(f"a small one fails: {reason}")
 
 

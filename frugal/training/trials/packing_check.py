@@ -3,9 +3,8 @@
 import torch
 from torch import Tensor, nn
 
-from frugal.errors import RequestError
+from frugal.errors import RequestError, first_line
 from frugal.training.data.store import packing
-from frugal.training.models import factories
 from frugal.training.models.spec import OWN, ModelSpec
 from frugal.training.trials.small_model import NoSmallModelError, small_models
 
@@ -39,7 +38,7 @@ def check_packing(spec: ModelSpec) -> None:
                 leak = leakage(model)
                 break
             except Exception as error:  # whatever a model trips over
-                reason = f"a packed sample cannot be run: {factories.first_line(error)}"
+                reason = f"a packed sample cannot be run: {first_line(error)}"
     except NoSmallModelError as error:
         reason = f"no small model of its kind can be made to see whether it keeps documents apart: {error}"
     if leak is None:

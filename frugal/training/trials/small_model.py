@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from frugal.errors import RequestError
+from frugal.errors import RequestError, first_line
 from frugal.training.models import factories
 from frugal.training.models.spec import ModelSpec, max_positions_of
 
@@ -61,7 +61,7 @@ def small_models(spec: ModelSpec) -> Iterator[tuple[ModelSpec, nn.Module]]:
                 yield small, _amplified(small.build(dtype=torch.float32))
         except Exception as error:  # each configuration checks its values in its own way
             because = error.because if isinstance(error, RequestError) else ()
-            reason = because[0] if because else factories.first_line(error)
+            reason = because[0] if because else first_line(error)
     if _is_small(whole):
         itself = replace(spec, weights=None)
         yield itself, itself.build(dtype=torch.float32)

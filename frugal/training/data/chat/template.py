@@ -16,10 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from frugal import files
-from frugal.errors import RequestError
+from frugal.errors import RequestError, first_line
 from frugal.training.data.chat.formats import Chat
 from frugal.training.data.rows import BadRow
-from frugal.training.models import factories
 
 CHATML = """\
 {%- for message in messages %}
@@ -143,7 +142,7 @@ class ChatTemplate:
             if isinstance(error, jinja2.TemplateSyntaxError):
                 because = f"line {error.lineno}: {error.message}"
                 raise RequestError("the chat template is no Jinja template", because=because) from None
-            return BadRow(f"the chat template refuses it: {factories.first_line(error)}")
+            return BadRow(f"the chat template refuses it: {first_line(error)}")
 
     def _render(self, chat: Chat, where: str, train_on_all: bool) -> "Rendered | BadRow":
         if train_on_all:
