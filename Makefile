@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 SHELL  := /bin/bash
 
-.PHONY: setup demo test test-all faults contract mutation emulated renew lint docs clean
+.PHONY: setup demo test test-all faults contract mutation trl emulated renew lint docs clean
 
 setup: $(VENV)/.ready
 
@@ -53,6 +53,11 @@ contract: setup
 # Whether the tests of planning notice when its arithmetic is wrong; with WORDS only some of the mutants.
 mutation: setup
 	$(BIN)/python -m bench.planning.mutation $(WORDS)
+
+# A plan in TRL's SFTTrainer; TRL is no dependency of frugal, and what it needs is there.
+trl: setup
+	$(BIN)/pip install --quiet --no-deps --upgrade --target .venv-trl trl==1.16.0
+	PYTHONPATH=.venv-trl $(BIN)/python -m pytest -m "" -n0 tests/integrations
 
 # torch's CUDA build on cards that are emulated (docs/emulated-gpu.md), in an environment of its own: 1.5 GB.
 EMULATED := .venv-emulated

@@ -1,5 +1,6 @@
 """A plan as `transformers.TrainingArguments`, or as those of a trainer that derives from Trainer."""
 
+from dataclasses import fields
 from typing import Any, TypeVar
 
 from transformers import TrainingArguments
@@ -26,7 +27,10 @@ def training_arguments(
         PlanMismatchError: the plan is for another number of ranks.
     """
     export.check(plan, "hf")
-    decided = _decided(plan)
+    known = {field.name for field in fields(arguments)}
+    decided = {name: value for name, value in (_decided(plan) | _OF_THE_LOSS).items() if name in known}
+    if "max_length" in known:
+        decided["max_length"] = plan.request.seq_len
     for name in sorted(decided.keys() & others.keys()):
         if others[name] != decided[name]:
             raise RequestError(
@@ -44,6 +48,18 @@ def training_arguments(
             hint=f"plan again for {made.world_size} GPUs, or start {plan.batch.world_size} processes",
         )
     return made
+
+
+_OF_THE_LOSS = {
+    "label_smoothing_factor": 0.0,
+    "use_liger_kernel": False,
+    "loss_type": "nll",
+    "router_aux_loss_coef": 0.0,
+    "packing": False,
+    "padding_free": False,
+    "activation_offloading": False,
+}
+"""Settings of Trainer and TRL's SFTTrainer that name another loss, or other memory, than is planned and computed."""
 
 
 def _decided(plan: Plan) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from frugal.errors import RequestError
 from frugal.planning.plan import Plan
 from frugal.training.data.batches import GlobalBatches, MicroBatchLimits, share
 from frugal.training.models.tiled_loss import IGNORED
@@ -41,9 +42,9 @@ class PlannedBatches:
 
     def __init__(self, plan: Plan, dataset: Sequence[Any], rank: int, seed: int) -> None:
         self._plan, self._rank = plan, rank
-        self._batches = GlobalBatches(
-            dataset, global_batch=plan.batch.global_batch, lengths=lengths_of(dataset), seed=seed
-        )
+        lengths = lengths_of(dataset)
+        _refuse_too_long(lengths, plan.request.seq_len)
+        self._batches = GlobalBatches(dataset, global_batch=plan.batch.global_batch, lengths=lengths, seed=seed)
         self._epoch = 0
 
     @property
@@ -71,6 +72,20 @@ class PlannedBatches:
         shortest = int(batch.indices[0 if batch.lengths is None else np.argmin(batch.lengths)])
         for own in (*places, *[()] * (num_steps - len(places))):
             yield [int(batch.indices[place]) for place in own] or [~shortest]
+
+
+def _refuse_too_long(lengths: NDArray[np.int64] | None, seq_len: int) -> None:
+    """The plan's memory is for samples of up to `seq_len` tokens.
+
+    Raises:
+        RequestError: one is longer.
+    """
+    if lengths is not None and lengths.size and (longest := int(lengths.max())) > seq_len:
+        raise RequestError(
+            f"sample {int(lengths.argmax())} of train_dataset has {longest} tokens",
+            because=f"the plan's memory is for samples of up to {seq_len}",
+            hint=f"cut what is longer, or plan with --seq-len {longest}",
+        )
 
 
 class WithDummies:

@@ -1,14 +1,17 @@
 """transformers' Trainer under a plan, on real ranks, against frugal's own engine."""
 
+import importlib.util
 import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from bench.plans import plan_by_hand
 from bench.ranks import Ranks
+from frugal.config.adapters import Lora
 from frugal.errors import PlanMismatchError, RequestError
 from frugal.planning.plan import Plan
 
@@ -17,6 +20,9 @@ TINY = {
     "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 0, "eos_token_id": 0,
 }  # fmt: skip
 STEPS = 5
+needs_trl = pytest.mark.skipif(
+    importlib.util.find_spec("trl") is None, reason="TRL is no dependency of frugal: `make trl` tests with it"
+)
 
 
 def samples() -> list[dict[str, Any]]:
@@ -37,16 +43,18 @@ def collate(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
     }
 
 
-def plan(zero_stage: int, **strategy: Any) -> Plan:
+def plan(zero_stage: int, lora: str | None = None, **strategy: Any) -> Plan:
     """Global batches of 5 samples on two ranks: in micro-batches of 2 that is 2 and 1, then 1 and 1."""
-    request = {"learning_rate": 1e-2, "gradient_clipping": 0.5}
+    request = {"learning_rate": 1e-2, "gradient_clipping": 0.5, "lora": None if lora is None else Lora.parse(lora)}
     return plan_by_hand(
         world_size=2, global_batch=5, micro_batch=2, zero_stage=zero_stage, request=request, strategy=strategy
     )
 
 
-def ours(folder: str, made: Plan) -> list[float]:
-    """The losses of frugal's engine, on a rank."""
+def ours(folder: str, made: Plan) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """The losses of frugal's engine, and what it has trained, on a rank."""
+    import deepspeed
+
     import frugal
     from frugal.training.data.batches import GlobalBatches
     from frugal.training.models import resolve
@@ -56,26 +64,33 @@ def ours(folder: str, made: Plan) -> list[float]:
     rows = samples()
     batches = GlobalBatches(rows, global_batch=5, lengths=[len(row["input_ids"]) for row in rows], seed=7).iterate()
     losses = [engine.train_step(next(batches)).loss for _ in range(STEPS)]
+    trained = {name: parameter for name, parameter in engine.module.named_parameters() if parameter.requires_grad}
+    with deepspeed.zero.GatheredParameters(list(trained.values()), enabled=made.strategy.zero_stage == 3):
+        weights = {name.replace(".default.", "."): parameter.detach().clone() for name, parameter in trained.items()}
     engine.destroy()
-    return losses
+    return losses, weights
 
 
-def theirs(folder: str, made: Plan, out: str, resume_at: int = 0) -> list[float]:
-    """The losses that Trainer logs, on a rank; with `resume_at` it is stopped there, and resumed by another Trainer."""
+def theirs(folder: str, made: Plan, out: str, resume_at: int = 0, kind: str = "Trainer") -> list[float]:
+    """The losses that Trainer logs, on a rank; its model is saved to `out`. With `resume_at` it is stopped there, and
+    resumed by another Trainer."""
     from accelerate.state import AcceleratorState, GradientState, PartialState
     from transformers import AutoModelForCausalLM
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-    from frugal.integrations.transformers import PlannedTrainer, training_arguments
+    from frugal.integrations.transformers import training_arguments
+
+    trainer_class, arguments_class, others = of_trl() if kind == "SFTTrainer" else of_transformers()
 
     def run(max_steps: int, resume: bool) -> list[float]:
         args = training_arguments(
-            made, out, max_steps=max_steps, seed=7, logging_steps=1, report_to=[], disable_tqdm=True,
+            made, out, arguments_class, max_steps=max_steps, seed=7, logging_steps=1, report_to=[], disable_tqdm=True,
             save_strategy="steps" if resume_at else "no", save_steps=resume_at or 500, lr_scheduler_type="constant",
         )  # fmt: skip
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        trainer = PlannedTrainer(model=model, args=args, plan=made, train_dataset=samples(), data_collator=collate)
+        trainer = trainer_class(model=model, args=args, plan=made, **others)
         trainer.train(resume_from_checkpoint=resume)
+        trainer.save_model(out)
         return [record["loss"] for record in trainer.state.log_history if "loss" in record]
 
     try:
@@ -85,6 +100,27 @@ def theirs(folder: str, made: Plan, out: str, resume_at: int = 0) -> list[float]
         unset_hf_deepspeed_config()
         for state in (AcceleratorState, GradientState, PartialState):
             state._reset_state()
+
+
+def of_transformers() -> tuple[Any, Any, dict[str, Any]]:
+    from transformers import TrainingArguments
+
+    from frugal.integrations.transformers import PlannedTrainer
+
+    return PlannedTrainer, TrainingArguments, {"train_dataset": samples(), "data_collator": collate}
+
+
+def of_trl() -> tuple[Any, Any, dict[str, Any]]:
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer  # type: ignore[import-not-found]  # the tests that need it are skipped
+
+    from frugal.integrations.transformers import PlannedMixin
+    from frugal.training.data.tokenizer import byte_tokenizer
+
+    class Planned(PlannedMixin, SFTTrainer):  # type: ignore[misc]
+        """As the documentation says."""
+
+    return Planned, SFTConfig, {"train_dataset": Dataset.from_list(samples()), "processing_class": byte_tokenizer()}
 
 
 @pytest.fixture(scope="module")
@@ -112,15 +148,46 @@ def test_trainer_under_a_plan_has_the_losses_of_frugals_engine(
     """Uneven micro-batches, masked labels, lengths that differ, clipping, and a batch over the end of an epoch."""
     stage, others = STRATEGIES[strategy]
     made = plan(stage, **others)
-    (expected, _) = two_ranks.run(ours, folder, made)
+    ((expected, _), _) = two_ranks.run(ours, folder, made)
     (losses, _) = two_ranks.run(theirs, folder, made, str(tmp_path))
+    assert losses == pytest.approx(expected, rel=3e-6)
+
+
+LORA = "r=4,targets=c_attn"
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("kind", ["Trainer", pytest.param("SFTTrainer", marks=needs_trl)])
+def test_adapters_of_a_plan_are_trained_and_saved_as_by_frugals_engine(
+    folder: str, two_ranks: Ranks, tmp_path: Path, strategy: str, kind: str
+) -> None:
+    stage, others = STRATEGIES[strategy]
+    made = plan(stage, LORA, **others)
+    ((expected, weights), _) = two_ranks.run(ours, folder, made)
+    (losses, _) = two_ranks.run(theirs, folder, made, str(tmp_path), kind=kind)
+    assert losses == pytest.approx(expected, rel=3e-6)
+    saved = load_file(tmp_path / "adapter_model.safetensors")
+    assert saved.keys() == weights.keys()
+    for name, weight in weights.items():
+        assert torch.allclose(saved[name], weight, rtol=1e-4, atol=1e-6), name
+
+
+@needs_trl
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_sft_trainer_under_a_plan_has_the_losses_of_frugals_engine(
+    folder: str, two_ranks: Ranks, tmp_path: Path, strategy: str
+) -> None:
+    stage, others = STRATEGIES[strategy]
+    made = plan(stage, **others)
+    ((expected, _), _) = two_ranks.run(ours, folder, made)
+    (losses, _) = two_ranks.run(theirs, folder, made, str(tmp_path), kind="SFTTrainer")
     assert losses == pytest.approx(expected, rel=3e-6)
 
 
 @pytest.mark.exhaustive
 def test_a_resumed_trainer_draws_what_the_unstopped_one_draws(folder: str, two_ranks: Ranks, tmp_path: Path) -> None:
     made = plan(2)
-    (expected, _) = two_ranks.run(ours, folder, made)
+    ((expected, _), _) = two_ranks.run(ours, folder, made)
     (losses, _) = two_ranks.run(theirs, folder, made, str(tmp_path), 4)
     assert losses == pytest.approx(expected, rel=3e-6)
 
@@ -136,6 +203,32 @@ def test_what_a_trainer_cannot_do_is_refused() -> None:
     assert str(raised.value) == (
         "`per_device_train_batch_size` is 4, and 2 in the plan\n  because the plan's memory and batch hold for what it "
         "says\n\nhint: leave it out, or plan for the other value"
+    )
+
+    with pytest.raises(RequestError, match="`label_smoothing_factor` is"):
+        training_arguments(plan(2), "run", label_smoothing_factor=0.1)
+
+
+@needs_trl
+def test_what_would_change_sft_trainers_loss_or_memory_is_refused() -> None:
+    from trl import SFTConfig
+
+    from frugal.integrations.arguments import training_arguments
+
+    for name, value in {"max_length": 1024, "packing": True, "padding_free": True, "loss_type": "dft"}.items():
+        with pytest.raises(RequestError, match=f"`{name}` is .*{value}.*, and .* in the plan"):
+            training_arguments(plan(2), "run", SFTConfig, **{name: value})
+
+
+def test_samples_longer_than_planned_are_refused() -> None:
+    from frugal.integrations.micro_batches import PlannedBatches
+
+    rows = [{"input_ids": [0] * length} for length in (5, 70, 64)]
+    with pytest.raises(RequestError) as raised:
+        PlannedBatches(plan(2), rows, rank=0, seed=1)
+    assert str(raised.value) == (
+        "sample 1 of train_dataset has 70 tokens\n  because the plan's memory is for samples of up to 64\n\n"
+        "hint: cut what is longer, or plan with --seq-len 70"
     )
 
 
