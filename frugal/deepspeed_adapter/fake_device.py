@@ -41,7 +41,7 @@ from torch import Tensor
 from frugal import temporary, torch_internals
 from frugal.config.optimizers import EIGHT_BIT_BLOCK
 from frugal.deepspeed_adapter import contract, kernels, zero3_graph
-from frugal.planning.memory.allocator import HostAllocator
+from frugal.planning.memory.host_allocator import HostAllocator
 
 SideStream = Callable[[str], AbstractContextManager[Any]]
 Pinning = Callable[[], AbstractContextManager[Any]]

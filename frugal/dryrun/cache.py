@@ -59,6 +59,10 @@ class Cache:
         except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError, AssertionError):
             return None
 
+    def has(self, key: str) -> bool:
+        """Whether something was written under `key`."""
+        return self.folder is not None and (self.folder / f"{key}.json").is_file()
+
     def write(self, key: str, value: Any) -> None:
         """Keep `value` under `key`. That it cannot be written is said once, and no error: the cache only saves time."""
         if self.folder is None:
@@ -93,6 +97,12 @@ def model_key(request: Request) -> Any:
 
 
 @functools.cache
+def presets() -> dict[str, Any]:
+    """All presets by name."""
+    return tomllib.loads((_ROOT / "training" / "models" / "presets.toml").read_text())
+
+
+@functools.cache
 def _versions() -> tuple[str, ...]:
     """Of everything that a dry run and a plan depend on; for frugal also its sources, which change more often."""
     sources = hashlib.sha256()
@@ -106,9 +116,8 @@ def _definition(model: str) -> str | None:
 
     None for a transformers model type or a hub name, whose definition comes with the versions or with the name.
     """
-    presets = tomllib.loads((_ROOT / "training" / "models" / "presets.toml").read_text())
-    if model in presets:
-        return digest(presets[model])
+    if model in presets():
+        return digest(presets()[model])
     file: Path | None = Path(model).expanduser()
     weights: list[tuple[str, int]] = []
     if file is not None and file.is_dir():

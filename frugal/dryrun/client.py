@@ -87,6 +87,8 @@ class DryRunSource:
         self._will_dry_run = will_dry_run
         self._pool = workers() if pool is None else pool
         self._drafts = Drafts(request, self.kind, self.capability, self._cache, self._pool)
+        self._model = model_key(request)
+        self._facts: ModelFacts | None = None
         self._distrusted: set[Strategy] = set()
         self.notes: tuple[str, ...] = ()
         self._profiles: dict[tuple[Strategy, bool], MemoryProfile] = {}
@@ -107,8 +109,9 @@ class DryRunSource:
     def prepare(self, strategies: Sequence[Strategy]) -> None:
         """Find out at once what profiles of all these strategies need. Raises as `profile`."""
         self._drafts.prepare([strategy for strategy in strategies if strategy not in self._distrusted])
-        if self._will_dry_run:
-            self._pool.tell(WarmUp(), min(self.cluster.world_size, MAX_RANKS_DRAFTED))  # the winner will be dry-run
+        if self._will_dry_run and not self._cache.has(self._kept_key()):
+            free = (os.cpu_count() or 1) - 1  # the arithmetic has a core to itself
+            self._pool.tell(WarmUp(), min(self.cluster.world_size, MAX_RANKS_DRAFTED, free))  # the winner is dry-run
 
     def profile(self, strategy: Strategy, accumulates: bool) -> MemoryProfile:
         """The costs of `strategy` for every micro-batch; `accumulates`: with more than one micro-step.
@@ -122,10 +125,15 @@ class DryRunSource:
             if strategy not in self._distrusted:
                 costs = self._simulated(strategy, accumulates, self._ranks(strategy, MAX_RANKS_SEARCHED))
             if costs is None:
-                world_size = self.cluster.world_size
-                model = model_key(self.request)
                 key = digest(
-                    "profile", model, self._key(), strategy, world_size, accumulates, self.kind, *self._kernels
+                    "profile",
+                    self._model,
+                    self._key(),
+                    strategy,
+                    self.cluster.world_size,
+                    accumulates,
+                    self.kind,
+                    *self._kernels,
                 )
                 costs = self._cache.read(key, MemoryProfile)
                 if costs is None:
@@ -163,9 +171,7 @@ class DryRunSource:
         context = (device.context_bytes, device.context_below_bytes, device.context_above_bytes)
         sizes = (device.usable_bytes, *context, device.name in CARDS)  # its speed changes no memory
         world = (self.cluster.world_size, self._ranks_per_node, device.kind, *self._kernels, *sizes)
-        key = digest(
-            "dry-run", model_key(self.request), self._key(), strategy, micro_batch, min(accumulation_steps, 2), world
-        )
+        key = digest("dry-run", self._model, self._key(), strategy, micro_batch, min(accumulation_steps, 2), world)
         breakdown = self._cache.read(key, DryRunBreakdown)
         if breakdown is None:
             dry_runs = self.dry_runs(strategy, micro_batch, accumulation_steps)
@@ -176,6 +182,7 @@ class DryRunSource:
             notes = tuple(dict.fromkeys(note for each in dry_runs for note in each.notes))
             breakdown = DryRunBreakdown(memory.assuming(notes), notes)
             self._cache.write(key, breakdown)
+            self._cache.write(self._kept_key(), True)
         self.notes = breakdown.notes
         return replace(breakdown.memory, loading=self._loading(strategy))
 
@@ -206,15 +213,16 @@ class DryRunSource:
 
     def facts(self) -> ModelFacts:
         """What the model is. Raises as `profile`."""
-        key = digest("model", model_key(self.request), self.request.batch_norm)
-        facts = self._cache.read(key, ModelFacts) or shipped.facts(self.request)
-        if facts is None:
-            answer, *_ = self._pool.ask_all(AskFacts(self.request))  # all, so that all have their imports done
-            (checked,) = self._pool.ask([AskCheck(self.request)])
-            assert answer.describe is not None and checked.notes is not None
-            facts = replace(answer.describe, notes=checked.notes)
-            self._cache.write(key, facts)
-        return facts
+        if self._facts is None:
+            key = digest("model", self._model, self.request.batch_norm)
+            self._facts = self._cache.read(key, ModelFacts) or shipped.facts(self.request)
+            if self._facts is None:
+                answer, *_ = self._pool.ask_all(AskFacts(self.request))  # all, so that all have their imports done
+                (checked,) = self._pool.ask([AskCheck(self.request)])
+                assert answer.describe is not None and checked.notes is not None
+                self._facts = replace(answer.describe, notes=checked.notes)
+                self._cache.write(key, self._facts)
+        return self._facts
 
     def _simulated(self, strategy: Strategy, accumulates: bool, ranks: Sequence[int]) -> MemoryProfile | None:
         """A profile by arithmetic; None where that is not enough."""
@@ -342,6 +350,10 @@ class DryRunSource:
             return tuple(range(world_size))
         return likely_fullest(self.facts().trainable_sizes, world_size, most)
 
+    def _kept_key(self) -> str:
+        """Of the note that a dry run of this model on this world is kept: another batch is likely to want the same."""
+        return digest("dry-run is kept", self._model, self._key(), self.cluster.world_size, self._kernels)
+
     def _key(self) -> list[object]:
         """What a dry run depends on of the request, besides the model."""
         request = self.request
@@ -398,6 +410,7 @@ class Drafts:
         self._capability = capability
         self._cache = cache
         self._pool = pool
+        self._model = model_key(request)
         self._traces: dict[AskTrace, ModelTrace | FrugalError | None] = {}
 
     def prepare(self, strategies: Sequence[Strategy]) -> None:
@@ -458,4 +471,4 @@ class Drafts:
             question.kind,
             question.capability,
         )
-        return digest("trace", model_key(self._request), self._request.precision, mode)
+        return digest("trace", self._model, self._request.precision, mode)

@@ -2,8 +2,8 @@
 
 import logging
 import os
-from collections.abc import Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Unpack
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from frugal.training.objectives import Objective
 
 logger = logging.getLogger("frugal")
+
+MOST_REPLAYS = 2000
+"""Streams whose replays are kept for the next plan of a model, some 200 bytes each; a plan takes about thirty."""
 
 
 def plan(*, objective: "Objective | None" = None, **settings: Unpack[PlanArguments]) -> Plan:
@@ -63,39 +66,60 @@ def _plan(objective: "Objective | None", **settings: Any) -> Plan:
     return make_plan_here(request, cluster, defaults)
 
 
-def make_plan_here(request: Request, cluster: Cluster, defaults: tuple[str, ...]) -> Plan:
+def make_plan_here(
+    request: Request, cluster: Cluster, defaults: tuple[str, ...], on_draft: Callable[[Plan], None] | None = None
+) -> Plan:
     """`make_plan` with what this environment says of torch's allocator; what no plan knows of that is a warning."""
     request = cuda_allocator.planned(request, cluster, os.environ)
     notes = cuda_allocator.notes(request.expandable_segments is not False, cluster, os.environ)
-    return make_plan(request, cluster, defaults, warnings=notes)
+    return make_plan(request, cluster, defaults, warnings=notes, on_draft=on_draft)
 
 
 def make_plan(
     request: Request, cluster: Cluster, defaults: tuple[str, ...] = (), *, warnings: Sequence[str] = (),
-    dry_run: "OpenSource | None" = None,
+    dry_run: "OpenSource | None" = None, on_draft: Callable[[Plan], None] | None = None,
 ) -> Plan:  # fmt: skip
     """The plan for a request; `defaults` names its fields that nobody set, `dry-run` where profiles come from.
 
     Plans are kept in the user's cache, except where `dry-run` is given. `warnings` are of this machine, and added.
+    `on_draft`: as in `frugal.planning.planner.decide`; a plan that is kept is told of by nothing but the result.
 
     Raises: as `plan`.
     """
     if dry_run is not None:
         from frugal.planning.planner import decide
 
-        return decide(request, cluster, defaults, dry_run)
+        return decide(request, cluster, defaults, dry_run, on_draft)
     cache = Cache.of_user()
     key = digest("plan", model_key(request), request, cluster, defaults)
     kept = cache.read(key, Plan)
     if kept is None or kept.digest != kept.compute_digest():
-        kept = _decided(request, cluster, defaults)
+        with _replays_known(cache, request):
+            kept = _decided(request, cluster, defaults, on_draft)
         cache.write(key, kept)
     return replace(kept, warnings=(*kept.warnings, *warnings)).sealed() if warnings else kept
 
 
-def _decided(request: Request, cluster: Cluster, defaults: tuple[str, ...]) -> Plan:
+def _decided(
+    request: Request, cluster: Cluster, defaults: tuple[str, ...], on_draft: Callable[[Plan], None] | None
+) -> Plan:
     from frugal.dryrun.client import DryRunSource, workers
     from frugal.planning.planner import decide  # a tenth of a second that a kept plan does not need
 
     with closing(workers()) as pool:
-        return decide(request, cluster, defaults, partial(DryRunSource, pool=pool))
+        return decide(request, cluster, defaults, partial(DryRunSource, pool=pool), on_draft)
+
+
+@contextmanager
+def _replays_known(cache: Cache, request: Request) -> Iterator[None]:
+    """Of the allocator's replays those that plans of the same model have done before, and afterwards also these."""
+    from frugal.planning.memory.allocator import KNOWN, Replay
+
+    key = digest("replays", model_key(request))
+    KNOWN.update(cache.read(key, dict[str, list[Replay]]) or {})
+    before = sum(map(len, KNOWN.values()))
+    try:
+        yield
+    finally:
+        if sum(map(len, KNOWN.values())) > before:
+            cache.write(key, dict(list(KNOWN.items())[-MOST_REPLAYS:]))

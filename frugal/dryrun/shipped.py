@@ -8,7 +8,6 @@ import functools
 import logging
 import lzma
 import sys
-import tomllib
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
@@ -21,6 +20,7 @@ from frugal import files
 from frugal.config.hardware.cluster import CARDS, Capability, kernel_class
 from frugal.config.hardware.local_host import library_versions
 from frugal.config.request import Request
+from frugal.dryrun.cache import presets
 from frugal.dryrun.messages import AskCheck, AskFacts, AskTrace, ModelFacts, Traced
 from frugal.dryrun.pool import Pool
 from frugal.errors import FrugalError
@@ -29,7 +29,6 @@ from frugal.planning.strategy import ActivationCheckpointing
 logger = logging.getLogger("frugal")
 
 FOLDER = Path(__file__).parent / "shipped_traces"
-PRESETS = Path(__file__).parents[1] / "training" / "models" / "presets.toml"
 CLASSES = sorted({kernel_class(card.compute_capability) for card in CARDS.values() if card.has_bf16})
 MODES: tuple[ActivationCheckpointing, ...] = ("off", "selective", "full", "offloaded")  # those that `auto` tries
 
@@ -83,12 +82,6 @@ def _shipment(model: str, mode: ActivationCheckpointing) -> Shipment | None:
 def _file_name(model: str, mode: ActivationCheckpointing) -> str:
     """One file a mode, because few modes are asked for in most plans."""
     return f"{model}-{mode}.json.xz"
-
-
-@functools.cache
-def presets() -> dict[str, object]:
-    """All presets by name."""
-    return tomllib.loads(PRESETS.read_text())
 
 
 def _definition(model: str) -> str:

@@ -3,7 +3,7 @@
 Where nothing fits, the error names what is lacking and which changes would help; each of them is computed first.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from math import ceil
 
@@ -234,8 +234,14 @@ MAX_LISTED_GPUS = 8
 """GPUs of which a plan says one by one what other processes use."""
 
 
-def decide(request: Request, cluster: Cluster, defaults: tuple[str, ...], dry_run: OpenSource) -> Plan:
+def decide(
+    request: Request, cluster: Cluster, defaults: tuple[str, ...], dry_run: OpenSource,
+    on_draft: Callable[[Plan], None] | None = None,
+) -> Plan:  # fmt: skip
     """The fastest plan that fits; `defaults` names the request's fields that nobody set.
+
+    `on_draft` is told of each plan that is about to be dry-run: it has the memory that arithmetic found, and may still
+    be refused.
 
     Raises:
         RequestError: the request contradicts itself or its model.
@@ -247,7 +253,12 @@ def decide(request: Request, cluster: Cluster, defaults: tuple[str, ...], dry_ru
         request, notes = replace(request, lengths=lengths), notes + more
     with dry_run(request, cluster) as source:
         search = Search(request, cluster, source)
-        result = search.run()
+
+        def drafted(result: SearchResult) -> None:
+            if on_draft is not None:
+                on_draft(_decided(request, cluster, defaults, result, notes))
+
+        result = search.run(drafted)
         if isinstance(result, Infeasible):
             ways = remedies(request, cluster, search, result, dry_run)
             raise nothing_fits(request, cluster, result, ways)

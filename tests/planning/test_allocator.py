@@ -4,10 +4,12 @@ import random
 from itertools import pairwise
 from typing import Any
 
+import msgspec
 import pytest
 
 from frugal.planning.memory import allocator as product
-from frugal.planning.memory.allocator import ENDLESS, HostAllocator, Replay, Replays
+from frugal.planning.memory.allocator import ENDLESS, Replay, Replays
+from frugal.planning.memory.host_allocator import HostAllocator
 from frugal.units import KIB, MIB
 from tests.planning.object_allocator import Block, CachingAllocator, replay_one_by_one
 
@@ -259,3 +261,23 @@ def test_the_host_keeps_a_pinned_block_that_is_freed_for_the_next_of_its_size() 
     host.allocate(3 * MIB)
     host.release(3 * MIB)
     assert (host.live_bytes, host.peak_bytes) == (8 * MIB, 11 * MIB)
+
+
+@pytest.mark.parametrize("expandable", [False, True])
+def test_what_was_replayed_once_is_known_to_whoever_replays_it_again(
+    expandable: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes, events = stream(3, 2000)
+    capacity = Replays(sizes, events, expandable_segments=expandable).smallest_capacity()
+    kept = msgspec.json.encode(product.KNOWN)
+    monkeypatch.setattr(product, "KNOWN", msgspec.json.decode(kept, type=dict[str, list[Replay]]))
+    monkeypatch.setattr(product, "_replay", None)
+    assert Replays(sizes, events, expandable_segments=expandable).smallest_capacity() == capacity
+    other_sizes = [*sizes[:-1], sizes[-1] + 1]
+    for other in (
+        Replays(other_sizes, events, expandable_segments=expandable),
+        Replays(sizes, events, [5], expandable_segments=expandable),
+        Replays(other_sizes, events, expandable_segments=not expandable),
+    ):
+        with pytest.raises(TypeError):
+            other.smallest_capacity()

@@ -3,11 +3,13 @@
 import pytest
 
 from frugal.config.schema import understand
+from frugal.dryrun.planner import make_plan
 from frugal.errors import RequestError
+from frugal.planning.plan import Plan
 from frugal.planning.search.candidate import SearchResult
 from frugal.planning.search.search import Search
 from frugal.units import GIB
-from tests.planning.synthetic import SMALL, SyntheticSource, planned
+from tests.planning.synthetic import SMALL, SyntheticSource, dry_running, planned
 
 
 def test_four_cards_of_12_gib_train_gpt2_without_any_other_setting() -> None:
@@ -155,6 +157,17 @@ def test_a_profile_that_promises_too_much_is_found_out_and_the_choice_made_again
     assert max(corrected.batch.micro_batch) < max(honest.batch.micro_batch)
     assert corrected.memory.fits
     assert "it does not fit, and was not chosen" in corrected.warnings[0]
+
+
+def test_each_choice_is_told_before_it_is_dry_run_with_the_memory_of_its_profile() -> None:
+    drafts: list[Plan] = []
+    settings = understand({"gpus": 4, "mem": "12G"})
+    made = make_plan(*settings, dry_run=dry_running(1.5, **SMALL), on_draft=drafts.append)
+    refused, chosen = drafts[0], drafts[-1]
+    assert len(drafts) > 1 and refused.memory.fits
+    assert max(refused.batch.micro_batch) > max(chosen.batch.micro_batch)
+    assert (chosen.batch, chosen.strategy, chosen.time) == (made.batch, made.strategy, made.time)
+    assert chosen.memory.live_bytes < made.memory.live_bytes
 
 
 def test_a_profile_that_is_off_but_fits_is_told() -> None:

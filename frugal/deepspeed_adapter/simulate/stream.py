@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from frugal.config.hardware.cluster import DeviceKind
-from frugal.planning.memory.allocator import HostAllocator
+from frugal.planning.memory.host_allocator import HostAllocator
 from frugal.planning.memory.timeline import TEMPORARY, MarkKind, ModelTrace, Timeline, TimelineBuilder
 
 

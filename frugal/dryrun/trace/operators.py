@@ -37,7 +37,7 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry, register_flop_formula, sdpa_backward_flop_count, sdpa_flop_count
 
 from frugal import torch_internals
-from frugal.planning.memory.allocator import HostAllocator
+from frugal.planning.memory.host_allocator import HostAllocator
 from frugal.training.measure.memory_watch import tensors_in, traffic
 
 aten = torch.ops.aten

@@ -1,4 +1,4 @@
-"""The caching allocators of device and host: what a step's storages take, under any limit of memory.
+"""CUDA's caching allocator: what a step's storages take, under any limit of memory.
 
 After c10/cuda/CUDACachingAllocator.cpp: requests are rounded to 512 bytes; up to 1 MiB they come from segments of
 2 MiB, up to 10 MiB from segments of 20 MiB, beyond that from their own, rounded to 2 MiB. The smallest free block
@@ -23,15 +23,18 @@ A search replays streams of ten thousand storages dozens of times, so
   length, found by its ends when a neighbour is freed. Half of all requests find a block of just their length.
 - What a limit decides is which new memory is granted. Two limits that grant and refuse the same requests lead through
   the same replay, which is done once.
+- A replay is known again by what was replayed (`KNOWN`), so another plan of the same model, or another process that
+  was given what this one knows, need not do it again.
 
 The tests have an allocator of linked blocks, as torch's is, and hold these replays to it.
 """
 
 from array import array
 from bisect import bisect_left, insort
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from hashlib import sha256
 from itertools import pairwise
 
 from frugal.units import MIB
@@ -82,6 +85,10 @@ class Replay:
         return max(self.granted_bytes, self.peak_reserved_bytes)
 
 
+KNOWN: dict[str, list[Replay]] = {}
+"""What replays have shown, by the SHA-256 of what was replayed."""
+
+
 class Replays:
     """Storages of `sizes` bytes that live and die as `events` says: an index at birth, again at death.
 
@@ -100,7 +107,14 @@ class Replays:
         self._events = events
         self._empties = empties
         self._expandable_segments = expandable_segments
-        self._known: list[Replay] = []
+
+    @cached_property
+    def _known(self) -> list[Replay]:
+        stream = sha256(b"expandable" if self._expandable_segments else b"")
+        for part in (self._sizes, array("q", self._events), array("q", self._empties)):
+            stream.update(f"{len(part)} ".encode())
+            stream.update(part)
+        return KNOWN.setdefault(stream.hexdigest(), [])
 
     def under(self, limit_bytes: int = ENDLESS) -> Replay:
         """The replay on a device with `limit_bytes` for segments."""
@@ -458,35 +472,3 @@ class _Device:
             granted_bytes=granted * SMALLEST_BLOCK,
             refused_bytes=refused * SMALLEST_BLOCK,
         )
-
-
-class HostAllocator:
-    """What tensors take of a host's memory, bytes: now, and at most so far.
-
-    Pinned memory comes in blocks, and a block that is freed is kept for the next one of its size
-    (`CachingHostAllocatorImpl` in ATen/core/CachingHostAllocator.h).
-    """
-
-    def __init__(self) -> None:
-        self.live_bytes = self.peak_bytes = 0
-        self._free_pinned: Counter[int] = Counter()  # bytes of a pinned block -> how many are kept
-
-    @staticmethod
-    def pinned_bytes(size_bytes: int) -> int:
-        """Of the block for a pinned tensor: a power of two."""
-        return 1 << (size_bytes - 1).bit_length()
-
-    def allocate(self, size_bytes: int, *, pinned: bool = False) -> None:
-        """A tensor begins, or the pinned block for one."""
-        if pinned and self._free_pinned[size_bytes]:
-            self._free_pinned[size_bytes] -= 1  # it is counted already
-            return
-        self.live_bytes += size_bytes
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
-
-    def release(self, size_bytes: int, *, pinned: bool = False) -> None:
-        """It is gone."""
-        if pinned:
-            self._free_pinned[size_bytes] += 1
-        else:
-            self.live_bytes -= size_bytes

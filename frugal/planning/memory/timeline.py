@@ -169,8 +169,11 @@ class Timeline:
         """Of every event, whether a storage begins; else one ends."""
         import numpy as np
 
-        births = np.zeros(len(self.events), dtype=np.bool_)
-        births[np.unique(self._arrays.events, return_index=True)[1]] = True
+        events = self._arrays.events
+        first = np.empty(len(self.fixed), dtype=np.int64)
+        first[events[::-1]] = np.arange(len(events) - 1, -1, -1)  # the last that is written of each stays
+        births = np.zeros(len(events), dtype=np.bool_)
+        births[first[events]] = True
         return births
 
     def changes(self, micro_batch: int) -> "npt.NDArray[np.int64]":

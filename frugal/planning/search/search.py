@@ -65,32 +65,42 @@ class Search:
         self.facts = self.evaluation.facts
         self.can_tile = self.facts.can_tile
 
-    def run(self) -> SearchResult | Infeasible:
-        """Choose, dry-run, and choose again until the two agree; the next level of offloading where nothing fits."""
+    def run(self, on_draft: Callable[[SearchResult], None] = lambda _: None) -> SearchResult | Infeasible:
+        """Choose, dry-run, and choose again until the two agree; the next level of offloading where nothing fits.
+
+        `on_draft` is told of each choice before it is dry-run, with what arithmetic says of its memory.
+        """
         of_levels_before: list[Candidate] = []
         warnings: list[str] = []
         for level in self.levels:
             candidates = self.candidates(level)
             while winner := self._winner(candidates):
+                assert winner.memory is not None
+                on_draft(self._result(winner, winner.memory, (*of_levels_before, *candidates), warnings))
                 memory = self.evaluation.dry_run_result(winner)
                 outcome = self._outcome(winner, memory)
                 if outcome is not Outcome.CONFIRMED:
                     warnings.append(self._warning(outcome, winner, memory))
                 if outcome.is_chosen:
-                    assumed = (f"assumed, because it depends on data: {note}" for note in self.source.notes)
-                    return SearchResult(
-                        chosen=winner,
-                        memory=memory,
-                        model=self._model(winner),
-                        candidates=(*of_levels_before, *candidates),
-                        warnings=(*warnings, *assumed),
-                        in_other_segments=self.evaluation.in_other_segments(winner),
-                    )
+                    assumed = [f"assumed, because it depends on data: {note}" for note in self.source.notes]
+                    return self._result(winner, memory, (*of_levels_before, *candidates), warnings + assumed)
                 if outcome is Outcome.TOO_LARGE:
                     self.evaluation.refute(winner, memory)
                 candidates = self.candidates(level)
             of_levels_before += candidates
         return Infeasible(candidates=tuple(of_levels_before), nearest_first=self._nearest_first(of_levels_before))
+
+    def _result(
+        self, chosen: Candidate, memory: MemoryBreakdown, candidates: tuple[Candidate, ...], warnings: Sequence[str]
+    ) -> SearchResult:
+        return SearchResult(
+            chosen=chosen,
+            memory=memory,
+            model=self._model(chosen),
+            candidates=candidates,
+            warnings=tuple(warnings),
+            in_other_segments=self.evaluation.in_other_segments(chosen),
+        )
 
     def _outcome(self, winner: Candidate, memory: MemoryBreakdown) -> Outcome:
         """`memory` is that of the winner's dry run. A wrong profile is replaced once; then it is a dry run's own."""
