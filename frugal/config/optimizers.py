@@ -31,6 +31,7 @@ from frugal.errors import RequestError
 
 OptimizerName = Literal["adamw", "sgd", "adamw-8bit"]
 OptimizerImplementation = Literal["fused", "foreach", "for-loop", "deepspeed"]
+OptimizerStates = Literal["fp32", "bf16"]
 
 IMPLEMENTATIONS: dict[OptimizerName, tuple[OptimizerImplementation, ...]] = {
     "adamw": ("fused", "foreach", "for-loop", "deepspeed"),
@@ -45,6 +46,9 @@ counts for about 1000 steps, here for 20, so that after a spike of the loss step
 models are usually trained so: Brown et al. 2020, "Language Models are Few-Shot Learners" (arXiv 2005.14165), appendix
 B; Touvron et al. 2023, "LLaMA" (arXiv 2302.13971), section 2.3."""
 
+STATE_BYTES: dict[OptimizerStates, int] = {"fp32": 4, "bf16": 2}
+"""Of one value: a master weight, a moment, a momentum."""
+
 EIGHT_BIT_BLOCK = 256
 """Elements that share one scale, fp32, in each moment of bitsandbytes' 8-bit optimizers."""
 
@@ -54,17 +58,64 @@ def implementation(optimizer: OptimizerName, asked: OptimizerImplementation | No
     return asked or next(iter(IMPLEMENTATIONS[optimizer]), None)
 
 
-def state_bytes_per_element(optimizer: OptimizerName, momentum: float | None = None) -> float:
-    """Bytes that the optimizer keeps of each element, without the fp32 master weight.
+def state_bytes_per_element(
+    optimizer: OptimizerName, momentum: float | None = None, states: OptimizerStates = "fp32"
+) -> float:
+    """Bytes that the optimizer keeps of each element, without the master weight.
 
-    AdamW: two moments in fp32. SGD: its momentum, if any. 8-bit AdamW: two moments of a byte, and two scales a block.
-    Left out: parameters below 4096 elements, whose moments bitsandbytes keeps in fp32.
+    AdamW: two moments in fp32 or bf16. SGD: its momentum, if any. 8-bit AdamW: two moments of a byte, and two scales a
+    block. Left out: parameters below 4096 elements, whose moments bitsandbytes keeps in fp32.
     """
+    each = STATE_BYTES[states]
     return {
-        "adamw": 8.0,
-        "sgd": 4.0 if momentum else 0.0,
+        "adamw": 2.0 * each,
+        "sgd": float(each) if momentum else 0.0,
         "adamw-8bit": 2 + 2 * 4 / EIGHT_BIT_BLOCK,
     }[optimizer]
+
+
+def check_states(
+    states: OptimizerStates | None,
+    optimizer: OptimizerName,
+    asked: OptimizerImplementation | None,
+    *,
+    precision: str,
+    offload: str,
+) -> None:
+    """Whether master weights and states can be kept like that.
+
+    DeepSpeed 0.19.8 takes `bf16_master_weights_and_grads` with `bf16_optimizer_states` under ZeRO 1 to 3 for a model in
+    bf16 (runtime/config.py), and on the host only with its own CPU Adam (`_configure_master_weights` of
+    runtime/base_optimizer.py). The same keys for fp16 need the optimizer on the host, and keep its states in fp32.
+
+    Raises:
+        RequestError: they cannot.
+    """
+    if states != "bf16":
+        return
+    because, hint = "", "leave --optimizer-states out"
+    if precision != "bf16":
+        because = "they are rounded to the model's own type"
+        hint = "use --precision bf16, or leave --optimizer-states out"
+    elif optimizer == "adamw-8bit":
+        because = "it keeps its moments in 8 bits already, and needs master weights in fp32 beside them"
+    elif offload == "nvme":
+        because = "DeepSpeed moves only states in fp32 to disk"
+        hint = "use --offload all, or leave --optimizer-states out"
+    elif offload in ("optimizer", "all") and not states_can_be_on_host(states, optimizer, asked):
+        because = "on the host only DeepSpeed's own CPU Adam keeps states in bf16"
+        hint = "use --optimizer adamw without --optimizer-implementation, or leave --optimizer-states out"
+    if because:
+        what = {"bf16": "", "fp16": " with --precision fp16", "fp32": " with --precision fp32"}[precision]
+        what = what or (" with --optimizer adamw-8bit" if optimizer == "adamw-8bit" else f" with --offload {offload}")
+        raise RequestError(f"--optimizer-states bf16 is impossible{what}", because=because, hint=hint)
+
+
+def states_can_be_on_host(
+    states: OptimizerStates | None, optimizer: OptimizerName, asked: OptimizerImplementation | None
+) -> bool:
+    """Whether an optimizer with such states can live in host memory."""
+    return states != "bf16" or (optimizer == "adamw" and asked in (None, "deepspeed"))
 
 
 def check(

@@ -12,7 +12,7 @@ from typing import Any, TypedDict
 from frugal.config.adapters import Lora
 from frugal.config.hardware.build_cluster import Amounts
 from frugal.config.hardware.cluster import DeviceKind
-from frugal.config.optimizers import OptimizerImplementation, OptimizerName, Rule
+from frugal.config.optimizers import OptimizerImplementation, OptimizerName, OptimizerStates, Rule
 from frugal.config.request import (
     AccumulationDtype,
     ActivationCheckpointingChoice,
@@ -46,6 +46,8 @@ class PlanArguments(TypedDict, total=False):
     precision: Precision | None
     optimizer: OptimizerName | None
     optimizer_implementation: OptimizerImplementation | None
+    optimizer_states: OptimizerStates | None
+    states: OptimizerStates | None
     momentum: float | None
     adam_beta1: float | None
     adam_beta2: float | None

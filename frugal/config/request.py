@@ -6,7 +6,15 @@ from typing import Literal
 
 from frugal.config import optimizers
 from frugal.config.adapters import Lora
-from frugal.config.optimizers import OptimizerImplementation, OptimizerName, Rule, Scaling, check_rule
+from frugal.config.optimizers import (
+    STATE_BYTES,
+    OptimizerImplementation,
+    OptimizerName,
+    OptimizerStates,
+    Rule,
+    Scaling,
+    check_rule,
+)
 from frugal.config.sample_lengths import Lengths
 from frugal.config.setting import Kind, check_sizes, setting
 from frugal.errors import RequestError
@@ -102,6 +110,12 @@ class Request:
     optimizer_implementation: OptimizerImplementation | None = setting(
         None, "Whose kernels.", "optimizer", shown_default="torch's fused ones, if there are any", is_expert=True
     )
+    optimizer_states: OptimizerStates | None = setting(
+        None,
+        "Of master weights, moments and momentum. bf16 halves their memory and changes the numbers: updates below "
+        "1/256 of a weight are rounded away.",
+        "optimizer", shown_default="fp32", short=("--states",),
+    )  # fmt: skip
     momentum: float | None = setting(None, "Of --optimizer sgd.", "optimizer", least=0, shown_default="none")
     adam_beta1: float | None = setting(
         None, "What AdamW keeps of the mean gradient at each step.", "optimizer", least=0,
@@ -216,6 +230,13 @@ class Request:
             epsilon=self.adam_epsilon,
             offload=self.offload,
         )
+        optimizers.check_states(
+            self.optimizer_states,
+            self.optimizer,
+            self.optimizer_implementation,
+            precision=self.precision,
+            offload=self.offload,
+        )
 
     def _check_places(self) -> None:
         """Where optimizer and parameters are to live, and the bucket in which gradients travel."""
@@ -297,6 +318,16 @@ class Request:
     def decays_all(self) -> bool:
         """Whether all parameters decay alike, by the optimizer itself."""
         return self.decay_norms is not False or self.weight_decay == 0
+
+    @property
+    def master_bytes_per_element(self) -> int:
+        """Of the weights that the optimizer updates."""
+        return STATE_BYTES[self.optimizer_states or "fp32"]
+
+    @property
+    def state_bytes_per_element(self) -> float:
+        """What the optimizer keeps of each of them."""
+        return optimizers.state_bytes_per_element(self.optimizer, self.momentum, self.optimizer_states or "fp32")
 
     @property
     def betas(self) -> tuple[float, float]:

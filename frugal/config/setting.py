@@ -84,6 +84,8 @@ OTHER_NAMES = {
         "frugal writes DeepSpeed's JSON itself, from a plan that was checked against the memory there is",
     ),
     "bf16": OtherName(_HF, "--precision bf16"),
+    "bf16_optimizer_states": OtherName(_DEEPSPEED, "--optimizer-states bf16"),
+    "bf16_master_weights_and_grads": OtherName(_DEEPSPEED, "--optimizer-states bf16"),
     "fp16": OtherName(_HF, "--precision fp16"),
     "output_dir": OtherName(_HF, "--out {}", stand_in="DIR"),
     "num_train_epochs": OtherName(_HF, "--epochs {}"),

@@ -12,12 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from frugal import files
-from frugal.config import optimizers
 from frugal.config.request import Request
 from frugal.errors import RequestError
 from frugal.planning.batch import BatchPlan
 from frugal.planning.plan import Plan
-from frugal.planning.strategy import Strategy
+from frugal.planning.strategy import Strategy, optimizer_implementation
 
 NVME_OPTIMIZER_BUFFERS = 4
 """Each holds the largest sub-group in fp32: master weight, gradient and both moments are on the host at once."""
@@ -51,7 +50,7 @@ def batch_config(batch: BatchPlan) -> dict[str, Any]:
 
 def strategy_config(request: Request, strategy: Strategy) -> dict[str, Any]:
     """Everything but the batch."""
-    optimizer = _optimizer(request)
+    optimizer = _optimizer(request, strategy)
     config: dict[str, Any] = {
         **({} if optimizer is None else {"optimizer": optimizer}),
         "gradient_clipping": request.gradient_clipping,
@@ -63,18 +62,19 @@ def strategy_config(request: Request, strategy: Strategy) -> dict[str, Any]:
         "wall_clock_breakdown": False,
     }
     if request.precision != "fp32":
-        config[request.precision] = {"enabled": True}
+        in_bf16 = {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+        config[request.precision] = {"enabled": True, **(in_bf16 if request.optimizer_states == "bf16" else {})}
         config["data_types"] = {"grad_accum_dtype": strategy.gradient_accumulation_dtype}
     return config
 
 
-def _optimizer(request: Request) -> dict[str, Any] | None:
+def _optimizer(request: Request, strategy: Strategy) -> dict[str, Any] | None:
     """None for an optimizer that DeepSpeed does not know by name; training hands it over ready made.
 
     `torch_adam` keeps DeepSpeed from putting its own kernels in place of torch's. Without it the same type is its
     FusedAdam, and DeepSpeedCPUAdam where the optimizer is offloaded.
     """
-    kernels = optimizers.implementation(request.optimizer, request.optimizer_implementation)
+    kernels = optimizer_implementation(request, strategy)
     how = {"fused": {"fused": True}, "foreach": {"foreach": True}, "for-loop": {"foreach": False}}.get(str(kernels), {})
     common = {"lr": request.scaled_learning_rate, "weight_decay": request.weight_decay}
     if request.optimizer == "adamw":

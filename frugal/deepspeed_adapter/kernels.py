@@ -20,7 +20,7 @@ from deepspeed.runtime import compiler
 
 from frugal.config.request import Request
 from frugal.errors import RequestError
-from frugal.planning.strategy import Strategy
+from frugal.planning.strategy import Strategy, optimizer_implementation
 
 MakeOptimizer = Callable[[Iterable[Any]], torch.optim.Optimizer]
 
@@ -40,7 +40,7 @@ def ready_made(request: Request, strategy: Strategy) -> MakeOptimizer | None:
             eps=request.epsilon,
             weight_decay=request.weight_decay,
         )
-    if request.optimizer_implementation == "deepspeed":
+    if optimizer_implementation(request, strategy) == "deepspeed":
         compile_kernels(on_host=strategy.offload_optimizer != "none")
     return None
 
@@ -89,9 +89,9 @@ def compile_kernels(*, on_host: bool) -> None:
         ) from None
 
 
-def describe_optimizer(request: Request) -> str:
+def describe_optimizer(request: Request, strategy: Strategy) -> str:
     """The optimizer in the words that a checkpoint keeps: states of one implementation may not suit another."""
-    requested = request.optimizer_implementation
+    requested = optimizer_implementation(request, strategy)
     return request.optimizer if requested in (None, "fused") else f"{request.optimizer} ({requested})"
 
 

@@ -357,8 +357,8 @@ class DryRunSource:
     def _key(self) -> list[object]:
         """What a dry run depends on of the request, besides the model."""
         request = self.request
-        kernels = request.optimizer_implementation
-        return [request.precision, request.optimizer, kernels, bool(request.momentum), request.gradient_clipping > 0]
+        optimizer = (request.optimizer, request.optimizer_implementation, request.optimizer_states)
+        return [request.precision, *optimizer, bool(request.momentum), request.gradient_clipping > 0]
 
     @property
     def _kernels(self) -> tuple[object, ...]:

@@ -12,7 +12,6 @@ from math import log2
 from typing import Protocol
 
 from frugal.config.hardware.cluster import Cluster, Device
-from frugal.config.optimizers import state_bytes_per_element
 from frugal.config.request import Request
 from frugal.planning.batch import BatchPlan
 from frugal.planning.plan import StepTime
@@ -301,13 +300,13 @@ def _offload_seconds(
     if strategy.offload_parameters != "none":
         moved += 2 * num_steps * model.parameters * element_bytes / world_size
     ranks_per_node = max(len(node.devices) for node in cluster.nodes)
-    states = state_bytes_per_element(request.optimizer, request.momentum)
+    states = request.master_bytes_per_element + request.state_bytes_per_element
     moved_on_disk = 0.0
     if strategy.offload_optimizer == "nvme":  # master weight, states and gradient: written and read
-        moved_on_disk += 2 * (4 + states + 4) * model.trainable_parameters / world_size
+        moved_on_disk += 2 * (states + 4) * model.trainable_parameters / world_size
     if strategy.offload_parameters == "nvme":
         moved_on_disk += (2 * num_steps + 1) * model.parameters * element_bytes / world_size
-    touched = model.trainable_parameters / world_size * ranks_per_node * (8 + 2 * (4 + states))
+    touched = model.trainable_parameters / world_size * ranks_per_node * (8 + 2 * states)
     disk = moved_on_disk * ranks_per_node / NVME_BANDWIDTH
     slowest = min(device.host_link_bandwidth for device in cluster.kinds)
     return moved / slowest + touched / cluster.host_bandwidth + disk
@@ -319,14 +318,15 @@ def _optimizer_seconds(
     """The update on the device, bound by its memory's bytes/s.
 
     For each element a rank owns: the gradient is read for its norm and again for the update (4 bytes each), master
-    weight and the optimizer's states are read and written, the parameter is written. Left out: the temporaries of
-    optimizers that are not fused.
+    weight and the optimizer's states are read and written, the parameter is written. For states in bf16 the gradient
+    is rounded to them on the way. Left out: the temporaries of optimizers that are not fused.
     """
     if strategy.offload_optimizer != "none":
         return 0.0
     owned = model.trainable_parameters / (cluster.world_size if strategy.zero_stage >= 1 else 1)
-    states = state_bytes_per_element(request.optimizer, request.momentum)
-    traffic = owned * (4 + NORM_BYTES + 2 * (4 + states) + element_bytes)
+    master = request.master_bytes_per_element
+    rounded = 0 if master == 4 else 2 * master
+    traffic = owned * (4 + rounded + NORM_BYTES + 2 * (master + request.state_bytes_per_element) + element_bytes)
     operators = STEP_OPERATORS[strategy.zero_stage] * len(model.trainable_sizes)
     of_host = cluster.host_bandwidth / max(len(node.devices) for node in cluster.nodes)
     return max(

@@ -230,6 +230,9 @@ def _larger(request: Request, cluster: Cluster, nearest: Candidate) -> Iterator[
             yield f"--seq-len {seq_len}", replace(request, seq_len=seq_len), cluster
 
 
+SLOWEST_BETA2_IN_BF16 = 0.99
+"""bf16 has 8 significant bits: a decay by less than 1/256 may be rounded away, and one by less than 1/512 is."""
+
 MAX_LISTED_GPUS = 8
 """GPUs of which a plan says one by one what other processes use."""
 
@@ -398,6 +401,12 @@ def _notes(request: Request, largest: int) -> list[str]:
         notes.append(
             f"--micro-batch {request.micro_batch} exceeds the largest per-GPU micro-batch of this global "
             f"batch ({largest})"
+        )
+    in_bf16 = request.optimizer_states == "bf16" and request.optimizer == "adamw"
+    if in_bf16 and request.betas[1] > SLOWEST_BETA2_IN_BF16:
+        notes.append(
+            f"--adam-beta2 {request.betas[1]:g} with states in bf16: the mean squared gradient never becomes smaller, "
+            f"because it would change by less than bf16 can tell; up to {SLOWEST_BETA2_IN_BF16:g} it does"
         )
     scaling = request.learning_rate_scaling
     if scaling is not None and (note := scaling.note(request.optimizer)) is not None:

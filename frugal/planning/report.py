@@ -240,7 +240,11 @@ def _facts(plan: Plan) -> list[str]:
         ),
         ("cluster", _cluster(plan)),
         ("strategy", f"{plan.strategy}"),
-        ("numbers", f"{request.precision}, gradients summed in {plan.strategy.gradient_accumulation_dtype}"),
+        (
+            "numbers",
+            f"{request.precision}, gradients summed in {plan.strategy.gradient_accumulation_dtype}"
+            + (", master weights and optimizer states in bf16" if request.optimizer_states == "bf16" else ""),
+        ),
         ("optimizer", f"{_optimizer(request)}, learning rate {rate}, {_numbers(request)}{clipping}"),
         ("step", f"{format_seconds(time.total_seconds)} estimated: {shares}"),
     ]

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from frugal.config import optimizers
+from frugal.config.optimizers import OptimizerImplementation
 from frugal.config.request import Request
 
 Place = Literal["none", "cpu", "nvme"]
@@ -121,9 +123,24 @@ def offload_levels(request: Request, *, on_gpus: bool = True) -> tuple[Offload, 
     """
     if request.offload != "auto":
         return (request.offload,)
-    if not on_gpus:
+    can_be_on_host = optimizers.states_can_be_on_host(
+        request.optimizer_states, request.optimizer, request.optimizer_implementation
+    )
+    if not on_gpus or not can_be_on_host:
         return ("none",)
+    if request.optimizer_states == "bf16":  # DeepSpeed moves only states in fp32 to disk
+        return ("none", "optimizer", "all")
     return ("none", "optimizer", "all", "nvme") if request.nvme_path else ("none", "optimizer", "all")
+
+
+def optimizer_implementation(request: Request, strategy: Strategy) -> OptimizerImplementation | None:
+    """Whose kernels update the parameters; None: the library's only ones.
+
+    States in bf16 live on the host only with DeepSpeed's own CPU Adam.
+    """
+    if request.optimizer_states == "bf16" and strategy.offload_optimizer != "none":
+        return "deepspeed"
+    return optimizers.implementation(request.optimizer, request.optimizer_implementation)
 
 
 def _places(offload: Offload) -> tuple[tuple[Place, Place], ...]:

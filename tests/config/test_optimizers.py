@@ -1,8 +1,10 @@
 """What optimizers go with, and what they take by arithmetic."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
+import torch
 
 from bench.plans import plan_by_hand
 from frugal.config.optimizers import IMPLEMENTATIONS, OptimizerName, implementation, state_bytes_per_element
@@ -10,6 +12,7 @@ from frugal.config.request import Request
 from frugal.deepspeed_adapter.json_config import strategy_config
 from frugal.errors import RequestError
 from frugal.planning.plan import Plan
+from frugal.planning.planner import _notes
 from frugal.planning.strategy import Strategy
 
 
@@ -74,6 +77,52 @@ def test_a_plan_is_the_same_as_before_there_were_numbers_to_ask_for() -> None:
 )
 def test_states_per_element(optimizer: OptimizerName, momentum: float | None, state_bytes: float) -> None:
     assert state_bytes_per_element(optimizer, momentum) == state_bytes
+    in_blocks = optimizer == "adamw-8bit"
+    assert state_bytes_per_element(optimizer, momentum, "bf16") == (state_bytes if in_blocks else state_bytes / 2)
+
+
+@pytest.mark.parametrize(
+    ("settings", "because"),
+    [
+        ({"precision": "fp32"}, "they are rounded to the model's own type"),
+        ({"precision": "fp16"}, "they are rounded to the model's own type"),
+        ({"optimizer": "adamw-8bit"}, "it keeps its moments in 8 bits already, and needs master weights in fp32"),
+        ({"offload": "nvme", "nvme_path": "/scratch"}, "DeepSpeed moves only states in fp32 to disk"),
+        ({"offload": "all", "optimizer": "sgd"}, "on the host only DeepSpeed's own CPU Adam keeps states in bf16"),
+        ({"offload": "optimizer", "optimizer_implementation": "fused"}, "on the host only DeepSpeed's own CPU Adam"),
+    ],
+)
+def test_states_in_bf16_are_refused_where_deepspeed_cannot_keep_them(settings: dict[str, str], because: str) -> None:
+    name, value = next(iter(settings.items()))
+    said = refusal(optimizer_states="bf16", **settings)
+    assert said.startswith(f"--optimizer-states bf16 is impossible with --{name} {value}\n{because}")
+    assert "leave --optimizer-states out" in said
+
+
+def test_a_mean_that_bf16_cannot_let_decay_is_said() -> None:
+    def notes(beta2: float | None, **settings: Any) -> list[str]:
+        return _notes(Request(adam_beta2=beta2, **settings), 1)
+
+    assert notes(0.999) == notes(None, optimizer_states="bf16") == notes(0.99, optimizer_states="bf16") == []
+    (said,) = notes(0.999, optimizer_states="bf16")
+    assert said == (
+        "--adam-beta2 0.999 with states in bf16: the mean squared gradient never becomes smaller, because it would "
+        "change by less than bf16 can tell; up to 0.99 it does"
+    )
+    mean = torch.tensor([1.0, 0.3, 7.0], dtype=torch.bfloat16)
+    assert torch.equal(mean * 0.999, mean)
+    assert (mean * 0.99 < mean).all()
+
+
+def test_on_the_host_states_in_bf16_are_deepspeeds_own() -> None:
+    asked, on_host = Request(optimizer_states="bf16"), Strategy(zero_stage=2, offload_optimizer="cpu")
+    config = strategy_config(asked, on_host)
+    assert config["bf16"] == {
+        "enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True,
+    }  # fmt: skip
+    assert "torch_adam" not in config["optimizer"]["params"]
+    assert strategy_config(asked, Strategy(zero_stage=2))["optimizer"]["params"]["torch_adam"]
+    assert strategy_config(Request(), on_host)["bf16"] == {"enabled": True}
 
 
 def test_without_a_wish_the_first_implementation_is_taken() -> None:

@@ -195,6 +195,34 @@ def test_what_is_offloaded_is_on_the_host_and_passes_through_the_device(
     compare("llama", zero_stage, world_size=world_size, rank=rank, steps=steps, kind=kind, **offload, **SMALL_BUCKETS)
 
 
+@pytest.mark.parametrize(
+    ("zero_stage", "world_size", "rank", "steps", "kind", "offload"),
+    [
+        (2, 2, 1, 2, "cuda", {}),
+        (3, 8, 3, 2, "cuda", {}),
+        (2, 2, 1, 2, "cuda", OPTIMIZER_ON_HOST),
+        (3, 2, 0, 2, "cuda", ALL_ON_HOST),
+        *(
+            pytest.param(*case, marks=pytest.mark.exhaustive)
+            for case in [
+                (2, 3, 1, 1, "cpu", {}),
+                (3, 1, 0, 1, "cpu", {}),
+                (2, 1, 0, 1, "cpu", OPTIMIZER_ON_HOST),
+                (3, 2, 1, 1, "cuda", OPTIMIZER_ON_HOST),
+                (3, 2, 1, 2, "cpu", ALL_ON_HOST),
+            ]
+        ),
+    ],
+)
+def test_states_in_bf16_take_what_a_dry_run_takes(
+    zero_stage: int, world_size: int, rank: int, steps: int, kind: str, offload: dict[str, Any]
+) -> None:
+    compare(
+        "llama", zero_stage, world_size=world_size, rank=rank, steps=steps, kind=kind,
+        request={"optimizer_states": "bf16"}, **offload, **SMALL_BUCKETS,
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize(("zero_stage", "mode"), [(2, "selective"), (3, "selective"), (3, "offloaded")])
 def test_other_modes_of_activation_checkpointing_too(zero_stage: int, mode: str) -> None:
     compare("llama", zero_stage, world_size=4, rank=3, activation_checkpointing=mode, **SMALL_BUCKETS)
@@ -206,6 +234,7 @@ def test_other_modes_of_activation_checkpointing_too(zero_stage: int, mode: str)
         ({"optimizer_implementation": "for-loop"}, {}),
         ({"optimizer": "adamw-8bit"}, {}),
         ({"optimizer": "sgd", "momentum": 0.9}, {}),
+        ({"optimizer_states": "bf16", "optimizer_implementation": "deepspeed"}, {}),
         ({}, {"overlap_comm": True}),
         ({"precision": "fp32"}, {"offload_optimizer": "cpu"}),
         ({}, {"gradient_accumulation_dtype": "bf16"}),

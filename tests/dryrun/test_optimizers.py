@@ -1,6 +1,7 @@
 """Every optimizer takes the memory that was dry-run, and every implementation of it computes the same."""
 
 import os
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,10 @@ needs_compiled_adam = pytest.mark.skipif(
     not (list(_EXTENSIONS.rglob("fused_adam.so")) and list(_EXTENSIONS.rglob("cpu_adam.so"))),
     reason="DeepSpeed's kernels take minutes to compile: train once with --optimizer-implementation deepspeed, "
     "without and with --offload optimizer",
+)
+needs_compiled_cpu_adam = pytest.mark.skipif(
+    not list(_EXTENSIONS.rglob("cpu_adam.so")),
+    reason="DeepSpeed's kernels take minutes to compile: train once with --optimizer-states bf16 --offload optimizer",
 )
 needs_bitsandbytes = pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
 
@@ -43,8 +48,14 @@ def plan_of(zero_stage: int = 2, world_size: int = 1, offload: str = "none", **r
         plan_of(optimizer_implementation="for-loop", zero_stage=3),
         plan_of(optimizer="sgd", momentum=0.9),
         plan_of(optimizer="sgd", zero_stage=3),
+        plan_of(optimizer_states="bf16"),
+        plan_of(optimizer_states="bf16", zero_stage=3),
+        plan_of(optimizer_states="bf16", optimizer="sgd", momentum=0.9),
     ],
-    ids=lambda plan: f"{plan.request.optimizer}-{plan.request.optimizer_implementation}-zero{plan.strategy.zero_stage}",
+    ids=lambda plan: (
+        f"{plan.request.optimizer}-{plan.request.optimizer_implementation or plan.request.optimizer_states}"
+        f"-zero{plan.strategy.zero_stage}"
+    ),
 )
 def test_torchs_optimizers_take_what_was_dry_run(plan: Plan, one_rank: Ranks) -> None:
     assert_as_dry_run(plan, one_rank)
@@ -54,6 +65,12 @@ def test_torchs_optimizers_take_what_was_dry_run(plan: Plan, one_rank: Ranks) ->
 @pytest.mark.parametrize(("zero_stage", "offload"), [(2, "none"), (3, "none"), (2, "cpu"), (3, "cpu")])
 def test_deepspeeds_adam_takes_what_was_dry_run(zero_stage: int, offload: str, one_rank: Ranks) -> None:
     assert_as_dry_run(plan_of(zero_stage, offload=offload, optimizer_implementation="deepspeed"), one_rank)
+
+
+@needs_compiled_cpu_adam
+@pytest.mark.parametrize("zero_stage", [2, 3])
+def test_states_in_bf16_on_the_host_take_what_was_dry_run(zero_stage: int, one_rank: Ranks) -> None:
+    assert_as_dry_run(plan_of(zero_stage, offload="cpu", optimizer_states="bf16"), one_rank)
 
 
 @needs_bitsandbytes
@@ -70,6 +87,17 @@ def test_8_bit_moments_take_a_quarter_of_adamws_and_the_rest_is_unchanged() -> N
     elements = sum(parameter.numel() for parameter in tiny_gpt2().parameters())
     assert states(optimizer="adamw") - states(optimizer="sgd") == pytest.approx(8 * elements, rel=1e-3)
     assert states(optimizer="adamw-8bit") - states(optimizer="sgd") == pytest.approx((2 + 8 / 256) * elements, rel=1e-3)
+
+
+def test_states_in_bf16_halve_moments_and_master_weights() -> None:
+    def states(**request: Any) -> tuple[int, int]:
+        intervals = dry_run_result(plan_of(**request), 0).intervals(4)
+        return intervals[0].live_bytes, intervals[3].live_bytes - intervals[0].live_bytes
+
+    elements = sum(parameter.numel() for parameter in tiny_gpt2().parameters())
+    (before, moments), (before_in_bf16, moments_in_bf16) = states(), states(optimizer_states="bf16")
+    assert before - before_in_bf16 == pytest.approx(2 * elements, rel=1e-3)
+    assert moments - moments_in_bf16 == pytest.approx(4 * elements, rel=1e-3)
 
 
 def weights_after(plan: Plan, num_steps: int = 3) -> torch.Tensor:
@@ -112,6 +140,54 @@ def test_an_implementation_computes_what_the_first_one_computes(
     )
     torch.testing.assert_close(other, usual, rtol=1e-4, atol=1e-5)
     assert (usual - torch.cat([p.detach().flatten() for p in tiny_gpt2().parameters()])).abs().max() > 1e-4
+
+
+NUMBERS = {"learning_rate": 1e-3, "gradient_clipping": 0.0, "weight_decay": 0.1}
+
+
+def weights_of_plain_torch() -> torch.Tensor:
+    """All weights after `torch.optim.AdamW` has updated a bf16 model itself, in one process."""
+    from frugal.config.request import Request
+
+    model, objective = tiny_gpt2().to(torch.bfloat16), CausalLM()
+    request = Request(**NUMBERS)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=1e-3, weight_decay=0.1, betas=request.betas, eps=request.epsilon, fused=True
+    )
+    for _ in range(3):
+        batch = objective.collate(ragged_samples(4))
+        (objective.loss_sum(model, batch) * (1 / objective.count(batch))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return torch.cat([parameter.detach().float().flatten() for parameter in model.parameters()])
+
+
+@pytest.mark.parametrize("zero_stage", [2, 3])
+def test_with_states_in_bf16_weights_are_those_of_torchs_adamw_on_a_bf16_model(
+    zero_stage: int, one_rank: Ranks
+) -> None:
+    plan = plan_by_hand(
+        world_size=1, global_batch=4, micro_batch=4, zero_stage=zero_stage,
+        request={"precision": "bf16", "optimizer_states": "bf16", **NUMBERS},
+    )  # fmt: skip
+    (ours,) = one_rank.run(weights_after, plan)
+    (with_fp32,) = one_rank.run(weights_after, replace(plan, request=replace(plan.request, optimizer_states=None)))
+    theirs = weights_of_plain_torch()
+    assert torch.equal(ours, theirs)
+    assert not torch.equal(with_fp32, theirs)
+
+
+@needs_compiled_cpu_adam
+@pytest.mark.parametrize("zero_stage", [2, 3])
+def test_on_the_host_states_in_bf16_go_the_same_way(zero_stage: int, one_rank: Ranks) -> None:
+    plan = plan_by_hand(
+        world_size=1, global_batch=4, micro_batch=4, zero_stage=zero_stage,
+        request={"precision": "bf16", "optimizer_states": "bf16", **NUMBERS}, strategy={"offload_optimizer": "cpu"},
+    )  # fmt: skip
+    (ours,) = one_rank.run(weights_after, plan)
+    before = torch.cat([p.detach().bfloat16().float().flatten() for p in tiny_gpt2().parameters()])
+    theirs = weights_of_plain_torch()
+    assert (ours - theirs).norm() < 0.05 * (theirs - before).norm()
 
 
 def mistake_of(plan: Plan) -> str:

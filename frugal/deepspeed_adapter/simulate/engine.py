@@ -4,7 +4,6 @@ Also stage 0, without ZeRO: every rank has everything, and torch's optimizer is 
 """
 
 from frugal.config.hardware.cluster import DeviceKind
-from frugal.config.optimizers import implementation
 from frugal.config.request import Request
 from frugal.deepspeed_adapter.simulate import mirrored
 from frugal.deepspeed_adapter.simulate.stream import NUM_STATES, MicroStep, PinnedBlocks, Setting, Stream
@@ -25,7 +24,7 @@ from frugal.planning.memory.timeline import (
     MarkKind,
     ModelTrace,
 )
-from frugal.planning.strategy import Strategy
+from frugal.planning.strategy import Strategy, optimizer_implementation
 
 REDUCED_TOGETHER = 500_000_000
 """Gradient elements that the engine concatenates for one all-reduce: its `MEMORY_OPT_ALLREDUCE_SIZE`."""
@@ -90,16 +89,17 @@ SimulatedZero = SimulatedZero0 | SimulatedZero12 | SimulatedZero3
 def covers(request: Request, strategy: Strategy, trace: ModelTrace | None = None) -> bool:
     """Whether `simulate` knows what DeepSpeed does there; with a `trace`, also to this model.
 
-    It does not know: other optimizers than torch's fused ones, offloading to disks or in fp32, overlapping
-    communication, gradients not summed in fp32, half precision without gradient partitioning; and models whose memory
-    depends on data, with parameters of several types, without a gradient, or under ZeRO-3 frozen or used outside their
-    modules. And it knows nothing of a DeepSpeed that differs from the one it repeats.
+    It does not know: other optimizers than torch's fused ones (for states in bf16 on the host, than DeepSpeed's CPU
+    Adam), offloading to disks or in fp32, overlapping communication, gradients not summed in fp32, half precision
+    without gradient partitioning; and models whose memory depends on data, with parameters of several types, without
+    a gradient, or under ZeRO-3 frozen or used outside their modules. And it knows nothing of a DeepSpeed that differs
+    from the one it repeats.
     """
     if not mirrored.verify_simulation():
         return False
-    if request.optimizer not in NUM_STATES or implementation(request.optimizer, request.optimizer_implementation) != (
-        "fused"
-    ):
+    on_host_in_bf16 = request.optimizer_states == "bf16" and strategy.offload_optimizer != "none"
+    known = "deepspeed" if on_host_in_bf16 else "fused"
+    if request.optimizer not in NUM_STATES or optimizer_implementation(request, strategy) != known:
         return False
     if request.momentum or strategy.overlap_comm:
         return False
@@ -146,6 +146,7 @@ def simulate(
         persistence_elements=strategy.persistence_threshold_elements,
         sub_group_elements=strategy.sub_group_elements,
         num_states=NUM_STATES[request.optimizer],
+        state_bytes=request.master_bytes_per_element,
         offloads_optimizer=strategy.offload_optimizer == "cpu",
         offloads_parameters=strategy.offload_parameters == "cpu",
         world_size=world_size,

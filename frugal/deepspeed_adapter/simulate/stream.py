@@ -190,7 +190,8 @@ class Setting:
         max_live_elements: ZeRO-3, gathered parameter elements at most, and how soon one must be used again to stay.
         persistence_elements: ZeRO-3, parameters up to this size stay gathered.
         sub_group_elements: ZeRO-3, elements updated together.
-        num_states: that the optimizer keeps of each element, fp32.
+        num_states: that the optimizer keeps of each element.
+        state_bytes: of one such state, and of a master weight.
         offloads_optimizer: whether optimizer states live on the host.
         offloads_parameters: whether parameters live on the host, too, between uses.
         world_size: ranks.
@@ -207,6 +208,7 @@ class Setting:
     persistence_elements: int
     sub_group_elements: int
     num_states: int
+    state_bytes: int
     offloads_optimizer: bool
     offloads_parameters: bool
     world_size: int

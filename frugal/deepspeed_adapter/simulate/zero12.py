@@ -64,21 +64,22 @@ class SimulatedZero12:
         stream.dies(padding)
         if setting.offloads_optimizer:
             self._initialise_on_host()
-        elif size == 4:
-            stream.born(self._part * 4, "aten.clone.default", OPTIMIZER)
+        elif size == setting.state_bytes:
+            stream.born(self._part * size, "aten.clone.default", OPTIMIZER)
         else:
             clone = stream.born(self._part * size, "aten.clone.default")
-            stream.born(self._part * 4, "aten._to_copy.default", OPTIMIZER)
+            stream.born(self._part * setting.state_bytes, "aten._to_copy.default", OPTIMIZER)
             stream.dies(clone)
         if not setting.offloads_optimizer:
-            stream.flash(self._part * 4, "aten.zeros.default")
+            stream.flash(self._part * setting.state_bytes, "aten.zeros.default")
 
     def _initialise_on_host(self) -> None:
         """Master weights, their copy in the model's type and their gradient; buffers for the largest gradient on both
         sides (`__init__`, `initialize_optimizer_states`)."""
         stream, host, size = self._stream, self._host, self._setting.element_bytes
+        state_bytes = self._setting.state_bytes
         clone = stream.born(self._part * size, "aten.clone.default")
-        master = host.born(self._part * 4, "aten._to_copy.default", OPTIMIZER)
+        master = host.born(self._part * state_bytes, "aten._to_copy.default", OPTIMIZER)
         stream.dies(clone)
         host.pinned(master)
         copy = host.born(self._part * size, "aten.full.default", PARAMETERS)
@@ -86,7 +87,7 @@ class SimulatedZero12:
         largest = max(self._setting.elements) * size
         host.pinned(host.born(largest, "aten.zeros.default", GRADIENTS))
         stream.born(largest, "aten.zeros.default", GRADIENTS)
-        host.pinned(host.born(self._part * 4, "aten.zeros.default", GRADIENTS))
+        host.pinned(host.born(self._part * state_bytes, "aten.zeros.default", GRADIENTS))
         if pinned_copy != copy:
             host.dies(copy)  # a local variable to the end
 
@@ -153,9 +154,13 @@ class SimulatedZero12:
             gradient = stream.born(self._part * 4, "aten.cat.default", GRADIENTS) if pieces > 1 else -1
             if gradient >= 0:
                 self._drop_copies()
+        elif setting.state_bytes < 4:
+            gradient = stream.born(self._part * setting.state_bytes, "aten._to_copy.default", GRADIENTS)
+            stream.dies(self._averaged)
         if not self._states:
             self._states = [
-                stream.born(self._part * 4, "aten.zeros_like.default", OPTIMIZER) for _ in range(setting.num_states)
+                stream.born(self._part * setting.state_bytes, "aten.zeros_like.default", OPTIMIZER)
+                for _ in range(setting.num_states)
             ]
         self._drop_copies()
         stream.dies(gradient)
@@ -164,7 +169,7 @@ class SimulatedZero12:
     def _step_on_host(self) -> None:
         if not self._states:
             self._states = [
-                self._host.born(self._part * 4, "aten.zeros_like.default", OPTIMIZER)
+                self._host.born(self._part * self._setting.state_bytes, "aten.zeros_like.default", OPTIMIZER)
                 for _ in range(self._setting.num_states)
             ]
         for norm in self._norms:
@@ -220,6 +225,9 @@ class SimulatedZero12:
             if parameter in self._own:
                 if self._compact and self._setting.offloads_optimizer and self._is_boundary:
                     self._norms.append(self._stream.norm(self._own[parameter], COMMUNICATION))
+                    if self._setting.state_bytes < 4:
+                        rounded_bytes = self._own[parameter] * self._setting.state_bytes
+                        self._stream.flash(rounded_bytes, "aten._to_copy.default", COMMUNICATION)
                 elif self._compact:
                     continue  # an oversized gradient lives on to the end of backward
                 elif self._copied < 0:

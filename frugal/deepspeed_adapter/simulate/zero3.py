@@ -308,10 +308,10 @@ class SimulatedZero3:
             self._initialise_on_host()
         else:
             for group in self._groups:
-                converted = stream.born(group * 4, "aten._to_copy.default") if size < 4 else -1
-                stream.born(group * 4, "aten.clone.default", OPTIMIZER)
+                converted = stream.born(group * 4, "aten._to_copy.default") if size < setting.state_bytes else -1
+                stream.born(group * setting.state_bytes, "aten.clone.default", OPTIMIZER)
                 stream.dies(converted)
-            stream.flash(max(self._groups) * 4, "aten.zeros.default")
+            stream.flash(max(self._groups) * setting.state_bytes, "aten.zeros.default")
         stream.born(setting.bucket_elements * size, "aten.empty.memory_format", COMMUNICATION)
         if setting.offloads_optimizer:
             self._host.pinned(self._host.born(sum(self._parts) * 4, "aten.zeros.default", GRADIENTS))
@@ -324,19 +324,24 @@ class SimulatedZero3:
         stream.dies(whole)
 
     def _initialise_on_host(self) -> None:
-        """Master weights and their gradients (`_create_fp32_partitions`, `initialize_optimizer_states`)."""
-        host = self._host
+        """Master weights and their gradients (`_create_fp32_partitions`, `initialize_optimizer_states`).
+
+        Parameters that are there in the masters' type already are only copied once.
+        """
+        host, state_bytes = self._host, self._setting.state_bytes
+        is_there = self._setting.offloads_parameters and state_bytes == self._setting.element_bytes
         converted = -1
         for group in self._groups:
-            following = host.born(group * 4, "aten._to_copy.default")
+            following = -1 if is_there else host.born(group * state_bytes, "aten._to_copy.default")
             if converted >= 0:
                 host.dies(converted)
             converted = following
-            host.born(group * 4, "aten.clone.default", OPTIMIZER)
-        host.dies(converted)
-        shared = host.born(max(self._groups) * 4, "aten.zeros.default")
+            host.born(group * state_bytes, "aten.clone.default", OPTIMIZER)
+        if converted >= 0:
+            host.dies(converted)
+        shared = host.born(max(self._groups) * state_bytes, "aten.zeros.default")
         for group in self._groups:
-            host.pinned(host.born(group * 4, "aten.zeros.default", GRADIENTS))
+            host.pinned(host.born(group * state_bytes, "aten.zeros.default", GRADIENTS))
         host.dies(shared)
 
     @property
@@ -388,10 +393,15 @@ class SimulatedZero3:
         for norm in [stream.norm(part) for part in self._parts]:
             stream.dies(norm)
         for group, num_parameters in zip(self._groups, self._group_lengths(), strict=True):
+            state_bytes = self._setting.state_bytes
             gradient = stream.born(group * 4, "aten.cat.default") if num_parameters > 1 else -1
+            if state_bytes < 4:
+                rounded = stream.born(group * state_bytes, "aten._to_copy.default")
+                stream.dies(gradient)
+                gradient = rounded
             if not self._has_states:
                 for _ in range(self._setting.num_states):
-                    stream.born(group * 4, "aten.zeros_like.default", OPTIMIZER)
+                    stream.born(group * state_bytes, "aten.zeros_like.default", OPTIMIZER)
             stream.dies(gradient)
         self._has_states = True
         self._gathering.gather_persistent()
@@ -400,7 +410,7 @@ class SimulatedZero3:
         if not self._has_states:
             for group in self._groups:
                 for _ in range(self._setting.num_states):
-                    self._host.born(group * 4, "aten.zeros_like.default", OPTIMIZER)
+                    self._host.born(group * self._setting.state_bytes, "aten.zeros_like.default", OPTIMIZER)
         self._has_states = True
         for norm in self._norms:
             self._stream.dies(norm)
@@ -468,6 +478,8 @@ class SimulatedZero3:
             previous = copy
             if self._is_boundary:
                 self._norms.append(stream.norm(own, COMMUNICATION))
+                if self._setting.state_bytes < 4:
+                    stream.flash(own * self._setting.state_bytes, "aten._to_copy.default", COMMUNICATION)
         stream.dies(previous)
 
 

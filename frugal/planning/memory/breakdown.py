@@ -22,7 +22,6 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Protocol
 
 from frugal.config.hardware.cluster import Cluster, Device, Node
-from frugal.config.optimizers import state_bytes_per_element
 from frugal.config.request import Request
 from frugal.planning.memory.interval import Bounds, widened
 from frugal.planning.memory.loading import Loading
@@ -170,8 +169,8 @@ def nvme_bytes(request: Request, strategy: Strategy, model: Sizes, node: Node, c
     """
     a_rank = 0.0
     if strategy.offload_optimizer == "nvme":
-        states = state_bytes_per_element(request.optimizer, request.momentum)
-        a_rank += (4 + states + 4) * model.trainable_parameters / cluster.world_size
+        states = request.master_bytes_per_element + request.state_bytes_per_element
+        a_rank += (states + 4) * model.trainable_parameters / cluster.world_size
     if strategy.offload_parameters == "nvme":
         a_rank += (4 if request.precision == "fp32" else 2) * model.parameters / cluster.world_size
     return int(a_rank * len(node.devices))
@@ -185,13 +184,13 @@ def saved_parameters(request: Request, model: Sizes) -> int:
 def checkpoint_bytes(request: Request, strategy: Strategy, model: Sizes) -> int:
     """One saved checkpoint, of all ranks together.
 
-    The optimizer's states and the fp32 master weights, which only plain fp32 training (ZeRO-0) does without; beside
+    The optimizer's states and the master weights, which only plain fp32 training (ZeRO-0) does without; beside
     them the parameters as they are trained, of which ZeRO-3 saves only those that are not trained, and nobody the base
     of adapters. DeepSpeed saves each element once, whatever the world size. Held against real checkpoints in
     tests/training/checkpoint/test_space.py.
     """
     element = 4 if request.precision == "fp32" else 2
-    master = 0 if strategy.zero_stage == 0 and request.precision == "fp32" else 4
-    states = state_bytes_per_element(request.optimizer, request.momentum)
+    master = 0 if strategy.zero_stage == 0 and request.precision == "fp32" else request.master_bytes_per_element
+    states = request.state_bytes_per_element
     beside = saved_parameters(request, model) - (model.trainable_parameters if strategy.zero_stage == 3 else 0)
     return int(element * beside + (master + states) * model.trainable_parameters)

@@ -19,7 +19,7 @@ what it likes. Measured on one CPU rank, 30M parameters, bf16, to ZeRO-3: 7.9 by
 peak as afterwards, which are Adam's moments; where the layout is the same, DeepSpeed's own reading peaks at 12.
 
 What it relies on: that states with an element a parameter's element belong to it alone (Adam's moments, momentum), and
-that the model's weights are its fp32 master weights, rounded. Left out, and refused: states in blocks (8-bit Adam),
+that the model's weights are its master weights, rounded. Left out, and refused: states in blocks (8-bit Adam),
 and states on NVMe.
 
 What a run that continues may change and what it may not is checked by `resume_checks`, and either is said.
@@ -232,7 +232,7 @@ def origin(engine: Stepper, step: int, listed: dict[str, File]) -> Manifest:
         zero_stage=plan.strategy.zero_stage,
         offload=(plan.strategy.offload_optimizer, plan.strategy.offload_parameters),
         strategy=str(plan.strategy),
-        optimizer=kernels.describe_optimizer(plan.request),
+        optimizer=kernels.describe_optimizer(plan.request, plan.strategy),
         model=plan.request.model,
         shapes=manifest.digest_of(shapes),
         recipe=resume_checks.recipe(plan),

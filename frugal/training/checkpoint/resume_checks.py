@@ -13,7 +13,8 @@ from frugal.training.checkpoint.manifest import Manifest
 from frugal.units import plural
 
 _FIXED = {
-    "precision": "precision", "optimizer": "optimizer", "seq_len": "sequence length", "global_batch": "global batch",
+    "precision": "precision", "optimizer": "optimizer", "optimizer_states": "optimizer states in",
+    "seq_len": "sequence length", "global_batch": "global batch",
     "global_tokens": "global tokens", "pack": "packing", "lora": "adapters",
 }  # fmt: skip
 _FREE = {
@@ -24,6 +25,7 @@ _FREE = {
 _ALL = "all parameters"
 Recipe = dict[str, bool | int | float | str | None]
 _BEFORE: Recipe = {"adam_beta1": ADAM_BETA1, "adam_beta2": ADAM_BETA2, "adam_epsilon": ADAM_EPSILON}
+_FIXED_BEFORE: Recipe = {"optimizer_states": "fp32"}
 """Of checkpoints that are older than these settings."""
 
 
@@ -33,6 +35,7 @@ def recipe(plan: Plan) -> Recipe:
     return {
         "precision": request.precision,
         "optimizer": request.optimizer,
+        "optimizer_states": request.optimizer_states or "fp32",
         "seq_len": request.seq_len,
         "pack": request.pack or None,
         "lora": None if request.lora is None else str(request.lora),
@@ -64,7 +67,7 @@ def check_resume(path: Path, made_by: Manifest, this: Manifest) -> None:
             hint="give the base model as it was, or start anew with another --out",
         )
     for name, word in _FIXED.items():
-        before, now = made_by.recipe.get(name), this.recipe[name]
+        before, now = made_by.recipe.get(name, _FIXED_BEFORE.get(name)), this.recipe[name]
         if before != now:
             raise PlanMismatchError(
                 f"{path} was made with {_value(word, before)}, this run has {_value(word, now)}",

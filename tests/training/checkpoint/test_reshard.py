@@ -18,6 +18,7 @@ from frugal.training.checkpoint.progress import Progress
 from frugal.training.data.batches import GlobalBatches, Position
 from frugal.training.engine import Engine, initialize
 from frugal.training.objectives import CausalLM
+from tests.dryrun.test_optimizers import needs_compiled_cpu_adam
 from tests.training.small_models import ragged_samples, tiny_gpt2
 
 DATA = ragged_samples(14, longest=24)
@@ -153,8 +154,11 @@ def states(folder: Path) -> dict[tuple[str, str], torch.Tensor]:
 
 ON_HOST: dict[str, Any] = {"strategy": {"offload_optimizer": "cpu"}}
 BF16: dict[str, Any] = {"request": {"precision": "bf16"}}
+BF16_STATES: dict[str, Any] = {"request": {"precision": "bf16", "optimizer_states": "bf16"}}
 VARIATIONS: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {  # as it was, as it goes on, states a parameter
     "bf16": (BF16, BF16, 2),
+    "states in bf16": (BF16_STATES, BF16_STATES, 2),
+    "states in bf16, to the host": (BF16_STATES, BF16_STATES | ON_HOST, 2),
     "fp16": ({"request": {"precision": "fp16"}}, {"request": {"precision": "fp16"}}, 2),
     "frozen": ({"frozen": True}, {"frozen": True}, 2),
     "momentum": (*[{"request": {"optimizer": "sgd", "momentum": 0.9}}] * 2, 1),
@@ -165,7 +169,10 @@ VARIATIONS: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {  # as it w
 }
 
 
-@pytest.mark.parametrize("variation", VARIATIONS)
+@pytest.mark.parametrize(
+    "variation",
+    [pytest.param(name, marks=needs_compiled_cpu_adam if "in bf16, to" in name else ()) for name in VARIATIONS],
+)
 def test_no_element_changes(variation: str, tmp_path: Path, one_rank: Ranks, two_ranks: Ranks) -> None:
     before, after, num_states = VARIATIONS[variation]
     ((whole,), _) = two_ranks.run(stopped, tmp_path, [2], before)

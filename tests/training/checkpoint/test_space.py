@@ -95,11 +95,25 @@ def saved(plan: Plan, folder: Path) -> tuple[list[int], int, int]:
     return written, parameters, trained
 
 
-@pytest.mark.parametrize(("zero_stage", "lora"), [(0, None), (1, None), (3, None), (2, "r=128"), (3, "r=128")])
+IN_BF16 = {"precision": "bf16", "optimizer_states": "bf16"}
+
+
+@pytest.mark.parametrize(
+    ("zero_stage", "request_"),
+    [
+        (0, {}),
+        (1, {}),
+        (3, {}),
+        (2, {"lora": Lora.parse("r=128")}),
+        (3, {"lora": Lora.parse("r=128")}),
+        (2, IN_BF16),
+        (3, IN_BF16),
+    ],
+)
 def test_a_saved_checkpoint_is_as_large_as_was_said(
-    zero_stage: int, lora: str | None, two_ranks: Ranks, tmp_path: Path
+    zero_stage: int, request_: dict[str, Any], two_ranks: Ranks, tmp_path: Path
 ) -> None:
-    request = {"lora": lora and Lora.parse(lora)}
+    request = request_
     plan = plan_by_hand(world_size=2, global_batch=4, micro_batch=2, zero_stage=zero_stage, request=request)
     written, parameters, trained = two_ranks.run(saved, plan, tmp_path)[0]
     plan = replace(plan, model=replace(plan.model, parameters=parameters, trainable_parameters=trained))
