@@ -17,6 +17,7 @@ COMMANDS = {
     "doctor": ("frugal.cli.doctor", "Look at what the hosts have for a run, and say what would stop it."),
     "explain": ("frugal.cli.explain", "Say why a plan is what it is, and what would help."),
     "export": ("frugal.cli.export", "Hand a plan to transformers' Trainer, Accelerate or a DeepSpeed script."),
+    "check": ("frugal.cli.check", "Say whether a configuration of another trainer fits, and what is wrong with it."),
     "measure": ("frugal.cli.measure", "Run a plan for two steps, and hold its memory against the dry run."),
     "dryrun": ("frugal.cli.dryrun", "Run a step on tensors without storage, and say what fills the memory."),
     "model": ("frugal.cli.model", "Make a model folder of a checkpoint; merge adapters into their base."),

@@ -18,6 +18,8 @@ from frugal.planning.batch import BatchPlan
 from frugal.planning.plan import Plan
 from frugal.planning.strategy import Strategy, optimizer_implementation
 
+MICRO_BATCH = "train_micro_batch_size_per_gpu"
+
 NVME_OPTIMIZER_BUFFERS = 4
 """Each holds the largest sub-group in fp32: master weight, gradient and both moments are on the host at once."""
 
@@ -43,7 +45,7 @@ def batch_config(batch: BatchPlan) -> dict[str, Any]:
     """
     return {
         "train_batch_size": batch.capacity,
-        "train_micro_batch_size_per_gpu": batch.largest_micro_batch,
+        MICRO_BATCH: batch.largest_micro_batch,
         "gradient_accumulation_steps": batch.accumulation_steps,
     }
 

@@ -1,0 +1,103 @@
+"""The batch that a run really gets: micro-batch x accumulation steps x ranks, whatever was meant."""
+
+from dataclasses import dataclass
+
+from frugal.check.readers.deepspeed_json import Resolved
+from frugal.check.settings import Finding, Settings
+from frugal.errors import RequestError
+from frugal.units import plural
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arithmetic:
+    """One optimizer step, in samples. `stated`: the global batch that is written down, None where none is."""
+
+    micro_batch: int
+    accumulation_steps: int
+    world_size: int
+    stated: int | None = None
+
+    @property
+    def global_batch(self) -> int:
+        """What a step takes."""
+        return self.micro_batch * self.accumulation_steps * self.world_size
+
+    def __str__(self) -> str:
+        steps = plural(self.accumulation_steps, "accumulation step")
+        gpus = plural(self.world_size, "GPU")
+        return f"{plural(self.global_batch, 'sample')} = {gpus} x micro-batch {self.micro_batch} x {steps}"
+
+
+def of(settings: Settings, resolved: Resolved | None, world_size: int) -> Arithmetic:
+    """The batch on `world_size` ranks, with what contradicts it among the findings.
+
+    Raises:
+        RequestError: nothing says how large a micro-batch is, or it comes out below one sample.
+    """
+    if resolved is None:
+        batch: tuple[int | None, int | None, int | None] = (
+            settings.global_batch,
+            settings.micro_batch,
+            settings.accumulation_steps,
+        )
+    else:
+        batch = resolved.batch
+        _compare_with_trainer(settings, batch)
+    stated, micro, steps = batch
+    if resolved is not None and settings.micro_batch is not None and stated is None and micro is None:
+        micro, steps = settings.micro_batch, settings.accumulation_steps
+    if stated is None and micro is None:
+        raise RequestError(
+            "no file says how large the micro-batch is",
+            because="DeepSpeed refuses a JSON with neither `train_batch_size` nor a micro-batch",
+            hint="add --micro-batch 4, and --accumulation-steps 8 where there is more than one",
+        )
+    if micro is None and steps is None:
+        steps = 1
+    if micro is None:
+        assert stated is not None and steps is not None
+        micro = stated // world_size // steps
+    if steps is None:
+        steps = 1 if stated is None else stated // micro // world_size if micro else 0
+    if micro < 1 or steps < 1:
+        raise RequestError(
+            f"a global batch of {stated} leaves a GPU without a sample",
+            because=f"{stated} samples on {plural(world_size, 'GPU')} in {plural(max(steps, 1), 'accumulation step')}",
+            hint=f"use at least {world_size * max(steps, 1) * max(micro, 1)} samples, or fewer GPUs",
+        )
+    arithmetic = Arithmetic(micro_batch=micro, accumulation_steps=steps, world_size=world_size, stated=stated)
+    if stated is not None and stated != arithmetic.global_batch:
+        settings.findings.append(
+            Finding(
+                "batch-mismatch",
+                "error",
+                f"train_batch_size {stated} is not {micro} x {steps} x {world_size} = {arithmetic.global_batch}: "
+                "DeepSpeed stops with `Check batch related parameters`",
+                settings.place("json.train_batch_size", "global_batch"),
+                f"set it to {arithmetic.global_batch}, or leave it out",
+            )
+        )
+    return arithmetic
+
+
+def _compare_with_trainer(settings: Settings, batch: tuple[int | None, int | None, int | None]) -> None:
+    """transformers' Trainer stops where DeepSpeed's JSON says another number than its own arguments."""
+    if not settings.fills_auto:
+        return
+    theirs = (("micro-batch", settings.micro_batch, batch[1]), ("accumulation", settings.accumulation_steps, batch[2]))
+    keys = {"micro-batch": "micro_batch", "accumulation": "accumulation_steps"}
+    for what, own, said in theirs:
+        if own is not None and said is not None and own != said:
+            settings.findings.append(
+                Finding(
+                    "trainer-mismatch",
+                    "error",
+                    f"the {what} is {said} in DeepSpeed's JSON and {own} in the arguments of {settings.tool}, "
+                    "which stops "
+                    "with `Please correct the following DeepSpeed config values`",
+                    settings.place("json.gradient_accumulation_steps", keys[what])
+                    if what == "accumulation"
+                    else settings.place(keys[what]),
+                    "write auto into the JSON",
+                )
+            )

@@ -1,0 +1,120 @@
+"""A check as a whole: files in, `Check` out."""
+
+from collections.abc import Mapping, Sequence
+from contextlib import closing, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from frugal.check import traps
+from frugal.check.batch import Arithmetic
+from frugal.check.changes import Change, smallest
+from frugal.check.document import Document
+from frugal.check.readers.deepspeed_json import Resolved
+from frugal.check.settings import Finding, Settings
+from frugal.check.verdict import Verdict, readable, request_of, resolved, subject_of, verdict_of
+from frugal.config.hardware.calibration import Calibration
+from frugal.config.hardware.cluster import GENERIC, Card, Cluster
+from frugal.config.schema import understand
+from frugal.dryrun.client import DryRunSource, workers
+from frugal.dryrun.pool import Pool
+from frugal.errors import FrugalError, NothingFitsError, RequestError
+from frugal.planning.plan import Plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """What came of it.
+
+    `verdict`: None where memory could not be checked, see `settings.refusals`. `change`: the smallest that fits, None
+    where none was looked for or none of those tried does. `plan`: what frugal would do; where there is none, `no_plan`
+    says why. `seq_len_is_assumed`: no file and no flag says how long samples are.
+    """
+
+    settings: Settings
+    documents: Sequence[Document]
+    cluster: Cluster
+    deepspeed: Resolved | None
+    arithmetic: Arithmetic
+    findings: Sequence[Finding]
+    verdict: Verdict | None = None
+    change: Change | None = None
+    plan: Plan | None = None
+    no_plan: str = ""
+    seq_len_is_assumed: bool = False
+
+    @property
+    def exit_code(self) -> int:
+        """0: it fits; 3: it does not; 2: it does not start, or could not be checked."""
+        if self.verdict is None or any(finding.rule in STOPS for finding in self.findings):
+            return RequestError.exit_code
+        return 0 if self.verdict.fits else NothingFitsError.exit_code
+
+
+STOPS = ("batch-mismatch", "trainer-mismatch", "removed-block")
+"""Rules whose findings keep a run from starting."""
+
+
+def check(
+    settings: Settings,
+    documents: Sequence[Document],
+    hardware: Mapping[str, Any],
+    *,
+    calibration: Calibration | None = None,
+    unnamed: Card = GENERIC,
+    with_plan: bool = True,
+    pool: Pool | None = None,
+) -> Check:
+    """Check what `gather` has read, on the GPUs that `hardware` describes, with the words of `frugal plan`.
+
+    `pool`: workers to share with others; they are left running at the end.
+
+    Raises:
+        RequestError: the files, or they and the flags, say too little or contradict themselves.
+    """
+    described = {name: value for name, value in hardware.items() if value is not None}
+    described = _of_files(settings) | described
+    precision = {"precision": settings.precision} if settings.precision else {}
+    _, cluster, _ = understand(described | precision, calibration, unnamed)
+    deepspeed, arithmetic = resolved(settings, cluster.world_size)
+    request = request_of(settings, deepspeed, arithmetic)
+    if deepspeed is None and not settings.refusals:
+        settings.refuse("it does not use DeepSpeed")
+    done = Check(
+        settings=settings, documents=documents, cluster=cluster, deepspeed=deepspeed, arithmetic=arithmetic,
+        findings=traps.traps(settings, deepspeed, arithmetic), seq_len_is_assumed=settings.seq_len is None,
+    )  # fmt: skip
+    with nullcontext(pool) if pool is not None else closing(workers()) as pool:
+        with DryRunSource(request, cluster, pool=pool) as source:
+            request = readable(request, source.facts(), settings)
+        if deepspeed is not None and not settings.refusals:
+            done = _evaluated(done, deepspeed, request, pool)
+        return _planned(done, request, pool) if with_plan else done
+
+
+def _of_files(settings: Settings) -> dict[str, Any]:
+    """GPUs and nodes that a launcher's settings name."""
+    named = {"gpus": settings.gpus, "nodes": settings.nodes}
+    return {name: value for name, value in named.items() if value is not None}
+
+
+def _evaluated(done: Check, deepspeed: Resolved, request: Any, pool: Pool) -> Check:
+    with DryRunSource(request, done.cluster, pool=pool) as source:
+        facts = source.facts()
+        subject = subject_of(done.settings, deepspeed, done.arithmetic, request, done.cluster, facts)
+        verdict = verdict_of(subject, source)
+        change = None if verdict.fits else smallest(subject, source)
+    return replace(done, verdict=verdict, change=change)
+
+
+def _planned(done: Check, request: Any, pool: Pool) -> Check:
+    """The plan for the same model, batch, precision, optimizer and adapters, with the strategy left open."""
+    from frugal.dryrun.planner import make_plan
+
+    try:
+        plan = make_plan(
+            replace(request, optimizer_implementation=None), done.cluster, dry_run=partial(DryRunSource, pool=pool)
+        )
+    except FrugalError as error:
+        return replace(done, no_plan=str(error))
+    return replace(done, plan=plan)

@@ -1,0 +1,1 @@
+"""One reader a tool: from its file to `Settings`."""

@@ -1,0 +1,299 @@
+"""DeepSpeed's JSON: what `auto` comes to, which batch it is, and the strategy of frugal's that it describes.
+
+Keys and defaults are those of DeepSpeed 0.19.8 (`runtime/config.py`, `runtime/zero/config.py`). Who replaces `auto`:
+
+    transformers' Trainer   batch, clipping, precision, the optimizer's numbers; three sizes from the model's hidden
+                            size (`integrations/deepspeed.py`, `trainer_config_process`, `trainer_config_finalize`)
+    accelerate              batch from the data loader, the same three sizes (`accelerator.py`, `_prepare_deepspeed`)
+    nobody                  in `zero_optimization` DeepSpeed drops what still says `auto`, and takes its own default
+                            (`runtime/config_utils.py`); elsewhere it fails
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from frugal.check.document import Document, Place
+from frugal.check.known_fields import finish
+from frugal.check.readers import optimizers
+from frugal.check.settings import AUTO, Fields, Settings
+from frugal.config.request import Precision
+from frugal.deepspeed_adapter.json_config import MICRO_BATCH
+from frugal.errors import RequestError
+from frugal.planning.strategy import Place as Where
+from frugal.planning.strategy import Strategy
+
+BUCKET, PREFETCH, LIVE, PERSISTENT, SUB_GROUP = 500_000_000, 50_000_000, 1_000_000_000, 100_000, 1_000_000_000
+"""DeepSpeed's own sizes, in elements."""
+
+REMOVED = ("nebula", "compression_training", "amp", "quantize_training", "elasticity")
+"""Blocks that DeepSpeed 0.19.8 refuses (`_reject_removed_config_keys`)."""
+
+_SIZES = {
+    "reduce_bucket_size": BUCKET,
+    "stage3_prefetch_bucket_size": PREFETCH,
+    "stage3_param_persistence_threshold": PERSISTENT,
+    "stage3_max_live_parameters": LIVE,
+    "stage3_max_reuse_distance": LIVE,
+    "sub_group_size": SUB_GROUP,
+}
+_FROM_HIDDEN_SIZE: dict[str, Callable[[int], int]] = {
+    "reduce_bucket_size": lambda hidden: hidden * hidden,
+    "stage3_prefetch_bucket_size": lambda hidden: int(0.9 * hidden * hidden),
+    "stage3_param_persistence_threshold": lambda hidden: 10 * hidden,
+}
+_OF_ZERO_3 = ("stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Filled:
+    """One `auto`: its dotted name, what it comes to, and who fills it in; `by` is empty where nobody does."""
+
+    name: str
+    value: Any
+    by: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resolved:
+    """DeepSpeed's JSON without `auto`.
+
+    `zero` has the sizes of `zero_optimization` as they count; `batch` the three numbers of the batch as they are
+    written or filled in, None where they are not.
+    """
+
+    precision: Precision
+    batch: tuple[int | None, int | None, int | None]
+    filled: tuple[Filled, ...]
+    zero: Mapping[str, Any]
+
+
+def read(document: Document, settings: Settings) -> None:
+    """Keep the JSON in `settings`, with the places of its values, what is not known, and its optimizer.
+
+    Raises:
+        RequestError: a part of it is no mapping.
+    """
+    settings.deepspeed = document.content
+    _keep_places(document, settings)
+    fields = Fields(document, settings)
+    for block in ("zero_optimization", "bf16", "fp16", "optimizer", "data_types", "activation_checkpointing"):
+        if not isinstance(fields.value(block) or {}, dict):
+            raise RequestError(f"`{block}` in {fields.place(block)} is no mapping")
+    fields.known("train_batch_size", MICRO_BATCH, "gradient_accumulation_steps", "gradient_clipping", *REMOVED)
+    fields.known("zero_force_ds_cpu_optimizer", "torch_autocast", "bfloat16")
+    for block in ("tensor_parallel", "pipeline", "sequence_parallel_size", "hybrid_engine", "expert_parallel"):
+        if fields.value(block) not in (None, {}, 1):
+            settings.refuse(f"`{block}` splits the model otherwise than ZeRO", fields.place(block))
+    if (fields.value("torch_autocast") or {}).get("enabled"):
+        settings.refuse("`torch_autocast` keeps fp32 weights beside what ZeRO keeps", fields.place("torch_autocast"))
+    finish(fields, "deepspeed")
+    _read_zero(document, settings)
+    _read_optimizer(fields, settings)
+
+
+def _keep_places(document: Document, settings: Settings) -> None:
+    for keys in document.lines:
+        settings.places[".".join(("json", *keys))] = document.place(*keys)
+
+
+def _read_zero(document: Document, settings: Settings) -> None:
+    zero = Fields(document, settings, ("zero_optimization",))
+    zero.known(
+        "stage", "overlap_comm", "offload_optimizer", "offload_param", "cpu_offload", "cpu_offload_param", *_SIZES
+    )
+    if zero.value("contiguous_gradients") is False:
+        settings.deviate("gradients are evaluated as contiguous", zero.place("contiguous_gradients"))
+    for key in ("zero_hpz_partition_size", "zenflow"):
+        if zero.value(key) not in (None, 1, {}):
+            settings.refuse(f"`{key}` keeps other states than ZeRO's", zero.place(key))
+    finish(zero, "deepspeed", prefix="zero_")
+
+
+def _read_optimizer(fields: Fields, settings: Settings) -> None:
+    block = fields.value("optimizer")
+    if not block:
+        return
+    place = fields.document.place("optimizer", "type")
+    optimizers.take(settings, str(block.get("type", "")), place, of_deepspeed=True)
+    params = block.get("params") or {}
+    if params.get("torch_adam") and settings.optimizer == "adamw":
+        settings.optimizer_implementation = "fused" if params.get("fused") else "foreach"
+    rate = params.get("lr")
+    if isinstance(rate, int | float):
+        settings.learning_rate = float(rate)
+
+
+def resolve(settings: Settings, world_size: int, hidden_size: Callable[[], int | None]) -> Resolved:
+    """What counts, on so many ranks. `hidden_size` is the model's, asked for only where `auto` needs it.
+
+    Raises:
+        RequestError: a number is none, or `auto` that DeepSpeed cannot do without is filled in by nobody.
+    """
+    config = settings.deepspeed or {}
+    filled: list[Filled] = []
+    batch = _batch(config, settings, world_size, filled)
+    precision = _precision(config, settings, filled)
+    zero = dict(config.get("zero_optimization") or {})
+    zero["stage"] = stage = int(_number(settings, "zero_optimization.stage", zero.get("stage", 0)))
+    for name, default in _SIZES.items():
+        value = zero.get(name, default)
+        if value == AUTO:
+            of_hidden = _FROM_HIDDEN_SIZE.get(name) if settings.fills_auto else None
+            hidden = hidden_size() if of_hidden is not None and (stage == 3 or name not in _OF_ZERO_3) else None
+            value = default if of_hidden is None or hidden is None else of_hidden(hidden)
+            by = f"{settings.tool}, from the hidden size {hidden}" if hidden is not None else ""
+            filled.append(Filled(name=f"zero_optimization.{name}", value=value, by=by))
+        zero[name] = int(_number(settings, f"zero_optimization.{name}", value))
+    overlap = zero.get("overlap_comm")
+    if overlap == AUTO:
+        filled.append(Filled(name="zero_optimization.overlap_comm", value=stage == 3, by=""))
+    zero["overlap_comm"] = stage == 3 if overlap in (None, AUTO) else bool(overlap)
+    return Resolved(precision=precision, batch=batch, filled=tuple(filled), zero=zero)
+
+
+def _batch(
+    config: Mapping[str, Any], settings: Settings, world_size: int, filled: list[Filled]
+) -> tuple[int | None, int | None, int | None]:
+    """`train_batch_size`, micro-batch and accumulation steps."""
+    micro, steps = settings.micro_batch, settings.accumulation_steps
+    theirs = (None if micro is None else micro * (steps or 1) * world_size, micro, steps)
+    names = ("train_batch_size", MICRO_BATCH, "gradient_accumulation_steps")
+    values: list[int | None] = []
+    for name, value in zip(names, theirs, strict=True):
+        said = config.get(name)
+        if said == AUTO:
+            if value is None:
+                raise RequestError(
+                    f"`{name}` in {settings.places.get(f'json.{name}', 'the DeepSpeed JSON')} is auto, and nobody "
+                    "fills it in",
+                    because="only transformers' Trainer and accelerate replace it; DeepSpeed itself takes numbers",
+                    hint="give the Trainer's arguments, too, or --micro-batch and --accumulation-steps",
+                )
+            filled.append(Filled(name=name, value=value, by=settings.tool if settings.fills_auto else "your flags"))
+            said = value
+        values.append(None if said is None else int(_number(settings, name, said)))
+    return values[0], values[1], values[2]
+
+
+def _precision(config: Mapping[str, Any], settings: Settings, filled: list[Filled]) -> Precision:
+    enabled = {}
+    for name in ("bf16", "fp16"):
+        said = (config.get(name) or {}).get("enabled", False)
+        if said == AUTO:
+            said = settings.precision == name
+            by = settings.tool if settings.fills_auto else ""
+            filled.append(Filled(name=f"{name}.enabled", value=said, by=by))
+        enabled[name] = bool(said)
+    if "bf16" not in config and "fp16" not in config and settings.tool == "accelerate" and settings.precision:
+        return settings.precision  # `DeepSpeedPlugin.set_mixed_precision`
+    return "bf16" if enabled["bf16"] else "fp16" if enabled["fp16"] else "fp32"
+
+
+def _number(settings: Settings, name: str, value: Any) -> float:
+    try:
+        if isinstance(value, bool | list | dict):
+            raise ValueError
+        return float(value)
+    except (TypeError, ValueError):
+        where = settings.places.get(f"json.{name}", "the DeepSpeed JSON")
+        raise RequestError(f"`{name}` in {where} is {value!r}", because="it must be a number") from None
+
+
+def strategy(settings: Settings, resolved: Resolved) -> Strategy:
+    """The strategy that the JSON describes; what frugal cannot do is a deviation of `settings`."""
+    zero, stage = resolved.zero, resolved.zero["stage"]
+    optimizer, parameters, nvme = _offload(settings, zero, stage)
+    accumulation = _accumulation_dtype(settings, resolved, stage)
+    reuse = zero["stage3_max_reuse_distance"]
+    if stage == 3 and reuse != zero["stage3_max_live_parameters"]:
+        settings.deviate(
+            f"`stage3_max_reuse_distance` is evaluated as {zero['stage3_max_live_parameters']}, as the most that live",
+            settings.place("json.zero_optimization.stage3_max_reuse_distance"),
+        )
+    return Strategy(
+        zero_stage=stage,
+        activation_checkpointing="full" if settings.activation_checkpointing else "off",
+        loss="tiled" if settings.tiled_loss else "plain",
+        offload_optimizer=optimizer,
+        offload_parameters=parameters,
+        nvme_path=nvme,
+        gradient_accumulation_dtype=accumulation,
+        reduce_bucket_elements=max(1, zero["reduce_bucket_size"]),
+        prefetch_bucket_elements=zero["stage3_prefetch_bucket_size"],
+        max_live_elements=zero["stage3_max_live_parameters"],
+        persistence_threshold_elements=zero["stage3_param_persistence_threshold"],
+        sub_group_elements=max(1, zero["sub_group_size"]),
+        overlap_comm=zero["overlap_comm"] and stage >= 1,
+        expandable_segments=bool(settings.expandable_segments),
+    )
+
+
+def _accumulation_dtype(settings: Settings, resolved: Resolved, stage: int) -> Any:
+    """Of gradients that are summed: the model's, unless `data_types.grad_accum_dtype` says otherwise."""
+    said = ((settings.deepspeed or {}).get("data_types") or {}).get("grad_accum_dtype")
+    words = {"float32": "fp32", "float": "fp32", "bfloat16": "bf16", "float16": "fp16", "half": "fp16"}
+    dtype = resolved.precision if said is None else words.get(str(said), str(said))
+    place = settings.place("json.data_types.grad_accum_dtype")
+    if dtype not in ("fp32", "bf16", "fp16"):
+        raise RequestError(
+            f"`data_types.grad_accum_dtype` in {place} is {said!r}", because="DeepSpeed knows no such type"
+        )
+    if stage <= 1 and resolved.precision != "fp32" and dtype == "fp32":
+        settings.deviate(
+            f"evaluated with gradients summed in {resolved.precision}: stage {stage} with fp32 sums is another "
+            "optimizer of "
+            "DeepSpeed's, of about 4 bytes a parameter more",
+            place,
+        )
+        return resolved.precision
+    return dtype
+
+
+def _offload(settings: Settings, zero: Mapping[str, Any], stage: int) -> tuple[Where, Where, str | None]:
+    """Where optimizer and parameters live, and the folder of what lives on NVMe."""
+    optimizer = _device(settings, zero, "offload_optimizer", is_old=bool(zero.get("cpu_offload")))
+    parameters = _device(settings, zero, "offload_param", is_old=bool(zero.get("cpu_offload_param")))
+    block = zero.get("offload_optimizer") or {}
+    path = block.get("nvme_path") or (zero.get("offload_param") or {}).get("nvme_path")
+    if optimizer != "none" and stage == 0:
+        settings.deviate("`offload_optimizer` does nothing at stage 0", _at(settings, "offload_optimizer"))
+        optimizer = "none"
+    if parameters != "none" and stage != 3:
+        settings.deviate(f"`offload_param` does nothing at stage {stage}", _at(settings, "offload_param"))
+        parameters = "none"
+    if parameters != "none" and optimizer == "none":
+        settings.deviate(
+            "evaluated with the parameters on the GPUs: frugal moves them only together with the optimizer",
+            _at(settings, "offload_param"),
+        )
+        parameters = "none"
+    if parameters == "nvme":
+        settings.deviate(
+            "evaluated with the parameters in host memory: buffers for NVMe have sizes of their own",
+            _at(settings, "offload_param"),
+        )
+        parameters = "cpu"
+    if isinstance(block.get("ratio"), int | float) and block["ratio"] < 1:
+        settings.deviate("evaluated with all of the optimizer on the host", _at(settings, "offload_optimizer", "ratio"))
+    if optimizer == "nvme" and (stage != 3 or not path):
+        settings.refuse("the optimizer on NVMe needs stage 3 and `nvme_path`", _at(settings, "offload_optimizer"))
+        optimizer = "none"
+    return optimizer, parameters, str(path) if optimizer == "nvme" else None
+
+
+def _device(settings: Settings, zero: Mapping[str, Any], block: str, *, is_old: bool) -> Where:
+    said = (zero.get(block) or {}).get("device", "none")
+    if said in (None, "none", AUTO):
+        return "cpu" if is_old else "none"
+    if said not in ("cpu", "nvme"):
+        raise RequestError(
+            f"`{block}.device` in {_at(settings, block, 'device')} is {said!r}", because="it is cpu, nvme or none"
+        )
+    where: Where = said
+    return where
+
+
+def _at(settings: Settings, *keys: str) -> Place | None:
+    full = [".".join(("json", "zero_optimization", *keys[:n])) for n in range(len(keys), 0, -1)]
+    return settings.place(*full)

@@ -1,0 +1,134 @@
+"""A check as people read it."""
+
+from collections.abc import Sequence
+
+from frugal.check.checked import Check
+from frugal.check.document import NAMES
+from frugal.check.settings import Finding
+from frugal.check.verdict import Verdict
+from frugal.planning.memory.breakdown import MemoryBreakdown
+from frugal.units import format_bytes, plural
+
+SHOWN_BYTES = 1 << 16
+
+
+def report(check: Check) -> str:
+    """All of it as text, the verdict first."""
+    blocks = [
+        [headline(check), *_what(check)],
+        ["batch", *_batch(check)],
+        _memory(check.verdict) if check.verdict is not None else [],
+        _listed("traps", [line for finding in check.findings for line in finding_lines(finding)]),
+        _listed("evaluated otherwise than it is written", list(deviations(check))),
+        _listed("not known to frugal, and passed over", [f"{place}: {place.key}" for place in check.settings.unknown]),
+        _change(check),
+        _plan(check),
+    ]
+    return "\n\n".join("\n".join(block) for block in blocks if block)
+
+
+def headline(check: Check) -> str:
+    """The verdict in a line."""
+    verdict = check.verdict
+    stops = [finding for finding in check.findings if finding.level == "error"]
+    if verdict is None:
+        why = "; ".join(refusal.text for refusal in check.settings.refusals)
+        return f"not checked: {why}"
+    memory = verdict.memory
+    device = memory.device_in(check.cluster)
+    of = f"{format_bytes(memory.total_bytes)} of {format_bytes(device.memory_bytes)}"
+    if not verdict.fits:
+        missing, where = _missing(verdict)
+        text = f"does not fit: {format_bytes(missing)} short{where}: {of}"
+    else:
+        text = f"fits: {of}, {format_bytes(memory.headroom_bytes)} of headroom"
+    return f"{text}; {plural(len(stops), 'error')} below" if stops else text
+
+
+def _missing(verdict: Verdict) -> tuple[int, str]:
+    if verdict.host_shortfall_bytes:
+        return verdict.host_shortfall_bytes, " of a node's host memory"
+    if verdict.disk_shortfall_bytes:
+        return verdict.disk_shortfall_bytes, " of a node's disk"
+    return -verdict.memory.headroom_bytes, ""
+
+
+def _what(check: Check) -> list[str]:
+    files = ", ".join(f"{document.path} ({NAMES[document.tool]})" for document in check.documents)
+    lines = [f"  of {files}"]
+    gpus = plural(check.cluster.world_size, check.cluster.rank_noun)
+    device = check.cluster.devices[0].name
+    if check.verdict is not None:
+        request = check.verdict.subject.request
+        lora = f", LoRA {request.lora}" if request.lora is not None else ""
+        assumed = " (assumed: nothing says how long they are, see --seq-len)" if check.seq_len_is_assumed else ""
+        lines += [
+            f"  {request.model} in {request.precision}{lora}, samples of {request.seq_len} tokens{assumed}",
+            f"  {check.verdict.subject.strategy}",
+        ]
+    return [*lines, f"  on {gpus}: {device}"]
+
+
+def _batch(check: Check) -> list[str]:
+    filled = check.deepspeed.filled if check.deepspeed is not None else ()
+    lines = [f"  {check.arithmetic}"]
+    for each in filled:
+        lines.append(f"  {each.name}: auto is {each.value}, {f'by {each.by}' if each.by else 'which is the default'}")
+    return lines
+
+
+def _memory(verdict: Verdict) -> list[str]:
+    memory = verdict.memory
+    operator = memory.operator.removeprefix("aten.").removesuffix(".default")
+    lines = [f"memory of the fullest GPU at its peak, in {memory.phase}{f' ({operator})' if operator else ''}"]
+    rows = {name: size for name, size in categories(memory).items() if size >= SHOWN_BYTES}
+    rows |= {"total": memory.total_bytes, "may be used": memory.usable_bytes + memory.context}
+    if verdict.subject.strategy.offload_optimizer != "none":
+        rows["host, a node"] = memory.host_bytes_per_node
+    return [*lines, *(f"  {name:<14} {format_bytes(size):>12}" for name, size in rows.items())]
+
+
+def categories(memory: MemoryBreakdown) -> dict[str, int]:
+    """Bytes by category, slack and context included."""
+    return {name: getattr(memory, name) for name in memory.CATEGORIES}
+
+
+def finding_lines(finding: Finding) -> list[str]:
+    """A trap, where it stands, and what to do."""
+    where = f"{finding.place}: " if finding.place is not None else ""
+    lines = [f"{finding.level}: {where}{finding.text}  [{finding.rule}]"]
+    return [*lines, f"  {finding.hint}"] if finding.hint else lines
+
+
+def deviations(check: Check) -> Sequence[str]:
+    """What is evaluated otherwise, and why nothing is where that is so."""
+    both = (*check.settings.refusals, *check.settings.deviations)
+    lines = [f"{each.place}: {each.text}" if each.place is not None else each.text for each in both]
+    return [*lines, *(check.verdict.notes if check.verdict is not None else ())]
+
+
+def _listed(title: str, lines: Sequence[str]) -> list[str]:
+    return [title, *(f"  {line}" for line in lines)] if lines else []
+
+
+def _change(check: Check) -> list[str]:
+    if check.verdict is None or check.verdict.fits:
+        return []
+    if check.change is None:
+        return ["smallest change that fits", "  none of those that keep the batch and what is trained"]
+    change = check.change
+    assert change.verdict is not None
+    memory = change.verdict.memory
+    lines = [f"  {name}: {_written(value)}" for name, value in change.fields.items()]
+    room = f"{format_bytes(memory.total_bytes)}, {format_bytes(memory.headroom_bytes)} of headroom"
+    return [f"smallest change that fits: {change.words}", *lines, f"  it then takes {room}"]
+
+
+def _written(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _plan(check: Check) -> list[str]:
+    if check.plan is not None:
+        return ["what frugal would do with the same batch", *(f"  {line}" for line in str(check.plan).splitlines())]
+    return ["frugal has no plan for it", *(f"  {line}" for line in check.no_plan.splitlines())] if check.no_plan else []

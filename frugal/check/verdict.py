@@ -1,0 +1,217 @@
+"""Whether a run fits at its own settings: the dry run of exactly these, not of what frugal would choose."""
+
+import tomllib
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from frugal.check import batch as batches
+from frugal.check.batch import Arithmetic
+from frugal.check.readers import deepspeed_json
+from frugal.check.readers.deepspeed_json import Resolved
+from frugal.check.readers.trainer import PEFTS_OWN
+from frugal.check.settings import Settings
+from frugal.config.hardware.cluster import Cluster
+from frugal.config.request import Request
+from frugal.config.setting import settings_of
+from frugal.errors import RequestError
+from frugal.planning.batch import BatchPlan
+from frugal.planning.memory.breakdown import MemoryBreakdown
+from frugal.planning.search.candidate import Facts, Source
+from frugal.planning.search.evaluate import Fitting
+from frugal.planning.strategy import Strategy
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """What is dry-run: a request that pins nothing but the model's own numbers, a strategy and a batch, all theirs."""
+
+    request: Request
+    cluster: Cluster
+    strategy: Strategy
+    batch: BatchPlan
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What came of it. `host_shortfall_bytes`, `disk_shortfall_bytes`: what a node lacks, 0 where it is not known."""
+
+    subject: Subject
+    memory: MemoryBreakdown
+    host_shortfall_bytes: int = 0
+    disk_shortfall_bytes: int = 0
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def fits(self) -> bool:
+        """Whether the device, the host and the disk hold it."""
+        return self.memory.fits and not self.host_shortfall_bytes and not self.disk_shortfall_bytes
+
+
+def resolved(settings: Settings, world_size: int) -> tuple[Resolved | None, Arithmetic]:
+    """DeepSpeed's JSON without `auto`, and the batch.
+
+    Raises:
+        RequestError: it cannot be resolved; see `frugal.check.readers.deepspeed_json.resolve`.
+    """
+    deepspeed = None
+    if settings.deepspeed is not None:
+        deepspeed = deepspeed_json.resolve(settings, world_size, hidden_size_of(settings))
+    return deepspeed, batches.of(settings, deepspeed, world_size)
+
+
+def request_of(settings: Settings, deepspeed: Resolved | None, arithmetic: Arithmetic) -> Request:
+    """Their model, samples, precision and optimizer, as a request of frugal's that leaves the strategy open.
+
+    Raises:
+        RequestError: no file and no flag names the model, or frugal has nothing like what they say.
+    """
+    if not settings.model:
+        raise RequestError(
+            "no file names the model",
+            because="memory is that of a model",
+            hint="add --model, a preset such as llama-3.1-8b, a model folder or a config.json",
+        )
+    clipping = settings.gradient_clipping
+    if settings.deepspeed is not None and isinstance(settings.deepspeed.get("gradient_clipping"), int | float):
+        clipping = float(settings.deepspeed["gradient_clipping"])
+    values: dict[str, Any] = {
+        "model": preset_of(settings.model),
+        "task": settings.task,
+        "seq_len": settings.seq_len,
+        "global_batch": arithmetic.global_batch,
+        "precision": deepspeed.precision if deepspeed is not None else settings.precision,
+        "optimizer": settings.optimizer,
+        "optimizer_implementation": settings.optimizer_implementation,
+        "momentum": settings.momentum,
+        "learning_rate": settings.learning_rate,
+        "weight_decay": settings.weight_decay,
+        "gradient_clipping": 1.0 if clipping is None else clipping,
+        "lora": settings.lora,
+    }
+    if settings.lora is not None and settings.lora.targets == (PEFTS_OWN,):
+        values["lora"] = replace(settings.lora, targets=_targets_of_peft(values["model"], settings.task))
+    if settings.quantize is not None:
+        if "quantize" in settings_of(Request):
+            values["quantize"] = settings.quantize
+        else:
+            settings.refuse(f"the base in {settings.quantize}, which frugal does not train", settings.place("quantize"))
+    return Request(**{name: value for name, value in values.items() if value is not None})
+
+
+def readable(request: Request, facts: Facts, settings: Settings) -> Request:
+    """The request with samples that the model can read; a length that nobody named is shortened.
+
+    Raises:
+        RequestError: a length that was named is too long.
+    """
+    if facts.max_positions is None or request.seq_len <= facts.max_positions:
+        return request
+    if settings.seq_len is not None:
+        raise RequestError(
+            f"samples of {request.seq_len} tokens are longer than {request.model} can read",
+            because=f"it has {facts.max_positions} positions",
+            hint=f"use --seq-len {facts.max_positions}",
+        )
+    return replace(request, seq_len=facts.max_positions)
+
+
+def subject_of(
+    settings: Settings, deepspeed: Resolved, arithmetic: Arithmetic, request: Request, cluster: Cluster, facts: Facts
+) -> Subject:
+    """What to dry-run. What frugal cannot do of it is noted in `settings`."""
+    strategy = deepspeed_json.strategy(settings, deepspeed)
+    if strategy.loss == "tiled" and not facts.can_tile:
+        settings.deviate("evaluated with whole logits: this model cannot take the tiled loss")
+        strategy = replace(strategy, loss="plain")
+    if strategy.activation_checkpointing != "off" and not facts.can_recompute:
+        settings.deviate("evaluated without activation checkpointing, which this model does not take")
+        strategy = replace(strategy, activation_checkpointing="off")
+    ranks = (arithmetic.micro_batch,) * arithmetic.world_size
+    batch = BatchPlan.of(arithmetic.global_batch, ranks)
+    return Subject(request=request, cluster=cluster, strategy=strategy, batch=batch)
+
+
+def verdict_of(subject: Subject, source: Source) -> Verdict:
+    """The dry run of exactly this, on each kind of device. Raises as `Source.dry_run`."""
+    steps = subject.batch.accumulation_steps
+    fitting = Fitting(subject.request, subject.cluster)
+    of_devices = [
+        source.dry_run(subject.strategy, micro, steps, device) for device, micro in fitting.loads(subject.batch)
+    ]
+    memory = min(of_devices, key=lambda memory: memory.headroom_bytes)
+    return Verdict(
+        subject=subject,
+        memory=memory,
+        host_shortfall_bytes=max(0, fitting.host_shortfall_bytes(memory)),
+        disk_shortfall_bytes=max(0, fitting.disk_shortfall_bytes(subject.strategy, source.facts())),
+        notes=source.notes,
+    )
+
+
+def drafted(subject: Subject, source: Source) -> bool:
+    """Whether it fits by its profile, in which the allocator is replayed; a dry run is to confirm it."""
+    steps = subject.batch.accumulation_steps
+    profile = source.profile(subject.strategy, steps > 1)
+    fitting = Fitting(subject.request, subject.cluster)
+    return all(
+        (memory := profile.memory(micro, device)).fits and fitting.host_shortfall_bytes(memory) <= 0
+        for device, micro in fitting.loads(subject.batch)
+    )
+
+
+def hidden_size_of(settings: Settings) -> Callable[[], int | None]:
+    """The width of the model, as transformers' Trainer asks its configuration; None: it has none."""
+
+    def hidden_size() -> int | None:
+        if not settings.model:
+            raise RequestError(
+                "no file names the model, and its hidden size decides what auto comes to",
+                hint="add --model, a preset such as llama-3.1-8b, a model folder or a config.json",
+            )
+        config = _config_of(preset_of(settings.model), settings.task)
+        sizes = [getattr(config, "hidden_size", None), *(getattr(config, "hidden_sizes", None) or [])]
+        return max((size for size in sizes if size is not None), default=None)
+
+    return cache(hidden_size)
+
+
+def _config_of(reference: str, task: str | None) -> Any:
+    from frugal.training.models.resolve import resolve  # torch takes seconds
+
+    return resolve(reference, task).config
+
+
+def _targets_of_peft(reference: str, task: str | None) -> tuple[str, ...]:
+    """The modules that peft gives adapters where none are named.
+
+    Raises:
+        RequestError: peft has no such table for this type of model.
+    """
+    from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as TABLE
+
+    kind = getattr(_config_of(reference, task), "model_type", "")
+    if kind not in TABLE:
+        raise RequestError(
+            f"no file says which modules of {reference} get adapters",
+            because=f"peft has no list of its own for {kind or 'it'}",
+            hint="name them, or say --lora r=16,targets=all-linear",
+        )
+    return tuple(TABLE[kind])
+
+
+@cache
+def _presets_by_hub_name() -> dict[str, str]:
+    presets = tomllib.loads(files("frugal.training.models").joinpath("presets.toml").read_text())
+    return {
+        source.partition("huggingface.co/")[2].partition("/blob/")[0]: name
+        for name, preset in presets.items()
+        if "huggingface.co/" in (source := preset["source"])
+    }
+
+
+def preset_of(model: str) -> str:
+    """The preset that has the configuration of a hub name, so that nothing is downloaded; otherwise the name itself."""
+    return _presets_by_hub_name().get(model, model)

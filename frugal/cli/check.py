@@ -1,0 +1,63 @@
+"""`frugal check`."""
+
+from pathlib import Path
+from typing import Any, get_args
+
+import click
+
+from frugal.check.document import Tool
+from frugal.check.gather import FLAGS
+from frugal.cli.options import SettingsCommand, options, this_machine, waiting
+from frugal.config.adapters import Lora
+from frugal.config.hardware import calibration as calibrations
+from frugal.config.hardware.build_cluster import ClusterSettings
+from frugal.config.hardware.cluster import CARDS, GENERIC
+from frugal.config.request import Request
+
+
+@click.command("check", cls=SettingsCommand)
+@click.argument("paths", metavar="FILE...", nargs=-1, required=True, type=click.Path(path_type=Path))
+@options(Request, names=FLAGS)
+@options(ClusterSettings)
+@click.option(
+    "--as", "tool", type=click.Choice(get_args(Tool)),
+    help="Whose the first file is, where its keys leave that open: TRL's arguments are Trainer's with other defaults.",
+)  # fmt: skip
+@click.option("--no-plan", is_flag=True, help="Leave out the plan that frugal would make, which takes longest.")
+@click.pass_context
+def command(context: click.Context, paths: tuple[Path, ...], tool: Tool | None, no_plan: bool, **values: Any) -> None:
+    """Say whether a configuration of another trainer fits, and what is wrong with it.
+
+    FILE is a JSON of DeepSpeed, TrainingArguments of transformers (JSON, YAML, or a shell script with the command
+    line), or a configuration of TRL, axolotl, LLaMA-Factory or accelerate; those that belong to one run together.
+
+    The exit code is 0 where it fits, 3 where it does not, 2 where it does not start or cannot be checked.
+    """
+    from frugal.check.checked import check
+    from frugal.check.gather import gather
+    from frugal.check.report import report
+
+    flags = {name: values.pop(name) for name in FLAGS}
+    if flags["lora"] is not None:
+        flags["lora"] = Lora.of(flags["lora"])
+    settings, documents = gather(paths, flags, tool)
+    hardware = {name: value for name, value in values.items() if value is not None}
+    if isinstance(hardware.get("gpu"), str):
+        hardware["gpu"] = ",".join(map(_card, hardware["gpu"].split(",")))
+    gpu_name, unnamed = None, GENERIC
+    if not {"gpu", "mem", "hostfile"} & hardware.keys():
+        here, gpu_name, unnamed = this_machine(hardware.get("gpus", settings.gpus))
+        hardware = here | hardware
+    calibration, notes = calibrations.chosen(hardware, gpu_name)
+    for note in notes:
+        click.echo(f"note: {note}", err=True)
+    with waiting(f"dry-running {settings.model}"):
+        done = check(settings, documents, hardware, calibration=calibration, unnamed=unnamed, with_plan=not no_plan)
+    click.echo(report(done))
+    context.exit(done.exit_code)
+
+
+def _card(name: str) -> str:
+    """A known card, where its name is written without its memory and only one has it."""
+    known = [card for card in CARDS if card.startswith(f"{name}-")]
+    return known[0] if name not in CARDS and len(known) == 1 else name

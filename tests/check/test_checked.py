@@ -1,0 +1,197 @@
+"""`frugal check`: the batch that a configuration comes to, and a verdict that is the dry run of its own settings."""
+
+import json
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from frugal.check.checked import Check, check
+from frugal.check.gather import gather
+from frugal.check.report import report
+from frugal.config.schema import understand
+from frugal.dryrun.client import DryRunSource, workers
+from frugal.dryrun.pool import Pool
+from frugal.planning.strategy import Strategy
+from tests.commands import frugal
+
+CONFIGS = Path(__file__).parent / "configs"
+TINY = str(CONFIGS / "tiny-llama.json")
+HIDDEN = 128
+DEFAULT_3 = {
+    "reduce_bucket_elements": HIDDEN**2,
+    "prefetch_bucket_elements": int(0.9 * HIDDEN**2),
+    "persistence_threshold_elements": 10 * HIDDEN,
+    "max_live_elements": 10**9,
+    "sub_group_elements": 10**9,
+    "overlap_comm": True,
+}
+"""What a usual JSON for ZeRO-3 comes to, its sizes filled in from the hidden size."""
+DEFAULT_2 = {
+    "reduce_bucket_elements": HIDDEN**2, "prefetch_bucket_elements": 50_000_000, "max_live_elements": 10**9,
+    "sub_group_elements": 10**9,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Example:
+    """A configuration, and what it comes to: worked out by hand from the tools' own code."""
+
+    files: tuple[str, ...]
+    gpus: int
+    micro_batch: int
+    steps: int
+    strategy: dict[str, Any]
+    request: dict[str, Any] = field(default_factory=dict)
+    rules: frozenset[str] = frozenset()
+    flags: dict[str, Any] = field(default_factory=dict)
+
+
+EXAMPLES = {
+    "deepspeed-zero2": Example(
+        ("deepspeed/zero2.json",), gpus=2, micro_batch=4, steps=8,
+        strategy={
+            "zero_stage": 2, "gradient_accumulation_dtype": "bf16", "overlap_comm": True, **DEFAULT_2,
+            "reduce_bucket_elements": 200_000_000,
+        },
+        request={"optimizer_implementation": "foreach", "seq_len": 256},
+        rules=frozenset(("bf16-accumulation",)),
+        flags={"seq_len": 256},
+    ),
+    "deepspeed-zero1-fp16": Example(
+        ("deepspeed/zero1-fp16.json",), gpus=4, micro_batch=8, steps=2,
+        strategy={
+            "zero_stage": 1, "gradient_accumulation_dtype": "fp16", **DEFAULT_2, "reduce_bucket_elements": 5_000_000,
+        },
+        request={"optimizer_implementation": "foreach", "precision": "fp16", "seq_len": 128},
+        rules=frozenset(("loss-scale",)),
+        flags={"seq_len": 128},
+    ),
+    "trainer-zero2": Example(
+        ("transformers/arguments.yaml",), gpus=4, micro_batch=4, steps=8,
+        strategy={
+            "zero_stage": 2, "gradient_accumulation_dtype": "bf16", "activation_checkpointing": "full", **DEFAULT_2,
+        },
+        request={"optimizer_implementation": "fused", "seq_len": 512},
+        rules=frozenset(
+            ("bf16-accumulation", "evaluation-batch", "evaluation-keeps-logits", "round-robin-gradients")
+        ),
+    ),
+    "trainer-script-zero3": Example(
+        ("transformers/run_clm.sh",), gpus=8, micro_batch=2, steps=4,
+        strategy={
+            "zero_stage": 3, "gradient_accumulation_dtype": "bf16", "expandable_segments": True, **DEFAULT_3,
+        },
+        request={"optimizer_implementation": "deepspeed", "seq_len": 256},
+        rules=frozenset(("evaluation-batch", "evaluation-keeps-logits", "large-live-parameters")),
+    ),
+    "trainer-zero3-offload": Example(
+        ("transformers/offload.json",), gpus=2, micro_batch=1, steps=4,
+        strategy={
+            "zero_stage": 3, "gradient_accumulation_dtype": "bf16", "activation_checkpointing": "full",
+            "offload_optimizer": "cpu", "offload_parameters": "cpu", **DEFAULT_3,
+        },
+        request={"optimizer_implementation": "deepspeed", "seq_len": 64},
+        rules=frozenset(("unpinned-offload", "large-live-parameters")),
+        flags={"seq_len": 64},
+    ),
+}  # fmt: skip
+QUICK = ("deepspeed-zero2", "trainer-script-zero3")
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    with closing(workers()) as pool:
+        yield pool
+
+
+def checked(files: tuple[str, ...], pool: Pool | None, gpus: int | None = None, mem: str = "6G", **flags: Any) -> Check:
+    settings, documents = gather([CONFIGS / name for name in files], {"model": TINY, **flags})
+    return check(settings, documents, {"gpus": gpus, "mem": mem}, with_plan=False, pool=pool)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(each, marks=() if each in QUICK else pytest.mark.exhaustive) for each in EXAMPLES]
+)
+def test_the_verdict_is_the_dry_run_of_the_same_settings(name: str, pool: Pool) -> None:
+    example = EXAMPLES[name]
+    done = checked(example.files, pool, example.gpus, **example.flags)
+    batch = example.micro_batch * example.steps * example.gpus
+    assert (done.arithmetic.global_batch, done.arithmetic.micro_batch) == (batch, example.micro_batch)
+    assert {finding.rule for finding in done.findings} == example.rules
+    wanted = {"model": TINY, "gpus": example.gpus, "mem": "6G", **example.request}
+    request, cluster, _ = understand(wanted)
+    with DryRunSource(request, cluster, pool=pool) as source:
+        memory = source.dry_run(Strategy(**example.strategy), example.micro_batch, example.steps)
+    assert done.verdict is not None
+    assert done.verdict.subject.strategy == Strategy(**example.strategy)
+    host = done.verdict.memory.host_bytes_per_node
+    assert host == pytest.approx(memory.host_bytes_per_node, abs=64)  # a number more or less of the optimizer's
+    assert replace(done.verdict.memory, host_bytes_per_node=0) == replace(memory, host_bytes_per_node=0)
+    assert done.verdict.fits == memory.fits and done.exit_code == (0 if memory.fits else 3)
+
+
+@pytest.mark.parametrize("name", ["zero2-auto", "zero3-auto", "zero3-offload"])
+def test_auto_comes_to_what_transformers_makes_of_it(name: str) -> None:
+    """Its own code fills in the same JSON, with the same arguments, on one rank."""
+    from transformers import AutoConfig, TrainingArguments
+    from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
+
+    from frugal.check.verdict import resolved
+
+    path = CONFIGS / "deepspeed" / f"{name}.json"
+    arguments = {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 4}
+    args = TrainingArguments("out", **arguments, bf16=True, use_cpu=True, report_to=[])
+    theirs = HfTrainerDeepSpeedConfig(json.loads(path.read_text()))
+    theirs.trainer_config_process(args)
+    theirs.trainer_config_finalize(args, SimpleNamespace(config=AutoConfig.from_pretrained(TINY)), 100)
+    config = theirs.config
+
+    trainer = CONFIGS / "transformers" / "arguments.yaml"
+    settings, _ = gather([trainer, path], {"model": TINY, "micro_batch": 3, "accumulation_steps": 4})
+    deepspeed, arithmetic = resolved(settings, 1)
+    assert deepspeed is not None
+    assert deepspeed.batch == (
+        config["train_batch_size"], config["train_micro_batch_size_per_gpu"], config["gradient_accumulation_steps"]
+    )  # fmt: skip
+    assert arithmetic.global_batch == config["train_batch_size"] == 12
+    filled = config["zero_optimization"]
+    sizes = {key: value for key, value in filled.items() if key in deepspeed.zero and value != "auto"}
+    assert {key: deepspeed.zero[key] for key in sizes} == sizes
+    assert deepspeed.precision == ("bf16" if config["bf16"]["enabled"] else "fp32")
+
+
+def test_a_batch_that_deepspeed_refuses_is_an_error_with_its_place(tmp_path: Path, pool: Pool) -> None:
+    file = tmp_path / "ds.json"
+    file.write_text("""{
+  "train_batch_size": 100,
+  "train_micro_batch_size_per_gpu": 4,
+  "gradient_accumulation_steps": 4,
+  "bf16": {"enabled": true},
+  "zero_optimization": {"stage": 2, "reduce_bucket_size": 1000000}
+}
+""")
+    done = checked((str(file),), pool, 2, seq_len=64)
+    assert done.exit_code == 2
+    assert (
+        f"error: {file}:2: train_batch_size 100 is not 4 x 4 x 2 = 32: DeepSpeed stops with `Check batch related "
+        "parameters`  [batch-mismatch]" in report(done)
+    )
+
+
+def test_auto_that_nobody_fills_in_is_refused_or_named(capsys: pytest.CaptureFixture[str]) -> None:
+    file = str(CONFIGS / "deepspeed" / "zero2-auto.json")
+    code, _, err = frugal(capsys, "check", file, "--model", TINY, "--gpus", "2", "--mem", "6G")
+    assert code == 2
+    assert f"`train_batch_size` in {file}:13 is auto, and nobody fills it in" in err
+    settings, _ = gather([Path(file)], {"model": TINY, "micro_batch": 2, "accumulation_steps": 1, "seq_len": 64})
+    from frugal.check.verdict import resolved
+
+    deepspeed, _ = resolved(settings, 2)
+    assert deepspeed is not None
+    nobodys = {each.name: each.value for each in deepspeed.filled if not each.by}
+    assert nobodys["zero_optimization.reduce_bucket_size"] == 500_000_000
