@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from frugal.config.adapters import Lora
 from frugal.config.request import Request
 from frugal.deepspeed_adapter.kernels import DTYPES
 from frugal.deepspeed_adapter.simulate.engine import covers, simulate
@@ -40,6 +41,7 @@ FAMILIES: dict[str, tuple[str, Callable[[], Any], dict[str, Any]]] = {
     ),
 }  # fmt: skip
 
+TASKS = {"bert": "masked-lm", "t5": "seq2seq"}
 SMALL_BUCKETS = {
     "reduce_bucket_elements": 20_000,  # less than the largest parameters
     "prefetch_bucket_elements": 10_000,
@@ -49,22 +51,28 @@ SMALL_BUCKETS = {
 }
 
 
-def builder(family: str, precision: str) -> Callable[[], Any]:
+def builder(family: str, precision: str, lora: str | None = None) -> Callable[[], Any]:
     def build() -> Any:
         import transformers
+
+        from frugal.training.models import adapters
 
         auto, _, config = FAMILIES[family]
         made = transformers.AutoConfig.for_model(
             family, vocab_size=VOCABULARY, bos_token_id=0, eos_token_id=0, use_cache=False, **config
         )
         with torch.device("meta"):
-            return getattr(transformers, auto).from_config(made, dtype=DTYPES[precision]).train()
+            model = getattr(transformers, auto).from_config(made, dtype=DTYPES[precision]).train()
+        if lora is None:
+            return model
+        task, meta = TASKS.get(family, "causal-lm"), torch.device("meta")
+        return adapters.add(model, Lora.parse(lora), task, dtype=DTYPES[precision], device=meta).train()
 
     return build
 
 
-def traced(family: str, request: Request, strategy: Strategy, kind: str) -> ModelTrace:
-    model, building_bytes = built(builder(family, request.precision))
+def traced(family: str, request: Request, strategy: Strategy, kind: str, lora: str | None) -> ModelTrace:
+    model, building_bytes = built(builder(family, request.precision, lora))
     return trace(
         model,
         FAMILIES[family][1](),
@@ -87,13 +95,14 @@ def compare(
     steps: int = 1,
     kind: str = "cuda",
     request: dict[str, Any] | None = None,
+    lora: str | None = None,
     **strategy: Any,
 ) -> None:
     """Peak and live bytes of every phase, host bytes, and the categories at the peak."""
     asked = Request(precision=precision, seq_len=SEQ_LEN, **(request or {}))
     way = Strategy(zero_stage=zero_stage, **strategy)
     dry_run_result = dry_run(
-        builder(family, precision),
+        builder(family, precision, lora),
         FAMILIES[family][1](),
         asked,
         way,
@@ -104,7 +113,7 @@ def compare(
         kind=kind,
         first_micro_steps=1,
     )
-    alone = traced(family, asked, way, kind)
+    alone = traced(family, asked, way, kind, lora)
     assert covers(asked, way, alone)
     simulated = simulate(alone, asked, way, world_size=world_size, rank=rank, accumulates=steps > 1, kind=kind)
     expected = dry_run_result.timeline.intervals(MICRO_BATCH)
@@ -245,30 +254,58 @@ def test_what_is_not_simulated_is_said(request_: dict[str, Any], strategy: dict[
     assert not covers(Request(**request_), Strategy(zero_stage=2, **strategy))
 
 
-def test_frozen_parameters_are_simulated_below_zero_3_only() -> None:
+LORA_BUCKETS = {**SMALL_BUCKETS, "persistence_threshold_elements": 2000}
+"""peft asks for the type of weights that nobody has gathered, and DeepSpeed gathers them earlier from then on. Of usual
+sizes they stay gathered anyway."""
+
+
+@pytest.mark.parametrize(
+    ("family", "world_size", "rank", "steps", "kind", "strategy"),
+    [
+        ("llama", 2, 0, 1, "cuda", {}),
+        ("llama", 8, 3, 2, "cuda", {"activation_checkpointing": "full", "loss": "tiled"}),
+        ("llama", 4, 3, 1, "cuda", {"activation_checkpointing": "selective", **LORA_BUCKETS}),
+        ("gpt2", 4, 1, 2, "cuda", {"activation_checkpointing": "full", "loss": "tiled", **LORA_BUCKETS}),
+        ("llama", 8, 7, 2, "cuda", {**OPTIMIZER_ON_HOST, **LORA_BUCKETS}),
+        ("llama", 2, 0, 2, "cuda", {**ALL_ON_HOST, "activation_checkpointing": "full", **LORA_BUCKETS}),
+        ("llama", 2, 1, 1, "cpu", {**ALL_ON_HOST, **LORA_BUCKETS}),
+        pytest.param("bert", 4, 3, 2, "cuda", {"activation_checkpointing": "full"}, marks=pytest.mark.exhaustive),
+        pytest.param("t5", 4, 3, 2, "cuda", {"activation_checkpointing": "full"}, marks=pytest.mark.exhaustive),
+        pytest.param("llama", 1, 0, 1, "cuda", {}, marks=pytest.mark.exhaustive),
+        pytest.param("gpt2", 3, 2, 2, "cpu", LORA_BUCKETS, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_frozen_weights_with_adapters_too(
+    family: str, world_size: int, rank: int, steps: int, kind: str, strategy: dict[str, Any]
+) -> None:
+    compare(family, 3, world_size=world_size, rank=rank, steps=steps, kind=kind, lora="r=4", **strategy)
+
+
+def test_a_frozen_embedding_is_simulated() -> None:
     def build() -> Any:
         model = builder("llama", "bf16")()
         model.model.embed_tokens.weight.requires_grad = False
         return model
 
-    alone = trace(
-        build(),
-        CausalLM(),
-        seq_len=SEQ_LEN,
-        kind="cuda",
-        activation_checkpointing_mode="off",
-        loss="plain",
-        zero_stage=2,
-    )
-    request, strategy = Request(seq_len=SEQ_LEN), Strategy(zero_stage=2, **SMALL_BUCKETS)
-    assert covers(request, strategy, alone)
-    assert not covers(request, Strategy(zero_stage=3), alone)
-    dry_run_result = dry_run(
-        build, CausalLM(), request, strategy,
-        micro_batch=MICRO_BATCH, accumulation_steps=1, world_size=2, rank=0, kind="cuda",
-    )  # fmt: skip
-    simulated = simulate(alone, request, strategy, world_size=2, rank=0, accumulates=False, kind="cuda")
-    assert simulated.timeline.peak_bytes(MICRO_BATCH) == pytest.approx(dry_run_result.peak.total_bytes, rel=TOLERANCE)
+    for zero_stage in (2, 3):
+        alone = trace(
+            build(),
+            CausalLM(),
+            seq_len=SEQ_LEN,
+            kind="cuda",
+            activation_checkpointing_mode="off",
+            loss="plain",
+            zero_stage=zero_stage,
+        )
+        request, strategy = Request(seq_len=SEQ_LEN), Strategy(zero_stage=zero_stage, **SMALL_BUCKETS)
+        assert covers(request, strategy, alone)
+        dry_run_result = dry_run(
+            build, CausalLM(), request, strategy,
+            micro_batch=MICRO_BATCH, accumulation_steps=1, world_size=2, rank=0, kind="cuda",
+        )  # fmt: skip
+        simulated = simulate(alone, request, strategy, world_size=2, rank=0, accumulates=False, kind="cuda")
+        expected = dry_run_result.peak.total_bytes
+        assert simulated.timeline.peak_bytes(MICRO_BATCH) == pytest.approx(expected, rel=TOLERANCE)
 
 
 def test_a_parameter_used_outside_its_module_is_not_simulated_under_zero_3() -> None:

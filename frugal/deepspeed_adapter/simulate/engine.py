@@ -92,8 +92,8 @@ def covers(request: Request, strategy: Strategy, trace: ModelTrace | None = None
     It does not know: other optimizers than torch's fused ones (for states in bf16 on the host, than DeepSpeed's CPU
     Adam), offloading to disks or in fp32, overlapping communication, gradients not summed in fp32, half precision
     without gradient partitioning; and models whose memory depends on data, with parameters of several types, without
-    a gradient, or under ZeRO-3 frozen or used outside their modules. And it knows nothing of a DeepSpeed that differs
-    from the one it repeats.
+    a gradient, or under ZeRO-3 used outside their modules. And it knows nothing of a DeepSpeed that differs from the
+    one it repeats.
     """
     if not mirrored.verify_simulation():
         return False
@@ -110,10 +110,9 @@ def covers(request: Request, strategy: Strategy, trace: ModelTrace | None = None
         return False
     if trace is None:
         return True
-    is_whole = all(trace.trainable) or strategy.zero_stage < 3
     is_one_type = trace.element_bytes == (4 if request.precision == "fp32" else 2)
     is_sure = trace.has_all_gradients and not trace.notes
-    return is_whole and is_one_type and is_sure and len(trace.trainable_index) > 1
+    return is_one_type and is_sure and len(trace.trainable_index) > 1
 
 
 def simulate(
@@ -139,6 +138,7 @@ def simulate(
         zero_stage=strategy.zero_stage,
         elements=trace.trainable_elements,
         all_elements=trace.elements,
+        trainable=trace.trainable,
         element_bytes=trace.element_bytes,
         bucket_elements=strategy.reduce_bucket_elements,
         prefetch_elements=strategy.prefetch_bucket_elements,

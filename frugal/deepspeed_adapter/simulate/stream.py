@@ -184,6 +184,7 @@ class Setting:
         zero_stage: 0-3.
         elements: of every trainable parameter, in the model's order.
         all_elements: of every parameter.
+        trainable: of every parameter, whether it is trained.
         element_bytes: of the model's type.
         bucket_elements: of the gradient bucket.
         prefetch_elements: ZeRO-3, parameter elements gathered ahead of their use.
@@ -201,6 +202,7 @@ class Setting:
     zero_stage: int
     elements: tuple[int, ...]
     all_elements: tuple[int, ...]
+    trainable: tuple[bool, ...]
     element_bytes: int
     bucket_elements: int
     prefetch_elements: int

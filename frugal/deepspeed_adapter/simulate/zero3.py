@@ -12,7 +12,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable
 
 from frugal.deepspeed_adapter.simulate.stream import PinnedBlocks, Setting, Stream
-from frugal.planning.memory.timeline import COMMUNICATION, GRADIENTS, OPTIMIZER, PARAMETERS, MarkKind
+from frugal.planning.memory.timeline import COMMUNICATION, GRADIENTS, OPTIMIZER, PARAMETERS, TEMPORARY, MarkKind
 
 SPLIT, IN_FLIGHT, GATHERED = range(3)
 NEVER = -(10**10)
@@ -51,6 +51,7 @@ class SimulatedPrefetch:
         self._fetched_for: dict[int, int] = {}
         self._kept: dict[tuple[int, int], frozenset[int]] = {}
         self._in_backward: dict[int, None] = {}
+        self._recomputed: dict[int, set[int]] = defaultdict(set)  # module -> frozen parameters kept for its backward
         self.num_gathers = self.gathered_elements = 0  # since the last forward began
 
     @property
@@ -87,6 +88,8 @@ class SimulatedPrefetch:
             self._gather([parameter for parameter in own if self._status[parameter] == SPLIT])
             for parameter in own:
                 self._active[parameter].add(module)
+                if self._in_backward and not in_backward and not self._setting.trainable[parameter]:
+                    self._keep_for_backward(parameter)
                 if parameter in self._in_flight:
                     self._land(parameter)
         if self._queue:
@@ -95,22 +98,34 @@ class SimulatedPrefetch:
 
     def release(self, module: int, *, in_backward: bool) -> None:
         """A module has run (`release_sub_module`)."""
+        own = self._own[module]
+        going = frozenset(own)
+        if own and self._is_known:
+            going = self._to_release(module)
         if in_backward:
             self._in_backward.pop(module, None)
-        own = self._own[module]
-        if not own:
-            return
-        going = self._to_release(module) if self._is_known else frozenset(own)
+            recomputed = self._recomputed.pop(module, set())
+            own = (*own, *recomputed)
+            going |= {parameter for parameter in recomputed if not self._is_persistent[parameter]}
         for parameter in own:
             self._active[parameter].discard(module)
             if parameter in going:
                 self._drop(parameter)
 
+    def _keep_for_backward(self, parameter: int) -> None:
+        """A frozen parameter fetched to recompute stays until the module's backward is over that asked for it.
+
+        (`update_recompute_parameters`)
+        """
+        owner = next(reversed(self._in_backward))
+        self._recomputed[owner].add(parameter)
+        self._active[parameter].add(owner)
+
     def backward_ends(self) -> None:
         """Modules whose backward has not announced its end are released (`release_backward_leftovers`)."""
         while self._in_backward:
             module, _ = self._in_backward.popitem()
-            for parameter in self._own[module]:
+            for parameter in (*self._own[module], *self._recomputed.pop(module, ())):
                 self._active[parameter].discard(module)
                 if not self._is_persistent[parameter]:
                     self._drop(parameter)
@@ -278,21 +293,24 @@ class SimulatedZero3:
         }
 
     def initialise(self, *, one_by_one: bool) -> None:
-        """Parameters are split, as they arrive `one_by_one` or all at once; the parts move together.
+        """Parameters are split, as they arrive `one_by_one` or all at once; the parts of trained ones move together.
 
         (`_setup_for_real_optimizer`, `_create_fp16_partitions_with_defragmentation`)
         """
         stream, setting = self._stream, self._setting
         size = setting.element_bytes
         parts = []
-        there = [] if one_by_one else [stream.born(n * size, "building", PARAMETERS) for n in setting.elements]
-        for i, n in enumerate(setting.elements):
+        all_elements = list(zip(setting.all_elements, setting.trainable, strict=True))
+        there = [] if one_by_one else [stream.born(n * size, "building", PARAMETERS) for n, _ in all_elements]
+        for i, (n, is_trained) in enumerate(all_elements):
             whole = stream.born(n * size, "to device", PARAMETERS) if one_by_one else there[i]
-            part_bytes = -(-n // setting.world_size) * size
+            part_bytes = setting.part_elements(i) * size
             if setting.offloads_parameters:
-                parts.append(self._host.pinned(self._host.born(part_bytes, "aten.empty.memory_format", PARAMETERS)))
+                part = self._host.pinned(self._host.born(part_bytes, "aten.empty.memory_format", PARAMETERS))
             else:
-                parts.append(stream.born(part_bytes, "aten.empty.memory_format"))
+                part = stream.born(part_bytes, "aten.empty.memory_format", TEMPORARY if is_trained else PARAMETERS)
+            if is_trained:
+                parts.append(part)  # those of frozen parameters stay as they are
             stream.dies(whole)
         if setting.offloads_parameters:
             self._host.pinned(self._host.born(sum(self._parts) * size, "aten.empty.memory_format", PARAMETERS))
