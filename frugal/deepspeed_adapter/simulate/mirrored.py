@@ -134,7 +134,7 @@ MIRRORED = (
     ),
     *_mirrored(
         _COORDINATOR,
-        "simulate.zero3.SimulatedPrefetch",
+        "simulate.prefetch.SimulatedPrefetch",
         reset_step="f992bb62cc9efb34",
         record_module="4169b2334f29a4fd",
         record_parameters="182696f0317dcd88",
@@ -151,7 +151,7 @@ MIRRORED = (
     ),
     *_mirrored(
         _OFFLOAD,
-        "simulate.zero3.SimulatedPrefetch",
+        "simulate.prefetch.SimulatedPrefetch",
         mark_persistent_parameters="c01f8b416681da4a",
     ),
     *_mirrored(

@@ -1,0 +1,258 @@
+"""ZeRO-3's coordinator, which decides when parameters are gathered and how long they stay.
+
+Names in brackets are methods of `PartitionedParameterCoordinator` in
+deepspeed/runtime/zero/partitioned_param_coordinator.py. The first forward and backward are recorded; from the second on
+the coordinator knows the order of modules, gathers ahead of their use and keeps what is used again soon. Its own
+decisions are made here, module by module.
+"""
+
+from collections import defaultdict, deque
+
+from frugal.deepspeed_adapter.simulate.stream import Setting, Stream
+from frugal.planning.memory.timeline import COMMUNICATION
+
+SPLIT, IN_FLIGHT, GATHERED = range(3)
+NEVER = -(10**10)
+
+
+class _Gather:
+    """One all-gather: of several parameters into one buffer, which is copied apart when the first is needed."""
+
+    def __init__(self, parameters: list[int], buffer: int) -> None:
+        self.parameters = parameters
+        self.buffer = buffer
+        self.is_complete = False
+        self.waiting = len(parameters)
+
+
+class SimulatedPrefetch:
+    """The coordinator of one rank."""
+
+    def __init__(self, stream: Stream, setting: Setting, own_parameters: tuple[tuple[int, ...], ...]) -> None:
+        self._stream = stream
+        self._setting = setting
+        self._own = own_parameters
+        elements = setting.all_elements
+        self._is_persistent = [n <= setting.persistence_elements for n in elements]
+        self._status = [SPLIT] * len(elements)
+        self._storage = [-1] * len(elements)
+        self._active: list[set[int]] = [set() for _ in elements]  # modules that use the parameter now
+        self._in_flight: dict[int, _Gather] = {}
+        self._available = 0  # elements
+        self._runs = 0  # forwards so far
+        self._step = 0
+        self._order: list[int] = []  # modules as they fetch, forward and backward
+        self._steps_of: dict[int, deque[int]] = defaultdict(deque)
+        self._uses: list[tuple[int, int]] = []  # (parameter, step that uses it)
+        self._queue: deque[tuple[int, int]] = deque()
+        self._fetched_for: dict[int, int] = {}
+        self._kept: dict[tuple[int, int], frozenset[int]] = {}
+        self._in_backward: dict[int, None] = {}
+        self._recomputed: dict[int, set[int]] = defaultdict(set)  # module -> frozen parameters kept for its backward
+        self.num_gathers = self.gathered_elements = 0  # since the last forward began
+
+    @property
+    def _is_known(self) -> bool:
+        return self._runs > 1
+
+    def storage(self, parameter: int) -> int:
+        """Where a parameter is gathered now; -1: nowhere."""
+        return self._storage[parameter]
+
+    def forward_begins(self) -> None:
+        """The whole model is about to run (`reset_step`, `construct_parameter_trace_from_module_trace`)."""
+        self._land_everything()
+        self.num_gathers = self.gathered_elements = 0
+        self._runs += 1
+        if self._runs == 2:
+            for module in self._order:
+                step = self._steps_of[module].popleft()
+                self._uses += [(parameter, step) for parameter in self._own[module]]
+        self._queue = deque(self._uses)
+        self._fetched_for = {}
+        self._step = 0
+        self._available = 0
+
+    def fetch(self, module: int, *, in_backward: bool) -> None:
+        """A module is about to run (`fetch_sub_module`)."""
+        if self._runs == 1:
+            self._order.append(module)
+            self._steps_of[module].append(self._step)
+        if in_backward:
+            self._in_backward[module] = None
+        own = self._own[module]
+        if own:
+            self._gather([parameter for parameter in own if self._status[parameter] == SPLIT])
+            for parameter in own:
+                self._active[parameter].add(module)
+                if self._in_backward and not in_backward and not self._setting.trainable[parameter]:
+                    self._keep_for_backward(parameter)
+                if parameter in self._in_flight:
+                    self._land(parameter)
+        if self._queue:
+            self._prefetch(own)
+        self._step += 1
+
+    def release(self, module: int, *, in_backward: bool) -> None:
+        """A module has run (`release_sub_module`)."""
+        own = self._own[module]
+        going = frozenset(own)
+        if own and self._is_known:
+            going = self._to_release(module)
+        if in_backward:
+            self._in_backward.pop(module, None)
+            recomputed = self._recomputed.pop(module, set())
+            own = (*own, *recomputed)
+            going |= {parameter for parameter in recomputed if not self._is_persistent[parameter]}
+        for parameter in own:
+            self._active[parameter].discard(module)
+            if parameter in going:
+                self._drop(parameter)
+
+    def _keep_for_backward(self, parameter: int) -> None:
+        """A frozen parameter fetched to recompute stays until the module's backward is over that asked for it.
+
+        (`update_recompute_parameters`)
+        """
+        owner = next(reversed(self._in_backward))
+        self._recomputed[owner].add(parameter)
+        self._active[parameter].add(owner)
+
+    def backward_ends(self) -> None:
+        """Modules whose backward has not announced its end are released (`release_backward_leftovers`)."""
+        while self._in_backward:
+            module, _ = self._in_backward.popitem()
+            for parameter in (*self._own[module], *self._recomputed.pop(module, ())):
+                self._active[parameter].discard(module)
+                if not self._is_persistent[parameter]:
+                    self._drop(parameter)
+
+    def split_all(self) -> None:
+        """Everything is released before the optimizer step (`release_and_reset_all`)."""
+        for parameter in range(len(self._status)):
+            if parameter in self._in_flight:
+                self._land(parameter)
+            self._active[parameter].clear()
+            self._drop(parameter)
+
+    def gather_persistent(self) -> None:
+        """After the optimizer step, each into a buffer of its own (`DeepSpeedZeroOptimizer_Stage3._post_step`)."""
+        persistent = [parameter for parameter, stays in enumerate(self._is_persistent) if stays]
+        if self._setting.world_size == 1:
+            self._take_whole(persistent)
+        else:
+            copies = self._copies(persistent)
+            for parameter in persistent:
+                self._storage[parameter] = self._buffer([parameter])
+            for copy in copies:
+                self._stream.dies(copy)
+        for parameter in persistent:
+            self._status[parameter] = GATHERED
+
+    def _buffer(self, parameters: list[int]) -> int:
+        elements = sum([self._setting.whole_elements(parameter) for parameter in parameters])
+        return self._stream.born(elements * self._setting.element_bytes, "aten.empty.memory_format", COMMUNICATION)
+
+    def _copies(self, parameters: list[int]) -> list[int]:
+        """Own parts from the host, which they come from to be gathered."""
+        if not self._setting.offloads_parameters:
+            return []
+        size = self._setting.element_bytes
+        parts = [self._setting.part_elements(parameter) for parameter in parameters]
+        return [self._stream.born(part * size, "aten._to_copy.default", COMMUNICATION) for part in parts]
+
+    def _take_whole(self, parameters: list[int]) -> None:
+        """On one rank nothing is gathered: the part is the whole, or its copy from the host."""
+        for parameter, copy in zip(parameters, self._copies(parameters), strict=False):
+            self._storage[parameter] = copy
+
+    def _gather(self, parameters: list[int]) -> None:
+        if not parameters:
+            return
+        self.num_gathers += 1
+        self.gathered_elements += sum(self._setting.all_elements[parameter] for parameter in parameters)
+        self._available += sum(self._setting.all_elements[parameter] for parameter in parameters)
+        buffer = -1
+        if self._setting.world_size == 1:
+            self._take_whole(parameters)
+        else:
+            buffer = self._buffer(parameters)
+            for copy in self._copies(parameters):  # all are there before the first goes
+                self._stream.dies(copy)
+        gather = _Gather(sorted(parameters), buffer)
+        for parameter in parameters:
+            self._status[parameter] = IN_FLIGHT
+            self._in_flight[parameter] = gather
+        if len(parameters) == 1 and buffer >= 0:
+            self._storage[parameters[0]] = buffer  # used as it is
+
+    def _land(self, parameter: int) -> None:
+        """Wait for the gather of a parameter; the others in it come along (`AllGatherCoalescedHandle.wait`)."""
+        gather = self._in_flight.pop(parameter)
+        together = len(gather.parameters) > 1 and self._setting.world_size > 1
+        if not gather.is_complete:
+            gather.is_complete = True
+            for each in gather.parameters:
+                self._status[each] = GATHERED
+                if together:
+                    size_bytes = self._setting.all_elements[each] * self._setting.element_bytes
+                    self._storage[each] = self._stream.born(size_bytes, "aten.cat.default", COMMUNICATION)
+        gather.waiting -= 1
+        if together and gather.waiting == 0:
+            self._stream.dies(gather.buffer)
+
+    def _land_everything(self) -> None:
+        for parameter in list(self._in_flight):
+            self._land(parameter)
+            self._drop(parameter)
+
+    def _drop(self, parameter: int) -> None:
+        if self._status[parameter] == GATHERED and not self._active[parameter]:
+            self._stream.dies(self._storage[parameter])
+            self._storage[parameter] = -1
+            self._status[parameter] = SPLIT
+            self._available -= self._setting.all_elements[parameter]
+
+    def _prefetch(self, own: tuple[int, ...]) -> None:
+        """Gather what comes next (`_fetch_sub_module_impl`)."""
+        fetched_for, queue = self._fetched_for, self._queue
+        if own:
+            expected = sum([fetched_for.get(parameter, NEVER) < self._step for parameter in own])
+            passed: set[int] = set()
+            while queue and len(passed) < expected:
+                parameter, step = queue.popleft()
+                fetched_for[parameter] = step
+                passed.add(parameter)
+        most = min(self._setting.max_live_elements - self._available, self._setting.prefetch_elements)
+        wanted: dict[int, None] = {}
+        elements = 0
+        while queue and elements < most:
+            parameter, step = queue.popleft()
+            fetched_for[parameter] = max(fetched_for.get(parameter, NEVER), step)
+            if self._status[parameter] == SPLIT and parameter not in wanted:
+                wanted[parameter] = None
+                elements += self._setting.all_elements[parameter]
+        if wanted:
+            self._gather(list(wanted))
+
+    def _to_release(self, module: int) -> frozenset[int]:
+        """Those of a module's parameters that are not used again soon; DeepSpeed decides once a step.
+
+        (`__params_to_release`)
+        """
+        key = (module, self._step)
+        if key not in self._kept:
+            going = {
+                parameter
+                for parameter in self._own[module]
+                if not self._is_persistent[parameter] and self._fetched_for.get(parameter, NEVER) <= self._step
+            }
+            passed = 0
+            for step in range(self._step, len(self._order)):
+                if passed >= self._setting.max_live_elements or not going:
+                    break
+                for parameter in self._own[self._order[step]]:
+                    going.discard(parameter)
+                    passed += self._setting.all_elements[parameter]
+            self._kept[key] = frozenset(going)
+        return self._kept[key]
