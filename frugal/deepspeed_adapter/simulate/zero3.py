@@ -1,7 +1,7 @@
 """ZeRO-3: every parameter is cut into equal parts by itself, gathered before its use and released after it.
 
-Names in brackets are methods of `DeepSpeedZeroOptimizer_Stage3` in deepspeed/runtime/zero/stage3.py. When parameters are
-gathered is decided in `prefetch`.
+Names in brackets are methods of `DeepSpeedZeroOptimizer_Stage3` in deepspeed/runtime/zero/stage3.py. `prefetch` decides
+when parameters are gathered.
 """
 
 from collections.abc import Callable
