@@ -64,6 +64,7 @@ def both(
     mode: str = "off",
     loss: str = "plain",
     stage: int = 2,
+    seq_len: int = SEQ_LEN,
 ) -> tuple[ModelTrace | None, ModelTrace]:
     """The spliced trace, if there is one, and that of the whole model."""
     traces = []
@@ -75,7 +76,7 @@ def both(
             dropped(patch)
             try:
                 made = trace(
-                    model, goal, seq_len=SEQ_LEN, kind="cuda", activation_checkpointing_mode=mode, loss=loss,
+                    model, goal, seq_len=seq_len, kind="cuda", activation_checkpointing_mode=mode, loss=loss,
                     zero_stage=stage,
                 )  # fmt: skip
             except NotAffineError:
@@ -104,6 +105,14 @@ def test_spliced_and_whole_traces_are_the_same(
 ) -> None:
     spliced, whole = both(build(family, **changes), objective(family), monkeypatch, mode=mode, loss=loss, stage=stage)
     assert spliced == whole
+
+
+def test_scratch_that_is_no_multiple_of_the_samples_keeps_no_model_from_being_spliced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    spliced, whole = both(build("llama"), CausalLM(), monkeypatch, seq_len=64)
+    assert spliced == whole
+    assert min(whole.stream.fixed) < 0  # what sums the embedding's gradient: a row for every ten tokens, rounded down
 
 
 def test_a_trace_survives_json() -> None:
@@ -140,10 +149,11 @@ def test_layers_that_differ_in_a_setting_are_not_spliced() -> None:
 
 
 class Collecting(nn.Module):
-    """Keeps what every layer says, so that a tensor outside the layers grows with their number."""
+    """Keeps what every layer says, or counts them, so that a tensor outside the layers grows with their number."""
 
-    def __init__(self) -> None:
+    def __init__(self, only_counts: bool) -> None:
         super().__init__()
+        self.only_counts = only_counts
         self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(8))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -152,12 +162,13 @@ class Collecting(nn.Module):
         for layer in self.layers:
             x = layer(x)
             seen.append(x)
-        return torch.stack(seen).sum(0)
+        return x * x.new_ones(len(seen), 1, 16).sum(0) if self.only_counts else torch.stack(seen).sum(0)
 
 
-def test_a_model_that_collects_its_layers_is_traced_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("only_counts", [False, True])
+def test_a_model_that_collects_its_layers_is_traced_whole(only_counts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     with torch.device("meta"):
-        model = Collecting()
+        model = Collecting(only_counts)
     goal = SummedLoss(lambda model, batch: model(batch["x"]).sum(), example={"x": torch.zeros(16)})
     spliced, whole = both(model, goal, monkeypatch)
     assert spliced is None

@@ -11,7 +11,7 @@ import gc
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -45,8 +45,8 @@ from frugal.training.measure.memory_watch import tensors_in
 from frugal.training.models import activation_checkpointing, tiled_loss, transformers_internals
 from frugal.training.objectives import Objective
 
-FEW_PERIODS = (5, 6)
-"""Periods of layers that stand for many, at the first and at the second micro-batch."""
+FEW_PERIODS = 5
+"""Periods of layers that stand for many."""
 
 USED_OUTSIDE = "a parameter is used while its module does not run"
 
@@ -217,33 +217,37 @@ def _whole(model: nn.Module, mode: _Mode) -> dict[str, Any]:
 def _spliced(model: nn.Module, mode: _Mode) -> dict[str, Any] | None:
     """The same from traces of few layers; None where they do not tell of many.
 
-    The second trace has a period more than the first, so that a storage whose size depends on the number of layers
-    is noticed: it would be no affine function of the micro-batch, or one with less than nothing at no sample.
+    Two traces are of the same few periods of layers, as for a whole model. A third has a period more, and must be what
+    splicing makes of the others: so a storage whose size depends on the number of layers is noticed.
     """
     repeated = repetition(model)
-    few, more = FEW_PERIODS
-    if repeated is None or repeated.num_periods <= more:
+    if repeated is None or repeated.num_periods <= FEW_PERIODS + 1:
         return None
-    raw = []
+    layers = layer_layout(model, repeated, FEW_PERIODS)
+
+    def recorded(num_periods: int, micro_batch: int) -> _Recorded:
+        return _record(shortened(model, repeated, num_periods), repeated.path, mode, micro_batch)
+
     try:
-        for num_periods, micro_batch in zip(FEW_PERIODS, MICRO_BATCHES, strict=True):
-            raw.append(_record(shortened(model, repeated, num_periods), repeated.path, mode, micro_batch))
-        first, second = raw
-        longer, marks = splice(first.stream, first.marks, layer_layout(model, repeated, few), more)
-        stream, marks = _fitted(replace(first, stream=longer, marks=marks), second)
-        if min(stream.fixed) < 0:
+        first, second = (recorded(FEW_PERIODS, micro_batch) for micro_batch in MICRO_BATCHES)
+        stream, marks = _fitted(first, second)
+        longer = recorded(FEW_PERIODS + 1, MICRO_BATCHES[0])
+        if not _is_recorded(*splice(stream, marks, layers, FEW_PERIODS + 1), longer):
             return None
-        stream, marks = splice(stream, marks, layer_layout(model, repeated, more), repeated.num_periods)
+        stream, marks = splice(stream, marks, layers, repeated.num_periods)
     except Exception:  # a model may count its layers by itself; what is wrong with the whole one will be said
         return None
     marks = tuple(tuple(mark for mark in phase if mark.kind is not MarkKind.LAYER) for phase in marks)
-    counts = [
-        each.counts.plus(
-            _of_a_period(each, layer_layout(model, repeated, num_periods)), repeated.num_periods - num_periods
-        )
-        for each, num_periods in zip(raw, FEW_PERIODS, strict=True)
-    ]
+    more = repeated.num_periods - FEW_PERIODS
+    counts = [each.counts.plus(_of_a_period(each, layers), more) for each in (first, second)]
     return _result(stream, marks, between(counts[0], counts[1], MICRO_BATCHES), first.notes)
+
+
+def _is_recorded(stream: Timeline, marks: Marks, recorded: _Recorded) -> bool:
+    """Whether this is what was recorded at the first micro-batch."""
+    other = recorded.stream
+    is_alike = (stream.events, stream.phases, marks) == (other.events, other.phases, recorded.marks)
+    return is_alike and stream.sizes(MICRO_BATCHES[0]) == list(other.fixed)
 
 
 def _of_a_period(raw: _Recorded, layers: LayerLayout) -> Counts:
