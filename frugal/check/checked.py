@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from frugal.check import traps
+from frugal.check import traps, without_deepspeed
 from frugal.check.batch import Arithmetic
 from frugal.check.changes import Change, smallest
 from frugal.check.document import Document
@@ -15,6 +15,7 @@ from frugal.check.settings import Finding, Settings
 from frugal.check.verdict import Verdict, readable, request_of, resolved, subject_of, verdict_of
 from frugal.config.hardware.calibration import Calibration
 from frugal.config.hardware.cluster import GENERIC, Card, Cluster
+from frugal.config.request import Request
 from frugal.config.schema import understand
 from frugal.dryrun.client import DryRunSource, workers
 from frugal.dryrun.pool import Pool
@@ -78,8 +79,8 @@ def check(
     _, cluster, _ = understand(described | precision, calibration, unnamed)
     deepspeed, arithmetic = resolved(settings, cluster.world_size)
     request = request_of(settings, deepspeed, arithmetic)
-    if deepspeed is None and not settings.refusals:
-        settings.refuse("it does not use DeepSpeed")
+    if deepspeed is None:
+        without_deepspeed.refuse_autocast(settings)
     done = Check(
         settings=settings, documents=documents, cluster=cluster, deepspeed=deepspeed, arithmetic=arithmetic,
         findings=traps.traps(settings, deepspeed, arithmetic), seq_len_is_assumed=settings.seq_len is None,
@@ -87,8 +88,8 @@ def check(
     with nullcontext(pool) if pool is not None else closing(workers()) as pool:
         with DryRunSource(request, cluster, pool=pool) as source:
             request = readable(request, source.facts(), settings)
-        if deepspeed is not None and not settings.refusals:
-            done = _evaluated(done, deepspeed, request, pool)
+        if not settings.refusals:
+            done = _evaluated(done, request, pool)
         return _planned(done, request, pool) if with_plan else done
 
 
@@ -98,16 +99,20 @@ def _of_files(settings: Settings) -> dict[str, Any]:
     return {name: value for name, value in named.items() if value is not None}
 
 
-def _evaluated(done: Check, deepspeed: Resolved, request: Any, pool: Pool) -> Check:
+def _evaluated(done: Check, request: Request, pool: Pool) -> Check:
     with DryRunSource(request, done.cluster, pool=pool) as source:
         facts = source.facts()
-        subject = subject_of(done.settings, deepspeed, done.arithmetic, request, done.cluster, facts)
+        if done.deepspeed is None:
+            subject = without_deepspeed.subject_of(done.settings, done.arithmetic, request, done.cluster, facts)
+        else:
+            subject = subject_of(done.settings, done.deepspeed, done.arithmetic, request, done.cluster, facts)
+    with DryRunSource(request, subject.cluster, pool=pool) as source:
         verdict = verdict_of(subject, source)
         change = None if verdict.fits else smallest(subject, source)
     return replace(done, verdict=verdict, change=change)
 
 
-def _planned(done: Check, request: Any, pool: Pool) -> Check:
+def _planned(done: Check, request: Request, pool: Pool) -> Check:
     """The plan for the same model, batch, precision, optimizer and adapters, with the strategy left open."""
     from frugal.dryrun.planner import make_plan
 

@@ -8,11 +8,9 @@ import msgspec
 
 from frugal.check import command_line
 from frugal.check.document import NAMES, Document, Tool, read
-from frugal.check.readers import deepspeed_json, trainer
+from frugal.check.readers import accelerate, axolotl, deepspeed_json, llama_factory, trainer
 from frugal.check.settings import Settings
 from frugal.errors import RequestError
-
-_TRAINERS: tuple[Tool, ...] = ("transformers", "trl")
 
 FLAGS = ("model", "task", "seq_len", "micro_batch", "accumulation_steps", "precision", "lora", "expandable_segments")
 """Settings of frugal's own that a command may give, for what the files leave open; they win over the files."""
@@ -42,10 +40,18 @@ def gather(
                 f"{group[0].path} and {group[1].path} are both files of {NAMES[group[1].tool]}",
                 hint="check them one by one: of each kind a run has one",
             )
-    settings = _of_trainer(trainers[0]) if trainers else Settings(tool="DeepSpeed")
+    settings = _of_trainer(trainers[0]) if trainers else Settings(tool="accelerate" if launchers else "DeepSpeed")
     documents = list(given)
+    for launcher in launchers:
+        accelerate.read(launcher, settings, documents)
     config = _deepspeed(settings, trainers, jsons, documents)
     if config is not None:
+        if settings.deepspeed is not None:
+            raise RequestError(
+                f"{config.path} and {launchers[0].path} both say how DeepSpeed is to run",
+                because="accelerate takes its own configuration, and transformers refuses both together",
+                hint="leave one of them out",
+            )
         deepspeed_json.read(config, settings)
     for name in FLAGS:
         if flags.get(name) is not None:
@@ -71,9 +77,11 @@ def _with_files(document: Document) -> list[Document]:
 
 
 def _of_trainer(document: Document) -> Settings:
-    if document.tool in _TRAINERS:
-        return trainer.read(document, document.tool)
-    raise AssertionError(f"no reader for {document.tool}")
+    if document.tool == "axolotl":
+        return axolotl.read(document)
+    if document.tool == "llama-factory":
+        return llama_factory.read(document)
+    return trainer.read(document, document.tool)
 
 
 def _deepspeed(

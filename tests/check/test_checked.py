@@ -99,8 +99,78 @@ EXAMPLES = {
         rules=frozenset(("unpinned-offload", "large-live-parameters")),
         flags={"seq_len": 64},
     ),
+    "trl-sft-no-deepspeed": Example(
+        ("trl/sft.yaml",), gpus=1, micro_batch=2, steps=8,
+        strategy={"zero_stage": 2, "activation_checkpointing": "full", "reduce_bucket_elements": 28_672},
+        request={
+            "optimizer_implementation": "fused", "seq_len": 256,
+            "lora": "r=32,alpha=16,dropout=0.05,targets=q_proj,v_proj",
+        },
+        rules=frozenset(("packing-mixes-documents",)),
+    ),
+    "trl-script-accelerate-zero3": Example(
+        ("trl/sft.sh",), gpus=8, micro_batch=4, steps=2,
+        strategy={
+            "zero_stage": 3, "gradient_accumulation_dtype": "bf16", "activation_checkpointing": "full",
+            "reduce_bucket_elements": 500_000_000, "prefetch_bucket_elements": 50_000_000,
+            "max_live_elements": 10**9, "sub_group_elements": 10**9, "overlap_comm": True,
+        },
+        request={"optimizer_implementation": "fused", "seq_len": 128},
+        rules=frozenset(("large-bucket", "large-live-parameters")),
+    ),
+    "accelerate-zero2-offload": Example(
+        ("accelerate/zero2-offload.yaml",), gpus=2, micro_batch=4, steps=2,
+        strategy={
+            "zero_stage": 2, "gradient_accumulation_dtype": "bf16", "offload_optimizer": "cpu", **DEFAULT_2,
+            "reduce_bucket_elements": 500_000_000,
+        },
+        request={"seq_len": 64},
+        rules=frozenset(("large-bucket",)),
+        flags={"seq_len": 64, "micro_batch": 4},
+    ),
+    "axolotl-lora-zero1": Example(
+        ("axolotl/lora-8b.yml",), gpus=2, micro_batch=2, steps=4,
+        strategy={
+            "zero_stage": 1, "gradient_accumulation_dtype": "bf16", "activation_checkpointing": "full",
+            "overlap_comm": True, **DEFAULT_2, "reduce_bucket_elements": 500_000_000,
+        },
+        request={"optimizer": "adamw-8bit", "seq_len": 256, "lora": "r=16,alpha=32,dropout=0.05,targets=all-linear"},
+        rules=frozenset(("large-bucket",)),
+    ),
+    "axolotl-full-zero3": Example(
+        ("axolotl/fft-zero3.yml",), gpus=4, micro_batch=1, steps=1,
+        strategy={
+            "zero_stage": 3, "gradient_accumulation_dtype": "bf16", "activation_checkpointing": "full",
+            "loss": "tiled", **DEFAULT_3,
+        },
+        request={"optimizer_implementation": "deepspeed", "seq_len": 128},
+        rules=frozenset(("packing-mixes-documents", "large-live-parameters")),
+    ),
+    "llama-factory-lora-zero3": Example(
+        ("llama-factory/lora-zero3.yaml",), gpus=2, micro_batch=1, steps=2,
+        strategy={
+            "zero_stage": 3, "gradient_accumulation_dtype": "bf16", "activation_checkpointing": "full", **DEFAULT_3,
+        },
+        request={"optimizer_implementation": "deepspeed", "seq_len": 256, "lora": "r=8,alpha=16,targets=all-linear"},
+        rules=frozenset(("large-live-parameters",)),
+    ),
+    "llama-factory-full-zero3-offload": Example(
+        ("llama-factory/full-zero3-offload.yaml",), gpus=2, micro_batch=2, steps=4,
+        strategy={
+            "zero_stage": 3, "gradient_accumulation_dtype": "bf16", "offload_optimizer": "cpu",
+            "offload_parameters": "cpu", **DEFAULT_3,
+        },
+        request={"optimizer": "sgd", "momentum": 0.9, "optimizer_implementation": "fused", "seq_len": 128},
+        rules=frozenset(("unpinned-offload", "large-live-parameters")),
+    ),
+    "llama-factory-lora-no-deepspeed": Example(
+        ("llama-factory/lora-one-gpu.yaml",), gpus=1, micro_batch=2, steps=8,
+        strategy={"zero_stage": 2, "activation_checkpointing": "full", "reduce_bucket_elements": 14_336},
+        request={"optimizer_implementation": "fused", "seq_len": 256, "lora": "r=16,alpha=32,targets=q_proj,v_proj"},
+        rules=frozenset(("evaluation-keeps-logits",)),
+    ),
 }  # fmt: skip
-QUICK = ("deepspeed-zero2", "trainer-script-zero3")
+QUICK = ("deepspeed-zero2", "trainer-script-zero3", "axolotl-lora-zero1", "llama-factory-lora-zero3")
 
 
 @pytest.fixture(scope="module")
@@ -195,3 +265,25 @@ def test_auto_that_nobody_fills_in_is_refused_or_named(capsys: pytest.CaptureFix
     assert deepspeed is not None
     nobodys = {each.name: each.value for each in deepspeed.filled if not each.by}
     assert nobodys["zero_optimization.reduce_bucket_size"] == 500_000_000
+
+
+@pytest.mark.parametrize(("name", "batch"), [("accelerate/fsdp.yaml", 16), ("axolotl/qlora-fsdp.yml", 16)])
+def test_fsdp_is_said_not_to_be_deepspeed_and_its_batch_is_told(name: str, batch: int, pool: Pool) -> None:
+    flags = {"micro_batch": 4, "seq_len": 64} if name.startswith("accelerate") else {}
+    done = checked((name,), pool, 4, **flags)
+    assert done.verdict is None and done.exit_code == 2
+    assert done.arithmetic.global_batch == batch
+    assert "FSDP is not DeepSpeed" in report(done)
+
+
+def test_a_field_that_is_not_known_is_listed_with_its_line(pool: Pool) -> None:
+    settings, _ = gather([CONFIGS / "llama-factory" / "lora-one-gpu.yaml"], {})
+    assert [str(place).rpartition("/")[2] + " " + place.key for place in settings.unknown] == [
+        "lora-one-gpu.yaml:18 my_own_field"
+    ]
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.rglob("*/*.*")), ids=lambda path: path.name)
+def test_every_other_field_of_the_examples_is_known(path: Path) -> None:
+    settings, _ = gather([path], {"micro_batch": 1, "accumulation_steps": 1})
+    assert {place.key for place in settings.unknown} <= {"my_own_field"}

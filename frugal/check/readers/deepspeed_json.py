@@ -157,7 +157,9 @@ def _batch(
 ) -> tuple[int | None, int | None, int | None]:
     """`train_batch_size`, micro-batch and accumulation steps."""
     micro, steps = settings.micro_batch, settings.accumulation_steps
-    theirs = (None if micro is None else micro * (steps or 1) * world_size, micro, steps)
+    said_steps = config.get("gradient_accumulation_steps")
+    in_all = steps or (said_steps if isinstance(said_steps, int) else 1)
+    theirs = (None if micro is None else micro * in_all * world_size, micro, steps)
     names = ("train_batch_size", MICRO_BATCH, "gradient_accumulation_steps")
     values: list[int | None] = []
     for name, value in zip(names, theirs, strict=True):
@@ -185,8 +187,8 @@ def _precision(config: Mapping[str, Any], settings: Settings, filled: list[Fille
             by = settings.tool if settings.fills_auto else ""
             filled.append(Filled(name=f"{name}.enabled", value=said, by=by))
         enabled[name] = bool(said)
-    if "bf16" not in config and "fp16" not in config and settings.tool == "accelerate" and settings.precision:
-        return settings.precision  # `DeepSpeedPlugin.set_mixed_precision`
+    if "bf16" not in config and "fp16" not in config and settings.fills_auto and settings.precision:
+        return settings.precision  # accelerate's `DeepSpeedPlugin.set_mixed_precision`, which Trainer calls, too
     return "bf16" if enabled["bf16"] else "fp16" if enabled["fp16"] else "fp32"
 
 

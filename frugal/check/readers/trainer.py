@@ -16,6 +16,7 @@ from frugal.config.request import Precision
 MICRO_BATCH, OPTIMIZER, LEARNING_RATE = 8, "adamw_torch_fused", 5e-5
 TRL_LEARNING_RATE, TRL_LENGTH = 2e-5, 1024
 
+LIGER = "Liger's fused loss is evaluated as frugal's tiled loss; its other kernels keep fewer activations"
 FSDP = "FSDP is not DeepSpeed: its units, prefetching and precision take other memory, of which frugal has no dry run"
 
 _CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")
@@ -65,10 +66,7 @@ def arguments(fields: Fields, *, is_trl: bool = False) -> None:
     settings.use_cache = fields.flag("use_cache", of="use_cache")
     settings.tiled_loss = bool(fields.flag("use_liger_kernel", of="tiled_loss"))
     if settings.tiled_loss:
-        settings.deviate(
-            "Liger's fused loss is evaluated as frugal's tiled loss; its other kernels keep fewer activations",
-            settings.place("tiled_loss"),
-        )
+        settings.deviate(LIGER, settings.place("tiled_loss"))
     settings.raw["deepspeed"] = fields.value("deepspeed", of="deepspeed")
     _fsdp(fields)
     _evaluation(fields)
