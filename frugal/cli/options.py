@@ -282,12 +282,14 @@ def with_lengths(request: Request, values: Mapping[str, Any], file: TomlFile) ->
     if not flags["data"] and "data" not in train:
         return request
     from frugal.distributed.env import silence_libraries
-    from frugal.training.data.corpus import lengths_of  # torch takes seconds
+    from frugal.training.data import corpus  # torch takes seconds
     from frugal.training.data.sources import names_of
+    from frugal.training.data.stream import run_data
 
     silence_libraries()
     with waiting(f"tokenising {names_of(settings.data)}"):
-        return replace(request, lengths=lengths_of(request, settings))
+        lengths = (run_data if settings.stream else corpus).lengths_of(request, settings)
+        return replace(request, lengths=lengths)
 
 
 def refuse_beside_a_plan(what: str, values: Mapping[str, Any], *names: str) -> None:

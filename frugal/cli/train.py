@@ -77,6 +77,7 @@ def command(
     job = _job(values, ranks)
     plan = _given_plan(job, plan_path)
     preview_command.check_data(job.settings)
+    job.settings.check_length()
     if not job.hosts:
         trackers.check(job.settings.track)
     if plan is None:

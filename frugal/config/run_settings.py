@@ -68,6 +68,13 @@ class RunSettings:
     skip_bad_rows: bool = setting(
         False, "Leave out rows that cannot be read, instead of stopping.", "data", is_expert=True
     )
+    stream: bool = setting(
+        False, "Read and tokenise the data while training, for what does not fit on disk as tokens; needs --steps.",
+        "data",
+    )  # fmt: skip
+    shuffle_buffer: int = setting(
+        10_000, "With --stream: rows that are shuffled among each other; 1: none.", "data", metavar="ROWS", least=1
+    )
     too_long: TooLong = setting(
         "error",
         "What to do with chats, completions, pairs and classes that are longer than planned.",
@@ -168,6 +175,7 @@ class RunSettings:
                 raise RequestError(f"--track is {name}", because=f"it must be one of {', '.join(TRACKERS)}")
         if self.steps is not None and self.epochs is not None:
             raise RequestError("--steps and --epochs were both given", hint="leave one of them out")
+        self._check_stream()
         self._check_schedule()
         self._check_best()
         if self.steps is not None:
@@ -187,6 +195,30 @@ class RunSettings:
                         because="what a run was asked for is kept as text",
                         hint="rename it, or use a link of another name; if it is UTF-8, unset PYTHONUTF8",
                     ) from None
+
+    def _check_stream(self) -> None:
+        """What is not known of data that is read while training."""
+        if self.stream and self.epochs is not None:
+            raise RequestError(
+                "--epochs was given with --stream",
+                because="how many samples a stream has is known when all of it was read",
+                hint="say how long to train: --steps N",
+            )
+        if self.stream and self.limit is not None:
+            raise RequestError("--limit was given with --stream", hint="--steps N ends the run")
+
+    def check_length(self) -> None:
+        """Whether it is known how long to train.
+
+        Raises:
+            RequestError: it is not.
+        """
+        if self.stream and self.steps is None:
+            raise RequestError(
+                "--stream was given without --steps",
+                because="how many samples a stream has is known when all of it was read",
+                hint="say how long to train: --steps N",
+            )
 
     def _check_schedule(self) -> None:
         learning_rate.check_options(
@@ -286,7 +318,7 @@ _OF_ONE_START = ("resume", "accept_changed_data")  # not of the run, and so not 
 
 DATA_NAMES = (
     "data", "text_column", "label_column", "source_column", "target_column", "tokenizer", "limit", "skip_bad_rows",
-    "too_long", "format", "chat_template", "train_on",
+    "too_long", "format", "chat_template", "train_on", "stream", "shuffle_buffer",
 )  # fmt: skip
 SAMPLE_NAMES = (*DATA_NAMES, "validation_data", "validation_fraction")  # what is not kept for validation is trained on
 

@@ -14,6 +14,7 @@ from frugal.training.checkpoint.held_folder import HeldFolder
 from frugal.training.checkpoint.progress import Progress
 from frugal.training.checkpoint.saving import Saver
 from frugal.training.data.batches import GlobalBatches, prefetch
+from frugal.training.data.stream.samples import StreamBatches
 from frugal.training.engine import Engine
 from frugal.training.extensions.best import Best
 from frugal.training.extensions.metric import Metric
@@ -25,7 +26,7 @@ from frugal.training.reports.metrics import Log
 
 def train(
     engine: Engine,
-    batches: GlobalBatches,
+    batches: GlobalBatches | StreamBatches,
     validation: Sequence[Sample],
     settings: RunSettings,
     log: Log,
@@ -109,10 +110,12 @@ def _saved_and_explained(
     return OutOfMemoryError(error.what, because=[*error.because, kept], hint=error.hint)
 
 
-def num_steps(batches: GlobalBatches, settings: RunSettings) -> int:
+def num_steps(batches: GlobalBatches | StreamBatches, settings: RunSettings) -> int:
     """Optimizer steps of the run: as set, or until every sample was drawn `epochs` times."""
+    settings.check_length()
     if settings.steps is not None:
         return settings.steps
+    assert isinstance(batches, GlobalBatches), "a stream has no end"
     return batches.steps(settings.epochs or 1)
 
 

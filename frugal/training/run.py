@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from frugal.config.run_settings import RunSettings, run_settings
 from frugal.config.schema import parse
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from frugal.training.data.batches import GlobalBatches
     from frugal.training.data.corpus import RunData
     from frugal.training.data.sources import Provenance
+    from frugal.training.data.stream.samples import StreamBatches
     from frugal.training.engine import Engine
     from frugal.training.extensions.best import Best
     from frugal.training.extensions.metric import Metric
@@ -93,7 +94,6 @@ def train(plan: Plan, settings: RunSettings, device: "torch.device") -> None:
     """Train on ranks that have joined each other. Collective; raises as `run`."""
     from frugal.training import loop, train_step
     from frugal.training.checkpoint.held_folder import HeldFolder
-    from frugal.training.data import corpus
     from frugal.training.engine import initialize
     from frugal.training.extensions.best import Best
     from frugal.training.extensions.callbacks import Callbacks
@@ -108,8 +108,7 @@ def train(plan: Plan, settings: RunSettings, device: "torch.device") -> None:
     metric, callbacks = Metric.load(settings.metric), Callbacks.load(settings.callback)
     settings = run_folder.create(settings)
     run_folder.check_space(plan, settings)
-    data = corpus.read_samples(plan, settings)
-    data.spec.refuse_random_base()
+    data = _read_samples(plan, settings)
     _check_validation(settings, data)
     batches = _global_batches(plan, settings, data)
     total_steps = loop.num_steps(batches, settings)
@@ -163,10 +162,23 @@ def _log(plan: Plan, settings: RunSettings, rank: int, first_step: int, total_st
     )  # fmt: skip
 
 
-def _global_batches(plan: Plan, settings: RunSettings, data: "RunData") -> "GlobalBatches":
+def _read_samples(plan: Plan, settings: RunSettings) -> "RunData":
+    from frugal.training.data import corpus
+    from frugal.training.data.stream import run_data
+
+    data = (run_data if settings.stream else corpus).read_samples(plan, settings)
+    data.spec.refuse_random_base()
+    return data
+
+
+def _global_batches(plan: Plan, settings: RunSettings, data: "RunData") -> "GlobalBatches | StreamBatches":
     from frugal.training.data.batches import GlobalBatches
+    from frugal.training.data.stream.samples import StreamBatches
 
     tokens = plan.batch.global_tokens
+    if settings.stream:
+        samples = plan.batch.global_batch if tokens is None else None
+        return StreamBatches(data.training, plan.model.task, global_batch=samples, global_tokens=tokens)
     if tokens is None:
         return GlobalBatches(data.training, global_batch=plan.batch.global_batch, seed=settings.seed)
     return GlobalBatches(data.training, global_tokens=tokens, seed=settings.seed)
@@ -203,11 +215,16 @@ def _evaluate_at_the_end(
 ) -> None:
     """What it makes of data kept for the end, and of as many samples that it knows as it was validated with."""
     from frugal.training.data.corpus import Subset
+    from frugal.training.data.stream.samples import SampleStream
     from frugal.training.losses.evaluation import evaluate
 
     if len(data.test) > 0:
-        known = Subset.drawn_from(data.training, len(data.validation) or len(data.test))
+        known: Sequence[Any] = ()
+        if not isinstance(data.training, SampleStream):  # which is read once
+            known = Subset.drawn_from(data.training, len(data.validation) or len(data.test))
         for name, samples in (("train", known), ("test", data.test)):
+            if len(samples) == 0:
+                continue
             log.evaluation(total_steps, evaluate(engine, samples, metric), of=name)
 
 

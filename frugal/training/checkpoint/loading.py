@@ -355,7 +355,7 @@ def on_data(progress: "Progress", data: Provenance, settings: RunSettings) -> "t
             hint="restore it, start anew with another --out, or go on with --accept-changed-data",
         )
     position = progress.position
-    if position.offset:
+    if position.offset or position.stream is not None:
         position = Position(position.epoch + 1, 0)
     words = f"the data ({'; '.join(changes)}), which begins with epoch {position.epoch + 1}"
     return replace(progress, data=data, position=position), (words,)

@@ -42,11 +42,32 @@ _STRETCH = 1 << 18
 
 
 @dataclass(frozen=True)
+class StreamPlace:
+    """Where a stream stands, beside its epoch: at which of its blocks, as `frugal.training.data.stream` cuts it.
+
+    Attributes:
+        drawn: samples that were drawn in the whole run.
+        block: number of the block in its epoch.
+        row: of the block, from which on samples are counted.
+        state: of `datasets.IterableDataset` where the block begins, as JSON.
+    """
+
+    drawn: int
+    block: int
+    row: int
+    state: str
+
+
+@dataclass(frozen=True)
 class Position:
-    """Where the endless order stands: `offset` samples of epoch `epoch` were drawn, and all of earlier epochs."""
+    """Where the endless order stands: `offset` samples of epoch `epoch` were drawn, and all of earlier epochs.
+
+    With `stream`, they are samples of its block, from its row on.
+    """
 
     epoch: int = 0
     offset: int = 0
+    stream: StreamPlace | None = None
 
 
 @dataclass(frozen=True)

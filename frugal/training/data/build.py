@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +29,15 @@ from frugal.training.data.store.arrow_store import ArrowWriter, PackingWriter
 from frugal.units import plural
 
 _FLUSH_CHARACTERS = 1 << 20  # tokenised and written together
+
+
+class Named(Protocol):
+    """A source of rows, by its name."""
+
+    @property
+    def name(self) -> str:
+        """For people."""
+
 
 Document = tuple[str, tuple[Any, ...]]
 """Where it is (`file:line`), and the values of its columns: texts, long ones as `LongText`, and a class."""
@@ -124,7 +133,7 @@ class SampleMaker:
         """Special tokens around every text."""
         return len(self.prefix) + len(self.suffix)
 
-    def check_columns(self, source: DocumentSource, row_columns: Sequence[str]) -> None:
+    def check_columns(self, source: "Named", row_columns: Sequence[str]) -> None:
         """Refuse a source without a needed column; of a language model's, find out what its rows are."""
         if self.task == "causal-lm":
             kind = formats.recognised(row_columns, self.columns.text, source.name, self.asked_format)
@@ -398,7 +407,7 @@ def _write(reader: _DocumentReader, folder: Path, pack: bool, fraction: Fraction
 
         train = writer("train.arrow")
         validation = writer("validation.arrow") if fraction else None
-        for documents in _groups(reader.documents()):
+        for documents in grouped_documents(reader.documents()):
             for samples in maker.samples(documents):
                 is_held_out = validation is not None and _is_held_out(num_documents, fraction)
                 written = (validation if validation is not None and is_held_out else train).write(samples)
@@ -428,7 +437,7 @@ def _write(reader: _DocumentReader, folder: Path, pack: bool, fraction: Fraction
     return report
 
 
-def _groups(documents: Iterable[Document]) -> Iterator[list[Document]]:
+def grouped_documents(documents: Iterable[Document]) -> Iterator[list[Document]]:
     """As many at once as are worth a call of the tokenizer."""
     group: list[Document] = []
     num_characters = 0

@@ -19,6 +19,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -145,7 +146,7 @@ def load_corpus(
     columns = columns or Columns()
     held_out = Fraction(validation_fraction).limit_denominator(1_000_000)
     origins = find_sources(sources)
-    in_words = _how_rows_are_read(tokenizer, task, rows_as, train_on)
+    in_words = how_rows_are_read(tokenizer, task, rows_as, train_on)
     options = {
         "format": _SAMPLES, "task": task, "seq_len": seq_len, "columns": asdict(columns), "limit": limit,
         "too_long": too_long, "labels": list(label_names), "validation": str(held_out),
@@ -168,7 +169,7 @@ def load_corpus(
     return Entry(str(folder), report, Provenance.of(origins, key, options | in_words, **counts)).open()
 
 
-def _how_rows_are_read(tokenizer: Any, task: str, rows_as: Format | None, train_on: TrainOn) -> dict[str, Any]:
+def how_rows_are_read(tokenizer: Any, task: str, rows_as: Format | None, train_on: TrainOn) -> dict[str, Any]:
     """What decides which tokens of rows are trained on; None where nothing was asked for."""
     if task != "causal-lm":
         if rows_as not in (None, "text"):
@@ -270,16 +271,7 @@ def read_samples(plan: Plan, settings: RunSettings) -> RunData:
     """
     spec = resolve.resolve_request(plan.request)
     tokenizer, tokens = tokenizer_for(spec, settings)
-    host = socket.gethostname()
-
-    def load() -> tuple[Corpus, ...]:
-        return _load(spec, tokenizer, plan.request.seq_len, bool(plan.request.pack), settings)
-
-    loaded = load() if env.local_rank() == 0 else ()
-    rendezvous.wait_for_all("data")
-    everywhere = exchange.gather((host, [corpus.entry for corpus in loaded]), tuple[str, list[Entry]])
-    _refuse_different_data(everywhere)
-    corpora = loaded or _made_on(host, everywhere) or load()
+    corpora = _on_each_node(lambda: _load(spec, tokenizer, plan.request.seq_len, bool(plan.request.pack), settings))
     num_parts = len(shares(settings.data)) or 1
     corpus, others = _joined(corpora[:num_parts], settings), iter(corpora[num_parts:])
     validation, test = (next(others).train if paths else () for paths in (settings.validation_data, settings.test_data))
@@ -295,6 +287,28 @@ def read_samples(plan: Plan, settings: RunSettings) -> RunData:
         report=corpus.report,
         provenance=corpus.provenance,
     )
+
+
+def _on_each_node(load: Callable[[], tuple[Corpus, ...]]) -> tuple[Corpus, ...]:
+    """What `load` makes: by one rank of each node, which the others wait for. Collective."""
+    host = socket.gethostname()
+    loaded = load() if env.local_rank() == 0 else ()
+    rendezvous.wait_for_all("data")
+    everywhere = exchange.gather((host, [corpus.entry for corpus in loaded]), tuple[str, list[Entry]])
+    _refuse_different_data(everywhere)
+    return loaded or _made_on(host, everywhere) or load()
+
+
+def load_others(
+    spec: ModelSpec, tokenizer: Any, seq_len: int, pack: bool, settings: RunSettings
+) -> dict[str, Sequence[Any]]:
+    """The samples of --validation-data and --test-data, by these names. Collective; raises as `read_samples`."""
+    given = {
+        name: paths for name, paths in (("validation", settings.validation_data), ("test", settings.test_data)) if paths
+    }
+    load = partial(_load_paths, spec, tokenizer, seq_len, pack, settings)
+    corpora = _on_each_node(lambda: tuple(load(paths) for paths in given.values())) if given else ()
+    return {"validation": (), "test": ()} | dict(zip(given, (corpus.train for corpus in corpora), strict=True))
 
 
 def _made_on(host: str, everywhere: Sequence[tuple[str, Sequence[Entry]]]) -> tuple[Corpus, ...]:
@@ -324,23 +338,7 @@ def _load(spec: ModelSpec, tokenizer: Any, seq_len: int, pack: bool, settings: R
     Raises:
         RequestError: as `load_corpus`, or the model has no embedding for a token.
     """
-    columns = Columns(
-        text=settings.text_column,
-        label=settings.label_column,
-        source=settings.source_column,
-        target=settings.target_column,
-    )
-
-    def load(paths: tuple[str, ...], validation_fraction: float = 0.0, label_names: Sequence[str] = ()) -> Corpus:
-        corpus = load_corpus(
-            paths, tokenizer=tokenizer, task=spec.task, seq_len=seq_len, pack=pack, columns=columns,
-            limit=settings.limit, skip_bad_rows=settings.skip_bad_rows, too_long=settings.too_long,
-            rows_as=settings.format, train_on=settings.train_on, validation_fraction=validation_fraction,
-            label_names=label_names,
-        )  # fmt: skip
-        _check_vocabulary(spec, corpus.report)
-        return corpus
-
+    load = partial(_load_paths, spec, tokenizer, seq_len, pack, settings)
     kept_back = 0.0 if settings.validation_data else settings.validation_fraction
     corpora: list[Corpus] = []
     by_source: list[tuple[str, ...]] = [(share.source,) for share in shares(settings.data)]
@@ -348,6 +346,32 @@ def _load(spec: ModelSpec, tokenizer: Any, seq_len: int, pack: bool, settings: R
         corpora.append(load(paths, kept_back, corpora[-1].report.label_names if corpora else ()))
     others = (paths for paths in (settings.validation_data, settings.test_data) if paths)
     return *corpora, *(load(paths, label_names=corpora[-1].report.label_names) for paths in others)
+
+
+def _load_paths(
+    spec: ModelSpec,
+    tokenizer: Any,
+    seq_len: int,
+    pack: bool,
+    settings: RunSettings,
+    paths: tuple[str, ...],
+    validation_fraction: float = 0.0,
+    label_names: Sequence[str] = (),
+) -> Corpus:
+    columns = Columns(
+        text=settings.text_column,
+        label=settings.label_column,
+        source=settings.source_column,
+        target=settings.target_column,
+    )
+    corpus = load_corpus(
+        paths, tokenizer=tokenizer, task=spec.task, seq_len=seq_len, pack=pack, columns=columns,
+        limit=settings.limit, skip_bad_rows=settings.skip_bad_rows, too_long=settings.too_long,
+        rows_as=settings.format, train_on=settings.train_on, validation_fraction=validation_fraction,
+        label_names=label_names,
+    )  # fmt: skip
+    check_vocabulary(spec, corpus.report)
+    return corpus
 
 
 def _joined(parts: Sequence[Corpus], settings: RunSettings) -> Corpus:
@@ -365,7 +389,7 @@ def _joined(parts: Sequence[Corpus], settings: RunSettings) -> Corpus:
     )
 
 
-def _check_vocabulary(spec: ModelSpec, report: BuildReport) -> None:
+def check_vocabulary(spec: ModelSpec, report: BuildReport) -> None:
     """Refuse tokens that a model would look up beyond its embeddings, on a GPU without a word of where they are."""
     token, where = report.largest_token
     if spec.vocab_size is not None and token >= spec.vocab_size:

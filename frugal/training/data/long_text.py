@@ -8,6 +8,7 @@ same ones. Where there is no such place, the piece grows.
 import re
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
+from typing import Any
 
 import msgspec
 
@@ -25,6 +26,10 @@ class LongText:
     def __init__(self, raw: bytes | memoryview, *, is_json: bool) -> None:
         self._raw = memoryview(raw)
         self._is_json = is_json
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """As bytes, which can be pickled."""
+        return _rebuilt, (bytes(self._raw), self._is_json)
 
     def __len__(self) -> int:
         """Bytes in the file."""
@@ -75,6 +80,10 @@ def _end(piece: bytes, *, is_json: bool) -> int:
             length = 2 if piece[end - back] < 0xE0 else 3 if piece[end - back] < 0xF0 else 4
             return end - back if length > back else end
     return end
+
+
+def _rebuilt(raw: bytes, is_json: bool) -> LongText:
+    return LongText(raw, is_json=is_json)
 
 
 def _starts_escape(piece: bytes, slash: int) -> bool:

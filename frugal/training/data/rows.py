@@ -13,7 +13,8 @@ import msgspec
 
 from frugal.training.data.long_text import PIECE_BYTES, LongText
 
-_PIECE_BYTES = 1 << 16  # of a long text file
+STRETCH_BYTES = 1 << 16
+"""Of a text file: a document, up to the end of a line."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,10 +52,16 @@ Row = tuple[str, dict[str, Any] | BadRow]  # where it is, and what is in it
 def read(path: Path, kind: str, columns: Columns) -> Iterator[Row]:
     """The rows of a file of this kind: `jsonl`, `json`, `csv`, `tsv`, `text`, or `source` for text that may be none."""
     reader = {"jsonl": _read_jsonl, "json": _read_json, "csv": _read_csv, "tsv": _read_csv}.get(kind, _read_text)
+    wrong = not_text(path)
+    return iter([wrong]) if wrong is not None else reader(path, kind, columns)
+
+
+def not_text(path: Path) -> tuple[str, BadRow] | None:
+    """Where and why a file cannot be read as text, where its first bytes say so."""
     with path.open("rb") as file:
         first = file.read(4)
     reasons = [reason for signature, reason in _SIGNATURES.items() if first.startswith(signature)]
-    return iter([(f"{shown(path)}:1", BadRow(reasons[0]))]) if reasons else reader(path, kind, columns)
+    return (f"{shown(path)}:1", BadRow(reasons[0])) if reasons else None
 
 
 _UTF_16 = "not UTF-8 text but UTF-16; iconv -f UTF-16 -t UTF-8 converts it"
@@ -76,15 +83,15 @@ def shown(path: str | Path) -> str:
 def _read_text(path: Path, kind: str, columns: Columns) -> Iterator[Row]:
     name, line = shown(path), 1
     with path.open("rb") as file:
-        while piece := file.read(_PIECE_BYTES):
+        while piece := file.read(STRETCH_BYTES):
             piece += file.readline()
             where, num_lines = f"{name}:{line}", piece.count(10)
             line += num_lines
-            yield _text_row(piece, kind, columns, where, name, line - num_lines)
+            yield text_row(piece, kind, columns, where, name, line - num_lines)
             del piece  # it may be long, and so may be the next
 
 
-def _text_row(piece: bytes, kind: str, columns: Columns, where: str, name: str, line: int) -> Row:
+def text_row(piece: bytes, kind: str, columns: Columns, where: str, name: str, line: int) -> Row:
     """A stretch of a text file that begins at `line`."""
     try:
         if 0 in piece:
@@ -104,7 +111,7 @@ def _read_jsonl(path: Path, kind: str, columns: Columns) -> Iterator[Row]:
     with path.open("rb") as file:
         line = file.readline().removeprefix(codecs.BOM_UTF8)
         for number in count(1):
-            row = _json_row(line) if line and not line.isspace() else None
+            row = json_row(line) if line and not line.isspace() else None
             del line  # it may be long, and so may be the next
             if row is not None:
                 yield f"{name}:{number}", row
@@ -127,10 +134,10 @@ def _read_json(path: Path, kind: str, columns: Columns) -> Iterator[Row]:
         yield f"{name}:1", BadRow(str(error))
         return
     for number, item in enumerate(items, 1):
-        yield f"{name}:item {number}", _json_row(item)
+        yield f"{name}:item {number}", json_row(item)
 
 
-def _json_row(text: bytes | msgspec.Raw) -> dict[str, Any] | BadRow:
+def json_row(text: bytes | msgspec.Raw) -> dict[str, Any] | BadRow:
     try:
         if memoryview(text).nbytes > PIECE_BYTES:
             values = msgspec.json.decode(text, type=dict[str, msgspec.Raw])

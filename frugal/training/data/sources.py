@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 from frugal import files
 from frugal.errors import FrugalError, RequestError, first_line
@@ -29,6 +29,18 @@ MAX_THREADS = 8  # that read files for their hashes
 _KINDS = {
     ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".csv": "csv", ".tsv": "tsv", ".parquet": "parquet",
 }  # fmt: skip
+
+
+class Fingerprinted(Protocol):
+    """A source by its name, and by what tells its content from others', after a colon."""
+
+    @property
+    def name(self) -> str:
+        """For people."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Its kind, a colon, and a hash."""
 
 
 @dataclass(frozen=True)
@@ -46,15 +58,23 @@ def find_sources(sources: Sequence[str]) -> list[DocumentSource]:
     """Everything the user named, in order; files of a folder or glob sorted. `@FILE` has one of these a line."""
     if not sources:
         raise RequestError("no data was given", hint=f"pass --data PATH, or --data {STDLIB} for Python's own library")
-    everything: list[Path | DocumentSource] = []
-    for source in chain.from_iterable(map(_listed, sources)):
-        try:
-            everything += _find(source)
-        except OSError as error:
-            raise RequestError(f"cannot read {shown(source)}", because=str(error.strerror)) from None
+    everything = [each for _, parts in find_named(sources, _hub_dataset) for each in parts]
     with ThreadPoolExecutor(min(len(os.sched_getaffinity(0)), MAX_THREADS)) as pool:  # reading files for their hashes
         hashed = pool.map(_file, (each for each in everything if isinstance(each, Path)))
         return [next(hashed) if isinstance(each, Path) else each for each in everything]
+
+
+def find_named(
+    sources: Sequence[str], from_hub: Callable[[str], DocumentSource]
+) -> list[tuple[str, list[Path] | list[DocumentSource]]]:
+    """What each name is: files, which are not read, or something else with rows. `from_hub`: of what is no path."""
+    named = []
+    for source in chain.from_iterable(map(_listed, sources)):
+        try:
+            named.append((source, _find(source, from_hub)))
+        except OSError as error:
+            raise RequestError(f"cannot read {shown(source)}", because=str(error.strerror)) from None
+    return named
 
 
 def _listed(source: str) -> list[str]:
@@ -75,7 +95,7 @@ def _listed(source: str) -> list[str]:
     return names
 
 
-def _find(source: str) -> list[Path] | list[DocumentSource]:
+def _find(source: str, from_hub: Callable[[str], DocumentSource]) -> list[Path] | list[DocumentSource]:
     path = Path(source).expanduser()
     if source == STDLIB and not path.exists():
         return _stdlib()
@@ -102,7 +122,7 @@ def _find(source: str) -> list[Path] | list[DocumentSource]:
     looks_like_path = source.startswith((".", "/", "~")) or source.count("/") > 1 or path.suffix in {*_KINDS, ".txt"}
     if looks_like_path:
         raise RequestError(f"there is no data at {shown(source)}", because="no such file or folder")
-    return [_hub_dataset(source)]
+    return [from_hub(source)]
 
 
 _NO_FILES: dict[Callable[[Path], bool], str] = {
@@ -138,8 +158,13 @@ def _inside(folder: Path) -> list[Path]:
     return sorted(path for path in within if path.is_file())
 
 
+def kind_of(path: Path) -> str:
+    """What a file is, by its name."""
+    return _KINDS.get(path.suffix.lower(), "text")
+
+
 def _file(path: Path, kind: str | None = None) -> DocumentSource:
-    kind = kind or _KINDS.get(path.suffix.lower(), "text")
+    kind = kind or kind_of(path)
     name = shown(path)
     try:
         with path.open("rb") as file:
@@ -178,6 +203,11 @@ def _stream(source: str) -> DocumentSource:
 
 def _stdlib() -> list[DocumentSource]:
     """The sources of the running Python's library, without its tests, which not every distribution has."""
+    return [_file(path, "source") for path in stdlib_files()]
+
+
+def stdlib_files() -> list[Path]:
+    """Where these are, sorted."""
     root = Path(sysconfig.get_path("stdlib"))
     left_out = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
     modules = sorted(p for p in root.rglob("*.py") if not left_out.intersection(p.relative_to(root).parts))
@@ -185,7 +215,7 @@ def _stdlib() -> list[DocumentSource]:
         raise RequestError(
             "Python's library has no sources here", because=f"{root} has no .py file", hint="pass --data PATH"
         )
-    return [_file(path, "source") for path in modules]
+    return modules
 
 
 def _saved(source: str, path: Path) -> DocumentSource:
@@ -273,6 +303,7 @@ _WORDS = {
     "task": "--task", "seq_len": "--seq-len", "limit": "--limit", "too_long": "--too-long", "labels": "the classes",
     "validation": "--validation-fraction", "columns": "the columns", "tokenizer": "the tokenizer",
     "weights": "--data's weights", "rows_as": "--format", "train_on": "--train-on", "template": "the chat template",
+    "shuffle_buffer": "--shuffle-buffer",
 }  # fmt: skip
 
 
@@ -297,7 +328,7 @@ class Provenance:
     tokens: int = 0
 
     @classmethod
-    def of(cls, sources: Sequence[DocumentSource], fingerprint: str, options: Mapping[str, Any], **counts: int) -> Self:
+    def of(cls, sources: Sequence[Fingerprinted], fingerprint: str, options: Mapping[str, Any], **counts: int) -> Self:
         """Of samples made of `sources` with `options`, of which those in `_WORDS` are kept."""
         files = {source.name: source.fingerprint.partition(":")[2][:16] for source in sources}
         kept = {name: "not given" if value is None else str(value) for name, value in options.items() if name in _WORDS}

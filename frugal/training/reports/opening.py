@@ -11,6 +11,7 @@ from frugal.planning.plan import Plan
 from frugal.planning.report import PADDING_MATTERS, SPLIT_MATTERS
 from frugal.training.checkpoint.loading import describe_changes
 from frugal.training.data.mixture import Mixture, epoch_indices
+from frugal.training.data.stream.samples import SampleStream
 from frugal.training.models.spec import random_weights
 from frugal.units import format_count, plural
 
@@ -48,9 +49,11 @@ def describe(plan: Plan, settings: RunSettings, data: "RunData", total_steps: in
     parts = [
         f"training {plan.request.model} ({format_count(plan.model.parameters)} parameters) for "
         f"{plural(total_steps, 'step')} of {size} on {plural(batch.world_size, 'rank')}",
-        f"{len(data.training)} samples, {len(data.validation)} for validation",
+        f"{data.training.in_words()}; {plural(len(data.validation), 'sample')} for validation"
+        if isinstance(data.training, SampleStream)
+        else f"{len(data.training)} samples, {len(data.validation)} for validation",
     ]
-    if plan.request.pack:
+    if plan.request.pack and not isinstance(data.training, SampleStream):
         full = data.training.lengths.mean() / plan.request.seq_len
         parts.append(f"samples are packed with documents and {100 * full:.1f} % full")
     parts += data.report.left_out(settings.too_long)
@@ -87,7 +90,8 @@ def remarks(plan: Plan, data: "RunData", device: "torch.device", rank: int) -> I
 def _rows(data: "RunData") -> Iterator[str]:
     """What was made of rows other than running text: their formats, the template of chats, and what is trained on."""
     if set(data.report.formats) - {"text"}:
-        yield data.report.in_words()
+        first = "of the first rows: " if isinstance(data.training, SampleStream) else ""
+        yield first + data.report.in_words()
     if isinstance(data.training, Mixture):
         yield data.training.in_words()
 
@@ -98,6 +102,8 @@ def _not_as_planned(plan: Plan, data: "RunData") -> Iterator[str]:
     for name, planned_with in plan.versions.items():
         if planned_with != installed.get(name):
             yield f"the plan was made with {name} {planned_with}, this is {installed.get(name)}: memory may differ"
+    if isinstance(data.training, SampleStream):  # nobody knows its lengths
+        return
     planned, lengths = plan.request.lengths, data.training.lengths[epoch_indices(data.training)]
     note = None if planned is None else sample_lengths.unlike(planned, len(lengths), int(lengths.sum()))
     if note is not None:

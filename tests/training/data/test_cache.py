@@ -302,11 +302,11 @@ def test_a_token_without_an_embedding_is_refused_with_its_place(tmp_path: Path, 
     report = load("a.jsonl").report
     assert report.largest_token == (4 + 0xC3, "a.jsonl:2")
     spec: Any = SimpleNamespace(vocab_size=4 + 0xC3, reference="small")
-    assert refusal(lambda: corpus._check_vocabulary(spec, report)) == (
+    assert refusal(lambda: corpus.check_vocabulary(spec, report)) == (
         "small has no embedding for token 199, which the tokenizer makes of a.jsonl:2\n"
         "  because it has 199, for the tokens 0 to 198\n"
         "\n"
         "hint: take the tokenizer that belongs to the model, or a config.json with a larger vocab_size"
     )
     spec.vocab_size += 1
-    corpus._check_vocabulary(spec, report)
+    corpus.check_vocabulary(spec, report)
