@@ -15,9 +15,10 @@ from frugal.cli.options import (
     plan_path,
     planned,
     refuse_beside_a_plan,
-    waiting,
+    verbose_option,
     what_if_option,
 )
+from frugal.cli.terminal import show, waiting
 from frugal.config.hardware.build_cluster import ClusterSettings
 from frugal.config.request import Request
 from frugal.config.schema import PLAN_SETTINGS
@@ -25,7 +26,7 @@ from frugal.dryrun.client import DryRunSource, workers
 from frugal.dryrun.pool import Pool
 from frugal.errors import RequestError
 from frugal.planning.plan import Plan
-from frugal.planning.report import explanation
+from frugal.planning.report import Block, explanation
 from frugal.planning.search.candidate import OpenSource
 from frugal.planning.what_if import (
     axes_around,
@@ -43,8 +44,9 @@ from frugal.planning.what_if import (
 @click.argument("words", nargs=-1, metavar="[PLAN] [AXIS=...]")
 @options(Request, ClusterSettings)
 @config_option
+@verbose_option
 @what_if_option
-def command(words: tuple[str, ...], with_table: bool, **values: Any) -> None:
+def command(words: tuple[str, ...], verbose: bool, with_table: bool, **values: Any) -> None:
     """Say why a plan is what it is, and what would help.
 
     PLAN is a plan.json or its folder; without one the planning flags are planned for, as `frugal plan` does.
@@ -54,19 +56,19 @@ def command(words: tuple[str, ...], with_table: bool, **values: Any) -> None:
         raise click.UsageError(f"Got unexpected extra argument ({paths[1]})", click.get_current_context())
     axes = parse_axes([word for word in words if word not in paths])
     plan = _read(paths[0], values) if paths else planned(values)
-    blocks = explanation(plan)
+    blocks = explanation(plan, in_full=verbose)
     with waiting("predicting"):
         blocks.append(help_for(plan))
         if with_table:
             blocks.append(table(plan, axes))
-    click.echo("\n\n".join("\n".join(block) for block in blocks if block))
+    show(blocks)
 
 
-def help_for(plan: Plan) -> list[str]:
+def help_for(plan: Plan) -> Block:
     """What would make the step shorter."""
     cases = [*changes(plan), *shorter(plan)]
     with closing(workers()) as pool:
-        return improvements(plan, cases, predicted(cases, _arithmetic(pool)))
+        return improvements(plan, cases, predicted(cases, _arithmetic(pool))) if cases else []
 
 
 def table(plan: Plan, given: dict[str, tuple[int, ...]]) -> list[str]:

@@ -3,9 +3,7 @@
 `planned` goes from a command's flags to a plan: settings, this machine's devices, the lengths of the data, `make_plan`.
 """
 
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -13,6 +11,7 @@ from typing import Any, get_args
 
 import click
 
+from frugal.cli.terminal import waiting
 from frugal.config.hardware import calibration as calibrations
 from frugal.config.hardware.cluster import GENERIC, Card, Cluster, of_driver, recognise_card
 from frugal.config.hardware.local_host import held_on_gpus
@@ -77,6 +76,16 @@ def what_if_option(command: Callable[..., Any]) -> Callable[..., Any]:
         is_flag=True,
         help="Also a table over GPUs x memory x sample length, predicted by arithmetic. Values may be named after it: "
         "--what-if gpus=1,2,4 mem=12G,24G seq-len=512,1024.  [default: half, the same and twice as much of each]",
+    )(command)
+
+
+def verbose_option(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a command `-v`: everything that a plan says."""
+    return click.option(
+        "-v",
+        "--verbose",
+        is_flag=True,
+        help="Everything: memory by category, reasons, strategies, what is assumed.",
     )(command)
 
 
@@ -155,15 +164,6 @@ def _help_all(ctx: click.Context, _option: click.Parameter, is_given: bool) -> N
 def _normalised(word: str) -> str:
     """Flags may be written with `_` for `-`, as some launchers and trainers do."""
     return word.replace("_", "-")
-
-
-def waiting(what: str) -> AbstractContextManager[Any]:
-    """Show people that something is going on; nothing in a pipe or a log."""
-    if not sys.stderr.isatty():
-        return nullcontext()
-    from rich.console import Console  # takes a tenth of a second
-
-    return Console(stderr=True).status(what)
 
 
 def planned(values: Mapping[str, Any], file: TomlFile | None = None, *, asks_data: bool = True) -> Plan:

@@ -14,6 +14,7 @@ import psutil  # type: ignore[import-untyped]  # has no types
 from frugal import temporary
 from frugal.cli import preview as preview_command
 from frugal.cli.options import SettingsCommand, config_option, options, planned, planned_for, refuse_beside_a_plan
+from frugal.cli.terminal import show_verdict
 from frugal.config.hardware import cuda_allocator
 from frugal.config.hardware.build_cluster import ClusterSettings, HostfileEntry, read_hostfile
 from frugal.config.hardware.cluster import Cluster
@@ -28,7 +29,6 @@ from frugal.launch import commands, local, pdsh, restart
 from frugal.launch.pdsh import RestartableHosts
 from frugal.launch.ssh import Access
 from frugal.planning.plan import Plan
-from frugal.planning.report import summary
 from frugal.training.checkpoint import manifest
 from frugal.training.checkpoint.run_folder import in_use
 from frugal.training.reports import trackers
@@ -82,7 +82,7 @@ def command(
         trackers.check(job.settings.track)
     if plan is None:
         plan = _new_plan(job)
-        click.echo(summary(plan) + "\n", err=printed is not None)
+        _tell(plan, err=printed is not None)
         if printed is not None:
             plan_path, _ = write_plan(plan, job.settings.out)
     else:
@@ -176,7 +176,7 @@ def _plan_on(job: _Job, cluster: Cluster, *, before: Plan) -> Plan:
     rows = settings_of(Request)
     request, defaults = requested(_trained(before) | {name: given[name] for name in given if name in rows})
     plan = planned_for(request, cluster, defaults)
-    click.echo(summary(plan) + "\n")
+    _tell(plan)
     return plan
 
 
@@ -192,8 +192,14 @@ def _plan_for_rest(job: _Job, before: Plan) -> Plan:
     described = {name: value for name, value in job.file.plan.items() if name != "hostfile"}
     file = replace(job.file, plan=_trained(before) | described)
     plan = _planned(number if on_cpu else None, values | ({} if on_cpu else {"gpus": number}), file, asks_data=False)
-    click.echo(summary(plan) + "\n")
+    _tell(plan)
     return plan
+
+
+def _tell(plan: Plan, *, err: bool = False) -> None:
+    """What a plan comes to; `frugal explain` reads the rest from the run's folder."""
+    show_verdict(plan.verdict, err=err)
+    click.echo(err=err)
 
 
 def _is_this_machine(named: Sequence[HostfileEntry]) -> bool:

@@ -123,3 +123,23 @@ def _replays_known(cache: Cache, request: Request) -> Iterator[None]:
     finally:
         if sum(map(len, KNOWN.values())) > before:
             cache.write(key, dict(list(KNOWN.items())[-MOST_REPLAYS:]))
+
+
+def what_helps(plan: Plan) -> str:
+    """The one change that would help a plan most, in words; see `frugal.planning.what_if.most_helpful`.
+
+    Predicted from drafts, which takes some seconds the first time; then it is in the user's cache.
+    """
+    cache = Cache.of_user()
+    key = digest("what helps", model_key(plan.request), plan.digest)
+    kept = cache.read(key, str)
+    if kept is None:
+        from frugal.dryrun.client import DryRunSource, workers
+        from frugal.planning.what_if import changes, most_helpful, predicted  # the search takes a while to import
+
+        cases = changes(plan)
+        with _replays_known(cache, plan.request), closing(workers()) as pool:
+            predictions = predicted(cases, partial(DryRunSource, pool=pool, will_dry_run=False))
+        kept = most_helpful(plan, cases, predictions)
+        cache.write(key, kept)
+    return kept

@@ -21,7 +21,7 @@ from frugal import files
 from frugal.config.hardware.cluster import MOST_RANKS, Cluster
 from frugal.config.request import Request
 from frugal.errors import PlanMismatchError, RequestError
-from frugal.planning import verdict
+from frugal.planning import verdict as verdicts
 from frugal.planning.batch import BatchPlan
 from frugal.planning.memory.breakdown import MemoryBreakdown
 from frugal.planning.strategy import Strategy
@@ -155,28 +155,76 @@ class Plan:
 
     def __str__(self) -> str:
         """The verdict, in a few lines; `frugal.planning.report.summary` has all of it."""
-        return verdict.text(self.arithmetic, self._verdict)
+        return verdicts.text(self.verdict)
 
     def _repr_html_(self) -> str:
         """The verdict as a notebook shows it, with a bar of the memory."""
-        return verdict.html(self.arithmetic, self._verdict, self.memory, self._device_bytes)
+        return verdicts.html(self.verdict)
 
     @property
-    def _verdict(self) -> verdict.Rows:
-        request, memory, seconds = self.request, self.memory, self.time.total_seconds
-        card = plural(self.batch.world_size, self.cluster.rank_noun)
-        return (
-            ("runs", f"{request.model}, {format_count(self.model.parameters)} parameters, on {card}"),
-            ("with", f"{self.strategy}, {request.precision}"),
+    def verdict(self) -> verdicts.Verdict:
+        """What runs, what it takes and how long, and what binds."""
+        request, model = self.request, self.model
+        trained = ""
+        if model.trainable_parameters != model.parameters:
+            trained = f" ({format_count(model.trainable_parameters)} trained)"
+        binds = self.why[-1].partition(";")[0].replace(" binds:", ":") if self.why else ""
+        rows = (
             (
-                "fits",
-                f"{format_bytes(memory.total_bytes)} of {format_bytes(self._device_bytes)}, "
-                f"{format_bytes(memory.headroom_bytes)} of headroom",
+                "runs",
+                f"{request.model}, {format_count(model.parameters)} parameters{trained}, {request.precision}: "
+                f"{self.strategy}",
             ),
-            ("step", f"{format_seconds(seconds)} estimated, {self.batch.global_batch / seconds:.3g} samples/s"),
-            *([("why", self.why[-1])] if self.why else []),
-            *(("note", warning) for warning in self.warnings),
+            ("fits", self._room),
+            ("step", self._speed),
+            ("binds", binds),
         )
+        return verdicts.Verdict(
+            headline=self.arithmetic,
+            rows=tuple(row for row in rows if row[1]),
+            notes=(*filter(None, [self.json_note]), *self.warnings),
+            memory=self.memory,
+            device_bytes=self._device_bytes,
+        )
+
+    @property
+    def json_note(self) -> str:
+        """What DeepSpeed's JSON cannot say of the batch; empty where it says all."""
+        batch = self.batch
+        if batch.is_uniform:
+            return ""
+        return (
+            f"ds_config.json says train_batch_size {batch.capacity}, the capacity of its micro-batches: DeepSpeed's "
+            f"JSON cannot express uneven ones; plan.json does, and frugal trains exactly "
+            f"{plural(batch.global_batch, 'sample')}"
+        )
+
+    @property
+    def _room(self) -> str:
+        memory, noun = self.memory, self.cluster.rank_noun
+        where = f"the fullest {noun}" if len(set(self.batch.micro_batch)) > 1 else f"each {noun}"
+        host = ""
+        if self.strategy.offload_optimizer != "none":
+            host = f"; {format_bytes(memory.host_bytes_per_node)} of each host"
+        return (
+            f"{format_bytes(memory.total_bytes)} of {format_bytes(self._device_bytes)} on {where}, "
+            f"{format_bytes(memory.headroom_bytes)} of headroom{host}"
+        )
+
+    @property
+    def _speed(self) -> str:
+        time, samples = self.time, self.batch.global_batch if self.grouping is None else self.grouping.step_samples
+        parts = {
+            "compute": time.compute_seconds,
+            "recompute": time.recompute_seconds,
+            "communication": time.communication_seconds,
+            "offload": time.offload_seconds,
+            "optimizer": time.optimizer_seconds,
+        }
+        total = time.total_seconds
+        shares = ", ".join(f"{name} {100 * part / total:.0f} %" for name, part in parts.items() if part >= total / 100)
+        rate = f"{samples / total:,.0f}" if samples >= 100 * total else f"{samples / total:.3g}"
+        return f"{format_seconds(total)} estimated, {rate} samples/s: {shares}"
 
     @property
     def _device_bytes(self) -> int:

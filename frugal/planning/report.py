@@ -7,7 +7,7 @@ strategies that were weighed as a table.
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from math import ceil
 
 from frugal.config.hardware.cluster import Cluster, Node
@@ -16,6 +16,7 @@ from frugal.planning.memory_report import assumptions, binding, breakdown_table
 from frugal.planning.plan import Plan, Rejected, StepTime
 from frugal.planning.search.candidate import TIE, Candidate, SearchResult
 from frugal.planning.strategy import Strategy
+from frugal.planning.table import Table
 from frugal.units import format_bytes, format_count, format_seconds, plural
 
 
@@ -188,11 +189,25 @@ ADDED_LOSS = "its loss is more than a sum over targets"
 
 SHOWN_REJECTED = 7
 
+Block = list[str] | Table
+"""A part of a report: lines, or a table."""
+
+
+def as_text(blocks: Iterable[Block]) -> str:
+    """Plain lines, with an empty one between blocks; tables aligned by spaces."""
+    lines = (block.lines if isinstance(block, Table) else block for block in blocks)
+    return "\n\n".join("\n".join(block) for block in lines if block)
+
 
 def summary(plan: Plan) -> str:
     """Everything a plan says, as text."""
-    blocks = [
-        [plan.arithmetic, *_uneven(plan)],
+    return as_text(summary_blocks(plan))
+
+
+def summary_blocks(plan: Plan) -> list[Block]:
+    """Everything a plan says."""
+    return [
+        [plan.arithmetic, *filter(None, [plan.json_note])],
         [*_facts(plan), *_data(plan)],
         breakdown_table(plan),
         _list("why", plan.why),
@@ -200,18 +215,6 @@ def summary(plan: Plan) -> str:
         strategy_table(plan, shown=SHOWN_REJECTED) if plan.rejected else [],
         _list("defaults", [", ".join(_default(plan, name) for name in plan.defaults)] if plan.defaults else []),
         _list("assumed", assumptions(plan)),
-    ]
-    return "\n\n".join("\n".join(block) for block in blocks if block)
-
-
-def _uneven(plan: Plan) -> list[str]:
-    """What DeepSpeed's JSON cannot say."""
-    batch = plan.batch
-    if batch.is_uniform:
-        return []
-    return [
-        f"ds_config.json says train_batch_size {batch.capacity}, the capacity of its micro-batches: DeepSpeed's JSON "
-        f"cannot express uneven ones; plan.json does, and frugal trains exactly {plural(batch.global_batch, 'sample')}"
     ]
 
 
@@ -318,33 +321,28 @@ def _list(title: str, lines: object) -> list[str]:
 HEAD = ("step", "", "batch", "peak", "headroom", "")
 
 
-def strategy_table(plan: Plan, *, shown: int | None = None) -> list[str]:
+def strategy_table(plan: Plan, *, shown: int | None = None) -> Table:
     """The chosen strategy, then the others, fastest first; at most `shown` of these.
 
     A batch is micro-batch x accumulation steps.
     """
     rejected = plan.rejected if shown is None else plan.rejected[:shown]
-    lines = aligned([HEAD, _chosen(plan), *(_row(plan, strategy) for strategy in rejected)])
     rest = len(plan.rejected) - len(rejected)
     has_bounds = any(strategy.is_bound for strategy in rejected)
     notes = ["> lower bound, < upper bound: pruned, not fully evaluated"] if has_bounds else []
     notes += [f"{rest} more: `frugal explain`"] if rest else []
-    return ["strategies", *lines, *(["  " + "; ".join(notes)] if notes else [])]
+    return Table(
+        title="strategies",
+        rows=(HEAD, _chosen(plan), *(_row(plan, strategy) for strategy in rejected)),
+        note="; ".join(notes),
+        has_head=True,
+    )
 
 
 def short_name(strategy: Strategy) -> str:
     """A strategy without what it does not do."""
     plain = strategy.activation_checkpointing == "off"
     return str(strategy).replace(", activation checkpointing off", "") if plain else str(strategy)
-
-
-def aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """Rows as lines, indented; all columns but the last aligned to the right."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]
-    return [
-        "  " + "  ".join([*(f"{text:>{width}}" for text, width in zip(row, widths, strict=False)), row[-1]]).rstrip()
-        for row in rows
-    ]
 
 
 def _chosen(plan: Plan) -> tuple[str, ...]:
@@ -393,11 +391,14 @@ def _verdict(chosen: StepTime, rejected: Rejected) -> str:
     return f"{rejected.reason}, {longest} +{format_seconds(parts[longest])}" if parts[longest] > 0 else rejected.reason
 
 
-def explanation(plan: Plan) -> list[list[str]]:
-    """What the plan itself knows: what binds, why, and all strategies that were weighed."""
-    return [
-        [plan.arithmetic, f"{plan.strategy}: {format_seconds(plan.time.total_seconds)} a step"],
+def explanation(plan: Plan, *, in_full: bool = False) -> list[Block]:
+    """What the plan itself knows: what binds, why, and all strategies that were weighed; `in_full` what it is, too."""
+    reasoned: list[Block] = [
         binding(plan),
         ["why", *(f"  {sentence}" for sentence in plan.why[:-1])],
         strategy_table(plan),
     ]
+    if not in_full:
+        return [[plan.arithmetic, f"{plan.strategy}: {format_seconds(plan.time.total_seconds)} a step"], *reasoned]
+    headline, facts, breakdown, _, notes, _, defaults, assumed = summary_blocks(plan)
+    return [headline, facts, breakdown, *reasoned, notes, defaults, assumed]

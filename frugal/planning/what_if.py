@@ -13,10 +13,11 @@ from frugal.config.hardware.cluster import Cluster, resized
 from frugal.config.request import Request
 from frugal.errors import FrugalError, RequestError
 from frugal.planning.plan import Plan
-from frugal.planning.report import aligned, short_name
+from frugal.planning.report import short_name
 from frugal.planning.search.candidate import TIE, Candidate, OpenSource
 from frugal.planning.search.search import Search
 from frugal.planning.strategy import Strategy
+from frugal.planning.table import Table, aligned
 from frugal.units import GIB, format_bytes, format_seconds, parse_bytes, plural
 
 AXES = ("gpus", "mem", "seq-len")
@@ -28,11 +29,15 @@ MORE_MEMORY = 4 * GIB
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """Another request or cluster, under the name that people see."""
+    """Another request or cluster, under the name that people see.
+
+    `effort` sorts what a change asks of people: 0 a setting, 1 a part of a machine more, 2 another machine.
+    """
 
     name: str
     request: Request
     cluster: Cluster
+    effort: int = 1
 
 
 def predicted(cases: Sequence[Case], dry_run: OpenSource) -> list[Candidate | None]:
@@ -82,12 +87,17 @@ def with_memory(cluster: Cluster, memory_bytes: int) -> Cluster:
 def changes(plan: Plan) -> list[Case]:
     """What could make the plan's step shorter: more GPUs, memory and bandwidth, shorter samples, and no pins."""
     request, cluster = plan.request, plan.cluster
-    cases = [Case(name=name, request=replace(request, **free), cluster=cluster) for name, free in _pins(plan)]
+    cases = [Case(name=name, request=replace(request, **free), cluster=cluster, effort=0) for name, free in _pins(plan)]
     num_gpus = len(cluster.nodes[0].devices)
     per_node = " in each node" if len(cluster.nodes) > 1 else ""
     if len(set(cluster.devices)) == 1:
         cases += [
-            Case(name=plural(number, cluster.rank_noun) + per_node, request=request, cluster=with_gpus(cluster, number))
+            Case(
+                name=plural(number, cluster.rank_noun) + per_node,
+                request=request,
+                cluster=with_gpus(cluster, number),
+                effort=1 if number == num_gpus + 1 else 2,
+            )
             for number in sorted({num_gpus + 1, 2 * num_gpus})
         ]
         memory = cluster.devices[0].memory_bytes
@@ -207,8 +217,8 @@ _LETTERS = {
 }
 
 
-def improvements(plan: Plan, cases: Sequence[Case], predictions: Sequence[Candidate | None]) -> list[str]:
-    """One line a change: what it would bring, with a sample's tokens taken into account."""
+def improvements(plan: Plan, cases: Sequence[Case], predictions: Sequence[Candidate | None]) -> Table:
+    """One row a change: what it would bring, with a sample's tokens taken into account."""
     before = plan.time.total_seconds / plan.request.seq_len
     rows = []
     for case, candidate in zip(cases, predictions, strict=True):
@@ -225,7 +235,29 @@ def improvements(plan: Plan, cases: Sequence[Case], predictions: Sequence[Candid
             gain = f"{change:+.0f} %{a_token}" if abs(change) > 100 * (TIE - 1) else "no gain"
             strategy = "same strategy" if candidate.strategy == plan.strategy else short_name(candidate.strategy)
             rows.append((case.name, format_seconds(candidate.seconds), gain, batch, strategy))
-    return [f"what would help ({NOT_DRY_RUN})", *aligned(rows)] if rows else []
+    return Table(title=f"what would help ({NOT_DRY_RUN})", rows=tuple(rows))
+
+
+NOTHING_HELPS = "nothing that was tried: settings, more devices and memory, faster links"
+
+
+def most_helpful(plan: Plan, cases: Sequence[Case], predictions: Sequence[Candidate | None]) -> str:
+    """The change that shortens the step most, of those that ask least: `5 GPUs: a step of 2.9 s, 16 % less`.
+
+    Empty where only dry runs could tell.
+    """
+    if not any(predictions):
+        return ""
+    gains = [
+        (case.effort, candidate.seconds, case.name)
+        for case, candidate in zip(cases, predictions, strict=True)
+        if candidate is not None and candidate.fits and candidate.seconds * TIE < plan.time.total_seconds
+    ]
+    if not gains:
+        return NOTHING_HELPS
+    _, seconds, name = min(gains)
+    less = 100 * (1 - seconds / plan.time.total_seconds)
+    return f"{name}: a step of {format_seconds(seconds)}, {less:.0f} % less (predicted)"
 
 
 def what_if_table(

@@ -31,13 +31,28 @@ def test_a_plan_its_folder_and_its_flags_are_explained_alike(capsys: pytest.Capt
     assert frugal(capsys, "explain", "run") == frugal(capsys, "explain", "run/plan.json") == (0, out, "")
 
 
+def test_in_full_it_says_what_the_plan_is_too(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each line of `frugal plan -v` is there, in whichever order."""
+    _, out, _ = frugal(capsys, "explain", *CARDS, "-v")
+    assert titles(out) == [
+        "512 samples = 4 GPUs x 13 micro-steps of 9 or 10 samples",
+        "model      gpt2, causal-lm, 124.00M parameters, samples of 1024 tokens",
+        "memory of each GPU at its peak, in backward (mm)",
+        "what binds", "why", "strategies", "defaults", "assumed", "what would help (predicted, not dry-run)",
+    ]  # fmt: skip
+    _, planned, _ = frugal(capsys, "plan", *CARDS, "-v")
+    whole, _ = planned.rsplit("\n\n", 1)
+    missing = set(whole.splitlines()) - set(out.splitlines())
+    assert not missing
+
+
 def test_what_if_adds_a_table_to_both_commands(capsys: pytest.CaptureFixture[str]) -> None:
     axes = ["--what-if", "gpus=2,4", "mem=6G,12G", "seq-len=1024"]
     _, explained, _ = frugal(capsys, "explain", *CARDS, *axes)
     code, planned, _ = frugal(capsys, "plan", *CARDS, *axes)
     assert code == 0
     table = explained[explained.index("what if: ") :]
-    assert planned.endswith("\n\n" + table)
+    assert planned.startswith(f"{table}\n")
     title, _, samples, gpus = table.splitlines()[:4]
     assert title == "what if: a step of 512 samples (predicted, not dry-run)"
     assert samples == "samples of 1024 tokens"

@@ -10,6 +10,7 @@ import pytest
 import frugal
 from frugal.cli import run
 from frugal.planning.plan import Plan
+from tests.commands import frugal as called
 from tests.commands import frugal_plan, with_formulas
 from tests.planning.synthetic import SMALL, dry_running
 
@@ -22,8 +23,44 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return with_formulas(tmp_path, monkeypatch, **SMALL)
 
 
-def test_it_prints_the_whole_plan(capsys: pytest.CaptureFixture[str]) -> None:
+VERDICT = """\
+512 samples = 4 GPUs x 13 micro-steps of 9 or 10 samples
+runs   gpt2, 124.00M parameters, bf16: ZeRO-2, activation checkpointing off
+fits   10.76 GiB of 12.00 GiB on each GPU, 577.5 MiB of headroom
+step   2.3 s estimated, 219 samples/s: compute 82 %, communication 18 %
+binds  memory: micro-batch 11 would be about 399.1 MiB short
+"""
+
+
+def test_it_says_in_eight_lines_what_the_plan_comes_to(capsys: pytest.CaptureFixture[str]) -> None:
+    """Formulas that cannot be drafted predict nothing, so no line says what would help."""
     code, out, err = frugal_plan(capsys, *CARDS)
+    assert (code, err) == (0, "")
+    notes, verdict = out.split("\n\n")
+    assert notes == (
+        "note   ds_config.json says train_batch_size 520, the capacity of its micro-batches: DeepSpeed's JSON cannot "
+        "express uneven ones; plan.json does, and frugal trains exactly 512 samples"
+    )
+    assert verdict == VERDICT + "more   `frugal plan -v`: all of it; `frugal explain`: what binds and what helps\n"
+    assert len(verdict.splitlines()) <= 8 and max(map(len, verdict.splitlines())) <= 80
+
+
+def test_what_would_help_most_is_predicted_once(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("frugal.dryrun.client.DryRunSource", dry_running(**SMALL, drafts=True))
+    _, out, _ = frugal_plan(capsys, *CARDS)
+    helps = next(line for line in out.splitlines() if line.startswith("helps"))
+    _, explained, _ = called(capsys, "explain", *CARDS)
+    row = next(line for line in explained.splitlines() if line.strip().startswith("5 GPUs"))
+    assert helps == "helps  5 GPUs: a step of 2.0 s, 14 % less (predicted)"
+    assert row.split()[2:5] == ["2.0", "s", "-14"]
+    monkeypatch.setattr("frugal.dryrun.client.DryRunSource", None)  # nothing is left to ask it
+    assert frugal_plan(capsys, *CARDS) == (0, out, "")
+
+
+def test_with_v_it_prints_the_whole_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = frugal_plan(capsys, *CARDS, "-v")
     assert (code, err) == (0, "")
     assert (
         out
@@ -83,20 +120,23 @@ assumed
   margin 689.2 MiB: a larger context 256.0 MiB, a driver that reports less than the box 245.8 MiB, \
 fragmentation and kernels 187.5 MiB
   generic card: 70 TFLOP/s reached, 595 GB/s of memory, 12 GB/s between GPUs; only the seconds depend on it
+
 """
+        + VERDICT
     )
 
 
-def first_lines(out: str) -> list[str]:
-    return out.split("\n\n")[0].splitlines()
+def headline(out: str) -> str:
+    return out.split("\n\n")[-1].splitlines()[0]
 
 
 def test_an_uneven_batch_says_how_its_cells_lie(capsys: pytest.CaptureFixture[str]) -> None:
     _, out, _ = frugal_plan(capsys, *CARDS, "--global-batch", "500", "--max-samples-per-gpu", "8")
-    assert first_lines(out) == [
-        "500 samples = 4 GPUs x 16 micro-steps of 7 or 8 samples",
-        "ds_config.json says train_batch_size 512, the capacity of its micro-batches: DeepSpeed's JSON cannot express "
-        "uneven ones; plan.json does, and frugal trains exactly 500 samples",
+    assert headline(out) == "500 samples = 4 GPUs x 16 micro-steps of 7 or 8 samples"
+    assert out.splitlines()[:2] == [
+        "note   ds_config.json says train_batch_size 512, the capacity of its micro-batches: DeepSpeed's JSON cannot "
+        "express uneven ones; plan.json does, and frugal trains exactly 500 samples",
+        "",
     ]
 
 
@@ -114,7 +154,7 @@ def test_an_uneven_batch_says_how_its_cells_lie(capsys: pytest.CaptureFixture[st
 )  # fmt: skip
 def test_the_arithmetic_is_one_line(capsys: pytest.CaptureFixture[str], arguments: list[str], line: str) -> None:
     _, out, _ = frugal_plan(capsys, *CARDS, *arguments)
-    assert first_lines(out)[0] == line
+    assert headline(out) == line
 
 
 def test_json_is_exactly_the_file(capsys: pytest.CaptureFixture[str], here: Path) -> None:
@@ -125,7 +165,7 @@ def test_json_is_exactly_the_file(capsys: pytest.CaptureFixture[str], here: Path
 
 def test_it_says_where_it_wrote(capsys: pytest.CaptureFixture[str], here: Path) -> None:
     _, out, _ = frugal_plan(capsys, *CARDS, "-o", "run")
-    assert out.endswith("\n\nwrote run/plan.json and run/ds_config.json\n")
+    assert out.endswith("\nwrote  run/plan.json and run/ds_config.json; more: `frugal explain run`\n")
     assert json.loads((here / "run" / "ds_config.json").read_text())["train_batch_size"] == 13 * 10 * 4
 
 
@@ -150,7 +190,7 @@ def test_a_default_length_gives_way_to_what_the_model_can_read(
 ) -> None:
     monkeypatch.setattr("frugal.dryrun.client.DryRunSource", dry_running(**SMALL, max_positions=512))
     _, out, _ = frugal_plan(capsys, *CARDS)
-    assert "note\n  samples have 512 tokens instead of 1024: gpt2 has no more positions\n" in out
+    assert "note   samples have 512 tokens instead of 1024: gpt2 has no more positions\n" in out
     code, _, err = frugal_plan(capsys, *CARDS, "--seq-len", "1024")
     assert (code, err) == (
         2,

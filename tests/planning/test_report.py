@@ -50,7 +50,7 @@ def by_hand() -> Plan:
 
 
 def test_every_strategy_has_a_row_with_time_batch_and_room() -> None:
-    assert strategy_table(by_hand()) == [
+    assert strategy_table(by_hand()).lines == [
         "strategies",
         "    step         batch       peak    headroom",
         "   2.0 s  1.00x  2 x 4    0.0 MiB    8.00 GiB  ZeRO-2: chosen",
@@ -63,7 +63,7 @@ def test_every_strategy_has_a_row_with_time_batch_and_room() -> None:
 
 
 def test_a_report_shows_the_first_ones_and_counts_the_rest() -> None:
-    assert strategy_table(by_hand(), shown=1)[-1] == (
+    assert strategy_table(by_hand(), shown=1).lines[-1] == (
         "  > lower bound, < upper bound: pruned, not fully evaluated; 2 more: `frugal explain`"
     )
 

@@ -6,6 +6,7 @@ import pytest
 
 from frugal.config.schema import understand
 from frugal.dryrun.planner import make_plan
+from frugal.planning import verdict as verdicts
 from frugal.planning.plan import Plan
 from frugal.units import format_bytes
 from tests.planning.synthetic import dry_running
@@ -16,13 +17,14 @@ def plan() -> Plan:
     return make_plan(*understand({"gpus": 4, "mem": "12G", "global_batch": 64}), dry_run=dry_running())
 
 
-class _Bar(HTMLParser):
-    """The widths of the pieces, in percent, and which elements are open at the end."""
+class _Page(HTMLParser):
+    """The widths of the bar's pieces, in percent, the text, and which elements are open at the end."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
         self.widths: list[float] = []
         self.open: list[str] = []
+        self.text = ""
         self.feed(text)
 
     def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
@@ -33,16 +35,53 @@ class _Bar(HTMLParser):
     def handle_endtag(self, tag: str) -> None:
         assert self.open.pop() == tag
 
+    def handle_data(self, data: str) -> None:
+        self.text += data
 
-def test_a_printed_plan_is_the_verdict_in_a_few_lines(plan: Plan) -> None:
+
+def test_a_printed_plan_ends_with_the_verdict_in_a_few_lines(plan: Plan) -> None:
     lines = str(plan).splitlines()
+    assert len(lines) == 5
     assert lines[0] == plan.arithmetic
     assert format_bytes(plan.memory.total_bytes) in str(plan) and str(plan.strategy) in str(plan)
-    assert len(lines) == 6 + len(plan.warnings)
 
 
-def test_the_bar_of_a_notebook_is_as_full_as_the_card(plan: Plan) -> None:
-    bar = _Bar(plan._repr_html_())
-    assert not bar.open
+def test_notes_come_before_the_verdict(plan: Plan) -> None:
+    noted = verdicts.Verdict(headline="h", rows=(("runs", "r"),), notes=("a", "b"), memory=plan.memory, device_bytes=1)
+    assert verdicts.text(noted).splitlines() == ["note   a", "note   b", "", "h", "runs   r"]
+
+
+@pytest.mark.parametrize("width", [20, 73, 113])
+def test_the_bar_is_as_wide_as_asked_and_true_to_a_column(plan: Plan, width: int) -> None:
+    drawn = verdicts.columns(plan.verdict.parts, width)
+    assert sum(share for _, share in drawn) == width
     device = plan.cluster.devices[0].memory_bytes
-    assert sum(bar.widths) == pytest.approx(100 * plan.memory.total_bytes / device, abs=1)
+    assert sum(part.size_bytes for part, _ in drawn) == device
+    assert all(abs(share - part.size_bytes / device * width) < 1 for part, share in drawn)
+
+
+def test_no_part_of_the_bar_is_told_by_its_colour_alone(plan: Plan) -> None:
+    parts = plan.verdict.parts
+    assert len({part.letter for part in parts}) == len(parts)
+    assert {part.name for part in parts} == {*plan.memory.CATEGORIES, "headroom", "margin"}
+    page = _Page(plan._repr_html_())
+    for part in parts:
+        if part.size_bytes > 0.01 * plan.cluster.devices[0].memory_bytes:
+            assert f"{part.letter} {part.name} {format_bytes(part.size_bytes)}" in page.text
+
+
+def test_the_bar_of_a_notebook_is_the_whole_card(plan: Plan) -> None:
+    page = _Page(plan._repr_html_())
+    assert not page.open
+    assert sum(page.widths) == pytest.approx(100, abs=1)
+    for _, words in plan.verdict.rows:
+        assert words in page.text
+
+
+def test_a_notebook_shows_what_a_model_is_called_and_runs_none_of_it(plan: Plan) -> None:
+    name = '<script>alert("x")</script>'
+    hostile = verdicts.Verdict(
+        headline=name, rows=(("runs", name),), notes=(name,), memory=plan.memory, device_bytes=plan.verdict.device_bytes
+    )
+    text = verdicts.html(hostile)
+    assert "<script" not in text and _Page(text).text.count(name) == 3

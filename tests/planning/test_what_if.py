@@ -10,13 +10,16 @@ from frugal.config.schema import understand
 from frugal.dryrun.planner import make_plan
 from frugal.errors import RequestError
 from frugal.planning.memory_report import binding
-from frugal.planning.plan import Plan
+from frugal.planning.plan import Plan, StepTime
 from frugal.planning.report import explanation
+from frugal.planning.table import Table
 from frugal.planning.what_if import (
+    NOTHING_HELPS,
     axes_around,
     changes,
     grid,
     improvements,
+    most_helpful,
     parse_axes,
     predicted,
     shorter,
@@ -53,7 +56,7 @@ def test_what_would_help_is_computed_and_told_with_its_gain() -> None:
         "no --max-samples-per-gpu", "5 GPUs", "8 GPUs", "+4.00 GiB each", "links twice as fast", "samples of 512",
     ]  # fmt: skip
     found = predicted(cases, dry_running(**SMALL))
-    lines = improvements(made, cases, found)
+    lines = improvements(made, cases, found).lines
     assert lines[0] == "what would help (predicted, not dry-run)"
     for line, case, option in zip(lines[1:], cases, found, strict=True):
         assert case.name in line and option is not None and option.batch is not None
@@ -61,6 +64,22 @@ def test_what_would_help_is_computed_and_told_with_its_gain() -> None:
         gain = option.seconds / case.request.seq_len / (made.time.total_seconds / made.request.seq_len)
         assert (f"{100 * (gain - 1):+.0f} %" in line) == (abs(gain - 1) > 0.02)
     assert lines[-1].split("  ")[-1] == "same strategy"
+
+
+def test_what_helps_most_asks_least() -> None:
+    """A pin that can go comes before hardware, a part more before twice the machine."""
+    made = plan(gpus=4, mem="12G", max_samples_per_gpu=1)
+    cases = changes(made)
+    predictions = predicted(cases, dry_running(**SMALL))
+    assert [case.effort for case in cases] == [0, 1, 2, 1, 1]
+    assert most_helpful(made, cases, predictions).startswith("no --max-samples-per-gpu: a step of ")
+    assert most_helpful(made, cases[1:4], predictions[1:4]).startswith("5 GPUs: a step of ")
+    assert most_helpful(made, cases[2:3], predictions[2:3]).startswith("8 GPUs: a step of ")
+    assert most_helpful(made, cases[:1], [None]) == "", "only a dry run could tell"
+    slower = plan(gpus=3, mem="12G")
+    others = [replace(case, effort=0) for case in changes(slower)[:1]]
+    faster = replace(made, time=StepTime(**{name: part / 100 for name, part in vars(made.time).items()}))
+    assert most_helpful(faster, others, predicted(others, dry_running(**SMALL))) == NOTHING_HELPS
 
 
 def test_pins_that_bind_are_named_as_help() -> None:
@@ -84,9 +103,9 @@ def test_what_does_not_fit_and_what_only_a_dry_run_could_tell() -> None:
     fits_not = replace(cases[0], cluster=with_memory(made.cluster, GIB))
     (found,) = predicted([fits_not], dry_running(**SMALL))
     assert found is not None and not found.fits
-    assert improvements(made, [fits_not], [found])[1].endswith(" short")
+    assert improvements(made, [fits_not], [found]).lines[1].endswith(" short")
     (unknown,) = predicted(cases, dry_running(**(SMALL | {"drafts": False})))
-    assert improvements(made, cases, [unknown])[1].endswith("only a dry run could tell")
+    assert improvements(made, cases, [unknown]).lines[1].endswith("only a dry run could tell")
 
 
 def test_the_table_has_an_entry_for_every_case() -> None:
@@ -177,4 +196,5 @@ def test_an_explanation_needs_nothing_but_the_plan() -> None:
     made = plan(gpus=4, mem="12G")
     text = explanation(made)
     assert explanation(Plan.from_json(made.to_json())) == text
-    assert [block[0] for block in text[1:]] == ["what binds", "why", "strategies"]
+    titles = [block.title if isinstance(block, Table) else block[0] for block in text[1:]]
+    assert titles == ["what binds", "why", "strategies"]

@@ -29,16 +29,18 @@ from typing import Any, Self, TypeGuard
 
 import msgspec
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn
+from rich.progress import Progress, ProgressColumn, Task
+from rich.text import Text
 
 from frugal import file_errors, files
 from frugal.config.run_settings import METRICS
 from frugal.distributed import rank_logs
 from frugal.errors import CheckpointError
 from frugal.training.losses.evaluation import Evaluation
+from frugal.training.reports import progress_line
 from frugal.training.reports.trackers import Trackers
 from frugal.training.train_step import StepResult
-from frugal.units import format_bytes, format_seconds
+from frugal.units import format_bytes
 
 PLAIN_LINES = 40  # about so many lines of progress where there is no terminal
 logger = logging.getLogger("frugal")
@@ -88,11 +90,9 @@ class Log:
         self._handler = _ToLog(self)
         self._metrics = Records(folder / METRICS, first_step)
         self._progress = Progress(
-            TextColumn("step {task.completed}/{task.total}"), BarColumn(bar_width=20),
-            TextColumn("{task.fields[text]}"), console=self._console, transient=True,
-            disable=not self._console.is_terminal,
-        )  # fmt: skip
-        self._task = self._progress.add_task("", total=total_steps, completed=first_step, text="")
+            _Line(self._console), console=self._console, transient=True, disable=not self._console.is_terminal
+        )
+        self._task = self._progress.add_task("", total=total_steps, completed=first_step, at=None)
 
     def __enter__(self) -> Self:
         """Show the progress."""
@@ -129,11 +129,13 @@ class Log:
             tokens_per_second=result.targets / seconds, memory_bytes=self.memory_bytes,
             reserved_bytes=self.reserved_bytes,
         )  # fmt: skip
-        text = self._line(step, result)
+        at = self._at(step, result)
         if self._console.is_terminal:
-            self._progress.update(self._task, completed=step, text=text)
+            self._progress.update(self._task, completed=step, at=at)
         if self._is_due(step):
-            (rank_logs.to_file if self._console.is_terminal else self.say)(f"step {step}/{self._total_steps}  {text}")
+            (rank_logs.to_file if self._console.is_terminal else self.say)(
+                f"step {step}/{self._total_steps}  {at.plain}"
+            )
             self._last_line = time.monotonic()
 
     def evaluation(self, step: int, evaluation: Evaluation, *, of: str = "validation") -> None:
@@ -209,14 +211,17 @@ class Log:
             or time.monotonic() - self._last_line > 60
         )
 
-    def _line(self, step: int, result: StepResult) -> str:
+    def _at(self, step: int, result: StepResult) -> progress_line.StepProgress:
         seconds = sum(seconds for seconds, _ in self._recent)
-        left = seconds / len(self._recent) * (self._total_steps - step)
-        memory = "" if self.memory_bytes is None else f"{format_bytes(self.memory_bytes)} of "
-        return (
-            f"loss {result.loss:.4f}  lr {result.learning_rate:.2e}"
-            f"  {sum(targets for _, targets in self._recent) / seconds:,.0f} tokens/s"
-            f"  {format_seconds(left)} left  memory {memory}{format_bytes(self._planned_bytes)}"
+        return progress_line.StepProgress(
+            step=step,
+            total_steps=self._total_steps,
+            loss=result.loss,
+            learning_rate=result.learning_rate,
+            tokens_per_second=sum(targets for _, targets in self._recent) / seconds,
+            seconds_left=seconds / len(self._recent) * (self._total_steps - step),
+            measured_bytes=self.memory_bytes,
+            planned_bytes=self._planned_bytes,
         )
 
     def sync(self, folder: Path) -> None:
@@ -232,6 +237,20 @@ class Log:
         self._metrics.add(msgspec.json.encode({**values, "time": round(time.time(), 3)}) + b"\n")
         if self._trackers is not None:
             self._trackers.record(values["event"], values)
+
+
+class _Line(ProgressColumn):
+    """The one column: the line as it fits into the terminal, whose size may change."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__()
+        self._console = console
+
+    def render(self, task: Task) -> Text:
+        """The line after the last step."""
+        at: progress_line.StepProgress | None = task.fields["at"]
+        text = f"step {task.completed:.0f}/{task.total:.0f}" if at is None else at.fitted(self._console.width)
+        return Text(text, no_wrap=True, overflow="ellipsis")
 
 
 def _told(evaluation: Evaluation) -> dict[str, dict[str, float]]:

@@ -1,0 +1,163 @@
+"""Reports as people see them: drawn to the width of a terminal, plain and the same everywhere else.
+
+rich is imported only where there is a terminal, so that a plan from the cache stays fast in a pipe. It leaves colours
+out where NO_COLOR says so or the terminal has none; nothing is told by colour alone.
+"""
+
+import re
+import sys
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from frugal.planning import verdict as verdicts
+from frugal.planning.report import Block, as_text
+from frugal.planning.table import Table
+from frugal.planning.verdict import NAME_WIDTH, Verdict
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+    from rich.text import Text
+
+WIDEST = 120
+"""Columns that a report takes at most: longer lines are hard to read."""
+
+_HEAD_OF_LINE = re.compile(r"\s*(\S+\s{2,})?")
+"""What stands before the text of a line: its indent, or a name and the spaces behind it."""
+
+
+def is_terminal() -> bool:
+    """Whether somebody looks at what is printed."""
+    return sys.stdout.isatty()
+
+
+def waiting(what: str) -> AbstractContextManager[Any]:
+    """Show people that something is going on; nothing in a pipe or a log."""
+    if not sys.stderr.isatty():
+        return nullcontext()
+    from rich.console import Console  # takes a tenth of a second
+
+    return Console(stderr=True).status(what)
+
+
+def show(blocks: Iterable[Block], *, err: bool = False) -> None:
+    """Print blocks with an empty line between them."""
+    blocks = [block for block in blocks if block]
+    if err or not is_terminal():
+        click.echo(as_text(blocks), err=err)
+        return
+    console = _console()
+    for i, block in enumerate(blocks):
+        if i:
+            console.print()
+        for part in [_table(block)] if isinstance(block, Table) else _lines(block):
+            console.print(part)
+
+
+def show_verdict(verdict: Verdict, *, err: bool = False) -> None:
+    """Print a verdict; on a terminal with a bar of the memory."""
+    if err or not is_terminal():
+        click.echo(verdicts.text(verdict), err=err)
+        return
+    from rich.text import Text
+
+    console = _console()
+    for note in verdict.notes:
+        console.print(_row("note", Text(note)))
+    if verdict.notes:
+        console.print()
+    console.print(Text(verdict.headline, style="bold"))
+    for name, words in verdict.rows:
+        show_row(name, words)
+        if name == "fits":
+            console.print(_row("", _bar(verdict, console.width - NAME_WIDTH)))
+
+
+def show_row(name: str, words: str, *, err: bool = False) -> None:
+    """Print one row of a verdict."""
+    if err or not is_terminal():
+        click.echo(f"{name:<{NAME_WIDTH}}{words}", err=err)
+        return
+    from rich.text import Text
+
+    _console().print(_row(name, Text(words)))
+
+
+def _console() -> "Console":
+    from rich.console import Console
+
+    console = Console(highlight=False, emoji=False, markup=False)
+    console.width = min(console.width, WIDEST)
+    return console
+
+
+def _row(name: str, words: "Text") -> "RenderableType":
+    """A name and its words, which continue below themselves."""
+    from rich.table import Table as Grid
+    from rich.text import Text
+
+    grid = Grid.grid(expand=True)
+    grid.add_column(width=NAME_WIDTH, no_wrap=True)
+    grid.add_column(ratio=1, overflow="fold")
+    grid.add_row(Text(name, style="dim"), words)
+    return grid
+
+
+def _bar(verdict: Verdict, width: int) -> "Text":
+    """The memory of the device as letters on colours, and below what the letters of the largest parts are."""
+    from rich.text import Text
+
+    parts = verdict.parts
+    drawn = verdicts.columns(parts, width)
+    bar = Text()
+    for part, share in drawn:
+        bar.append(part.letter * share, style="dim" if part.is_free else f"#000000 on {part.colour}")
+    names = ""
+    for entry in verdicts.legend([part for part, share in drawn if share]):
+        longer = f"{names}  {entry}" if names else entry
+        if len(longer) > width:
+            break
+        names = longer
+    return Text("\n").join([bar, Text(names, style="dim")])
+
+
+def _table(table: Table) -> "RenderableType":
+    """A table whose last column takes what the others leave."""
+    from rich.console import Group
+    from rich.padding import Padding
+    from rich.table import Table as Grid
+    from rich.text import Text
+
+    grid = Grid(box=None, show_header=table.has_head, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    head = table.rows[0] if table.has_head else ("",) * len(table.rows[0])
+    for name in head[:-1]:
+        grid.add_column(Text(name), justify="right", no_wrap=True)
+    grid.add_column(Text(head[-1]), ratio=1, overflow="fold")
+    for row in table.rows[1:] if table.has_head else table.rows:
+        grid.add_row(*map(Text, row))
+    parts: list[RenderableType] = [Text(table.title, style="bold"), Padding(grid, (0, 0, 0, 2))]
+    if table.note:
+        parts.append(Padding(Text(table.note, style="dim"), (0, 0, 0, 2)))
+    return Group(*parts)
+
+
+def _lines(block: list[str]) -> "Iterable[RenderableType]":
+    """Lines that continue below their own text; the first is the block's title, where others are indented."""
+    from rich.padding import Padding
+    from rich.table import Table as Grid
+    from rich.text import Text
+
+    for i, line in enumerate(block):
+        is_title = i == 0 and len(block) > 1 and block[1].startswith(" ")
+        match = _HEAD_OF_LINE.match(line)
+        head = match[0] if match is not None else ""
+        if not head:
+            yield Padding(Text(line, style="bold" if is_title else ""), 0)
+            continue
+        grid = Grid.grid(expand=True)
+        grid.add_column(width=len(head), no_wrap=True)
+        grid.add_column(ratio=1, overflow="fold")
+        grid.add_row(Text(head.rstrip()), Text(line[len(head) :]))
+        yield grid

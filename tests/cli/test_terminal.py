@@ -1,0 +1,103 @@
+"""What people see on a terminal, and what a pipe gets instead."""
+
+import os
+import re
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from frugal.cli import run
+from tests.commands import frugal_plan, with_formulas
+from tests.planning.synthetic import SMALL
+
+CARDS = ["--gpus", "4", "--mem", "12G"]
+_CODES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder to run in, formulas in place of dry runs, and a cache that knows no other plans."""
+    return with_formulas(tmp_path, monkeypatch, **SMALL, drafts=True)
+
+
+@pytest.fixture
+def on_terminal(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """Runs a command whose standard output is a terminal of so many columns; what is written there."""
+
+    def on(columns: int, *arguments: str, **environment: str) -> str:
+        monkeypatch.setenv("COLUMNS", str(columns))
+        monkeypatch.setenv("TERM", "xterm-256color")
+        for name in ("NO_COLOR", "FORCE_COLOR"):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        ours, theirs = os.openpty()
+        with os.fdopen(theirs, "w") as terminal, monkeypatch.context() as patched:
+            patched.setattr(sys, "stdout", terminal)
+            with ThreadPoolExecutor(1) as threads:
+                written = threads.submit(_read, ours)
+                code = run(arguments)
+                print("\x04", flush=True)
+        os.close(ours)
+        assert code == 0
+        return written.result().replace("\r\n", "\n")
+
+    return on
+
+
+def _read(terminal: int) -> str:
+    """What is written to it up to an end of transmission."""
+    written = b""
+    while b"\x04" not in written:
+        written += os.read(terminal, 1 << 12)
+    return written.partition(b"\x04")[0].decode()
+
+
+def plain(written: str) -> list[str]:
+    return [line.rstrip() for line in _CODES.sub("", written).splitlines()]
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_the_verdict_takes_eight_lines_of_a_terminal(on_terminal: Callable[..., str], columns: int) -> None:
+    lines = plain(on_terminal(columns, "plan", *CARDS, "--global-batch", "480"))
+    assert max(map(len, lines)) <= columns
+    verdict = lines[lines.index("480 samples = 4 GPUs x micro-batch 10 x 12 accumulation steps") :]
+    names = [line[:7].strip() for line in verdict[1:]]
+    assert names == ["runs", "fits", "", "", "step", "binds", "helps", "more"]
+    bar, letters = verdict[3].strip(), verdict[4].split()
+    assert len(bar) == columns - 7
+    assert {"a", "x"} <= set(bar) and letters[:4] == ["a", "activations", "9.54", "GiB"]
+
+
+def test_nothing_but_letters_is_left_of_the_bar_without_colours(on_terminal: Callable[..., str]) -> None:
+    coloured = on_terminal(80, "plan", *CARDS)
+    without = on_terminal(80, "plan", *CARDS, NO_COLOR="1")
+    colour = re.compile(r"\x1b\[[0-9;]*(38|48);")
+    assert colour.search(coloured) and not colour.search(without)
+    assert plain(coloured) == plain(without)
+
+
+@pytest.mark.parametrize("command", [["plan", *CARDS, "-v"], ["explain", *CARDS]])
+def test_tables_keep_within_a_terminal_and_lose_no_word(
+    on_terminal: Callable[..., str], capsys: pytest.CaptureFixture[str], command: list[str]
+) -> None:
+    lines = plain(on_terminal(80, *command))
+    assert max(map(len, lines)) <= 80
+    capsys.readouterr()
+    assert run(command) == 0
+    in_a_pipe = capsys.readouterr().out.split()
+    assert set(in_a_pipe) <= set(" ".join(lines).split())
+
+
+def test_a_pipe_gets_the_same_lines_whatever_the_terminal_is(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, out, _ = frugal_plan(capsys, *CARDS)
+    for columns, forced in (("40", "1"), ("200", "")):
+        monkeypatch.setenv("COLUMNS", columns)
+        monkeypatch.setenv("FORCE_COLOR", forced)
+        assert frugal_plan(capsys, *CARDS) == (0, out, "")
+    assert "\x1b" not in out
