@@ -15,7 +15,7 @@ import click
 from frugal.planning import verdict as verdicts
 from frugal.planning.report import Block, as_text
 from frugal.planning.table import Table
-from frugal.planning.verdict import NAME_WIDTH, Verdict
+from frugal.planning.verdict import NAME_WIDTH, PlanVerdict
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -56,7 +56,7 @@ def show(blocks: Iterable[Block], *, err: bool = False) -> None:
             console.print(part)
 
 
-def show_verdict(verdict: Verdict, *, err: bool = False) -> None:
+def show_verdict(verdict: PlanVerdict, *, err: bool = False) -> None:
     """Print a verdict; on a terminal with a bar of the memory."""
     if err or not is_terminal():
         click.echo(verdicts.text(verdict), err=err)
@@ -105,7 +105,7 @@ def _row(name: str, words: "Text") -> "RenderableType":
     return grid
 
 
-def _bar(verdict: Verdict, width: int) -> "Text":
+def _bar(verdict: PlanVerdict, width: int) -> "Text":
     """The memory of the device as letters on colours, and below what the letters of the largest parts are."""
     from rich.text import Text
 

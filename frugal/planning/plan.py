@@ -162,7 +162,7 @@ class Plan:
         return verdicts.html(self.verdict)
 
     @property
-    def verdict(self) -> verdicts.Verdict:
+    def verdict(self) -> verdicts.PlanVerdict:
         """What runs, what it takes and how long, and what binds."""
         request, model = self.request, self.model
         trained = ""
@@ -179,7 +179,7 @@ class Plan:
             ("step", self._speed),
             ("binds", binds),
         )
-        return verdicts.Verdict(
+        return verdicts.PlanVerdict(
             headline=self.arithmetic,
             rows=tuple(row for row in rows if row[1]),
             notes=(*filter(None, [self.json_note]), *self.warnings),

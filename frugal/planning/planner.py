@@ -17,6 +17,9 @@ from frugal.planning.search.candidate import Infeasible, OpenSource, SearchResul
 from frugal.planning.search.search import Search
 from frugal.units import format_bytes, plural
 
+SLOWEST_BETA2_IN_BF16 = 0.99
+"""bf16 has 8 significant bits: a decay by less than 1/256 may be rounded away, and one by less than 1/512 is."""
+
 MAX_LISTED_GPUS = 8
 """GPUs of which a plan says one by one what other processes use."""
 

@@ -42,7 +42,7 @@ class BarPart:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verdict:
+class PlanVerdict:
     """What a plan comes to. `headline` is the batch, `notes` what must not be missed, `memory` the fullest device's."""
 
     headline: str
@@ -51,7 +51,7 @@ class Verdict:
     memory: MemoryBreakdown
     device_bytes: int
 
-    def with_rows(self, *rows: tuple[str, str]) -> "Verdict":
+    def with_rows(self, *rows: tuple[str, str]) -> "PlanVerdict":
         """The same with more rows; those that say nothing are left out."""
         return replace(self, rows=(*self.rows, *(row for row in rows if row[1])))
 
@@ -67,7 +67,7 @@ class Verdict:
         ]
 
 
-def text(verdict: Verdict) -> str:
+def text(verdict: PlanVerdict) -> str:
     """Plain lines, the same in a pipe and a log: the notes, then the headline and a line a row."""
     notes = [f"{'note':<{NAME_WIDTH}}{note}" for note in verdict.notes]
     rows = [f"{name:<{NAME_WIDTH}}{words}" for name, words in verdict.rows]
@@ -90,7 +90,7 @@ def legend(parts: Sequence[BarPart]) -> list[str]:
     return [f"{part.letter} {part.name} {format_bytes(part.size_bytes)}" for part in largest_first if part.size_bytes]
 
 
-def html(verdict: Verdict) -> str:
+def html(verdict: PlanVerdict) -> str:
     """A bar and a table; no script, no style sheet, for light and dark, and for columns of any width."""
     style = (
         'style="text-align:left;vertical-align:top;padding:.1em .6em .1em 0;white-space:normal;overflow-wrap:anywhere"'
@@ -105,7 +105,7 @@ def html(verdict: Verdict) -> str:
     )
 
 
-def _bar(verdict: Verdict) -> str:
+def _bar(verdict: PlanVerdict) -> str:
     """Pieces in percent of the device; what is less than a thousandth of it is left out."""
     device = verdict.device_bytes
     parts = [part for part in verdict.parts if part.size_bytes * 1000 >= device]

@@ -47,7 +47,9 @@ def test_a_printed_plan_ends_with_the_verdict_in_a_few_lines(plan: Plan) -> None
 
 
 def test_notes_come_before_the_verdict(plan: Plan) -> None:
-    noted = verdicts.Verdict(headline="h", rows=(("runs", "r"),), notes=("a", "b"), memory=plan.memory, device_bytes=1)
+    noted = verdicts.PlanVerdict(
+        headline="h", rows=(("runs", "r"),), notes=("a", "b"), memory=plan.memory, device_bytes=1
+    )
     assert verdicts.text(noted).splitlines() == ["note   a", "note   b", "", "h", "runs   r"]
 
 
@@ -80,7 +82,7 @@ def test_the_bar_of_a_notebook_is_the_whole_card(plan: Plan) -> None:
 
 def test_a_notebook_shows_what_a_model_is_called_and_runs_none_of_it(plan: Plan) -> None:
     name = '<script>alert("x")</script>'
-    hostile = verdicts.Verdict(
+    hostile = verdicts.PlanVerdict(
         headline=name, rows=(("runs", name),), notes=(name,), memory=plan.memory, device_bytes=plan.verdict.device_bytes
     )
     text = verdicts.html(hostile)
