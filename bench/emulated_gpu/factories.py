@@ -1,4 +1,4 @@
-"""Models of the table that no transformers configuration names: images, and adapters.
+"""Models of the table that no transformers configuration for text names: those of images.
 
 Sizes are those of published models, so that tensors are as large as in practice and two steps take seconds.
 """
@@ -39,15 +39,3 @@ def vit_base() -> tuple[nn.Module, SummedLoss]:
 def resnet50() -> tuple[nn.Module, SummedLoss]:
     """ResNet-50 (https://huggingface.co/microsoft/resnet-50): transformers' defaults."""
     return _transformers("AutoModelForImageClassification", "resnet", num_labels=1000), _images()
-
-
-def lora_llama() -> nn.Module:
-    """Half the layers of TinyLlama, frozen, with adapters of rank 16 on all its projections, by peft."""
-    import peft
-
-    model = _transformers(
-        "AutoModelForCausalLM", "llama", hidden_size=2048, intermediate_size=5632, num_hidden_layers=11,
-        num_attention_heads=32, num_key_value_heads=4, vocab_size=32000, use_cache=False,
-    )  # fmt: skip
-    adapters = peft.LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
-    return peft.get_peft_model(model, adapters)  # type: ignore[no-any-return]  # peft has no types

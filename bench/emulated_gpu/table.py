@@ -30,8 +30,11 @@ _RTX3060: tuple[_Row, ...] = (
     ("tinyllama-1.1b", "bf16", 3, "full", "tiled", 2, 1, 2048, {"world_size": 4}),
     ("gpt2", "bf16", 2, "full", "tiled", 8, 1, 1024, {"offload": "optimizer"}),
     ("t5-small", "bf16", 3, "full", "plain", 8, 2, 512, {"offload": "all"}),
-    ("lora_llama", "bf16", 2, "full", "plain", 2, 1, 1024),
-    ("lora_llama", "bf16", 2, "off", "tiled", 1, 2, 1024, {"world_size": 2}),
+    ("llama-0.6b", "bf16", 2, "full", "plain", 2, 1, 1024, {"lora": "r=16"}),
+    ("llama-0.6b", "bf16", 2, "off", "tiled", 1, 2, 1024, {"world_size": 2, "lora": "r=16"}),
+    ("gpt2", "fp32", 0, "off", "plain", 4, 1, 1024, {"lora": "r=8"}),
+    ("gpt2", "fp32", 1, "full", "tiled", 4, 2, 1024, {"world_size": 2, "lora": "r=8"}),
+    ("tinyllama-1.1b", "bf16", 3, "full", "tiled", 2, 1, 2048, {"world_size": 4, "lora": "r=16"}),
     ("vit_base", "bf16", 2, "off", "plain", 16, 1, 224),
     ("resnet50", "bf16", 2, "off", "plain", 16, 1, 224),
     ("mixtral-0.4b", "bf16", 2, "full", "plain", 2, 1, 1024, {"world_size": 4}),
@@ -56,7 +59,7 @@ _T4: tuple[_Row, ...] = (
     ("vit_base", "fp32", 0, "off", "plain", 8, 1, 224),
     ("resnet50", "fp32", 0, "off", "plain", 16, 2, 224),
     ("falcon-0.3b", "fp16", 2, "full", "plain", 1, 1, 1024),
-    ("lora_llama", "fp16", 2, "full", "tiled", 2, 1, 1024),
+    ("llama-0.6b", "fp16", 2, "full", "tiled", 2, 1, 1024, {"lora": "r=16"}),
 )
 
 _A100: tuple[_Row, ...] = (
@@ -91,7 +94,7 @@ _A100: tuple[_Row, ...] = (
     ("falcon-0.3b", "bf16", 2, "off", "plain", 4, 1, 1024),
     ("vit_base", "bf16", 2, "full", "plain", 64, 1, 224, {"world_size": 2}),
     ("resnet50", "bf16", 2, "off", "plain", 64, 1, 224, {"world_size": 4}),
-    ("lora_llama", "bf16", 2, "off", "plain", 4, 1, 1024),
+    ("llama-0.6b", "bf16", 2, "off", "plain", 4, 1, 1024, {"lora": "r=16"}),
 )
 
 _H100: tuple[_Row, ...] = (
@@ -109,7 +112,7 @@ _H100: tuple[_Row, ...] = (
     ("falcon-0.3b", "bf16", 3, "full", "plain", 4, 1, 1024),
     ("vit_base", "bf16", 2, "off", "plain", 64, 1, 224),
     ("resnet50", "fp32", 1, "off", "plain", 64, 1, 224, {"world_size": 2}),
-    ("lora_llama", "bf16", 2, "full", "tiled", 8, 1, 2048),
+    ("llama-0.6b", "bf16", 2, "full", "tiled", 8, 1, 2048, {"lora": "r=16"}),
 )
 
 OF_CARD = {"rtx3060": _RTX3060, "t4": _T4, "a100-80g": _A100, "h100": _H100}

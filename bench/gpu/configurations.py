@@ -10,6 +10,7 @@ import msgspec
 from bench.emulated_gpu.cards import CARDS
 from bench.gpu import models
 from bench.plans import plan_by_hand
+from frugal.config.adapters import Lora
 from frugal.config.hardware.cluster import Cluster, Device, DeviceKind, Node, find_card
 from frugal.config.request import Precision, Request
 from frugal.planning.batch import BatchPlan
@@ -35,6 +36,7 @@ class Configuration:
     gradient_clipping: float = 1.0
     pack: bool = False
     between: Literal["nothing", "evaluation", "checkpoint"] = "nothing"
+    lora: str | None = None
     card: str | None = None
 
     @property
@@ -47,7 +49,8 @@ class Configuration:
         ]
         words += [f"on {self.world_size}"] * (self.world_size > 1) + [f"offload {self.offload}"] * self.offloads
         words += ["overlapped"] * self.overlap_comm + ["unclipped"] * (not self.gradient_clipping)
-        words += ["packed"] * self.pack + [self.between] * (self.between != "nothing")
+        words += ["packed"] * self.pack + [f"lora {self.lora}"] * (self.lora is not None)
+        words += [self.between] * (self.between != "nothing")
         return " ".join(words + [self.card] * (self.card is not None))
 
     @property
@@ -57,8 +60,8 @@ class Configuration:
 
     @property
     def family(self) -> str:
-        """Of its model."""
-        return models.family(self.model)
+        """Of its model, or of adapters on whichever."""
+        return models.family(self.model) if self.lora is None else "lora"
 
     def request(self, folder: Path) -> Request:
         """The request; a model of our own is written into `folder` first."""
@@ -76,6 +79,7 @@ class Configuration:
             global_batch=max(1, self.micro_batch) * self.accumulation_steps * self.world_size,
             gradient_clipping=self.gradient_clipping,
             pack=self.pack or None,
+            lora=None if self.lora is None else Lora.parse(self.lora),
         )
 
     def device(self, kind: DeviceKind, memory_bytes: int) -> Device:

@@ -29,6 +29,10 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
         "multi_query": True, "new_decoder_architecture": False, "parallel_attn": True, "bias": False,
         "vocab_size": 65024,
     },
+    "llama-0.6b": {
+        **_LLAMA, "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 11, "num_attention_heads": 32,
+        "num_key_value_heads": 4, "vocab_size": 32000,
+    },
     "tiny-gpt2": {"model_type": "gpt2", "n_layer": 3, "n_embd": 96, "n_head": 4, "vocab_size": 512, "n_positions": 256,
                   "bos_token_id": 0, "eos_token_id": 1},
     "tiny-llama": {"model_type": "llama", "hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 3,
@@ -41,12 +45,11 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
 FAMILIES = {
     "gpt2": "gpt2", "distilgpt2": "gpt2", "tinyllama": "llama", "llama": "llama", "qwen3": "qwen3", "bert": "bert",
     "roberta": "bert", "t5": "t5", "mixtral": "mixtral", "falcon": "falcon", "vit": "vit", "resnet": "resnet",
-    "lora": "lora",
 }  # fmt: skip
 """By the beginning of a model's name."""
 
 FACTORIES = Path(__file__).parents[1] / "emulated_gpu" / "factories.py"
-TASKS: dict[str, Any] = {"vit_base": None, "resnet50": None, "lora_llama": "causal-lm"}
+TASKS: dict[str, Any] = {"vit_base": None, "resnet50": None}
 """Of the models made there; None: they bring a loss of their own."""
 
 

@@ -174,7 +174,7 @@ def _run_rank(question: Run, kind: str, rank: int) -> Answer:
     plan = question.configuration.plan(Path(question.folder), blank, question.trainable_parameters)
     segments = replace(plan.strategy, expandable_segments=bool(cuda_allocator.expandable(os.environ)))
     plan = replace(plan, strategy=segments).sealed()
-    spec = resolve(plan.request.model, plan.request.task)
+    spec = replace(resolve(plan.request.model, plan.request.task), lora=plan.request.lora)
     before = local_host.forget_peak_rss()
     start = time.perf_counter()
     chosen: set[Attention] = set()
