@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from bench.plans import plan_by_hand
 from frugal.training.engine import Engine, initialize
@@ -43,7 +44,8 @@ class Fault:
         self.restore: list[tuple[Any, str, Any]] = []
         self._states = 0
         self.engine, self.where, self.micro_steps_before = engine, where, int(where.startswith("later"))
-        engine.module.transformer.h[1].register_forward_hook(self._on_forward)
+        layers = next(module for module in engine.module.modules() if isinstance(module, nn.ModuleList))
+        layers[1].register_forward_hook(self._on_forward)
         inner, zero = engine.update._optimizer, engine.deepspeed.optimizer
         self._before(torch, "zeros_like", lambda: where == "states" and self._is_second_state())
         clips = (engine.deepspeed, "clip_fp32_gradients") if zero is inner else (zero, "unscale_and_clip_grads")
@@ -101,7 +103,7 @@ def run(zero_stage: int, options: dict[str, Any], where: str | None, rank: int =
     options, world_size = dict(options), dist.get_world_size()
     plan = plan_by_hand(
         world_size=world_size, global_batch=6 * world_size, micro_batch=MICRO_BATCH, zero_stage=zero_stage,
-        request={"precision": options.pop("precision", "fp32")}, strategy=options,
+        request={name: options.pop(name) for name in ("precision", "lora") if name in options}, strategy=options,
     )  # fmt: skip
     torch.manual_seed(7 + dist.get_rank())
     engine = initialize(tiny_gpt2(resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.1), plan, CausalLM())

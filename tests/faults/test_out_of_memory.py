@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from bench.ranks import Ranks
+from frugal.config.adapters import Lora
 from tests.faults import disturbed
 from tests.faults.disturbed import FAULTS, HALVING
 
@@ -22,6 +23,14 @@ STRATEGIES |= {
     "ZeRO-2, bf16": (2, {"precision": "bf16"}),
     "ZeRO-2, tiled loss": (2, {"loss": "tiled"}),
     "ZeRO-3, bf16, activation checkpointing": (3, {"precision": "bf16", "activation_checkpointing": "full"}),
+}
+LORA = Lora.parse("r=4,dropout=0.1")
+STRATEGIES |= {
+    "ZeRO-0, adapters": (0, {"lora": LORA}),
+    "ZeRO-2, adapters, tiled loss": (2, {"lora": LORA, "loss": "tiled"}),
+    "ZeRO-2, adapters, host optimizer": (2, {"lora": LORA, "offload_optimizer": "cpu"}),
+    "ZeRO-3, adapters, small buckets": (3, {"lora": LORA, **SMALL_3}),
+    "ZeRO-3, adapters, activation checkpointing": (3, {"lora": LORA, "activation_checkpointing": "full"}),
 }
 IN_EVERY_RUN = {("ZeRO-0", 2), ("ZeRO-2, bf16", 2), ("ZeRO-3, small buckets", 2)}
 

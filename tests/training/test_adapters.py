@@ -24,6 +24,7 @@ from frugal.training.engine import Engine, initialize
 from frugal.training.models import adapters
 from frugal.training.models.resolve import resolve
 from frugal.training.objectives import CausalLM
+from tests.training.data.test_packing import documents, packed
 from tests.training.gradients import LEARNING_RATE, SGD, Gradient, relative_error, weights
 from tests.training.small_models import TINY, ragged_samples
 
@@ -155,6 +156,46 @@ def test_conv1d_and_dora_are_exact_too(family: str, lora: str, zero_stage: int, 
     ((gradient, others), _) = two_ranks.run(measured_gradient, family, lora, zero_stage, 4, 1, {})
     assert others == []
     assert relative_error(gradient, reference) < 1e-6
+
+
+# Packed documents, each alone in plain PyTorch.
+
+
+def packed_gradient(zero_stage: int, strategy: dict[str, Any]) -> Gradient:
+    """What one SGD step has taken off of adapters that were trained on packs, by its gradient. Runs on ranks."""
+    before, samples = weights(adapted()), packed(documents())
+    plan = plan_by_hand(
+        world_size=torch.distributed.get_world_size(), global_batch=len(samples), micro_batch=2, zero_stage=zero_stage,
+        request={**SGD, "lora": Lora.parse(LORA)}, strategy=strategy,
+    )  # fmt: skip
+    engine = initialize(adapted(), plan, CausalLM(packed=True))
+    engine.train_step(samples)
+    trained = {name for name, p in engine.module.named_parameters() if p.requires_grad}
+    after = whole(engine)
+    stop(engine)
+    return {name: (before[name] - after[name]) / LEARNING_RATE for name in trained}
+
+
+@pytest.mark.parametrize(
+    ("zero_stage", "strategy"),
+    [
+        (3, {"loss": "tiled", "activation_checkpointing": "full", "persistence_threshold_elements": 100}),
+        pytest.param(2, {}, marks=exhaustive),
+    ],
+)
+def test_packed_documents_are_kept_apart_with_adapters(
+    zero_stage: int, strategy: dict[str, Any], two_ranks: Ranks
+) -> None:
+    model = adapted().double()
+    targets = sum(len(document) - 1 for document in documents())
+    for document in documents():
+        tokens = torch.from_numpy(document).long()[None]
+        logits = model(input_ids=tokens).logits[0, :-1]
+        (torch.nn.functional.cross_entropy(logits, tokens[0, 1:], reduction="sum") / targets).backward()
+    expected = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+    (gradient, _) = two_ranks.run(packed_gradient, zero_stage, strategy)
+    assert gradient.keys() == expected.keys()
+    assert relative_error(gradient, expected) < 1e-6
 
 
 # Checkpoints hold adapters and their states, not the base.
