@@ -167,4 +167,5 @@ def beside(path: Path, name: Any) -> Path | None:
     """A file that `path` names: from the folder one is in, or the file's own; None: there is none."""
     if not isinstance(name, str | os.PathLike):
         return None
-    return next((each for each in (Path(name), path.parent / name) if each.is_file()), None)
+    places = (Path(os.path.normpath(each)) for each in (Path(name), path.parent / name))
+    return next((each for each in places if each.is_file()), None)

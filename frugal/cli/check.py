@@ -13,6 +13,7 @@ from frugal.config.hardware import calibration as calibrations
 from frugal.config.hardware.build_cluster import ClusterSettings
 from frugal.config.hardware.cluster import CARDS, GENERIC
 from frugal.config.request import Request
+from frugal.errors import RequestError
 
 
 @click.command("check", cls=SettingsCommand)
@@ -23,9 +24,16 @@ from frugal.config.request import Request
     "--as", "tool", type=click.Choice(get_args(Tool)),
     help="Whose the first file is, where its keys leave that open: TRL's arguments are Trainer's with other defaults.",
 )  # fmt: skip
+@click.option("--json", "as_json", is_flag=True, help="Print the check for programs.")
+@click.option(
+    "--sarif", "as_sarif", is_flag=True, help="Print it as SARIF 2.1.0, which code hosts show beside the lines."
+)
 @click.option("--no-plan", is_flag=True, help="Leave out the plan that frugal would make, which takes longest.")
 @click.pass_context
-def command(context: click.Context, paths: tuple[Path, ...], tool: Tool | None, no_plan: bool, **values: Any) -> None:
+def command(
+    context: click.Context, paths: tuple[Path, ...], tool: Tool | None, as_json: bool, as_sarif: bool, no_plan: bool,
+    **values: Any,
+) -> None:  # fmt: skip
     """Say whether a configuration of another trainer fits, and what is wrong with it.
 
     FILE is a JSON of DeepSpeed, TrainingArguments of transformers (JSON, YAML, or a shell script with the command
@@ -37,6 +45,8 @@ def command(context: click.Context, paths: tuple[Path, ...], tool: Tool | None, 
     from frugal.check.gather import gather
     from frugal.check.report import report
 
+    if as_json and as_sarif:
+        raise RequestError("--json was given together with --sarif", hint="leave one of them out")
     flags = {name: values.pop(name) for name in FLAGS}
     if flags["lora"] is not None:
         flags["lora"] = Lora.of(flags["lora"])
@@ -53,7 +63,13 @@ def command(context: click.Context, paths: tuple[Path, ...], tool: Tool | None, 
         click.echo(f"note: {note}", err=True)
     with waiting(f"dry-running {settings.model}"):
         done = check(settings, documents, hardware, calibration=calibration, unnamed=unnamed, with_plan=not no_plan)
-    click.echo(report(done))
+    if as_json or as_sarif:
+        from frugal.check.records import as_json as json_of
+        from frugal.check.records import as_sarif as sarif_of
+
+        click.echo((sarif_of if as_sarif else json_of)(done).decode())
+    else:
+        click.echo(report(done))
     context.exit(done.exit_code)
 
 

@@ -1,8 +1,6 @@
 """`frugal check`: the batch that a configuration comes to, and a verdict that is the dry run of its own settings."""
 
 import json
-from collections.abc import Iterator
-from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +12,7 @@ from frugal.check.checked import Check, check
 from frugal.check.gather import gather
 from frugal.check.report import report
 from frugal.config.schema import understand
-from frugal.dryrun.client import DryRunSource, workers
+from frugal.dryrun.client import DryRunSource
 from frugal.dryrun.pool import Pool
 from frugal.planning.strategy import Strategy
 from tests.commands import frugal
@@ -171,12 +169,6 @@ EXAMPLES = {
     ),
 }  # fmt: skip
 QUICK = ("deepspeed-zero2", "trainer-script-zero3", "axolotl-lora-zero1", "llama-factory-lora-zero3")
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    with closing(workers()) as pool:
-        yield pool
 
 
 def checked(files: tuple[str, ...], pool: Pool | None, gpus: int | None = None, mem: str = "6G", **flags: Any) -> Check:
