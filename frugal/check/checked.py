@@ -9,7 +9,7 @@ from typing import Any
 from frugal.check import traps, without_deepspeed
 from frugal.check.batch import Arithmetic
 from frugal.check.changes import Change, smallest
-from frugal.check.document import Document
+from frugal.check.documents.document import Document
 from frugal.check.readers.deepspeed_json import Resolved
 from frugal.check.settings import Finding, Settings
 from frugal.check.verdict import Verdict, readable, request_of, resolved, subject_of, verdict_of

@@ -6,8 +6,8 @@ from typing import Any
 
 import msgspec
 
-from frugal.check import command_line
-from frugal.check.document import NAMES, Document, Tool, read
+from frugal.check.documents import command_line
+from frugal.check.documents.document import NAMES, Document, Tool, read
 from frugal.check.readers import accelerate, axolotl, deepspeed_json, llama_factory, trainer
 from frugal.check.settings import Settings
 from frugal.errors import RequestError

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from frugal.check.checked import Check
-from frugal.check.document import NAMES, Place
+from frugal.check.documents.document import NAMES, Place
 from frugal.check.report import categories, headline
 from frugal.check.settings import Finding
 from frugal.check.verdict import Subject, Verdict

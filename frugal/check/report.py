@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from frugal.check.checked import Check
-from frugal.check.document import NAMES
+from frugal.check.documents.document import NAMES
 from frugal.check.settings import Finding
 from frugal.check.verdict import Verdict
 from frugal.planning.memory.breakdown import MemoryBreakdown

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from frugal.check.document import Document, Place
+from frugal.check.documents.document import Document, Place
 from frugal.config.adapters import Lora
 from frugal.config.optimizers import OptimizerImplementation, OptimizerName
 from frugal.config.request import Precision, Task

@@ -5,7 +5,7 @@ from typing import Any, get_args
 
 import click
 
-from frugal.check.document import Tool
+from frugal.check.documents.document import Tool
 from frugal.check.gather import FLAGS
 from frugal.cli.options import SettingsCommand, options, this_machine, waiting
 from frugal.config.adapters import Lora

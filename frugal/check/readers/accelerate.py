@@ -5,10 +5,10 @@
 
 from typing import Any
 
-from frugal.check import command_line
-from frugal.check.document import Document
-from frugal.check.document import read as read_document
-from frugal.check.known_fields import finish
+from frugal.check.documents import command_line
+from frugal.check.documents.document import Document
+from frugal.check.documents.document import read as read_document
+from frugal.check.documents.known_fields import finish
 from frugal.check.readers import deepspeed_json, trainer
 from frugal.check.settings import AUTO, Fields, Settings
 from frugal.deepspeed_adapter.json_config import MICRO_BATCH

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from frugal.check import command_line
-from frugal.check.document import Document
-from frugal.check.known_fields import finish
+from frugal.check.documents import command_line
+from frugal.check.documents.document import Document
+from frugal.check.documents.known_fields import finish
 from frugal.check.readers import optimizers, trainer
 from frugal.check.settings import Fields, Settings
 

@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from frugal.check.document import Document, Place
-from frugal.check.known_fields import finish
+from frugal.check.documents.document import Document, Place
+from frugal.check.documents.known_fields import finish
 from frugal.check.readers import optimizers
 from frugal.check.settings import AUTO, Fields, Settings
 from frugal.config.request import Precision

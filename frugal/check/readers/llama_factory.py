@@ -1,8 +1,8 @@
 """LLaMA-Factory's YAML, version 0.9.5: TrainingArguments with fields for data, model and method."""
 
-from frugal.check import command_line
-from frugal.check.document import Document
-from frugal.check.known_fields import finish
+from frugal.check.documents import command_line
+from frugal.check.documents.document import Document
+from frugal.check.documents.known_fields import finish
 from frugal.check.readers import trainer
 from frugal.check.settings import Fields, Settings
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from frugal.check.document import Place
+from frugal.check.documents.document import Place
 from frugal.check.settings import Settings
 from frugal.config.optimizers import OptimizerImplementation, OptimizerName
 

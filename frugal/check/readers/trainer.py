@@ -5,9 +5,9 @@ Defaults are those of transformers 5.23.0 and TRL 1.16.0.
 
 from typing import Any
 
-from frugal.check import command_line
-from frugal.check.document import Document, Tool
-from frugal.check.known_fields import finish
+from frugal.check.documents import command_line
+from frugal.check.documents.document import Document, Tool
+from frugal.check.documents.known_fields import finish
 from frugal.check.readers import optimizers
 from frugal.check.settings import Fields, Settings
 from frugal.config.adapters import ALL_LINEAR, Lora

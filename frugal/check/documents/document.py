@@ -13,7 +13,7 @@ from typing import Any, Literal
 import yaml  # type: ignore[import-untyped]  # its stubs are a package of their own
 
 from frugal import files
-from frugal.check.command_line import FILES, PROGRAM, parsed_script
+from frugal.check.documents.command_line import FILES, PROGRAM, parsed_script
 from frugal.deepspeed_adapter.json_config import MICRO_BATCH
 from frugal.errors import RequestError
 

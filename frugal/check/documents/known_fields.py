@@ -6,13 +6,13 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-from frugal.check.document import Tool
+from frugal.check.documents.document import Tool
 from frugal.check.settings import Fields
 
 
 @cache
 def _table() -> Mapping[str, Mapping[str, Any]]:
-    return tomllib.loads(files("frugal.check").joinpath("known_fields.toml").read_text())
+    return tomllib.loads(files("frugal.check.documents").joinpath("known_fields.toml").read_text())
 
 
 def no_effect(tool: Tool, name: str = "no_effect") -> frozenset[str]:
