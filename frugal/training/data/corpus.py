@@ -38,6 +38,7 @@ from frugal.planning.plan import Plan
 from frugal.training.data import tokenizer as tokenizing
 from frugal.training.data.batches import permutation
 from frugal.training.data.build import SampleMaker, write_samples
+from frugal.training.data.chat import marks
 from frugal.training.data.chat.template import read_template
 from frugal.training.data.mixture import Mixture, epoch_indices, shares
 from frugal.training.data.report import BuildReport, joined
@@ -178,7 +179,11 @@ def how_rows_are_read(tokenizer: Any, task: str, rows_as: Format | None, train_o
         return {}
     template = getattr(tokenizer, "chat_template", None)
     digest = None if template is None else hashlib.sha256(json.dumps(template, sort_keys=True).encode()).hexdigest()
-    return {"rows_as": rows_as, "train_on": None if train_on == "completions" else train_on, "template": digest}
+    known = marks.marked(template) if isinstance(template, str) else None
+    return {
+        "rows_as": rows_as, "train_on": None if train_on == "completions" else train_on, "template": digest,
+        "marks": None if known is None else known[0].name,
+    }  # fmt: skip
 
 
 def _stored(cache_dir: Path | None, name: str, write: Callable[[Path], BuildReport]) -> tuple[Path, BuildReport]:

@@ -303,6 +303,7 @@ _WORDS = {
     "task": "--task", "seq_len": "--seq-len", "limit": "--limit", "too_long": "--too-long", "labels": "the classes",
     "validation": "--validation-fraction", "columns": "the columns", "tokenizer": "the tokenizer",
     "weights": "--data's weights", "rows_as": "--format", "train_on": "--train-on", "template": "the chat template",
+    "marks": "the family whose marks find the assistant's words",
     "shuffle_buffer": "--shuffle-buffer",
 }  # fmt: skip
 

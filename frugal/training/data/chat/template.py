@@ -4,7 +4,8 @@ Where the template marks what the assistant writes with `{% generation %}`, tran
 Otherwise they follow from the template itself: rendered up to a turn of the assistant, with the words that ask for one
 (`add_generation_prompt`), and up to the end of that turn, both must be beginnings of the whole chat, first as text and
 then as tokens. What lies between is what the model has to write, the end of the turn included. A template that writes
-earlier turns in another way once others follow has no such beginnings; it is refused, not guessed at.
+earlier turns in another way once others follow has no such beginnings; where it is of a family that is known, it gets
+marks (`marks`), and is refused otherwise, not guessed at.
 """
 
 import re
@@ -17,6 +18,7 @@ from numpy.typing import NDArray
 
 from frugal import files
 from frugal.errors import RequestError, first_line
+from frugal.training.data.chat import marks
 from frugal.training.data.chat.formats import Chat
 from frugal.training.data.rows import BadRow
 
@@ -109,6 +111,8 @@ class ChatTemplate:
         """How the assistant's tokens are known."""
         text = self._tokenizer.get_chat_template()
         how = "marked by its {% generation %}" if self.marks_assistant() else "found by rendering it turn by turn"
+        if not self.marks_assistant() and (known := self._known(None)) is not None:
+            how = f"found by marks for templates of {known[0].name}, with which it writes the same"
         words = f"the assistant's tokens are {how}"
         if self.untrained_end:
             words += f", and {self.untrained_end} after them is not: a model does not learn to end its turn by it"
@@ -153,6 +157,8 @@ class ChatTemplate:
             spans = []
         elif self.marks_assistant(chat.tools) and len(chat.trained) == _num_turns(chat):
             return self._marked(chat)
+        elif (known := self._known(chat.tools)) is not None and marks.are_complete(known[0], chat.messages):
+            return self._by_known_marks(chat, *known)
         else:
             spans = [(turn, turn + 1) for turn in chat.trained]
         if spans and spans[0][0] == 0:
@@ -175,6 +181,30 @@ class ChatTemplate:
         ids, trained = np.array(encoded["input_ids"], dtype=np.int32), np.array(encoded["assistant_masks"], dtype=bool)
         if chat.messages[-1]["role"] == "assistant":
             self._note_end(ids, trained)
+        return Rendered([], [], (ids, trained))
+
+    def _known(self, tools: list[dict[str, Any]] | None) -> tuple[marks.Family, str] | None:
+        """Marks for the template, where it has none and is of a known family."""
+        return marks.marked(self._tokenizer.get_chat_template(tools=tools)) if self._tokenizer.is_fast else None
+
+    def _by_known_marks(self, chat: Chat, family: marks.Family, marked: str) -> "Rendered | BadRow":
+        """With marks that the template lacks: what it writes must stay, and each turn that is trained on be marked."""
+        with_marks = {"tools": chat.tools, "chat_template": marked, **self._options(chat)}
+        text = self._tokenizer.apply_chat_template(chat.messages, tokenize=False, **with_marks)
+        if text != self._text(chat, len(chat.messages)):
+            return BadRow(f"with marks for templates of {family.name}, the chat template writes something else")
+        encoded = self._tokenizer.apply_chat_template(
+            chat.messages, return_dict=True, return_assistant_tokens_mask=True, **with_marks
+        )
+        ids, trained = np.array(encoded["input_ids"], dtype=np.int32), np.array(encoded["assistant_masks"], dtype=bool)
+        begins = np.flatnonzero(np.diff(trained, prepend=False) & trained)
+        num_turns = _num_turns(chat)
+        if len(chat.trained) < num_turns:
+            if len(begins) != num_turns:
+                return BadRow(f"the template writes {len(begins)} marked parts for {num_turns} turns of the assistant")
+            turns = [n for n, message in enumerate(chat.messages) if message["role"] == "assistant"]
+            for turn, begin, end in zip(turns, begins, [*begins[1:], len(ids)], strict=True):
+                trained[begin:end] &= turn in chat.trained
         return Rendered([], [], (ids, trained))
 
     def _text(self, chat: Chat, number: int, *, asks: bool = False) -> str:
