@@ -178,8 +178,8 @@ MUTANTS = (
     ),
     Mutant(
         "planning/memory/breakdown.py",
-        "a_rank += (4 + states + 4) * model.trainable_parameters",
-        "a_rank += (4 + states) * model.trainable_parameters",
+        "a_rank += (states + 4) * model.trainable_parameters",
+        "a_rank += states * model.trainable_parameters",
         "summed gradients take no room on a disk",
     ),
     # the search
@@ -195,13 +195,13 @@ MUTANTS = (
     Mutant("planning/search/search.py", "TRUST = 0.01", "TRUST = 0.1", "a profile may be 10 % off its dry run"),
     # what is said where nothing fits, and what would help
     Mutant(
-        "planning/planner.py",
+        "planning/infeasible.py",
         "needed = (nearest.memory.total_bytes + device.context_above_bytes) / (1 - share)",
         "needed = 1.2 * (nearest.memory.total_bytes + device.context_above_bytes) / (1 - share)",
         "more memory is asked for than would do",
     ),
     Mutant(
-        "planning/planner.py",
+        "planning/infeasible.py",
         "if flag.split()[0] in ",
         "if False and flag.split()[0] in ",
         "a large change is proposed beside a smaller one of the same kind",

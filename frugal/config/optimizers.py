@@ -52,6 +52,9 @@ STATE_BYTES: dict[OptimizerStates, int] = {"fp32": 4, "bf16": 2}
 EIGHT_BIT_BLOCK = 256
 """Elements that share one scale, fp32, in each moment of bitsandbytes' 8-bit optimizers."""
 
+SMALLEST_EIGHT_BIT = 4096
+"""Elements; bitsandbytes keeps fp32 moments of smaller tensors (`min_8bit_size`)."""
+
 
 def implementation(optimizer: OptimizerName, asked: OptimizerImplementation | None) -> OptimizerImplementation | None:
     """The implementation of `optimizer` that runs if `asked` is asked for; None: the library's only one."""

@@ -39,7 +39,7 @@ from deepspeed.utils import groups
 from torch import Tensor
 
 from frugal import temporary, torch_internals
-from frugal.config.optimizers import EIGHT_BIT_BLOCK
+from frugal.config.optimizers import EIGHT_BIT_BLOCK, SMALLEST_EIGHT_BIT
 from frugal.deepspeed_adapter import contract, kernels, zero3_graph
 from frugal.planning.memory.host_allocator import HostAllocator
 
@@ -226,10 +226,6 @@ def _fused_optimizers() -> Iterator[None]:
         for check in torch_internals.FUSED_CHECKS:
             stack.enter_context(patch(check, lambda *_args, **_kwargs: None))
         yield
-
-
-SMALLEST_EIGHT_BIT = 4096
-"""Elements; bitsandbytes keeps fp32 moments of smaller parameters (`min_8bit_size`)."""
 
 
 class AdamW8bit(torch.optim.Optimizer):

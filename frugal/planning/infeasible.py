@@ -13,7 +13,7 @@ from frugal.planning.memory_report import loading_in_words
 from frugal.planning.search.candidate import Candidate, Infeasible, OpenSource, Source
 from frugal.planning.search.search import Search
 from frugal.planning.strategy import Strategy
-from frugal.planning.what_if import with_gpus
+from frugal.planning.what_if import CHANGES_NUMBERS, cheaper_states, with_gpus
 from frugal.units import GIB, MIB, format_bytes, plural
 
 SHORTEST_SEQUENCE = 64
@@ -126,6 +126,10 @@ def remedies(request: Request, cluster: Cluster, search: Search, result: Infeasi
         with dry_run(other_request, other_cluster) as source:
             if _fits(other_request, other_cluster, source, nearest.strategy):
                 ways.append(flag)
+    for flag, other_request in cheaper_states(request):
+        with dry_run(other_request, cluster) as source:
+            if _fits(other_request, cluster, source, nearest.strategy):
+                ways.append(f"{flag} ({CHANGES_NUMBERS})")
     return ways
 
 
@@ -221,7 +225,3 @@ def _larger(request: Request, cluster: Cluster, nearest: Candidate) -> Iterator[
         seq_len = request.seq_len // factor
         if per_sample - per_sample // factor > shortfall and seq_len >= SHORTEST_SEQUENCE:
             yield f"--seq-len {seq_len}", replace(request, seq_len=seq_len), cluster
-
-
-SLOWEST_BETA2_IN_BF16 = 0.99
-"""bf16 has 8 significant bits: a decay by less than 1/256 may be rounded away, and one by less than 1/512 is."""

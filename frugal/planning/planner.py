@@ -15,6 +15,7 @@ from frugal.planning.plan import Plan
 from frugal.planning.report import reasons
 from frugal.planning.search.candidate import Infeasible, OpenSource, SearchResult
 from frugal.planning.search.search import Search
+from frugal.planning.what_if import offers
 from frugal.units import format_bytes, plural
 
 SLOWEST_BETA2_IN_BF16 = 0.99
@@ -62,7 +63,7 @@ def decide(
             because="a rank that gets no sample in a micro-step has no statistics to add",
             hint=f"use a --global-batch that is a multiple of {cluster.world_size}",
         )
-    return _decided(request, cluster, defaults, result, notes)
+    return _decided(request, cluster, defaults, result, [*notes, *offers(request, cluster, result.chosen, dry_run)])
 
 
 def _readable(

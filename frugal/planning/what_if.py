@@ -26,12 +26,21 @@ MOST_CASES = 200
 
 MORE_MEMORY = 4 * GIB
 
+CHANGES_NUMBERS = "changes the numbers"
+"""Said of whatever changes what is trained."""
+
+OFFERED_GAIN = 0.1
+"""Of a step's seconds: what cheaper optimizer states must save to be offered."""
+
+NOT_DRY_RUN = "predicted, not dry-run"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
     """Another request or cluster, under the name that people see.
 
-    `effort` sorts what a change asks of people: 0 a setting, 1 a part of a machine more, 2 another machine.
+    `effort` sorts what a change asks of people: 0 a setting, 1 a part of a machine more, 2 another machine or other
+    numbers.
     """
 
     name: str
@@ -84,8 +93,46 @@ def with_memory(cluster: Cluster, memory_bytes: int) -> Cluster:
     return replace(cluster, nodes=nodes)
 
 
+def cheaper_states(request: Request) -> Iterator[tuple[str, Request]]:
+    """Optimizers that keep less of each parameter and change the numbers, by their flags; for who has not chosen one.
+
+    They are offered, and never taken unasked.
+    """
+    if request.optimizer_states is not None:
+        return
+    for flag, cheaper in (
+        ("--optimizer-states bf16", {"optimizer_states": "bf16"}),
+        ("--optimizer adamw-8bit", {"optimizer": "adamw-8bit"} if request.optimizer == "adamw" else None),
+    ):
+        try:
+            if cheaper is not None:
+                yield flag, replace(request, **cheaper)  # type: ignore[arg-type]  # of one field
+        except RequestError:  # it contradicts what was asked for
+            continue
+
+
+def offers(request: Request, cluster: Cluster, chosen: Candidate, dry_run: OpenSource) -> list[str]:
+    """For each of the cheaper states that would make a step much shorter, a note; predicted, not dry-run.
+
+    They can only save what the step takes beside forward and backward; where that is little, nothing is computed.
+    """
+    assert chosen.time is not None
+    most = chosen.seconds * (1 - OFFERED_GAIN)
+    if chosen.time.compute_seconds > most:
+        return []
+    cases = [Case(name=flag, request=cheaper, cluster=cluster) for flag, cheaper in cheaper_states(request)]
+    return [
+        f"with {case.name} a step would take {format_seconds(candidate.seconds)} instead of "
+        f"{format_seconds(chosen.seconds)}, {100 * (1 - candidate.seconds / chosen.seconds):.0f} % less "
+        f"({NOT_DRY_RUN}); it {CHANGES_NUMBERS}, so it is not taken unasked"
+        for case, candidate in zip(cases, predicted(cases, dry_run), strict=True)
+        if candidate is not None and candidate.fits and candidate.seconds <= most
+    ]
+
+
 def changes(plan: Plan) -> list[Case]:
-    """What could make the plan's step shorter: more GPUs, memory and bandwidth, shorter samples, and no pins."""
+    """What could make the plan's step shorter: more GPUs, memory and bandwidth, shorter samples, no pins, and cheaper
+    optimizer states."""
     request, cluster = plan.request, plan.cluster
     cases = [Case(name=name, request=replace(request, **free), cluster=cluster, effort=0) for name, free in _pins(plan)]
     num_gpus = len(cluster.nodes[0].devices)
@@ -110,6 +157,10 @@ def changes(plan: Plan) -> list[Case]:
             cluster, intra_bandwidth=2 * cluster.intra_bandwidth, inter_bandwidth=2 * cluster.inter_bandwidth
         )
         cases.append(Case(name="links twice as fast", request=request, cluster=twice))
+    cases += [
+        Case(name=f"{flag} ({CHANGES_NUMBERS})", request=cheaper, cluster=cluster, effort=2)
+        for flag, cheaper in cheaper_states(request)
+    ]
     return cases
 
 
@@ -202,8 +253,6 @@ def grid(plan: Plan, axes: Mapping[str, Sequence[int]]) -> dict[tuple[int, int, 
                 cases[num_gpus, memory, seq_len] = Case(name="", request=request, cluster=cluster)
     return cases
 
-
-NOT_DRY_RUN = "predicted, not dry-run"
 
 _LETTERS = {
     "a": "activation checkpointing full",

@@ -18,6 +18,7 @@ from frugal.training.objectives import CausalLM, MaskedLM, Seq2Seq, SummedLoss
 
 TOLERANCE = 0.001  # of a phase's bytes; operators on scalars are left out, which is seen on models this small
 RANDOM_STATES = 1 << 16  # bytes; each is 5 KB, and a layer that is recomputed keeps one: the simulation leaves them out
+EIGHT_BIT_MAPS = 2 * 1024 + 100  # bytes, whatever the model; and the usual scalars
 SEQ_LEN, MICRO_BATCH = 40, 4  # traced are 2 and 3 samples
 VOCABULARY = 1000  # the embedding is most of a model
 
@@ -120,15 +121,17 @@ def compare(
     found = simulated.timeline.intervals(MICRO_BATCH)
     assert [interval.phase for interval in found] == [interval.phase for interval in expected]
     for one, other in zip(found, expected, strict=True):
-        assert one.peak_bytes == pytest.approx(other.peak_bytes, rel=TOLERANCE), other.phase
-        assert one.live_bytes == pytest.approx(other.live_bytes, rel=TOLERANCE), other.phase
+        left_out = EIGHT_BIT_MAPS if asked.optimizer == "adamw-8bit" else 0
+        assert one.peak_bytes == pytest.approx(other.peak_bytes, rel=TOLERANCE, abs=left_out), other.phase
+        assert one.live_bytes == pytest.approx(other.live_bytes, rel=TOLERANCE, abs=left_out), other.phase
     assert simulated.host_bytes == pytest.approx(dry_run_result.host_bytes, rel=TOLERANCE, abs=RANDOM_STATES)
     if kind == "cuda":
         emptied = [len(each.timeline.empties) for each in (simulated, dry_run_result)]
         assert emptied[0] == emptied[1] == (zero_stage > 0 and strategy.get("offload_parameters") != "cpu")
     peak = dry_run_result.timeline.peak(MICRO_BATCH)
     for name, size_bytes in simulated.timeline.peak(MICRO_BATCH).categories.items():
-        assert size_bytes == pytest.approx(peak.categories[name], abs=TOLERANCE * peak.total_bytes), name
+        slack = max(left_out, TOLERANCE * peak.total_bytes)
+        assert size_bytes == pytest.approx(peak.categories[name], abs=slack), name
 
 
 LAYOUTS = [(1, 0, 1), (2, 1, 2), (8, 3, 2), (64, 63, 1)]
@@ -181,6 +184,22 @@ def test_without_states_and_without_clipping(zero_stage: int) -> None:
     compare(
         "llama", zero_stage, precision="fp32", request={"optimizer": "sgd", "gradient_clipping": 0.0}, **SMALL_BUCKETS
     )
+
+
+@pytest.mark.parametrize(
+    ("zero_stage", "precision", "kind", "offload"),
+    [
+        (0, "fp32", "cpu", {}),
+        (2, "bf16", "cuda", {}),
+        (3, "bf16", "cuda", {}),
+        (2, "bf16", "cuda", {"offload_optimizer": "cpu"}),
+    ],
+)
+def test_8_bit_states_are_in_blocks(zero_stage: int, precision: str, kind: str, offload: dict[str, Any]) -> None:
+    compare(
+        "llama", zero_stage, precision=precision, kind=kind, steps=2, request={"optimizer": "adamw-8bit"}, **offload,
+        **SMALL_BUCKETS,
+    )  # fmt: skip
 
 
 OPTIMIZER_ON_HOST = {"offload_optimizer": "cpu"}
@@ -241,7 +260,6 @@ def test_other_modes_of_activation_checkpointing_too(zero_stage: int, mode: str)
     ("request_", "strategy"),
     [
         ({"optimizer_implementation": "for-loop"}, {}),
-        ({"optimizer": "adamw-8bit"}, {}),
         ({"optimizer": "sgd", "momentum": 0.9}, {}),
         ({"optimizer_states": "bf16", "optimizer_implementation": "deepspeed"}, {}),
         ({}, {"overlap_comm": True}),

@@ -47,6 +47,7 @@ class SyntheticProfile:
     changes_logits: bool = False
     drafts: bool = False
     error: float = 1.0
+    optimizer_bytes: float = 12.0
 
     def __post_init__(self) -> None:
         self.trainable_parameters = self.trainable_parameters or self.parameters
@@ -84,7 +85,7 @@ class SyntheticProfile:
         elements = self.parameters
         activations = (self.bytes_per_token * self.seq_len + self.bytes_per_sample) * micro_batch
         activations = int(activations * KEPT[self.strategy.activation_checkpointing])
-        optimizer = 12 * elements // (split if stage >= 1 else 1)
+        optimizer = int(self.optimizer_bytes * elements) // (split if stage >= 1 else 1)
         gradients = 4 * elements // (split if stage >= 2 else 1)
         parts = {
             "parameters": 0
@@ -161,6 +162,7 @@ class SyntheticSource:
             world_size=self.cluster.world_size,
             devices_per_node=max(len(node.devices) for node in self.cluster.nodes),
             seq_len=self.request.seq_len,
+            optimizer_bytes=self.request.master_bytes_per_element + self.request.state_bytes_per_element,
             **(self.model | changes),  # type: ignore[arg-type]  # numbers of either kind
         )
 

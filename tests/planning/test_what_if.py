@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 
 from frugal.config.hardware.calibration import Calibration, Probe
+from frugal.config.request import Request
 from frugal.config.schema import understand
 from frugal.dryrun.planner import make_plan
-from frugal.errors import RequestError
+from frugal.errors import NothingFitsError, RequestError
 from frugal.planning.memory_report import binding
 from frugal.planning.plan import Plan, StepTime
 from frugal.planning.report import explanation
@@ -17,6 +18,7 @@ from frugal.planning.what_if import (
     NOTHING_HELPS,
     axes_around,
     changes,
+    cheaper_states,
     grid,
     improvements,
     most_helpful,
@@ -27,7 +29,7 @@ from frugal.planning.what_if import (
     with_gpus,
     with_memory,
 )
-from frugal.units import GIB, MIB
+from frugal.units import GIB, MIB, format_seconds
 from tests.planning.synthetic import dry_running
 
 SMALL = {"parameters": 124_000_000, "flops_per_token": 8e8, "num_operators": 2500, "drafts": True}
@@ -53,7 +55,9 @@ def test_what_would_help_is_computed_and_told_with_its_gain() -> None:
     made = plan(gpus=4, mem="6G", max_samples_per_gpu=2)
     cases = [*changes(made), *shorter(made)]
     assert [case.name for case in cases] == [
-        "no --max-samples-per-gpu", "5 GPUs", "8 GPUs", "+4.00 GiB each", "links twice as fast", "samples of 512",
+        "no --max-samples-per-gpu", "5 GPUs", "8 GPUs", "+4.00 GiB each", "links twice as fast",
+        "--optimizer-states bf16 (changes the numbers)", "--optimizer adamw-8bit (changes the numbers)",
+        "samples of 512",
     ]  # fmt: skip
     found = predicted(cases, dry_running(**SMALL))
     lines = improvements(made, cases, found).lines
@@ -71,7 +75,7 @@ def test_what_helps_most_asks_least() -> None:
     made = plan(gpus=4, mem="12G", max_samples_per_gpu=1)
     cases = changes(made)
     predictions = predicted(cases, dry_running(**SMALL))
-    assert [case.effort for case in cases] == [0, 1, 2, 1, 1]
+    assert [case.effort for case in cases] == [0, 1, 2, 1, 1, 2, 2]
     assert most_helpful(made, cases, predictions).startswith("no --max-samples-per-gpu: a step of ")
     assert most_helpful(made, cases[1:4], predictions[1:4]).startswith("5 GPUs: a step of ")
     assert most_helpful(made, cases[2:3], predictions[2:3]).startswith("8 GPUs: a step of ")
@@ -198,3 +202,54 @@ def test_an_explanation_needs_nothing_but_the_plan() -> None:
     assert explanation(Plan.from_json(made.to_json())) == text
     titles = [block.title if isinstance(block, Table) else block[0] for block in text[1:]]
     assert titles == ["what binds", "why", "strategies"]
+
+
+BILLION = {"parameters": 1_000_000_000, "flops_per_token": 6e9, "num_operators": 3000, "drafts": True}
+
+
+def offered(made: Plan) -> list[str]:
+    return [note for note in made.warnings if "not taken unasked" in note]
+
+
+def test_cheaper_states_that_make_a_step_much_shorter_are_offered_and_not_taken() -> None:
+    small: dict[str, Any] = {"gpus": 1, "mem": "18G", "host_mem": "64G", "global_batch": 16}
+    made = plan(BILLION, **small)
+    assert made.strategy.offload_optimizer == "cpu" and made.request.optimizer_states is None
+    asked = plan(BILLION, **small, optimizer_states="bf16")
+    assert asked.strategy.offload_optimizer == "none"
+    gain = 100 * (1 - asked.time.total_seconds / made.time.total_seconds)
+    seconds = [format_seconds(each.time.total_seconds) for each in (asked, made)]
+    assert gain > 10
+    assert offered(made)[0] == (
+        f"with --optimizer-states bf16 a step would take {seconds[0]} instead of {seconds[1]}, {gain:.0f} % less "
+        "(predicted, not dry-run); it changes the numbers, so it is not taken unasked"
+    )
+    assert offered(made)[1].startswith("with --optimizer adamw-8bit a step would take ")
+    assert offered(asked) == [], "who has chosen is offered nothing"
+
+
+@pytest.mark.parametrize("settings", [{"mem": "80G"}, {"optimizer": "adamw-8bit", "mem": "18G"}])
+def test_nothing_is_offered_where_it_would_not_pay_or_was_chosen(settings: dict[str, Any]) -> None:
+    assert offered(plan(BILLION, gpus=1, host_mem="64G", **settings)) == []
+
+
+def test_states_that_cannot_be_had_are_not_offered() -> None:
+    def flags(**settings: Any) -> list[str]:
+        return [flag for flag, _ in cheaper_states(Request(**settings))]
+
+    assert flags() == ["--optimizer-states bf16", "--optimizer adamw-8bit"]
+    assert flags(precision="fp32") == ["--optimizer adamw-8bit"]
+    assert flags(optimizer="sgd") == flags(optimizer_implementation="foreach") == ["--optimizer-states bf16"]
+    assert flags(offload="nvme", nvme_path="/scratch") == flags(optimizer_states="fp32") == []
+
+
+def test_where_nothing_fits_it_is_said_which_cheaper_states_would() -> None:
+    with pytest.raises(NothingFitsError) as caught:
+        plan(BILLION, gpus=1, mem="18G", offload="none")
+    hint = str(caught.value).splitlines()[-1]
+    for flag, name, value in (
+        ("--optimizer-states bf16", "optimizer_states", "bf16"),
+        ("--optimizer adamw-8bit", "optimizer", "adamw-8bit"),
+    ):
+        assert f"{flag} (changes the numbers)" in hint
+        assert plan(BILLION, gpus=1, mem="18G", offload="none", **{name: value}).memory.fits

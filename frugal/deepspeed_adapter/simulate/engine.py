@@ -6,7 +6,7 @@ Also stage 0, without ZeRO: every rank has everything, and torch's optimizer is 
 from frugal.config.hardware.cluster import DeviceKind
 from frugal.config.request import Request
 from frugal.deepspeed_adapter.simulate import mirrored
-from frugal.deepspeed_adapter.simulate.stream import NUM_STATES, MicroStep, PinnedBlocks, Setting, Stream
+from frugal.deepspeed_adapter.simulate.stream import SIMULATED, MicroStep, PinnedBlocks, Setting, Stream
 from frugal.deepspeed_adapter.simulate.zero3 import SimulatedZero3
 from frugal.deepspeed_adapter.simulate.zero12 import SimulatedZero12
 from frugal.planning.memory.profile import RankMemory
@@ -18,7 +18,6 @@ from frugal.planning.memory.timeline import (
     GRADIENTS,
     INITIALISATION,
     LOSS_ENDS,
-    OPTIMIZER,
     OPTIMIZER_STEP,
     PARAMETERS,
     MarkKind,
@@ -74,9 +73,7 @@ class SimulatedZero0:
         """The optimizer step: states are made at the first."""
         if not self._has_states:
             for parameter in self._gradients:
-                for _ in range(self._setting.num_states):
-                    size_bytes = self._setting.elements[parameter] * self._setting.element_bytes
-                    self._stream.born(size_bytes, "aten.zeros_like.default", OPTIMIZER)
+                self._setting.make_states(self._setting.elements[parameter], self._stream)
             self._has_states = True
         for storage in self._gradients.values():
             self._stream.release(storage)
@@ -89,17 +86,17 @@ SimulatedZero = SimulatedZero0 | SimulatedZero12 | SimulatedZero3
 def covers(request: Request, strategy: Strategy, trace: ModelTrace | None = None) -> bool:
     """Whether `simulate` knows what DeepSpeed does there; with a `trace`, also to this model.
 
-    It does not know: other optimizers than torch's fused ones (for states in bf16 on the host, than DeepSpeed's CPU
-    Adam), offloading to disks or in fp32, overlapping communication, gradients not summed in fp32, half precision
-    without gradient partitioning; and models whose memory depends on data, with parameters of several types, without
-    a gradient, or under ZeRO-3 used outside their modules. And it knows nothing of a DeepSpeed that differs from the
-    one it repeats.
+    It does not know: other kernels than torch's fused ones and those of 8-bit AdamW (for states in bf16 on the host,
+    than DeepSpeed's CPU Adam), offloading to disks or in fp32, overlapping communication, gradients not summed in
+    fp32, half precision without gradient partitioning; and models whose memory depends on data, with parameters of
+    several types, without a gradient, or under ZeRO-3 used outside their modules. And it knows nothing of a
+    DeepSpeed that differs from the one it repeats.
     """
     if not mirrored.verify_simulation():
         return False
     on_host_in_bf16 = request.optimizer_states == "bf16" and strategy.offload_optimizer != "none"
-    known = "deepspeed" if on_host_in_bf16 else "fused"
-    if request.optimizer not in NUM_STATES or optimizer_implementation(request, strategy) != known:
+    known = "deepspeed" if on_host_in_bf16 else SIMULATED[request.optimizer]
+    if optimizer_implementation(request, strategy) != known:
         return False
     if request.momentum or strategy.overlap_comm:
         return False
@@ -145,7 +142,7 @@ def simulate(
         max_live_elements=strategy.max_live_elements,
         persistence_elements=strategy.persistence_threshold_elements,
         sub_group_elements=strategy.sub_group_elements,
-        num_states=NUM_STATES[request.optimizer],
+        optimizer=request.optimizer,
         state_bytes=request.master_bytes_per_element,
         offloads_optimizer=strategy.offload_optimizer == "cpu",
         offloads_parameters=strategy.offload_parameters == "cpu",

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from frugal.config.hardware.cluster import DeviceKind
+from frugal.config.optimizers import EIGHT_BIT_BLOCK, SMALLEST_EIGHT_BIT, OptimizerImplementation, OptimizerName
 from frugal.planning.memory.host_allocator import HostAllocator
-from frugal.planning.memory.timeline import TEMPORARY, MarkKind, ModelTrace, Timeline, TimelineBuilder
+from frugal.planning.memory.timeline import OPTIMIZER, TEMPORARY, MarkKind, ModelTrace, Timeline, TimelineBuilder
 
 
 class Optimizer(Protocol):
@@ -172,8 +173,8 @@ class MicroStep:
         stream.extend(events[position:end])
 
 
-NUM_STATES = {"adamw": 2, "sgd": 0}
-"""Optimizers whose fused kernels take no memory besides the states that they keep of each element."""
+SIMULATED: dict[OptimizerName, OptimizerImplementation | None] = {"adamw": "fused", "sgd": "fused", "adamw-8bit": None}
+"""Optimizers, and whose kernels take no memory besides the states that they keep."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,8 +192,8 @@ class Setting:
         max_live_elements: ZeRO-3, gathered parameter elements at most, and how soon one must be used again to stay.
         persistence_elements: ZeRO-3, parameters up to this size stay gathered.
         sub_group_elements: ZeRO-3, elements updated together.
-        num_states: that the optimizer keeps of each element.
-        state_bytes: of one such state, and of a master weight.
+        optimizer: what updates the parameters; SGD without momentum.
+        state_bytes: of a master weight, and of a state where it is not in blocks.
         offloads_optimizer: whether optimizer states live on the host.
         offloads_parameters: whether parameters live on the host, too, between uses.
         world_size: ranks.
@@ -209,7 +210,7 @@ class Setting:
     max_live_elements: int
     persistence_elements: int
     sub_group_elements: int
-    num_states: int
+    optimizer: OptimizerName
     state_bytes: int
     offloads_optimizer: bool
     offloads_parameters: bool
@@ -219,6 +220,19 @@ class Setting:
     def part_elements(self, parameter: int) -> int:
         """Of one of a parameter's equal parts."""
         return -(-self.all_elements[parameter] // self.world_size)
+
+    def make_states(self, elements: int, place: Stream | PinnedBlocks) -> list[int]:
+        """The optimizer makes the states of a tensor at its first step; their storages.
+
+        8-bit AdamW as in `frugal.deepspeed_adapter.fake_device.AdamW8bit`. Left out: its two maps of 1 KiB.
+        """
+        if self.optimizer == "sgd":
+            return []
+        if self.optimizer == "adamw" or elements < SMALLEST_EIGHT_BIT:
+            sizes = [elements * self.state_bytes]
+        else:
+            sizes = [elements, -(-elements // EIGHT_BIT_BLOCK) * 4]
+        return [place.born(size_bytes, "aten.zeros_like.default", OPTIMIZER) for size_bytes in 2 * sizes]
 
     def whole_elements(self, parameter: int) -> int:
         """Of one parameter put together from equal parts."""

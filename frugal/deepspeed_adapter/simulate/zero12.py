@@ -158,20 +158,14 @@ class SimulatedZero12:
             gradient = stream.born(self._part * setting.state_bytes, "aten._to_copy.default", GRADIENTS)
             stream.dies(self._averaged)
         if not self._states:
-            self._states = [
-                stream.born(self._part * setting.state_bytes, "aten.zeros_like.default", OPTIMIZER)
-                for _ in range(setting.num_states)
-            ]
+            self._states = setting.make_states(self._part, stream)
         self._drop_copies()
         stream.dies(gradient)
         self._averaged = -1
 
     def _step_on_host(self) -> None:
         if not self._states:
-            self._states = [
-                self._host.born(self._part * self._setting.state_bytes, "aten.zeros_like.default", OPTIMIZER)
-                for _ in range(self._setting.num_states)
-            ]
+            self._states = self._setting.make_states(self._part, self._host)
         for norm in self._norms:
             self._stream.dies(norm)
         self._norms.clear()

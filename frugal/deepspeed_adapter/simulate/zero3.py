@@ -168,8 +168,7 @@ class SimulatedZero3:
                 stream.dies(gradient)
                 gradient = rounded
             if not self._has_states:
-                for _ in range(self._setting.num_states):
-                    stream.born(group * state_bytes, "aten.zeros_like.default", OPTIMIZER)
+                self._setting.make_states(group, stream)
             stream.dies(gradient)
         self._has_states = True
         self._gathering.gather_persistent()
@@ -177,8 +176,7 @@ class SimulatedZero3:
     def _step_on_host(self) -> None:
         if not self._has_states:
             for group in self._groups:
-                for _ in range(self._setting.num_states):
-                    self._host.born(group * self._setting.state_bytes, "aten.zeros_like.default", OPTIMIZER)
+                self._setting.make_states(group, self._host)
         self._has_states = True
         for norm in self._norms:
             self._stream.dies(norm)
