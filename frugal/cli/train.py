@@ -31,7 +31,7 @@ from frugal.launch.ssh import Access
 from frugal.planning.plan import Plan
 from frugal.training.checkpoint import manifest
 from frugal.training.checkpoint.run_folder import in_use
-from frugal.training.reports import trackers
+from frugal.training.reports import hub, trackers
 from frugal.training.run import run
 
 PLAN = "plan.json"
@@ -80,6 +80,7 @@ def command(
     job.settings.check_length()
     if not job.hosts:
         trackers.check(job.settings.track)
+        hub.check(job.settings.push_to_hub)
     if plan is None:
         plan = _new_plan(job)
         _tell(plan, err=printed is not None)

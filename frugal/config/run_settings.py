@@ -146,6 +146,10 @@ class RunSettings:
     track: tuple[str, ...] = setting(
         (), f"Also follow the run with {', '.join(TRACKERS[:-1])} or {TRACKERS[-1]}; repeatable.", "run", metavar="NAME"
     )
+    push_to_hub: str | None = setting(
+        None, "Upload the final model to this repository of the hub, made private unless it is there.", "run",
+        metavar="REPO",
+    )  # fmt: skip
     callback: tuple[str, ...] = setting(
         (), "A class of your own, `file.py:name`, that is told of steps, evaluations and checkpoints; repeatable.",
         "run", metavar="NAME",

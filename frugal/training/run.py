@@ -20,7 +20,7 @@ from frugal.distributed import env, first_failure, process_group, rank_logs, sto
 from frugal.errors import FrugalError, PlanMismatchError, RequestError
 from frugal.planning.plan import Plan
 from frugal.training.checkpoint import manifest, run_folder
-from frugal.training.reports import trackers
+from frugal.training.reports import hub, trackers
 
 if TYPE_CHECKING:
     import torch
@@ -67,7 +67,7 @@ def _run(plan: Plan, settings: RunSettings) -> None:
     alone = dist.get_world_size() == 1
     peer_watch = None if alone else _watch_peers()
     try:
-        train(plan, settings, device)
+        model_folder = train(plan, settings, device)
         dist.barrier()
         first_failure.report_done()
         if peer_watch is not None:
@@ -77,6 +77,8 @@ def _run(plan: Plan, settings: RunSettings) -> None:
             dist.destroy_process_group()
         raise
     dist.destroy_process_group()
+    if model_folder is not None and settings.push_to_hub is not None and env.rank() == 0:  # the others need not wait
+        hub.push(model_folder, settings.push_to_hub)
 
 
 def _watch_peers() -> "PeerWatch":
@@ -90,8 +92,11 @@ def _watch_peers() -> "PeerWatch":
     )
 
 
-def train(plan: Plan, settings: RunSettings, device: "torch.device") -> None:
-    """Train on ranks that have joined each other. Collective; raises as `run`."""
+def train(plan: Plan, settings: RunSettings, device: "torch.device") -> Path | None:
+    """Train on ranks that have joined each other. Collective; raises as `run`.
+
+    The result: the folder of the final model; None where the run is to go on.
+    """
     from frugal.training import loop, train_step
     from frugal.training.checkpoint.held_folder import HeldFolder
     from frugal.training.engine import initialize
@@ -104,7 +109,9 @@ def train(plan: Plan, settings: RunSettings, device: "torch.device") -> None:
     from frugal.training.reports import opening
 
     rank = env.rank()
-    trackers.check(settings.track if rank == 0 else ())
+    if rank == 0:
+        trackers.check(settings.track)
+        hub.check(settings.push_to_hub)
     metric, callbacks = Metric.load(settings.metric), Callbacks.load(settings.callback)
     settings = run_folder.create(settings)
     run_folder.check_space(plan, settings)
@@ -143,11 +150,14 @@ def train(plan: Plan, settings: RunSettings, device: "torch.device") -> None:
             if done.step == total_steps or best.is_over:
                 step = _load_best(engine, held, best, log) if settings.save_best_model else done.step
                 _evaluate_at_the_end(engine, data, step, log, metric)
-                log.say(f"model written to {_save_model(engine, held, data)}")
+                model_folder = _save_model(engine, held, data)
+                log.say(f"model written to {model_folder}")
             else:
+                model_folder = None
                 where = held.settings.checkpoints
                 log.say(f"told to stop: step {done.step} is saved in {where}, continue with --resume")
         engine.destroy()
+    return model_folder
 
 
 def _log(plan: Plan, settings: RunSettings, rank: int, first_step: int, total_steps: int) -> "Log":
