@@ -93,10 +93,7 @@ def _watch_peers() -> "PeerWatch":
 
 
 def train(plan: Plan, settings: RunSettings, device: "torch.device") -> Path | None:
-    """Train on ranks that have joined each other. Collective; raises as `run`.
-
-    The result: the folder of the final model; None where the run is to go on.
-    """
+    """Train on ranks that have joined; the folder of the final model, if there is one. Collective; raises as `run`."""
     from frugal.training import loop, train_step
     from frugal.training.checkpoint.held_folder import HeldFolder
     from frugal.training.engine import initialize
@@ -109,9 +106,7 @@ def train(plan: Plan, settings: RunSettings, device: "torch.device") -> Path | N
     from frugal.training.reports import opening
 
     rank = env.rank()
-    if rank == 0:
-        trackers.check(settings.track)
-        hub.check(settings.push_to_hub)
+    _check_services(settings, rank)
     metric, callbacks = Metric.load(settings.metric), Callbacks.load(settings.callback)
     settings = run_folder.create(settings)
     run_folder.check_space(plan, settings)
@@ -147,17 +142,21 @@ def train(plan: Plan, settings: RunSettings, device: "torch.device") -> Path | N
             )  # fmt: skip
             if best.is_over:
                 log.say(f"step {done.step}/{total_steps}  {best.why_over}")
-            if done.step == total_steps or best.is_over:
+            if is_done := done.step == total_steps or best.is_over:
                 step = _load_best(engine, held, best, log) if settings.save_best_model else done.step
                 _evaluate_at_the_end(engine, data, step, log, metric)
-                model_folder = _save_model(engine, held, data)
-                log.say(f"model written to {model_folder}")
+                log.say(f"model written to {_save_model(engine, held, data)}")
             else:
-                model_folder = None
                 where = held.settings.checkpoints
                 log.say(f"told to stop: step {done.step} is saved in {where}, continue with --resume")
         engine.destroy()
-    return model_folder
+    return held.settings.out / "model" if is_done else None
+
+
+def _check_services(settings: RunSettings, rank: int) -> None:
+    if rank == 0:
+        trackers.check(settings.track)
+        hub.check(settings.push_to_hub)
 
 
 def _log(plan: Plan, settings: RunSettings, rank: int, first_step: int, total_steps: int) -> "Log":
