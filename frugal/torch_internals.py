@@ -44,6 +44,12 @@ NAMES = (
     *needed("torch.utils._pytree", "copies of nested states", "tree_map"),
     *needed("torch.testing._internal.distributed.fake_pg", "a process group of any size", "FakeStore"),
     *needed("torch.distributed.distributed_c10d", "who failed first", "_get_default_store()"),
+    *needed(
+        "torch.cuda.memory", "measured timelines",
+        "_record_memory_history(enabled, context, stacks, max_entries, device, clear_history, compile_context, "
+        "global_record_annotations, skip_actions)",
+        "_snapshot(device, augment_with_fx_traces)",
+    ),
     *needed("torch.optim.adam", "there are no fused kernels on meta", "_device_dtype_check_for_fused"),
     *needed("torch.optim.sgd", "there are no fused kernels on meta", "_device_dtype_check_for_fused"),
     *needed(
@@ -130,6 +136,16 @@ def counting_versions() -> AbstractContextManager[Any]:
 def set_allocator_settings(text: str) -> None:
     """Tell the caching allocator of GPUs what `PYTORCH_ALLOC_CONF` would, for segments to come."""
     torch._C._accelerator_setAllocatorSettings(text)
+
+
+def record_memory_history(device: torch.device) -> None:
+    """Have the caching allocator of a GPU remember from now on every block, and who asked for it."""
+    torch.cuda.memory._record_memory_history("all", context="alloc", stacks="python", device=device, clear_history=True)
+
+
+def memory_history(device: torch.device) -> list[dict[str, Any]]:
+    """What it remembers, in order: `action`, `addr`, `size` in bytes, `frames`."""
+    return torch.cuda.memory._snapshot(device)["device_traces"][device.index or 0]
 
 
 AUTOCAST = "AutocastCUDA"

@@ -20,7 +20,6 @@ from frugal.config.hardware.cluster import Cluster
 from frugal.config.request import Request, check_pins
 from frugal.config.schema import PLAN_SETTINGS
 from frugal.config.setting import settings_of
-from frugal.dryrun import figures as curve
 from frugal.dryrun.client import DryRunSource
 from frugal.dryrun.compare import predicted
 from frugal.dryrun.figures import Figures, fullest, interval
@@ -28,6 +27,7 @@ from frugal.dryrun.loop.reference import names_a_step
 from frugal.dryrun.messages import DryRun
 from frugal.errors import RequestError
 from frugal.planning.batch import BatchPlan
+from frugal.planning.memory import timeline_files
 from frugal.planning.memory.interval import Bounds
 from frugal.planning.memory.timeline import CATEGORIES
 from frugal.planning.memory_report import bounds_of
@@ -73,7 +73,8 @@ class _Answer:
 @click.option(
     "--timeline",
     type=click.Path(path_type=Path),
-    help="Write the live bytes of each category after every event into this .csv or .json file, for plotting.",
+    help="Write what lives after every event: a .csv or .json table, a .pickle for torch's memory_viz, or a "
+    ".trace.json for Perfetto.",
 )
 @click.option(
     "--steps", "num_steps", type=click.IntRange(1, 100),
@@ -89,7 +90,7 @@ def command(
     A training step of yours, SCRIPT.py:STEP, is dry-run as it is: the script has functions named as its parameters.
     """
     if timeline is not None:
-        curve.check_timeline_file(timeline)
+        timeline_files.check_file(timeline)
     if names_a_step(what):
         _show(_loop(what, num_steps, values), as_json, explain, timeline)
         return
@@ -119,7 +120,7 @@ def _show(answer: _Answer, as_json: bool, explain: str | None, timeline: Path | 
     result = predicted(dry_runs, answer.cluster, expandable_segments=answer.expandable_segments)
     held = fullest(dry_runs, kind).explain(explain) if explain is not None else None
     if timeline is not None:
-        curve.write_timeline(fullest(dry_runs, kind).timeline, timeline)
+        timeline_files.write(timeline, {"predicted": fullest(dry_runs, kind).timeline})
     notes = list(dict.fromkeys(note for each in dry_runs for note in each.notes))
     bounds = interval(result, min(answer.cluster.devices, key=lambda device: device.usable_bytes), notes)
     if as_json:

@@ -22,12 +22,15 @@ from frugal.config.hardware.calibration import Calibration, Probe, format_flops,
 from frugal.config.hardware.cluster import Capability, Device, DeviceKind, recognise_card
 from frugal.dryrun.client import DryRunSource, workers
 from frugal.dryrun.compare import Measurement, host_bytes_per_node, predicted
-from frugal.dryrun.figures import Figures
+from frugal.dryrun.figures import Figures, fullest
+from frugal.dryrun.messages import DryRun
 from frugal.dryrun.pool import Pool
 from frugal.errors import FrugalError, OutOfMemoryError, RequestError
 from frugal.launch import local
+from frugal.planning.memory import timeline_files
+from frugal.planning.memory.timeline import Timeline
 from frugal.planning.plan import Plan
-from frugal.training.measure.record import Capped, Measured, Trial
+from frugal.training.measure.record import Capped, Measured, Trial, timeline_name
 from frugal.units import format_bytes, plural
 
 RECORDS = Path("tests/measured")
@@ -46,6 +49,12 @@ RECORDS = Path("tests/measured")
 @click.option(
     "--capped", is_flag=True, help="Run again with an allocator that may take no more of the GPUs than was predicted."
 )
+@click.option(
+    "--timeline",
+    type=click.Path(path_type=Path),
+    help="Write what lives after every event, predicted and measured: a .pickle for torch's memory_viz, or a "
+    ".trace.json for Perfetto.",
+)
 @click.option("--calibrate", "calibrating", is_flag=True, help="Keep what this machine can do, for the next plans.")
 @click.option("--device", type=click.Choice(get_args(DeviceKind)), help="What to calibrate without a plan.")
 @click.option("--gpus", type=int, help="How many GPUs (or CPU ranks) to calibrate without a plan.  [default: all]")
@@ -54,6 +63,7 @@ def command(
     as_json: bool,
     record: Path | None,
     capped: bool,
+    timeline: Path | None,
     calibrating: bool,
     device: DeviceKind | None,
     gpus: int | None,
@@ -63,12 +73,14 @@ def command(
     Live tensor bytes on CPU ranks; on GPUs what the caching allocator and the driver count. More than two micro-steps
     count as two. With --calibrate the machine is measured, too, or alone.
     """
-    _check(path, record=record, capped=capped, calibrating=calibrating, device=device, gpus=gpus)
+    _check(path, record=record, capped=capped, timeline=timeline, calibrating=calibrating, device=device, gpus=gpus)
+    if timeline is not None:
+        timeline_files.check_file(timeline, has_tables=False)
     measurement: Measurement | None = None
-    written: Path | None = None
+    written: list[Path] = []
     calibration: Calibration | None = None
     if path is not None:
-        measured = _measured(Plan.read(path), path, record, capped)
+        measured = _measured(Plan.read(path), path, record, capped, timeline)
         if isinstance(measured, int):
             return measured
         measurement, written = measured
@@ -86,7 +98,7 @@ def command(
     else:
         blocks = [] if measurement is None else [_report(measurement)]
         blocks += [] if calibration is None else [report(calibration)]
-        blocks += [] if written is None else [[f"wrote {written}"]]
+        blocks += [[f"wrote {each}" for each in written]] if written else []
         click.echo("\n\n".join("\n".join(block) for block in blocks))
     enough = measurement is None or measurement.capped is None or measurement.capped.survived
     return 0 if enough else OutOfMemoryError.exit_code
@@ -96,7 +108,7 @@ def _check(path: Path | None, *, calibrating: bool, **others: Any) -> None:
     """Refuse what does not go together."""
     if path is None and not calibrating:
         raise RequestError("there is no plan to measure", hint="make one with `frugal plan -o DIR`, or add --calibrate")
-    excluded = ("record", "capped") if path is None else ("device", "gpus")
+    excluded = ("record", "capped", "timeline") if path is None else ("device", "gpus")
     for name in excluded:
         if others[name]:
             raise RequestError(
@@ -105,8 +117,10 @@ def _check(path: Path | None, *, calibrating: bool, **others: Any) -> None:
             )
 
 
-def _measured(plan: Plan, path: Path, record: Path | None, capped: bool) -> tuple[Measurement, Path | None] | int:
-    """The measurement and where it is recorded; or the exit code that the ranks ended with."""
+def _measured(
+    plan: Plan, path: Path, record: Path | None, capped: bool, timeline: Path | None
+) -> tuple[Measurement, list[Path]] | int:
+    """The measurement and the files it was written to; or the exit code that the ranks ended with."""
     kind = plan.cluster.devices[0].kind
     if capped and kind == "cpu":
         raise RequestError(
@@ -118,32 +132,45 @@ def _measured(plan: Plan, path: Path, record: Path | None, capped: bool) -> tupl
     pool = workers()
     try:
         with waiting(f"dry-running {plan.request.model}"):
-            expected = _expected(plan, pool)
-        trial = _run(plan, path, None)
-        if isinstance(trial, int):
-            return trial
+            dry_runs = _dry_runs(plan, pool)
+        expected = predicted(dry_runs, plan.cluster, expandable_segments=plan.strategy.expandable_segments)
+        with temporary.folder() as folder:
+            trial = _run(plan, path, None, folder if timeline is not None else None)
+            if isinstance(trial, int):
+                return trial
+            if timeline is not None:
+                measured = _timeline_of_fullest(trial, folder)
+                timeline_files.write(timeline, {"predicted": fullest(dry_runs, kind).timeline, "measured": measured})
         measurement = _measurement(plan, expected, trial)
         if capped:
             measurement = replace(measurement, capped=_capped(plan, path, measurement))
-        written = _record(measurement, record, pool) if record is not None else None
+        written = [] if timeline is None else [timeline]
+        written += [_record(measurement, record, pool)] if record is not None else []
     finally:
         pool.close()
     return measurement, written
 
 
-def _expected(plan: Plan, pool: Pool) -> Figures:
+def _dry_runs(plan: Plan, pool: Pool) -> list[DryRun]:
     with DryRunSource(plan.request, plan.cluster, pool=pool) as source:
-        dry_runs = source.dry_runs(plan.strategy, plan.batch.largest_micro_batch, plan.batch.accumulation_steps)
-    return predicted(dry_runs, plan.cluster, expandable_segments=plan.strategy.expandable_segments)
+        return source.dry_runs(plan.strategy, plan.batch.largest_micro_batch, plan.batch.accumulation_steps)
 
 
-def _run(plan: Plan, path: Path, cap_bytes: int | None) -> Trial | int:
-    """What the plan's ranks measured, or the exit code they ended with."""
+def _timeline_of_fullest(trial: Trial, folder: Path) -> Timeline:
+    """Of the rank with the highest peak."""
+    rank = max(range(len(trial.ranks)), key=lambda rank: max(trial.ranks[rank].phases.values()))
+    return msgspec.json.decode((folder / timeline_name(rank)).read_bytes(), type=Timeline)
+
+
+def _run(plan: Plan, path: Path, cap_bytes: int | None, timelines: Path | None = None) -> Trial | int:
+    """What the plan's ranks measured, or the exit code they ended with. `timelines`: a folder for one of each rank."""
     with temporary.folder() as folder, waiting(f"measuring {plan.request.model}"):
         out = folder / "measured.json"
         arguments = ["--plan", str(path), "--out", str(out)]
         if cap_bytes is not None:
             arguments += ["--cap", str(cap_bytes)]
+        if timelines is not None:
+            arguments += ["--timelines", str(timelines)]
         code = local.start(plan, "frugal.training.measure.two_steps", arguments, to_stderr=True)
         return code or msgspec.json.decode(out.read_bytes(), type=Trial)
 

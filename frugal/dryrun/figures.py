@@ -1,17 +1,5 @@
 """What a dry run says in numbers: its peaks, its live bytes over time, and which ranks are worth it. No torch here.
 
-The timeline of `--timeline` has one row an event, a storage that begins or ends to live. Columns:
-
-    event        number, from 0
-    phase        initialisation, forward, backward, optimizer step
-    operator     what made the storage that begins; empty where one ends
-    module       that was running when the storage began, a dotted name; empty outside of the model
-    parameters, gradients, optimizer, activations, logits, communication, temporary
-                 bytes alive in each category after the event
-    total        their sum: live tensors, before the allocator rounds them up
-
-A .csv file has them as lines under a head, a .json file as one object with a list for each column.
-
 Not all ranks need to be dry-run, only those that may be the fullest. ZeRO-1 and 2 lay all gradients end to end and cut
 the row into equal parts (stage_1_and_2.py), through parameters.
 Until the step a rank keeps the whole gradient of every parameter that its part touches, so the one whose part
@@ -22,21 +10,14 @@ parameters. The other stages treat all ranks alike.
 Left out: the padding at the end of the row, a few bytes.
 """
 
-import csv
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
-
-import msgspec
 
 from frugal.config.hardware.cluster import Device, DeviceKind
 from frugal.dryrun.messages import DryRun
-from frugal.errors import RequestError
 from frugal.planning.memory import breakdown
 from frugal.planning.memory.allocator import Replays
 from frugal.planning.memory.interval import Bounds, of_device, widened
-from frugal.planning.memory.timeline import CATEGORIES, Timeline
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,57 +98,6 @@ def _phases(dry_run: DryRun, kind: DeviceKind) -> dict[str, int]:
     if kind == "cuda":
         timeline = replace(timeline, fixed=_replays(dry_run).block_bytes())
     return timeline.phase_peaks(dry_run.micro_batch)
-
-
-TIMELINE_COLUMNS = ("event", "phase", "operator", "module", *CATEGORIES, "total")
-TIMELINE_SUFFIXES = (".csv", ".json")
-
-
-def check_timeline_file(path: Path) -> None:
-    """Refuse a file that could not be written, before the work is done.
-
-    Raises:
-        RequestError: another kind of file, or no such folder.
-    """
-    if path.suffix not in TIMELINE_SUFFIXES:
-        raise RequestError(
-            f"a timeline cannot be written to {path}",
-            because="its name ends neither in .csv nor in .json",
-            hint=f"call it {path.with_suffix('.csv')}",
-        )
-    if not path.parent.is_dir():
-        raise RequestError(f"a timeline cannot be written to {path}", because=f"there is no folder {path.parent}")
-
-
-def timeline_rows(timeline: Timeline) -> Iterator[tuple[Any, ...]]:
-    """One for every event of a dry run; see the module's table."""
-    live = [0] * len(CATEGORIES)
-    changes, is_birth = timeline.changes(0).tolist(), timeline.is_birth.tolist()
-    for phase, events in timeline.phase_ranges:
-        for event in events:
-            storage = timeline.events[event]
-            live[timeline.categories[storage]] += changes[event]
-            operator = timeline.names[timeline.operators[storage]] if is_birth[event] else ""
-            yield event, phase, operator, timeline.names[timeline.modules[storage]], *live, sum(live)
-
-
-def write_timeline(timeline: Timeline, path: Path) -> None:
-    """All rows into a .csv or .json file.
-
-    Raises:
-        RequestError: it cannot be written.
-    """
-    try:
-        if path.suffix == ".csv":
-            with path.open("w", newline="") as file:
-                writer = csv.writer(file, lineterminator="\n")
-                writer.writerow(TIMELINE_COLUMNS)
-                writer.writerows(timeline_rows(timeline))
-        else:
-            columns = zip(*timeline_rows(timeline), strict=True)
-            path.write_bytes(msgspec.json.encode(dict(zip(TIMELINE_COLUMNS, columns, strict=True))) + b"\n")
-    except OSError as error:
-        raise RequestError(f"a timeline cannot be written to {path}", because=str(error.strerror)) from None
 
 
 def touched_elements(parameters: Sequence[int], world_size: int) -> list[int]:

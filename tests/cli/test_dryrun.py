@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from frugal.dryrun import figures
+from frugal.planning.memory import timeline_files
 from frugal.planning.memory.timeline import CATEGORIES
 from frugal.planning.plan import Plan
 from tests.commands import frugal
@@ -80,7 +80,7 @@ def test_what_holds_activations_adds_up_and_the_timeline_passes_through_the_peak
     assert held["transformer.h.0.mlp.act"] >= 2 * (4 * 64 * 4 * 64)
     with (here / "curve.csv").open() as file:
         events = list(csv.DictReader(file))
-    assert tuple(events[0]) == figures.TIMELINE_COLUMNS
+    assert tuple(events[0]) == timeline_files.COLUMNS
     peak = max(events, key=lambda event: int(event["total"]))
     live = {name: size for name, size in categories.items() if name != "rounding"}
     assert int(peak["total"]) == sum(live.values()) == found["peak_allocated_bytes"] - categories["rounding"]
@@ -97,7 +97,7 @@ def test_layers_that_differ_in_their_number_are_one_line(capsys: pytest.CaptureF
     assert re.fullmatch(r" +[\d.]+ MiB +[\d.]+%  transformer\.h\.\*\.ln_1 +2 x [\d.]+ MiB", line)
     assert out.endswith("\n\nwrote c.json\n")
     columns = json.loads((here / "c.json").read_text())
-    assert tuple(columns) == figures.TIMELINE_COLUMNS
+    assert tuple(columns) == timeline_files.COLUMNS
     assert len({len(column) for column in columns.values()}) == 1
     assert columns["total"] == [sum(sizes) for sizes in zip(*(columns[name] for name in CATEGORIES), strict=True)]
     assert min(columns["total"]) >= 0
@@ -172,7 +172,8 @@ WRONG = {
     ),
     "a timeline of another kind": (
         ["config.json", "--timeline", "curve.png"], 2,
-        "error: a timeline cannot be written to curve.png\n  because its name ends neither in .csv nor in .json\n\n"
+        "error: a timeline cannot be written to curve.png\n  because its name ends in none of .csv, .json, .pickle, "
+        ".trace.json\n\n"
         "hint: call it curve.csv\n",
     ),
     "a timeline in no folder": (

@@ -33,7 +33,8 @@ def test_two_ranks_take_what_was_planned_and_it_is_recorded(tmp_path: Path) -> N
         world_size=2, global_batch=16, micro_batch=4, zero_stage=2, request={"model": "config.json", "seq_len": 32}
     )
     (tmp_path / "plan.json").write_bytes(plan.to_json())
-    command = [sys.executable, "-m", "frugal", "measure", "plan.json", "--json", "--record", "measured"]
+    asked = ["--json", "--record", "measured", "--timeline", "both.trace.json"]
+    command = [sys.executable, "-m", "frugal", "measure", "plan.json", *asked]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
@@ -46,7 +47,16 @@ def test_two_ranks_take_what_was_planned_and_it_is_recorded(tmp_path: Path) -> N
     kept = Measurement.read(record)
     assert (kept.plan_digest, kept.measured.peak_allocated_bytes) == (plan.digest, found["peak_allocated_bytes"])
     assert (kept.strategy, kept.batch, kept.cluster) == (plan.strategy, plan.batch, plan.cluster)
-    assert kept.command.endswith(" plan.json --json --record measured")
+    assert kept.command.endswith(f" plan.json {' '.join(asked)}")
+    events = json.loads((tmp_path / "both.trace.json").read_text())["traceEvents"]
+    peaks, phases = ({}, {1: [], 2: []})  # type: dict[int, int], dict[int, list[tuple[str, int]]]
+    for event in events:
+        if event["ph"] == "C" and event["name"] == "total":
+            peaks[event["pid"]] = max(peaks.get(event["pid"], 0), event["args"]["bytes"])
+        elif event["ph"] == "X":
+            phases[event["pid"]].append((event["name"], event["ts"]))
+    assert peaks == {1: found["predicted"]["peak_allocated_bytes"], 2: found["peak_allocated_bytes"]}
+    assert set(phases[1]) < set(phases[2])  # two micro-steps in each step; of the first, one is predicted
 
 
 def test_of_the_host_a_cpu_rank_is_told_the_tensors_which_are_the_least_that_it_takes() -> None:
@@ -90,7 +100,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, int]:
     )  # fmt: skip
     monkeypatch.setattr(local, "check_machine", lambda plan, port: None)
     monkeypatch.setattr(local, "start", start)
-    monkeypatch.setattr(measure, "_expected", lambda plan, pool: figures)
+    monkeypatch.setattr(measure, "_dry_runs", lambda plan, pool: [])
+    monkeypatch.setattr(measure, "predicted", lambda *_, **__: figures)
     blank = plan_by_hand(world_size=1, global_batch=4, micro_batch=4, zero_stage=0)
     device = replace(
         blank.cluster.devices[0], kind="cuda", memory_bytes=GPU_BYTES, context_bytes=CONTEXT,

@@ -16,7 +16,7 @@ allocator counts; a CPU has no such counter, so there a `StorageWatch` does.
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol, Self
@@ -26,7 +26,17 @@ import torch
 from torch import Tensor
 
 from frugal import torch_internals
-from frugal.planning.memory.timeline import BACKWARD, FORWARD, INITIALISATION, OPTIMIZER_STEP, Interval, phase_peaks
+from frugal.planning.memory.timeline import (
+    BACKWARD,
+    FORWARD,
+    INITIALISATION,
+    OPTIMIZER_STEP,
+    TEMPORARY,
+    Interval,
+    Timeline,
+    TimelineBuilder,
+    phase_peaks,
+)
 
 aten = torch.ops.aten
 
@@ -272,6 +282,11 @@ class Gauge(Protocol):
         """The peak of each phase, bytes."""
         ...
 
+    @property
+    def timeline(self) -> Timeline:
+        """Everything that began and ended to live, where that was asked for."""
+        ...
+
 
 class _Intervals:
     """The bookkeeping that both gauges share: `_read` gives (peak since the last reset, live), bytes."""
@@ -316,11 +331,26 @@ class _Intervals:
 class CudaGauge(_Intervals):
     """Counts of the caching allocator: requested bytes rounded up to its blocks, as `max_memory_allocated`."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, keeps_timeline: bool = False) -> None:
         super().__init__()
         self._device = device
         self._reserved = 0
+        self._begins: list[tuple[str, int]] = [(INITIALISATION, 0)]  # phases, and their first entries of the history
+        self._keeps_timeline = keeps_timeline
+        if keeps_timeline:
+            torch_internals.record_memory_history(device)
         torch.cuda.reset_peak_memory_stats(device)
+
+    def mark(self, phase: str) -> None:
+        """From now on it is `phase`."""
+        super().mark(phase)
+        if self._keeps_timeline:
+            self._begins.append((phase, len(torch_internals.memory_history(self._device))))
+
+    @property
+    def timeline(self) -> Timeline:
+        """Every block of the allocator since the beginning, without what it is for; only where it was asked for."""
+        return _timeline(torch_internals.memory_history(self._device), self._begins)
 
     @property
     def reserved_bytes(self) -> int:
@@ -335,28 +365,64 @@ class CudaGauge(_Intervals):
         torch.cuda.reset_peak_memory_stats(self._device)
 
 
+def _timeline(entries: Sequence[dict[str, Any]], begins: Sequence[tuple[str, int]]) -> Timeline:
+    """What an allocator's history tells of blocks that began in it."""
+    builder = TimelineBuilder()
+    numbers: dict[int, int] = {}  # address of a live block -> its number
+    first = dict(zip((entry for _, entry in begins), (phase for phase, _ in begins), strict=True))
+    for number, entry in enumerate(entries):
+        if number in first:
+            builder.phase(first[number])
+        if entry["action"] == "alloc":
+            frames = entry.get("frames") or [{"name": ""}]
+            numbers[entry["addr"]] = builder.born(entry["size"], TEMPORARY, frames[0]["name"])
+        elif entry["action"] == "free_completed" and entry["addr"] in numbers:
+            builder.events.append(numbers.pop(entry["addr"]))
+    return builder.timeline()
+
+
 class HostGauge(StorageWatch, _Intervals):
     """Counts storages of one kind of device."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, keeps_timeline: bool = False) -> None:
         StorageWatch.__init__(self)
         _Intervals.__init__(self)
         self._device = device
-        self._counted: set[int] = set()
+        self._counted: dict[int, int] = {}  # address of a live storage -> its number
         self._live = self._peak = 0
+        self._timeline = TimelineBuilder() if keeps_timeline else None
+        if self._timeline is not None:
+            self._timeline.phase(INITIALISATION)
 
     def born(self, address: int, size_bytes: int, tensor: Tensor, operator: Any) -> None:
         """Count it."""
         if tensor.device.type == self._device.type:
-            self._counted.add(address)
+            number = -1
+            if self._timeline is not None:
+                number = self._timeline.born(size_bytes, TEMPORARY, str(operator or ""))
+            self._counted[address] = number
             self._live += size_bytes
             self._peak = max(self._peak, self._live)
 
     def died(self, address: int, size_bytes: int) -> None:
         """Count it no more."""
-        if address in self._counted:
-            self._counted.discard(address)
+        number = self._counted.pop(address, None)
+        if number is not None:
             self._live -= size_bytes
+            if self._timeline is not None:
+                self._timeline.events.append(number)
+
+    def mark(self, phase: str) -> None:
+        """From now on it is `phase`."""
+        super().mark(phase)
+        if self._timeline is not None:
+            self._timeline.phase(phase)
+
+    @property
+    def timeline(self) -> Timeline:
+        """Every storage, without what it is for; only where it was asked for."""
+        assert self._timeline is not None
+        return self._timeline.timeline()
 
     def _read(self) -> tuple[int, int]:
         return self._peak, self._live
@@ -366,16 +432,19 @@ class HostGauge(StorageWatch, _Intervals):
 
 
 @contextmanager
-def gauge(device: torch.device | str, holding: Iterable[Tensor] = ()) -> Iterator[Gauge]:
+def gauge(
+    device: torch.device | str, holding: Iterable[Tensor] = (), *, keeps_timeline: bool = False
+) -> Iterator[Gauge]:
     """Measure the tensors on `device` inside the `with` block.
 
-    `holding` are tensors that exist already and are to be counted; CUDA counts everything anyway.
+    `holding` are tensors that exist already and are to be counted; CUDA counts everything anyway. `keeps_timeline`:
+    afterwards `timeline` has every storage, which takes memory of the host that grows with every operator.
     """
     device = torch.device(device)
     if device.type == "cuda":
-        yield CudaGauge(device)
+        yield CudaGauge(device, keeps_timeline=keeps_timeline)
         return
-    host = HostGauge(device)
+    host = HostGauge(device, keeps_timeline=keeps_timeline)
     host.hold(holding)
     del holding  # it would keep them alive
     with host:

@@ -123,3 +123,8 @@ class Capped:
 
     limit_bytes: int
     survived: bool
+
+
+def timeline_name(rank: int) -> str:
+    """Of the file with a rank's timeline, JSON."""
+    return f"timeline_{rank}.json"

@@ -12,7 +12,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 from unittest.mock import patch
@@ -31,11 +31,11 @@ from frugal.distributed import first_failure, process_group
 from frugal.distributed.exchange import gather
 from frugal.errors import OutOfMemoryError
 from frugal.planning.batch import BatchPlan
-from frugal.planning.memory.timeline import Interval, phase_peaks
+from frugal.planning.memory.timeline import Interval, Timeline, phase_peaks
 from frugal.planning.plan import Plan
 from frugal.training.engine import initialize
 from frugal.training.measure.memory_watch import CudaGauge, gauge, mark_phases
-from frugal.training.measure.record import ModelDefinition, RankMeasurement, Trial
+from frugal.training.measure.record import ModelDefinition, RankMeasurement, Trial, timeline_name
 from frugal.training.models import placed
 from frugal.training.models.resolve import resolve_request
 from frugal.training.models.spec import ModelSpec
@@ -60,8 +60,16 @@ def trial(
 
     A dry run does no more than two micro-steps, since a third takes no more memory; `most_micro_steps` says so here.
     """
-    intervals, _ = watched(build, objective, plan, torch.device(device), most_micro_steps)
-    return intervals
+    return watched(build, objective, plan, torch.device(device), most_micro_steps).intervals
+
+
+@dataclass(frozen=True)
+class Watched:
+    """Two optimizer steps: every phase, what only a GPU tells (fields of `RankMeasurement`), every storage."""
+
+    intervals: list[Interval]
+    of_gpu: dict[str, int]
+    timeline: Timeline | None
 
 
 def watched(
@@ -70,12 +78,15 @@ def watched(
     plan: Plan,
     device: torch.device,
     most_micro_steps: int | None,
-) -> tuple[list[Interval], dict[str, int]]:
-    """The phases, and what only a GPU tells: fields of `RankMeasurement`."""
+    *,
+    keeps_timeline: bool = False,
+) -> Watched:
+    """As `trial`."""
     example = objective.example(plan.batch.largest_micro_batch, plan.request.seq_len)
     micro_steps = min(plan.batch.accumulation_steps, most_micro_steps or plan.batch.accumulation_steps)
     gc.freeze()  # going through all of transformers takes longer than a phase
-    with settled_collectives() if device.type == "cpu" else nullcontext(), gauge(device) as memory:
+    settled = settled_collectives() if device.type == "cpu" else nullcontext()
+    with settled, gauge(device, keeps_timeline=keeps_timeline) as memory:
 
         def mark(phase: str) -> None:
             gc.collect()
@@ -91,11 +102,12 @@ def watched(
         gc.collect()
         intervals = memory.intervals
         of_gpu = _gpu_bytes(memory, device) if isinstance(memory, CudaGauge) else {}
+        watching = Watched(intervals, of_gpu, memory.timeline if keeps_timeline else None)
     engine.destroy()
     del engine
     gc.collect()
     gc.unfreeze()
-    return intervals, of_gpu
+    return watching
 
 
 def _gpu_bytes(gauge: CudaGauge, device: torch.device) -> dict[str, int]:
@@ -131,10 +143,11 @@ def _settled(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def measure(plan: Plan, cap_bytes: int | None = None) -> Trial:
+def measure(plan: Plan, cap_bytes: int | None = None, timelines: Path | None = None) -> Trial:
     """What every rank took. Collective over the ranks that a launcher has started.
 
-    `cap_bytes`: what the caching allocator may take at most, GPUs only.
+    `cap_bytes`: what the caching allocator may take at most, GPUs only. `timelines`: a folder for the timeline of each
+    rank, see `timeline_name`.
 
     Raises:
         OutOfMemoryError: the device is too small, or the cap.
@@ -151,11 +164,19 @@ def measure(plan: Plan, cap_bytes: int | None = None) -> Trial:
     before = local_host.forget_peak_rss()
     objective = spec.objective(pack=bool(plan.request.pack))
     try:
-        intervals, of_gpu = watched(lambda: placed.build(spec, plan, device, seed=0), objective, plan, device, 2)
+        watching = watched(
+            lambda: placed.build(spec, plan, device, seed=0), objective, plan, device, 2,
+            keeps_timeline=timelines is not None,
+        )  # fmt: skip
     except torch.OutOfMemoryError as error:
         raise OutOfMemoryError("out of memory while measuring", because=str(error).splitlines()[0]) from None
+    if timelines is not None:
+        (timelines / timeline_name(dist.get_rank())).write_bytes(msgspec.json.encode(watching.timeline))
     measurement = RankMeasurement(
-        phases=phase_peaks(intervals), rss_before_bytes=before, rss_peak_bytes=local_host.peak_rss(), **of_gpu
+        phases=phase_peaks(watching.intervals),
+        rss_before_bytes=before,
+        rss_peak_bytes=local_host.peak_rss(),
+        **watching.of_gpu,
     )
     ranks = gather(measurement, RankMeasurement)
     return Trial(
@@ -206,10 +227,10 @@ def command(words: Sequence[str]) -> None:
     """Measure two optimizer steps, on one rank of a launcher.
 
     `--plan`: plan.json. `--out`: where rank 0 writes what was measured. `--cap`: bytes that the caching allocator may
-    take.
+    take. `--timelines`: a folder for the timelines of all ranks.
     """
-    given = parse(words, {"plan": Path, "out": Path, "cap": int}, needed=["plan", "out"])
-    measured = measure(Plan.read(given["plan"]), given.get("cap"))
+    given = parse(words, {"plan": Path, "out": Path, "cap": int, "timelines": Path}, needed=["plan", "out"])
+    measured = measure(Plan.read(given["plan"]), given.get("cap"), given.get("timelines"))
     if dist.get_rank() == 0:
         given["out"].write_bytes(msgspec.json.encode(measured))
     dist.barrier()

@@ -1,0 +1,99 @@
+"""Timelines as files: torch's own reader follows a snapshot, and counters of a trace are the timeline's live bytes."""
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from torch.cuda import _memory_viz
+
+from frugal.errors import RequestError
+from frugal.planning.memory import timeline_files
+from frugal.planning.memory.timeline import (
+    ACTIVATIONS,
+    BACKWARD,
+    FORWARD,
+    PARAMETERS,
+    TEMPORARY,
+    Timeline,
+    TimelineBuilder,
+)
+
+
+def timeline(activations: int = 3) -> Timeline:
+    """A forward that keeps so many activations of 1000 bytes, each beside something temporary, and its backward."""
+    builder = TimelineBuilder()
+    builder.phase("initialisation")
+    builder.born(5000, PARAMETERS, "to device")
+    builder.phase(FORWARD)
+    kept = []
+    for layer in range(activations):
+        kept.append(builder.born(1000, ACTIVATIONS, "aten.mm.default", f"layers.{layer}"))
+        builder.events.append(builder.born(300, TEMPORARY, "aten.mul.Tensor", f"layers.{layer}"))
+    builder.phase(BACKWARD)
+    builder.events.extend(reversed(kept))
+    return builder.timeline()
+
+
+def test_torchs_own_reader_follows_a_snapshot(tmp_path: Path) -> None:
+    file = tmp_path / "memory.pickle"
+    timeline_files.write(file, {"predicted": timeline(), "measured": timeline(4)})
+    snapshot = pickle.loads(file.read_bytes())
+    told = _memory_viz.trace(snapshot)
+    predicted, measured = told.split("Device 1 ")
+    assert "13 entries" in predicted and "17 entries" in measured
+    assert predicted.count("MEM[") == 7 and predicted.count("# free completed for") == 6
+    assert "aten.mm.default" in str(snapshot["device_traces"][0][1]["frames"])
+    assert "<script" in _memory_viz.trace_plot(snapshot)
+
+
+def test_live_bytes_of_a_snapshot_are_those_of_the_timeline() -> None:
+    made = timeline()
+    (entries,) = timeline_files.snapshot({"predicted": made})["device_traces"]
+    alive: dict[int, int] = {}
+    most = 0
+    for entry in entries:
+        if entry["action"] == "alloc":
+            assert entry["addr"] not in alive
+            alive[entry["addr"]] = entry["size"]
+            most = max(most, sum(alive.values()))
+        else:
+            assert alive.pop(entry["addr"]) == entry["size"]
+    assert most == made.peak_bytes(1) == 8300
+    assert sum(alive.values()) == 5000
+
+
+def test_counters_of_a_trace_are_live_bytes_and_phases_of_both_timelines_are_at_the_same_time(tmp_path: Path) -> None:
+    file = tmp_path / "step.trace.json"
+    timelines = {"predicted": timeline(), "measured": timeline(4)}
+    timeline_files.write(file, timelines)
+    events = msgspec.json.decode(file.read_bytes())["traceEvents"]
+    assert all({"ph", "name", "pid"} <= event.keys() for event in events)
+
+    def of(process: int, kind: str) -> list[dict[str, Any]]:
+        return [event for event in events if (event["pid"], event["ph"]) == (process, kind)]
+
+    for process, (name, made) in enumerate(timelines.items(), 1):
+        (head,) = of(process, "M")
+        assert head["args"] == {"name": name}
+        totals = [event for event in of(process, "C") if event["name"] == "total"]
+        assert max(event["args"]["bytes"] for event in totals) == made.peak_bytes(1)
+        assert [event["ts"] for event in totals] == sorted(event["ts"] for event in totals)
+    assert [(event["name"], event["ts"]) for event in of(1, "X")] == [(e["name"], e["ts"]) for e in of(2, "X")]
+    assert [event["name"] for event in of(1, "X")] == ["initialisation", FORWARD, BACKWARD]
+
+
+@pytest.mark.parametrize(
+    ("name", "has_tables"), [("a.png", True), ("a.csv", False), ("a.json", False), ("none/a.pickle", True)]
+)
+def test_what_cannot_be_written_is_refused_before_the_work(name: str, has_tables: bool, tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match="a timeline cannot be written"):
+        timeline_files.check_file(tmp_path / name, has_tables=has_tables)
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.json", "a.pickle", "a.trace.json"])
+def test_every_kind_of_file_is_accepted(name: str, tmp_path: Path) -> None:
+    timeline_files.check_file(tmp_path / name)
+    timeline_files.write(tmp_path / name, {"predicted": timeline()})
+    assert (tmp_path / name).stat().st_size > 100
