@@ -7,24 +7,34 @@ from typing import Any, get_args
 
 import click
 
-from frugal.deepspeed_adapter.export import AUTO_CLASSES, Target, export
+from frugal.cli.options import plan_path, planned_for
+from frugal.deepspeed_adapter.export import (
+    AUTO_CLASSES,
+    Target,
+    check_all_but_cut,
+    evened,
+    export,
+    needs_even,
+    uneven,
+)
 from frugal.deepspeed_adapter.json_config import write_files
-from frugal.errors import RequestError
+from frugal.errors import FrugalError, RequestError
 from frugal.planning.plan import Plan
 
 _DTYPES = {"bf16": "torch.bfloat16", "fp16": "torch.float16", "fp32": "torch.float32"}
 
 
 @click.command("export")
-@click.argument("plan_path", metavar="PLAN", type=click.Path(path_type=Path))
+@click.argument("path", metavar="PLAN", type=click.Path(path_type=Path))
 @click.option("--to", "target", type=click.Choice(get_args(Target)), required=True, help="Which trainer.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Write its file and ds_config.json there.")
-def command(plan_path: Path, target: Target, output: Path | None) -> None:
+def command(path: Path, target: Target, output: Path | None) -> None:
     """Hand a plan to transformers' Trainer (hf), to Accelerate, or to a plain DeepSpeed script.
 
-    What they cannot do as planned is an error that names what they can. Without -o the file is printed.
+    PLAN is a plan.json or its folder. A target that can do equal micro-batches only gets a plan of these. What else it
+    cannot do as planned is an error that names what it can. Without -o the file is printed.
     """
-    plan = Plan.read(plan_path)
+    plan = _as_cut(Plan.read(plan_path(path)), target)
     make_model = _make_model(plan) if target == "script" else ""
     decoder_inputs = ""
     if plan.model.task == "seq2seq" and target != "accelerate":
@@ -40,6 +50,28 @@ def command(plan_path: Path, target: Target, output: Path | None) -> None:
     _refuse_to_replace(output, exported.files)
     written = write_files(output, {name: text.encode() for name, text in exported.files.items()})
     click.echo(f"wrote {' and '.join(map(str, written))}\n\nstart it with\n  {exported.start}")
+
+
+def _as_cut(plan: Plan, target: Target) -> Plan:
+    """The plan, or one of equal micro-batches for a target that can do no others, which is told.
+
+    Raises:
+        RequestError: the target cannot do what the plan says, or no equal micro-batches make its global batch.
+    """
+    if not needs_even(plan, target):
+        return plan
+    check_all_but_cut(plan, target)
+    try:
+        even = planned_for(evened(plan.request, plan.strategy), plan.cluster, plan.defaults)
+    except FrugalError:
+        raise uneven(plan, target) from None
+    change = 100 * (even.time.total_seconds / plan.time.total_seconds - 1)
+    slower = f", {change:.0f} % slower" if change >= 1 else ""
+    click.echo(
+        f"note: equal micro-batches, which --to {target} needs: {even.arithmetic} instead of {plan.arithmetic}{slower}",
+        err=True,
+    )
+    return even
 
 
 def _refuse_to_replace(folder: Path, texts: dict[str, str]) -> None:

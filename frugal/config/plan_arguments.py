@@ -38,6 +38,7 @@ class PlanArguments(TypedDict, total=False):
     max_tokens_per_gpu: int | None
     micro_batch: int | None
     accumulation_steps: int | None
+    even: bool | None
     zero_stage: int | None
     activation_checkpointing: ActivationCheckpointingChoice | None
     loss: LossChoice | None

@@ -78,6 +78,12 @@ class Request:
     accumulation_steps: int | None = setting(
         None, "Pin the micro-steps per optimizer step.", "memory and speed", least=1
     )
+    even: bool | None = setting(
+        None,
+        "Equal micro-batches only: micro-batch x accumulation steps x GPUs is the global batch, so that DeepSpeed's "
+        "JSON alone trains it, too.",
+        "memory and speed", shown_default="no",
+    )  # fmt: skip
     zero_stage: int | None = setting(None, "Pin the ZeRO stage, 0-3.", "memory and speed")
     activation_checkpointing: ActivationCheckpointingChoice = setting(
         "auto", "Recompute activations in backward; `auto`: where it is needed or pays.", "memory and speed"
@@ -274,6 +280,12 @@ class Request:
                 because="a rank that gets no sample in a micro-step has no statistics to add",
                 hint="use --global-batch, or --batch-norm frozen",
             )
+        if self.even and self.global_tokens is not None:
+            raise RequestError(
+                "--even is impossible with --global-tokens",
+                because="as many samples as have so many tokens are now more, now fewer",
+                hint=f"use --global-batch {self.batch_samples}",
+            )
         check_rule(self.reference_batch, self.lr_rule, self.optimizer)
         if self.reference_batch is not None and self.global_tokens is not None and self.reference_batch < self.seq_len:
             raise RequestError(
@@ -373,6 +385,8 @@ def check_pins(request: Request, world_size: int) -> None:
     """
     batch, micro, steps = request.batch_samples, request.micro_batch, request.accumulation_steps
     gpus = plural(world_size, "GPU")
+    if request.even:
+        _check_even(request, world_size)
     cap = request.micro_batch_cap
     if micro is not None and cap is not None and cap < micro:
         name = "--max-samples-per-gpu" if request.max_samples_per_gpu == cap else "--max-tokens-per-gpu"
@@ -411,4 +425,26 @@ def check_pins(request: Request, world_size: int) -> None:
         f"--micro-batch {micro} --accumulation-steps {steps} on {gpus} is {capacity}, not {batch}",
         because=f"{micro} x {steps} x {world_size} = {capacity} samples, and the global batch is {batch}",
         hint=f"use {', or '.join(ways)}" if ways else "leave one of the two out",
+    )
+
+
+def _check_even(request: Request, world_size: int) -> None:
+    """Refuse a batch that no equal micro-batches make, with those next to it that some do."""
+    batch = request.batch_samples
+    parts = [plural(world_size, "GPU")]
+    unit = world_size
+    if request.micro_batch is not None and request.micro_batch * world_size != batch:
+        unit *= request.micro_batch
+        parts.append(f"micro-batch {request.micro_batch}")
+    if request.accumulation_steps is not None:
+        unit *= request.accumulation_steps
+        parts.append(plural(request.accumulation_steps, "accumulation step"))
+    below = batch // unit * unit
+    if below == batch:
+        return
+    near = sorted(filter(None, (below, below + unit)), key=lambda size: abs(size - batch))
+    raise RequestError(
+        f"--even is impossible for a global batch of {batch} with {' x '.join(parts)}",
+        because=f"equal micro-batches come to a multiple of {unit} samples",
+        hint=f"use --global-batch {' or '.join(map(str, near))}",
     )

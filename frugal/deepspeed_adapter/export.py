@@ -15,15 +15,17 @@ import json
 import re
 import string
 import textwrap
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 from frugal.config.hardware import cuda_allocator
+from frugal.config.request import Request
 from frugal.deepspeed_adapter.json_config import deepspeed_config
 from frugal.errors import RequestError
 from frugal.planning.plan import Plan
 from frugal.planning.report import ADDED_LOSS
+from frugal.planning.strategy import Strategy
 from frugal.units import plural
 
 Target = Literal["hf", "accelerate", "script"]
@@ -220,6 +222,31 @@ def check(plan: Plan, target: Target) -> None:
     Raises:
         RequestError: with the nearest thing that it can do.
     """
+    check_all_but_cut(plan, target)
+    if needs_even(plan, target):
+        raise uneven(plan, target)
+
+
+def needs_even(plan: Plan, target: Target) -> bool:
+    """Whether `target` cannot cut the global batch as planned, and takes a plan with --even."""
+    if target == "hf":
+        return False
+    return not (_is_even(plan) if target == "script" else plan.batch.is_uniform)
+
+
+def evened(request: Request, strategy: Strategy) -> Request:
+    """The request of a plan with equal micro-batches: a loss and an activation checkpointing that could be exported
+    stay."""
+    checkpointing = strategy.activation_checkpointing
+    return replace(request, even=True, loss=strategy.loss, activation_checkpointing=checkpointing)
+
+
+def check_all_but_cut(plan: Plan, target: Target) -> None:
+    """`check`, but for how the global batch is cut into micro-batches.
+
+    Raises:
+        RequestError: as `check`.
+    """
     who, batch = _NAMES[target], plan.batch
     _check_loss(plan, target)
     _check_optimizer(plan, who)
@@ -244,8 +271,6 @@ def check(plan: Plan, target: Target) -> None:
             because=f"the nodes have {', '.join(str(len(node.devices)) for node in plan.cluster.nodes)} GPUs",
             hint="use --to script, which starts with `deepspeed --hostfile`",
         )
-    if not (_is_even(plan) if target == "script" else batch.is_uniform):
-        raise _uneven(plan, target)
 
 
 def _check_own_code(plan: Plan, who: str) -> None:
@@ -317,7 +342,8 @@ def _is_even(plan: Plan) -> bool:
     return len(batch.groups) == 1 and all(sum(steps.samples) >= batch.world_size for steps in batch.micro_steps)
 
 
-def _uneven(plan: Plan, target: Target) -> RequestError:
+def uneven(plan: Plan, target: Target) -> RequestError:
+    """That `target` cannot cut the global batch as planned, with the nearest batches that it can."""
     batch = plan.batch
     kind = f"{plan.cluster.rank_noun}s"
     world, groups = batch.world_size, batch.groups.values()

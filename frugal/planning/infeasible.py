@@ -152,6 +152,8 @@ def _relaxed(request: Request) -> Iterator[tuple[str, Request]]:
         yield "--offload auto", replace(request, offload="auto")
     if request.activation_checkpointing in ("off", "selective"):
         yield "--activation-checkpointing auto", replace(request, activation_checkpointing="auto")
+    if request.even:
+        yield "no --even", replace(request, even=None)
     if request.zero_stage is not None:
         yield "no --zero-stage", replace(request, zero_stage=None)
     if request.accumulation_steps is not None:

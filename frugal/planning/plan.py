@@ -25,7 +25,7 @@ from frugal.planning import verdict as verdicts
 from frugal.planning.batch import BatchPlan
 from frugal.planning.memory.breakdown import MemoryBreakdown
 from frugal.planning.strategy import Strategy
-from frugal.units import format_bytes, format_count, format_seconds, plural
+from frugal.units import format_bytes, format_count, format_seconds
 
 SCHEMA = 4
 
@@ -182,21 +182,9 @@ class Plan:
         return verdicts.PlanVerdict(
             headline=self.arithmetic,
             rows=tuple(row for row in rows if row[1]),
-            notes=(*filter(None, [self.json_note]), *self.warnings),
+            notes=self.warnings,
             memory=self.memory,
             device_bytes=self._device_bytes,
-        )
-
-    @property
-    def json_note(self) -> str:
-        """What DeepSpeed's JSON cannot say of the batch; empty where it says all."""
-        batch = self.batch
-        if batch.is_uniform:
-            return ""
-        return (
-            f"ds_config.json says train_batch_size {batch.capacity}, the capacity of its micro-batches: DeepSpeed's "
-            f"JSON cannot express uneven ones; plan.json does, and frugal trains exactly "
-            f"{plural(batch.global_batch, 'sample')}"
         )
 
     @property
@@ -295,7 +283,7 @@ MAX_LISTED_SIZES = 8192
 """Micro-batch sizes that `plan.json` lists one by one."""
 
 
-LATER = ("adam_beta1", "adam_beta2", "adam_epsilon", "batch_norm", "lora", "optimizer_states")
+LATER = ("even", "adam_beta1", "adam_beta2", "adam_epsilon", "batch_norm", "lora", "optimizer_states")
 """Settings of a request that plans of this schema did not have at first: not written where they are None, so that a
 plan which does not use them is the same, and has the same digest, as before there were any."""
 

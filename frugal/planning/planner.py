@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from frugal.config.hardware import calibration, local_host
 from frugal.config.hardware.cluster import Cluster
-from frugal.config.request import Request
+from frugal.config.request import Request, check_pins
 from frugal.errors import RequestError
 from frugal.planning import length_bucketing
 from frugal.planning.infeasible import nothing_fits, remedies
@@ -13,7 +13,8 @@ from frugal.planning.memory import breakdown
 from frugal.planning.memory_report import beyond_the_device
 from frugal.planning.plan import Plan
 from frugal.planning.report import reasons
-from frugal.planning.search.candidate import Infeasible, OpenSource, SearchResult
+from frugal.planning.search.candidate import Infeasible, OpenSource, SearchResult, fastest_seconds
+from frugal.planning.search.evaluate import StrategyEvaluation
 from frugal.planning.search.search import Search
 from frugal.planning.what_if import offers
 from frugal.units import format_bytes, plural
@@ -55,6 +56,7 @@ def decide(
             raise nothing_fits(request, cluster, result, ways)
         if request.lengths is not None:
             result = _proven(search, result, dry_run)
+        result = replace(result, warnings=(*result.warnings, *_json_alone(search, result)))
     batch = result.chosen.batch
     if request.batch_norm == "sync" and batch is not None and any(0 in sizes for sizes in batch.sizes):
         raise RequestError(
@@ -64,6 +66,32 @@ def decide(
             hint=f"use a --global-batch that is a multiple of {cluster.world_size}",
         )
     return _decided(request, cluster, defaults, result, [*notes, *offers(request, cluster, result.chosen, dry_run)])
+
+
+def _json_alone(search: Search, result: SearchResult) -> list[str]:
+    """What whoever takes DeepSpeed's JSON without the plan would train, and what equal micro-batches would cost."""
+    batch, request = result.chosen.batch, search.request
+    assert batch is not None
+    if batch.is_uniform:
+        return []
+    note = (
+        f"ds_config.json alone trains {plural(batch.capacity, 'sample')} a step, not {batch.global_batch}: DeepSpeed's "
+        "JSON knows no uneven micro-batches, plan.json does"
+    )
+    if request.global_tokens is not None:
+        return [note]
+    even = replace(request, even=True)
+    try:
+        check_pins(even, search.cluster.world_size)
+    except RequestError as error:
+        return [f"{note}; {error.because[0]}"]
+    evaluation = StrategyEvaluation(even, search.cluster, search.source)
+    evaluation.refuted |= search.evaluation.refuted
+    fitting = [candidate.strategy for candidate in result.candidates if candidate.fits and not candidate.is_draft]
+    slower = 100 * (fastest_seconds(map(evaluation.evaluate, fitting)) / result.chosen.seconds - 1)
+    if slower == float("inf"):
+        return [f"{note}; equal ones do not fit"]
+    return [f"{note}; --even is exact with both, {f'{slower:.0f} % slower' if slower >= 1 else 'as fast'}"]
 
 
 def _readable(

@@ -139,6 +139,11 @@ def _micro_batch(request: Request, cluster: Cluster, result: SearchResult) -> st
         f"memory binds: micro-batch {candidate.largest_micro_batch + 1} would be about "
         f"{format_bytes(candidate.shortfall_of_next_bytes)} short"
     )
+    if request.even and micro < candidate.largest_micro_batch:
+        return (
+            f"{sentence}; {candidate.largest_micro_batch} would fit, and {micro} is the largest that cuts "
+            f"{batch.global_batch} samples evenly, as asked"
+        )
     if len(cluster.kinds) > 1 and request.micro_batch_cap is None:
         if len(set(batch.micro_batch)) > 1:
             sentence += "; each kind of GPU takes what lets all of them be done together"
@@ -207,7 +212,7 @@ def summary(plan: Plan) -> str:
 def summary_blocks(plan: Plan) -> list[Block]:
     """Everything a plan says."""
     return [
-        [plan.arithmetic, *filter(None, [plan.json_note])],
+        [plan.arithmetic],
         [*_facts(plan), *_data(plan)],
         breakdown_table(plan),
         _list("why", plan.why),

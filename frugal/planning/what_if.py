@@ -186,6 +186,8 @@ def _pins(plan: Plan) -> Iterator[tuple[str, dict[str, Any]]]:
     for field in ("max_samples_per_gpu", "max_tokens_per_gpu", "micro_batch", "accumulation_steps", "zero_stage"):
         if getattr(request, field) is not None:
             yield f"no --{field.replace('_', '-')}", {field: None}
+    if request.even:
+        yield "no --even", {"even": None}
     for field in ("activation_checkpointing", "loss", "offload"):
         if getattr(request, field) != "auto":
             yield f"--{field.replace('_', '-')} auto", {field: "auto"}

@@ -38,7 +38,7 @@ def test_in_full_it_says_what_the_plan_is_too(capsys: pytest.CaptureFixture[str]
         "512 samples = 4 GPUs x 13 micro-steps of 9 or 10 samples",
         "model      gpt2, causal-lm, 124.00M parameters, samples of 1024 tokens",
         "memory of each GPU at its peak, in backward (mm)",
-        "what binds", "why", "strategies", "defaults", "assumed", "what would help (predicted, not dry-run)",
+        "what binds", "why", "strategies", "note", "defaults", "assumed", "what would help (predicted, not dry-run)",
     ]  # fmt: skip
     _, planned, _ = frugal(capsys, "plan", *CARDS, "-v")
     whole, _ = planned.rsplit("\n\n", 1)

@@ -18,6 +18,8 @@ from bench.ranks import Ranks, free_port
 from frugal import cli
 from frugal.deepspeed_adapter.json_config import deepspeed_config
 from frugal.planning.plan import Plan
+from tests.commands import with_formulas
+from tests.planning.synthetic import SMALL
 
 TINY = {
     "model_type": "gpt2", "n_layer": 2, "n_embd": 32, "n_head": 2, "vocab_size": 260, "n_positions": 64,
@@ -341,3 +343,26 @@ def test_a_factorys_model_is_not_for_a_script(folder: Path, capsys: pytest.Captu
         "error: a plain DeepSpeed script cannot make mine.py:model\n  because it comes from a factory\n\n"
         "hint: train it with `frugal train`, or use --to hf or --to accelerate with a script of your own\n",
     )
+
+
+def test_a_target_that_knows_equal_micro_batches_only_gets_a_plan_of_these(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with_formulas(tmp_path, monkeypatch, **SMALL)
+    asked = ["--gpus", "4", "--mem", "12G", "--max-samples-per-gpu", "8", "-o", "run"]
+    assert cli.run(["plan", *asked, "--global-batch", "500"]) == 0
+    assert json.loads(Path("run/ds_config.json").read_text())["train_batch_size"] == 512
+    capsys.readouterr()
+    assert cli.run(["export", "run", "--to", "accelerate", "-o", "out"]) == 0
+    assert capsys.readouterr().err.startswith(
+        "note: equal micro-batches, which --to accelerate needs: 500 samples = 4 GPUs x micro-batch 5 x 25 "
+        "accumulation steps instead of 500 samples = 4 GPUs x 16 micro-steps of 7 or 8 samples, "
+    )
+    config = json.loads(Path("out/ds_config.json").read_text())
+    assert (config["train_batch_size"], config["train_micro_batch_size_per_gpu"]) == (500, 5)
+    assert config["gradient_accumulation_steps"] == 25
+    assert cli.run(["export", "run", "--to", "script", "-o", "script"]) == 0
+    assert capsys.readouterr().err == "", "a script cuts each micro-step itself"
+    assert cli.run(["plan", *asked[:-1], "odd", "--global-batch", "501"]) == 0
+    assert cli.run(["export", "odd", "--to", "accelerate"]) == 2
+    assert "Accelerate cannot cut 501 samples as planned for 4 GPUs" in capsys.readouterr().err

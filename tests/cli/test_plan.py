@@ -38,8 +38,8 @@ def test_it_says_in_eight_lines_what_the_plan_comes_to(capsys: pytest.CaptureFix
     assert (code, err) == (0, "")
     notes, verdict = out.split("\n\n")
     assert notes == (
-        "note   ds_config.json says train_batch_size 520, the capacity of its micro-batches: DeepSpeed's JSON cannot "
-        "express uneven ones; plan.json does, and frugal trains exactly 512 samples"
+        "note   ds_config.json alone trains 520 samples a step, not 512: DeepSpeed's JSON knows no uneven "
+        "micro-batches, plan.json does; --even is exact with both, 3 % slower"
     )
     assert verdict == VERDICT + "more   `frugal plan -v`: all of it; `frugal explain`: what binds and what helps\n"
     assert len(verdict.splitlines()) <= 8 and max(map(len, verdict.splitlines())) <= 80
@@ -66,8 +66,6 @@ def test_with_v_it_prints_the_whole_plan(capsys: pytest.CaptureFixture[str]) -> 
         out
         == """\
 512 samples = 4 GPUs x 13 micro-steps of 9 or 10 samples
-ds_config.json says train_batch_size 520, the capacity of its micro-batches: DeepSpeed's JSON cannot express \
-uneven ones; plan.json does, and frugal trains exactly 512 samples
 
 model      gpt2, causal-lm, 124.00M parameters, samples of 1024 tokens
 cluster    4 x generic card with 12.00 GiB
@@ -93,6 +91,10 @@ why
   ZeRO-2: the lowest stage that sums bf16 gradients in fp32
   expandable segments are on: slack is 0.0 MiB, 0.0 MiB without them
   memory binds: micro-batch 11 would be about 399.1 MiB short
+
+note
+  ds_config.json alone trains 520 samples a step, not 512: DeepSpeed's JSON knows no uneven micro-batches, plan.json \
+does; --even is exact with both, 3 % slower
 
 strategies
     step           batch       peak   headroom
@@ -134,8 +136,8 @@ def test_an_uneven_batch_says_how_its_cells_lie(capsys: pytest.CaptureFixture[st
     _, out, _ = frugal_plan(capsys, *CARDS, "--global-batch", "500", "--max-samples-per-gpu", "8")
     assert headline(out) == "500 samples = 4 GPUs x 16 micro-steps of 7 or 8 samples"
     assert out.splitlines()[:2] == [
-        "note   ds_config.json says train_batch_size 512, the capacity of its micro-batches: DeepSpeed's JSON cannot "
-        "express uneven ones; plan.json does, and frugal trains exactly 500 samples",
+        "note   ds_config.json alone trains 512 samples a step, not 500: DeepSpeed's JSON knows no uneven "
+        "micro-batches, plan.json does; --even is exact with both, 11 % slower",
         "",
     ]
 

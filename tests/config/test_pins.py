@@ -1,8 +1,15 @@
 """What the user pins is kept, and pins that cannot be are refused with their numbers."""
 
-import pytest
+import re
+from contextlib import suppress
+from typing import Any
 
-from frugal.errors import RequestError
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from frugal.deepspeed_adapter.json_config import batch_config
+from frugal.errors import NothingFitsError, RequestError
 from tests.planning.synthetic import SMALL, planned
 
 
@@ -34,6 +41,57 @@ def test_pinned_micro_batch_and_steps_are_kept() -> None:
 def test_a_micro_batch_that_is_never_full_is_told() -> None:
     made = planned(gpus=4, mem="24G", micro_batch=16, global_batch=32, model=SMALL)
     assert made.warnings == ("--micro-batch 16 exceeds the largest per-GPU micro-batch of this global batch (8)",)
+
+
+@given(
+    global_batch=st.integers(1, 700), gpus=st.integers(1, 8), micro=st.none() | st.integers(1, 9),
+    steps=st.none() | st.integers(1, 9),
+)  # fmt: skip
+def test_even_micro_batches_are_the_global_batch_or_are_refused_with_those_next_to_it(
+    global_batch: int, gpus: int, micro: int | None, steps: int | None
+) -> None:
+    """Of pins that are possible; a refusal that names a batch is asked again with that."""
+    asked: dict[str, Any] = {"gpus": gpus, "mem": "12G", "micro_batch": micro, "accumulation_steps": steps}
+    assume(micro is None or steps is None)
+    try:
+        made = planned(**asked, global_batch=global_batch, even=True, model=SMALL)
+    except RequestError as error:
+        assume("--even" in error.what)
+        assert error.hint is not None
+        named = sorted(map(int, re.findall(r"\d+", error.hint)))
+        assert named[-1] > global_batch and all(near < global_batch for near in named[:-1])
+        for near in named:
+            with suppress(NothingFitsError):
+                assert planned(**asked, global_batch=near, even=True, model=SMALL).batch.is_uniform
+        return
+    except NothingFitsError:
+        return
+    assert len(set(made.batch.micro_batch)) == 1
+    assert made.batch.largest_micro_batch * made.batch.accumulation_steps * gpus == global_batch
+    assert batch_config(made.batch)["train_batch_size"] == global_batch
+
+
+def test_even_micro_batches_are_so_on_cards_that_differ() -> None:
+    made = planned(mem="8G,8G,12G,12G", gpus=4, global_batch=500, even=True, model=SMALL)
+    assert set(made.batch.micro_batch) == {5} and made.batch.is_uniform
+
+
+def test_what_the_json_alone_would_train_is_told_with_the_price_of_even_micro_batches() -> None:
+    made = planned(gpus=4, mem="12G", global_batch=500, max_samples_per_gpu=8, model=SMALL)
+    even = planned(gpus=4, mem="12G", global_batch=500, max_samples_per_gpu=8, even=True, model=SMALL)
+    slower = 100 * (even.time.total_seconds / made.time.total_seconds - 1)
+    assert slower > 2 and made.warnings == (
+        "ds_config.json alone trains 512 samples a step, not 500: DeepSpeed's JSON knows no uneven micro-batches, "
+        f"plan.json does; --even is exact with both, {slower:.0f} % slower",
+    )
+    assert even.warnings == ()
+    odd = planned(gpus=4, mem="12G", global_batch=501, model=SMALL)
+    assert odd.warnings[0].endswith("; equal micro-batches come to a multiple of 4 samples")
+
+
+def test_even_says_what_else_would_fit() -> None:
+    made = planned(gpus=4, mem="12G", even=True, model=SMALL)
+    assert made.why[-1].endswith("; 10 would fit, and 8 is the largest that cuts 512 samples evenly, as asked")
 
 
 IMPOSSIBLE_PINS = {

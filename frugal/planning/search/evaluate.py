@@ -84,6 +84,8 @@ class Fitting:
         allows, or more of them, each no longer than one kind of rank takes with all it can hold.
         """
         of_kind = [fit[device] for device in self.devices]
+        if self.request.even:
+            return self._even_batches(min(of_kind))
         caps = self._per_rank(of_kind)
         num_steps, samples = self.request.accumulation_steps, self.request.batch_samples
         if num_steps is not None and num_steps * sum(caps) < samples:
@@ -95,6 +97,19 @@ class Fitting:
             for caps in self._caps_to_try(of_kind)
         )
         return list({batch.micro_batch: batch for batch in batches}.values())
+
+    def _even_batches(self, most: int) -> list[BatchPlan]:
+        """The batch of equal micro-batches on all ranks, the largest of at most so many samples; `check_pins` has seen
+        that there is one."""
+        samples, num_steps = self.request.batch_samples, self.request.accumulation_steps
+        per_rank = samples // self.world_size
+        if num_steps is not None:
+            micro = per_rank // num_steps
+        elif self.request.micro_batch is not None:
+            micro = min(self.request.micro_batch, per_rank)
+        else:
+            micro = max(size for size in range(1, min(most, per_rank) + 1) if per_rank % size == 0)
+        return [BatchPlan.of(samples, (micro,) * self.world_size)] if micro <= most else []
 
     def _caps_to_try(self, of_kind: Sequence[int]) -> list[tuple[int, ...]]:
         """Micro-batch caps of all ranks, from the most that each kind of device holds; see `batches`."""
