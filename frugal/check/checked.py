@@ -10,6 +10,7 @@ from frugal.check import traps, without_deepspeed
 from frugal.check.batch import Arithmetic
 from frugal.check.changes import Change, smallest
 from frugal.check.documents.document import Document
+from frugal.check.out_of_memory import Asked, OutOfMemory, askers
 from frugal.check.readers.deepspeed_json import Resolved
 from frugal.check.settings import Finding, Settings
 from frugal.check.verdict import Verdict, readable, request_of, resolved, subject_of, verdict_of
@@ -29,7 +30,8 @@ class Check:
 
     `verdict`: None where memory could not be checked, see `settings.refusals`. `change`: the smallest that fits, None
     where none was looked for or none of those tried does. `plan`: what frugal would do; where there is none, `no_plan`
-    says why. `seq_len_is_assumed`: no file and no flag says how long samples are.
+    says why. `out_of_memory`: a message of torch's, and `askers` what asks for so many bytes in the dry run.
+    `seq_len_is_assumed`: no file and no flag says how long samples are.
     """
 
     settings: Settings
@@ -42,6 +44,8 @@ class Check:
     change: Change | None = None
     plan: Plan | None = None
     no_plan: str = ""
+    out_of_memory: OutOfMemory | None = None
+    askers: Sequence[Asked] = ()
     seq_len_is_assumed: bool = False
 
     @property
@@ -64,11 +68,12 @@ def check(
     calibration: Calibration | None = None,
     unnamed: Card = GENERIC,
     with_plan: bool = True,
+    message: OutOfMemory | None = None,
     pool: Pool | None = None,
 ) -> Check:
     """Check what `gather` has read, on the GPUs that `hardware` describes, with the words of `frugal plan`.
 
-    `pool`: workers to share with others; they are left running at the end.
+    `message`: that such a run was out of memory. `pool`: workers to share with others, left running at the end.
 
     Raises:
         RequestError: the files, or they and the flags, say too little or contradict themselves.
@@ -84,6 +89,7 @@ def check(
     done = Check(
         settings=settings, documents=documents, cluster=cluster, deepspeed=deepspeed, arithmetic=arithmetic,
         findings=traps.traps(settings, deepspeed, arithmetic), seq_len_is_assumed=settings.seq_len is None,
+        out_of_memory=message,
     )  # fmt: skip
     with nullcontext(pool) if pool is not None else closing(workers()) as pool:
         with DryRunSource(request, cluster, pool=pool) as source:
@@ -109,7 +115,12 @@ def _evaluated(done: Check, request: Request, pool: Pool) -> Check:
     with DryRunSource(request, subject.cluster, pool=pool) as source:
         verdict = verdict_of(subject, source)
         change = None if verdict.fits else smallest(subject, source)
-    return replace(done, verdict=verdict, change=change)
+        asked: Sequence[Asked] = ()
+        if done.out_of_memory is not None:
+            batch = subject.batch
+            runs = source.dry_runs(subject.strategy, batch.largest_micro_batch, batch.accumulation_steps)
+            asked = askers(done.out_of_memory, runs)
+    return replace(done, verdict=verdict, change=change, askers=asked)
 
 
 def _planned(done: Check, request: Request, pool: Pool) -> Check:

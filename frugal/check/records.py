@@ -5,6 +5,7 @@ verdict where it is not that it fits; its rule is the trap's name.
 """
 
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import msgspec
 
 from frugal.check.checked import Check
 from frugal.check.documents.document import NAMES, Place
-from frugal.check.report import categories, headline
+from frugal.check.report import categories, headline, out_of_memory_lines
 from frugal.check.settings import Finding
 from frugal.check.verdict import Subject, Verdict
 from frugal.config.hardware import local_host
@@ -26,7 +27,7 @@ def as_json(check: Check) -> bytes:
     """All of a check. Sizes are bytes; `exit_code` is the command's.
 
     Keys: `verdict` (`fits`, `does not fit`, `not checked`), `files`, `batch`, `auto`, `subject`, `memory`, `findings`,
-    `deviations`, `refusals`, `unknown`, `change`, `plan`, `no_plan`.
+    `deviations`, `refusals`, `unknown`, `out_of_memory`, `change`, `plan`, `no_plan`.
     """
     verdict = check.verdict
     content = {
@@ -50,6 +51,7 @@ def as_json(check: Check) -> bytes:
         "deviations": [{"text": each.text, **_at(each.place)} for each in check.settings.deviations],
         "refusals": [{"text": each.text, **_at(each.place)} for each in check.settings.refusals],
         "unknown": [_at(place) for place in check.settings.unknown],
+        "out_of_memory": _out_of_memory(check),
         "change": _change(check),
         "plan": None if check.plan is None else msgspec.json.decode(check.plan.to_json()),
         "no_plan": check.no_plan or None,
@@ -93,6 +95,17 @@ def _at(place: Place | None) -> dict[str, Any]:
     if place is None:
         return {"file": None, "line": None, "key": None}
     return {"file": str(place.path), "line": place.line, "key": place.key}
+
+
+def _out_of_memory(check: Check) -> dict[str, Any] | None:
+    message = check.out_of_memory
+    if message is None:
+        return None
+    sizes = {name: value for name, value in asdict(message).items() if name != "place"}
+    return {
+        **sizes, **_at(message.place), "text": out_of_memory_lines(check),
+        "askers": [msgspec.to_builtins(asked) for asked in check.askers],
+    }  # fmt: skip
 
 
 def _change(check: Check) -> dict[str, Any] | None:

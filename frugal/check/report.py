@@ -10,12 +10,16 @@ from frugal.planning.memory.breakdown import MemoryBreakdown
 from frugal.units import format_bytes, plural
 
 SHOWN_BYTES = 1 << 16
+SHOWN_ASKERS = 3
+USUAL_CONTEXT_BYTES = 500 << 20
+"""By which contexts differ from what is planned, about (docs/facts/cuda.md)."""
 
 
 def report(check: Check) -> str:
     """All of it as text, the verdict first."""
     blocks = [
         [headline(check), *_what(check)],
+        _out_of_memory(check) if check.out_of_memory is not None else [],
         ["batch", *_batch(check)],
         _memory(check.verdict) if check.verdict is not None else [],
         _listed("traps", [line for finding in check.findings for line in finding_lines(finding)]),
@@ -74,6 +78,58 @@ def _batch(check: Check) -> list[str]:
     lines = [f"  {check.arithmetic}"]
     for each in filled:
         lines.append(f"  {each.name}: auto is {each.value}, {f'by {each.by}' if each.by else 'which is the default'}")
+    return lines
+
+
+def _out_of_memory(check: Check) -> list[str]:
+    """What torch's message says, and what the dry run says of it."""
+    message = check.out_of_memory
+    assert message is not None
+    who = [f"rank {message.rank}"] if message.rank is not None else []
+    who += [f"GPU {message.gpu}"] if message.gpu is not None else []
+    sizes = {
+        "allocated": message.allocated_bytes,
+        "reserved beside": message.unallocated_bytes,
+        "free": message.free_bytes,
+        "in all": message.total_bytes,
+    }
+    said = ", ".join(f"{format_bytes(size)} {name}" for name, size in sizes.items() if size is not None)
+    where = f" in {message.phase}" if message.phase else ""
+    more = f"; {message.num_ranks} ranks have such a message" if message.num_ranks > 1 else ""
+    return [
+        f"out of memory, {message.place}: {', '.join(who)}",
+        f"  {format_bytes(message.requested_bytes)} were asked of the driver{where}: {said}{more}",
+        *(f"  {line}" for line in out_of_memory_lines(check)),
+    ]
+
+
+def out_of_memory_lines(check: Check) -> list[str]:
+    """What the dry run has for a request of that size, and what that means."""
+    message, verdict = check.out_of_memory, check.verdict
+    assert message is not None
+    if verdict is None:
+        return []
+    live = verdict.memory.live_bytes
+    lines = [f"the dry run of these settings has {format_bytes(live)} of live tensors at its peak"]
+    if not check.askers:
+        lines.append(
+            "nothing in it asks for so many bytes: other settings, longer samples or another model ran; or it was "
+            "loading, evaluating or saving"
+        )
+    for asked in check.askers[:SHOWN_ASKERS]:
+        operator = asked.operator.removeprefix("aten.").removesuffix(".default")
+        module = f" of {asked.module}" if asked.module else ""
+        lines.append(f"{operator}{module} in {asked.phase} asks for that, with {format_bytes(asked.live_bytes)} alive")
+    pieces, others = message.unallocated_bytes or 0, message.others_bytes or 0
+    if pieces >= message.requested_bytes:
+        lines.append(
+            f"{format_bytes(pieces)} that torch had reserved were free, but in pieces: set "
+            "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+        )
+    if others > verdict.memory.context + USUAL_CONTEXT_BYTES:
+        lines.append(
+            f"{format_bytes(others)} of the card were neither torch's nor free: other processes, or a large context"
+        )
     return lines
 
 

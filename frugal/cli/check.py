@@ -17,12 +17,19 @@ from frugal.errors import RequestError
 
 
 @click.command("check", cls=SettingsCommand)
-@click.argument("paths", metavar="FILE...", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.argument("paths", metavar="FILE...", nargs=-1, type=click.Path(path_type=Path))
 @options(Request, names=FLAGS)
 @options(ClusterSettings)
 @click.option(
     "--as", "tool", type=click.Choice(get_args(Tool)),
     help="Whose the first file is, where its keys leave that open: TRL's arguments are Trainer's with other defaults.",
+)  # fmt: skip
+@click.option(
+    "--config", "more", multiple=True, metavar="FILE", type=click.Path(path_type=Path), help="The same as FILE."
+)
+@click.option(
+    "--oom", "log", metavar="LOG", type=click.Path(path_type=Path),
+    help="Explain the message in LOG that a GPU was out of memory. The card is the one that it names.",
 )  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print the check for programs.")
 @click.option(
@@ -31,8 +38,8 @@ from frugal.errors import RequestError
 @click.option("--no-plan", is_flag=True, help="Leave out the plan that frugal would make, which takes longest.")
 @click.pass_context
 def command(
-    context: click.Context, paths: tuple[Path, ...], tool: Tool | None, as_json: bool, as_sarif: bool, no_plan: bool,
-    **values: Any,
+    context: click.Context, paths: tuple[Path, ...], tool: Tool | None, more: tuple[Path, ...], log: Path | None,
+    as_json: bool, as_sarif: bool, no_plan: bool, **values: Any,
 ) -> None:  # fmt: skip
     """Say whether a configuration of another trainer fits, and what is wrong with it.
 
@@ -41,19 +48,25 @@ def command(
 
     The exit code is 0 where it fits, 3 where it does not, 2 where it does not start or cannot be checked.
     """
+    from frugal.check import out_of_memory
     from frugal.check.checked import check
     from frugal.check.gather import gather
     from frugal.check.report import report
 
     if as_json and as_sarif:
         raise RequestError("--json was given together with --sarif", hint="leave one of them out")
+    if not (paths or more):
+        raise click.UsageError("Missing argument 'FILE...'", click.get_current_context())
     flags = {name: values.pop(name) for name in FLAGS}
     if flags["lora"] is not None:
         flags["lora"] = Lora.of(flags["lora"])
-    settings, documents = gather(paths, flags, tool)
+    settings, documents = gather((*paths, *more), flags, tool)
     hardware = {name: value for name, value in values.items() if value is not None}
     if isinstance(hardware.get("gpu"), str):
         hardware["gpu"] = ",".join(map(_card, hardware["gpu"].split(",")))
+    message = None if log is None else out_of_memory.read(log)
+    if message is not None and message.total_bytes and not {"gpu", "mem", "hostfile"} & hardware.keys():
+        hardware["mem"] = message.total_bytes
     gpu_name, unnamed = None, GENERIC
     if not {"gpu", "mem", "hostfile"} & hardware.keys():
         here, gpu_name, unnamed = this_machine(hardware.get("gpus", settings.gpus))
@@ -62,7 +75,10 @@ def command(
     for note in notes:
         click.echo(f"note: {note}", err=True)
     with waiting(f"dry-running {settings.model}"):
-        done = check(settings, documents, hardware, calibration=calibration, unnamed=unnamed, with_plan=not no_plan)
+        done = check(
+            settings, documents, hardware, calibration=calibration, unnamed=unnamed, with_plan=not no_plan,
+            message=message,
+        )  # fmt: skip
     if as_json or as_sarif:
         from frugal.check.records import as_json as json_of
         from frugal.check.records import as_sarif as sarif_of
