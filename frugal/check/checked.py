@@ -10,7 +10,7 @@ from frugal.check import traps, without_deepspeed
 from frugal.check.batch import Arithmetic
 from frugal.check.changes import Change, smallest
 from frugal.check.documents.document import Document
-from frugal.check.out_of_memory import Asked, OutOfMemory, askers
+from frugal.check.out_of_memory import Asked, OutOfMemoryMessage, askers
 from frugal.check.readers.deepspeed_json import Resolved
 from frugal.check.settings import Finding, Settings
 from frugal.check.verdict import Verdict, readable, request_of, resolved, subject_of, verdict_of
@@ -44,7 +44,7 @@ class Check:
     change: Change | None = None
     plan: Plan | None = None
     no_plan: str = ""
-    out_of_memory: OutOfMemory | None = None
+    out_of_memory: OutOfMemoryMessage | None = None
     askers: Sequence[Asked] = ()
     seq_len_is_assumed: bool = False
 
@@ -68,7 +68,7 @@ def check(
     calibration: Calibration | None = None,
     unnamed: Card = GENERIC,
     with_plan: bool = True,
-    message: OutOfMemory | None = None,
+    message: OutOfMemoryMessage | None = None,
     pool: Pool | None = None,
 ) -> Check:
     """Check what `gather` has read, on the GPUs that `hardware` describes, with the words of `frugal plan`.

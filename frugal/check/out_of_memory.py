@@ -51,7 +51,7 @@ _LINES_OF_TRACEBACK = 400
 
 
 @dataclass(frozen=True, kw_only=True)
-class OutOfMemory:
+class OutOfMemoryMessage:
     """One message. Sizes are bytes, rounded as torch prints them; None where its wording has no such number.
 
     Attributes:
@@ -97,7 +97,7 @@ class OutOfMemory:
         return max(0, self.total_bytes - self.free_bytes - self.reserved_bytes)
 
 
-def read(path: Path) -> OutOfMemory:
+def read(path: Path) -> OutOfMemoryMessage:
     """The first message in a log, which is the one that stopped the run.
 
     Raises:
@@ -118,7 +118,7 @@ def read(path: Path) -> OutOfMemory:
     return _message(path, lines, numbers[0], max(1, len(ranks)))
 
 
-def _message(path: Path, lines: Sequence[str], number: int, num_ranks: int) -> OutOfMemory:
+def _message(path: Path, lines: Sequence[str], number: int, num_ranks: int) -> OutOfMemoryMessage:
     text = " ".join(lines[number : number + 3])  # a terminal may have cut it
     request = _REQUEST.search(lines[number])
     assert request is not None
@@ -127,7 +127,7 @@ def _message(path: Path, lines: Sequence[str], number: int, num_ranks: int) -> O
     if reserved is None and allocated is not None and unallocated is not None:
         reserved = allocated + unallocated
     decimals = len(request[1].partition(".")[2])
-    return OutOfMemory(
+    return OutOfMemoryMessage(
         requested_bytes=round(float(request[1]) * _UNITS[request[2]]),
         rounding_bytes=int(_UNITS[request[2]] / 10**decimals / 2) + 1 if request[2] != "bytes" else 0,
         total_bytes=_size(_TOTAL, text),
@@ -176,7 +176,7 @@ class Asked:
 _NUMBER = re.compile(r"\.\d+(?=\.|$)")  # of a layer in a dotted name
 
 
-def askers(message: OutOfMemory, dry_runs: Sequence[DryRun]) -> list[Asked]:
+def askers(message: OutOfMemoryMessage, dry_runs: Sequence[DryRun]) -> list[Asked]:
     """What asks for so many bytes in a dry run of the same settings, the likeliest first: of the traceback's phase,
     then by how near what is alive is to what the message says."""
     groups: dict[tuple[str, str, str], Asked] = {}
@@ -202,7 +202,7 @@ def askers(message: OutOfMemory, dry_runs: Sequence[DryRun]) -> list[Asked]:
     return sorted(groups.values(), key=distance)
 
 
-def _is_printed_alike(size: int, message: OutOfMemory) -> bool:
+def _is_printed_alike(size: int, message: OutOfMemoryMessage) -> bool:
     if not size:
         return False
     asked = segment_bytes(-(-size // SMALLEST_BLOCK) * SMALLEST_BLOCK)
