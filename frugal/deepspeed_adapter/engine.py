@@ -28,11 +28,14 @@ def initialize(
     *,
     learning_rate_schedule: Callable[[int], float] | None = None,
     votes: dist.ProcessGroup | None = None,
+    make_optimizer: kernels.MakeOptimizer | None = None,
+    groups: list[dict[str, Any]] | None = None,
 ) -> Zero:
     """DeepSpeed's engine around `model`, which has rank 0's weights on all ranks then. Collective.
 
     `learning_rate_schedule`: a factor on the learning rate by the number of optimizer steps done. `votes`: a gloo group
-    of all ranks; None: the usual one.
+    of all ranks; None: the usual one. `make_optimizer`: in place of the request's. `groups`: the trained parameters
+    with settings of each group; None: all in one, with those of the request.
 
     Raises:
         RequestError: the device cannot do the precision, or its optimizer's library, a compiler or the disk is missing.
@@ -42,7 +45,9 @@ def initialize(
         strategy = replace(strategy, nvme_path=str(kernels.own_nvme_folder(strategy, votes)))
     config = batch_config(batch) | strategy_config(request, strategy)
     kernels.leave_muon_uncompiled()
-    optimizer = kernels.ready_made(request, strategy)
+    optimizer = make_optimizer or kernels.ready_made(request, strategy)
+    if make_optimizer is not None:
+        config.pop("optimizer", None)
     if strategy.zero_stage == 3:
         _partition(model, config, kernels.DTYPES[request.precision])
     scheduler = None
@@ -51,9 +56,9 @@ def initialize(
         def scheduler(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
             return torch.optim.lr_scheduler.LambdaLR(optimizer, learning_rate_schedule)
 
-    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    trainable: list[Any] = [parameter for parameter in model.parameters() if parameter.requires_grad]
     engine, *_ = deepspeed.initialize(
-        model=model, optimizer=optimizer, model_parameters=trainable, lr_scheduler=scheduler, config=config
+        model=model, optimizer=optimizer, model_parameters=groups or trainable, lr_scheduler=scheduler, config=config
     )
     return stages.of(engine, strategy)
 

@@ -8,7 +8,7 @@ The precisions a request can name.
 import secrets
 import shutil
 import socket
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -22,7 +22,8 @@ from frugal.config.request import Request
 from frugal.errors import RequestError
 from frugal.planning.strategy import Strategy, optimizer_implementation
 
-MakeOptimizer = Callable[[Iterable[Any]], torch.optim.Optimizer]
+MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
+"""Of parameters, or of a list of groups of them."""
 
 
 def ready_made(request: Request, strategy: Strategy) -> MakeOptimizer | None:

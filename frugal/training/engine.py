@@ -23,6 +23,7 @@ from frugal.training.checkpoint.progress import Progress, check_plain
 from frugal.training.data.given_batch import Given, as_samples
 from frugal.training.extensions.callbacks import Callbacks
 from frugal.training.extensions.metric import Metric
+from frugal.training.extensions.optimizer import MakeOptimizer, OwnOptimizer, ParameterGroups
 from frugal.training.losses.evaluation import Evaluation, evaluate
 from frugal.training.models import adapters, batch_norm
 from frugal.training.objectives import Objective
@@ -83,16 +84,22 @@ def initialize(
     *,
     learning_rate_schedule: Callable[[int], float] | None = None,
     callbacks: Callbacks | Sequence[Any] = (),
+    optimizer: MakeOptimizer | None = None,
+    parameter_groups: ParameterGroups | None = None,
 ) -> Engine:
     """An engine that trains `model` as `plan` says. Collective: every rank calls it.
 
     Rank 0's weights are used on all ranks. Adapters that are planned are added, unless `model` has some; what is then
     trained is `engine.module`. `learning_rate_schedule` maps the number of optimizer steps done to a
     factor on the planned learning rate. `callbacks` are objects with any of the methods `on_step`, `on_evaluation` and
-    `on_save`; see `frugal.training.extensions.callbacks`.
+    `on_save`; see `frugal.training.extensions.callbacks`. `optimizer` makes an optimizer of a list of parameter groups,
+    in place of the planned one, whose settings it does not take; `parameter_groups` are settings by a pattern of names,
+    or by a function of name and parameter. The schedule is a factor on the `lr` of each group. See
+    `frugal.training.extensions.optimizer`.
 
     Raises:
-        PlanMismatchError: the plan is for another number of ranks, or ranks hold different plans.
+        PlanMismatchError: the plan is for another number of ranks, or ranks hold different plans; or `optimizer` needs
+            more memory than the plan leaves.
         RequestError: the device cannot do the precision, or the model what the plan says of BatchNorm; its optimizer's
             library, a compiler or the disk is missing; or DeepSpeed is another than the one that was tested, and lacks
             something.
@@ -110,11 +117,15 @@ def initialize(
     _refuse_different_plans(plan, votes)
     model = adapters.as_planned(model, plan)
     _apply_batch_norm(model, plan)
+    own = OwnOptimizer.of(model, plan, optimizer, parameter_groups)
     with nullcontext() if is_nccl else closed_afterwards():
         zero = wrap(
-            model, plan.request, plan.strategy, plan.batch, learning_rate_schedule=learning_rate_schedule, votes=votes
-        )
+            model, plan.request, plan.strategy, plan.batch, learning_rate_schedule=learning_rate_schedule, votes=votes,
+            make_optimizer=None if own is None else own.make, groups=None if own is None else own.groups,
+        )  # fmt: skip
     made = Engine(zero, plan, objective, votes)
+    if own is not None:
+        made.own_optimizer, made.group_settings = own, own.settings(zero)
     made.callbacks = callbacks if isinstance(callbacks, Callbacks) else Callbacks(callbacks)
     return made
 

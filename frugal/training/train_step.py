@@ -32,6 +32,7 @@ from frugal.planning.strategy import Strategy
 from frugal.training.data.batches import MicroBatchLimits, Share, pin, share
 from frugal.training.data.given_batch import Given, as_samples
 from frugal.training.extensions.callbacks import Callbacks
+from frugal.training.extensions.optimizer import MakeOptimizer, OwnOptimizer
 from frugal.training.models import (
     activation_checkpointing,
     expert_modules,
@@ -128,6 +129,8 @@ class Stepper:
         self.world_size = dist.get_world_size()
         self.device = torch.device(zero.engine.device)
         self.cache = CachedBlocks(self.device)
+        self.own_optimizer: OwnOptimizer | None = None
+        self.group_settings: list[dict[str, Any]] = []  # of its groups, without what a schedule does to them
 
     @property
     def module(self) -> nn.Module:
@@ -263,6 +266,8 @@ def wrap(
     *,
     learning_rate_schedule: Callable[[int], float] | None = None,
     votes: dist.ProcessGroup | None = None,
+    make_optimizer: MakeOptimizer | None = None,
+    groups: list[dict[str, Any]] | None = None,
 ) -> Zero:
     """DeepSpeed's engine around `model`, changed as the strategy says. Collective. Raises as the adapter does."""
     transformers_internals.always_use()
@@ -273,8 +278,9 @@ def wrap(
     if strategy.offload_optimizer != "none":
         local_host.give_back_large_blocks()
     return engine.initialize(
-        model, request, strategy, batch, learning_rate_schedule=learning_rate_schedule, votes=votes
-    )
+        model, request, strategy, batch, learning_rate_schedule=learning_rate_schedule, votes=votes,
+        make_optimizer=make_optimizer, groups=groups,
+    )  # fmt: skip
 
 
 def accumulate(deepspeed: Any, objective: Objective, batches: Sequence[Batch], targets: int) -> Tensor:

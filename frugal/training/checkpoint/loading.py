@@ -225,6 +225,7 @@ def load(engine: Stepper, folder: Path, *, only: str | None = None) -> Loaded:
 def origin(engine: Stepper, step: int, listed: dict[str, File]) -> Manifest:
     """What this run is, in the manifest's words."""
     plan = engine.plan
+    own = None if engine.own_optimizer is None else engine.own_optimizer.name
     shapes = [(name, engine.zero.shape(p)) for name, p in engine.module.named_parameters()]
     return Manifest(
         step=step,
@@ -232,10 +233,10 @@ def origin(engine: Stepper, step: int, listed: dict[str, File]) -> Manifest:
         zero_stage=plan.strategy.zero_stage,
         offload=(plan.strategy.offload_optimizer, plan.strategy.offload_parameters),
         strategy=str(plan.strategy),
-        optimizer=kernels.describe_optimizer(plan.request, plan.strategy),
+        optimizer=kernels.describe_optimizer(plan.request, plan.strategy) if own is None else own,
         model=plan.request.model,
         shapes=manifest.digest_of(shapes),
-        recipe=resume_checks.recipe(plan),
+        recipe=resume_checks.recipe(plan) | ({} if own is None else {"optimizer": own}),
         plan_digest=plan.digest,
         versions=local_host.library_versions(),
         files=listed,
@@ -317,6 +318,9 @@ def _fits(engine: Stepper, path: Path, made_by: Manifest, this: Manifest) -> boo
 def _follow_plan(engine: Stepper) -> None:
     """Have the optimizer go on with the plan's settings, which DeepSpeed overwrites with those it saved."""
     request, scheduler = engine.plan.request, engine.deepspeed.lr_scheduler
+    if engine.own_optimizer is not None:
+        _follow_groups(engine)
+        return
     peak, factor = request.scaled_learning_rate, 1.0
     if scheduler is not None:
         scheduler.base_lrs = [peak] * len(scheduler.base_lrs)
@@ -328,6 +332,17 @@ def _follow_plan(engine: Stepper) -> None:
             group["momentum"] = request.momentum or 0.0
         if "betas" in group:
             group["betas"], group["eps"] = request.betas, request.epsilon
+
+
+def _follow_groups(engine: Stepper) -> None:
+    """The same with an optimizer or groups of the user's own: each group has its own settings."""
+    scheduler, factor = engine.deepspeed.lr_scheduler, 1.0
+    if scheduler is not None:
+        scheduler.base_lrs = [settings["lr"] for settings in engine.group_settings]
+        factor = scheduler.lr_lambdas[0](scheduler.last_epoch)
+    for group, settings in zip(engine.zero.inner.param_groups, engine.group_settings, strict=True):
+        group.update(settings)
+        group["lr"] = settings["lr"] * factor
 
 
 def on_data(progress: "Progress", data: Provenance, settings: RunSettings) -> "tuple[Progress, tuple[str, ...]]":

@@ -1,0 +1,187 @@
+"""An optimizer of a user's own, and settings of an optimizer by parameter.
+
+    def make(groups):                              # a list of dicts, as torch's optimizers take them
+        return torch.optim.NAdam(groups, lr=2e-4)
+
+    initialize(model, plan, objective, optimizer=make,
+               parameter_groups={"*.bias": {"weight_decay": 0.0}, "head.*": {"lr": 1e-3}})
+
+ZeRO hands an optimizer the parameters of a group end to end in flat tensors, of which each rank has a part. So only
+optimizers that update each element by itself train the same on any ranks: that is tried on a small tensor, cut and
+whole, before training, and refused from stage 1 on (LAMB, Adafactor, Muon). What it keeps of each element is measured
+there, too, and held against the plan, which counted another optimizer.
+
+A group is a flat tensor of its own. Left out of the plan: its padding, 2 elements a rank at most, and that buckets and
+ZeRO-3's sub-groups are cut elsewhere.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from frugal.deepspeed_adapter.stages import Zero
+from frugal.errors import PlanMismatchError, RequestError
+from frugal.planning.plan import Plan
+from frugal.units import format_bytes
+
+MakeOptimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
+Settings = Mapping[str, Any]
+ParameterGroups = Mapping[str, Settings] | Callable[[str, nn.Parameter], Settings | None]
+"""Settings by a pattern of names (`*.bias`; the first that matches counts), or what says them of a parameter."""
+
+_TRIED = (96, 64)
+"""Shape of the parameter that an optimizer is tried on: as large as those of which some keep states in blocks."""
+_NUM_STEPS = 2
+
+
+@dataclass(frozen=True)
+class OwnOptimizer:
+    """What the user asks of the optimizer beside the plan.
+
+    Attributes:
+        make: the optimizer of parameter groups; None: the plan's.
+        groups: the model's trained parameters with settings of each group.
+        name: its class, which is what a checkpoint calls it; None: the plan's.
+    """
+
+    make: MakeOptimizer | None
+    groups: list[dict[str, Any]]
+    name: str | None
+
+    @classmethod
+    def of(
+        cls, model: nn.Module, plan: Plan, make: MakeOptimizer | None, groups: ParameterGroups | None
+    ) -> "OwnOptimizer | None":
+        """None where neither is asked for.
+
+        Raises:
+            RequestError: a pattern matches nothing, or the optimizer cannot be trained with on several ranks.
+            PlanMismatchError: it needs more memory than the plan leaves.
+        """
+        if make is None and groups is None:
+            return None
+        if not plan.request.decays_all:
+            raise RequestError(
+                "--no-decay-norms was planned, and the optimizer's groups are given",
+                because="each group says its own weight decay",
+                hint='plan without it, and give a group {"weight_decay": 0.0}',
+            )
+        if make is not None and (plan.strategy.offload_optimizer == "nvme" or plan.request.optimizer_states == "bf16"):
+            where = "on NVMe" if plan.strategy.offload_optimizer == "nvme" else "in bf16"
+            raise RequestError(
+                f"an optimizer of your own cannot have its states {where}",
+                because="that is known only of those that are planned",
+                hint="plan without it",
+            )
+        return cls(make, _grouped(model, groups or {}), None if make is None else _checked(make, plan))
+
+    def settings(self, zero: Zero) -> list[dict[str, Any]]:
+        """Of each group of the optimizer that was made, without what a schedule does to them."""
+        return [
+            {
+                name: group.get("initial_lr", value) if name == "lr" else value
+                for name, value in group.items()
+                if name not in ("params", "initial_lr")
+            }
+            for group in zero.inner.param_groups
+        ]
+
+
+def _grouped(model: nn.Module, groups: ParameterGroups) -> list[dict[str, Any]]:
+    """The trained parameters by their settings, groups in the order in which the model comes to them."""
+    made: list[dict[str, Any]] = []
+    used: set[str] = set()
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        if callable(groups):
+            settings = dict(groups(name, parameter) or {})
+        else:
+            pattern = next((each for each in groups if fnmatchcase(name, each)), None)
+            settings = {} if pattern is None else dict(groups[pattern])
+            used |= set() if pattern is None else {pattern}
+        same = next((group for group in made if group["settings"] == settings), None)
+        if same is None:
+            made.append(same := {"settings": settings, "params": []})
+        same["params"].append(parameter)
+    unused = [] if callable(groups) else [pattern for pattern in groups if pattern not in used]
+    if unused:
+        raise RequestError(
+            f"no trained parameter is called like `{unused[0]}`",
+            because="each pattern of parameter_groups must be the first that matches some parameter",
+            hint=f"names are like `{next(iter(dict(model.named_parameters())))}`",
+        )
+    return [{"params": group["params"], **group["settings"]} for group in made]
+
+
+def _checked(make: MakeOptimizer, plan: Plan) -> str:
+    """The optimizer's class, if it can train as planned."""
+    whole, state_bytes, name = _tried(make, [_TRIED])
+    elements = whole.numel()
+    if plan.strategy.zero_stage:
+        try:
+            cut, *_ = _tried(make, [(elements // 3,), (elements - elements // 3,)])
+        except Exception as error:  # whatever an optimizer says of a tensor that is no matrix
+            raise _not_by_element(name, str(error).splitlines()[0]) from None
+        if not torch.allclose(whole, cut, rtol=1e-4, atol=1e-7):
+            raise _not_by_element(name, "the same gradient cut in two parts gives other weights than in one")
+    _check_memory(name, state_bytes / elements, plan)
+    return name
+
+
+def _not_by_element(name: str, reason: str) -> RequestError:
+    return RequestError(
+        f"{name} cannot be trained with under ZeRO",
+        because=["ZeRO cuts parameters into flat parts, so each element must be updated by itself", reason],
+        hint="plan with --zero-stage 0 --precision fp32, or use another optimizer",
+    )
+
+
+def _tried(make: MakeOptimizer, shapes: Sequence[tuple[int, ...]]) -> tuple[Tensor, int, str]:
+    """Elements after a few steps of one parameter in parts of these shapes, bytes of the states, and the class."""
+    generator = torch.Generator().manual_seed(0)
+    size = _TRIED[0] * _TRIED[1]
+    start = torch.randn(size, generator=generator)
+    gradients = [torch.randn(size, generator=generator) for _ in range(_NUM_STEPS)]
+    numbers = [torch.Size(shape).numel() for shape in shapes]
+
+    def cut(elements: Tensor) -> list[Tensor]:
+        return [part.reshape(shape).clone() for part, shape in zip(elements.split(numbers), shapes, strict=True)]
+
+    parameters = [nn.Parameter(part) for part in cut(start)]
+    optimizer = make([{"params": parameters}])
+    for gradient in gradients:
+        for parameter, part in zip(parameters, cut(gradient), strict=True):
+            parameter.grad = part
+        optimizer.step()
+    kept = [
+        value
+        for state in optimizer.state.values()
+        for value in state.values()
+        if isinstance(value, Tensor) and value.numel() > 1
+    ]
+    state_bytes = sum(value.numel() * value.element_size() for value in kept)
+    return torch.cat([parameter.detach().flatten() for parameter in parameters]), state_bytes, type(optimizer).__name__
+
+
+def _check_memory(name: str, state_bytes: float, plan: Plan) -> None:
+    """Refuse an optimizer that keeps more than the plan leaves free; bytes of each element.
+
+    Raises:
+        PlanMismatchError: it does.
+    """
+    planned = plan.request.state_bytes_per_element
+    ranks = plan.batch.world_size if plan.strategy.zero_stage else 1
+    more = (state_bytes - planned) * plan.model.trainable_parameters / ranks
+    if plan.strategy.offload_optimizer != "none" or more <= plan.memory.headroom_bytes:
+        return
+    raise PlanMismatchError(
+        f"{name} needs more memory than was planned",
+        because=f"it keeps {state_bytes:g} bytes of each element and {plan.request.optimizer} {planned:g}: "
+        f"{format_bytes(int(more))} more on a rank, of which {format_bytes(plan.memory.headroom_bytes)} are free",
+        hint="plan for a smaller --mem, so that as much stays free",
+    )
