@@ -120,7 +120,12 @@ class Fields:
         self._prefix = prefix
         self._content: Mapping[str, Any] = document.content
         for key in prefix:
-            self._content = self._content.get(key) or {}
+            inside = self._content.get(key) or {}
+            if not isinstance(inside, dict):
+                raise RequestError(
+                    f"`{key}` in {document.place(*prefix)} is {inside!r}", because="it must be a mapping"
+                )
+            self._content = inside
         self._asked: set[str] = set()
 
     def __contains__(self, key: str) -> bool:
@@ -163,6 +168,15 @@ class Fields:
             return str(value).lower() in ("true", "yes", "1")
         raise self._wrong(keys, value, "true or false")
 
+    def names(self, *keys: str, of: str | None = None) -> list[str]:
+        """A list of names, which may be one text with commas or spaces between them."""
+        value = self.value(*keys, of=of)
+        if isinstance(value, str):
+            return value.replace(",", " ").split()
+        if value is not None and not isinstance(value, list):
+            raise self._wrong(keys, value, "a list of names")
+        return [str(name) for name in value or ()]
+
     def _number(self, kind: str, read: Callable[[Any], Any], keys: tuple[str, ...], of: str | None) -> Any:
         value = self.value(*keys, of=of)
         if value is None:
@@ -171,7 +185,7 @@ class Fields:
             if isinstance(value, bool | list | dict):
                 raise ValueError
             return read(value)
-        except ValueError:
+        except (ValueError, OverflowError):
             raise self._wrong(keys, value, kind) from None
 
     def _wrong(self, keys: tuple[str, ...], value: Any, must_be: str) -> RequestError:

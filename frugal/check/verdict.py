@@ -93,12 +93,27 @@ def request_of(settings: Settings, deepspeed: Resolved | None, arithmetic: Arith
     }
     if settings.lora is not None and settings.lora.targets == (PEFTS_OWN,):
         values["lora"] = replace(settings.lora, targets=_targets_of_peft(values["model"], settings.task))
-    if settings.quantize is not None:
-        if "quantize" in settings_of(Request):
-            values["quantize"] = settings.quantize
-        else:
-            settings.refuse(f"the base in {settings.quantize}, which frugal does not train", settings.place("quantize"))
-    return Request(**{name: value for name, value in values.items() if value is not None})
+    if _has_bf16_states(settings):
+        values["optimizer_states"] = "bf16"
+    given = {name: value for name, value in values.items() if value is not None}
+    if settings.quantize is None:
+        return Request(**given)
+    try:
+        if "quantize" not in settings_of(Request):
+            raise RequestError(f"frugal trains no base in {settings.quantize}")
+        return Request(**given | {"quantize": settings.quantize})
+    except RequestError as error:
+        settings.refuse(f"the base in {settings.quantize}: {error.what}", settings.place("quantize"))
+        return Request(**given)
+
+
+def _has_bf16_states(settings: Settings) -> bool:
+    """Whether DeepSpeed keeps master weights and the optimizer's states in bf16; one of them alone frugal does not."""
+    block = (settings.deepspeed or {}).get("bf16") or {}
+    both = [bool(block.get(name)) for name in ("bf16_master_weights_and_grads", "bf16_optimizer_states")]
+    if any(both) and not all(both):
+        settings.deviate("states in bf16 are evaluated in fp32: only both kinds together are followed")
+    return all(both)
 
 
 def readable(request: Request, facts: Facts, settings: Settings) -> Request:

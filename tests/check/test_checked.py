@@ -279,3 +279,97 @@ def test_a_field_that_is_not_known_is_listed_with_its_line(pool: Pool) -> None:
 def test_every_other_field_of_the_examples_is_known(path: Path) -> None:
     settings, _ = gather([path], {"micro_batch": 1, "accumulation_steps": 1})
     assert {place.key for place in settings.unknown} <= {"my_own_field"}
+
+
+def test_every_field_of_training_arguments_is_known_or_read() -> None:
+    """Of the installed transformers: what is new in it would be listed as unknown."""
+    from dataclasses import fields
+    from inspect import getsource
+
+    from transformers import TrainingArguments
+
+    from frugal.check.documents.known_fields import no_effect
+    from frugal.check.readers import trainer
+
+    passed_over = no_effect("transformers")
+    rest = {each.name for each in fields(TrainingArguments) if each.init} - passed_over
+    source = getsource(trainer) + (CONFIGS.parents[2] / "frugal/check/documents/known_fields.toml").read_text()
+    read = {name for name in rest if f'"{name}"' in source or f"\n{name} = " in source}
+    assert rest - read == {"activation_checkpointing_kwargs", "gradient_checkpointing_kwargs"}  # made of the others
+
+
+def test_defaults_are_those_of_training_arguments() -> None:
+    from transformers import TrainingArguments
+
+    from frugal.check.readers import trainer
+
+    args = TrainingArguments("out", use_cpu=True, report_to=[])
+    theirs = (args.per_device_train_batch_size, args.optim, args.learning_rate, args.max_grad_norm)
+    assert theirs == (trainer.MICRO_BATCH, trainer.OPTIMIZER, trainer.LEARNING_RATE, 1.0)
+
+
+def test_an_unknown_field_inside_a_block_is_listed(tmp_path: Path) -> None:
+    file = tmp_path / "ds.json"
+    file.write_text('{"bf16": {"enabled": true,\n "immediate_grad_update": true},\n "zero_optimization": {"stage": 2}}')
+    settings, _ = gather([file], {})
+    assert [(str(place), place.key) for place in settings.unknown] == [(f"{file}:2", "bf16.immediate_grad_update")]
+
+
+REAL = {
+    "deepspeed/zero2.json": {"overlap_comm": False, "reduce_bucket_size": 200_000},
+    "deepspeed/zero1-fp16.json": {},
+    "deepspeed/zero3-auto.json": {"overlap_comm": False},
+}
+"""JSONs, and what is changed in them: a loop's dry run counts side streams otherwise, which is not what is tested."""
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", REAL)
+def test_the_verdict_is_what_deepspeed_takes_with_that_json(
+    name: str, tmp_path: Path, pool: Pool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """DeepSpeed itself gets the JSON, its `auto` filled in by transformers; the loss is the model's own."""
+    config = json.loads((CONFIGS / name).read_text())
+    config["zero_optimization"].update(REAL[name])
+    config |= {"train_batch_size": 16, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2}
+    config |= {"optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}}, "gradient_clipping": 1.0}
+    config.pop("scheduler", None)
+    sizes = {"reduce_bucket_size": HIDDEN**2, "stage3_prefetch_bucket_size": int(0.9 * HIDDEN**2)}
+    sizes |= {"stage3_param_persistence_threshold": 10 * HIDDEN}
+    zero = config["zero_optimization"]
+    zero.update({key: size for key, size in sizes.items() if zero.get(key) == "auto"})
+    if "fp16" not in config:
+        config["bf16"] = {"enabled": True}
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps(config))
+    script = tmp_path / "loop.py"
+    script.write_text(LOOP.format(config=str(file), model=TINY))
+    code, out, err = frugal(capsys, "dryrun", f"{script}:step", "--gpus", "2", "--mem", "6G", "--json")
+    assert code == 0, err
+    theirs = json.loads(out)
+    done = checked((str(file),), pool, 2, seq_len=128)
+    assert done.verdict is not None
+    live = sum(size for category, size in theirs["categories"].items() if category != "rounding")
+    assert done.verdict.memory.live_bytes == pytest.approx(live, rel=0.005)
+
+
+LOOP = """
+import json
+import deepspeed, torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+CONFIG = json.load(open("{config}"))
+
+def engine():
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained("{model}", use_cache=False)).train()
+    return deepspeed.initialize(model=model, model_parameters=model.parameters(), config=CONFIG)[0]
+
+def batch():
+    return [torch.randint(0, 2000, (4, 128)) for _ in range(2)]
+
+def step(engine, batch):
+    for ids in batch:
+        ids = ids.to(engine.device)
+        engine.backward(engine(input_ids=ids, labels=ids).loss)
+        engine.step()
+"""

@@ -86,7 +86,7 @@ def _adapters(fields: Fields) -> None:
         return
     if kind == "qlora" and settings.quantize is None:
         settings.quantize = "nf4"
-    targets = "all" if fields.flag("lora_target_linear") else fields.value("lora_target_modules")
+    targets = ["all"] if fields.flag("lora_target_linear") else fields.names("lora_target_modules")
     trainer.take_lora(
         fields,
         fields.whole("lora_r", of="lora") or 8,
@@ -99,7 +99,7 @@ def _adapters(fields: Fields) -> None:
 
 def _loss(fields: Fields) -> None:
     settings = fields.settings
-    plugins = [str(name).rpartition(".")[2] for name in fields.value("plugins", of="tiled_loss") or []]
+    plugins = [str(name).rpartition(".")[2] for name in fields.names("plugins", of="tiled_loss")]
     liger = fields.flag("liger_fused_linear_cross_entropy")
     fields.known("liger_rope", "liger_rms_norm", "liger_glu_activation", "liger_layer_norm", "liger_cross_entropy")
     cut = fields.flag("cut_cross_entropy")

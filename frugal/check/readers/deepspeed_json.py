@@ -11,6 +11,7 @@ Keys and defaults are those of DeepSpeed 0.19.8 (`runtime/config.py`, `runtime/z
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from math import isfinite
 from typing import Any
 
 from frugal.check.documents.document import Document, Place
@@ -77,9 +78,10 @@ def read(document: Document, settings: Settings) -> None:
     settings.deepspeed = document.content
     _keep_places(document, settings)
     fields = Fields(document, settings)
-    for block in ("zero_optimization", "bf16", "fp16", "optimizer", "data_types", "activation_checkpointing"):
-        if not isinstance(fields.value(block) or {}, dict):
-            raise RequestError(f"`{block}` in {fields.place(block)} is no mapping")
+    fields.known("zero_optimization", "bf16", "fp16", "optimizer", "data_types", "activation_checkpointing")
+    if not isinstance(fields.value("zero_optimization") or {}, dict):
+        raise RequestError(f"`zero_optimization` in {fields.place('zero_optimization')} is no mapping")
+    _read_blocks(document, settings)
     fields.known("train_batch_size", MICRO_BATCH, "gradient_accumulation_steps", "gradient_clipping", *REMOVED)
     fields.known("zero_force_ds_cpu_optimizer", "torch_autocast", "bfloat16")
     for block in ("tensor_parallel", "pipeline", "sequence_parallel_size", "hybrid_engine", "expert_parallel"):
@@ -110,6 +112,40 @@ def _read_zero(document: Document, settings: Settings) -> None:
     finish(zero, "deepspeed", prefix="zero_")
 
 
+_NESTED = {
+    ("bf16",): "enabled bf16_master_weights_and_grads bf16_optimizer_states check_overflow",
+    ("fp16",): "enabled auto_cast loss_scale initial_scale_power loss_scale_window hysteresis consecutive_hysteresis "
+    "min_loss_scale",
+    ("data_types",): "grad_accum_dtype",
+    ("optimizer",): "type params",
+    ("optimizer", "params"): "lr betas eps weight_decay momentum bias_correction torch_adam adam_w_mode fused foreach "
+    "amsgrad max_coeff min_coeff freeze_step",
+    ("zero_optimization", "offload_optimizer"): "device nvme_path pin_memory buffer_count pipeline pipeline_read "
+    "pipeline_write fast_init ratio",
+    ("zero_optimization", "offload_param"): "device nvme_path pin_memory buffer_count buffer_size max_in_cpu",
+}
+"""Fields of the blocks that are read here."""
+
+
+def _read_blocks(document: Document, settings: Settings) -> None:
+    """List what is not known inside of blocks.
+
+    Raises:
+        RequestError: a block is no mapping.
+    """
+    for path, known in _NESTED.items():
+        inside: Any = document.content
+        for key in path:
+            inside = (inside or {}).get(key)
+        if inside is None:
+            continue
+        if not isinstance(inside, dict):
+            raise RequestError(f"`{'.'.join(path)}` in {document.place(*path)} is no mapping")
+        fields = Fields(document, settings, path)
+        fields.known(*known.split())
+        fields.list_unknown()
+
+
 def _read_optimizer(fields: Fields, settings: Settings) -> None:
     block = fields.value("optimizer")
     if not block:
@@ -136,6 +172,9 @@ def resolve(settings: Settings, world_size: int, hidden_size: Callable[[], int |
     precision = _precision(config, settings, filled)
     zero = dict(config.get("zero_optimization") or {})
     zero["stage"] = stage = int(_number(settings, "zero_optimization.stage", zero.get("stage", 0)))
+    if stage not in (0, 1, 2, 3):
+        where = settings.places.get("json.zero_optimization.stage", "the DeepSpeed JSON")
+        raise RequestError(f"`zero_optimization.stage` in {where} is {stage}", because="ZeRO has the stages 0 to 3")
     for name, default in _SIZES.items():
         value = zero.get(name, default)
         if value == AUTO:
@@ -194,7 +233,7 @@ def _precision(config: Mapping[str, Any], settings: Settings, filled: list[Fille
 
 def _number(settings: Settings, name: str, value: Any) -> float:
     try:
-        if isinstance(value, bool | list | dict):
+        if isinstance(value, bool | list | dict) or not isfinite(float(value)):
             raise ValueError
         return float(value)
     except (TypeError, ValueError):

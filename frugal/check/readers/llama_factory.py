@@ -68,7 +68,7 @@ def _method(fields: Fields) -> None:
             fields.whole("lora_rank", of="lora") or RANK,
             alpha=fields.number("lora_alpha"),
             dropout=fields.number("lora_dropout"),
-            targets=fields.value("lora_target") or "all",
+            targets=fields.names("lora_target") or ["all"],
             dora=fields.flag("use_dora"),
         )
     elif kind != "full":

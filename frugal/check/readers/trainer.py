@@ -3,8 +3,6 @@
 Defaults are those of transformers 5.23.0 and TRL 1.16.0.
 """
 
-from typing import Any
-
 from frugal.check.documents import command_line
 from frugal.check.documents.document import Document, Tool
 from frugal.check.documents.known_fields import finish
@@ -138,7 +136,7 @@ def _trl(fields: Fields) -> None:
             fields.whole("lora_r", of="lora") or 16,
             alpha=fields.number("lora_alpha") or 32,
             dropout=0.05 if dropout is None else dropout,
-            targets=fields.value("lora_target_modules"),
+            targets=fields.names("lora_target_modules"),
             dora=fields.flag("use_dora"),
         )
     quantised(fields, four=fields.flag("load_in_4bit", of="quantize"), eight=fields.flag("load_in_8bit", of="quantize"))
@@ -157,12 +155,10 @@ PEFTS_OWN = "(peft's own)"
 
 
 def take_lora(
-    fields: Fields, rank: int, *, alpha: float | None, dropout: float | None, targets: Any, dora: bool | None
+    fields: Fields, rank: int, *, alpha: float | None, dropout: float | None, targets: list[str], dora: bool | None
 ) -> None:
-    """Set the adapters. Targets may be text or a list, `all` is all linear layers, nothing leaves them to peft."""
-    names = targets.replace(",", " ").split() if isinstance(targets, str) else [str(name) for name in targets or ()]
-    if names in (["all"], [ALL_LINEAR]):
-        names = [ALL_LINEAR]
+    """Set the adapters. `all` is all linear layers, no targets leave them to peft."""
+    names = [ALL_LINEAR] if targets in (["all"], [ALL_LINEAR]) else targets
     fields.settings.lora = Lora(
         rank=rank,
         alpha=float(2 * rank if alpha is None else alpha),
