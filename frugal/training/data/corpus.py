@@ -39,7 +39,7 @@ from frugal.training.data import tokenizer as tokenizing
 from frugal.training.data.batches import permutation
 from frugal.training.data.build import SampleMaker, write_samples
 from frugal.training.data.chat import marks
-from frugal.training.data.chat.template import read_template
+from frugal.training.data.chat.template import BUILT_IN, missing_tokens, read_template
 from frugal.training.data.mixture import Mixture, epoch_indices, shares
 from frugal.training.data.report import BuildReport, joined
 from frugal.training.data.rows import Columns
@@ -412,6 +412,8 @@ def tokenizer_for(spec: ModelSpec, settings: RunSettings) -> tuple[Any, str]:
         tokenizer = copy.deepcopy(tokenizer)  # the byte tokenizer is one for all
         tokenizer.chat_template = read_template(settings.chat_template)
         words += f", chat template {settings.chat_template}"
+        if settings.chat_template in BUILT_IN and (pieces := missing_tokens(tokenizer)):
+            words += f", of which {' and '.join(pieces)} are no tokens here, but cut into pieces"
     return tokenizer, words
 
 

@@ -59,6 +59,9 @@ DATE = "26 Jul 2024"
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
+_MARKER = re.compile(r"<\|\w+\|>")
+
+
 def read_template(reference: str) -> str:
     """The text of the template that `reference` names: a built-in one, or a file.
 
@@ -77,6 +80,12 @@ def read_template(reference: str) -> str:
     except UnicodeDecodeError:
         raise RequestError(f"the chat template {path} is not UTF-8 text") from None
     return text
+
+
+def missing_tokens(tokenizer: Any) -> list[str]:
+    """What the tokenizer's template writes around turns as one token each, and its vocabulary does not have."""
+    vocabulary = tokenizer.get_vocab()
+    return [token for token in dict.fromkeys(_MARKER.findall(tokenizer.chat_template)) if token not in vocabulary]
 
 
 class ChatTemplate:

@@ -7,8 +7,12 @@ from typing import Any
 import pytest
 
 from bench.training import chat_tokenizers as tokenizers
+from frugal.config.run_settings import RunSettings
+from frugal.training.data import corpus as corpus_module
+from frugal.training.data.chat import template as template_module
 from frugal.training.data.chat.template import read_template
 from frugal.training.data.corpus import Corpus
+from frugal.training.models.spec import ModelSpec
 from tests.training.corpora import Load, refusal, write_jsonl
 
 USER, ANSWER = {"role": "user", "content": "What is the capital?"}, {"role": "assistant", "content": "Paris."}
@@ -266,3 +270,15 @@ def test_packed_chats_keep_their_own_targets(load_rows: Any) -> None:
     (pack,) = packed.train
     assert pack["documents"].tolist() == apart.train.lengths.tolist()
     assert pack["labels"].tolist() == [label for sample in apart.train for label in sample["labels"].tolist()]
+
+
+def test_a_built_in_template_whose_marks_are_no_tokens_is_said_to_be_cut_into_pieces() -> None:
+    settings = RunSettings(chat_template="chatml", tokenizer="byte")
+    spec = ModelSpec(reference="test", task="causal-lm", max_positions=None, vocab_size=None)
+    assert corpus_module.tokenizer_for(spec, settings)[1] == (
+        "tokens are bytes, chat template chatml, of which <|im_start|> and <|im_end|> are no tokens here, but cut into "
+        "pieces"
+    )
+    tokenizer = tokenizers.make()
+    assert template_module.missing_tokens(tokenizer) == []
+    assert len(tokenizer.tokenize("<|im_end|>")) == 1
