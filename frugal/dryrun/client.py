@@ -167,11 +167,8 @@ class DryRunSource:
 
         Raises as `profile`.
         """
-        device = device or min(self.cluster.devices, key=lambda device: device.usable_bytes)
-        context = (device.context_bytes, device.context_below_bytes, device.context_above_bytes)
-        sizes = (device.usable_bytes, *context, device.name in CARDS)  # its speed changes no memory
-        world = (self.cluster.world_size, self._ranks_per_node, device.kind, *self._kernels, *sizes)
-        key = digest("dry-run", self._model, self._key(), strategy, micro_batch, min(accumulation_steps, 2), world)
+        device = device or self._smallest
+        key = self._dry_run_key(strategy, micro_batch, accumulation_steps, device)
         breakdown = self._cache.read(key, DryRunBreakdown)
         if breakdown is None:
             dry_runs = self.dry_runs(strategy, micro_batch, accumulation_steps)
@@ -185,6 +182,20 @@ class DryRunSource:
             self._cache.write(self._kept_key(), True)
         self.notes = breakdown.notes
         return replace(breakdown.memory, loading=self._loading(strategy))
+
+    def is_known(self, strategy: Strategy, micro_batch: int, accumulation_steps: int) -> bool:
+        """Whether this dry run is in the cache, so that no worker is needed."""
+        return self._cache.has(self._dry_run_key(strategy, micro_batch, accumulation_steps, self._smallest))
+
+    @property
+    def _smallest(self) -> Device:
+        return min(self.cluster.devices, key=lambda device: device.usable_bytes)
+
+    def _dry_run_key(self, strategy: Strategy, micro_batch: int, accumulation_steps: int, device: Device) -> str:
+        context = (device.context_bytes, device.context_below_bytes, device.context_above_bytes)
+        sizes = (device.usable_bytes, *context, device.name in CARDS)  # its speed changes no memory
+        world = (self.cluster.world_size, self._ranks_per_node, device.kind, *self._kernels, *sizes)
+        return digest("dry-run", self._model, self._key(), strategy, micro_batch, min(accumulation_steps, 2), world)
 
     def _loading(self, strategy: Strategy) -> Loading:
         """What it takes before the first step."""

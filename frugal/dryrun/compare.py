@@ -15,6 +15,7 @@ from frugal.dryrun.messages import DryRun
 from frugal.dryrun.pool import Pool
 from frugal.errors import RequestError
 from frugal.planning.batch import BatchPlan
+from frugal.planning.plan import Plan
 from frugal.planning.strategy import Strategy
 from frugal.training.measure.record import Capped, Measured, ModelDefinition
 
@@ -23,6 +24,22 @@ CPU_TOLERANCE = 0.005
 
 CUDA_TOLERANCE, CUDA_LOW = 0.05, 0.02
 """The same on GPUs, and how much it may be too low there."""
+
+
+def memory_as_run(plan: Plan, samples: int, tokens: int, *, only_known: bool) -> int | None:
+    """Live bytes that a dry run of the plan takes with micro-batches of so many samples of so many tokens.
+
+    `only_known`: None where it would have to be made; it takes seconds, in a process of its own.
+
+    Raises:
+        FrugalError: the model cannot be trained like that.
+    """
+    request = replace(plan.request, seq_len=tokens, lengths=None)
+    steps = plan.batch.accumulation_steps
+    with DryRunSource(request, plan.cluster, will_dry_run=False) as source:
+        if only_known and not source.is_known(plan.strategy, samples, steps):
+            return None
+        return source.dry_run(plan.strategy, samples, steps).live_bytes
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -38,13 +38,13 @@ from frugal.distributed import rank_logs
 from frugal.errors import CheckpointError
 from frugal.training.losses.evaluation import Evaluation
 from frugal.training.reports import progress_line
+from frugal.training.reports.memory_record import FULL
 from frugal.training.reports.trackers import Trackers
 from frugal.training.train_step import StepResult
 from frugal.units import format_bytes
 
 PLAIN_LINES = 40  # about so many lines of progress where there is no terminal
 logger = logging.getLogger("frugal")
-_FULL = 0.98  # of a planned micro-batch's tokens: padding to the longest sample rarely fills the last ones
 WINDOW = 20  # steps over which the speed is averaged
 
 
@@ -192,7 +192,7 @@ class Log:
         """Whether the largest micro-batch so far is known to have fewer tokens than the plan's."""
         if largest is None or self._planned_size is None:
             return False
-        return math.prod(largest) < _FULL * math.prod(self._planned_size)
+        return math.prod(largest) < FULL * math.prod(self._planned_size)
 
     def _say_sizes(self, measured_bytes: int, largest: tuple[int, int], difference: float) -> None:
         assert self._planned_size is not None
