@@ -166,10 +166,13 @@ def _normalised(word: str) -> str:
     return word.replace("_", "-")
 
 
-def planned(values: Mapping[str, Any], file: TomlFile | None = None, *, asks_data: bool = True) -> Plan:
+def planned(
+    values: Mapping[str, Any], file: TomlFile | None = None, *, asks_data: bool = True,
+    on_draft: Callable[[Plan], None] | None = None,
+) -> Plan:  # fmt: skip
     """The plan for what flags and `file` describe; `asks_data`: the data says how long its samples are.
 
-    Raises: as `collect`, `with_lengths` and `frugal.dryrun.planner.make_plan`.
+    `on_draft`: as in `frugal.dryrun.planner.make_plan`. Raises: as that, `collect` and `with_lengths`.
     """
     file = file or read_toml(values.get("config"))
     request, cluster, defaults = collect(values, file)
@@ -181,13 +184,22 @@ def planned(values: Mapping[str, Any], file: TomlFile | None = None, *, asks_dat
                 hint="leave one of them out",
             )
         request = with_lengths(request, values, file)
-    return planned_for(request, cluster, defaults)
+    return planned_for(request, cluster, defaults, on_draft)
 
 
-def planned_for(request: Request, cluster: Cluster, defaults: tuple[str, ...]) -> Plan:
+def planned_for(
+    request: Request, cluster: Cluster, defaults: tuple[str, ...], on_draft: Callable[[Plan], None] | None = None
+) -> Plan:
     """`make_plan_here` while people wait."""
-    with waiting(f"dry-running {request.model}"):
-        return make_plan_here(request, cluster, defaults)
+    with waiting(f"planning {request.model}") as line:
+
+        def drafted(plan: Plan) -> None:
+            if on_draft is not None:
+                with line.gone():
+                    on_draft(plan)
+            line.says(f"dry-running {request.model}")
+
+        return make_plan_here(request, cluster, defaults, drafted)
 
 
 def collect(values: Mapping[str, Any], file: TomlFile | None = None) -> tuple[Request, Cluster, tuple[str, ...]]:

@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from frugal.cli.options import SettingsCommand, config_option, options, planned, verbose_option, what_if_option
-from frugal.cli.terminal import show, show_row, show_verdict, waiting
+from frugal.cli.terminal import is_terminal, show, show_row, show_verdict, waiting
 from frugal.config.hardware.build_cluster import ClusterSettings
 from frugal.config.request import Request
 from frugal.config.run_settings import DATA_NAMES, RunSettings
@@ -15,6 +15,7 @@ from frugal.deepspeed_adapter.json_config import write_plan
 from frugal.dryrun.planner import what_helps
 from frugal.planning.plan import Plan
 from frugal.planning.report import summary_blocks
+from frugal.units import format_bytes
 
 
 @click.command("plan", cls=SettingsCommand)
@@ -24,16 +25,33 @@ from frugal.planning.report import summary_blocks
 @config_option
 @click.option("--json", "as_json", is_flag=True, help="Print plan.json instead of the report.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Write plan.json and ds_config.json there.")
+@click.option(
+    "--draft",
+    "only_draft",
+    is_flag=True,
+    help="Do not wait for the dry run that proves the plan; its memory is then what arithmetic says.",
+)
 @verbose_option
 @what_if_option
 def command(
-    axes: tuple[str, ...], as_json: bool, output: Path | None, verbose: bool, with_table: bool, **values: Any
+    axes: tuple[str, ...],
+    as_json: bool,
+    output: Path | None,
+    only_draft: bool,
+    verbose: bool,
+    with_table: bool,
+    **values: Any,
 ) -> None:
     """Choose the fastest plan that fits, and say what it comes to; with -v all of it."""
     if axes and not with_table:
         raise click.UsageError(f"Got unexpected extra argument ({axes[0]})", click.get_current_context())
     named = _axes(axes) if with_table else {}
-    plan = planned(values)
+    is_watched = is_terminal() and not (as_json or verbose or with_table)
+    drafts = _Drafts(is_shown=is_watched, are_enough=only_draft)
+    try:
+        plan = planned(values, on_draft=drafts.take)
+    except _DraftTaken as taken:
+        plan = taken.plan
     written = write_plan(plan, output) if output is not None else ()
     if as_json:
         click.echo(plan.to_json().decode(), nl=False)
@@ -47,13 +65,59 @@ def command(
     if blocks:
         show(blocks)
         click.echo()
+    if drafts.last is None:
+        show_verdict(replace(plan.verdict, notes=()) if verbose else plan.verdict)
+    else:
+        drafts.conclude(plan)
     _conclude(plan, output, written, verbose=verbose)
 
 
+class _DraftTaken(Exception):  # noqa: N818 - no error
+    """A draft is enough."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+
+
+class _Drafts:
+    """Plans that are about to be dry-run: shown at once to people who wait, or taken as they are."""
+
+    def __init__(self, *, is_shown: bool, are_enough: bool) -> None:
+        self._is_shown = is_shown
+        self._are_enough = are_enough
+        self.last: Plan | None = None
+
+    def take(self, plan: Plan) -> None:
+        """One more draft.
+
+        Raises:
+            _DraftTaken: it is enough.
+        """
+        if self._are_enough:
+            raise _DraftTaken(replace(plan, warnings=(UNPROVEN, *plan.warnings)).sealed())
+        if not self._is_shown:
+            return
+        if self.last is not None:
+            show_row("draft", "refused, a dry run takes more; the next:")
+        show_verdict(plan.verdict)
+        self.last = plan
+
+    def conclude(self, plan: Plan) -> None:
+        """Say whether the plan is the last draft, and what it is where it is another."""
+        assert self.last is not None
+        takes = f"{format_bytes(plan.memory.total_bytes)} by a dry run of DeepSpeed's own code"
+        if (plan.strategy, plan.batch) == (self.last.strategy, self.last.batch):
+            show_row("proven", takes)
+        else:
+            show_row("draft", f"refused, and this is the plan, which takes {takes}:")
+            show_verdict(plan.verdict)
+
+
+UNPROVEN = "a draft: its memory is arithmetic, and no dry run has proven it"
+
+
 def _conclude(plan: Plan, folder: Path | None, written: tuple[Path, ...], *, verbose: bool) -> None:
-    """The verdict, at once; then what would help, which may have to be predicted first, and where more is."""
-    verdict = plan.verdict
-    show_verdict(replace(verdict, notes=()) if verbose else verdict)
+    """Below the verdict what would help, which may have to be predicted first, and where more is."""
     with waiting("predicting what would help"):
         helps = what_helps(plan)
     if helps:

@@ -6,9 +6,9 @@ out where NO_COLOR says so or the terminal has none; nothing is told by colour a
 
 import re
 import sys
-from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import click
 
@@ -19,6 +19,7 @@ from frugal.planning.verdict import NAME_WIDTH, PlanVerdict
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
+    from rich.status import Status
     from rich.text import Text
 
 WIDEST = 120
@@ -33,13 +34,38 @@ def is_terminal() -> bool:
     return sys.stdout.isatty()
 
 
-def waiting(what: str) -> AbstractContextManager[Any]:
-    """Show people that something is going on; nothing in a pipe or a log."""
+class WaitingLine:
+    """The line that says what is waited for; nothing in a pipe or a log."""
+
+    def __init__(self, status: "Status | None") -> None:
+        self._status = status
+
+    def says(self, what: str) -> None:
+        """Something else is waited for."""
+        if self._status is not None:
+            self._status.update(what)
+
+    @contextmanager
+    def gone(self) -> Iterator[None]:
+        """No such line inside the `with` block, which prints."""
+        if self._status is None:
+            yield
+            return
+        self._status.stop()
+        yield
+        self._status.start()
+
+
+@contextmanager
+def waiting(what: str) -> Iterator[WaitingLine]:
+    """Show people that something is going on."""
     if not sys.stderr.isatty():
-        return nullcontext()
+        yield WaitingLine(None)
+        return
     from rich.console import Console  # takes a tenth of a second
 
-    return Console(stderr=True).status(what)
+    with Console(stderr=True).status(what) as status:
+        yield WaitingLine(status)
 
 
 def show(blocks: Iterable[Block], *, err: bool = False) -> None:

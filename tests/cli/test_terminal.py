@@ -1,5 +1,6 @@
 """What people see on a terminal, and what a pipe gets instead."""
 
+import json
 import os
 import re
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from frugal.cli import run
+from frugal.cli.plan import UNPROVEN
 from tests.commands import frugal_plan, with_formulas
 from tests.planning.synthetic import SMALL
 
@@ -66,13 +68,43 @@ def test_the_verdict_takes_eight_lines_of_a_terminal(on_terminal: Callable[..., 
     assert max(map(len, lines)) <= columns
     verdict = lines[lines.index("480 samples = 4 GPUs x micro-batch 10 x 12 accumulation steps") :]
     names = [line[:7].strip() for line in verdict[1:]]
-    assert names == ["runs", "fits", "", "", "step", "binds", "helps", "more"]
+    assert names == ["runs", "fits", "", "", "step", "binds", "proven", "helps", "more"]
     bar, letters = verdict[3].strip(), verdict[4].split()
     assert len(bar) == columns - 7
     assert {"a", "x"} <= set(bar) and letters[:4] == ["a", "activations", "9.54", "GiB"]
 
 
+def test_a_draft_is_shown_before_it_is_dry_run_and_what_replaces_it_as_well(
+    on_terminal: Callable[..., str], here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_formulas(here, monkeypatch, **SMALL, drafts=True, error=1.5)
+    lines = plain(on_terminal(80, "plan", *CARDS, "--global-batch", "480"))
+    heads = [line for line in lines if line.startswith("480 samples")]
+    refused = [i for i, line in enumerate(lines) if line.startswith("draft  refused, a dry run takes more")]
+    assert len(heads) == len(refused) + 1 > 1
+    assert lines.index(heads[0]) < refused[0] < lines.index(heads[-1])
+    assert sum(line.startswith("proven") for line in lines) == 1
+
+
+def test_a_plan_that_is_kept_was_proven_before(on_terminal: Callable[..., str]) -> None:
+    assert "proven" in on_terminal(80, "plan", *CARDS)
+    assert "proven" not in on_terminal(80, "plan", *CARDS)
+
+
+def test_a_draft_alone_says_that_nothing_has_proven_it_and_is_not_kept(
+    capsys: pytest.CaptureFixture[str], here: Path
+) -> None:
+    code, out, _ = frugal_plan(capsys, *CARDS, "--draft", "-o", "run")
+    assert code == 0
+    assert "note   a draft: its memory is arithmetic, and no dry run has proven it\n" in out
+    draft = json.loads((here / "run" / "plan.json").read_text())
+    full = json.loads(frugal_plan(capsys, *CARDS, "--json")[1])
+    assert [note for note in draft["warnings"] if note not in full["warnings"]] == [UNPROVEN]
+    assert draft["batch"] == full["batch"]
+
+
 def test_nothing_but_letters_is_left_of_the_bar_without_colours(on_terminal: Callable[..., str]) -> None:
+    on_terminal(80, "plan", *CARDS)  # the next ones know the plan
     coloured = on_terminal(80, "plan", *CARDS)
     without = on_terminal(80, "plan", *CARDS, NO_COLOR="1")
     colour = re.compile(r"\x1b\[[0-9;]*(38|48);")
