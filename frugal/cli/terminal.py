@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 WIDEST = 120
 """Columns that a report takes at most: longer lines are hard to read."""
 
+NARROWEST = 20
+"""Columns that the last column of a table has at least."""
+
 _HEAD_OF_LINE = re.compile(r"\s*(\S+\s{2,})?")
 """What stands before the text of a line: its indent, or a name and the spaces behind it."""
 
@@ -78,7 +81,7 @@ def show(blocks: Iterable[Block], *, err: bool = False) -> None:
     for i, block in enumerate(blocks):
         if i:
             console.print()
-        for part in [_table(block)] if isinstance(block, Table) else _lines(block):
+        for part in [_table(block, console.width)] if isinstance(block, Table) else _lines(block):
             console.print(part)
 
 
@@ -149,8 +152,8 @@ def _bar(verdict: PlanVerdict, width: int) -> "Text":
     return Text("\n").join([bar, Text(names, style="dim")])
 
 
-def _table(table: Table) -> "RenderableType":
-    """A table whose last column takes what the others leave."""
+def _table(table: Table, width: int) -> "RenderableType":
+    """A table whose last column takes what the others leave; if that is too little, the widest of them wraps, too."""
     from rich.console import Group
     from rich.padding import Padding
     from rich.table import Table as Grid
@@ -158,8 +161,12 @@ def _table(table: Table) -> "RenderableType":
 
     grid = Grid(box=None, show_header=table.has_head, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     head = table.rows[0] if table.has_head else ("",) * len(table.rows[0])
-    for name in head[:-1]:
-        grid.add_column(Text(name), justify="right", no_wrap=True)
+    widths = [max(len(row[i]) for row in table.rows) for i in range(len(head) - 1)]
+    lacking = NARROWEST - (width - sum(widths) - 2 * (len(head) + 1))
+    widest = max(widths, default=0)
+    for name, wanted in zip(head, widths, strict=False):
+        wraps = lacking > 0 and wanted == widest
+        grid.add_column(Text(name), justify="right", no_wrap=not wraps, max_width=wanted - lacking if wraps else None)
     grid.add_column(Text(head[-1]), ratio=1, overflow="fold")
     for row in table.rows[1:] if table.has_head else table.rows:
         grid.add_row(*map(Text, row))
