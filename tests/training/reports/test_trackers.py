@@ -6,6 +6,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 from accelerate import tracking
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -134,6 +135,41 @@ def test_a_run_with_a_service_goes_on_under_the_id_it_began_with(
     assert first["id"] == second["id"]
     assert (first["resume"], first["project"], first["config"]) == ("allow", "frugal", {"steps": 5})
     assert "config" not in second
+
+
+def test_mlflow_itself_has_one_run_with_the_curve_of_both_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mlflow = pytest.importorskip("mlflow", reason="MLflow is no dependency of frugal: pip install mlflow")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
+    started_and_resumed("mlflow", tmp_path)
+    (run,) = mlflow.MlflowClient().search_runs([mlflow.get_experiment_by_name("frugal").experiment_id])
+    curve = mlflow.MlflowClient().get_metric_history(run.info.run_id, "train/loss")
+    assert [(point.step, point.value) for point in curve] == [(1, 3.0), (2, 2.0), (3, 1.0)]
+    assert (run.data.params["steps"], run.info.status) == ("5", "FINISHED")
+
+
+def test_wandb_itself_writes_both_starts_under_one_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Offline, as `wandb sync` would send it later."""
+    pytest.importorskip("wandb", reason="W&B is no dependency of frugal: pip install wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    started_and_resumed("wandb", tmp_path)
+    written = sorted(tmp_path.glob("wandb/offline-run-*/*.wandb"))
+    assert len({path.name for path in written}) == 1 and len(written) in (1, 2)  # starts of one second share a folder
+    assert written[0].stem == f"run-{msgspec.json.decode((tmp_path / trackers.RECORD).read_bytes())['wandb']}"
+    contents = b"".join(path.read_bytes() for path in written)
+    assert b"train/loss" in contents and b"steps" in contents
+
+
+def started_and_resumed(name: str, folder: Path) -> None:
+    """Two steps, and a third after a resume."""
+    first = Trackers([name], folder, {"steps": 5}, 0)
+    first.record("step", {"step": 1, "loss": 3.0})
+    first.record("step", {"step": 2, "loss": 2.0})
+    first.finish()
+    second = Trackers([name], folder, {"steps": 5}, 2)
+    second.record("step", {"step": 3, "loss": 1.0})
+    second.finish()
 
 
 def test_the_names_of_trackers_are_accelerates(tmp_path: Path) -> None:
