@@ -1,6 +1,7 @@
 """`frugal train --model FOLDER`: a pretrained model keeps its tokens, its template and its way to generate."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 
 from bench.runs import frugal_train
 from frugal import cli
+from frugal.units import parse_bytes
 
 TEMPLATE = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
 TEXTS = [f"line {n} of what a model may learn about the number {n * n}" for n in range(120)]
@@ -143,3 +145,20 @@ def test_weights_of_another_model_are_refused(
         "  because of 40,096 parameters they lack 40,096, such as lm_head.weight\n\n"
         "hint: to train from random weights give the path of its config.json\n"
     )
+
+
+@pytest.mark.exhaustive
+def test_loading_that_a_host_has_no_memory_for_is_refused_before_it_begins(folder: Path) -> None:
+    """With what it takes and what would do, by exit code 3; no rank is started."""
+    pinned = ("--zero-stage", 3, "--offload", "none", "--activation-checkpointing", "off", "--loss", "plain")
+    asked = (*RUN[2:], *pinned, "--model", "chat", "--lora", "r=4", "--gpus", 2, "--gpu", "rtx3060-12g")
+    code, _, errors = frugal_train(folder, *asked, "--host-mem", "8M", "--out", "too-large")
+    assert code == 3, errors
+    assert errors.startswith(
+        "error: chat does not fit into a node's host memory\n  because on the GPUs alone ZeRO-3 lacks "
+    )
+    reason = "before the first step each rank reads pretrained weights tensor by tensor, which takes (.*) of a host"
+    assert (needed := re.search(rf"\n  because {reason}\n", errors)) is not None, errors
+    assert (hint := re.search(r"\n\nhint: this would fit: --host-mem (\w+)\n$", errors)) is not None, errors
+    assert parse_bytes("8M") < parse_bytes(needed[1].replace(" ", "")) <= parse_bytes(hint[1])
+    assert not (folder / "too-large").exists()
