@@ -1,6 +1,5 @@
 """The engine: a model under a plan, with all that can be done to it."""
 
-import logging
 import socket
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -17,7 +16,6 @@ from frugal.distributed.connections.listeners import closed_afterwards
 from frugal.distributed.exchange import gather
 from frugal.errors import PlanMismatchError
 from frugal.planning.plan import Plan
-from frugal.planning.report import SPLIT_MATTERS
 from frugal.training.checkpoint import loading, saving
 from frugal.training.checkpoint.progress import Progress, check_plain
 from frugal.training.data.given_batch import Given, as_samples
@@ -28,8 +26,6 @@ from frugal.training.losses.evaluation import Evaluation, evaluate
 from frugal.training.models import adapters, batch_norm
 from frugal.training.objectives import Objective
 from frugal.training.train_step import Prepared, Stepper, StepResult, wrap
-
-logger = logging.getLogger("frugal")
 
 
 class Engine(Stepper):
@@ -116,7 +112,7 @@ def initialize(
         votes = dist.new_group(backend="gloo") if is_nccl else None
     _refuse_different_plans(plan, votes)
     model = adapters.as_planned(model, plan)
-    _apply_batch_norm(model, plan)
+    batch_norm.apply_planned(model, plan)
     own = OwnOptimizer.of(model, plan, optimizer, parameter_groups)
     with nullcontext() if is_nccl else closed_afterwards():
         zero = wrap(
@@ -128,20 +124,6 @@ def initialize(
         made.own_optimizer, made.group_settings = own, own.settings(zero)
     made.callbacks = callbacks if isinstance(callbacks, Callbacks) else Callbacks(callbacks)
     return made
-
-
-def _apply_batch_norm(model: nn.Module, plan: Plan) -> None:
-    """BatchNorm as planned; where it makes the gradient depend on the split, that is said."""
-    choice, notes = plan.request.batch_norm, [note for note in plan.warnings if note.startswith(SPLIT_MATTERS)]
-    said_elsewhere = notes and plan.model.task != "own"  # by `frugal train`, which trains the other tasks
-    if choice is None and not notes and (own := batch_norm.modules(model)):
-        notes.append(
-            f"{SPLIT_MATTERS}: {len(own)} BatchNorm modules take statistics over a micro-batch, which the plan does "
-            "not know; planned with batch_norm='frozen' they use running ones"
-        )
-    for note in notes if dist.get_rank() == 0 and not said_elsewhere else ():
-        logger.warning(note)
-    batch_norm.apply(model, choice)
 
 
 def _refuse_different_plans(plan: Plan, votes: dist.ProcessGroup | None) -> None:

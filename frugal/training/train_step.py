@@ -10,7 +10,7 @@ evaluations and checkpoints.
 import logging
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -32,7 +32,7 @@ from frugal.planning.strategy import Strategy
 from frugal.training.data.batches import MicroBatchLimits, Share, pin, share
 from frugal.training.data.given_batch import Given, as_samples
 from frugal.training.extensions.callbacks import Callbacks
-from frugal.training.extensions.optimizer import MakeOptimizer, OwnOptimizer
+from frugal.training.extensions.optimizer import OwnOptimizer
 from frugal.training.models import (
     activation_checkpointing,
     expert_modules,
@@ -263,13 +263,9 @@ def wrap(
     request: Request,
     strategy: Strategy,
     batch: BatchPlan,
-    *,
-    learning_rate_schedule: Callable[[int], float] | None = None,
-    votes: dist.ProcessGroup | None = None,
-    make_optimizer: MakeOptimizer | None = None,
-    groups: list[dict[str, Any]] | None = None,
+    **how: Any,
 ) -> Zero:
-    """DeepSpeed's engine around `model`, changed as the strategy says. Collective. Raises as the adapter does."""
+    """DeepSpeed's engine around `model`, changed as the strategy says. Collective. `how` and errors as there."""
     transformers_internals.always_use()
     expert_modules.always_run(model)
     activation_checkpointing.apply(model, strategy.activation_checkpointing)
@@ -277,10 +273,7 @@ def wrap(
         tiled_loss.apply(model)
     if strategy.offload_optimizer != "none":
         local_host.give_back_large_blocks()
-    return engine.initialize(
-        model, request, strategy, batch, learning_rate_schedule=learning_rate_schedule, votes=votes,
-        make_optimizer=make_optimizer, groups=groups,
-    )  # fmt: skip
+    return engine.initialize(model, request, strategy, batch, **how)
 
 
 def accumulate(deepspeed: Any, objective: Objective, batches: Sequence[Batch], targets: int) -> Tensor:

@@ -6,14 +6,20 @@ number of ranks while micro-steps hold the same samples, but not those of the wh
 does that for tensors of GPUs only; here the same is written in collectives that gloo has, too.
 """
 
+import logging
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.nn.functional import all_reduce
 
 from frugal.config.request import BatchNormChoice
 from frugal.errors import RequestError
+from frugal.planning.plan import Plan
+from frugal.planning.report import SPLIT_MATTERS
+
+logger = logging.getLogger("frugal")
 
 KINDS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
@@ -59,6 +65,20 @@ def apply(model: nn.Module, choice: BatchNormChoice | None) -> None:
             module.register_forward_pre_hook(_use_running_statistics)
         elif choice == "sync":
             module.forward = _Synchronised(module)  # hooks on the module still run
+
+
+def apply_planned(model: nn.Module, plan: Plan) -> None:
+    """BatchNorm as planned; where it makes the gradient depend on the split, that is said. Raises as `apply`."""
+    choice, notes = plan.request.batch_norm, [note for note in plan.warnings if note.startswith(SPLIT_MATTERS)]
+    said_elsewhere = notes and plan.model.task != "own"  # by `frugal train`, which trains the other tasks
+    if choice is None and not notes and (own := modules(model)):
+        notes.append(
+            f"{SPLIT_MATTERS}: {len(own)} BatchNorm modules take statistics over a micro-batch, which the plan does "
+            "not know; planned with batch_norm='frozen' they use running ones"
+        )
+    for note in notes if dist.get_rank() == 0 and not said_elsewhere else ():
+        logger.warning(note)
+    apply(model, choice)
 
 
 def _use_running_statistics(module: nn.Module, _inputs: tuple[Any, ...]) -> None:
