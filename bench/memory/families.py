@@ -38,6 +38,20 @@ def qwen3() -> nn.Module:
     return _transformers("AutoModelForCausalLM", "qwen3", **DECODER, head_dim=32, tie_word_embeddings=True)
 
 
+def mistral() -> nn.Module:
+    """A decoder with grouped-query attention in a window."""
+    return _transformers("AutoModelForCausalLM", "mistral", **DECODER, sliding_window=32, tie_word_embeddings=False)
+
+
+def opt() -> nn.Module:
+    """A decoder with biases everywhere, positions that are learned, and tied weights."""
+    shape = {"hidden_size": 128, "ffn_dim": 320, "num_hidden_layers": 4, "num_attention_heads": 4}
+    return _transformers(
+        "AutoModelForCausalLM", "opt", **SMALL, **shape, max_position_embeddings=128, word_embed_proj_dim=128,
+        use_cache=False, dropout=0.0,
+    )  # fmt: skip
+
+
 def bert() -> nn.Module:
     """An encoder, for masked tokens, with dropout."""
     config = {**DECODER}

@@ -255,7 +255,7 @@ _TRAINED = (
     "model", "task", "global_batch", "global_tokens", "seq_len", "precision", "optimizer", "momentum", "adam_beta1",
     "adam_beta2", "adam_epsilon", "learning_rate",
     "reference_batch", "lr_rule", "weight_decay", "decay_norms", "gradient_clipping", "lengths", "pack", "batch_norm",
-    "lora",
+    "lora", "quantize",
 )  # fmt: skip
 
 

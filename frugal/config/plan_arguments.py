@@ -20,6 +20,7 @@ from frugal.config.request import (
     LossChoice,
     OffloadChoice,
     Precision,
+    Quantization,
     Task,
 )  # fmt: skip
 from frugal.config.sample_lengths import Lengths
@@ -68,6 +69,7 @@ class PlanArguments(TypedDict, total=False):
     pack: bool | None
     batch_norm: BatchNormChoice | None
     lora: Lora | str | None
+    quantize: Quantization | None
     gpus: int | None
     nodes: int | None
     mem: Amounts | None

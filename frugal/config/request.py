@@ -27,6 +27,7 @@ LossChoice = Literal["auto", "plain", "tiled"]
 AccumulationDtype = Literal["fp32", "bf16"]
 BatchNormChoice = Literal["local", "frozen", "sync"]
 OffloadChoice = Literal["auto", "none", "optimizer", "all", "nvme"]
+Quantization = Literal["nf4", "int8"]
 
 DEFAULT_GLOBAL_BATCH = 512
 
@@ -108,6 +109,11 @@ class Request:
         "Train low-rank adapters and freeze the model: r=16, and alpha=32 (twice r), dropout=0.05 (0), dora, "
         "targets=q_proj,v_proj (all-linear).",
         "model and batch", kind=LORA, metavar="r=16[,...]", is_first=True,
+    )  # fmt: skip
+    quantize: Quantization | None = setting(
+        None,
+        "Keep the frozen model under --lora in fewer bits: `nf4`, 4 bits a weight (QLoRA). Needs bitsandbytes.",
+        "model and batch", shown_default="not quantised",
     )  # fmt: skip
     precision: Precision = setting(
         "bf16", "Of weights, activations and gradients in forward and backward.", "model and batch", is_first=True
@@ -192,6 +198,7 @@ class Request:
         self._check_precision()
         self._check_places()
         self._check_batch()
+        self._check_quantization()
 
     def _check_numbers(self) -> None:
         """Each by itself."""
@@ -264,6 +271,40 @@ class Request:
                 f"--reduce-bucket-elements is {self.reduce_bucket_elements}",
                 because="DeepSpeed aligns its buckets to 2 elements",
                 hint=f"use --reduce-bucket-elements {self.reduce_bucket_elements + 1}",
+            )
+
+    def _check_quantization(self) -> None:
+        """Weights in few bits cannot be trained, only what is added to them."""
+        if self.quantize is None:
+            return
+        if self.quantize == "int8":
+            raise RequestError(
+                "--quantize int8 is not trained right",
+                because=(
+                    "LLM.int8 looks for outliers in a whole micro-batch, so that the gradient depends on how a batch "
+                    "is split",
+                    "its modules set their whole weights anew after each forward, which undoes ZeRO-3",
+                ),
+                hint="use --quantize nf4, which takes half as much",
+            )
+        if self.lora is None:
+            raise RequestError(
+                f"--quantize {self.quantize} was given without --lora",
+                because="quantised weights are frozen, and nothing else is there to be trained",
+                hint="add --lora r=16, or leave --quantize out",
+            )
+        if self.lora.dora:
+            raise RequestError(
+                f"--quantize {self.quantize} is impossible with dora in --lora",
+                because="for the norms of quantised weights peft puts others in their place, unknown to ZeRO-3",
+                hint="leave one of them out",
+            )
+        if self.offload == "nvme":
+            raise RequestError(
+                f"--quantize {self.quantize} is impossible with --offload nvme",
+                because="DeepSpeed's buffers between a disk and the device hold one type, and quantised weights are "
+                "bytes beside parameters in the run's precision",
+                hint="use --offload all, which keeps them in host memory",
             )
 
     def _check_batch(self) -> None:

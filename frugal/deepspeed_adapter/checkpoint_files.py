@@ -256,12 +256,15 @@ class CheckpointWriter(CheckpointEngine):
 
 
 def _trained(deepspeed_engine: Any, states: Callable[..., Any], how: dict[str, bool]) -> Any:
-    """The module's states. DeepSpeed leaves in what is frozen and has a second name, as tied heads have."""
+    """The module's states. DeepSpeed leaves in what is frozen and has a second name, as tied heads have, and what a
+    frozen parameter has besides, as the scales of quantised weights."""
     module = states(**how)
     if how.get("exclude_frozen_parameters"):
-        for name, parameter in deepspeed_engine.module.named_parameters(remove_duplicate=False):
-            if not parameter.requires_grad:
-                module.pop(name, None)
+        named = deepspeed_engine.module.named_parameters(remove_duplicate=False)
+        frozen = {name for name, parameter in named if not parameter.requires_grad}
+        for name in list(module):
+            if name in frozen or name.rpartition(".weight.")[0] + ".weight" in frozen:
+                del module[name]
     return module
 
 

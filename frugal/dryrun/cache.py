@@ -92,7 +92,7 @@ def digest(*parts: Any) -> str:
 
 def model_key(request: Request) -> Any:
     """What a dry run of the request's model depends on, found without torch."""
-    definition = [request.model, request.task, request.lora, _definition(request.model)]
+    definition = [request.model, request.task, request.lora, request.quantize, _definition(request.model)]
     return [*definition, request.seq_len, bool(request.pack), *_versions()]
 
 

@@ -25,7 +25,7 @@ from frugal.dryrun.pool import Pool
 from frugal.errors import FrugalError
 from frugal.planning.cost import between
 from frugal.planning.memory.breakdown import MemoryBreakdown
-from frugal.planning.memory.loading import Loading, loading_of, way_of
+from frugal.planning.memory.loading import Loading, loading_of
 from frugal.planning.memory.profile import MemoryProfile, RankMemory, fullest
 from frugal.planning.memory.timeline import MICRO_BATCHES, ModelTrace, NotAffineError, Timeline
 from frugal.planning.memory.workspaces import with_scratch, with_workspaces, workspace_bytes
@@ -208,6 +208,7 @@ class DryRunSource:
             largest_parameter=facts.largest_parameter,
             world_size=self.cluster.world_size,
             kind=self.kind,
+            packed=facts.packed,
         )
 
     def dry_runs(self, strategy: Strategy, micro_batch: int, accumulation_steps: int) -> list[DryRun]:
@@ -303,6 +304,7 @@ class DryRunSource:
             trainable_parameters=facts.trainable_parameters,
             largest_parameter=facts.largest_parameter,
             trainable_sizes=facts.trainable_sizes,
+            packed=facts.packed,
             **costs,
         )
 
@@ -341,7 +343,7 @@ class DryRunSource:
 
     def _is_by_tensor(self, strategy: Strategy) -> bool:
         """Whether no rank holds the whole model while it is loaded."""
-        return way_of(strategy, self.facts().weights.origin) == "by-tensor"
+        return self.facts().weights.origin == "pretrained"
 
     def _with_workspaces(self, timeline: Timeline) -> Timeline:
         """On GPUs libraries and kernels ask for memory that no operator of a dry run for any micro-batch does."""

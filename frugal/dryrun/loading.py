@@ -13,8 +13,9 @@ from frugal.deepspeed_adapter.kernels import DTYPES
 from frugal.planning.memory.loading import Reading
 from frugal.training.measure.memory_watch import StorageWatch, tensors_in
 from frugal.training.models import transformers_internals
+from frugal.training.models.loading import bitsandbytes_internals, quantised
+from frugal.training.models.loading.weights import load_weights
 from frugal.training.models.spec import ModelSpec
-from frugal.training.models.weights import load_weights
 
 
 def reading(spec: ModelSpec) -> dict[str, Reading]:
@@ -29,7 +30,8 @@ def _taken(spec: ModelSpec, dtype: torch.dtype) -> Reading | None:
     try:
         with watch:
             reader = spec.reader(dtype, may_download=False)
-            load_weights(reader, watch.place, stored=watch.stored, finish=watch.finish)
+            meta = torch.device("meta") if spec.quantize is not None else None
+            load_weights(reader, watch.place, stored=watch.stored, finish=watch.finish, quantising_on=meta)
     except _Finished:
         return Reading(passing_bytes=watch.most_passing, keeping_bytes=watch.most_keeping)
     except Exception:  # what is wrong with the files is said where they are needed, in words of its own
@@ -70,7 +72,9 @@ class _Host(StorageWatch):
         self._passing_bytes -= self._passing.pop(address, 0)
 
     def execute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """An operator touches the pages of what it reads."""
+        """An operator touches the pages of what it reads; what quantises takes more on a CPU rank alone."""
+        if (inside_bytes := bitsandbytes_internals.inside_bytes(func, args)) is not None:
+            self._note(pages=inside_bytes)
         for tensor in tensors_in(args):
             if (address := torch_internals.address(tensor)) in self._mapped:
                 self._mapped.remove(address)
@@ -89,7 +93,7 @@ class _Host(StorageWatch):
     def place(self, parameter: nn.Parameter) -> None:
         """The parameter goes to its place."""
         size_bytes = parameter.nbytes
-        self._kept_bytes += size_bytes
+        self._kept_bytes += size_bytes + quantised.scales_bytes(parameter)
         self._note(pages=size_bytes if torch_internals.address(parameter) in self._mapped else 0)
         parameter.data = parameter.data.new_empty(0)
 

@@ -11,7 +11,7 @@ import msgspec
 from frugal.config.hardware.cluster import ASSUMED_CAPABILITY, Capability, DeviceKind
 from frugal.config.request import Request
 from frugal.planning.cost import Counts
-from frugal.planning.memory.loading import RANDOM, Weights
+from frugal.planning.memory.loading import NOT_PACKED, RANDOM, Packed, Weights
 from frugal.planning.memory.timeline import ModelTrace, Peak, Timeline
 from frugal.planning.strategy import ActivationCheckpointing, Strategy
 
@@ -23,7 +23,7 @@ class ModelFacts:
     `trainable_sizes`: those of each trainable parameter, in the model's order.
     `can_recompute`: whether it takes activation checkpointing; `can_tile`: whether it takes the tiled loss.
     `notes`: what is to be said of it before it is trained, see `frugal.training.trials.model_check`.
-    `weights`: where they come from.
+    `weights`: where they come from; `packed`: those that are kept in fewer bits.
     """
 
     task: str
@@ -36,6 +36,7 @@ class ModelFacts:
     can_tile: bool
     notes: tuple[str, ...] = ()
     weights: Weights = RANDOM
+    packed: Packed = NOT_PACKED
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,6 +26,7 @@ from frugal.planning.batch import BatchPlan
 from frugal.planning.cost import Counts
 from frugal.planning.strategy import Strategy
 from frugal.training.measure.memory_watch import mark_phases
+from frugal.training.models.loading import quantised
 from frugal.training.objectives import Objective
 from frugal.training.train_step import accumulate, wrap
 
@@ -98,11 +99,11 @@ def _dry_run(
             model = build()
             tracker.watch(model)
             if strategy.zero_stage < 3:
-                tracker.arrive(*model.parameters(), *model.buffers())
+                tracker.arrive(*model.parameters(), *model.buffers(), *quantised.scales(model))
             with told_of_arrivals(tracker.arrive):
                 process_group.form()
                 zero = wrap(model, request, strategy, batch)
-            tracker.arrive(*model.parameters(), *model.buffers())
+            tracker.arrive(*model.parameters(), *model.buffers(), *quantised.scales(model))
             gc.collect()
             tracker.relabel(zero.kept())
             counts = _train(tracker, zero, objective, micro_batch, micro_steps, request.seq_len)

@@ -12,9 +12,8 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from frugal.config.adapters import Lora
 from frugal.config.hardware.cluster import KERNEL_CLASSES
-from frugal.config.request import Request, Task
+from frugal.config.request import Request
 from frugal.distributed import parent
 from frugal.dryrun.messages import Answer, AskCheck, AskDryRun, AskFacts, AskTrace, Mistake, Question, Traced, WarmUp
 
@@ -71,15 +70,22 @@ def _mistake(error: Any) -> Mistake:
 
 
 @functools.lru_cache(maxsize=2)
-def _spec_of(model: str, task: Task | None, lora: Lora | None) -> Any:
+def _spec_of(model: Request) -> Any:
     from frugal.training.models.resolve import resolve_request
 
-    return resolve_request(Request(model=model, task=task, lora=lora))
+    return resolve_request(model)
+
+
+def _model_of(request: Request) -> Request:
+    """What says which model it is, whatever else the request asks for."""
+    return Request(
+        model=request.model, task=request.task, lora=request.lora, quantize=request.quantize,
+        precision=request.precision,
+    )  # fmt: skip
 
 
 def _spec(request: Request) -> Any:
-    """Whatever else the request asks for."""
-    return _spec_of(request.model, request.task, request.lora)
+    return _spec_of(_model_of(request))
 
 
 def _resolved(question: AskDryRun | AskTrace) -> Any:
@@ -97,6 +103,7 @@ def _describe(question: AskFacts) -> Any:
     from frugal.dryrun.messages import ModelFacts
     from frugal.planning.memory.loading import Weights
     from frugal.training.models import activation_checkpointing, tiled_loss
+    from frugal.training.models.loading import quantised
 
     spec = _spec(question.request)  # whatever the length asked for
     model = spec.build(dtype=torch.bfloat16, device="meta")
@@ -104,13 +111,14 @@ def _describe(question: AskFacts) -> Any:
     return ModelFacts(
         task=spec.task,
         max_positions=spec.max_positions,
-        parameters=sum(parameter.numel() for parameter in parameters),
+        parameters=sum(map(quantised.elements, parameters)),
         trainable_parameters=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
         trainable_sizes=tuple(parameter.numel() for parameter in parameters if parameter.requires_grad),
-        largest_parameter=max((parameter.numel() for parameter in parameters), default=0),
+        largest_parameter=max(map(quantised.elements, parameters), default=0),
         can_recompute=activation_checkpointing.is_supported(model),
         can_tile=spec.task in ("causal-lm", "masked-lm", "seq2seq") and tiled_loss.is_supported(model),
         weights=Weights(origin=spec.origin, reading=reading(spec)),
+        packed=quantised.packed(model),
     )
 
 
@@ -124,12 +132,12 @@ def _check(question: AskCheck) -> tuple[str, ...]:
 
 
 @functools.lru_cache(maxsize=1)
-def _built(model: str, task: Task | None, lora: Lora | None, precision: str) -> Any:
+def _built(model: Request) -> Any:
     """The model on meta: building a large one takes longer than its trace."""
     from frugal.deepspeed_adapter.kernels import DTYPES
     from frugal.dryrun.trace.trace import built
 
-    return built(lambda: _spec_of(model, task, lora).build(dtype=DTYPES[precision], device="meta"))
+    return built(lambda: _spec_of(model).build(dtype=DTYPES[model.precision], device="meta"))
 
 
 def _trace(question: AskTrace) -> Traced:
@@ -139,7 +147,7 @@ def _trace(question: AskTrace) -> Traced:
     spec = _resolved(question)
     alike = set(KERNEL_CLASSES)
     request = question.request
-    model, building_bytes = _built(request.model, request.task, request.lora, request.precision)
+    model, building_bytes = _built(_model_of(request))
     try:
         traced = trace(
             model,

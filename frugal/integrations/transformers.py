@@ -37,6 +37,7 @@ from frugal.training.models import (
     tiled_loss,
     transformers_internals,
 )  # fmt: skip
+from frugal.training.models.loading import quantised
 from frugal.training.models.tiled_loss import IGNORED
 from frugal.training.objectives import summed_cross_entropy
 from frugal.units import format_bytes
@@ -163,7 +164,7 @@ def _refuse_other_model(plan: Plan, model: nn.Module) -> None:
     Raises:
         PlanMismatchError: it was made for another one.
     """
-    sizes = [(getattr(p, "ds_numel", p.numel()), p.requires_grad) for p in model.parameters()]  # ds: under ZeRO-3
+    sizes = [(quantised.elements(parameter), parameter.requires_grad) for parameter in model.parameters()]
     number, trained = sum(size for size, _ in sizes), sum(size for size, is_trained in sizes if is_trained)
     planned = plan.model.parameters, plan.model.trainable_parameters
     if planned not in ((number, trained), (0, 0)):

@@ -14,6 +14,7 @@ from typing import Protocol
 from frugal.config.hardware.cluster import Cluster, Device
 from frugal.config.request import Request
 from frugal.planning.batch import BatchPlan
+from frugal.planning.memory.loading import Packed
 from frugal.planning.plan import StepTime
 from frugal.planning.strategy import Strategy
 
@@ -135,8 +136,9 @@ NVME_BANDWIDTH = 2e9
 class Model(Protocol):
     """A model under one strategy; a `MemoryProfile` is one.
 
-    Parameters are counted in elements, `trainable_sizes` are those of each. `num_gathers` all-gathers of ZeRO-3 bring
-    `gathered_elements` in a micro-step; None: not known, then everything is gathered twice.
+    Parameters are counted in elements, `trainable_sizes` are those of each; `packed` ones are kept in fewer bits.
+    `num_gathers` all-gathers of ZeRO-3 bring `gathered_elements` in a micro-step; None: not known, then everything is
+    gathered twice.
     """
 
     @property
@@ -145,6 +147,8 @@ class Model(Protocol):
     def trainable_parameters(self) -> int: ...
     @property
     def trainable_sizes(self) -> tuple[int, ...]: ...
+    @property
+    def packed(self) -> Packed: ...
     @property
     def work(self) -> Work: ...
     @property
@@ -269,9 +273,12 @@ def _communication_seconds(
     bucket_bytes = strategy.reduce_bucket_elements * element_bytes
     num_buckets = max(1, -(-gradients // bucket_bytes))
     if strategy.zero_stage == 3:
-        num_gathers, gathered = model.gathers or (2 * num_buckets, 2 * model.parameters)
+        weights = model.packed.weight_bytes(model.parameters, element_bytes)
+        num_gathers, gathered = (2 * num_buckets, 2 * weights)
+        if model.gathers is not None:
+            num_gathers, gathered = model.gathers[0], model.gathers[1] * element_bytes
         stays = sum(size for size in model.trainable_sizes if size <= strategy.persistence_threshold_elements)
-        volume = num_steps * (gathered * element_bytes + gradients) + stays * element_bytes
+        volume = num_steps * (gathered + gradients) + stays * element_bytes
         num_collectives = num_steps * (num_gathers + num_buckets) + (stays > 0)
     else:
         reductions = num_steps if strategy.zero_stage == 2 else 1
@@ -298,7 +305,7 @@ def _offload_seconds(
     share = model.trainable_parameters * element_bytes / world_size
     moved = num_steps * share + share
     if strategy.offload_parameters != "none":
-        moved += 2 * num_steps * model.parameters * element_bytes / world_size
+        moved += 2 * num_steps * model.packed.weight_bytes(model.parameters, element_bytes) / world_size
     ranks_per_node = max(len(node.devices) for node in cluster.nodes)
     states = request.master_bytes_per_element + request.state_bytes_per_element
     moved_on_disk = 0.0

@@ -228,7 +228,8 @@ def _facts(plan: Plan) -> list[str]:
     parameters = f"{format_count(model.parameters)} parameters"
     if model.trainable_parameters != model.parameters:
         adapter = f": LoRA {request.lora}" if request.lora is not None else ""
-        parameters += f" ({format_count(model.trainable_parameters)} trainable{adapter})"
+        base = f"; base in {request.quantize}" if request.quantize is not None else ""
+        parameters += f" ({format_count(model.trainable_parameters)} trainable{adapter}{base})"
     clipping = f", gradient norm at most {request.gradient_clipping:g}" if request.gradient_clipping else ""
     rate = request.learning_rate_scaling or f"{request.learning_rate:g}"
     time = plan.time

@@ -24,6 +24,7 @@ from frugal.training.extensions.metric import Metric
 from frugal.training.extensions.optimizer import MakeOptimizer, OwnOptimizer, ParameterGroups
 from frugal.training.losses.evaluation import Evaluation, evaluate
 from frugal.training.models import adapters, batch_norm
+from frugal.training.models.loading import quantised
 from frugal.training.objectives import Objective
 from frugal.training.train_step import Prepared, Stepper, StepResult, wrap
 
@@ -111,7 +112,7 @@ def initialize(
     with closed_afterwards():
         votes = dist.new_group(backend="gloo") if is_nccl else None
     _refuse_different_plans(plan, votes)
-    model = adapters.as_planned(model, plan)
+    model = adapters.as_planned(quantised.as_planned(model, plan), plan)
     batch_norm.apply_planned(model, plan)
     own = OwnOptimizer.of(model, plan, optimizer, parameter_groups)
     with nullcontext() if is_nccl else closed_afterwards():

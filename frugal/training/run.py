@@ -102,7 +102,7 @@ def train(plan: Plan, settings: RunSettings, device: "torch.device") -> Path | N
     from frugal.training.extensions.metric import Metric
     from frugal.training.measure import memory_watch
     from frugal.training.measure.first_steps import FirstStepsGauge
-    from frugal.training.models import placed
+    from frugal.training.models.loading import placed
     from frugal.training.reports import opening
 
     rank = env.rank()

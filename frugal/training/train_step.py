@@ -40,6 +40,7 @@ from frugal.training.models import (
     transformers_internals,
     weight_decay,
 )
+from frugal.training.models.loading import quantised
 from frugal.training.objectives import Batch, Objective, Sample
 from frugal.training.oom_limits import AdaptiveLimits, OutOfMemory
 from frugal.training.oom_retry import CachedBlocks, Guard, Update, abandon
@@ -273,7 +274,9 @@ def wrap(
         tiled_loss.apply(model)
     if strategy.offload_optimizer != "none":
         local_host.give_back_large_blocks()
-    return engine.initialize(model, request, strategy, batch, **how)
+    zero = engine.initialize(model, request, strategy, batch, **how)
+    quantised.settle(model, zero.engine.device)
+    return zero
 
 
 def accumulate(deepspeed: Any, objective: Objective, batches: Sequence[Batch], targets: int) -> Tensor:

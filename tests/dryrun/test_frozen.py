@@ -12,6 +12,7 @@ from frugal.deepspeed_adapter.kernels import DTYPES
 from frugal.dryrun.run import dry_run
 from frugal.training.engine import initialize
 from frugal.training.measure.two_steps import trial
+from frugal.training.models.loading import quantised
 from frugal.training.models.resolve import resolve
 from frugal.training.objectives import CausalLM
 from tests.dryrun.test_truth import FAMILIES, TOLERANCE, plan_for
@@ -47,6 +48,14 @@ def lora() -> Any:
     return get_peft_model(FAMILIES["llama"][0](), LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
 
 
+def nf4() -> Any:
+    """Adapters around a base in 4 bits."""
+    from peft import LoraConfig, get_peft_model
+
+    base = quantised.apply(FAMILIES["llama"][0](), "nf4", reference="llama", dtype=torch.float32)
+    return get_peft_model(base, LoraConfig(r=4, target_modules="all-linear"))
+
+
 def head_only() -> Any:
     """A Llama whose layers are frozen, so that nothing below the head has a gradient."""
     model = FAMILIES["llama"][0]().requires_grad_(False)
@@ -54,7 +63,7 @@ def head_only() -> Any:
     return model
 
 
-MODELS = {"adapted": adapted, "lora": lora, "head only": head_only}
+MODELS = {"adapted": adapted, "lora": lora, "nf4": nf4, "head only": head_only}
 
 
 def measured(name: str, zero_stage: int, precision: str, mode: str) -> list[tuple[str, int, int]]:
@@ -76,6 +85,9 @@ def measured(name: str, zero_stage: int, precision: str, mode: str) -> list[tupl
         ("lora", 0, "fp32", "selective"),
         ("lora", 2, "bf16", "off"),
         ("lora", 3, "bf16", "full"),
+        pytest.param("nf4", 0, "fp32", "selective", marks=pytest.mark.exhaustive),
+        ("nf4", 2, "fp32", "off"),
+        ("nf4", 3, "fp32", "full"),
     ],
 )
 def test_frozen_parameters_are_as_dry_run(

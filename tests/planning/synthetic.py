@@ -12,6 +12,7 @@ from frugal.dryrun.planner import make_plan
 from frugal.errors import RequestError
 from frugal.planning.cost import Line, Work
 from frugal.planning.memory.breakdown import MemoryBreakdown
+from frugal.planning.memory.loading import NOT_PACKED, Packed
 from frugal.planning.plan import Plan
 from frugal.planning.search.candidate import OpenSource
 from frugal.planning.strategy import Strategy
@@ -43,6 +44,7 @@ class SyntheticProfile:
     can_recompute: bool = True
     can_tile: bool = False
     notes: tuple[str, ...] = ()
+    packed: Packed = NOT_PACKED
     logits_bytes_per_token: int = 0
     changes_logits: bool = False
     drafts: bool = False

@@ -10,6 +10,7 @@ from frugal.config.request import Request
 from frugal.planning import cost
 from frugal.planning.batch import BatchPlan
 from frugal.planning.cost import Line, Work
+from frugal.planning.memory.loading import NOT_PACKED, Packed
 from frugal.planning.plan import StepTime
 from frugal.planning.strategy import Place, Strategy
 
@@ -20,6 +21,7 @@ class Model:
     trainable_parameters: int = 25_000_000
     trainable_sizes: tuple[int, ...] = (25_000_000,)
     gathers: tuple[int, int] | None = None
+    packed: Packed = NOT_PACKED
     work: Work = field(default_factory=lambda: work())
 
 

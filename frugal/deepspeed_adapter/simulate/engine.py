@@ -88,9 +88,9 @@ def covers(request: Request, strategy: Strategy, trace: ModelTrace | None = None
 
     It does not know: other kernels than torch's fused ones and those of 8-bit AdamW (for states in bf16 on the host,
     than DeepSpeed's CPU Adam), offloading to disks or in fp32, overlapping communication, gradients not summed in
-    fp32, half precision without gradient partitioning; and models whose memory depends on data, with parameters of
-    several types, without a gradient, or under ZeRO-3 used outside their modules. And it knows nothing of a
-    DeepSpeed that differs from the one it repeats.
+    fp32, half precision without gradient partitioning; and models whose memory depends on data, with trainable
+    parameters of several types, without a gradient, or under ZeRO-3 used outside their modules or all of several
+    types. And it knows nothing of a DeepSpeed that differs from the one it repeats.
     """
     if not mirrored.verify_simulation():
         return False
@@ -109,6 +109,7 @@ def covers(request: Request, strategy: Strategy, trace: ModelTrace | None = None
         return True
     is_one_type = trace.element_bytes == (4 if request.precision == "fp32" else 2)
     is_sure = trace.has_all_gradients and not trace.notes
+    is_one_type &= strategy.zero_stage < 3 or not trace.parameter_bytes
     return is_one_type and is_sure and len(trace.trainable_index) > 1
 
 
@@ -169,7 +170,6 @@ def _initialised(
     stream: Stream, host: PinnedBlocks, setting: Setting, trace: ModelTrace, *, arrives: bool
 ) -> SimulatedZero:
     """The model comes to the device, or is built there; the optimizer makes of it what it needs."""
-    size = trace.element_bytes
     if not arrives:
         stream.flash(trace.building_bytes, "building", PARAMETERS)
     if setting.zero_stage == 3:
@@ -178,7 +178,7 @@ def _initialised(
         for size_bytes in trace.buffer_bytes:
             stream.born(size_bytes, "to device", PARAMETERS)
         return split
-    arrived = [stream.born(n * size, "to device", PARAMETERS) for n in trace.elements]
+    arrived = [stream.born(size_bytes, "to device", PARAMETERS) for size_bytes in trace.sizes_bytes]
     for size_bytes in trace.buffer_bytes:
         stream.born(size_bytes, "to device", PARAMETERS)
     if setting.zero_stage == 0:

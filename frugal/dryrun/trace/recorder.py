@@ -41,6 +41,7 @@ from frugal.planning.memory.timeline import (
     TimelineBuilder,
 )
 from frugal.training.measure.memory_watch import StorageWatch, cpu_pace, tensors_in
+from frugal.training.models.loading import quantised
 
 AUTOGRAD, DEEPSPEED, MODEL = "autograd", "DeepSpeed", "model"
 
@@ -162,6 +163,7 @@ class Tracker(StorageWatch):
         """
         super().__init__()
         self.kind = kind
+        self.device_kind = kind
         self.capability = capability
         self._resident_threads = resident_threads
         self._is_for_any_size = False  # whether the stream is to be told for other micro-batches, too
@@ -213,7 +215,7 @@ class Tracker(StorageWatch):
         self._model = model
         if self._building:  # `torch.tensor`, as in batch norm's counters, makes them outside of all modes
             with torch_internals.without_modes():
-                self.hold(model.buffers())
+                self.hold((*model.buffers(), *quantised.scales(model)))
         self._building = False
         for name, module in model.named_modules():
             module.register_forward_pre_hook(lambda _module, _args, name=name: self._enter(name))

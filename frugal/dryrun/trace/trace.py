@@ -43,6 +43,7 @@ from frugal.planning.memory.timeline import (
 from frugal.planning.strategy import ActivationCheckpointing
 from frugal.training.measure.memory_watch import tensors_in
 from frugal.training.models import activation_checkpointing, tiled_loss, transformers_internals
+from frugal.training.models.loading import quantised
 from frugal.training.objectives import Objective
 
 FEW_PERIODS = 5
@@ -155,14 +156,16 @@ def trace(
         except Exception as error:  # whatever a model trips over: a dry run knows more ways, or says what is wrong
             raise NotAffineError(f"the model's step alone cannot be traced: {error}") from error
     parameters = list(model.parameters())
-    buffers = list(model.buffers())
+    buffers = [*model.buffers(), *quantised.scales(model)]
     sizes = {parameter.element_size() for parameter in parameters}
+    trained = {parameter.element_size() for parameter in parameters if parameter.requires_grad}
     return ModelTrace(
         **recorded,
         own_parameters=_own_parameters(model) if mode.is_zero3 else (),
         elements=tuple(parameter.numel() for parameter in parameters),
         trainable=tuple(parameter.requires_grad for parameter in parameters),
-        element_bytes=sizes.pop() if len(sizes) == 1 else 0,
+        element_bytes=trained.pop() if len(trained) == 1 else 0,
+        parameter_bytes=tuple(parameter.nbytes for parameter in parameters) if len(sizes) > 1 else (),
         buffer_bytes=tuple(buffer.untyped_storage().nbytes() for buffer in buffers),
         building_bytes=building_bytes or sum(tensor.untyped_storage().nbytes() for tensor in (*parameters, *buffers)),
     )

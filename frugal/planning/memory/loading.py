@@ -47,6 +47,22 @@ RANDOM = Weights(origin="random", reading={})
 
 
 @dataclass(frozen=True, kw_only=True)
+class Packed:
+    """Weights that are kept in fewer bits: how many, what they take, and their scales, which every rank has whole."""
+
+    elements: int = 0
+    packed_bytes: int = 0
+    scales_bytes: int = 0
+
+    def weight_bytes(self, parameters: int, element_bytes: int) -> int:
+        """All of a model's `parameters`, without the scales."""
+        return element_bytes * (parameters - self.elements) + self.packed_bytes
+
+
+NOT_PACKED = Packed()
+
+
+@dataclass(frozen=True, kw_only=True)
 class Loading:
     """Bytes while weights are loaded.
 
@@ -63,11 +79,15 @@ class Loading:
     device_bytes: int
 
 
-def way_of(strategy: Strategy, origin: Origin) -> Way:
-    """How ranks get weights of this origin. With parameters on NVMe DeepSpeed splits only what every rank has."""
+def way_of(strategy: Strategy, origin: Origin, *, is_quantised: bool = False) -> Way:
+    """How ranks get weights of this origin. With parameters on NVMe DeepSpeed splits only what every rank has.
+
+    Random weights that are quantised, which nobody trains, are made by every rank: scales are not sent.
+    """
     if origin == "pretrained":
         return "by-tensor"
-    return "by-rank-0" if origin == "random" and strategy.offload_parameters != "nvme" else "by-every-rank"
+    is_sent = origin == "random" and strategy.offload_parameters != "nvme" and not is_quantised
+    return "by-rank-0" if is_sent else "by-every-rank"
 
 
 def loading_of(
@@ -79,21 +99,25 @@ def loading_of(
     largest_parameter: int,
     world_size: int,
     kind: str,
+    packed: Packed = NOT_PACKED,
 ) -> Loading:
     """What loading takes of a model with so many elements, and so many in its largest parameter.
 
     Left out: buffers, and what DeepSpeed makes of parameters afterwards, which is part of training's first phase.
     """
-    element, way = 4 if precision == "fp32" else 2, way_of(strategy, weights.origin)
-    whole, largest = element * parameters, element * largest_parameter
-    kept = whole if strategy.zero_stage < 3 else -(-whole // world_size)
+    is_quantised = packed.elements > 0
+    element, way = 4 if precision == "fp32" else 2, way_of(strategy, weights.origin, is_quantised=is_quantised)
+    largest, whole = element * largest_parameter, packed.weight_bytes(parameters, element)
+    kept = packed.scales_bytes + (whole if strategy.zero_stage < 3 else -(-whole // world_size))
     on_device = kept if strategy.offload_parameters == "none" else 0
     on_host = kept if kind == "cpu" or strategy.offload_parameters == "cpu" else 0
     if way == "by-tensor":
         reading = weights.reading.get(precision, Reading(passing_bytes=2 * largest, keeping_bytes=2 * largest + whole))
-        host = reading.keeping(on_host, whole)
+        host = reading.keeping(on_host, whole + packed.scales_bytes)
         return Loading(way=way, rank_0_bytes=host, rank_bytes=host, device_bytes=on_device)
     arriving = largest if strategy.zero_stage == 3 else 0  # whole, before the rank takes its part
+    if is_quantised:  # all of it is made before it is packed
+        whole += element * parameters
     if kind == "cpu":  # what is made stays there, or makes room for the parts
         makes, waits = max(whole + arriving // world_size, kept + arriving), kept + arriving
     else:

@@ -10,7 +10,7 @@ from frugal.planning.memory import breakdown as host
 from frugal.planning.memory.allocator import Replays
 from frugal.planning.memory.breakdown import MemoryBreakdown
 from frugal.planning.memory.interval import of_device
-from frugal.planning.memory.loading import Loading
+from frugal.planning.memory.loading import NOT_PACKED, Loading, Packed
 from frugal.planning.memory.timeline import Timeline
 from frugal.planning.strategy import Strategy
 
@@ -76,6 +76,7 @@ class MemoryProfile:
             `ranks` then has one entry a rank and micro-batch, micro-batches outermost.
         counts_slack: whether what the allocator wastes is part of the memory.
         loading: what it takes before the first step.
+        packed: weights that are kept in fewer bits.
     """
 
     strategy: Strategy
@@ -94,6 +95,7 @@ class MemoryProfile:
     sampled: tuple[int, ...] = ()
     counts_slack: bool = True
     loading: Loading | None = None
+    packed: Packed = NOT_PACKED
 
     def memory(self, micro_batch: int, device: Device) -> MemoryBreakdown:
         """The peak of the fullest rank on `device`, and the host memory of a full node."""

@@ -379,12 +379,13 @@ class ModelTrace:
         own_parameters: of each module, the parameters it owns without its submodules'.
         elements: of every parameter, in the model's order.
         trainable: for every parameter.
-        element_bytes: of a parameter's element; 0: they differ.
-        buffer_bytes: of every buffer.
+        element_bytes: of a trainable parameter's element; 0: they differ.
+        buffer_bytes: of every buffer, and of the scales of quantised weights.
         building_bytes: the peak while the model is built.
         work: what the micro-step makes the device do.
         notes: what makes the simulation unsure: assumptions where memory depends on data, and under ZeRO-3 parameters
             that are used outside their modules.
+        parameter_bytes: of every parameter, where their elements differ in size; empty: they do not.
     """
 
     stream: Timeline
@@ -397,6 +398,7 @@ class ModelTrace:
     building_bytes: int
     work: Work
     notes: tuple[str, ...] = ()
+    parameter_bytes: tuple[int, ...] = ()
 
     @cached_property
     def trainable_index(self) -> dict[int, int]:
@@ -432,6 +434,11 @@ class ModelTrace:
         """Whether backward reaches every trainable parameter, once."""
         reached = [mark.number for marks in self.marks for mark in marks if mark.kind is MarkKind.GRADIENT]
         return sorted(reached) == sorted(self.trainable_index)
+
+    @property
+    def sizes_bytes(self) -> tuple[int, ...]:
+        """Of every parameter."""
+        return self.parameter_bytes or tuple(n * self.element_bytes for n in self.elements)
 
     @property
     def trainable_elements(self) -> tuple[int, ...]:

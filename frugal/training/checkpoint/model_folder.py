@@ -2,7 +2,8 @@
 
 The files of all ranks are mapped into memory, and each parameter is put together from where its pieces are, as in
 resharding. Adapters are written as adapters, or merged into their base, which then is built with its weights and must
-be the one that they were trained around.
+be the one that they were trained around. A quantised base is merged with as the adapters saw it: unpacked, in the run's
+precision, and not packed again, which would round away part of what was trained.
 """
 
 import warnings
@@ -25,6 +26,7 @@ from frugal.training.checkpoint.loading import FROZEN, MASTER, Saved
 from frugal.training.checkpoint.manifest import Manifest
 from frugal.training.data import corpus
 from frugal.training.extensions.best import Criterion
+from frugal.training.models.loading import quantised
 from frugal.training.models.resolve import resolve_request
 from frugal.training.models.spec import ModelSpec
 
@@ -86,7 +88,7 @@ def find(given: Path, which: str | None) -> Path:
 def write(checkpoint: Path, out: Path, *, merge: bool = False) -> str:
     """Write the model of `checkpoint` to the folder `out`, with its tokenizer; what it is, in words.
 
-    `merge`: adapters go into their base, in the base's own precision.
+    `merge`: adapters go into their base, in the base's own precision, or where it is quantised in the run's.
 
     Raises:
         RequestError: `out` is there already, there is nothing to merge, or model or tokenizer cannot be made.
@@ -112,10 +114,12 @@ def write(checkpoint: Path, out: Path, *, merge: bool = False) -> str:
         weights = _weights(module, saved)
     kind = f"the adapters of step {run.made_by.step}, whose base is {spec.weights or spec.reference}"
     if merge:
-        module = _merged(spec, run, weights, base_dtype or DTYPES[run.plan.request.precision])
+        trained_in = DTYPES[run.plan.request.precision]
+        module = _merged(spec, run, weights, trained_in if spec.quantize else base_dtype or trained_in)
         weights = {name: tensor.detach() for name, tensor in module.state_dict(keep_vars=True).items()}
         precision = str(next(module.parameters()).dtype).removeprefix("torch.")
         kind = f"the model of step {run.made_by.step}, with its adapters merged in {precision}"
+        kind += f" into what {spec.quantize} made of its base" if spec.quantize else ""
     elif not is_adapter:
         kind = f"the model of step {run.made_by.step}"
     with _explained(out):
@@ -178,11 +182,13 @@ def _weights(module: nn.Module, saved: Saved) -> dict[str, Tensor]:
             flat = torch.empty(parameter.numel(), dtype=parameter.dtype, device="cpu")
             saved.copy(name, 0, flat, MASTER if name in trained else FROZEN)
             whole[id(parameter)] = flat.view(parameter.shape)
+    if not saved.has_base:
+        return {name: whole[id(p)] for name, p in module.named_parameters(remove_duplicate=False) if id(p) in whole}
     weights = {}
     for name, tensor in module.state_dict(keep_vars=True).items():
         if id(tensor) in whole:
             weights[name] = whole[id(tensor)]
-        elif name in saved.module and saved.has_base:
+        elif name in saved.module:
             weights[name] = saved.module[name].clone()
     return weights
 
@@ -204,12 +210,24 @@ def _merged(spec: ModelSpec, run: Run, weights: dict[str, Tensor], dtype: torch.
             because=f"the weights of {spec.weights or spec.reference} are not those that they were trained with",
             hint="give the base model as it was; without --merge the adapters alone are written",
         )
+    if spec.quantize is not None:
+        module = _unpacked(spec, run, module, dtype)
     for name, parameter in module.named_parameters():
         if name in weights:
             parameter.data.copy_(weights[name])
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")  # that sums are rounded
         return module.merge_and_unload()
+
+
+def _unpacked(spec: ModelSpec, run: Run, packed: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """The model with the values of the `packed` one, none of it quantised."""
+    plain = replace(spec, quantize=None).build(dtype=dtype, device="cpu", seed=run.settings.seed)
+    for name, module in quantised.named(packed):
+        weight: Any = plain.get_submodule(name).weight
+        values = quantised.dequantised(module)
+        weight.data.copy_(values if module.source_cls is nn.Linear else values.T)
+    return plain
 
 
 @contextmanager

@@ -16,6 +16,7 @@ _FIXED = {
     "precision": "precision", "optimizer": "optimizer", "optimizer_states": "optimizer states in",
     "seq_len": "sequence length", "global_batch": "global batch",
     "global_tokens": "global tokens", "pack": "packing", "lora": "adapters",
+    "quantize": "quantised weights",
 }  # fmt: skip
 _FREE = {
     "learning_rate": "learning rate", "weight_decay": "weight decay", "decaying": "weight decay of",
@@ -39,6 +40,7 @@ def recipe(plan: Plan) -> Recipe:
         "seq_len": request.seq_len,
         "pack": request.pack or None,
         "lora": None if request.lora is None else str(request.lora),
+        **({} if request.quantize is None else {"quantize": request.quantize}),
         "global_batch": batch.global_batch if batch.global_tokens is None else None,
         "global_tokens": batch.global_tokens,
         "learning_rate": request.scaled_learning_rate,
@@ -54,20 +56,24 @@ def check_resume(path: Path, made_by: Manifest, this: Manifest) -> None:
     Raises:
         PlanMismatchError: it is of another model, or was trained in a way that this run does not continue.
     """
-    if made_by.shapes != this.shapes:
+    if made_by.recipe.get("quantize") == this.recipe.get("quantize") and made_by.shapes != this.shapes:
         raise PlanMismatchError(
             f"{path} is of another model",
             because=f"it was made with {made_by.model}, this run trains {this.model}; its parameters differ",
             hint="resume with the plan the run was started with, or start anew with another --out",
         )
-    if made_by.base != this.base and made_by.recipe.get("lora") == this.recipe["lora"]:
+    if (
+        made_by.shapes == this.shapes
+        and made_by.base != this.base
+        and made_by.recipe.get("lora") == this.recipe["lora"]
+    ):
         raise PlanMismatchError(
             f"{path} holds adapters of another base model",
             because=f"the frozen weights of {this.model} are not those that they were trained with",
             hint="give the base model as it was, or start anew with another --out",
         )
     for name, word in _FIXED.items():
-        before, now = made_by.recipe.get(name, _FIXED_BEFORE.get(name)), this.recipe[name]
+        before, now = made_by.recipe.get(name, _FIXED_BEFORE.get(name)), this.recipe.get(name)
         if before != now:
             raise PlanMismatchError(
                 f"{path} was made with {_value(word, before)}, this run has {_value(word, now)}",

@@ -1,7 +1,7 @@
 """Memory of a running step: every storage from its birth to its death, the traffic of operators, the peak by phase.
 
 `StorageWatch` sees every storage that an operator makes without changing when it ends. Not seen: memory that a kernel
-takes and returns inside one call.
+takes and returns inside one call, unless `INSIDE` says what the kernel calls.
 
 `traffic` is the bytes that an operator reads and writes in the device's memory: how long it takes, where FLOPs do not
 say so.
@@ -41,6 +41,11 @@ from frugal.planning.memory.timeline import (
 aten = torch.ops.aten
 
 
+INSIDE: dict[Any, dict[str, Callable[..., Any]]] = {}
+"""Operators of other libraries whose kernels make storages for the time of a call: what they do, by kind of device, in
+operators that a watch sees."""
+
+
 class StorageWatch(torch_internals.DispatchMode):
     """Calls `born` for every new storage that an operator returns, and `died` when it is gone.
 
@@ -51,6 +56,7 @@ class StorageWatch(torch_internals.DispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
+        self.device_kind = "cpu"  # whose kernels are watched; or `cuda`
         self.num_operators = 0
         self._known: dict[int, int] = {}  # address of a live storage -> its bytes
         self._random_states = (
@@ -105,6 +111,9 @@ class StorageWatch(torch_internals.DispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         """Run one operator and look at what it returns."""
+        if func in INSIDE:
+            with self._inside():
+                return INSIDE[func][self.device_kind](*args, **(kwargs or {}))
         self.num_operators += 1
         if func in _VIEWS or (func not in _OTHERS and _is_view(func)):
             return func(*args, **(kwargs or {}))
@@ -118,6 +127,15 @@ class StorageWatch(torch_internals.DispatchMode):
                 self._see(tensor, func, args)
         self.executed()
         return out
+
+    @contextmanager
+    def _inside(self) -> Iterator[None]:
+        """What an operator calls is seen as well."""
+        torch_internals.DispatchMode.__enter__(self)
+        try:
+            yield
+        finally:
+            torch_internals.DispatchMode.__exit__(self, None, None, None)
 
     def _see(self, tensor: Tensor, operator: Any, inputs: tuple[Any, ...]) -> None:
         storage = tensor.untyped_storage()

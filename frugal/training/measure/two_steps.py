@@ -36,7 +36,7 @@ from frugal.planning.plan import Plan
 from frugal.training.engine import initialize
 from frugal.training.measure.memory_watch import CudaGauge, gauge, mark_phases
 from frugal.training.measure.record import ModelDefinition, RankMeasurement, Trial, timeline_name
-from frugal.training.models import placed
+from frugal.training.models.loading import placed
 from frugal.training.models.resolve import resolve_request
 from frugal.training.models.spec import ModelSpec
 from frugal.training.objectives import Objective, SummedLoss

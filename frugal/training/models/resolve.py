@@ -32,8 +32,9 @@ _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "
 
 
 def resolve_request(request: Request, *, num_labels: int | None = None) -> ModelSpec:
-    """The model that a request names, with the adapters that it asks for. Raises as `resolve`."""
-    return replace(resolve(request.model, request.task, num_labels=num_labels), lora=request.lora)
+    """The model that a request names, quantised and with adapters as it asks for. Raises as `resolve`."""
+    spec = resolve(request.model, request.task, num_labels=num_labels)
+    return replace(spec, lora=request.lora, quantize=request.quantize)
 
 
 def resolve(
@@ -111,6 +112,22 @@ def _refuse_other_input(reference: str, config: Any) -> None:
             )
 
 
+def _refuse_quantised(reference: str, config: Any) -> None:
+    """Refuse weights that bitsandbytes has packed: the plan would count them as they were.
+
+    Raises:
+        RequestError: what to give in their place.
+    """
+    given = getattr(config, "quantization_config", None)
+    method = given.get("quant_method") if isinstance(given, dict) else getattr(given, "quant_method", None)
+    if method == "bitsandbytes":
+        raise RequestError(
+            f"{reference} is quantised already",
+            because="its configuration says that bitsandbytes has packed its weights",
+            hint="give the model it was made of, with --lora r=16 --quantize nf4",
+        )
+
+
 def _text_config(reference: str, config: Any) -> Any:
     try:
         return config.get_text_config()
@@ -162,6 +179,7 @@ def _from_config(
             else f"give a factory that returns a module and its objective, see {OWN_MODEL}",
         )
     _refuse_other_input(reference, config)
+    _refuse_quantised(reference, config)
     text = _text_config(reference, config)
     layers = getattr(text, "num_hidden_layers", None)
     if isinstance(layers, int) and layers > MOST_LAYERS:

@@ -13,12 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from frugal.config.adapters import Lora
-from frugal.config.request import Task
+from frugal.config.request import Quantization, Task
 from frugal.errors import RequestError, first_line
 from frugal.planning.memory.loading import Origin
 from frugal.training.losses import decoder_inputs, own_loss
 from frugal.training.models import adapters, expert_modules, factories, transformers_internals
-from frugal.training.models.weights import Place, load_weights, off_the_file
+from frugal.training.models.loading import quantised
+from frugal.training.models.loading.weights import Place, load_weights, off_the_file
 from frugal.training.objectives import CausalLM, MaskedLM, Objective, Seq2Seq, SequenceClassification
 
 TASKS: tuple[str, ...] = get_args(Task)
@@ -59,6 +60,7 @@ class ModelSpec:
         own_tokenizer: folder or hub name of the tokenizer that belongs to it; None: it has none.
         kind_of_reference: what `reference` is, in words, such as `preset`.
         lora: adapters that are trained instead of it; None: it is trained itself.
+        quantize: in what the frozen weights under adapters are kept; None: in the run's precision.
         uses_cache: what its configuration says of `use_cache`, which is off while it trains.
     """
 
@@ -76,6 +78,7 @@ class ModelSpec:
     structure: str = ""
     own_objective: Objective | None = None
     lora: Lora | None = None
+    quantize: Quantization | None = None
 
     @property
     def origin(self) -> Origin:
@@ -92,7 +95,7 @@ class ModelSpec:
             structure = json.dumps(config, sort_keys=True, default=str)
         else:
             structure = self.structure
-        adapter = "" if self.lora is None else f"\n{self.lora}"
+        adapter = "".join(f"\n{each}" for each in (self.lora, self.quantize) if each is not None)
         return hashlib.sha256(f"{self.task}\n{structure}{adapter}".encode()).hexdigest()
 
     def build(
@@ -103,12 +106,14 @@ class ModelSpec:
         seed: int = 0,
         place: Place | None = None,
         adapting: AbstractContextManager[Any] | None = None,
+        quantising_on: torch.device | None = None,
     ) -> nn.Module:
         """The module in training mode, with its adapters; the same seed gives the same weights. On `meta` it has shapes
         only.
 
         `place` is given each pretrained parameter as soon as it is read, so that it need not stay on the host. What is
         not pretrained is on `device`. `adapting` is open while adapters are put around what was placed.
+        `quantising_on`: where weights that are placed are quantised, and their scales stay.
 
         Raises:
             RequestError: its factory fails, its weights cannot be read, or it cannot have these adapters.
@@ -117,7 +122,7 @@ class ModelSpec:
         transformers_internals.always_use()
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             torch.manual_seed(seed)
-            module = self._base(dtype, device, place)
+            module = self._base(dtype, device, place, quantising_on or device)
             expert_modules.always_run(module)
             if self.lora is not None:
                 with adapting or nullcontext():
@@ -141,38 +146,56 @@ class ModelSpec:
                 hint="give a model folder or a hub name; `frugal measure` tries how much memory this plan takes",
             )
 
-    def _base(self, dtype: torch.dtype, device: torch.device, place: Place | None) -> nn.Module:
+    def _base(
+        self, dtype: torch.dtype, device: torch.device, place: Place | None, quantising_on: torch.device
+    ) -> nn.Module:
         """The module without adapters. Raises as `build`."""
+        if self.factory is None and self.weights is not None and device.type != "meta":
+            module = self._pretrained(dtype, place or off_the_file, quantising_on)
+            return module if place else module.to(device)
         if self.factory is not None:
             module, _ = factories.make_model(self.reference, self.factory, device)
-            return module.to(dtype=dtype)
-        if self.weights is None or device.type == "meta":
+            module = module.to(dtype=dtype)
+        else:
             import transformers
 
             auto = getattr(transformers, _AUTO[self.task][0])
             with torch.device(device), self._configuration_errors():
-                return auto.from_config(self.config, dtype=dtype, trust_remote_code=self.trust_remote_code)
-        module = self._pretrained(dtype, place or off_the_file)
-        return module if place else module.to(device)
+                module = auto.from_config(
+                    self._config_to_build(), dtype=dtype, trust_remote_code=self.trust_remote_code
+                )
+        if self.quantize is None:
+            return module
+        return quantised.apply(module, self.quantize, reference=self.reference, dtype=dtype)
+
+    def _config_to_build(self) -> Any:
+        """transformers writes into it what it quantises."""
+        return self.config if self.quantize is None else copy.deepcopy(self.config)
 
     def reader(self, dtype: torch.dtype, *, may_download: bool = True) -> Callable[[], Any]:
         """transformers' `from_pretrained` with its arguments, for a model that has weights."""
         import transformers
 
+        options: dict[str, Any] = {}
+        if self.quantize is not None:
+            options["quantization_config"] = quantised.config(self.quantize, dtype)
+            options["device_map"] = {"": "cpu"}  # otherwise it warms up the allocator of a GPU
         return functools.partial(
             getattr(transformers, _AUTO[self.task][0]).from_pretrained,
             self.weights,
-            config=self.config,
+            config=self._config_to_build(),
             dtype=dtype,
             trust_remote_code=self.trust_remote_code,
             local_files_only=not (may_download and factories.hub_is_reachable()),
             output_loading_info=True,
+            **options,
         )
 
-    def _pretrained(self, dtype: torch.dtype, place: Place) -> nn.Module:
+    def _pretrained(self, dtype: torch.dtype, place: Place, quantising_on: torch.device) -> nn.Module:
         """The module with the weights that were saved; what they lack is random, and told by `random_weights`."""
+        reader, quantising = self.reader(dtype), quantising_on if self.quantize is not None else None
         try:
-            module, loaded, sizes = load_weights(self.reader(dtype), place)
+            module, loaded, sizes = load_weights(reader, place, quantising_on=quantising)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # each file format fails in its own way
@@ -190,7 +213,7 @@ class ModelSpec:
                 hint="to train from random weights give the path of its config.json",
             )
         setattr(module, _RANDOM, tuple(sorted(missing & sizes.keys())))
-        return module
+        return quantised.settle(module)
 
     @contextmanager
     def _configuration_errors(self) -> Iterator[None]:

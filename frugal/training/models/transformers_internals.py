@@ -52,6 +52,11 @@ LOADING = (
         "PreTrainedModel.all_tied_weights_keys",
     ),
 )
+QUANTISING = needed(
+    "transformers.integrations.bitsandbytes",
+    "weights are quantised on the device that trains them",
+    "Bnb4bitQuantize.convert(self, input_dict, full_layer_name, model, kwargs)",
+)
 
 
 @functools.cache
@@ -180,6 +185,25 @@ def reading(
         patch.object(core_model_loading, "spawn_materialize", materialize_when_needed),
         patch.object(core_model_loading, "set_param_for_module", put_and_tell),
     ):
+        yield
+
+
+@contextmanager
+def quantising(device: Any, finish: Callable[[Any], Any]) -> Iterator[None]:
+    """Weights that `from_pretrained` quantises inside the `with` block go to `device` before; `finish` takes what
+    becomes of each, and returns what is set."""
+    _verify(QUANTISING)
+    from transformers.integrations.bitsandbytes import Bnb4bitQuantize
+
+    convert = Bnb4bitQuantize.convert
+
+    def convert_there(self: Any, input_dict: Any, *rest: Any, **options: Any) -> Any:
+        for name, value in input_dict.items():
+            tensor = value[0] if isinstance(value, list) else value
+            input_dict[name] = tensor if tensor.is_meta else tensor.to(device)
+        return {name: finish(weight) for name, weight in convert(self, input_dict, *rest, **options).items()}
+
+    with patch.object(Bnb4bitQuantize, "convert", convert_there):
         yield
 
 

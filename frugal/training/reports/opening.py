@@ -36,7 +36,8 @@ def origin(data: "RunData", model: "torch.nn.Module") -> str:
     else:
         weights = f"random weights ({spec.kind_of_reference} {spec.reference} names an architecture)"
     if spec.lora is not None:
-        weights += f", frozen; adapters {spec.lora} are trained"
+        kept = "" if spec.quantize is None else f" in {spec.quantize}"
+        weights += f", frozen{kept}; adapters {spec.lora} are trained"
     return f"{weights}; {data.tokens}"
 
 

@@ -100,7 +100,7 @@ def check_model(spec: ModelSpec, choice: BatchNormChoice | None = None) -> tuple
         RequestError: it cannot be trained for its task.
     """
     if spec.lora is not None:
-        notes_of_base = check_model(replace(spec, lora=None), choice)
+        notes_of_base = check_model(replace(spec, lora=None, quantize=None), choice)
         drops = spec.lora.dropout > 0 and DROPOUT not in notes_of_base
         return (*notes_of_base, DROPOUT) if drops else notes_of_base
     whole = spec.build(dtype=torch.float32, device="meta")

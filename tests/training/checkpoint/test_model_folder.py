@@ -36,11 +36,14 @@ def make_base(folder: Path, seed: int = 0) -> None:
     byte_tokenizer().save_pretrained(folder)
 
 
-def run(base: Path, out: Path, zero_stage: int, precision: str, lora: str | None) -> None:
+def run(base: Path, out: Path, zero_stage: int, precision: str, lora: str | None, quantize: str | None = None) -> None:
     """Three steps, with a checkpoint after each and the final model; the second is the best. Runs on ranks."""
     plan = plan_by_hand(
         world_size=2, global_batch=4, micro_batch=1, zero_stage=zero_stage,
-        request={"model": str(base), "precision": precision, "learning_rate": 1e-2, "lora": lora and Lora.parse(lora)},
+        request={
+            "model": str(base), "precision": precision, "learning_rate": 1e-2, "lora": lora and Lora.parse(lora),
+            "quantize": quantize,
+        },
         strategy={"persistence_threshold_elements": 100},
     )  # fmt: skip
     spec = resolve_request(plan.request)
@@ -98,6 +101,38 @@ def test_the_last_checkpoint_s_folder_is_that_of_the_run(
     merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     assert merged.dtype == torch.float32, "as the base's folder has it, whatever it was trained in"
     assert torch.allclose(logits(merged), adapted, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("zero_stage", "precision"), [(3, "fp32"), pytest.param(2, "bf16", marks=pytest.mark.exhaustive)]
+)
+def test_adapters_are_merged_into_what_quantisation_made_of_their_base(
+    zero_stage: int, precision: str, tmp_path: Path, two_ranks: Ranks, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_base(tmp_path / "base")
+    out = tmp_path / "run"
+    two_ranks.run(run, tmp_path / "base", out, zero_stage, precision, "r=4", "nf4")
+    assert model(out, "-o", tmp_path / "last") == 0
+    assert_same_files(tmp_path / "last", out / "model")
+    assert model(out, "-o", tmp_path / "merged", "--merge") == 0
+    assert (
+        capsys.readouterr()
+        .out.splitlines()[-1]
+        .endswith(
+            f"with its adapters merged in {DTYPES[precision]} into what nf4 made of its base".replace("torch.", "")
+        )
+    )
+    asked = transformers.BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.float32,
+    )  # fmt: skip
+    base = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "base", dtype=DTYPES[precision], quantization_config=asked
+    ).dequantize(torch.float32)
+    adapted = logits(peft.PeftModel.from_pretrained(base, out / "model"))
+    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    assert merged.dtype == DTYPES[precision]
+    assert torch.allclose(logits(merged), adapted, atol=1e-5 if precision == "fp32" else 2e-2)
 
 
 @pytest.fixture(scope="module")

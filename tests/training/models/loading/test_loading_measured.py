@@ -6,7 +6,9 @@ kept whole; under ZeRO-3 without a cast up to 35 % less than predicted, which is
 
 import ctypes
 import gc
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +19,7 @@ from frugal.config.hardware import local_host
 from frugal.dryrun.loading import reading
 from frugal.planning.memory.loading import Weights, loading_of
 from frugal.planning.strategy import Strategy
-from frugal.training.models import placed
+from frugal.training.models.loading import placed, quantised
 from frugal.training.models.resolve import resolve
 from frugal.units import MIB
 
@@ -36,7 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def growth(model: str, zero_stage: int, precision: str) -> int:
+def growth(model: str, zero_stage: int, precision: str, quantize: str | None = None) -> int:
     """On a rank: the most by which its resident set grew while the model was loaded, bytes."""
     local_host.give_back_large_blocks()
     world_size = torch.distributed.get_world_size()
@@ -44,7 +46,7 @@ def growth(model: str, zero_stage: int, precision: str) -> int:
         world_size=world_size, global_batch=world_size, micro_batch=1, zero_stage=zero_stage,
         request={"precision": precision},
     )  # fmt: skip
-    spec = resolve(model)
+    spec = replace(resolve(model), quantize=quantize)
     spec.build(dtype=torch.bfloat16, device="meta")
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)  # what earlier tests left on the heap would not be taken anew
@@ -59,22 +61,27 @@ def growth(model: str, zero_stage: int, precision: str) -> int:
 
 
 @pytest.mark.parametrize(
-    ("zero_stage", "precision", "lowest"),
+    ("zero_stage", "precision", "quantize", "lowest"),
     [
-        (3, "bf16", 0.5),
-        (3, "fp32", 0.85),
-        pytest.param(0, "fp32", 0.9, marks=pytest.mark.exhaustive),
-        pytest.param(2, "bf16", 0.85, marks=pytest.mark.exhaustive),
+        (3, "bf16", None, 0.5),
+        (3, "fp32", None, 0.85),
+        pytest.param(0, "fp32", None, 0.9, marks=pytest.mark.exhaustive),
+        pytest.param(2, "bf16", None, 0.85, marks=pytest.mark.exhaustive),
+        (2, "bf16", "nf4", 0.5),
+        pytest.param(3, "bf16", "nf4", 0.5, marks=pytest.mark.exhaustive),
+        pytest.param(0, "fp32", "nf4", 0.5, marks=pytest.mark.exhaustive),
     ],
 )
 def test_the_peak_of_loading_comes_true(
-    two_ranks: Ranks, folder: Path, zero_stage: int, precision: str, lowest: float
+    two_ranks: Ranks, folder: Path, zero_stage: int, precision: str, quantize: Any, lowest: float
 ) -> None:
-    spec = resolve(str(folder))
-    parameters = [parameter.numel() for parameter in spec.build(dtype=torch.bfloat16, device="meta").parameters()]
+    spec = replace(resolve(str(folder)), quantize=quantize)
+    model = spec.build(dtype=torch.bfloat16, device="meta")
+    parameters = list(map(quantised.elements, model.parameters()))
     predicted = loading_of(
         Weights(origin="pretrained", reading=reading(spec)), Strategy(zero_stage=zero_stage), precision=precision,
         parameters=sum(parameters), largest_parameter=max(parameters), world_size=2, kind="cpu",
+        packed=quantised.packed(model),
     )  # fmt: skip
-    for measured in two_ranks.run(growth, str(folder), zero_stage, precision):
+    for measured in two_ranks.run(growth, str(folder), zero_stage, precision, quantize):
         assert lowest * predicted.rank_bytes < measured < 1.03 * predicted.rank_bytes + 16 * MIB

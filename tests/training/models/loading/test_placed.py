@@ -15,7 +15,7 @@ from bench.ranks import Ranks
 from frugal.config.adapters import Lora
 from frugal.deepspeed_adapter.stages import Zero3
 from frugal.training.engine import initialize
-from frugal.training.models import placed
+from frugal.training.models.loading import placed
 from frugal.training.models.resolve import resolve
 from frugal.training.models.spec import random_weights
 from frugal.training.objectives import CausalLM

@@ -25,12 +25,12 @@ def build(spec: ModelSpec, plan: Plan, device: torch.device, *, seed: int) -> nn
         RequestError: its factory fails, or its weights cannot be read.
     """
     dtype = DTYPES[plan.request.precision]
-    way = way_of(plan.strategy, spec.origin)
+    way = way_of(plan.strategy, spec.origin, is_quantised=spec.quantize is not None)
     if way == "by-every-rank":
         return spec.build(dtype=dtype, seed=seed)
     placement = Placement(plan.request, plan.strategy, plan.batch, device)
     if way == "by-tensor":
-        return spec.build(dtype=dtype, seed=seed, place=placement.put, adapting=placement.told())
+        return spec.build(dtype=dtype, seed=seed, place=placement.put, adapting=placement.told(), quantising_on=device)
     model = spec.build(dtype=dtype, seed=seed, device="cpu" if dist.get_rank() == 0 else "meta")
     if _has_hidden_tensors(model):
         return model if dist.get_rank() == 0 else spec.build(dtype=dtype, seed=seed)

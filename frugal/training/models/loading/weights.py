@@ -14,10 +14,12 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from frugal import torch_internals
 from frugal.training.models import transformers_internals
+from frugal.training.models.loading import quantised
 
 Place = Callable[[nn.Parameter], None]
 """Puts a parameter where it is trained, as soon as it has its values."""
@@ -64,12 +66,14 @@ def load_weights(
     *,
     stored: Callable[[Iterable[str | Path]], dict[str, Any]] = stored,
     finish: Callable[[Any, Iterable[str]], None] | None = None,
+    quantising_on: torch.device | None = None,
 ) -> tuple[Any, dict[str, Any], dict[str, int]]:
     """The model that `from_pretrained` makes, what it says of the loading, and the elements of each parameter by name.
 
     Every parameter is handed to `place` once, as early as can be. Parameters that are tied, and others in their
     modules, come last: they are compared and adjusted before. `stored` opens files. `finish` is called with the model
-    and what was not in them, before that is made at random.
+    and what was not in them, before that is made at random. `quantising_on`: where weights that are to be quantised go
+    before they are; None: nowhere.
     """
     placed: dict[int, tuple[nn.Parameter, int]] = {}
 
@@ -83,10 +87,10 @@ def load_weights(
 
     def put(parameter: nn.Parameter | None) -> None:
         if parameter is not None and id(parameter) not in placed:
-            placed[id(parameter)] = parameter, parameter.numel()
+            placed[id(parameter)] = parameter, quantised.elements(parameter)
             place(parameter)
 
-    with transformers_internals.reading(stored, arrived, finish):
+    with transformers_internals.reading(stored, arrived, finish), quantised.on(quantising_on):
         model, loaded = from_pretrained()
     for parameter in model.parameters():
         put(parameter)

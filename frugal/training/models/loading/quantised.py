@@ -1,0 +1,217 @@
+"""The frozen base of adapters in 4 bits: bitsandbytes' NF4 with quantised scales (QLoRA, https://arxiv.org/abs/2305.14314).
+
+Which modules are quantised, and what becomes of their weights, is transformers' decision, as under its
+`BitsAndBytesConfig`: all linear layers (and `Conv1D`) but the output head and what is tied to it. A quantised weight is
+a parameter of bytes, two weights in each. Its scales are tensors that are no parameters (`Linear4bit.quant_state`): no
+ZeRO stage splits them, and every rank has them all.
+
+Weights are computed with in the run's precision, which they are quantised from.
+"""
+
+import copy
+import functools
+import importlib.util
+import sys
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from frugal import torch_internals
+from frugal.config.request import Quantization
+from frugal.deepspeed_adapter.kernels import DTYPES
+from frugal.errors import PlanMismatchError, RequestError
+from frugal.planning.memory.loading import Packed
+from frugal.planning.plan import Plan
+from frugal.training.models import adapters, transformers_internals
+from frugal.training.models.loading import bitsandbytes_internals
+
+
+def config(_kind: Quantization, dtype: torch.dtype) -> Any:
+    """What transformers is told; `dtype` is the run's precision.
+
+    Raises:
+        RequestError: bitsandbytes is not installed, or lacks what is used of it.
+    """
+    if sys.modules.get("bitsandbytes", importlib.util) is None or importlib.util.find_spec("bitsandbytes") is None:
+        raise RequestError(
+            "--quantize needs bitsandbytes, which is not installed",
+            because="its kernels pack and unpack the weights",
+            hint="pip install 'frugal-trainer[quant]'",
+        )
+    bitsandbytes_internals.library()
+    from transformers import BitsAndBytesConfig
+
+    return BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype
+    )
+
+
+def apply(model: Any, kind: Quantization, *, reference: str, dtype: torch.dtype) -> nn.Module:
+    """Quantise a model that is whole in this process or on meta, each weight where it is; the same model.
+
+    Raises:
+        RequestError: it is no model of transformers, or has nothing to quantise, or bitsandbytes is not installed.
+    """
+    from transformers import PreTrainedModel
+    from transformers.quantizers import AutoHfQuantizer
+
+    if not isinstance(model, PreTrainedModel):
+        raise RequestError(
+            f"--quantize is impossible for {reference}",
+            because=f"a {type(model).__name__} is no model of transformers, which knows what of a model to quantise",
+            hint="leave --quantize out, or quantise it in its factory",
+        )
+    quantizer: Any = AutoHfQuantizer.from_config(config(kind, dtype), pre_quantized=False)
+    before = dict(model.named_modules())
+    with torch_internals.without_modes():  # it makes modules on meta, which are nothing on a device
+        quantizer.preprocess_model(model=model, device_map=None)
+    for name, module in named(model):
+        original: Any = before[name]
+        weight = original.weight.data
+        module.weight = _packed(
+            weight if module.source_cls is nn.Linear else weight.T, module
+        )  # `Conv1D` is transposed
+        module.bias = original.bias
+        before[name] = original.weight = None  # no longer than it is needed
+    quantizer.postprocess_model(model)
+    _check(model, reference)
+    return settle(model)
+
+
+def as_planned(model: nn.Module, plan: Plan) -> nn.Module:
+    """`model` quantised as planned, unless it was built so. Raises as `apply`, and:
+
+    Raises:
+        PlanMismatchError: it has adapters around a base that is not quantised.
+    """
+    kind = plan.request.quantize
+    if kind is None or are_in(model):
+        return model
+    if adapters.are_in(model):
+        raise PlanMismatchError(
+            f"the plan keeps the base of adapters in {kind}, and that of this model is not quantised",
+            hint="give the model without adapters, or with a base that is quantised",
+        )
+    return apply(model, kind, reference=type(model).__name__, dtype=DTYPES[plan.request.precision])
+
+
+def _packed(weight: Tensor, module: Any) -> nn.Parameter:
+    """The weight of a module in 4 bits, on the same device; on meta its shapes."""
+    bnb = bitsandbytes_internals.library()
+
+    settings = {"quant_type": module.weight.quant_type, "quant_storage": module.weight.quant_storage}
+    settings["compress_statistics"] = module.weight.compress_statistics
+    settings["blocksize"] = module.weight.blocksize
+    packed, scales = bnb.functional.quantize_4bit(weight.contiguous(), **settings)
+    module.quant_state = scales
+    kind = _on_meta() if packed.is_meta else bnb.nn.Params4bit
+    return kind(packed, requires_grad=False, quant_state=scales, module=module, bnb_quantized=True, **settings)
+
+
+@functools.cache
+def _on_meta() -> Any:
+    """bitsandbytes' class of weights, of which its own copies cannot be on meta. It has the same name: peft asks it."""
+    bnb = bitsandbytes_internals.library()
+
+    def deepcopy(self: Any, memo: dict[int, Any]) -> Any:
+        kept = {name: copy.deepcopy(value, memo) for name, value in vars(self).items()}
+        return type(self)(copy.deepcopy(self.data, memo), requires_grad=self.requires_grad, **kept)
+
+    return type("Params4bit", (bnb.nn.Params4bit,), {"__deepcopy__": deepcopy})
+
+
+def on(device: torch.device | None) -> AbstractContextManager[None]:
+    """Weights that `from_pretrained` quantises inside the `with` block go to `device` before; None: it quantises none.
+
+    A GPU takes milliseconds for what a CPU takes seconds for, and its scales have to be there.
+    """
+    return nullcontext() if device is None else transformers_internals.quantising(device, _packed_on_meta)
+
+
+def _packed_on_meta(parameter: Any) -> Any:
+    """A weight that transformers has made; on meta bitsandbytes does not quantise by itself."""
+    return _packed(parameter.data, parameter.module) if parameter.is_meta else parameter
+
+
+def _check(model: nn.Module, reference: str) -> None:
+    if not are_in(model):
+        raise RequestError(
+            f"--quantize is impossible for {reference}",
+            because=f"a {type(model).__name__} has no linear layer besides its output head",
+            hint="leave --quantize out",
+        )
+
+
+def settle(model: nn.Module, device: torch.device | None = None) -> nn.Module:
+    """Have scales where they are used, tables once a model, and packed bytes as they are; the same model.
+
+    ZeRO-3 takes parameters alone to their `device`. And on CPUs with AVX-512 BF16 bitsandbytes packs weights in another
+    order, in place, at the first evaluation: training after it would go on with other weights.
+    """
+    tables: dict[str, Tensor] = {}
+    for _, module in named(model):
+        module.support_avx512bf16_for_cpu = False
+        state = module.quant_state
+        if state is not None:
+            if device is not None:
+                state.to(device)
+            state.code = tables.setdefault("values", state.code)
+            if state.nested:
+                state.state2.code = tables.setdefault("scales", state.state2.code)
+    return model
+
+
+def are_in(model: nn.Module) -> bool:
+    """Whether some of its weights are quantised."""
+    return next(named(model), None) is not None
+
+
+def named(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Quantised modules, with their names."""
+    if "bitsandbytes" in sys.modules:  # otherwise nobody has made any
+        kind = bitsandbytes_internals.library().nn.Linear4bit
+        yield from ((name, module) for name, module in model.named_modules() if isinstance(module, kind))
+
+
+def scales(model: nn.Module) -> list[Tensor]:
+    """What quantised weights have besides parameters, each tensor once: every rank has it all."""
+    tensors = [tensor for _, module in named(model) for tensor in _scales(module.quant_state)]
+    return list({id(tensor): tensor for tensor in tensors}.values())
+
+
+def _scales(state: Any) -> list[Tensor]:
+    """Of one weight; `state` is None before it is quantised."""
+    if state is None:
+        return []
+    return [state.absmax, state.code, *([state.offset, state.state2.absmax, state.state2.code] if state.nested else ())]
+
+
+def scales_bytes(parameter: Any) -> int:
+    """What a parameter has besides itself."""
+    return sum(tensor.nbytes for tensor in _scales(getattr(parameter, "quant_state", None)))
+
+
+def elements(parameter: Any) -> int:
+    """Weights in a parameter, quantised or not, split by ZeRO-3 or not."""
+    state = getattr(parameter, "quant_state", None)
+    return getattr(parameter, "ds_numel", parameter.numel()) if state is None else int(state.shape.numel())
+
+
+def packed(model: nn.Module) -> Packed:
+    """How much of the model is quantised."""
+    weights = [module.weight for _, module in named(model)]
+    return Packed(
+        elements=sum(map(elements, weights)),
+        packed_bytes=sum(weight.nbytes for weight in weights),
+        scales_bytes=sum(tensor.nbytes for tensor in scales(model)),
+    )
+
+
+def dequantised(module: Any) -> Tensor:
+    """The weight of a quantised module as it is computed with, shape `(outputs, inputs)`."""
+    bnb = bitsandbytes_internals.library()
+
+    return bnb.functional.dequantize_4bit(module.weight.data, module.quant_state)
