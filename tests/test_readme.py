@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import re
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +116,24 @@ def test_how_true_choices_and_losses_are() -> None:
     outcomes = measured("faults-cpu")["outcomes"]
     exact = sum(outcome["is_exact"] for outcome in outcomes)
     assert f"{exact} of {len(outcomes)} bit for bit" in row(f"{len(outcomes)} kinds of faults")
+
+
+def test_the_page_on_benchmarks_has_the_figures_of_fine_tuning() -> None:
+    kept = measured("fine-tuning-cpu")
+    said = " ".join((readme.ROOT / "docs" / "benchmarks.md").read_text().split())
+    differences = {
+        name: max(abs(a / b - 1) for a, b in zip(run["frugal"], run["sft_trainer"], strict=True))
+        for name, run in kept["losses"].items()
+    }
+    assert all(len(run["frugal"]) == 20 for run in kept["losses"].values())
+    assert f"at most {differences['full']:.1e} (all parameters) and {differences['lora']:.1e} (LoRA" in said
+    rates = kept["speed"]["target_tokens_per_second"]
+    defaults, without = (
+        statistics.median(a / b for a, b in zip(rates["frugal"], rates[name], strict=True))
+        for name in ("sft_trainer", "sft_trainer_without_checkpointing")
+    )
+    assert f"frugal trains {defaults:.2f} times the target tokens per second of SFTTrainer with its defaults" in said
+    assert f"and {without:.2f} times those of SFTTrainer without activation checkpointing" in said
 
 
 def test_how_fine_tuning_compares() -> None:
