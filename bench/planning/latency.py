@@ -1,18 +1,20 @@
 """`python -m bench.planning.latency`: how long a plan takes, beside what others take to look at a single configuration.
 
 Each command is a process of its own, from its start to its end, imports included; all of them in turn, `--runs` times;
-medians and ratios. `frugal` plans over all strategies it knows:
+medians and ratios. `frugal plan` runs on a terminal, as people see it: the verdict is there when its line `fits` is,
+the proof when the dry run of the winner by DeepSpeed on meta is done. It plans over all strategies it knows:
 
-- cold: with an empty cache, to the ranked table and to the end, with the winner dry-run by DeepSpeed on meta;
-- known: the model is in the cache, the cluster is new;
-- cached: the same plan again.
+- a preset, and a model that nobody has traced before, each with an empty cache;
+- then with the cache of the latter, one change each: another global batch, more cards, more memory, and another length
+  of samples, of which there are traces;
+- the same once more.
 
-The others look at one configuration of the 8B model, without ZeRO: torch's `MemTracker` at one step with AdamW under
+The others look at one configuration of an 8B model, without ZeRO: torch's `MemTracker` at one step with AdamW under
 `FakeTensorMode`, and the arithmetic of `accelerate estimate-memory` on a local configuration (the command itself
 needs the hub).
 
-Goals, on two quiet cores: 8B cold <= 5 s to the table and <= 15 s to the end, in less than 1.5 GB; 70B <= 8 s and
-<= 25 s; cached <= 0.3 s.
+Goals on two quiet cores, to the verdict: a preset <= 2 s, an 8B model never seen <= 10 s, a change <= 0.5 s, the same
+once more <= 0.3 s.
 """
 
 import argparse
@@ -32,78 +34,124 @@ from typing import Any
 
 import psutil
 
-RESULTS = Path(__file__).parents[1] / "results" / "latency.json"
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "bench" / "results" / "latency.json"
 SEQ_LEN = 4096
-CASES = (
-    # model, GPUs a node, nodes, memory
-    ("gpt2", 8, 1, "24G"),
-    ("gpt2", 8, 128, "24G"),
-    ("llama-3.1-8b", 8, 1, "80G"),
-    ("llama-3.1-8b", 8, 128, "80G"),
-    ("llama-3.1-70b", 8, 2, "80G"),
-    ("llama-3.1-70b", 8, 128, "80G"),
-)
+PRESET = ["--model", "gpt2", "--gpus", "4", "--mem", "12G"]
+UNSEEN = ["--gpus", "8", "--mem", "24G", "--seq-len", str(SEQ_LEN)]
+CHANGES = {
+    "another global batch": ["--global-batch", "384"],
+    "more cards": ["--gpus", "16"],
+    "more memory": ["--mem", "40G"],
+    "another length": ["--seq-len", str(SEQ_LEN // 2)],
+}
 ONE = "llama-3.1-8b"  # what the others look at
+VERDICT, BLOCK = b"fits ", 1 << 12
 
 
 def main() -> None:
     """Run everything and write the results."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--cases", nargs="*", default=[], help="only these models")
     parser.add_argument("--output", type=Path, default=RESULTS)
     parser.add_argument("--inside", help=argparse.SUPPRESS)
     arguments, rest = parser.parse_known_args()
     if arguments.inside:
         print(json.dumps(_INSIDE[arguments.inside](*rest)))
         return
-    cases = [case for case in CASES if not arguments.cases or case[0] in arguments.cases]
-    rows = [row for run in range(arguments.runs) for row in _round(cases, run)]
+    rows = [row for run in range(arguments.runs) for row in _round(run)]
     results = _medians(rows)
     _show(results)
     arguments.output.write_text(json.dumps({**_environment(), "runs": arguments.runs, "results": results}, indent=2))
 
 
-def _round(cases: list[tuple[str, int, int, str]], run: int) -> list[dict[str, Any]]:
+def _round(run: int) -> list[dict[str, Any]]:
     """Every command once."""
     rows = []
-    for model, gpus, nodes, memory in cases:
-        name = f"{model} on {nodes} x {gpus} GPUs of {memory}"
-        flags = ["--model", model, "--mem", memory, "--nodes", str(nodes)]
-        if model != "gpt2":
-            flags += ["--seq-len", str(SEQ_LEN)]
-        with tempfile.TemporaryDirectory() as cache:
-            cold = _process([sys.executable, "-m", "bench.planning.latency", "--inside", "plan", *flags,
-                             "--gpus", str(gpus)], cache)  # fmt: skip
-            rows.append({"what": f"{name}, cold", **cold})
-            frugal = [sys.executable, "-m", "frugal", "plan", "--json"]
-            rows.append({"what": f"{name}, known", **_process([*frugal, *flags, "--gpus", str(gpus // 2)], cache)})
-            rows.append({"what": f"{name}, cached", **_process([*frugal, *flags, "--gpus", str(gpus)], cache)})
+    with tempfile.TemporaryDirectory() as cache:
+        rows.append({"what": "gpt2 on 4 x 12G, nothing kept", **_planned(PRESET, cache)})
+        rows.append({"what": "the same once more", **_planned(PRESET, cache)})
+    with tempfile.TemporaryDirectory() as folder:
+        model = ["--model", _unseen(Path(folder), run)]
+        rows.append({"what": "an 8B model never seen on 8 x 24G, nothing kept", **_planned([*model, *UNSEEN], folder)})
+        for name, change in CHANGES.items():
+            if name == "another length":
+                _planned([*model, *UNSEEN, *change, "--gpus", "32"], folder)  # has it traced
+            rows.append({"what": f"that model, {name}", **_planned([*model, *UNSEEN, *change], folder)})
     for peer in ("memtracker", "accelerate"):
-        found = _process([sys.executable, "-m", "bench.planning.latency", "--inside", peer, ONE], None)
-        rows.append({"what": f"{peer}, one configuration of {ONE}", **found})
+        command = [sys.executable, "-m", "bench.planning.latency", "--inside", peer, ONE]
+        rows.append({"what": f"{peer}, one configuration of {ONE}", **_process(command)})
     print(f"round {run + 1} done", file=sys.stderr)
     return rows
 
 
-def _process(command: list[str], cache: str | None) -> dict[str, Any]:
-    """Run a command: its seconds, the most memory its processes had together, and what it says of itself."""
-    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1"}
-    if cache is not None:
-        environment["XDG_CACHE_HOME"] = cache
+def _unseen(folder: Path, run: int) -> str:
+    """A Llama of about 8B parameters whose width nobody has; its configuration's path."""
+    configuration = {
+        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 4096,
+        "intermediate_size": 14_000 + 64 * (datetime.now(UTC).timetuple().tm_yday % 16) + 16 * run,
+        "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128_256,
+        "max_position_embeddings": 8192,
+    }  # fmt: skip
+    path = folder / "config.json"
+    path.write_text(json.dumps(configuration))
+    return str(path)
+
+
+def _environment_of_commands(cache: str | None = None) -> dict[str, str]:
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1", "TERM": "xterm", "COLUMNS": "120"}
+    return environment if cache is None else {**environment, "XDG_CACHE_HOME": cache}
+
+
+def _planned(flags: list[str], cache: str) -> dict[str, Any]:
+    """`frugal plan` on a terminal: seconds to its verdict and to its end, the most memory of its processes."""
+    ours, theirs = os.openpty()
     start = time.perf_counter()
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment, cwd=Path(__file__).parents[2]
+        [sys.executable, "-m", "frugal", "plan", *flags], stdout=theirs, stderr=subprocess.PIPE, cwd=ROOT,
+        env=_environment_of_commands(cache),
+    )  # fmt: skip
+    os.close(theirs)
+    peak = _watched(process.pid)
+    written, verdict_seconds = b"", 0.0
+    while block := _read(ours):
+        written += block
+        if not verdict_seconds and VERDICT in written:
+            verdict_seconds = time.perf_counter() - start
+    _, err = process.communicate(timeout=900)
+    os.close(ours)
+    if process.returncode or not verdict_seconds:
+        raise SystemExit(f"frugal plan {' '.join(flags)}\n{written.decode()}\n{err.decode()}")
+    seconds = time.perf_counter() - start
+    return {"seconds": seconds, "verdict_seconds": verdict_seconds, "rss_bytes": peak[0]}
+
+
+def _read(terminal: int) -> bytes:
+    try:
+        return os.read(terminal, BLOCK)
+    except OSError:  # nobody writes any more
+        return b""
+
+
+def _process(command: list[str]) -> dict[str, Any]:
+    """Run a command: its seconds, the most memory its processes had together, and what it says of itself."""
+    start = time.perf_counter()
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=_environment_of_commands(), cwd=ROOT
     )
-    peak = [0]
-    watcher = threading.Thread(target=_watch, args=(process.pid, peak), daemon=True)
-    watcher.start()
+    peak = _watched(process.pid)
     out, err = process.communicate(timeout=900)
     seconds = time.perf_counter() - start
     if process.returncode:
         raise SystemExit(f"{' '.join(command)}\n{err.decode()}")
-    said = json.loads(out.decode().strip().splitlines()[-1]) if "--inside" in command else {}
-    return {"seconds": seconds, "rss_bytes": peak[0], **said}
+    return {"seconds": seconds, "rss_bytes": peak[0], **json.loads(out.decode().strip().splitlines()[-1])}
+
+
+def _watched(pid: int) -> list[int]:
+    """A list whose one entry is the most resident bytes of a process and its children so far."""
+    peak = [0]
+    threading.Thread(target=_watch, args=(pid, peak), daemon=True).start()
+    return peak
 
 
 def _watch(pid: int, peak: list[int]) -> None:
@@ -121,29 +169,6 @@ def _watch(pid: int, peak: list[int]) -> None:
         except psutil.NoSuchProcess:
             return
         time.sleep(0.05)
-
-
-def _plan(*flags: str) -> dict[str, Any]:
-    """`frugal plan`, which also says when the table was ready, and how many strategies were ranked."""
-    from frugal import cli
-    from frugal.planning.search.evaluate import StrategyEvaluation
-
-    noticed: dict[str, Any] = {}
-    dry_run_result = StrategyEvaluation.dry_run_result
-
-    def noted(evaluation: StrategyEvaluation, option: Any) -> Any:
-        noticed.setdefault("table_seconds", time.time() - psutil.Process().create_time())
-        return dry_run_result(evaluation, option)
-
-    StrategyEvaluation.dry_run_result = noted  # type: ignore[assignment, method-assign]  # the moment before the winner is dry-run
-    with tempfile.TemporaryDirectory() as folder:
-        output = os.dup(1)
-        os.dup2(2, 1)
-        code = cli.run(["plan", *flags, "-o", folder])
-        os.dup2(output, 1)
-        plan = json.loads((Path(folder) / "plan.json").read_text())
-    assert code == 0
-    return {**noticed, "strategies": 1 + len(plan["rejected"])}
 
 
 def _memtracker(model: str) -> dict[str, Any]:
@@ -184,7 +209,7 @@ def _accelerate(model: str) -> dict[str, Any]:
     return {"peak_bytes": 4 * total}  # as it says itself: training with Adam takes four times the model
 
 
-_INSIDE = {"plan": _plan, "memtracker": _memtracker, "accelerate": _accelerate}
+_INSIDE = {"memtracker": _memtracker, "accelerate": _accelerate}
 
 
 def _medians(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -199,9 +224,9 @@ def _medians(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def _show(results: list[dict[str, Any]]) -> None:
     unit = next((row["seconds"] for row in results if row["what"].startswith("memtracker")), None)
     for row in results:
-        table = f"{row['table_seconds']:6.2f} s to the table" if "table_seconds" in row else " " * 21
-        ratio = f"  {row['seconds'] / unit:6.2f} x MemTracker" if unit else ""
-        print(f"{row['what']:48s} {row['seconds']:7.2f} s  {table}  {row['rss_bytes'] / 1e9:5.2f} GB{ratio}")
+        verdict = f"{row['verdict_seconds']:6.2f} s to the verdict" if "verdict_seconds" in row else " " * 23
+        ratio = f"  {row.get('verdict_seconds', row['seconds']) / unit:6.3f} x MemTracker" if unit else ""
+        print(f"{row['what']:48s} {verdict}  {row['seconds']:7.2f} s in all  {row['rss_bytes'] / 1e9:5.2f} GB{ratio}")
 
 
 def _environment() -> dict[str, Any]:

@@ -37,6 +37,7 @@ from typing import Any
 
 from frugal.config.schema import understand
 from frugal.dryrun.client import DryRunSource
+from frugal.planning.memory.allocator import KNOWN
 from frugal.planning.search.search import Search
 
 RESULTS = Path(__file__).parents[1] / "results" / "search.json"
@@ -122,6 +123,7 @@ def measured(repeats: int, model: str, global_batch: int, *cards: str) -> dict[s
 
 def forget_replays(source: DryRunSource) -> None:
     """The same profiles, as they are before the allocator is replayed over any."""
+    KNOWN.clear()
     for key, profile in source._profiles.items():
         source._profiles[key] = replace(profile, ranks=tuple(replace(rank) for rank in profile.ranks))
 
