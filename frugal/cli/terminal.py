@@ -142,7 +142,7 @@ def _bar(verdict: PlanVerdict, width: int) -> "Text":
     drawn = verdicts.columns(parts, width)
     bar = Text()
     for part, share in drawn:
-        bar.append(part.letter * share, style="dim" if part.is_free else f"#000000 on {part.colour}")
+        bar.append(part.letter * share, style="dim" if part.is_free else f"{part.ink} on {part.colour}")
     names = ""
     for entry in verdicts.legend([part for part, share in drawn if share]):
         longer = f"{names}  {entry}" if names else entry

@@ -36,6 +36,11 @@ class BarPart:
     size_bytes: int
 
     @property
+    def ink(self) -> str:
+        """The colour of letters on it, with a contrast of 4.5 at least."""
+        return "#ffffff" if self.colour == "#0072B2" else "#000000"
+
+    @property
     def is_free(self) -> bool:
         """Whether nothing fills it."""
         return self.name in ("headroom", "margin")
@@ -92,12 +97,13 @@ def legend(parts: Sequence[BarPart]) -> list[str]:
 
 def html(verdict: PlanVerdict) -> str:
     """A bar and a table; no script, no style sheet, for light and dark, and for columns of any width."""
-    style = (
-        'style="text-align:left;vertical-align:top;padding:.1em .6em .1em 0;white-space:normal;overflow-wrap:anywhere"'
-    )
+    style = "text-align:left;vertical-align:top;padding:.1em .6em .1em 0"
+    name_style, words_style = f"{style};white-space:nowrap", f"{style};white-space:normal;overflow-wrap:anywhere"
     rows = (*verdict.rows, *(("note", note) for note in verdict.notes))
     lines = "".join(
-        f'<tr><th scope="row" {style}>{escape(name)}</th><td {style}>{escape(words)}</td></tr>' for name, words in rows
+        f'<tr><th scope="row" style="{name_style}">{escape(name)}</th>'
+        f'<td style="{words_style}">{escape(words)}</td></tr>'
+        for name, words in rows
     )
     return (
         f'<div style="max-width:48em"><b>{escape(verdict.headline)}</b>{_bar(verdict)}'
@@ -112,13 +118,13 @@ def _bar(verdict: PlanVerdict) -> str:
     label = f"{format_bytes(verdict.memory.total_bytes)} of {format_bytes(device)}: {', '.join(legend(parts))}"
     pieces = "".join(
         f'<span title="{part.name} {format_bytes(part.size_bytes)}" style="width:{100 * part.size_bytes / device:.2f}%;'
-        f"background:{part.colour};{'' if part.is_free else 'color:#000;'}overflow:hidden;"
+        f"background:{part.colour};{'' if part.is_free else f'color:{part.ink};'}overflow:hidden;"
         f'text-align:center;box-sizing:border-box;border-right:1px solid currentColor">{part.letter}</span>'
         for part in parts
     )
     names = " &nbsp; ".join(
         f'<span style="white-space:nowrap"><span style="background:{part.colour};'
-        f"{'' if part.is_free else 'color:#000;'}"
+        f"{'' if part.is_free else f'color:{part.ink};'}"
         f'padding:0 .3em">{part.letter}</span> {part.name} {format_bytes(part.size_bytes)}</span>'
         for part in parts
     )

@@ -68,7 +68,7 @@ class StepProgress:
     def _memory(self) -> str:
         """Measured and planned, with one unit for both."""
         unit, name = (GIB, "GiB") if self.planned_bytes >= GIB else (MIB, "MiB")
-        digits = 0 if unit == MIB else 1 if self.planned_bytes >= 100 * GIB else 2
+        digits = (2 if unit == GIB else 1) - (self.planned_bytes >= 100 * unit)
         sizes = [self.planned_bytes] if self.measured_bytes is None else [self.measured_bytes, self.planned_bytes]
         return f"{'/'.join(f'{size / unit:.{digits}f}' for size in sizes)} {name}"
 
