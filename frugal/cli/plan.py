@@ -108,6 +108,9 @@ class _Drafts:
         takes = f"{format_bytes(plan.memory.total_bytes)} by a dry run of DeepSpeed's own code"
         if (plan.strategy, plan.batch) == (self.last.strategy, self.last.batch):
             show_row("proven", takes)
+            for note in plan.warnings:  # what only the dry run has shown, and what is computed beside it
+                if note not in self.last.warnings:
+                    show_row("note", note)
         else:
             show_row("draft", f"refused, and this is the plan, which takes {takes}:")
             show_verdict(plan.verdict)

@@ -48,7 +48,10 @@ def decide(
 
         def drafted(result: SearchResult) -> None:
             if on_draft is not None:
-                on_draft(_decided(request, cluster, defaults, result, notes))
+                on_draft(_decided(request, cluster, defaults, told(result), notes))
+
+        def told(result: SearchResult) -> SearchResult:
+            return replace(result, warnings=(*result.warnings, *_json_alone(search, result)))
 
         result = search.run(drafted)
         if isinstance(result, Infeasible):
@@ -56,7 +59,7 @@ def decide(
             raise nothing_fits(request, cluster, result, ways)
         if request.lengths is not None:
             result = _proven(search, result, dry_run)
-        result = replace(result, warnings=(*result.warnings, *_json_alone(search, result)))
+        result = told(result)
     batch = result.chosen.batch
     if request.batch_norm == "sync" and batch is not None and any(0 in sizes for sizes in batch.sizes):
         raise RequestError(

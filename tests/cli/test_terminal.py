@@ -63,7 +63,7 @@ def plain(written: str) -> list[str]:
 
 
 @pytest.mark.parametrize("columns", [80, 120])
-def test_the_verdict_takes_eight_lines_of_a_terminal(on_terminal: Callable[..., str], columns: int) -> None:
+def test_the_verdict_of_a_terminal_is_a_few_lines_with_a_bar(on_terminal: Callable[..., str], columns: int) -> None:
     lines = plain(on_terminal(columns, "plan", *CARDS, "--global-batch", "480"))
     assert max(map(len, lines)) <= columns
     verdict = lines[lines.index("480 samples = 4 GPUs x micro-batch 10 x 12 accumulation steps") :]
@@ -101,6 +101,19 @@ def test_a_draft_alone_says_that_nothing_has_proven_it_and_is_not_kept(
     full = json.loads(frugal_plan(capsys, *CARDS, "--json")[1])
     assert [note for note in draft["warnings"] if note not in full["warnings"]] == [UNPROVEN]
     assert draft["batch"] == full["batch"]
+
+
+def test_a_draft_and_its_plan_say_each_note_once(
+    on_terminal: Callable[..., str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What DeepSpeed's JSON alone would train is told by the draft, and the plan that it becomes does not repeat it."""
+    drafted = " ".join(" ".join(plain(on_terminal(120, "plan", *CARDS, "--global-batch", "500"))).split())
+    assert drafted.count("ds_config.json alone trains 520 samples a step, not 500") == 1
+    _, kept, _ = frugal_plan(capsys, *CARDS, "--global-batch", "500")
+    for note in kept.split("\n\n")[0].splitlines():
+        assert " ".join(note.split()) in drafted
+    _, draft, _ = frugal_plan(capsys, *CARDS, "--global-batch", "500", "--seq-len", "1000", "--draft")
+    assert "ds_config.json alone trains " in draft
 
 
 def test_nothing_but_letters_is_left_of_the_bar_without_colours(on_terminal: Callable[..., str]) -> None:
