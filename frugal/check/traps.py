@@ -75,11 +75,12 @@ def _buckets(settings: Settings, deepspeed: Resolved, arithmetic: Arithmetic) ->
     """docs/facts/deepspeed.md, Where memory goes."""
     zero = deepspeed.zero
     element = 4 if deepspeed.precision == "fp32" else 2
-    size = zero["reduce_bucket_size"] * element * (2 if zero["overlap_comm"] else 1)
+    is_double = zero["overlap_comm"] and zero["stage"] in (1, 2)
+    size = zero["reduce_bucket_size"] * element * (2 if is_double else 1)
     if zero["stage"] and zero["reduce_bucket_size"] * element >= LARGE_BUCKET_BYTES:
         said = "reduce_bucket_size" in _zero(settings)
         name = "the gradient bucket" if said else "DeepSpeed's default gradient bucket"
-        twice = ", twice because of overlap_comm" if zero["overlap_comm"] else ""
+        twice = ", twice because of overlap_comm" if is_double else ""
         yield Finding(
             "large-bucket",
             "warning",

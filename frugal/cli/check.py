@@ -1,5 +1,6 @@
 """`frugal check`."""
 
+import os
 from pathlib import Path
 from typing import Any, get_args
 
@@ -48,6 +49,10 @@ def command(
 
     The exit code is 0 where it fits, 3 where it does not, 2 where it does not start or cannot be checked.
     """
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed says that it chose so
+    from frugal.distributed.env import silence_libraries
+
+    silence_libraries()
     from frugal.check import out_of_memory
     from frugal.check.checked import check
     from frugal.check.gather import gather

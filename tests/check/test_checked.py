@@ -315,6 +315,25 @@ def test_an_unknown_field_inside_a_block_is_listed(tmp_path: Path) -> None:
     assert [(str(place), place.key) for place in settings.unknown] == [(f"{file}:2", "bf16.immediate_grad_update")]
 
 
+@pytest.mark.parametrize(("stage", "said"), [(2, "1.86 GiB of every GPU, twice"), (3, "953.7 MiB of every GPU,")])
+def test_a_default_bucket_is_named_with_its_size_where_it_is_left_open(stage: int, said: str, tmp_path: Path) -> None:
+    """ZeRO-1 and 2 have a second one for overlapped communication, ZeRO-3 has one."""
+    from frugal.check import traps
+    from frugal.check.verdict import resolved
+
+    file = tmp_path / "acc.yaml"
+    file.write_text(
+        "distributed_type: DEEPSPEED\nmixed_precision: bf16\nnum_processes: 2\n"
+        f"deepspeed_config:\n  zero_stage: {stage}\n"
+    )
+    settings, _ = gather([file], {"model": TINY, "micro_batch": 1})
+    assert settings.deepspeed is not None
+    settings.deepspeed["zero_optimization"]["overlap_comm"] = True  # which accelerate leaves to DeepSpeed
+    findings = {each.rule: each for each in traps.traps(settings, *resolved(settings, 2))}
+    assert said in findings["large-bucket"].text
+    assert str(findings["large-bucket"].place) == f"{file}:4"
+
+
 REAL = {
     "deepspeed/zero2.json": {"overlap_comm": False, "reduce_bucket_size": 200_000},
     "deepspeed/zero1-fp16.json": {},

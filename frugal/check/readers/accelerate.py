@@ -59,6 +59,7 @@ def _deepspeed(document: Document, settings: Settings, documents: list[Document]
     else:
         config = _json_of(section)
         lines = {tuple(to.split(".")): document.lines.get((_SECTION, key)) for key, to in _KEYS.items()}
+        lines["zero_optimization",] = document.lines.get((_SECTION,))  # for what it leaves to defaults
         known = {keys: line for keys, line in lines.items() if line is not None}
         deepspeed_json.read(Document(document.path, "deepspeed", config, known), settings)
     for key in _KEYS:

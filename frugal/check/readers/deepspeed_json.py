@@ -197,7 +197,10 @@ def _batch(
     """`train_batch_size`, micro-batch and accumulation steps."""
     micro, steps = settings.micro_batch, settings.accumulation_steps
     said_steps = config.get("gradient_accumulation_steps")
-    in_all = steps or (said_steps if isinstance(said_steps, int) else 1)
+    by = settings.tool if settings.fills_auto else "your flags"
+    if settings.tool == "accelerate" and steps is None:
+        steps, by = 1, "accelerate, where the script does not tell it otherwise"
+    in_all = settings.accumulation_steps or (said_steps if isinstance(said_steps, int) else 1)
     theirs = (None if micro is None else micro * in_all * world_size, micro, steps)
     names = ("train_batch_size", MICRO_BATCH, "gradient_accumulation_steps")
     values: list[int | None] = []
@@ -211,7 +214,7 @@ def _batch(
                     because="only transformers' Trainer and accelerate replace it; DeepSpeed itself takes numbers",
                     hint="give the Trainer's arguments, too, or --micro-batch and --accumulation-steps",
                 )
-            filled.append(Filled(name=name, value=value, by=settings.tool if settings.fills_auto else "your flags"))
+            filled.append(Filled(name=name, value=value, by=by))
             said = value
         values.append(None if said is None else int(_number(settings, name, said)))
     return values[0], values[1], values[2]
