@@ -68,6 +68,7 @@ emulated: setup
 renew: setup
 	$(BIN)/python ds_configs/generate.py
 	$(BIN)/python -m tests.readme
+	$(BIN)/python -m tests.screenshots
 
 lint: setup
 	$(BIN)/ruff check .

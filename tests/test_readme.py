@@ -1,5 +1,6 @@
 """README.md keeps its word: it is short, what it shows is what is printed, its figures are those that were measured."""
 
+import html
 import importlib.util
 import json
 import re
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests import readme
+from tests import readme, screenshots
 
 README = readme.text()
 QUICK = ("frugal plan --gpus 4 --mem 12G", "frugal explain --gpus 4 --mem 12G")
@@ -29,6 +30,16 @@ def measured(name: str) -> Any:
 
 def test_it_is_short() -> None:
     assert README.count("\n") <= 200
+
+
+@pytest.mark.parametrize("columns", screenshots.WIDTHS)
+def test_a_picture_of_a_terminal_shows_what_is_printed_and_fetches_nothing(columns: int) -> None:
+    """`make renew` brings it up to date."""
+    picture = (screenshots.IMAGES / f"plan-{columns}-columns.svg").read_text()
+    shown = html.unescape(re.sub(r"<[^>]*>", " ", picture)).split()
+    printed = next(each.output for each in readme.shown() if each.command == screenshots.COMMAND)
+    assert set(printed.split()) <= set(shown)
+    assert len(picture) < 20_000 and "url(http" not in picture
 
 
 def test_the_two_commands_are_in_the_makefile() -> None:
