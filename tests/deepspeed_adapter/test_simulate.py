@@ -42,6 +42,9 @@ FAMILIES: dict[str, tuple[str, Callable[[], Any], dict[str, Any]]] = {
     ),
 }  # fmt: skip
 
+NF4 = "nf4 "
+"""Before adapters around a base in 4 bits."""
+
 TASKS = {"bert": "masked-lm", "t5": "seq2seq"}
 SMALL_BUCKETS = {
     "reduce_bucket_elements": 20_000,  # less than the largest parameters
@@ -57,6 +60,7 @@ def builder(family: str, precision: str, lora: str | None = None) -> Callable[[]
         import transformers
 
         from frugal.training.models import adapters
+        from frugal.training.models.loading import quantised
 
         auto, _, config = FAMILIES[family]
         made = transformers.AutoConfig.for_model(
@@ -67,7 +71,11 @@ def builder(family: str, precision: str, lora: str | None = None) -> Callable[[]
         if lora is None:
             return model
         task, meta = TASKS.get(family, "causal-lm"), torch.device("meta")
-        return adapters.add(model, Lora.parse(lora), task, dtype=DTYPES[precision], device=meta).train()
+        if lora.startswith(NF4):
+            model = quantised.apply(model, "nf4", reference=family, dtype=DTYPES[precision])
+        return adapters.add(
+            model, Lora.parse(lora.removeprefix(NF4)), task, dtype=DTYPES[precision], device=meta
+        ).train()
 
     return build
 
@@ -297,6 +305,22 @@ def test_frozen_weights_with_adapters_too(
     family: str, world_size: int, rank: int, steps: int, kind: str, strategy: dict[str, Any]
 ) -> None:
     compare(family, 3, world_size=world_size, rank=rank, steps=steps, kind=kind, lora="r=4", **strategy)
+
+
+@pytest.mark.parametrize(
+    ("family", "zero_stage", "world_size", "rank", "steps", "kind", "strategy"),
+    [
+        ("llama", 2, 2, 1, 2, "cuda", {}),
+        ("llama", 3, 2, 1, 2, "cuda", {**LORA_BUCKETS, "activation_checkpointing": "full"}),
+        pytest.param("gpt2", 3, 3, 2, 1, "cpu", LORA_BUCKETS, marks=pytest.mark.exhaustive),
+        pytest.param("llama", 3, 2, 0, 2, "cuda", {**ALL_ON_HOST, **LORA_BUCKETS}, marks=pytest.mark.exhaustive),
+        pytest.param("llama", 3, 1, 0, 2, "cuda", {}, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_weights_in_4_bits_with_adapters_too(
+    family: str, zero_stage: int, world_size: int, rank: int, steps: int, kind: str, strategy: dict[str, Any]
+) -> None:
+    compare(family, zero_stage, world_size=world_size, rank=rank, steps=steps, kind=kind, lora=f"{NF4}r=4", **strategy)
 
 
 def test_a_frozen_embedding_is_simulated() -> None:

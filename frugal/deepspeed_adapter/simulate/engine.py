@@ -89,8 +89,8 @@ def covers(request: Request, strategy: Strategy, trace: ModelTrace | None = None
     It does not know: other kernels than torch's fused ones and those of 8-bit AdamW (for states in bf16 on the host,
     than DeepSpeed's CPU Adam), offloading to disks or in fp32, overlapping communication, gradients not summed in
     fp32, half precision without gradient partitioning; and models whose memory depends on data, with trainable
-    parameters of several types, without a gradient, or under ZeRO-3 used outside their modules or all of several
-    types. And it knows nothing of a DeepSpeed that differs from the one it repeats.
+    parameters of several types, without a gradient, or under ZeRO-3 used outside their modules. And it knows nothing of
+    a DeepSpeed that differs from the one it repeats.
     """
     if not mirrored.verify_simulation():
         return False
@@ -109,7 +109,6 @@ def covers(request: Request, strategy: Strategy, trace: ModelTrace | None = None
         return True
     is_one_type = trace.element_bytes == (4 if request.precision == "fp32" else 2)
     is_sure = trace.has_all_gradients and not trace.notes
-    is_one_type &= strategy.zero_stage < 3 or not trace.parameter_bytes
     return is_one_type and is_sure and len(trace.trainable_index) > 1
 
 
@@ -138,6 +137,9 @@ def simulate(
         all_elements=trace.elements,
         trainable=trace.trainable,
         element_bytes=trace.element_bytes,
+        item_bytes=tuple(
+            size_bytes // max(1, n) for size_bytes, n in zip(trace.sizes_bytes, trace.elements, strict=True)
+        ),
         bucket_elements=strategy.reduce_bucket_elements,
         prefetch_elements=strategy.prefetch_bucket_elements,
         max_live_elements=strategy.max_live_elements,

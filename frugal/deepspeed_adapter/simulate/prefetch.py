@@ -16,11 +16,12 @@ NEVER = -(10**10)
 
 
 class _Gather:
-    """One all-gather: of several parameters into one buffer, which is copied apart when the first is needed."""
+    """One all-gather: of several parameters into one buffer for each size of element, which are copied apart when the
+    first is needed."""
 
-    def __init__(self, parameters: list[int], buffer: int) -> None:
+    def __init__(self, parameters: list[int], buffers: list[int]) -> None:
         self.parameters = parameters
-        self.buffer = buffer
+        self.buffers = buffers
         self.is_complete = False
         self.waiting = len(parameters)
 
@@ -143,23 +144,28 @@ class SimulatedPrefetch:
         else:
             copies = self._copies(persistent)
             for parameter in persistent:
-                self._storage[parameter] = self._buffer([parameter])
+                (self._storage[parameter],) = self._buffers([parameter])
             for copy in copies:
                 self._stream.dies(copy)
         for parameter in persistent:
             self._status[parameter] = GATHERED
 
-    def _buffer(self, parameters: list[int]) -> int:
-        elements = sum([self._setting.whole_elements(parameter) for parameter in parameters])
-        return self._stream.born(elements * self._setting.element_bytes, "aten.empty.memory_format", COMMUNICATION)
+    def _buffers(self, parameters: list[int]) -> list[int]:
+        sizes: dict[int, int] = {}
+        for parameter in parameters:
+            item_bytes = self._setting.item_bytes[parameter]
+            sizes[item_bytes] = sizes.get(item_bytes, 0) + self._setting.whole_bytes(parameter)
+        return [
+            self._stream.born(size_bytes, "aten.empty.memory_format", COMMUNICATION)
+            for _, size_bytes in sorted(sizes.items(), reverse=True)
+        ]
 
     def _copies(self, parameters: list[int]) -> list[int]:
         """Own parts from the host, which they come from to be gathered."""
         if not self._setting.offloads_parameters:
             return []
-        size = self._setting.element_bytes
-        parts = [self._setting.part_elements(parameter) for parameter in parameters]
-        return [self._stream.born(part * size, "aten._to_copy.default", COMMUNICATION) for part in parts]
+        parts = [self._setting.part_bytes(parameter) for parameter in parameters]
+        return [self._stream.born(part_bytes, "aten._to_copy.default", COMMUNICATION) for part_bytes in parts]
 
     def _take_whole(self, parameters: list[int]) -> None:
         """On one rank nothing is gathered: the part is the whole, or its copy from the host."""
@@ -170,21 +176,22 @@ class SimulatedPrefetch:
         if not parameters:
             return
         self.num_gathers += 1
-        self.gathered_elements += sum(self._setting.all_elements[parameter] for parameter in parameters)
+        gathered_bytes = sum(self._setting.all_elements[each] * self._setting.item_bytes[each] for each in parameters)
+        self.gathered_elements += gathered_bytes // self._setting.element_bytes
         self._available += sum(self._setting.all_elements[parameter] for parameter in parameters)
-        buffer = -1
+        buffers: list[int] = []
         if self._setting.world_size == 1:
             self._take_whole(parameters)
         else:
-            buffer = self._buffer(parameters)
+            buffers = self._buffers(parameters)
             for copy in self._copies(parameters):  # all are there before the first goes
                 self._stream.dies(copy)
-        gather = _Gather(sorted(parameters), buffer)
+        gather = _Gather(sorted(parameters), buffers)
         for parameter in parameters:
             self._status[parameter] = IN_FLIGHT
             self._in_flight[parameter] = gather
-        if len(parameters) == 1 and buffer >= 0:
-            self._storage[parameters[0]] = buffer  # used as it is
+        if len(parameters) == 1 and buffers:
+            (self._storage[parameters[0]],) = buffers  # used as it is
 
     def _land(self, parameter: int) -> None:
         """Wait for the gather of a parameter; the others in it come along (`AllGatherCoalescedHandle.wait`)."""
@@ -195,11 +202,12 @@ class SimulatedPrefetch:
             for each in gather.parameters:
                 self._status[each] = GATHERED
                 if together:
-                    size_bytes = self._setting.all_elements[each] * self._setting.element_bytes
+                    size_bytes = self._setting.all_elements[each] * self._setting.item_bytes[each]
                     self._storage[each] = self._stream.born(size_bytes, "aten.cat.default", COMMUNICATION)
         gather.waiting -= 1
         if together and gather.waiting == 0:
-            self._stream.dies(gather.buffer)
+            for buffer in gather.buffers:
+                self._stream.dies(buffer)
 
     def _land_everything(self) -> None:
         for parameter in list(self._in_flight):

@@ -187,6 +187,7 @@ class Setting:
         all_elements: of every parameter.
         trainable: of every parameter, whether it is trained.
         element_bytes: of the model's type.
+        item_bytes: of an element of every parameter; those of quantised weights are bytes.
         bucket_elements: of the gradient bucket.
         prefetch_elements: ZeRO-3, parameter elements gathered ahead of their use.
         max_live_elements: ZeRO-3, gathered parameter elements at most, and how soon one must be used again to stay.
@@ -205,6 +206,7 @@ class Setting:
     all_elements: tuple[int, ...]
     trainable: tuple[bool, ...]
     element_bytes: int
+    item_bytes: tuple[int, ...]
     bucket_elements: int
     prefetch_elements: int
     max_live_elements: int
@@ -234,6 +236,10 @@ class Setting:
             sizes = [elements, -(-elements // EIGHT_BIT_BLOCK) * 4]
         return [place.born(size_bytes, "aten.zeros_like.default", OPTIMIZER) for size_bytes in 2 * sizes]
 
-    def whole_elements(self, parameter: int) -> int:
+    def part_bytes(self, parameter: int) -> int:
+        """Of the same."""
+        return self.part_elements(parameter) * self.item_bytes[parameter]
+
+    def whole_bytes(self, parameter: int) -> int:
         """Of one parameter put together from equal parts."""
-        return self.part_elements(parameter) * self.world_size
+        return self.part_bytes(parameter) * self.world_size

@@ -4,6 +4,7 @@ Names in brackets are methods of `DeepSpeedZeroOptimizer_Stage3` in deepspeed/ru
 when parameters are gathered.
 """
 
+from collections import defaultdict, deque
 from collections.abc import Callable
 
 from frugal.deepspeed_adapter.simulate.prefetch import SimulatedPrefetch
@@ -28,7 +29,7 @@ class SimulatedZero3:
         self._bucket_parameters: list[int] = []
         self._bucket_elements = 0
         self._oversized: dict[int, int] = {}  # parameter larger than the bucket -> storage of its gradient
-        self._held: dict[int, int] = {}  # number of a hold -> storage of the gathered parameter
+        self._held: dict[int, deque[int]] = defaultdict(deque)  # number of a hold -> storages of gathered parameters
         self._norms: list[int] = []  # of own gradients that went to the host
         self._has_states = False
         gathering = self._gathering
@@ -50,11 +51,11 @@ class SimulatedZero3:
         stream, setting = self._stream, self._setting
         size = setting.element_bytes
         parts = []
-        all_elements = list(zip(setting.all_elements, setting.trainable, strict=True))
-        there = [] if one_by_one else [stream.born(n * size, "building", PARAMETERS) for n, _ in all_elements]
-        for i, (n, is_trained) in enumerate(all_elements):
-            whole = stream.born(n * size, "to device", PARAMETERS) if one_by_one else there[i]
-            part_bytes = setting.part_elements(i) * size
+        sizes = [n * item_bytes for n, item_bytes in zip(setting.all_elements, setting.item_bytes, strict=True)]
+        there = [] if one_by_one else [stream.born(size_bytes, "building", PARAMETERS) for size_bytes in sizes]
+        for i, (size_bytes, is_trained) in enumerate(zip(sizes, setting.trainable, strict=True)):
+            whole = stream.born(size_bytes, "to device", PARAMETERS) if one_by_one else there[i]
+            part_bytes = setting.part_bytes(i)
             if setting.offloads_parameters:
                 part = self._host.pinned(self._host.born(part_bytes, "aten.empty.memory_format", PARAMETERS))
             else:
@@ -126,11 +127,11 @@ class SimulatedZero3:
         self._at_marks[kind](number, hold)
 
     def _hold(self, parameter: int, hold: int) -> None:
-        self._held[hold] = self._gathering.storage(parameter)
-        self._stream.hold(self._held[hold])
+        self._held[hold].append(self._gathering.storage(parameter))
+        self._stream.hold(self._held[hold][-1])
 
     def _let_go(self, _parameter: int, hold: int) -> None:
-        self._stream.release(self._held.pop(hold))
+        self._stream.release(self._held[hold].popleft())  # of the earlier micro-step, whose graph may end after forward
 
     def gradient(self, parameter: int, storage: int) -> None:
         """See `Optimizer` (`reduce_independent_p_g_buckets_and_remove_grads`, `__add_grad_to_ipg_bucket`)."""
