@@ -18,7 +18,8 @@ from frugal.errors import NothingFitsError
 from frugal.planning.memory import breakdown
 from frugal.planning.plan import Plan
 from frugal.training.checkpoint import manifest, run_folder
-from frugal.training.engine import _with_adapters, initialize
+from frugal.training.engine import initialize
+from frugal.training.models import adapters
 from frugal.training.objectives import CausalLM
 from frugal.units import GIB
 from tests.training.small_models import ragged_samples, tiny_gpt2
@@ -81,7 +82,7 @@ def saved(plan: Plan, folder: Path) -> tuple[list[int], int, int]:
     Parameters are counted all, and those that are trained.
     """
     model = tiny_gpt2(n_embd=128, n_head=2, n_layer=2, vocab_size=2048, n_positions=64)
-    model = _with_adapters(model, plan)
+    model = adapters.as_planned(model, plan)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     engine = initialize(model, plan, CausalLM())
