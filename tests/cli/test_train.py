@@ -262,7 +262,7 @@ def test_the_plan_it_makes_is_that_of_frugal_plan_for_the_lengths_of_the_data(
     assert cli.run(["train", "--ranks", "1", *PLANNING, "--out", "new"]) == 0
     assert cli.run(["train", "--ranks", "1", *PLANNING[:-2], "--config", "data.toml", "--out", "new"]) == 0
     for where in (PLANNING[-2:], ("--config", "data.toml")):
-        assert cli.run(["plan", "--device", "cpu", "--gpus", "1", *PLANNING[:-2], *where, "-o", "made"]) == 0
+        assert cli.run(["plan", "--device", "cpu", "--gpus", "1", *PLANNING[:-2], *where, "-o", "made", "-v"]) == 0
         made.append(Plan.read(folder / "made" / "plan.json"))
     assert "data " in capsys.readouterr().out
     assert len({plan.digest for plan in made}) == 1
