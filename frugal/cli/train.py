@@ -24,7 +24,7 @@ from frugal.config.schema import PLAN_SETTINGS, TomlFile, read_toml, requested
 from frugal.config.setting import settings_of
 from frugal.deepspeed_adapter.json_config import write_plan
 from frugal.distributed.env import DEFAULT_PORT
-from frugal.errors import CheckpointError, FrugalError, PlanMismatchError, RequestError
+from frugal.errors import CheckpointError, PlanMismatchError, RequestError
 from frugal.launch import commands, local, pdsh, restart
 from frugal.launch.pdsh import RestartableHosts
 from frugal.launch.ssh import Access
@@ -32,9 +32,7 @@ from frugal.planning.plan import Plan
 from frugal.training.checkpoint import manifest
 from frugal.training.checkpoint.run_folder import in_use
 from frugal.training.reports import hub, trackers
-from frugal.training.reports.memory_record import memory_record
 from frugal.training.run import run
-from frugal.units import format_bytes
 
 PLAN = "plan.json"
 
@@ -96,8 +94,11 @@ def command(
         pdsh.check_nodes(plan, job.hosts)
     if printed is None:
         code = _start(job, plan)
-        if code == 0 and not job.settings.resume and (said := _as_run(plan, job.settings.out)) is not None:
-            click.echo(said)
+        if code == 0 and not job.settings.resume:
+            from frugal.dryrun.compare import as_run  # after the run, which needs its memory
+
+            if (said := as_run(plan, job.settings.out)) is not None:
+                click.echo(said)
         return code
     launch_request = commands.LaunchRequest(
         plan=plan, plan_path=plan_path or job.settings.out / PLAN, hosts=job.hosts, settings=job.settings,
@@ -176,34 +177,6 @@ def _start(job: _Job, plan: Plan) -> int:
     return 0
 
 
-_LONG_SECONDS = 600.0
-"""Of a run after which the seconds of a dry run are not noticed."""
-
-
-def _as_run(plan: Plan, folder: Path) -> str | None:
-    """What was measured beside the prediction for what was run, where that was less than planned, as short samples are.
-
-    After a short run only where such a dry run was made before.
-    """
-    from frugal.dryrun.compare import memory_as_run
-
-    record = memory_record(folder)
-    if record is None or not record.is_of_less or record.largest_micro_batch is None:
-        return None
-    samples, tokens = record.largest_micro_batch
-    try:
-        predicted = memory_as_run(plan, samples, tokens, only_known=record.run_seconds < _LONG_SECONDS)
-    except FrugalError:  # such as a model that cannot read samples that short; the run itself is done
-        return None
-    if predicted is None:
-        return None
-    difference = (record.measured_bytes / predicted - 1) * 100
-    return (
-        f"memory for {samples} x {tokens} tokens, the largest micro-batch of the first steps: predicted "
-        f"{format_bytes(predicted)}, measured {format_bytes(record.measured_bytes)} ({difference:+.1f} %)"
-    )
-
-
 def _plan_on(job: _Job, cluster: Cluster, *, before: Plan) -> Plan:
     """The plan for a part of the hosts that a run began on."""
     given = job.file.plan | {name: value for name, value in job.values.items() if value is not None}
@@ -253,7 +226,8 @@ def _trained(plan: Plan) -> dict[str, Any]:
 
 _TRAINED = (
     "model", "task", "global_batch", "global_tokens", "seq_len", "precision", "optimizer", "momentum", "adam_beta1",
-    "adam_beta2", "adam_epsilon", "learning_rate",
+    "adam_beta2", "adam_epsilon", "optimizer_states",
+    "gradient_accumulation_dtype", "learning_rate",
     "reference_batch", "lr_rule", "weight_decay", "decay_norms", "gradient_clipping", "lengths", "pack", "batch_norm",
     "lora", "quantize",
 )  # fmt: skip

@@ -13,17 +13,22 @@ from frugal.dryrun.client import DryRunSource
 from frugal.dryrun.figures import Figures, figures
 from frugal.dryrun.messages import DryRun
 from frugal.dryrun.pool import Pool
-from frugal.errors import RequestError
+from frugal.errors import FrugalError, RequestError
 from frugal.planning.batch import BatchPlan
 from frugal.planning.plan import Plan
 from frugal.planning.strategy import Strategy
 from frugal.training.measure.record import Capped, Measured, ModelDefinition
+from frugal.training.reports.memory_record import memory_record
+from frugal.units import format_bytes
 
 CPU_TOLERANCE = 0.005
 """How much a prediction may be off on CPU ranks, as a share of what was measured."""
 
 CUDA_TOLERANCE, CUDA_LOW = 0.05, 0.02
 """The same on GPUs, and how much it may be too low there."""
+
+_LONG_SECONDS = 600.0
+"""Of a run after which the seconds of a dry run are not noticed."""
 
 
 def memory_as_run(plan: Plan, samples: int, tokens: int, *, only_known: bool) -> int | None:
@@ -40,6 +45,28 @@ def memory_as_run(plan: Plan, samples: int, tokens: int, *, only_known: bool) ->
         if only_known and not source.is_known(plan.strategy, samples, steps):
             return None
         return source.dry_run(plan.strategy, samples, steps).live_bytes
+
+
+def as_run(plan: Plan, folder: Path) -> str | None:
+    """What was measured beside the prediction for what was run, where that was less than planned, as short samples are.
+
+    After a short run only where such a dry run was made before.
+    """
+    record = memory_record(folder)
+    if record is None or not record.is_of_less or record.largest_micro_batch is None:
+        return None
+    samples, tokens = record.largest_micro_batch
+    try:
+        predicted = memory_as_run(plan, samples, tokens, only_known=record.run_seconds < _LONG_SECONDS)
+    except FrugalError:  # such as a model that cannot read samples that short; the run itself is done
+        return None
+    if predicted is None:
+        return None
+    difference = (record.measured_bytes / predicted - 1) * 100
+    return (
+        f"memory for {samples} x {tokens} tokens, the largest micro-batch of the first steps: predicted "
+        f"{format_bytes(predicted)}, measured {format_bytes(record.measured_bytes)} ({difference:+.1f} %)"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

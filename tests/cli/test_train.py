@@ -18,6 +18,8 @@ import torch
 from bench.runs import command, environment, frugal_train, plan, prepared, records, torchrun
 from frugal import cli
 from frugal.cli import train
+from frugal.config.request import Request
+from frugal.dryrun import compare
 from frugal.planning.plan import Plan
 from tests.training.reports.test_trackers import curves
 
@@ -237,9 +239,9 @@ def test_short_samples_are_compared_with_the_prediction_for_what_was_run(
     assert "; largest micro-batch so far " in output and "memory for " not in output
     monkeypatch.chdir(folder)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert train._as_run(Plan.read(plan), folder / "short") is None, "a short run is not worth a dry run"
+    assert compare.as_run(Plan.read(plan), folder / "short") is None, "a short run is not worth a dry run"
     monkeypatch.setattr(train, "_LONG_SECONDS", 0.0)
-    said = train._as_run(Plan.read(plan), folder / "short")
+    said = compare.as_run(Plan.read(plan), folder / "short")
     assert said is not None
     assert re.fullmatch(
         r"memory for \d+ x \d+ tokens, the largest micro-batch of the first steps: predicted \S+ MiB, measured \S+ MiB "
@@ -248,7 +250,7 @@ def test_short_samples_are_compared_with_the_prediction_for_what_was_run(
     )
     assert abs(float(re.findall(r"([+-]\d+\.\d) %", said)[0])) <= 2.0
     monkeypatch.setattr(train, "_LONG_SECONDS", 1e9)
-    assert train._as_run(Plan.read(plan), folder / "short") == said, "it is known now"
+    assert compare.as_run(Plan.read(plan), folder / "short") == said, "it is known now"
 
 
 def test_the_plan_it_makes_is_that_of_frugal_plan_for_the_lengths_of_the_data(
@@ -295,3 +297,13 @@ def test_a_step_is_as_large_as_was_asked(folder: Path, task: str, tokens: int | 
         f"training {folder}/config.json (0 parameters) for {said} on 1 rank; 9 samples, 2 for validation; "
         "1 row that cannot be read left out"
     )
+
+
+def test_a_new_plan_for_a_run_keeps_all_of_its_request_that_changes_numbers() -> None:
+    ways = {
+        "max_samples_per_gpu", "max_tokens_per_gpu", "micro_batch", "accumulation_steps", "even", "zero_stage",
+        "activation_checkpointing", "loss", "offload", "nvme_path", "optimizer_implementation", "overlap_comm",
+        "expandable_segments", "reduce_bucket_elements",
+    }  # fmt: skip
+    assert {field.name for field in dataclasses.fields(Request)} == ways | set(train._TRAINED)
+    assert not ways & set(train._TRAINED)
