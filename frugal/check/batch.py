@@ -93,8 +93,7 @@ def _compare_with_trainer(settings: Settings, batch: tuple[int | None, int | Non
                     "trainer-mismatch",
                     "error",
                     f"the {what} is {said} in DeepSpeed's JSON and {own} in the arguments of {settings.tool}, "
-                    "which stops "
-                    "with `Please correct the following DeepSpeed config values`",
+                    "which stops with `Please correct the following DeepSpeed config values`",
                     settings.place("json.gradient_accumulation_steps", keys[what])
                     if what == "accumulation"
                     else settings.place(keys[what]),

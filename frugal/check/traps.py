@@ -39,8 +39,7 @@ def _low_stages(settings: Settings, deepspeed: Resolved, arithmetic: Arithmetic)
             "half-precision-stage-0",
             "error",
             f"{deepspeed.precision} at stage 0 starts Adam at its second step: after ten steps the change of "
-            "the weights "
-            "is off by 15 %",
+            "the weights is off by 15 %",
             place,
             "use stage 2, also on one GPU",
         )
@@ -85,8 +84,7 @@ def _buckets(settings: Settings, deepspeed: Resolved, arithmetic: Arithmetic) ->
             "large-bucket",
             "warning",
             f"{name} of {zero['reduce_bucket_size']:,} elements takes {format_bytes(size)} of every GPU{twice}, "
-            "whatever "
-            "the model's size",
+            "whatever the model's size",
             settings.place("json.zero_optimization.reduce_bucket_size", "json.zero_optimization"),
             '"reduce_bucket_size": 20000000 is as fast',
         )
@@ -95,8 +93,7 @@ def _buckets(settings: Settings, deepspeed: Resolved, arithmetic: Arithmetic) ->
             "large-live-parameters",
             "note",
             "up to 1,000,000,000 gathered parameters stay on the GPU from the second step on: a smaller model "
-            "is there as "
-            "a whole, in spite of stage 3",
+            "is there as a whole, in spite of stage 3",
             settings.place("json.zero_optimization.stage3_max_live_parameters", "json.zero_optimization"),
             "lower stage3_max_live_parameters and stage3_max_reuse_distance, to 50000000",
         )
@@ -192,8 +189,7 @@ def _wrong_options(settings: Settings, deepspeed: Resolved, arithmetic: Arithmet
             "predivided-gradients",
             "error",
             "stage 3 without reduce_scatter and with gradient_predivide_factor equal to the GPUs: gradients "
-            "are silently "
-            "too small",
+            "are silently too small",
             settings.place("json.gradient_predivide_factor"),
             "take both out",
         )
@@ -211,8 +207,7 @@ def _checkpointing(settings: Settings, arithmetic: Arithmetic) -> Iterator[Findi
             "cache-with-checkpointing",
             "warning",
             "`use_cache` with activation checkpointing: transformers switches the cache off, with a warning at "
-            "every step "
-            "in some models",
+            "every step in some models",
             settings.place("use_cache"),
             "use_cache: false",
         )
@@ -222,8 +217,7 @@ def _checkpointing(settings: Settings, arithmetic: Arithmetic) -> Iterator[Findi
             "reentrant-and-frozen",
             "warning",
             "reentrant activation checkpointing with a frozen model: adapters get no gradients unless the "
-            "inputs ask for "
-            "them (`enable_input_require_grads`)",
+            "inputs ask for them (`enable_input_require_grads`)",
             settings.place("use_reentrant", "activation_checkpointing"),
             "" if stage == 3 else "use_reentrant: false",
         )
@@ -259,8 +253,7 @@ def _evaluation(settings: Settings, arithmetic: Arithmetic) -> Iterator[Finding]
             "evaluation-batch",
             "warning",
             f"an evaluation takes {plural(micro, 'sample')} at once, training {arithmetic.micro_batch}: it may "
-            "run out of "
-            "memory when training did not; this check is of training",
+            "run out of memory when training did not; this check is of training",
             settings.place("eval_micro_batch"),
             f"per_device_eval_batch_size: {arithmetic.micro_batch}",
         )
@@ -281,8 +274,7 @@ def _of_trainer(settings: Settings, arithmetic: Arithmetic) -> Iterator[Finding]
             "auto-find-batch-size",
             "error",
             "`auto_find_batch_size` makes the micro-batch smaller and leaves the accumulation as it is: the "
-            "global batch "
-            "depends on the GPU; and it does not work with DeepSpeed (transformers#29058)",
+            "global batch depends on the GPU; and it does not work with DeepSpeed (transformers#29058)",
             settings.place("auto_find_batch_size"),
             "leave it out: this check says what fits",
         )

@@ -286,8 +286,7 @@ def _accumulation_dtype(settings: Settings, resolved: Resolved, stage: int) -> A
     if stage <= 1 and resolved.precision != "fp32" and dtype == "fp32":
         settings.deviate(
             f"evaluated with gradients summed in {resolved.precision}: stage {stage} with fp32 sums is another "
-            "optimizer of "
-            "DeepSpeed's, of about 4 bytes a parameter more",
+            "optimizer of DeepSpeed's, of about 4 bytes a parameter more",
             place,
         )
         return resolved.precision
