@@ -13,7 +13,7 @@ from frugal.planning.memory_report import loading_in_words
 from frugal.planning.search.candidate import Candidate, Infeasible, OpenSource, Source
 from frugal.planning.search.search import Search
 from frugal.planning.strategy import Strategy
-from frugal.planning.what_if import CHANGES_NUMBERS, cheaper_states, with_gpus
+from frugal.planning.what_if import cheaper_states, what_changes, with_gpus
 from frugal.units import GIB, MIB, format_bytes, plural
 
 SHORTEST_SEQUENCE = 64
@@ -129,7 +129,7 @@ def remedies(request: Request, cluster: Cluster, search: Search, result: Infeasi
     for flag, other_request in cheaper_states(request):
         with dry_run(other_request, cluster) as source:
             if _fits(other_request, cluster, source, nearest.strategy):
-                ways.append(f"{flag} ({CHANGES_NUMBERS})")
+                ways.append(f"{flag} ({what_changes(other_request)})")
     return ways
 
 

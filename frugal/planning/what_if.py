@@ -29,6 +29,10 @@ MORE_MEMORY = 4 * GIB
 CHANGES_NUMBERS = "changes the numbers"
 """Said of whatever changes what is trained."""
 
+WHAT_BF16_LOSES = "updates below 1/256 of a weight may be lost"
+"""Half the distance of two values of bf16, which has 8 significant bits. Those below 1/512 are lost for certain: up to
+the next power of two a weight doubles, and the distance stays as it is."""
+
 OFFERED_GAIN = 0.1
 """Of a step's seconds: what cheaper optimizer states must save to be offered."""
 
@@ -96,19 +100,24 @@ def with_memory(cluster: Cluster, memory_bytes: int) -> Cluster:
 def cheaper_states(request: Request) -> Iterator[tuple[str, Request]]:
     """Optimizers that keep less of each parameter and change the numbers, by their flags; for who has not chosen one.
 
-    They are offered, and never taken unasked.
+    They are offered, and never taken unasked. First what changes the numbers least: docs/decisions/optimizer-states.md.
     """
     if request.optimizer_states is not None:
         return
     for flag, cheaper in (
-        ("--optimizer-states bf16", {"optimizer_states": "bf16"}),
         ("--optimizer adamw-8bit", {"optimizer": "adamw-8bit"} if request.optimizer == "adamw" else None),
+        ("--optimizer-states bf16", {"optimizer_states": "bf16"}),
     ):
         try:
             if cheaper is not None:
                 yield flag, replace(request, **cheaper)  # type: ignore[arg-type]  # of one field
         except RequestError:  # it contradicts what was asked for
             continue
+
+
+def what_changes(request: Request) -> str:
+    """What cheaper states change, in words: `changes the numbers: updates below ... may be lost`."""
+    return CHANGES_NUMBERS + (f": {WHAT_BF16_LOSES}" if request.optimizer_states == "bf16" else "")
 
 
 def offers(request: Request, cluster: Cluster, chosen: Candidate, dry_run: OpenSource) -> list[str]:
@@ -124,7 +133,7 @@ def offers(request: Request, cluster: Cluster, chosen: Candidate, dry_run: OpenS
     return [
         f"with {case.name} a step would take {format_seconds(candidate.seconds)} instead of "
         f"{format_seconds(chosen.seconds)}, {100 * (1 - candidate.seconds / chosen.seconds):.0f} % less "
-        f"({NOT_DRY_RUN}); it {CHANGES_NUMBERS}, so it is not taken unasked"
+        f"({NOT_DRY_RUN}); not taken unasked, because it {what_changes(case.request)}"
         for case, candidate in zip(cases, predicted(cases, dry_run), strict=True)
         if candidate is not None and candidate.fits and candidate.seconds <= most
     ]

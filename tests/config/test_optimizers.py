@@ -101,7 +101,7 @@ def test_states_in_bf16_are_refused_where_deepspeed_cannot_keep_them(settings: d
 
 def test_a_mean_that_bf16_cannot_let_decay_is_said() -> None:
     def notes(beta2: float | None, **settings: Any) -> list[str]:
-        return _notes(Request(adam_beta2=beta2, **settings), 1)
+        return _notes(Request(adam_beta2=beta2, learning_rate=1e-3, **settings), 1)
 
     assert notes(0.999) == notes(None, optimizer_states="bf16") == notes(0.99, optimizer_states="bf16") == []
     (said,) = notes(0.999, optimizer_states="bf16")
@@ -112,6 +112,28 @@ def test_a_mean_that_bf16_cannot_let_decay_is_said() -> None:
     mean = torch.tensor([1.0, 0.3, 7.0], dtype=torch.bfloat16)
     assert torch.equal(mean * 0.999, mean)
     assert (mean * 0.99 < mean).all()
+
+
+def test_a_rate_whose_updates_bf16_loses_is_said() -> None:
+    def notes(rate: float, **settings: Any) -> list[str]:
+        return _notes(Request(learning_rate=rate, **settings), 1)
+
+    (said,) = notes(1e-4, optimizer_states="bf16")
+    assert said == (
+        "a learning rate of 0.0001 with states in bf16: AdamW moves a weight by about 0.0001, and an update below "
+        "1/256 of a weight may round away, so weights above 0.031 hardly move; at 1e-4 a small GPT-2 came to a loss of "
+        "2.65, with --optimizer adamw-8bit or states in fp32 to 2.22"
+    )
+    scaled = {"reference_batch": 1, "lr_rule": "sqrt", "global_batch": 4, "optimizer_states": "bf16"}
+    assert notes(2e-4, **scaled) == [], "the rate that the run has counts"
+    assert notes(1e-3, optimizer_states="bf16") == notes(0, optimizer_states="bf16") == notes(1e-4) == []
+    assert notes(1e-4, optimizer_states="bf16", optimizer="sgd") == []
+    weight = torch.nn.Parameter(torch.tensor([0.032, 0.03], dtype=torch.bfloat16))
+    before, optimizer = weight.detach().clone(), torch.optim.AdamW([weight], lr=1e-4, weight_decay=0, fused=True)
+    for _ in range(10):
+        weight.grad = torch.ones_like(weight)
+        optimizer.step()
+    assert (weight == before).tolist() == [True, False]
 
 
 def test_on_the_host_states_in_bf16_are_deepspeeds_own() -> None:
