@@ -2,10 +2,10 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from math import ceil, log2
 
 from frugal.config.hardware import calibration, local_host
 from frugal.config.hardware.cluster import Cluster
+from frugal.config.optimizers import bf16_notes
 from frugal.config.request import Request, check_pins
 from frugal.errors import RequestError
 from frugal.planning import length_bucketing
@@ -19,13 +19,6 @@ from frugal.planning.search.evaluate import StrategyEvaluation
 from frugal.planning.search.search import Search
 from frugal.planning.what_if import offers
 from frugal.units import format_bytes, plural
-
-SLOWEST_BETA2_IN_BF16 = 0.99
-"""bf16 has 8 significant bits: a decay by less than 1/256 may be rounded away, and one by less than 1/512 is."""
-
-LOW_RATE_IN_BF16 = 3e-4
-"""Between 1e-4, where a run was clearly worse than with states in fp32, and 1e-3, where it hardly was
-(docs/facts/deepspeed.md)."""
 
 MAX_LISTED_GPUS = 8
 """GPUs of which a plan says one by one what other processes use."""
@@ -226,20 +219,8 @@ def _notes(request: Request, largest: int) -> list[str]:
             f"--micro-batch {request.micro_batch} exceeds the largest per-GPU micro-batch of this global "
             f"batch ({largest})"
         )
-    in_bf16 = request.optimizer_states == "bf16" and request.optimizer == "adamw"
-    if in_bf16 and request.betas[1] > SLOWEST_BETA2_IN_BF16:
-        notes.append(
-            f"--adam-beta2 {request.betas[1]:g} with states in bf16: the mean squared gradient never becomes smaller, "
-            f"because it would change by less than bf16 can tell; up to {SLOWEST_BETA2_IN_BF16:g} it does"
-        )
-    rate = request.scaled_learning_rate
-    if in_bf16 and 0 < rate <= LOW_RATE_IN_BF16:
-        smallest = 2.0 ** ceil(log2(256 * rate))  # whose neighbour in bf16 is further away than two updates
-        notes.append(
-            f"a learning rate of {rate:g} with states in bf16: AdamW moves a weight by about {rate:g}, and an update "
-            f"below 1/256 of a weight may round away, so weights above {smallest:.2g} hardly move; at 1e-4 a small "
-            "GPT-2 came to a loss of 2.65, with --optimizer adamw-8bit or states in fp32 to 2.22"
-        )
+    if request.optimizer_states == "bf16" and request.optimizer == "adamw":
+        notes += bf16_notes(request.scaled_learning_rate, request.betas[1])
     scaling = request.learning_rate_scaling
     if scaling is not None and (note := scaling.note(request.optimizer)) is not None:
         notes.append(note)
