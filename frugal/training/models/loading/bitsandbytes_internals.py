@@ -5,16 +5,21 @@ multiplies. On a host it is Python that calls other operators; on a GPU C++ does
 `_dequant_linear_fallback`), but for few rows, where a fused kernel takes nothing. How few depends on the card, and is
 at most 512 rows for weights of 4M elements or more: what is counted here is then too much, in forward alone. Backward
 makes the whole weight always.
+
+What backward needs of a packed weight is the parameter (`_of_parameters`). bitsandbytes keeps its memory instead, in
+the context of the product: under ZeRO-3 that is what was gathered for forward, of every layer, until the graph ends.
+DeepSpeed gathers the parameter again before backward.
 """
 
 import functools
 import logging
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from frugal import required, torch_internals
 from frugal.required import needed
@@ -30,6 +35,13 @@ NAMES = (
         "Linear4bit.__init__:support_avx512bf16_for_cpu",
         "Params4bit.__new__:bnb_quantized",
     ),
+    *needed(
+        "bitsandbytes.autograd._functions:MatMul4Bit",
+        "which weights backward reads",
+        "forward(ctx, A, B, out, bias, quant_state)",
+        "forward:tensors",
+    ),
+    *needed("bitsandbytes", "the product of a layer", "matmul_4bit(A, B, quant_state, out, bias)"),
     *needed("bitsandbytes.functional", "the table of scales", "name2qmap", "create_dynamic_map"),
     *needed("bitsandbytes.functional:QuantState", "what each rank has whole", "to(self, device)"),
     *needed(
@@ -43,7 +55,10 @@ NAMES = (
 
 @functools.cache
 def library() -> Any:
-    """bitsandbytes, which has to be installed. From then on memory is watched inside its operators, too."""
+    """bitsandbytes, which has to be installed.
+
+    From then on memory is watched inside its operators, too, and its layers keep parameters for backward.
+    """
     # On some CPUs it asks for a package of kernels that are for inference alone, in a warning.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     import bitsandbytes
@@ -55,7 +70,34 @@ def library() -> Any:
         functional.name2qmap.setdefault("dynamic", functional.create_dynamic_map())
     product = torch.ops.bitsandbytes.gemm_4bit.default
     memory_watch.INSIDE[product] = {"cpu": ops._gemm_4bit_default_impl, "cuda": _on_gpu}
+    bitsandbytes.matmul_4bit = _of_parameters(bitsandbytes.matmul_4bit)  # `Linear4bit.forward` looks it up here
     return bitsandbytes
+
+
+def _of_parameters(theirs: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """bitsandbytes' product with packed weights, which keeps a layer's parameter for backward, not its memory."""
+    from bitsandbytes.autograd._functions import MatMul4Bit
+
+    class Product(MatMul4Bit):
+        """Theirs but for what its context keeps."""
+
+        @staticmethod
+        def forward(ctx: Any, *args: Any) -> Tensor:
+            output: Tensor = MatMul4Bit.forward(ctx, *args)
+            ctx.tensors = None, args[1]
+            return output
+
+    @functools.wraps(theirs)
+    def product(
+        inputs: Tensor, weight: Tensor, quant_state: Any, out: Tensor | None = None, bias: Tensor | None = None
+    ) -> Tensor:
+        is_kept = isinstance(weight, nn.Parameter) and torch.is_grad_enabled() and inputs.requires_grad and out is None
+        is_as_stored = not getattr(quant_state, "packing_format_for_cpu", False)
+        if is_kept and is_as_stored and quant_state.shape[1] == inputs.shape[-1]:
+            return Product.apply(inputs, weight, None, bias, quant_state)
+        return theirs(inputs, weight, quant_state, out, bias)
+
+    return product
 
 
 def _on_gpu(

@@ -2,6 +2,7 @@
 
 import copy
 import sys
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from frugal.config.request import Request
 from frugal.deepspeed_adapter.kernels import DTYPES
 from frugal.errors import RequestError
 from frugal.training.engine import initialize
-from frugal.training.models.loading import placed, quantised
+from frugal.training.models.loading import bitsandbytes_internals, placed, quantised
 from frugal.training.models.resolve import resolve
 from frugal.training.models.spec import ModelSpec
 from frugal.training.objectives import CausalLM
@@ -202,3 +203,31 @@ def test_a_folder_that_is_quantised_already_is_refused(folders: Path, tmp_path: 
 def test_a_plain_module_is_refused() -> None:
     with pytest.raises(RequestError, match="--quantize is impossible for mine"):
         quantised.apply(torch.nn.Linear(2, 2), "nf4", reference="mine", dtype=torch.float32)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_the_product_has_the_bits_of_bitsandbytes_own_and_keeps_the_parameter_alone(
+    precision: str, has_bias: bool
+) -> None:
+    """Where the weight is elsewhere in backward, as under ZeRO-3, and nothing keeps what forward read."""
+    bnb = bitsandbytes_internals.library()
+    from bitsandbytes.autograd._functions import MatMul4Bit
+
+    dtype, generator = DTYPES[precision], torch.Generator().manual_seed(0)
+    layer = bnb.nn.Linear4bit(96, 64, bias=has_bias, compute_dtype=dtype, compress_statistics=True, quant_type="nf4")
+    layer = layer.to(dtype).to("cpu")
+    inputs, grad = (torch.randn(2, 3, n, generator=generator).to(dtype) for n in (96, 64))
+    mine, same = inputs.clone().requires_grad_(), inputs.clone().requires_grad_()
+    expected = MatMul4Bit.apply(same, layer.weight, None, layer.bias, layer.weight.quant_state)
+    expected.backward(grad)
+    expected = expected.detach()  # without its graph, which keeps what it read
+    output = layer(mine)
+    kept = layer.weight.data
+    read = weakref.ref(kept.untyped_storage())
+    layer.weight.data = kept.clone()
+    del kept
+    assert read() is None
+    output.backward(grad)
+    assert torch.equal(output, expected)
+    assert torch.equal(mine.grad, same.grad)
