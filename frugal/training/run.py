@@ -247,11 +247,11 @@ def _save_model(engine: "Engine", held: "HeldFolder", data: "RunData") -> Path:
 
 
 def _refuse_other_model(plan: Plan, model: "torch.nn.Module") -> None:
-    from frugal.deepspeed_adapter.placement import num_elements
     from frugal.training.models import factories
+    from frugal.training.models.loading import quantised
 
     factories.refuse_shapes_only(plan.request.model, model)
-    number = sum(map(num_elements, model.parameters()))
+    number = sum(map(quantised.elements, model.parameters()))
     if plan.model.task == "sequence-classification":
         return  # the number of classes comes from the data
     if plan.model.parameters not in (0, number):

@@ -14,7 +14,8 @@ from bench.plans import plan_by_hand
 from bench.ranks import Ranks
 from frugal.config.adapters import Lora
 from frugal.deepspeed_adapter import checkpoint_files
-from frugal.errors import FrugalError
+from frugal.errors import FrugalError, PlanMismatchError
+from frugal.training import run
 from frugal.training.checkpoint import loading, saving
 from frugal.training.checkpoint.progress import Progress
 from frugal.training.data.tokenizer import byte_tokenizer
@@ -272,3 +273,14 @@ def test_peft_loads_the_final_folder_around_the_quantised_base_and_says_the_same
     with torch.no_grad():
         theirs = loaded(input_ids=torch.arange(16)[None]).logits
     assert torch.allclose(theirs, logits, atol=1e-6)
+
+
+def test_a_run_takes_the_model_that_its_plan_is_for_whose_weights_are_counted_as_they_were(folders: Path) -> None:
+    plain = replace(resolve(str(folders / "llama")), lora=Lora.parse(LORA))
+    number = sum(parameter.numel() for parameter in plain.build(dtype=torch.float32).parameters())
+    model = replace(plain, quantize="nf4").build(dtype=torch.float32)
+    assert sum(parameter.numel() for parameter in model.parameters()) < number
+    made = plan_by_hand(world_size=1, global_batch=4, micro_batch=4, request={"lora": Lora.parse(LORA)})
+    run._refuse_other_model(replace(made, model=replace(made.model, parameters=number)), model)
+    with pytest.raises(PlanMismatchError, match="the plan is for another model"):
+        run._refuse_other_model(replace(made, model=replace(made.model, parameters=number + 1)), model)
