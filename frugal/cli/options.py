@@ -29,6 +29,18 @@ _WIDTH = 80
 _TYPES: dict[type, Any] = {int: int, float: float, str: str, Path: click.Path(path_type=Path)}
 
 
+class _Choice(click.Choice[str]):
+    """The choices of a setting; a value that people ask for and there is not is refused with the reason."""
+
+    def __init__(self, row: SettingRow) -> None:
+        super().__init__(row.choices)
+        self.row = row
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        self.row.check_refused(value)
+        return super().convert(value, param, ctx)
+
+
 def _option(row: SettingRow) -> click.Option:
     """The flag of a setting. It has no default: `None` means that neither file nor default has been overruled."""
     shown = row.shown_default
@@ -36,7 +48,7 @@ def _option(row: SettingRow) -> click.Option:
         shown = " ".join(row.default) if isinstance(row.default, tuple) else str(row.default)
     values: dict[str, Any] = {"help": row.help + (f"  [default: {shown}]" if shown else "")}
     if row.choices:
-        values["type"] = click.Choice(row.choices)
+        values["type"] = _Choice(row)
     elif row.has_opposite:
         return click.Option([f"{row.flag}/--no-{row.flag.removeprefix('--')}"], default=None, **values)
     elif row.kind.word_type is bool:

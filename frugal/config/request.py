@@ -118,7 +118,9 @@ class Request:
     precision: Precision = setting(
         "bf16", "Of weights, activations and gradients in forward and backward.", "model and batch", is_first=True
     )
-    optimizer: OptimizerName = setting("adamw", "What updates the parameters.", "optimizer")
+    optimizer: OptimizerName = setting(
+        "adamw", "What updates the parameters.", "optimizer", refused={"muon": optimizers.MUON}
+    )
     optimizer_implementation: OptimizerImplementation | None = setting(
         None, "Whose kernels.", "optimizer", shown_default="torch's fused ones, if there are any", is_expert=True
     )

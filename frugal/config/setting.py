@@ -14,7 +14,7 @@ from difflib import get_close_matches
 from functools import cache
 from math import isfinite
 from pathlib import Path
-from types import NoneType, UnionType
+from types import MappingProxyType, NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from frugal.config.learning_rate import Schedule
@@ -198,6 +198,7 @@ class SettingRow:
         group: where `--help` lists it.
         kind: what a value may be, unless `choices` are named.
         choices: all values there are.
+        refused: values that people ask for and there are not: why, and what to do instead.
         default: None leaves it to frugal.
         shown_default: in words, where `default` does not say it.
         least: the smallest number allowed.
@@ -215,6 +216,7 @@ class SettingRow:
     group: Group
     kind: Kind
     choices: tuple[str, ...]
+    refused: Mapping[str, tuple[str, str]]
     default: Any
     shown_default: str | None
     least: int | None
@@ -239,12 +241,23 @@ class SettingRow:
         """
         if value is None:
             return
+        self.check_refused(value, place)
         if self.choices:
             is_right, must_be = value in self.choices, f"one of {', '.join(self.choices)}"
         else:
             is_right, must_be = self.kind.accepts(value), self.kind.must_be
         if not is_right:
             raise RequestError(f"`{self.name}`{place} is {value!r}", because=f"it must be {must_be}")
+
+    def check_refused(self, value: Any, place: str = "") -> None:
+        """Whether people ask for this value although there is none.
+
+        Raises:
+            RequestError: they do.
+        """
+        if isinstance(value, str) and value.lower() in self.refused:
+            because, hint = self.refused[value.lower()]
+            raise RequestError(f"{self.flag} {value} is impossible{place}", because=because, hint=hint)
 
     def check_size(self, value: Any, hint: str | None = None) -> None:
         """Whether a number is large enough.
@@ -277,11 +290,13 @@ def setting(
     is_expert: bool = False,
     short: tuple[str, ...] = (),
     metavar: str | None = None,
+    refused: Mapping[str, tuple[str, str]] = MappingProxyType({}),
 ) -> Any:
     """A dataclass field that is a setting; see `SettingRow` for what the parameters mean."""
     row = {
         "help": help_text, "group": group, "kind": kind, "shown_default": shown_default, "least": least, "most": most,
         "is_first": is_first, "is_expert": is_expert, "short": short, "metavar": metavar,
+        "refused": refused,
     }  # fmt: skip
     return dataclasses.field(default=default, metadata=row)
 

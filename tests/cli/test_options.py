@@ -1,5 +1,7 @@
 """Help that people can read, and other trainers' names answered with ours."""
 
+from pathlib import Path
+
 import pytest
 
 from frugal.cli import run
@@ -63,6 +65,24 @@ def test_a_flag_of_training_alone_is_said_to_be_one(capsys: pytest.CaptureFixtur
     assert frugal(capsys, "plan", "--num-train-epochs", "3")[2] == (
         "error: --num-train-epochs is HF Trainer's name\n\nhint: --epochs 3, which `frugal train` has\n"
     )
+
+
+def test_an_optimizer_that_is_asked_for_and_cannot_be_is_refused_with_the_reason(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    because = (
+        "  because updates of DeepSpeed 0.19.8's Muon depend on the number of ranks that gradients are split over: in "
+        "bf16 under ZeRO-2, with gradients summed in fp32, those of one rank and of two differ by 95 %, and under "
+        "ZeRO-3 it refuses reduce_scatter\n\nhint: use --optimizer adamw\n"
+    )
+    for command in ("plan", "train"):
+        said = frugal(capsys, command, "--optimizer", "Muon")
+        assert said == (2, "", f"error: --optimizer Muon is impossible\n{because}")
+    file = tmp_path / "frugal.toml"
+    file.write_text('optimizer = "muon"\n')
+    said = frugal(capsys, "plan", "--config", str(file))
+    assert said == (2, "", f"error: --optimizer muon is impossible in {file}\n{because}")
+    assert "is not one of" in frugal(capsys, "plan", "--optimizer", "lion")[2]
 
 
 @pytest.mark.parametrize("name", ["learning_rate", "seed", "warmup_steps", "weight_decay", "zero_stage"])

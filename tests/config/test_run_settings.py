@@ -29,16 +29,17 @@ def parsed(arguments: list[str]) -> RunSettings:
 
 
 POWERED = RunSettings(schedule="polynomial", schedule_power=2.0, warmup_steps=3)
+STREAMED = RunSettings(stream=True, shuffle_buffer=100, steps=3)
 
 
-@pytest.mark.parametrize("asked", [RunSettings(), SOME, POWERED, replace(RunSettings(), epochs=3)])
+@pytest.mark.parametrize("asked", [RunSettings(), SOME, POWERED, STREAMED, replace(RunSettings(), epochs=3)])
 def test_the_ranks_understand_what_was_asked(asked: RunSettings) -> None:
     assert parsed(asked.arguments()) == asked
 
 
 def test_every_setting_is_tried_above() -> None:
     assert [f.name for f in fields(RunSettings) if getattr(SOME, f.name) == f.default] == [
-        "epochs", "warmup_steps", "schedule_power",
+        "stream", "shuffle_buffer", "epochs", "warmup_steps", "schedule_power",
     ]  # fmt: skip
 
 
