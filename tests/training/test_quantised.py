@@ -280,7 +280,7 @@ def test_a_run_takes_the_model_that_its_plan_is_for_whose_weights_are_counted_as
     number = sum(parameter.numel() for parameter in plain.build(dtype=torch.float32).parameters())
     model = replace(plain, quantize="nf4").build(dtype=torch.float32)
     assert sum(parameter.numel() for parameter in model.parameters()) < number
-    made = plan_by_hand(world_size=1, global_batch=4, micro_batch=4, request={"lora": Lora.parse(LORA)})
+    made = plan_by_hand(world_size=1, global_batch=4, micro_batch=4, zero_stage=0, request={"lora": Lora.parse(LORA)})
     run._refuse_other_model(replace(made, model=replace(made.model, parameters=number)), model)
     with pytest.raises(PlanMismatchError, match="the plan is for another model"):
         run._refuse_other_model(replace(made, model=replace(made.model, parameters=number + 1)), model)
