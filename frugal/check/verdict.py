@@ -15,7 +15,6 @@ from frugal.check.readers.trainer import PEFTS_OWN
 from frugal.check.settings import Settings
 from frugal.config.hardware.cluster import Cluster
 from frugal.config.request import Request
-from frugal.config.setting import settings_of
 from frugal.errors import RequestError
 from frugal.planning.batch import BatchPlan
 from frugal.planning.memory.breakdown import MemoryBreakdown
@@ -96,11 +95,14 @@ def request_of(settings: Settings, deepspeed: Resolved | None, arithmetic: Arith
     if _has_bf16_states(settings):
         values["optimizer_states"] = "bf16"
     given = {name: value for name, value in values.items() if value is not None}
-    if settings.quantize is None:
+    if settings.quantize == "int8":
+        settings.refuse(
+            "the base in int8: columns of activations with an outlier are computed apart, so memory depends on data",
+            settings.place("quantize"),
+        )
+    if settings.quantize != "nf4":
         return Request(**given)
     try:
-        if "quantize" not in settings_of(Request):
-            raise RequestError(f"frugal trains no base in {settings.quantize}")
         return Request(**given | {"quantize": settings.quantize})
     except RequestError as error:
         settings.refuse(f"the base in {settings.quantize}: {error.what}", settings.place("quantize"))

@@ -167,8 +167,22 @@ EXAMPLES = {
         request={"optimizer_implementation": "fused", "seq_len": 256, "lora": "r=16,alpha=32,targets=q_proj,v_proj"},
         rules=frozenset(("evaluation-keeps-logits",)),
     ),
+    "llama-factory-qlora-no-deepspeed": Example(
+        ("llama-factory/qlora-8b.yaml",), gpus=1, micro_batch=1, steps=8,
+        strategy={"zero_stage": 2, "activation_checkpointing": "full", "reduce_bucket_elements": 37_376},
+        request={
+            "optimizer_implementation": "fused", "seq_len": 256, "lora": "r=8,alpha=16,targets=all-linear",
+            "quantize": "nf4",
+        },
+    ),
 }  # fmt: skip
-QUICK = ("deepspeed-zero2", "trainer-script-zero3", "axolotl-lora-zero1", "llama-factory-lora-zero3")
+QUICK = (
+    "deepspeed-zero2",
+    "trainer-script-zero3",
+    "axolotl-lora-zero1",
+    "llama-factory-lora-zero3",
+    "llama-factory-qlora-no-deepspeed",
+)
 
 
 def checked(files: tuple[str, ...], pool: Pool | None, gpus: int | None = None, mem: str = "6G", **flags: Any) -> Check:
@@ -266,6 +280,25 @@ def test_fsdp_is_said_not_to_be_deepspeed_and_its_batch_is_told(name: str, batch
     assert done.verdict is None and done.exit_code == 2
     assert done.arithmetic.global_batch == batch
     assert "FSDP is not DeepSpeed" in report(done)
+
+
+def of_a_base(tmp_path: Path, *lines: str) -> Check:
+    """The same with other quantisation of the base."""
+    text = (CONFIGS / "llama-factory" / "qlora-8b.yaml").read_text()
+    for line in lines:
+        key = line.partition(":")[0]
+        text = "\n".join(line if old.startswith(f"{key}:") else old for old in text.splitlines())
+    (tmp_path / "changed.yaml").write_text(text)
+    return checked((str(tmp_path / "changed.yaml"),), None, 1)
+
+
+def test_a_base_in_8_bits_and_those_of_other_libraries_are_not_checked(tmp_path: Path) -> None:
+    eight = of_a_base(tmp_path, "quantization_bit: 8")
+    assert eight.verdict is None and eight.exit_code == 2
+    assert "the base in int8: columns of activations with an outlier" in report(eight)
+    other = of_a_base(tmp_path, "quantization_method: hqq")
+    assert other.verdict is None and other.exit_code == 2
+    assert "weights that hqq quantises" in report(other)
 
 
 def test_a_field_that_is_not_known_is_listed_with_its_line(pool: Pool) -> None:

@@ -79,6 +79,11 @@ def _method(fields: Fields) -> None:
     trainer.quantised(fields, four=bits == 4, eight=bits == 8)
     if fields.text("quantization_type") == "fp4":
         settings.deviate("fp4 is evaluated as nf4, which takes as much", fields.place("quantization_type"))
+    if fields.flag("double_quantization") is False:
+        trainer.plain_scales(fields, "double_quantization")
+    library = fields.text("quantization_method")
+    if settings.quantize is not None and library not in (None, "bitsandbytes", "bnb"):
+        settings.refuse(f"weights that {library} quantises", fields.place("quantization_method"))
     if bits not in (None, 4, 8):
         settings.refuse(f"weights of {bits} bits", fields.place("quantization_bit"))
 

@@ -143,11 +143,21 @@ def _trl(fields: Fields) -> None:
     kind = fields.text("bnb_4bit_quant_type")
     if settings.quantize == "nf4" and kind not in (None, "nf4"):
         settings.deviate(f"{kind} is evaluated as nf4, which takes as much", fields.place("bnb_4bit_quant_type"))
+    if not fields.flag("use_bnb_nested_quant"):
+        plain_scales(fields, "use_bnb_nested_quant" if "use_bnb_nested_quant" in fields else "load_in_4bit")
 
 
 def quantised(fields: Fields, *, four: bool | None, eight: bool | None) -> None:
     """The base's own precision."""
     fields.settings.quantize = "nf4" if four else "int8" if eight else None
+
+
+def plain_scales(fields: Fields, key: str) -> None:
+    """Note that the scales of weights in 4 bits are not quantised themselves, which is 4 bytes for 64 weights."""
+    if fields.settings.quantize == "nf4":
+        fields.settings.deviate(
+            "scales of 4 bits are evaluated quantised, which takes 0.37 bits a weight less", fields.place(key)
+        )
 
 
 PEFTS_OWN = "(peft's own)"
