@@ -33,13 +33,15 @@ OptimizerName = Literal["adamw", "sgd", "adamw-8bit"]
 OptimizerImplementation = Literal["fused", "foreach", "for-loop", "deepspeed"]
 OptimizerStates = Literal["fp32", "bf16"]
 
-MUON = (
-    "updates of DeepSpeed 0.19.8's Muon depend on the number of ranks that gradients are split over: in bf16 under "
-    "ZeRO-2, with gradients summed in fp32, those of one rank and of two differ by 95 %, and under ZeRO-3 it refuses "
-    "reduce_scatter",
-    "use --optimizer adamw",
-)
-"""Why there is no such optimizer, and what to do (docs/decisions/optimizer-states.md)."""
+REFUSED = {
+    "muon": (
+        "updates of DeepSpeed 0.19.8's Muon depend on the number of ranks that gradients are split over: in bf16 under "
+        "ZeRO-2, with gradients summed in fp32, those of one rank and of two differ by 95 %, and under ZeRO-3 it "
+        "refuses reduce_scatter",
+        "use --optimizer adamw",
+    )
+}
+"""What people ask for and there is not: why, and what to do (docs/decisions/optimizer-states.md)."""
 
 IMPLEMENTATIONS: dict[OptimizerName, tuple[OptimizerImplementation, ...]] = {
     "adamw": ("fused", "foreach", "for-loop", "deepspeed"),

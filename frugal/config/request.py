@@ -118,9 +118,7 @@ class Request:
     precision: Precision = setting(
         "bf16", "Of weights, activations and gradients in forward and backward.", "model and batch", is_first=True
     )
-    optimizer: OptimizerName = setting(
-        "adamw", "What updates the parameters.", "optimizer", refused={"muon": optimizers.MUON}
-    )
+    optimizer: OptimizerName = setting("adamw", "What updates the parameters.", "optimizer", refused=optimizers.REFUSED)
     optimizer_implementation: OptimizerImplementation | None = setting(
         None, "Whose kernels.", "optimizer", shown_default="torch's fused ones, if there are any", is_expert=True
     )

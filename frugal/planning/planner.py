@@ -221,7 +221,6 @@ def _notes(request: Request, largest: int) -> list[str]:
         )
     if request.optimizer_states == "bf16" and request.optimizer == "adamw":
         notes += bf16_notes(request.scaled_learning_rate, request.betas[1])
-    scaling = request.learning_rate_scaling
-    if scaling is not None and (note := scaling.note(request.optimizer)) is not None:
+    if (rule := request.learning_rate_scaling) is not None and (note := rule.note(request.optimizer)) is not None:
         notes.append(note)
     return notes
