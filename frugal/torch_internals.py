@@ -35,6 +35,8 @@ NAMES = (
     *needed("torch.utils._device:DeviceContext", "default devices", "__init__(self, device)"),
     *needed("torch", "operators made of others", "_C.DispatchKey.CompositeImplicitAutograd"),
     *needed("torch._ops:OpOverload", "operators", "_schema", "_overloadpacket", "has_kernel_for_dispatch_key"),
+    *needed("torch", "what a kernel calls", "_C.DispatchKeySet", "_C.DispatchKey.CPU", "_int_mm"),
+    *needed("torch._ops:OpOverload", "what a kernel calls", "redispatch"),
     *needed("torch._prims_common", "what autograd adds in place", "is_non_overlapping_and_dense_or_false"),
     *needed("torch.autograd.graph", "autograd's own frame", "_engine_run_backward"),
     *needed(
@@ -126,6 +128,11 @@ def packet(operator: Any) -> Any:
 def is_composite(operator: Any) -> bool:
     """Whether autograd sees the operators that it is made of, not itself."""
     return operator.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
+
+
+def kernel_of_cpu(operator: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run an operator's kernel for CPUs, whatever the tensors are on: modes see the operators that it calls."""
+    return operator.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CPU), *args, **kwargs)
 
 
 def counting_versions() -> AbstractContextManager[Any]:

@@ -40,7 +40,7 @@ from frugal.training.models.spec import ModelSpec
 
 RESULTS = Path(__file__).parents[1] / "results" / "accuracy-cpu.json"
 LORA_RESULTS = RESULTS.with_name("accuracy-lora-cpu.json")
-QUANTISED_RESULTS = RESULTS.with_name("accuracy-nf4-cpu.json")
+QUANTISED_RESULTS = {kind: RESULTS.with_name(f"accuracy-{kind}-cpu.json") for kind in ("nf4", "int8")}
 WORST, LOW = 0.005, 0.002  # of the bytes measured
 SEQ_LEN, MICRO_BATCH = 64, 4
 BUCKETS = {
@@ -175,9 +175,11 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="one configuration a family; nothing is written")
     parser.add_argument("--family", choices=(*FAMILIES, *QUANTISED), help="only this one; nothing is written")
     parser.add_argument("--lora", metavar="r=8", help="with adapters")
-    parser.add_argument("--quantize", choices=["nf4"], help="with a quantised base under the adapters")
+    parser.add_argument("--quantize", choices=["nf4", "int8"], help="with a quantised base under the adapters")
     asked = parser.parse_args()
-    results = RESULTS if asked.lora is None else LORA_RESULTS if asked.quantize is None else QUANTISED_RESULTS
+    results = (
+        RESULTS if asked.lora is None else LORA_RESULTS if asked.quantize is None else QUANTISED_RESULTS[asked.quantize]
+    )
     chosen = [each for each in configurations(asked.lora, asked.quantize) if asked.family in (None, each.family)]
     if asked.quick:
         chosen = [each for each in chosen if (each.world_size, each.accumulation_steps) == (1, 4)]

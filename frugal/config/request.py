@@ -28,6 +28,8 @@ AccumulationDtype = Literal["fp32", "bf16"]
 BatchNormChoice = Literal["local", "frozen", "sync"]
 OffloadChoice = Literal["auto", "none", "optimizer", "all", "nvme"]
 Quantization = Literal["nf4", "int8"]
+QUANTIZATIONS: dict[Quantization, str] = {"nf4": "nf4", "int8": "int8 without outlier columns"}
+"""What a report says of each."""
 
 DEFAULT_GLOBAL_BATCH = 512
 
@@ -112,7 +114,8 @@ class Request:
     )  # fmt: skip
     quantize: Quantization | None = setting(
         None,
-        "Keep the frozen model under --lora in fewer bits: `nf4`, 4 bits a weight (QLoRA). Needs bitsandbytes.",
+        "Keep the frozen model under --lora in fewer bits: `nf4`, 4 bits a weight (QLoRA), or `int8`, 8 bits without "
+        "outlier columns. Needs bitsandbytes.",
         "model and batch", shown_default="not quantised",
     )  # fmt: skip
     precision: Precision = setting(
@@ -277,16 +280,6 @@ class Request:
         """Weights in few bits cannot be trained, only what is added to them."""
         if self.quantize is None:
             return
-        if self.quantize == "int8":
-            raise RequestError(
-                "--quantize int8 is not trained right",
-                because=(
-                    "LLM.int8 looks for outliers in a whole micro-batch, so that the gradient depends on how a batch "
-                    "is split",
-                    "its modules set their whole weights anew after each forward, which undoes ZeRO-3",
-                ),
-                hint="use --quantize nf4, which takes half as much",
-            )
         if self.lora is None:
             raise RequestError(
                 f"--quantize {self.quantize} was given without --lora",

@@ -51,6 +51,7 @@ class _Host(StorageWatch):
 
     def __init__(self) -> None:
         super().__init__()
+        self.looks_inside = False  # `execute` has a rule: a GPU's kernels take nothing of a host
         self.most_passing = 0  # if nothing stayed
         self.most_keeping = 0  # if all of it stayed
         self._is_reading = False  # before, the model is made, on meta for real

@@ -57,6 +57,7 @@ class StorageWatch(torch_internals.DispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.device_kind = "cpu"  # whose kernels are watched; or `cuda`
+        self.looks_inside = True
         self.num_operators = 0
         self._known: dict[int, int] = {}  # address of a live storage -> its bytes
         self._random_states = (
@@ -111,7 +112,7 @@ class StorageWatch(torch_internals.DispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         """Run one operator and look at what it returns."""
-        if func in INSIDE:
+        if func in INSIDE and self.looks_inside:
             with self._inside():
                 return INSIDE[func][self.device_kind](*args, **(kwargs or {}))
         self.num_operators += 1

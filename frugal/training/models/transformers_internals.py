@@ -56,6 +56,7 @@ QUANTISING = needed(
     "transformers.integrations.bitsandbytes",
     "weights are quantised on the device that trains them",
     "Bnb4bitQuantize.convert(self, input_dict, full_layer_name, model, kwargs)",
+    "Bnb8bitQuantize.convert(self, input_dict, model, full_layer_name, kwargs)",
 )
 
 
@@ -189,21 +190,23 @@ def reading(
 
 
 @contextmanager
-def quantising(device: Any, finish: Callable[[Any], Any]) -> Iterator[None]:
-    """Weights that `from_pretrained` quantises inside the `with` block go to `device` before; `finish` takes what
-    becomes of each, and returns what is set."""
+def quantising(device: Any, pack: Callable[[Any, Any], Any]) -> Iterator[None]:
+    """Weights that `from_pretrained` quantises inside the `with` block go to `device` before; `pack` takes each as it
+    was read, and its module, and returns what is set. bitsandbytes packs none on meta, and transformers takes those of
+    8 bits to the host before."""
     _verify(QUANTISING)
-    from transformers.integrations.bitsandbytes import Bnb4bitQuantize
+    from transformers.integrations.bitsandbytes import Bnb4bitQuantize, Bnb8bitQuantize
 
-    convert = Bnb4bitQuantize.convert
-
-    def convert_there(self: Any, input_dict: Any, *rest: Any, **options: Any) -> Any:
+    def convert(_self: Any, input_dict: Any, *_: Any, model: Any, **_options: Any) -> Any:
+        packed = {}
         for name, value in input_dict.items():
             tensor = value[0] if isinstance(value, list) else value
-            input_dict[name] = tensor if tensor.is_meta else tensor.to(device)
-        return {name: finish(weight) for name, weight in convert(self, input_dict, *rest, **options).items()}
+            module = model.get_submodule(name.rpartition(".")[0])
+            packed[name] = pack(tensor if tensor.is_meta else tensor.to(device), module)
+            module._is_hf_initialized = True
+        return packed
 
-    with patch.object(Bnb4bitQuantize, "convert", convert_there):
+    with patch.object(Bnb4bitQuantize, "convert", convert), patch.object(Bnb8bitQuantize, "convert", convert):
         yield
 
 

@@ -104,28 +104,33 @@ def test_the_last_checkpoint_s_folder_is_that_of_the_run(
 
 
 @pytest.mark.parametrize(
-    ("zero_stage", "precision"), [(3, "fp32"), pytest.param(2, "bf16", marks=pytest.mark.exhaustive)]
+    ("quantize", "zero_stage", "precision"),
+    [
+        ("nf4", 3, "fp32"),
+        pytest.param("nf4", 2, "bf16", marks=pytest.mark.exhaustive),
+        ("int8", 2, "fp32"),
+        pytest.param("int8", 3, "bf16", marks=pytest.mark.exhaustive),
+    ],
 )
 def test_adapters_are_merged_into_what_quantisation_made_of_their_base(
-    zero_stage: int, precision: str, tmp_path: Path, two_ranks: Ranks, capsys: pytest.CaptureFixture[str]
-) -> None:
+    quantize: str, zero_stage: int, precision: str, tmp_path: Path, two_ranks: Ranks,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
     make_base(tmp_path / "base")
     out = tmp_path / "run"
-    two_ranks.run(run, tmp_path / "base", out, zero_stage, precision, "r=4", "nf4")
+    two_ranks.run(run, tmp_path / "base", out, zero_stage, precision, "r=4", quantize)
     assert model(out, "-o", tmp_path / "last") == 0
     assert_same_files(tmp_path / "last", out / "model")
     assert model(out, "-o", tmp_path / "merged", "--merge") == 0
-    assert (
-        capsys.readouterr()
-        .out.splitlines()[-1]
-        .endswith(
-            f"with its adapters merged in {DTYPES[precision]} into what nf4 made of its base".replace("torch.", "")
-        )
-    )
+    kept_in = str(DTYPES[precision]).removeprefix("torch.")
+    said = f"with its adapters merged in {kept_in} into what {quantize} made of its base"
+    assert capsys.readouterr().out.splitlines()[-1].endswith(said)
     asked = transformers.BitsAndBytesConfig(
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=torch.float32,
     )  # fmt: skip
+    if quantize == "int8":
+        asked = transformers.BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)
     base = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "base", dtype=DTYPES[precision], quantization_config=asked
     ).dequantize(torch.float32)

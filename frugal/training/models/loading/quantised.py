@@ -1,9 +1,10 @@
-"""The frozen base of adapters in 4 bits: bitsandbytes' NF4 with quantised scales (QLoRA, https://arxiv.org/abs/2305.14314).
+"""The frozen base of adapters in 4 bits: bitsandbytes' NF4 with quantised scales (QLoRA, https://arxiv.org/abs/2305.14314);
+or in 8 bits, see `int8`.
 
 Which modules are quantised, and what becomes of their weights, is transformers' decision, as under its
 `BitsAndBytesConfig`: all linear layers (and `Conv1D`) but the output head and what is tied to it. A quantised weight is
-a parameter of bytes, two weights in each. Its scales are tensors that are no parameters (`Linear4bit.quant_state`): no
-ZeRO stage splits them, and every rank has them all.
+a parameter of bytes, in 4 bits two weights in each. Its scales are tensors that are no parameters
+(`Linear4bit.quant_state`, `Linear8bitLt.state`): no ZeRO stage splits them, and every rank has them all.
 
 Weights are computed with in the run's precision, which they are quantised from.
 """
@@ -26,10 +27,10 @@ from frugal.errors import PlanMismatchError, RequestError
 from frugal.planning.memory.loading import Packed
 from frugal.planning.plan import Plan
 from frugal.training.models import adapters, transformers_internals
-from frugal.training.models.loading import bitsandbytes_internals
+from frugal.training.models.loading import bitsandbytes_internals, int8
 
 
-def config(_kind: Quantization, dtype: torch.dtype) -> Any:
+def config(kind: Quantization, dtype: torch.dtype) -> Any:
     """What transformers is told; `dtype` is the run's precision.
 
     Raises:
@@ -44,6 +45,8 @@ def config(_kind: Quantization, dtype: torch.dtype) -> Any:
     bitsandbytes_internals.library()
     from transformers import BitsAndBytesConfig
 
+    if kind == "int8":
+        return BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)
     return BitsAndBytesConfig(
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype
     )
@@ -70,10 +73,7 @@ def apply(model: Any, kind: Quantization, *, reference: str, dtype: torch.dtype)
         quantizer.preprocess_model(model=model, device_map=None)
     for name, module in named(model):
         original: Any = before[name]
-        weight = original.weight.data
-        module.weight = _packed(
-            weight if module.source_cls is nn.Linear else weight.T, module
-        )  # `Conv1D` is transposed
+        module.weight = _packed(original.weight.data, module)
         module.bias = original.bias
         before[name] = original.weight = None  # no longer than it is needed
     quantizer.postprocess_model(model)
@@ -99,9 +99,12 @@ def as_planned(model: nn.Module, plan: Plan) -> nn.Module:
 
 
 def _packed(weight: Tensor, module: Any) -> nn.Parameter:
-    """The weight of a module in 4 bits, on the same device; on meta its shapes."""
+    """The weight of a module in few bits, on the same device; on meta its shapes. That of a `Conv1D` is transposed."""
     bnb = bitsandbytes_internals.library()
 
+    weight = weight if module.source_cls is nn.Linear else weight.T
+    if isinstance(module, bnb.nn.Linear8bitLt):
+        return int8.pack(weight)
     settings = {"quant_type": module.weight.quant_type, "quant_storage": module.weight.quant_storage}
     settings["compress_statistics"] = module.weight.compress_statistics
     settings["blocksize"] = module.weight.blocksize
@@ -128,12 +131,7 @@ def on(device: torch.device | None) -> AbstractContextManager[None]:
 
     A GPU takes milliseconds for what a CPU takes seconds for, and its scales have to be there.
     """
-    return nullcontext() if device is None else transformers_internals.quantising(device, _packed_on_meta)
-
-
-def _packed_on_meta(parameter: Any) -> Any:
-    """A weight that transformers has made; on meta bitsandbytes does not quantise by itself."""
-    return _packed(parameter.data, parameter.module) if parameter.is_meta else parameter
+    return nullcontext() if device is None else transformers_internals.quantising(device, _packed)
 
 
 def _check(model: nn.Module, reference: str) -> None:
@@ -153,6 +151,9 @@ def settle(model: nn.Module, device: torch.device | None = None) -> nn.Module:
     """
     tables: dict[str, Tensor] = {}
     for _, module in named(model):
+        if _is_int8(module):
+            int8.settle(module, device)
+            continue
         module.support_avx512bf16_for_cpu = False
         state = module.quant_state
         if state is not None:
@@ -172,18 +173,26 @@ def are_in(model: nn.Module) -> bool:
 def named(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """Quantised modules, with their names."""
     if "bitsandbytes" in sys.modules:  # otherwise nobody has made any
-        kind = bitsandbytes_internals.library().nn.Linear4bit
-        yield from ((name, module) for name, module in model.named_modules() if isinstance(module, kind))
+        layers = bitsandbytes_internals.library().nn
+        kinds = layers.Linear4bit, layers.Linear8bitLt
+        yield from ((name, module) for name, module in model.named_modules() if isinstance(module, kinds))
+
+
+def _is_int8(module: Any) -> bool:
+    return isinstance(module, bitsandbytes_internals.library().nn.Linear8bitLt)
 
 
 def scales(model: nn.Module) -> list[Tensor]:
     """What quantised weights have besides parameters, each tensor once: every rank has it all."""
-    tensors = [tensor for _, module in named(model) for tensor in _scales(module.quant_state)]
+    tensors = [tensor for _, module in named(model) for tensor in _scales(module.weight)]
     return list({id(tensor): tensor for tensor in tensors}.values())
 
 
-def _scales(state: Any) -> list[Tensor]:
-    """Of one weight; `state` is None before it is quantised."""
+def _scales(parameter: Any) -> list[Tensor]:
+    """Of one weight; none of one that is not quantised."""
+    if (scales := getattr(parameter, "SCB", None)) is not None:
+        return [scales]
+    state = getattr(parameter, "quant_state", None)
     if state is None:
         return []
     return [state.absmax, state.code, *([state.offset, state.state2.absmax, state.state2.code] if state.nested else ())]
@@ -191,7 +200,7 @@ def _scales(state: Any) -> list[Tensor]:
 
 def scales_bytes(parameter: Any) -> int:
     """What a parameter has besides itself."""
-    return sum(tensor.nbytes for tensor in _scales(getattr(parameter, "quant_state", None)))
+    return sum(tensor.nbytes for tensor in _scales(parameter))
 
 
 def elements(parameter: Any) -> int:
@@ -214,4 +223,6 @@ def dequantised(module: Any) -> Tensor:
     """The weight of a quantised module as it is computed with, shape `(outputs, inputs)`."""
     bnb = bitsandbytes_internals.library()
 
+    if _is_int8(module):
+        return int8.dequantised(module.weight.data, module.state.SCB, torch.float32)
     return bnb.functional.dequantize_4bit(module.weight.data, module.quant_state)

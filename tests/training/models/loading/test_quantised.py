@@ -141,15 +141,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "\n"
         "hint: add --lora r=16, or leave --quantize out",
     ),
-    "int8": (
-        {"quantize": "int8", "lora": Lora.parse("r=4")},
-        "--quantize int8 is not trained right\n"
-        "  because LLM.int8 looks for outliers in a whole micro-batch, so that the gradient depends on how a batch is "
-        "split\n"
-        "  because its modules set their whole weights anew after each forward, which undoes ZeRO-3\n"
-        "\n"
-        "hint: use --quantize nf4, which takes half as much",
-    ),
     "dora": (
         {"quantize": "nf4", "lora": Lora.parse("r=4,dora")},
         "--quantize nf4 is impossible with dora in --lora\n"
