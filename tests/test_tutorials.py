@@ -30,7 +30,7 @@ def test_fine_tuning_on_chats(tmp_path: Path) -> None:
     (tmp_path / "launch").symlink_to(ROOT / "launch")
     commands = [line[2:] for line in "".join(blocks(FINE_TUNING, "console")).splitlines() if line.startswith("$ ")]
     printed = {command.partition(" --")[0]: followed(command, tmp_path) for command in commands}
-    assert "98.30k trainable: LoRA r=8,alpha=16" in printed["frugal plan"]
+    assert "98.30k trained, LoRA r=8" in printed["frugal plan"]
     shown = without_numbers(blocks(FINE_TUNING, "text")[0])
     assert without_numbers(printed["frugal train"])[: len(shown)] == shown
     (tmp_path / "use.py").write_text(blocks(FINE_TUNING, "python")[0])

@@ -48,8 +48,8 @@ MUTANTS = (
     ),
     Mutant(
         "planning/cost.py",
-        "moved += 2 * num_steps * model.parameters",
-        "moved += num_steps * model.parameters",
+        "moved += 2 * num_steps * model.packed",
+        "moved += num_steps * model.packed",
         "offloaded parameters come up once in a micro-step, not in forward and in backward",
     ),
     Mutant(

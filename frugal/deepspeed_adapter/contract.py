@@ -118,7 +118,7 @@ NAMES = (
     ),
     *needed(f"{_RUNTIME}.base_optimizer", _RESET, "BackwardHookStateManager._grad_acc_post_hooks"),
     *needed(f"{_RUNTIME}.base_optimizer", _RESET, "ZeROOptimizer._backward_hook_state"),
-    *needed(f"{_RUNTIME}.zero.stage_1_and_2:IPGBucket", _RESET, "clear(self)"),
+    *needed(f"{_RUNTIME}.zero.stage_1_and_2:IPGBucket", _RESET, "clear(self)", "buffer"),
     *needed(f"{_RUNTIME}.zero.stage_1_and_2", _RESET, "INITIAL_MICRO_STEP_ID"),
     *needed("deepspeed.utils", "modules within gather nothing themselves", "z3_leaf_module(model)"),
     *needed(

@@ -167,7 +167,9 @@ class Plan:
         request, model = self.request, self.model
         trained = ""
         if model.trainable_parameters != model.parameters:
-            trained = f" ({format_count(model.trainable_parameters)} trained)"
+            how = "" if request.lora is None else f", LoRA r={request.lora.rank}"
+            how += "" if request.quantize is None else f", the others in {request.quantize}"
+            trained = f" ({format_count(model.trainable_parameters)} trained{how})"
         binds = self.why[-1].partition(";")[0].replace(" binds:", ":") if self.why else ""
         rows = (
             (

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from frugal.config.hardware import cluster as cards
@@ -12,7 +13,7 @@ from frugal.config.request import Request
 from frugal.config.schema import understand
 from frugal.dryrun import shipped
 from frugal.dryrun.client import DryRunSource
-from frugal.dryrun.messages import AskTrace
+from frugal.dryrun.messages import AskTrace, Traced
 from frugal.dryrun.pool import Pool
 from frugal.planning.strategy import ActivationCheckpointing, Strategy
 
@@ -67,7 +68,15 @@ def test_every_preset_is_shipped_for_the_tested_versions(model: str) -> None:
     ],
 )
 def test_a_trace_made_here_is_the_shipped_one(model: str, mode: ActivationCheckpointing, pool: Pool) -> None:
-    assert shipped.make(model, mode, pool) == shipped._shipment(model, mode), "`python -m frugal.dryrun.shipped`"
+    made, kept = shipped.make(model, mode, pool), shipped._shipment(model, mode)
+    assert kept is not None
+    assert (made.versions, made.definition, made.facts, made.same) == (
+        kept.versions, kept.definition, kept.facts, kept.same,
+    )  # fmt: skip
+    traces = [
+        {name: msgspec.json.decode(raw, type=Traced) for name, raw in each.traces.items()} for each in (made, kept)
+    ]
+    assert traces[0] == traces[1], "`python -m frugal.dryrun.shipped`"
 
 
 def question(**changes: object) -> AskTrace:
