@@ -24,5 +24,6 @@ def with_formulas(folder: Path, monkeypatch: pytest.MonkeyPatch, **model: int | 
     """`folder` to run in, formulas in place of dry runs, and a cache that knows no other plans."""
     monkeypatch.chdir(folder)
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
-    monkeypatch.setattr("frugal.dryrun.client.DryRunSource", dry_running(**model))
+    for user in ("frugal.dryrun.client", "frugal.cli.explain"):  # the latter may have been imported before
+        monkeypatch.setattr(f"{user}.DryRunSource", dry_running(**model))
     return folder

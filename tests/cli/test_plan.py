@@ -46,9 +46,9 @@ def test_it_says_in_eight_lines_what_the_plan_comes_to(capsys: pytest.CaptureFix
 
 
 def test_what_would_help_most_is_predicted_once(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, here: Path
 ) -> None:
-    monkeypatch.setattr("frugal.dryrun.client.DryRunSource", dry_running(**SMALL, drafts=True))
+    with_formulas(here, monkeypatch, **SMALL, drafts=True)
     _, out, _ = frugal_plan(capsys, *CARDS)
     helps = next(line for line in out.splitlines() if line.startswith("helps"))
     _, explained, _ = called(capsys, "explain", *CARDS)
