@@ -19,8 +19,8 @@ from frugal.units import plural
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """`fields` are DeepSpeed's and the trainer's own, by dotted names, with their new values; `verdict` is "
-    "its dry run's."""
+    """`fields` are DeepSpeed's and the trainer's own, by dotted names, with their new values; `verdict` is of its dry
+    run."""
 
     words: str
     fields: Mapping[str, Any]

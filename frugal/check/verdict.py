@@ -1,10 +1,8 @@
 """Whether a run fits at its own settings: the dry run of exactly these, not of what frugal would choose."""
 
-import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cache
-from importlib.resources import files
 from typing import Any
 
 from frugal.check import batch as batches
@@ -15,6 +13,7 @@ from frugal.check.readers.trainer import PEFTS_OWN
 from frugal.check.settings import Settings
 from frugal.config.hardware.cluster import Cluster
 from frugal.config.request import Request
+from frugal.dryrun.cache import presets
 from frugal.errors import RequestError
 from frugal.planning.batch import BatchPlan
 from frugal.planning.memory.breakdown import MemoryBreakdown
@@ -221,10 +220,9 @@ def _targets_of_peft(reference: str, task: str | None) -> tuple[str, ...]:
 
 @cache
 def _presets_by_hub_name() -> dict[str, str]:
-    presets = tomllib.loads(files("frugal.training.models").joinpath("presets.toml").read_text())
     return {
         source.partition("huggingface.co/")[2].partition("/blob/")[0]: name
-        for name, preset in presets.items()
+        for name, preset in presets().items()
         if "huggingface.co/" in (source := preset["source"])
     }
 

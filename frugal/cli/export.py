@@ -1,7 +1,5 @@
 """`frugal export`."""
 
-import tomllib
-from importlib.resources import files
 from pathlib import Path
 from typing import Any, get_args
 
@@ -18,6 +16,7 @@ from frugal.deepspeed_adapter.export import (
     uneven,
 )
 from frugal.deepspeed_adapter.json_config import write_files
+from frugal.dryrun.cache import presets
 from frugal.errors import FrugalError, RequestError
 from frugal.planning.plan import Plan
 
@@ -102,9 +101,8 @@ def _make_model(plan: Plan) -> str:
             because="it comes from a factory",
             hint="train it with `frugal train`, or use --to hf or --to accelerate with a script of your own",
         )
-    presets = tomllib.loads(files("frugal.training.models").joinpath("presets.toml").read_text())
-    if reference in presets:
-        preset: dict[str, Any] = presets[reference]
+    if reference in presets():
+        preset: dict[str, Any] = presets()[reference]
         values = ", ".join(f"{name}={value!r}" for name, value in preset["config"].items())
         config = f'AutoConfig.for_model("{preset["type"]}", {values}, use_cache=False)'
     elif path.is_file() or (path.is_dir() and not _has_weights(path)):

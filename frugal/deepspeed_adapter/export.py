@@ -262,6 +262,12 @@ def check_all_but_cut(plan: Plan, target: Target) -> None:
             because="it counts samples, and short ones would leave the batch too small",
             hint=f"plan with --global-batch {batch.global_batch} instead of --global-tokens",
         )
+    if plan.request.quantize is not None:
+        raise RequestError(
+            f"{who} is not exported to with quantised weights",
+            because=f"the plan has --quantize {plan.request.quantize}, which frugal does while it reads the model",
+            hint="train it with `frugal train --plan DIR`, or export a plan without --quantize",
+        )
     if target == "hf":
         return  # frugal.integrations.transformers does the rest
     _check_own_code(plan, who)

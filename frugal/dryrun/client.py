@@ -198,10 +198,14 @@ class DryRunSource:
         return digest("dry-run", self._model, self._key(), strategy, micro_batch, min(accumulation_steps, 2), world)
 
     def _loading(self, strategy: Strategy) -> Loading:
-        """What it takes before the first step."""
+        """What it takes before the first step. A base of adapters is read, whatever names it: nobody trains adapters
+        around random weights."""
         facts = self.facts()
+        weights = facts.weights
+        if self.request.lora is not None and weights.origin == "random":
+            weights = replace(weights, origin="pretrained")
         return loading_of(
-            facts.weights,
+            weights,
             strategy,
             precision=self.request.precision,
             parameters=facts.parameters,

@@ -86,6 +86,15 @@ def test_a_draft_is_shown_before_it_is_dry_run_and_what_replaces_it_as_well(
     assert sum(line.startswith("proven") for line in lines) == 1
 
 
+def test_what_a_dry_run_adds_for_short_samples_does_not_refuse_the_draft(
+    on_terminal: Callable[..., str], here: Path
+) -> None:
+    (here / "lengths.json").write_text(json.dumps({"100": 900, "512": 100}))
+    lines = plain(on_terminal(120, "plan", *CARDS, "--global-batch", "480", "--lengths", "lengths.json"))
+    assert any(line.startswith("proven") for line in lines)
+    assert not any(line.startswith("draft") for line in lines)
+
+
 def test_a_plan_that_is_kept_was_proven_before(on_terminal: Callable[..., str]) -> None:
     assert "proven" in on_terminal(80, "plan", *CARDS)
     assert "proven" not in on_terminal(80, "plan", *CARDS)

@@ -2,13 +2,14 @@
 
 import dataclasses
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from bench.plans import plan_by_hand
+from frugal.config.adapters import Lora
 from frugal.config.hardware.cluster import Node
 from frugal.deepspeed_adapter.export import Target, export, nearest
 from frugal.deepspeed_adapter.json_config import deepspeed_config
@@ -81,6 +82,13 @@ def test_what_only_frugal_can_do_is_refused() -> None:
         "  because DeepSpeed does not know it by name, and frugal hands it over ready made\n\n"
         "hint: plan with --optimizer adamw"
     )
+
+
+@pytest.mark.parametrize("target", get_args(Target))
+def test_quantised_weights_are_refused_by_every_target(target: Target) -> None:
+    """Nobody else quantises as planned, and a base in full would be another model and another memory."""
+    made = plan(request={"quantize": "nf4", "lora": Lora.parse("r=8")})
+    assert "is not exported to with quantised weights" in refusal(made, target)
 
 
 def test_a_batch_of_tokens_is_refused() -> None:

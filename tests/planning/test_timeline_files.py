@@ -84,6 +84,18 @@ def test_counters_of_a_trace_are_live_bytes_and_phases_of_both_timelines_are_at_
     assert [event["name"] for event in of(1, "X")] == ["initialisation", FORWARD, BACKWARD]
 
 
+def test_a_timeline_without_categories_claims_none(tmp_path: Path) -> None:
+    """A measured one knows sizes and times only."""
+    builder = TimelineBuilder()
+    builder.phase(FORWARD)
+    builder.events.append(builder.born(300, TEMPORARY, ""))
+    measured = builder.timeline()
+    counters = [event for event in timeline_files.trace_events({"measured": measured}) if event["ph"] == "C"]
+    assert {event["name"] for event in counters} == {"total"}
+    (entries,) = timeline_files.snapshot({"measured": measured})["device_traces"]
+    assert not any("temporary" in str(entry["frames"]) for entry in entries)
+
+
 @pytest.mark.parametrize(
     ("name", "has_tables"), [("a.png", True), ("a.csv", False), ("a.json", False), ("none/a.pickle", True)]
 )

@@ -6,7 +6,7 @@ What the end of a file's name says:
     .pickle       a snapshot as of `torch.cuda.memory._dump_snapshot`: https://pytorch.org/memory_viz draws it, and
                   `torch.cuda._memory_viz` reads it. Each timeline is a device of its own, in the order given
     .trace.json   Chrome's trace events: https://ui.perfetto.dev and chrome://tracing draw them. Each timeline is a
-                  process, with its phases and counters of live bytes
+                  process, with its phases and counters of live bytes, by category where that is known
 
 The columns of a table:
 
@@ -113,12 +113,15 @@ def snapshot(timelines: Mapping[str, Timeline]) -> dict[str, Any]:
 def _device_trace(timeline: Timeline, microseconds: Sequence[int]) -> list[dict[str, Any]]:
     places = accumulate((-(-size // ALIGNMENT) * ALIGNMENT for size in timeline.fixed), initial=FIRST_ADDRESS)
     addresses = list(places)
+    has_categories = len(set(timeline.categories)) > 1  # one that was measured has none
     entries = []
     for event, (storage, begins) in enumerate(zip(timeline.events, timeline.is_birth.tolist(), strict=True)):
         if not timeline.fixed[storage]:
             continue
         operator = timeline.names[timeline.operators[storage]]
-        place = timeline.names[timeline.modules[storage]] or CATEGORIES[timeline.categories[storage]]
+        place = timeline.names[timeline.modules[storage]]
+        if not place and has_categories:
+            place = CATEGORIES[timeline.categories[storage]]
         entries.append(
             {
                 "action": "alloc" if begins else "free_completed",
@@ -142,14 +145,15 @@ def trace_events(timelines: Mapping[str, Timeline]) -> Iterator[dict[str, Any]]:
             if events:
                 begins, ends = moments[events.start], moments[events.stop - 1]
                 yield {"ph": "X", "name": phase, "pid": process, "tid": 0, "ts": begins, "dur": ends - begins + 1}
-        live, total = [0] * len(CATEGORIES), 0
+        live, total, has_categories = [0] * len(CATEGORIES), 0, len(set(timeline.categories)) > 1
         for event, change in enumerate(timeline.changes(0).tolist()):
             category = timeline.categories[timeline.events[event]]
             live[category] += change
             total += change
             if not change:
                 continue
-            for counter, size in ((CATEGORIES[category], live[category]), ("total", total)):
+            counters = {"total": total} | ({CATEGORIES[category]: live[category]} if has_categories else {})
+            for counter, size in counters.items():
                 yield {"ph": "C", "name": counter, "pid": process, "ts": moments[event], "args": {"bytes": size}}
 
 

@@ -17,12 +17,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from frugal.errors import RequestError
+from frugal.errors import RequestError, first_line
 from frugal.training.data import sources as documents
 from frugal.training.data.chat import formats
 from frugal.training.data.rows import STRETCH_BYTES, BadRow, Columns, Row, json_row, not_text, read, shown, text_row
 from frugal.training.data.sources import DocumentSource
-from frugal.training.models import factories
 
 SHARD_BYTES = 64 << 20
 _LOOKED_AT = 64 << 10  # bytes of each end of a file that its fingerprint is of: reading all of it takes hours
@@ -148,7 +147,7 @@ def _num_row_groups(path: Path) -> int:
     try:
         return int(pq.read_metadata(path).num_row_groups)
     except (pa.ArrowException, OSError) as error:
-        raise RequestError(f"{shown(path)} is not a parquet file", because=factories.first_line(error)) from None
+        raise RequestError(f"{shown(path)} is not a parquet file", because=first_line(error)) from None
 
 
 FEATURES = {"part": "int32", "where": "string", "kind": "string", "row": "binary"}
@@ -249,4 +248,4 @@ def _row_groups(shard: Shard) -> Iterator[tuple[str, dict[str, Any]]]:
                     number += 1
                     yield f"{name}:row {number}", row
     except (pa.ArrowException, UnicodeDecodeError) as error:
-        raise RequestError(f"{name} cannot be read after row {number}", because=factories.first_line(error)) from None
+        raise RequestError(f"{name} cannot be read after row {number}", because=first_line(error)) from None

@@ -142,7 +142,7 @@ def _multiplied_on_gpu(inputs: Tensor, weight: Tensor) -> Tensor:
         return torch.empty(inputs.shape[0], weight.shape[0], dtype=torch.int32, device=inputs.device).copy_(
             torch.matmul(inputs.float(), weight.float().t()).to(torch.int32)
         )
-    return torch._int_mm(inputs, weight.t())
+    return torch_internals.int_matmul(inputs, weight.t())
 
 
 def _scaled_on_gpu(
