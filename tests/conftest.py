@@ -8,6 +8,7 @@ import hypothesis
 import pytest
 
 from bench.ranks import Ranks
+from tests.browser import browser  # noqa: F401 - a fixture
 
 os.environ.update(DS_ACCELERATOR="cpu", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", OMP_NUM_THREADS="1")
 os.environ["XDG_CONFIG_HOME"] = os.devnull  # plans are to be the same on a machine that was calibrated

@@ -1,0 +1,29 @@
+"""Files that pages are made of: our style sheet and scripts, and the drawing library with its licence."""
+
+from functools import cache
+from importlib.resources import files
+
+LIBRARY = "uPlot 1.6.32"
+"""What draws charts: https://github.com/leeoniya/uPlot, in `vendor/`."""
+
+
+@cache
+def asset(name: str) -> str:
+    """The text of `assets/name`."""
+    return (files("frugal.html") / "assets" / name).read_text(encoding="utf-8")
+
+
+@cache
+def drawing_library() -> str:
+    """The drawing library as a script, under its licence."""
+    return f"/*!\n{LIBRARY}\n\n{_vendored('uPlot.LICENSE')}*/\n{_vendored('uPlot.iife.min.js')}"
+
+
+@cache
+def styles() -> str:
+    """The style sheet of all pages, behind that of the drawing library."""
+    return f"{_vendored('uPlot.min.css')}\n{asset('page.css')}"
+
+
+def _vendored(name: str) -> str:
+    return (files("frugal.html") / "vendor" / name).read_text(encoding="utf-8")
