@@ -47,7 +47,7 @@ BUCKETS = {
     "reduce_bucket_elements": 200_000, "prefetch_bucket_elements": 100_000, "max_live_elements": 100_000,
     "persistence_threshold_elements": 1_000,
 }  # fmt: skip
-LANGUAGE = ("gpt2", "llama", "bert", "t5", "moe", "mixtral", "adapters")
+LANGUAGE = ("gpt2", "llama", "gemma2", "bert", "t5", "moe", "mixtral", "adapters")
 FAMILIES = (*LANGUAGE, "vit", "cnn", "skips", "tied")
 WITH_LORA = ("gpt2", "llama", "qwen3", "bert", "t5")
 QUANTISED = ("gpt2", "llama", "qwen3", "mistral", "opt")

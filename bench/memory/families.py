@@ -52,6 +52,13 @@ def opt() -> nn.Module:
     )  # fmt: skip
 
 
+def gemma2() -> nn.Module:
+    """A decoder with a soft cap on its logits, a window, tied weights and many tokens beside its width."""
+    return _transformers(
+        "AutoModelForCausalLM", "gemma2", **(DECODER | {"vocab_size": 8 * VOCABULARY}), head_dim=32, sliding_window=32
+    )
+
+
 def bert() -> nn.Module:
     """An encoder, for masked tokens, with dropout."""
     config = {**DECODER}

@@ -169,8 +169,8 @@ def _compared(spec: ModelSpec, samples: Sequence[Sample], dtype: torch.dtype) ->
         return record
     if spec.task == "sequence-classification" or not tiled_loss.is_supported(model):
         return record
-    tiled_loss.apply(model)
     try:
+        tiled_loss.apply(model)
         record |= {"tiled": "exact", **_apart("tiled_", ours(model, objective, [samples]), theirs)}
     except FrugalError as error:
         return record | {"tiled": f"refused: {_because(error)}"}

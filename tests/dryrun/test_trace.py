@@ -19,6 +19,7 @@ SMALL = {"vocab_size": 500, "hidden_size": 64, "intermediate_size": 96, "num_att
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {**SMALL, "num_hidden_layers": 8, "num_key_value_heads": 2},
     "gpt2": {"vocab_size": 500, "n_embd": 64, "n_layer": 8, "n_head": 2, "n_positions": 64, "use_cache": False},
+    "gemma2": {**SMALL, "num_hidden_layers": 14, "num_key_value_heads": 2, "head_dim": 32, "sliding_window": 16},
     "bert": {**SMALL, "num_hidden_layers": 8},
     "qwen3_moe": {
         **SMALL, "num_hidden_layers": 8, "num_key_value_heads": 2, "head_dim": 32, "moe_intermediate_size": 32,
@@ -91,6 +92,7 @@ CASES = [
     ("llama", {}, "full", "tiled", 3),
     ("llama", {"tie_word_embeddings": True}, "full", "plain", 2),
     ("gpt2", {}, "off", "tiled", 3),
+    ("gemma2", {}, "off", "tiled", 2),
     ("gpt2", {}, "full", "plain", 3),
     ("bert", {}, "offloaded", "plain", 2),
     ("llama", {}, "selective", "plain", 2),

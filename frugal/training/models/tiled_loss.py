@@ -6,12 +6,17 @@ exists at once. The incoming gradient is a scalar and is applied in backward, so
 scale) stays exact. The idea is that of Liger Kernel's fused linear cross entropy (Hsu et al., 2024, arXiv:2410.10989)
 in plain PyTorch.
 
+What a model does to its logits after the head, such as a soft cap, is applied to each slice where it is elementwise
+(`logits_end.py`), in the model's own precision; other models are refused.
+
 Cost: one buffer of the head's size in fp32, in which its gradient is summed, and none of the logits.
-Left out: heads whose logits are changed afterwards (soft caps, logit scales); `summed_cross_entropy` refuses them.
 
 The loss runs inside the head module's own forward, because that is where ZeRO-3 has its weight gathered.
 """
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +26,7 @@ from torch import Tensor, nn
 from frugal import torch_internals
 from frugal.errors import RequestError
 from frugal.training.losses import predictions
+from frugal.training.models import logits_end
 
 NUM_TILES = 8
 IGNORED = predictions.IGNORED
@@ -30,16 +36,17 @@ def apply(model: nn.Module) -> None:
     """Replace the forward of the model's output head by the tiled loss.
 
     Raises:
-        RequestError: the model has no linear output head.
+        RequestError: the model has no linear output head, or what it does to its logits cannot be done to a slice.
     """
     head = _head(model)
     if head is None:
-        raise RequestError(
-            f"{type(model).__name__} cannot take the tiled loss",
-            because="it has no linear output head (get_output_embeddings() gives none)",
-            hint="plan with the plain loss",
-        )
-    head.forward = _TiledHead(head)  # type: ignore[method-assign, assignment]  # ZeRO-3's hooks on the module still run
+        raise _refusal(model, "it has no linear output head (get_output_embeddings() gives none)")
+    try:
+        end = logits_end.observed(model)
+    except logits_end.NotElementwiseError as error:
+        raise _refusal(model, f"{_CHANGED}: {error}") from None
+    finish = partial(end.apply, model=model) if end is not None and end.steps else None
+    head.forward = _TiledHead(head, finish)  # type: ignore[method-assign, assignment]  # ZeRO-3's hooks still run
 
 
 def is_supported(model: nn.Module) -> bool:
@@ -57,7 +64,7 @@ def summed_cross_entropy(model: nn.Module, inputs: dict[str, Any], targets: Tens
     """The loss summed over `targets` of shape `(samples, positions)`, fp32, shape `()`.
 
     Raises:
-        RequestError: the model changes its logits after the head.
+        RequestError: the model changes its logits after the head in a way that was not observed.
     """
     loss: Tensor = outputs_with_sum(model, inputs, targets).logits
     return loss
@@ -70,22 +77,34 @@ def outputs_with_sum(model: nn.Module, inputs: dict[str, Any], targets: Tensor) 
     tiled = head.forward
     assert isinstance(tiled, _TiledHead)
     tiled.targets = targets
-    changed = RequestError(
-        f"{type(getattr(model, 'module', model)).__name__} cannot take the tiled loss",
-        because="it changes its logits after the output head",
-        hint="plan with the plain loss",
-    )
+    inner: nn.Module = getattr(model, "module", model)
     try:
-        outputs = model(**inputs)
+        with tiled.hooks_on(inner):
+            outputs = model(**inputs)
         if tiled.loss is None or torch_internals.address(outputs.logits) != torch_internals.address(tiled.loss):
-            raise changed
+            raise _refusal(model, _CHANGED)
         return outputs
     except IndexError:  # it takes some of the logits, and the loss has none
         if tiled.loss is None:
             raise
-        raise changed from None
+        raise _refusal(model, _CHANGED) from None
     finally:
         tiled.targets = tiled.loss = None
+
+
+def loss_of_head(model: nn.Module) -> Tensor:
+    """While `outputs_with_sum` runs the model: the summed loss, as its head returned it."""
+    head = _head(model)
+    assert head is not None and isinstance(head.forward, _TiledHead) and head.forward.loss is not None
+    return head.forward.loss
+
+
+_CHANGED = "it changes its logits after the output head"
+
+
+def _refusal(model: nn.Module, because: str) -> RequestError:
+    name = type(getattr(model, "module", model)).__name__
+    return RequestError(f"{name} cannot take the tiled loss", because=because, hint="plan with the plain loss")
 
 
 def _head(model: nn.Module) -> nn.Linear | None:
@@ -95,19 +114,46 @@ def _head(model: nn.Module) -> nn.Linear | None:
 
 
 class _TiledHead:
-    """Stands for `head.forward`: takes hidden states, returns the summed loss instead of logits."""
+    """Stands for `head.forward`: takes hidden states, returns the summed loss instead of logits.
 
-    def __init__(self, head: nn.Linear) -> None:
+    `finish`: what the model does to its logits `(samples, positions, classes)` after the head; None: nothing.
+    """
+
+    def __init__(self, head: nn.Linear, finish: Callable[[Tensor], Tensor] | None) -> None:
         self.head = head
+        self.finish = finish
         self.targets: Tensor | None = None
         self.loss: Tensor | None = None
 
     def __call__(self, hidden: Tensor) -> Tensor:
         assert self.targets is not None, "the tiled head only knows the loss; it was called for logits"
-        arguments = (hidden, self.head.weight, self.head.bias, self.targets, torch.is_grad_enabled())
+        arguments = (hidden, self.head.weight, self.head.bias, self.targets, self.finish, torch.is_grad_enabled())
         loss: Tensor = _TiledCrossEntropy.apply(*arguments)
         self.loss = loss
-        return loss
+        return loss if self.finish is None else loss.view(1, 1, 1)  # the model's end may take slices of it
+
+    @contextmanager
+    def hooks_on(self, model: nn.Module) -> Iterator[None]:
+        """Inside, `model` returns the loss that its head did, though its end is applied to it as to logits.
+
+        The head's as it leaves the hooks of ZeRO-3 on the head, and before it enters those on the model.
+        """
+        if self.finish is None:
+            yield
+            return
+
+        def leaves(_head: nn.Module, _inputs: Any, loss: Tensor) -> None:
+            self.loss = loss.view(())
+
+        def returns(_model: nn.Module, _inputs: Any, outputs: Any) -> None:
+            outputs.logits = self.loss
+
+        hooks = [self.head.register_forward_hook(leaves), model.register_forward_hook(returns, prepend=True)]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
 
 
 class _TiledCrossEntropy(torch.autograd.Function):
@@ -115,7 +161,13 @@ class _TiledCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, in_training: bool
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        finish: Callable[[Tensor], Tensor] | None,
+        in_training: bool,
     ) -> Tensor:
         need_hidden, need_weight, need_bias = (needed and in_training for needed in ctx.needs_input_grad[:3])
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
@@ -128,7 +180,12 @@ class _TiledCrossEntropy(torch.autograd.Function):
             labels = targets[:, start : start + width].reshape(-1, 1)
             kept = labels != IGNORED
             classes = labels.clamp_min(0)
-            logits = F.linear(tile, weight, bias).float()
+            raw = F.linear(tile, weight, bias)
+            pull_back = None
+            if finish is not None:
+                raw, pull_back = _finished(raw, finish, len(hidden), need_hidden or need_weight)
+            logits = raw.float()
+            del raw
             predictions.show(logits.view(*targets[:, start : start + width].shape, -1), labels.view(len(targets), -1))
             of_target = logits.gather(1, classes)
             largest = logits.amax(-1, keepdim=True)
@@ -139,8 +196,10 @@ class _TiledCrossEntropy(torch.autograd.Function):
                 continue
             # d loss / d logits = softmax - one-hot on targets, 0 elsewhere; built in place of the logits
             logits.div_(exp_sum).scatter_add_(1, classes, torch.full_like(exp_sum, -1.0)).mul_(kept)
+            if pull_back is not None:
+                logits = pull_back(logits)
             if grad_bias is not None:
-                grad_bias += logits.sum(0)
+                grad_bias += logits.sum(0, dtype=torch.float32)
             grad_logits = logits.to(hidden.dtype)
             del logits
             if grad_hidden is not None:
@@ -157,4 +216,22 @@ class _TiledCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (scale,) = grads
-        return (*(None if saved is None else saved * scale.to(saved.dtype) for saved in ctx.saved_tensors), None, None)
+        saved = (None if saved is None else saved * scale.to(saved.dtype) for saved in ctx.saved_tensors)
+        return (*saved, None, None, None)
+
+
+def _finished(
+    raw: Tensor, finish: Callable[[Tensor], Tensor], num_samples: int, in_training: bool
+) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """`raw (tokens, classes)` with the model's end, which may be written to, and what takes gradients back to it."""
+    with torch.set_grad_enabled(in_training):
+        raw.requires_grad_(in_training)
+        ended = finish(raw.view(num_samples, -1, raw.shape[-1]))
+
+    def pull_back(gradient: Tensor) -> Tensor:
+        gradient = gradient.to(ended.dtype).view_as(ended)
+        return torch.autograd.grad(ended, raw, gradient)[0]
+
+    # fp32 logits are made the gradient in place, and what the end keeps for its backward may be the same tensor
+    logits = ended.detach().view_as(raw)
+    return logits.clone() if logits.dtype == torch.float32 else logits, pull_back
