@@ -303,10 +303,27 @@ def _check_own_code(plan: Plan, who: str) -> None:
         )
     if strategy.activation_checkpointing not in ("off", "full"):
         raise RequestError(
-            f"{who} does not know activation checkpointing {strategy.activation_checkpointing}",
-            because="it recomputes whole layers, or nothing",
+            f"{who} does not know activation checkpointing {strategy.checkpointing}",
+            because=("it recomputes all layers whole, or nothing", *_price_of_all_or_nothing(plan)),
             hint="plan with --activation-checkpointing full, or off",
         )
+
+
+def _price_of_all_or_nothing(plan: Plan) -> list[str]:
+    """How much longer a step takes with the same activation checkpointing in all layers, where that was weighed."""
+    others = [
+        other
+        for other in plan.rejected
+        if other.strategy.activation_checkpointing in ("off", "full") and other.time is not None and not other.is_bound
+    ]
+    if plan.strategy.activation_checkpointing != "budget" or not others:
+        return []
+    best = min(others, key=lambda other: other.step_seconds or 0.0)
+    assert best.step_seconds is not None
+    slower = 100 * (best.step_seconds / plan.time.total_seconds - 1)
+    return [
+        f"a step with activation checkpointing {best.strategy.activation_checkpointing} takes {slower:.0f} % longer"
+    ]
 
 
 def _check_optimizer(plan: Plan, who: str) -> None:

@@ -12,31 +12,41 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import msgspec
-
 from frugal.config.hardware.cluster import ASSUMED_CAPABILITY, CARDS, Capability, Cluster, Device, DeviceKind
 from frugal.config.request import Request
 from frugal.deepspeed_adapter.simulate.engine import covers, simulate
 from frugal.dryrun import shipped
 from frugal.dryrun.cache import Cache, digest, model_key
-from frugal.dryrun.figures import likely_fullest
-from frugal.dryrun.messages import Answer, AskCheck, AskDryRun, AskFacts, AskTrace, DryRun, ModelFacts, Traced, WarmUp
+from frugal.dryrun.figures import fullest_drafted, likely_fullest, rank_memories
+from frugal.dryrun.messages import (
+    Answer,
+    AskCheck,
+    AskDryRun,
+    AskFacts,
+    AskTrace,
+    DryRun,
+    DryRunBreakdown,
+    ModelFacts,
+    Traced,
+    WarmUp,
+)
 from frugal.dryrun.pool import Pool
 from frugal.errors import FrugalError
 from frugal.planning.cost import between
 from frugal.planning.memory.breakdown import MemoryBreakdown
+from frugal.planning.memory.layer_mixture import LayerMixtures
 from frugal.planning.memory.loading import Loading, loading_of
 from frugal.planning.memory.profile import MemoryProfile, RankMemory, fullest
 from frugal.planning.memory.timeline import MICRO_BATCHES, ModelTrace, NotAffineError, Timeline
 from frugal.planning.memory.workspaces import with_scratch, with_workspaces, workspace_bytes
-from frugal.planning.strategy import Strategy
+from frugal.planning.strategy import LayerMode, Strategy
 
 SAMPLED_MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
 """Samples; dry-run one by one for a model whose storages are no affine functions of the micro-batch."""
 
 MAX_RANKS_SEARCHED, MAX_RANKS_DRY_RUN, MAX_RANKS_DRAFTED = 2, 4, 2
 """Ranks that a profile is made of, those of one exact dry run (see `frugal.dryrun.figures`), and how many of these
-are left where arithmetic tells which are the fullest (`_likely_fullest`)."""
+are left where arithmetic tells which are the fullest (`fullest_drafted`)."""
 
 MAX_WORKERS = 8
 """Half a GiB each."""
@@ -45,13 +55,6 @@ MAX_WORKERS = 8
 def workers() -> Pool:
     """Processes that dry-run, none of them started yet."""
     return Pool(min(os.cpu_count() or 1, MAX_WORKERS))
-
-
-class DryRunBreakdown(msgspec.Struct, frozen=True):
-    """A dry run as it is kept: what the fullest rank takes, and what was assumed where that depends on data."""
-
-    memory: MemoryBreakdown
-    notes: tuple[str, ...]
 
 
 class DryRunSource:
@@ -172,7 +175,7 @@ class DryRunSource:
         breakdown = self._cache.read(key, DryRunBreakdown)
         if breakdown is None:
             dry_runs = self.dry_runs(strategy, micro_batch, accumulation_steps)
-            ranks = _rank_memories(dry_runs, range(len(dry_runs)))
+            ranks = rank_memories(dry_runs, range(len(dry_runs)))
             memory = fullest(ranks, micro_batch, device, self._ranks_per_node, strategy.expandable_segments)
             first = max(dry_runs, key=lambda dry_run: dry_run.peak.total_bytes)
             memory = replace(memory, phase_peaks=first.timeline.phase_peaks(micro_batch))
@@ -221,7 +224,7 @@ class DryRunSource:
         ranks = self._ranks(strategy, MAX_RANKS_DRY_RUN)
         drafted = self._simulated(strategy, steps > 1, ranks) if len(ranks) > MAX_RANKS_DRAFTED else None
         if drafted is not None and strategy not in self._distrusted:
-            ranks = _likely_fullest(drafted, micro_batch)
+            ranks = fullest_drafted(drafted, micro_batch)
         dry_runs = self._dry_run(strategy, (micro_batch,), steps, ranks, exact=self.kind == "cuda")
         if self.kind == "cpu":
             return dry_runs
@@ -284,7 +287,7 @@ class DryRunSource:
             )
         except NotAffineError:
             sampled = SAMPLED_MICRO_BATCHES
-            ranks = _rank_memories(self._dry_run(strategy, sampled, steps, numbers), numbers)
+            ranks = rank_memories(self._dry_run(strategy, sampled, steps, numbers), numbers)
             ranks = tuple(replace(each, timeline=self._with_workspaces(each.timeline)) for each in ranks)
         return self._profile(
             strategy,
@@ -392,32 +395,6 @@ def _answered(answer: Answer) -> DryRun:
     return answer.dry_run
 
 
-def _likely_fullest(drafted: MemoryProfile, micro_batch: int) -> tuple[int, ...]:
-    """The rank with most live bytes, and of the others the one whose allocator needs most, in order.
-
-    These are two: where a cut goes through a huge embedding, the first rank's largest request, probably for the norm
-    of its gradient, comes when the allocator has no segment for it.
-    """
-
-    def needed_bytes(rank: RankMemory) -> int:
-        if drafted.kind == "cpu":
-            return rank.timeline.peak_bytes(micro_batch)
-        segments = drafted.strategy.expandable_segments
-        return rank.replays(micro_batch, expandable_segments=segments).smallest_capacity()
-
-    fullest_live = max(drafted.ranks, key=lambda rank: rank.timeline.peak_bytes(micro_batch))
-    others = [rank for rank in drafted.ranks if rank is not fullest_live]
-    return tuple(sorted((fullest_live.rank, max(others, key=needed_bytes).rank)))
-
-
-def _rank_memories(dry_runs: Sequence[DryRun], ranks: Sequence[int]) -> tuple[RankMemory, ...]:
-    """Of dry runs in the order of `ranks`, which may be gone through several times."""
-    return tuple(
-        RankMemory(rank=ranks[i % len(ranks)], timeline=dry_run.timeline, host_bytes=dry_run.host_bytes)
-        for i, dry_run in enumerate(dry_runs)
-    )
-
-
 class Drafts:
     """The traces of one request's model."""
 
@@ -429,6 +406,7 @@ class Drafts:
         self._pool = pool
         self._model = model_key(request)
         self._traces: dict[AskTrace, ModelTrace | FrugalError | None] = {}
+        self._of_modes: dict[tuple[str, bool, frozenset[LayerMode]], LayerMixtures | None] = {}
 
     def prepare(self, strategies: Sequence[Strategy]) -> None:
         """Trace the model for all these strategies, in parallel.
@@ -436,7 +414,10 @@ class Drafts:
         Raises:
             WorkerError: a trace crashed.
         """
-        wanted = {self._question(strategy): None for strategy in strategies if covers(self._request, strategy)}
+        if self._kind == "cpu":
+            strategies = [strategy.where_the_host_is_the_device for strategy in strategies]
+        covered = [strategy for strategy in strategies if covers(self._request, strategy)]
+        wanted = {question: None for strategy in covered for question in self._questions(strategy).values()}
         missing = []
         for question in wanted:
             if question not in self._traces:
@@ -463,22 +444,57 @@ class Drafts:
         """
         if not covers(self._request, strategy):
             return None
-        self.prepare([strategy])
-        trace = self._traces[self._question(strategy)]
-        if isinstance(trace, FrugalError):
-            raise trace
+        if self._kind == "cpu":
+            strategy = strategy.where_the_host_is_the_device
+        if strategy.activation_checkpointing == "budget":
+            mixtures = self._mixtures(strategy)
+            trace = None if mixtures is None else mixtures.mixed(strategy.layer_modes)
+        else:
+            trace = self._traced(strategy)[strategy.activation_checkpointing]
         return trace if trace is not None and covers(self._request, strategy, trace) else None
 
-    def _question(self, strategy: Strategy) -> AskTrace:
-        mode = strategy.activation_checkpointing
-        return AskTrace(
-            request=self._request,
-            activation_checkpointing="full" if mode == "offloaded" and self._kind == "cpu" else mode,
-            loss=strategy.loss,
-            zero_stage=3 if strategy.zero_stage == 3 else 2,
-            kind=self._kind,
-            capability=self._capability,
-        )
+    def num_layers(self, strategy: Strategy) -> int:
+        """The layers that can have modes of their own, mixed of those of `strategy`; 0 where they cannot be mixed.
+
+        Raises as `trace`.
+        """
+        if self._kind == "cpu":
+            strategy = strategy.where_the_host_is_the_device
+        mixtures = self._mixtures(strategy) if covers(self._request, strategy) else None
+        return 0 if mixtures is None else mixtures.num_layers
+
+    def _mixtures(self, strategy: Strategy) -> LayerMixtures | None:
+        """Those of the modes of `strategy`; None where their traces do not go together."""
+        key = strategy.loss, strategy.zero_stage == 3, frozenset(strategy.modes)
+        if key not in self._of_modes:
+            self._of_modes[key] = LayerMixtures.of(self._traced(strategy))
+        return self._of_modes[key]
+
+    def _traced(self, strategy: Strategy) -> dict[LayerMode, ModelTrace | None]:
+        """The traces that `strategy` needs."""
+        self.prepare([strategy])
+        traces: dict[LayerMode, ModelTrace | None] = {}
+        for mode, question in self._questions(strategy).items():
+            trace = self._traces[question]
+            if isinstance(trace, FrugalError):
+                raise trace
+            traces[mode] = trace
+        return traces
+
+    def _questions(self, strategy: Strategy) -> dict[LayerMode, AskTrace]:
+        """What to trace: a mixture is put together from its modes and `off`."""
+        modes = strategy.modes if strategy.activation_checkpointing != "budget" else ("off", *strategy.modes)
+        return {
+            mode: AskTrace(
+                request=self._request,
+                activation_checkpointing=mode,
+                loss=strategy.loss,
+                zero_stage=3 if strategy.zero_stage == 3 else 2,
+                kind=self._kind,
+                capability=self._capability,
+            )
+            for mode in modes
+        }
 
     def _key(self, question: AskTrace) -> str:
         mode = (

@@ -18,6 +18,7 @@ from frugal.dryrun.messages import DryRun
 from frugal.planning.memory import breakdown
 from frugal.planning.memory.allocator import Replays
 from frugal.planning.memory.interval import Bounds, of_device, widened
+from frugal.planning.memory.profile import MemoryProfile, RankMemory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,3 +122,29 @@ def likely_fullest(parameters: Sequence[int], world_size: int, most: int) -> tup
     by_size = sorted(range(last), key=lambda rank: (-touched[rank], rank))
     wanted = [last, *by_size] if most < 3 else [last, 0, *(rank for rank in by_size if rank)]
     return tuple(sorted(wanted[:most]))
+
+
+def fullest_drafted(drafted: MemoryProfile, micro_batch: int) -> tuple[int, ...]:
+    """The rank with most live bytes, and of the others the one whose allocator needs most, in order.
+
+    These are two: where a cut goes through a huge embedding, the first rank's largest request, probably for the norm
+    of its gradient, comes when the allocator has no segment for it.
+    """
+
+    def needed_bytes(rank: RankMemory) -> int:
+        if drafted.kind == "cpu":
+            return rank.timeline.peak_bytes(micro_batch)
+        segments = drafted.strategy.expandable_segments
+        return rank.replays(micro_batch, expandable_segments=segments).smallest_capacity()
+
+    fullest_live = max(drafted.ranks, key=lambda rank: rank.timeline.peak_bytes(micro_batch))
+    others = [rank for rank in drafted.ranks if rank is not fullest_live]
+    return tuple(sorted((fullest_live.rank, max(others, key=needed_bytes).rank)))
+
+
+def rank_memories(dry_runs: Sequence[DryRun], ranks: Sequence[int]) -> tuple[RankMemory, ...]:
+    """Of dry runs in the order of `ranks`, which may be gone through several times."""
+    return tuple(
+        RankMemory(rank=ranks[i % len(ranks)], timeline=dry_run.timeline, host_bytes=dry_run.host_bytes)
+        for i, dry_run in enumerate(dry_runs)
+    )

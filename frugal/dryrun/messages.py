@@ -11,6 +11,7 @@ import msgspec
 from frugal.config.hardware.cluster import ASSUMED_CAPABILITY, Capability, DeviceKind
 from frugal.config.request import Request
 from frugal.planning.cost import Counts
+from frugal.planning.memory.breakdown import MemoryBreakdown
 from frugal.planning.memory.loading import NOT_PACKED, RANDOM, Packed, Weights
 from frugal.planning.memory.timeline import ModelTrace, Peak, Timeline
 from frugal.planning.strategy import ActivationCheckpointing, Strategy
@@ -67,6 +68,13 @@ class DryRun:
     def explain(self, category: str) -> list[tuple[str, int]]:
         """The modules (dotted names) that hold the bytes of a category at the peak, largest first."""
         return self.timeline.holders(self.micro_batch, category)
+
+
+class DryRunBreakdown(msgspec.Struct, frozen=True):
+    """A dry run as it is kept: what the fullest rank takes, and what was assumed where that depends on data."""
+
+    memory: MemoryBreakdown
+    notes: tuple[str, ...]
 
 
 class AskFacts(msgspec.Struct, frozen=True, tag="describe"):

@@ -6,7 +6,6 @@ Where the model's forward fails on the inputs of a dry run, the error says whose
 import gc
 import traceback
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 from torch import nn
@@ -57,8 +56,8 @@ def dry_run(
     A model that reads an integer from its data is told the longest dimension of a batch, and 1 if it rejects that.
     """
     batch = BatchPlan.of(world_size * micro_batch * accumulation_steps, (micro_batch,) * world_size)
-    if kind == "cpu" and strategy.activation_checkpointing == "offloaded":
-        strategy = replace(strategy, activation_checkpointing="full")  # as it is where the host is the device
+    if kind == "cpu":
+        strategy = strategy.where_the_host_is_the_device
     micro_steps = (first_micro_steps or accumulation_steps, accumulation_steps)
     for integer in (None, 1):
         tracker = Tracker(kind, integer, capability, resident_threads, builds_elsewhere=by_tensor)

@@ -68,7 +68,7 @@ class PlannedMixin:
         trainer: Any = self
         _refuse_other_model(plan, trainer.model)
         batch_norm.apply(trainer.model, plan.request.batch_norm)
-        activation_checkpointing.apply(trainer.model, plan.strategy.activation_checkpointing)
+        activation_checkpointing.apply(trainer.model, plan.strategy.activation_checkpointing, plan.strategy.layer_modes)
         trainer.model.config.use_cache = False
         if plan.strategy.loss == "tiled":
             tiled_loss.apply(trainer.model)

@@ -1,6 +1,7 @@
 """How a run could be laid out in memory."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import groupby, pairwise
 from typing import Literal
 
 from frugal.config import optimizers
@@ -8,7 +9,10 @@ from frugal.config.optimizers import OptimizerImplementation
 from frugal.config.request import Request
 
 Place = Literal["none", "cpu", "nvme"]
-ActivationCheckpointing = Literal["off", "selective", "full", "offloaded"]
+LayerMode = Literal["off", "selective", "full", "offloaded"]
+ActivationCheckpointing = Literal["off", "selective", "full", "offloaded", "budget"]
+LAYER_MODES: tuple[LayerMode, ...] = ("offloaded", "full", "selective", "off")
+"""What may become of a layer's activations, the least kept first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,7 +22,10 @@ class Strategy:
     Attributes:
         zero_stage: 0 replicates; 1 splits optimizer states, 2 also gradients, 3 also parameters.
         activation_checkpointing: `off` keeps every activation; `selective` each layer's inputs and the results of
-            its expensive operators; `full` each layer's inputs; `offloaded` those too, but in host memory.
+            its expensive operators; `full` each layer's inputs; `offloaded` those too, but in host memory; `budget`
+            gives each layer one of these, see `layer_modes`.
+        layer_modes: under `budget` the modes of all layers in the order in which they run, as runs of equal ones:
+            `(("full", 20), ("off", 12))`. Otherwise empty.
         loss: `plain` holds the whole logits, `tiled` a slice of them at a time.
         offload_optimizer: where optimizer states live; the optimizer runs on the host unless it is `none`.
         offload_parameters: where parameters live between uses (ZeRO-3 only).
@@ -37,6 +44,7 @@ class Strategy:
 
     zero_stage: int
     activation_checkpointing: ActivationCheckpointing = "off"
+    layer_modes: tuple[tuple[LayerMode, int], ...] = ()
     loss: Literal["plain", "tiled"] = "plain"
     offload_optimizer: Place = "none"
     offload_parameters: Place = "none"
@@ -54,6 +62,9 @@ class Strategy:
 
     def __post_init__(self) -> None:
         assert 0 <= self.zero_stage <= 3
+        assert (self.activation_checkpointing == "budget") == (len(self.layer_modes) > 1), "budget mixes modes"
+        assert all(count > 0 for _, count in self.layer_modes)
+        assert all(first[0] != second[0] for first, second in pairwise(self.layer_modes))
         assert not self.overlap_comm or self.zero_stage >= 1
         assert self.offload_optimizer == "none" or self.zero_stage >= 1
         assert self.offload_parameters == "none" or (self.zero_stage == 3 and self.offload_optimizer != "none")
@@ -62,14 +73,43 @@ class Strategy:
         assert self.offload_parameters != "nvme" or self.nvme_buffer_elements
 
     @property
+    def modes(self) -> tuple[LayerMode, ...]:
+        """The modes of activation checkpointing that some layers have."""
+        if self.activation_checkpointing == "budget":
+            return tuple(dict.fromkeys(mode for mode, _ in self.layer_modes))
+        return (self.activation_checkpointing,)
+
+    @property
+    def where_the_host_is_the_device(self) -> "Strategy":
+        """What this is on CPU ranks: there is nowhere to move layers' inputs to."""
+        if "offloaded" not in self.modes:
+            return self
+        modes: list[tuple[LayerMode, int]] = [
+            ("full" if mode == "offloaded" else mode, count) for mode, count in self.layer_modes
+        ]
+        runs = tuple((mode, sum(count for _, count in run)) for mode, run in groupby(modes, key=lambda each: each[0]))
+        if len(runs) > 1:
+            return replace(self, layer_modes=runs)
+        return replace(self, activation_checkpointing="full", layer_modes=())
+
+    def share(self, mode: LayerMode) -> float:
+        """The part of the layers that have this mode."""
+        if self.activation_checkpointing != "budget":
+            return float(self.activation_checkpointing == mode)
+        of_mode = sum(count for each, count in self.layer_modes if each == mode)
+        return of_mode / sum(count for _, count in self.layer_modes)
+
+    @property
     def num_mechanisms(self) -> int:
         """How much there is to go wrong: each kind of state that is split or moved, and recomputation, counts one.
 
-        Moving inputs to the host, or choosing what to recompute, counts one more.
+        Moving inputs to the host, or choosing what to recompute, counts one more, and so does each change of the mode
+        from one layer to the next.
         """
         return (
             self.zero_stage
-            + {"off": 0, "selective": 2, "full": 1, "offloaded": 2}[self.activation_checkpointing]
+            + sum({"off": 0, "selective": 2, "full": 1, "offloaded": 2}[mode] for mode in self.modes)
+            + len(self.layer_modes[1:])
             + (self.loss == "tiled")
             + (self.offload_optimizer != "none")
             + (self.offload_parameters != "none")
@@ -82,12 +122,21 @@ class Strategy:
     @property
     def frugality(self) -> tuple[int, ...]:
         """Sorts strategies by how little they keep on the device."""
-        kept = ("off", "selective", "full", "offloaded").index(self.activation_checkpointing)
+        kept = max(("off", "selective", "full", "offloaded").index(mode) for mode in self.modes)
         moved = [("none", "cpu", "nvme").index(place) for place in (self.offload_optimizer, self.offload_parameters)]
         return (*moved, self.zero_stage, kept, int(self.loss == "tiled"), int(self.small_buckets))
 
+    @property
+    def checkpointing(self) -> str:
+        """The mode of activation checkpointing in words: `full for 20 of 32 layers`."""
+        if self.activation_checkpointing != "budget":
+            return self.activation_checkpointing
+        num_layers = sum(count for _, count in self.layer_modes)
+        words = [f"{mode} for {count}" for mode, count in self.layer_modes if mode != "off"]
+        return f"{' and '.join(words)} of {num_layers} layers"
+
     def __str__(self) -> str:
-        words = [f"ZeRO-{self.zero_stage}", f"activation checkpointing {self.activation_checkpointing}"]
+        words = [f"ZeRO-{self.zero_stage}", f"activation checkpointing {self.checkpointing}"]
         if self.loss == "tiled":
             words.append("tiled loss")
         if self.offload_parameters == "nvme":

@@ -258,7 +258,7 @@ class AdaptiveLimits:
     def _can_recompute(self) -> bool:
         mode = self._plan.strategy.activation_checkpointing
         return (
-            mode in ("off", "selective")
+            mode in ("off", "selective", "budget")
             and not self._recomputes
             and activation_checkpointing.is_supported(self._module)
         )

@@ -269,7 +269,7 @@ def wrap(
     """DeepSpeed's engine around `model`, changed as the strategy says. Collective. `how` and errors as there."""
     transformers_internals.always_use()
     expert_modules.always_run(model)
-    activation_checkpointing.apply(model, strategy.activation_checkpointing)
+    activation_checkpointing.apply(model, strategy.activation_checkpointing, strategy.layer_modes)
     if strategy.loss == "tiled":
         tiled_loss.apply(model)
     if strategy.offload_optimizer != "none":

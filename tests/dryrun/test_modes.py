@@ -16,7 +16,16 @@ from frugal.dryrun.trace.recorder import Tracker
 from frugal.planning.strategy import Strategy
 from frugal.training.measure.memory_watch import gauge
 from frugal.training.models import activation_checkpointing
-from tests.dryrun.test_truth import FAMILIES, SMALL_BUCKETS, TOLERANCE, dry_run_result, measured, plan_for, tiny
+from tests.dryrun.test_truth import (
+    FAMILIES,
+    SMALL_BUCKETS,
+    TOLERANCE,
+    assert_as_dry_run,
+    dry_run_result,
+    measured,
+    plan_for,
+    tiny,
+)
 
 
 @pytest.mark.parametrize(
@@ -30,6 +39,24 @@ def test_selective_is_as_dry_run(family: str, zero_stage: int, precision: str, s
         for (phase, peak, live), (_, true_peak, true_live) in zip(ours, truth, strict=True):
             assert (phase, peak) == (phase, pytest.approx(true_peak, rel=TOLERANCE))
             assert (phase, live) == (phase, pytest.approx(true_live, rel=TOLERANCE))
+
+
+@pytest.mark.parametrize(
+    ("family", "zero_stage", "precision", "steps", "layer_modes"),
+    [
+        ("gpt2", 2, "fp32", 3, (("full", 1), ("off", 1))),
+        ("t5", 3, "bf16", 1, (("full", 2), ("selective", 1), ("off", 1))),
+        pytest.param("llama", 0, "fp32", 1, (("selective", 1), ("off", 1)), marks=pytest.mark.exhaustive),
+        pytest.param("bert", 1, "fp32", 3, (("full", 1), ("selective", 1)), marks=pytest.mark.exhaustive),
+        pytest.param("llama", 3, "fp32", 3, (("full", 1), ("off", 1)), marks=pytest.mark.exhaustive),
+        pytest.param("t5", 2, "fp32", 3, (("full", 3), ("off", 1)), marks=pytest.mark.exhaustive),
+    ],
+)
+def test_a_mixture_is_as_dry_run(
+    family: str, zero_stage: int, precision: str, steps: int, layer_modes: tuple[Any, ...], two_ranks: Ranks
+) -> None:
+    plan = plan_for(2, 4, steps, zero_stage, precision, "budget", {"layer_modes": layer_modes})
+    assert_as_dry_run(plan, two_ranks, family)
 
 
 def on_gpu(mode: Any, build: Callable[[], Any], *, zero_stage: int = 2, kind: Any = "cuda") -> DryRun:

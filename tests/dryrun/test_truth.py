@@ -111,21 +111,21 @@ def dry_run_result(plan: Plan, rank: int, family: str = "gpt2") -> Timeline:
     ).timeline
 
 
-def assert_as_dry_run(plan: Plan, ranks: Ranks) -> None:
+def assert_as_dry_run(plan: Plan, ranks: Ranks, family: str = "gpt2") -> None:
     """Every phase of every rank: its peak, and what lives at its end.
 
     On a busy machine gloo's threads may let go of a tensor later than `settled_collectives` waits, which only raises
     what is measured; so what differs is measured once more.
     """
     try:
-        _assert_as_dry_run(plan, ranks)
+        _assert_as_dry_run(plan, ranks, family)
     except AssertionError:
-        _assert_as_dry_run(plan, ranks)
+        _assert_as_dry_run(plan, ranks, family)
 
 
-def _assert_as_dry_run(plan: Plan, ranks: Ranks) -> None:
-    for rank, truth in enumerate(ranks.run(partial(measured, plan))):
-        ours = [(i.phase, i.peak_bytes, i.live_bytes) for i in dry_run_result(plan, rank).intervals(4)]
+def _assert_as_dry_run(plan: Plan, ranks: Ranks, family: str) -> None:
+    for rank, truth in enumerate(ranks.run(partial(measured, plan, family))):
+        ours = [(i.phase, i.peak_bytes, i.live_bytes) for i in dry_run_result(plan, rank, family).intervals(4)]
         assert [phase for phase, *_ in ours] == [phase for phase, *_ in truth]
         for (phase, peak, live), (_, true_peak, true_live) in zip(ours, truth, strict=True):
             assert (phase, peak) == (phase, pytest.approx(true_peak, rel=TOLERANCE))

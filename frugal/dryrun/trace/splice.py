@@ -233,7 +233,7 @@ class Move:
         layout = self.layout
         if mark.kind in (MarkKind.GRADIENT, MarkKind.HOLD, MarkKind.LET_GO):
             first, a_period = layout.first_parameter, layout.parameters
-        elif mark.kind is MarkKind.LAYER:
+        elif mark.kind >= MarkKind.LAYER:
             first, a_period = layout.first_layer, layout.period
         else:
             first, a_period = layout.first_module, layout.modules

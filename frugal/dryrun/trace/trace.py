@@ -9,7 +9,7 @@ A model of many layers that are alike is traced with fewer of them, and the trac
 import copy
 import gc
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -40,7 +40,7 @@ from frugal.planning.memory.timeline import (
     Timeline,
     TimelineBuilder,
 )
-from frugal.planning.strategy import ActivationCheckpointing
+from frugal.planning.strategy import ActivationCheckpointing, LayerMode
 from frugal.training.measure.memory_watch import tensors_in
 from frugal.training.models import activation_checkpointing, tiled_loss, transformers_internals
 from frugal.training.models.loading import quantised
@@ -88,15 +88,25 @@ class Recorder(Tracker):
                     lambda parameter, index=index: self._finished(parameter, index)
                 )
 
-    def mark_layers(self, layers: nn.Module) -> None:
+    def mark_layers(self, layers: Iterable[nn.Module]) -> None:
         """Mark when each of them begins in forward."""
-        for number, layer in enumerate(layers.children()):
+        for number, layer in enumerate(layers):
             layer.register_forward_pre_hook(lambda *_, number=number: self._begins(number))
 
     def _begins(self, number: int) -> None:
         if self.phase == FORWARD:
             self._mark(MarkKind.LAYER, number, -1)
             self.counts_at.setdefault((MarkKind.LAYER, number), self.counts)
+
+    def run_layer(self, number: int, layer: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """What a layer returns; mark its beginning and end where backward runs it again."""
+        if self.phase != BACKWARD:
+            return layer(*args, **kwargs)
+        self._mark(MarkKind.LAYER_AGAIN, number, -1)
+        try:
+            return layer(*args, **kwargs)
+        finally:
+            self._mark(MarkKind.LAYER_AGAIN_ENDS, number, -1)
 
     def _finished(self, parameter: Tensor, index: int) -> None:
         assert parameter.grad is not None
@@ -132,6 +142,7 @@ def trace(
     zero_stage: int,
     building_bytes: int | None = None,
     alike: set[Capability] | None = None,
+    layer_modes: Sequence[tuple[LayerMode, int]] = (),
 ) -> ModelTrace:
     """One micro-step of `model`, which is on meta and is not changed.
 
@@ -143,14 +154,16 @@ def trace(
         RequestError: the model cannot be trained like that.
     """
     transformers_internals.always_use()
-    mode = _Mode(objective, seq_len, kind, capability, activation_checkpointing_mode, loss, zero_stage == 3)
+    mode = _Mode(
+        objective, seq_len, kind, capability, activation_checkpointing_mode, loss, zero_stage == 3, layer_modes
+    )
     with (
         kernels_of(kind, capability, alike),
         zero3_graph.linear_of_zero3() if mode.is_zero3 else nullcontext(),
         not_collected(),
     ):
         try:
-            recorded = _spliced(model, mode) or _whole(model, mode)
+            recorded = (None if layer_modes else _spliced(model, mode)) or _whole(model, mode)
         except (FrugalError, NotAffineError, NotImplementedError):
             raise
         except Exception as error:  # whatever a model trips over: a dry run knows more ways, or says what is wrong
@@ -182,6 +195,7 @@ class _Mode:
     activation_checkpointing: ActivationCheckpointing
     loss: Literal["plain", "tiled"]
     is_zero3: bool
+    layer_modes: Sequence[tuple[LayerMode, int]] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,7 +254,8 @@ def _spliced(model: nn.Module, mode: _Mode) -> dict[str, Any] | None:
         stream, marks = splice(stream, marks, layers, repeated.num_periods)
     except Exception:  # a model may count its layers by itself; what is wrong with the whole one will be said
         return None
-    marks = tuple(tuple(mark for mark in phase if mark.kind is not MarkKind.LAYER) for phase in marks)
+    if not _is_of_layers(model, repeated):
+        marks = tuple(tuple(mark for mark in phase if mark.kind < MarkKind.LAYER) for phase in marks)
     more = repeated.num_periods - FEW_PERIODS
     counts = [each.counts.plus(_of_a_period(each, layers), more) for each in (first, second)]
     return _result(stream, marks, between(counts[0], counts[1], MICRO_BATCHES), first.notes)
@@ -251,6 +266,11 @@ def _is_recorded(stream: Timeline, marks: Marks, recorded: _Recorded) -> bool:
     other = recorded.stream
     is_alike = (stream.events, stream.phases, marks) == (other.events, other.phases, recorded.marks)
     return is_alike and stream.sizes(MICRO_BATCHES[0]) == list(other.fixed)
+
+
+def _is_of_layers(model: nn.Module, repeated: "Repetition") -> bool:
+    """Whether the layers of the list are those that can be recomputed one by one."""
+    return list(repeated.layers) == activation_checkpointing.layers(model)
 
 
 def _of_a_period(raw: _Recorded, layers: LayerLayout) -> Counts:
@@ -282,17 +302,20 @@ def _own_parameters(model: nn.Module) -> tuple[tuple[int, ...], ...]:
 
 
 def _record(model: nn.Module, layers: str, mode: _Mode, micro_batch: int) -> _Recorded:
-    """One micro-step of `model`, which is used up. `layers`: the name of a list whose modules are marked."""
-    activation_checkpointing.apply(model, mode.activation_checkpointing)
+    """One micro-step of `model`, which is used up. `layers`: the name of a list whose modules are marked; otherwise
+    those are that can be recomputed."""
+    recorder = Recorder(mode.kind, mode.capability)
+    marked = list(model.get_submodule(layers).children()) if layers else activation_checkpointing.layers(model)
+    can_mix = marked == activation_checkpointing.layers(model)
+    watch = recorder.run_layer if can_mix else None
+    activation_checkpointing.apply(model, mode.activation_checkpointing, mode.layer_modes, watch=watch)
     if mode.loss == "tiled":
         tiled_loss.apply(model)
-    recorder = Recorder(mode.kind, mode.capability)
     example = mode.objective.example(micro_batch, mode.seq_len)
     recorder.expect(example)
     recorder.watch(model)
     recorder.take_gradients(model)
-    if layers:
-        recorder.mark_layers(model.get_submodule(layers))
+    recorder.mark_layers(marked)
     if mode.is_zero3:
         recorder.addresses_at_rest = zero3_graph.install(model, recorder.module)
     with recorder:

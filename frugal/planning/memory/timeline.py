@@ -344,7 +344,9 @@ class MarkKind(IntEnum):
     RELEASE_IN_BACKWARD = 6  # ZeRO-3: it has run
     HOLD = 7  # ZeRO-3: somebody keeps a parameter's memory beyond its module's run
     LET_GO = 8  # ZeRO-3: and does so no more
-    LAYER = 9  # a repeated layer begins in forward; only splicing asks
+    LAYER = 9  # a layer begins in forward; only splicing and mixing ask
+    LAYER_AGAIN = 10  # its recomputation begins in backward; as above
+    LAYER_AGAIN_ENDS = 11  # and ends; as above
 
 
 class Mark(NamedTuple):
@@ -420,6 +422,7 @@ class ModelTrace:
             of_phase = [
                 Mark(mark.event, gradient, trainable[mark.number], mark.storage) if mark.kind is gradient else mark
                 for mark in marks
+                if mark.kind < MarkKind.LAYER
             ]
             of_phase += [
                 Mark(event, MarkKind.DEATH, -1, storages[event])

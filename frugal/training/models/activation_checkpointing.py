@@ -23,13 +23,14 @@ class that stand together in an `nn.ModuleList` or `nn.Sequential`.
 | `selective` | each layer's inputs and its expensive results        | the rest                          |
 | `full`      | each layer's inputs                                  | the layer                         |
 | `offloaded` | nothing: each layer's own input waits in host memory | the layer                         |
+| `budget`    | of each layer what its own mode keeps                | the same                          |
 
 A layer's own input is its first tensor, which it alone keeps. Masks, position biases and an encoder's states are
 shared by the layers, so they stay. On a CPU rank there is nowhere to move it to, and `offloaded` is `full`.
 """
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -40,8 +41,9 @@ from torch.utils.checkpoint import checkpoint
 
 from frugal import torch_internals
 from frugal.errors import RequestError
-from frugal.planning.strategy import ActivationCheckpointing
+from frugal.planning.strategy import ActivationCheckpointing, LayerMode
 from frugal.training.models import transformers_internals
+from frugal.units import plural
 
 aten = torch.ops.aten
 
@@ -231,37 +233,83 @@ def _versions(result: Any) -> list[int]:
     return [torch_internals.version(tensor) for tensor in _tensors(result)]
 
 
-def apply(model: nn.Module, mode: ActivationCheckpointing) -> None:
+Watch = Callable[..., Any]
+"""Called as `watch(number, layer, *args)` in place of `layer(*args)` when a layer runs, and when it runs again."""
+
+
+def apply(
+    model: nn.Module,
+    mode: ActivationCheckpointing,
+    layer_modes: Sequence[tuple[LayerMode, int]] = (),
+    *,
+    watch: Watch | None = None,
+) -> None:
     """Make `model` recompute its layers in backward, or keep their activations (`off`).
+
+    `layer_modes` says under `budget` what each of `layers(model)` does, as in `Strategy.layer_modes`.
 
     Non-reentrant checkpointing: exact for ZeRO 0-3, with dropout, and with inputs that need no gradient.
 
     Raises:
-        RequestError: the model has no layers that could be recomputed.
+        RequestError: the model has no layers that could be recomputed, or another number of them.
     """
+    if mode == "budget":
+        of_layers = [each for each, count in layer_modes for _ in range(count)]
+        if len(of_layers) != len(layers(model)):
+            raise RequestError(
+                f"{type(model).__name__} has {plural(len(layers(model)), 'layer')} that can be recomputed",
+                because=f"the strategy says what {plural(len(of_layers), 'layer')} do",
+                hint="plan again for this model",
+            )
+    else:
+        of_layers = [mode] * len(layers(model))
+    if _has_switch(model):
+        _switch(model, mode, of_layers, watch)
+        return
+    if not of_layers and mode != "off":
+        raise RequestError(
+            f"{type(model).__name__} does not support activation checkpointing",
+            because="it has neither gradient_checkpointing_enable() nor a list of layers of one class",
+            hint="plan with --activation-checkpointing off, or put its layers into an nn.ModuleList",
+        )
+    for number, (layer, of_layer) in enumerate(zip(layers(model), of_layers, strict=True)):
+        if isinstance(layer.forward, partial) and layer.forward.func is _recomputed:  # from another mode
+            layer.forward = layer.forward.args[1]
+        if of_layer != "off":
+            layer.forward = partial(_recomputed, _runner(of_layer, number, watch), layer.forward)
+
+
+def _switch(model: nn.Module, mode: ActivationCheckpointing, of_layers: list[LayerMode], watch: Watch | None) -> None:
+    """`apply` to a model that has a switch. transformers' layers are run one by one; others only know on and off."""
     if mode == "off":
         if getattr(model, "is_gradient_checkpointing", False):
             model.gradient_checkpointing_disable()  # type: ignore[operator]  # a transformers model
-    elif _has_switch(model):
-        model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]  # a transformers model
-        if not transformers_internals.recompute_layers(model, _RUN[mode]) and mode != "full":
-            raise RequestError(
-                f"{type(model).__name__} does not support activation checkpointing {mode}",
-                because="it recomputes its layers in a way of its own",
-                hint="plan with --activation-checkpointing full",
-            )
-    else:
-        layers = repeated_layers(model)
-        if not layers:
-            raise RequestError(
-                f"{type(model).__name__} does not support activation checkpointing",
-                because="it has neither gradient_checkpointing_enable() nor a list of layers of one class",
-                hint="plan with --activation-checkpointing off, or put its layers into an nn.ModuleList",
-            )
-        for layer in layers:
-            if isinstance(layer.forward, partial) and layer.forward.func in _RUN.values():  # from another mode
-                layer.forward = layer.forward.args[0]
-            layer.forward = partial(_RUN[mode], layer.forward)
+        return
+    model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]  # a transformers model
+    runs = [None if each == "off" else _runner(each, number, watch) for number, each in enumerate(of_layers)]
+    others = _RUN["full" if mode == "budget" else mode]
+    if not transformers_internals.recompute_layers(model, runs, others) and mode != "full":
+        raise RequestError(
+            f"{type(model).__name__} does not support activation checkpointing {mode}",
+            because="it recomputes its layers in a way of its own",
+            hint="plan with --activation-checkpointing full",
+        )
+
+
+def layers(model: nn.Module) -> list[nn.Module]:
+    """The layers that `apply` gives modes, in the order of the model; none where it only knows on and off."""
+    return transformers_internals.checkpointed_layers(model) if _has_switch(model) else repeated_layers(model)
+
+
+def _recomputed(run: Callable[..., Any], layer: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return run(layer, *args, **kwargs)
+
+
+def _runner(mode: LayerMode, number: int, watch: Watch | None) -> Callable[..., Any]:
+    """What runs a layer in a mode, as `run(layer, *args)`."""
+    if watch is None:
+        return _RUN[mode]
+    return lambda layer, *args, **kwargs: _RUN[mode](partial(watch, number, layer), *args, **kwargs)
 
 
 def _selective(layer: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -273,7 +321,7 @@ def _offloaded(layer: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return checkpoint(layer, *args, use_reentrant=False, **kwargs)
 
 
-_RUN: dict[ActivationCheckpointing, Callable[..., Any]] = {
+_RUN: dict[LayerMode, Callable[..., Any]] = {
     "selective": _selective,
     "full": partial(checkpoint, use_reentrant=False),
     "offloaded": _offloaded,

@@ -1,7 +1,7 @@
 """Names of transformers beyond its documented interface: nothing else uses them. Each is checked when first used."""
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -19,10 +19,15 @@ MASKS = (
     *needed("transformers.masking_utils", "attention masks are always used", "eager_mask:allow_is_bidirectional_skip"),
     *needed("transformers.masking_utils", "packed documents", "find_packed_sequence_indices(position_ids)"),
 )
-LAYERS = needed(
-    "transformers.modeling_utils:PreTrainedModel",
-    "how a layer is recomputed",
-    "_set_gradient_checkpointing:_gradient_checkpointing_func",
+LAYERS = (
+    *needed(
+        "transformers.modeling_utils:PreTrainedModel",
+        "how a layer is recomputed",
+        "_set_gradient_checkpointing:_gradient_checkpointing_func",
+    ),
+    *needed(
+        "transformers.modeling_layers:GradientCheckpointingLayer", "which layers recompute", "gradient_checkpointing"
+    ),
 )
 MODELS = (
     *needed("transformers.models.auto.configuration_auto", "types of models", "CONFIG_MAPPING_NAMES"),
@@ -113,13 +118,33 @@ def heads(mapping: str) -> Mapping[str, Any]:
     return getattr(modeling_auto, mapping)
 
 
-def recompute_layers(model: nn.Module, run: Callable[..., Any]) -> int:
-    """Have the layers of a model whose checkpointing is on be run by `run`; how many there are."""
+def checkpointed_layers(model: nn.Module) -> list[nn.Module]:
+    """The layers of a transformers model that can be recomputed one by one; in others in which they stand are parts."""
     _verify(LAYERS)
-    layers = [module for module in model.modules() if hasattr(module, "_gradient_checkpointing_func")]
-    for layer in layers:
-        layer._gradient_checkpointing_func = run  # type: ignore[assignment]  # a function, not a module
-    return len(layers)
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    layers: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, GradientCheckpointingLayer) and not any(name.startswith(f"{outer}.") for outer in layers):
+            layers[name] = module
+    return list(layers.values())
+
+
+def recompute_layers(
+    model: nn.Module, runs: Sequence[Callable[..., Any] | None], others: Callable[..., Any] | None
+) -> bool:
+    """Have each of `checkpointed_layers` of a model whose checkpointing is on be run by its own of `runs`, None: as if
+    it were off; and what recomputes beside them by `others`. Whether there was anything."""
+    _verify(LAYERS)
+    recomputing = [module for module in model.modules() if hasattr(module, "_gradient_checkpointing_func")]
+    for module in recomputing:
+        module._gradient_checkpointing_func = others  # type: ignore[assignment]  # a function, not a module
+    for layer, run in zip(checkpointed_layers(model), runs, strict=True):
+        for module in layer.modules():
+            if hasattr(module, "gradient_checkpointing"):
+                module.gradient_checkpointing = run is not None  # type: ignore[assignment]  # a switch, not a module
+                module._gradient_checkpointing_func = run  # type: ignore[assignment]  # a function, not a module
+    return bool(recomputing)
 
 
 @contextmanager

@@ -1,5 +1,8 @@
 """Any module with repeated layers can recompute them, in every mode, and learns the same."""
 
+import random
+from itertools import groupby
+
 import pytest
 import torch
 from torch import nn
@@ -8,6 +11,7 @@ from bench.plans import plan_by_hand
 from bench.ranks import Ranks
 from frugal.deepspeed_adapter.kernels import DTYPES
 from frugal.errors import RequestError
+from frugal.planning.strategy import LAYER_MODES, LayerMode
 from frugal.training.engine import initialize
 from frugal.training.measure.memory_watch import gauge
 from frugal.training.models import activation_checkpointing
@@ -43,7 +47,13 @@ def test_a_plain_module_learns_the_same_with_less_memory(zero_stage: int, two_ra
     assert recomputed_peak < selective_peak < 0.9 * kept_peak
 
 
-def losses_of(family: str, zero_stage: int, precision: str, mode: str) -> list[float]:
+MIXTURE = (("full", 1), ("off", 1))  # of the two layers of the families; a T5 has two of each kind
+LONGER_MIXTURE = (("offloaded", 1), ("full", 1), ("selective", 1), ("off", 1))
+
+
+def losses_of(
+    family: str, zero_stage: int, precision: str, mode: str, layer_modes: tuple[tuple[LayerMode, int], ...] = ()
+) -> list[float]:
     """Three steps of a transformers model with dropout where it has one. Runs on ranks."""
     build, objective = FAMILIES[family]
     torch.manual_seed(0)
@@ -51,7 +61,9 @@ def losses_of(family: str, zero_stage: int, precision: str, mode: str) -> list[f
     plan = plan_by_hand(
         world_size=2, global_batch=8, micro_batch=2, zero_stage=zero_stage,
         request={"precision": precision, "learning_rate": 1e-2},
-        strategy={"activation_checkpointing": mode, "reduce_bucket_elements": 100_000},
+        strategy={
+            "activation_checkpointing": mode, "layer_modes": layer_modes, "reduce_bucket_elements": 100_000,
+        },
     )  # fmt: skip
     torch.manual_seed(torch.distributed.get_rank())
     engine = initialize(model, plan, objective())
@@ -75,6 +87,60 @@ def test_every_mode_trains_transformers_models_alike(
     kept = two_ranks.run(losses_of, family, zero_stage, precision, "off")
     for mode in ("selective", "offloaded"):
         assert two_ranks.run(losses_of, family, zero_stage, precision, mode) == kept
+    mixture = LONGER_MIXTURE if family == "t5" else MIXTURE
+    assert two_ranks.run(losses_of, family, zero_stage, precision, "budget", mixture) == kept
+
+
+def gradients(family: str, layer_modes: tuple[tuple[LayerMode, int], ...]) -> tuple[float, list[torch.Tensor]]:
+    """The loss of one batch and its gradients. Dropout draws the same."""
+    build, objective = FAMILIES[family]
+    torch.manual_seed(0)
+    model = build().train()
+    activation_checkpointing.apply(model, "budget" if layer_modes else "off", layer_modes)
+    torch.manual_seed(1)
+    loss = objective().loss_sum(model, objective().collate(ragged_samples(4, seed=0, longest=24)))
+    loss.backward()
+    return loss.item(), [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+
+@pytest.mark.parametrize("family", ["gpt2", "bert", "t5", "llama"])
+def test_random_mixtures_have_the_loss_and_the_gradients_of_off_bit_for_bit(family: str) -> None:
+    drawn = random.Random(family)
+    loss, kept = gradients(family, ())
+    num_layers = 4 if family == "t5" else 2
+    for _ in range(6):
+        modes = drawn.choices(LAYER_MODES, k=num_layers)
+        runs = tuple((mode, len(list(run))) for mode, run in groupby(modes))
+        mixed_loss, mixed = gradients(family, runs)
+        assert mixed_loss == loss
+        assert all(map(torch.equal, mixed, kept))
+
+
+def test_layers_of_a_mixture_that_are_off_keep_everything() -> None:
+    models = [skip_net()[0] for _ in range(3)]
+    num_layers = len(activation_checkpointing.layers(models[0]))
+    activation_checkpointing.apply(models[1], "full")
+    activation_checkpointing.apply(models[2], "budget", (("full", 1), ("off", num_layers - 1)))
+    kept = []
+    for model in models:
+        with gauge("cpu", holding=list(model.parameters())) as found:
+            before = found.live_bytes
+            out = model(torch.ones(50, 16))
+            kept.append(found.live_bytes - before)
+            del out
+    off, full, mixed = kept
+    assert full < mixed < off
+
+
+def test_a_mixture_for_another_number_of_layers_is_refused() -> None:
+    with pytest.raises(RequestError) as caught:
+        activation_checkpointing.apply(tiny_gpt2(), "budget", (("full", 5), ("off", 2)))
+    assert str(caught.value) == (
+        "GPT2LMHeadModel has 2 layers that can be recomputed\n"
+        "  because the strategy says what 7 layers do\n"
+        "\n"
+        "hint: plan again for this model"
+    )
 
 
 def test_layers_are_the_repeated_composed_modules_of_a_list() -> None:

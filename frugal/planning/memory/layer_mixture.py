@@ -1,0 +1,437 @@
+"""The trace of a model whose layers have different modes of activation checkpointing, from the traces of single modes.
+
+Autograd runs the same nodes in the same order in every mode: what a mode recomputes comes as one block where backward
+first asks for a saved tensor of the layer. So the traces of two modes differ in these blocks and in when storages end.
+Every trace is cut where a layer begins in forward and where backward comes to it, and the pieces of a mixture are taken
+from the traces of its layers' modes. What `off` makes, all modes make, and it ends where the played pieces say; what
+only another mode makes, such as a layer's recomputed results, is that piece's own.
+
+Not seen by that: a storage that two neighbours keep, each for itself, in modes that are mixed. It is counted to the end
+of the later one's backward. The dry run of a plan is of the mixture itself.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from frugal.planning.cost import Line, Work
+from frugal.planning.memory.timeline import (
+    ARRIVAL,
+    BACKWARD,
+    BATCH_ENDS,
+    FORWARD,
+    LOSS_ENDS,
+    Mark,
+    MarkKind,
+    ModelTrace,
+    Timeline,
+)
+from frugal.planning.strategy import LayerMode
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    Numbers = npt.NDArray[np.int64]
+
+LAYER, AGAIN, AGAIN_ENDS = MarkKind.LAYER, MarkKind.LAYER_AGAIN, MarkKind.LAYER_AGAIN_ENDS
+OF_HOLDS = (MarkKind.HOLD, MarkKind.LET_GO)
+PHASES = (ARRIVAL, FORWARD, BACKWARD, BATCH_ENDS, LOSS_ENDS)
+
+
+class NotMixableError(Exception):
+    """The traces of two modes differ in more than what layers recompute, or say nothing of layers."""
+
+
+class _Item(NamedTuple):
+    """One thing that happens in a trace: a storage begins or ends, or there is a mark.
+
+    `key`: what it has in common with the same thing in another mode; None: it is looked at in its own mode only.
+    """
+
+    storage: int
+    is_birth: bool
+    mark: Mark | None
+    key: tuple[object, ...] | None
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """What happens between two cuts: storages by number, `-1 - number` where one ends; `marks` with `event` counted
+    from the beginning of the piece."""
+
+    events: "Numbers"
+    marks: tuple[Mark, ...]
+
+
+def _items(trace: ModelTrace, phase: str) -> list[_Item]:
+    """A phase of a trace in one row."""
+    stream, is_birth = trace.stream, trace.stream.is_birth.tolist()
+    index = next(i for i, (name, _) in enumerate(stream.phases) if name == phase)
+    events = stream.phase_ranges[index][1]
+
+    def between(first: int, end: int) -> Iterator[_Item]:
+        for event in range(first, end):
+            storage = stream.events[event]
+            key = None
+            if is_birth[event]:
+                names = stream.names[stream.operators[storage]], stream.names[stream.modules[storage]]
+                key = (*names, stream.fixed[storage], stream.per_sample[storage])
+            yield _Item(storage, is_birth[event], None, key)
+
+    items: list[_Item] = []
+    position, is_again = events.start, False
+    for mark in trace.marks[index]:
+        items += between(position, mark.event)
+        position = mark.event
+        has_key = mark.kind < LAYER and mark.kind not in OF_HOLDS
+        items.append(_Item(-1, False, mark, (mark.kind, mark.number) if has_key else None))
+    items += between(position, events.stop)
+    for i, item in enumerate(items):
+        if item.mark is not None and item.mark.kind is AGAIN:
+            is_again = True
+        elif item.mark is not None and item.mark.kind is AGAIN_ENDS:
+            is_again = False
+        elif is_again:
+            items[i] = item._replace(key=None)
+    return items
+
+
+def _positions(items: Sequence[_Item], kind: MarkKind) -> dict[int, int]:
+    """Of every layer the position of its mark of a kind.
+
+    Raises:
+        NotMixableError: it has several.
+    """
+    found = [(item.mark.number, i) for i, item in enumerate(items) if item.mark is not None and item.mark.kind is kind]
+    if len(dict(found)) != len(found):
+        raise NotMixableError("a layer runs more than once")
+    return dict(found)
+
+
+def _matches(reference: Sequence[_Item], items: Sequence[_Item]) -> dict[int, int]:
+    """Position in `items` -> position of the same in `reference`, all of which must be there, in order.
+
+    Raises:
+        NotMixableError: something is missing.
+    """
+    wanted = [(i, item.key) for i, item in enumerate(reference) if item.key is not None]
+    matches: dict[int, int] = {}
+    for i, item in enumerate(items):
+        if len(matches) < len(wanted) and item.key is not None and item.key == wanted[len(matches)][1]:
+            matches[i] = wanted[len(matches)][0]
+    if len(matches) < len(wanted):
+        raise NotMixableError(f"{wanted[len(matches)][1]} does not happen in another mode")
+    return matches
+
+
+class LayerMixtures:
+    """Mixtures of some modes of one model, under one loss, kind of ZeRO and device.
+
+    Attributes:
+        num_layers: that have a mode each.
+    """
+
+    def __init__(self, traces: Mapping[LayerMode, ModelTrace]) -> None:
+        """`traces` has those of `off` and of the modes to mix.
+
+        Raises:
+            NotMixableError: their pieces do not go together.
+        """
+        self._traces = traces
+        off = traces["off"]
+        self._reference = {phase: _items(off, phase) for phase in PHASES}
+        self._begins = _positions(self._reference[FORWARD], LAYER)
+        self.num_layers = len(self._begins)
+        if self.num_layers < 2 or list(self._begins) != list(range(self.num_layers)):
+            raise NotMixableError("there are not several layers, one after the other")
+        self._table = _Table(off)
+        self._num_holds = 0
+        self._backward_cuts: list[int] | None = None  # positions in the backward of `off`, by layer
+        self._pieces: dict[str, list[_Piece]] = {}
+        self._deaths: dict[str, dict[int, int]] = {}  # of each mode: storage -> the piece in which it ends
+        self._weights: dict[str, list[int]] = {}  # of each mode: by layer, about how much is recomputed
+        for mode, trace in traces.items():
+            if mode != "off":
+                self._add(mode, trace)
+        self._add("off", off)
+
+    @classmethod
+    def of(cls, traces: Mapping[LayerMode, ModelTrace | None]) -> "LayerMixtures | None":
+        """The same; None where there is none."""
+        known = {mode: trace for mode, trace in traces.items() if trace is not None}
+        try:
+            return cls(known) if len(known) == len(traces) else None
+        except NotMixableError:
+            return None
+
+    def mixed(self, layer_modes: Sequence[tuple[LayerMode, int]]) -> ModelTrace | None:
+        """`trace`; None where there is none."""
+        try:
+            return self.trace(layer_modes)
+        except NotMixableError:
+            return None
+
+    def trace(self, layer_modes: Sequence[tuple[LayerMode, int]]) -> ModelTrace:
+        """The trace of a mixture, see `Strategy.layer_modes`.
+
+        Raises:
+            NotMixableError: something that one layer keeps, another one gives back.
+        """
+        modes = [mode for mode, count in layer_modes for _ in range(count)]
+        if len(modes) != self.num_layers:
+            raise NotMixableError(f"modes for {len(modes)} layers, of which there are {self.num_layers}")
+        backward = list(reversed(modes))
+        played = [modes[0], modes[0], *modes, modes[-1], *backward, modes[0], modes[0]]
+        pieces = [self._pieces[mode][number] for number, mode in enumerate(played)]
+        stream, marks = self._joined(pieces, played)
+        notes = tuple(dict.fromkeys(note for mode in modes for note in self._traces[mode].notes))
+        return replace(self._traces["off"], stream=stream, marks=marks, work=self._work(modes), notes=notes)
+
+    def _add(self, mode: str, trace: ModelTrace) -> None:
+        """Cut the trace of a mode into its pieces."""
+        rows = {phase: _items(trace, phase) for phase in PHASES}
+        matches = {phase: _matches(self._reference[phase], rows[phase]) for phase in PHASES}
+        begins = _positions(rows[FORWARD], LAYER)
+        if list(begins) != list(range(self.num_layers)):
+            raise NotMixableError("the layers of another mode are others")
+        number_of = self._table.add(trace, self._same_storages(rows, matches))
+        cuts = [*begins.values()]
+        backward_cuts = self._cuts_in_backward(rows[BACKWARD], matches[BACKWARD], is_off=mode == "off")
+        forward, backward = rows[FORWARD], rows[BACKWARD]
+        ordered = [rows[ARRIVAL], forward[: cuts[0]]]
+        ordered += [forward[a:b] for a, b in pairwise([*cuts, len(forward)])]
+        ordered += [backward[: backward_cuts[0]]]
+        ordered += [backward[a:b] for a, b in pairwise([*backward_cuts, len(backward)])]
+        ordered += [rows[BATCH_ENDS], rows[LOSS_ENDS]]
+        self._pieces[mode] = [self._piece(items, number_of, self._num_holds) for items in ordered]
+        self._num_holds += 1 + max(
+            (i.mark.storage for row in rows.values() for i in row if i.mark is not None), default=0
+        )
+        self._deaths[mode] = {
+            number_of[item.storage]: piece
+            for piece, items in enumerate(ordered)
+            for item in items
+            if item.mark is None and not item.is_birth
+        }
+        self._weights[mode] = _recomputed_bytes(rows[BACKWARD], trace.stream, self.num_layers)
+
+    def _same_storages(
+        self, rows: Mapping[str, Sequence[_Item]], matches: Mapping[str, Mapping[int, int]]
+    ) -> dict[int, int]:
+        """Storage of a mode -> the same of `off`."""
+        return {
+            rows[phase][i].storage: self._reference[phase][j].storage
+            for phase in PHASES
+            for i, j in matches[phase].items()
+            if rows[phase][i].is_birth
+        }
+
+    def _cuts_in_backward(self, items: Sequence[_Item], matches: Mapping[int, int], *, is_off: bool) -> list[int]:
+        """Where backward comes to each layer, the last layer first, as positions in `items`.
+
+        That is before whatever follows the last thing of the layer behind, and all that ends with it.
+
+        Raises:
+            NotMixableError: layers are not recomputed one after the other, or elsewhere than in another mode.
+        """
+        if is_off:
+            assert self._backward_cuts is not None
+            return [_end_of(items, i) for i in self._backward_cuts]
+        again = _positions(items, AGAIN)
+        if list(again) != list(reversed(range(self.num_layers))):
+            raise NotMixableError("layers are not recomputed one after the other")
+        before = [max((i for i in matches if i < position), default=-1) for position in again.values()]
+        of_off = [matches.get(i, -1) for i in before]
+        if self._backward_cuts is not None and of_off != self._backward_cuts:
+            raise NotMixableError("layers are recomputed elsewhere than in another mode")
+        self._backward_cuts = of_off
+        return [_end_of(items, i) for i in before]
+
+    def _piece(self, items: Sequence[_Item], number_of: Sequence[int], first_hold: int) -> _Piece:
+        import numpy as np
+
+        events: list[int] = []
+        marks = []
+        for item in items:
+            if item.mark is None:
+                number = number_of[item.storage]
+                events.append(number if item.is_birth else -1 - number)
+            elif item.mark.kind < LAYER:
+                kind, storage = item.mark.kind, item.mark.storage
+                if kind in OF_HOLDS:
+                    storage += first_hold
+                elif storage >= 0:
+                    storage = number_of[storage]
+                marks.append(Mark(len(events), kind, item.mark.number, storage))
+        return _Piece(np.asarray(events, dtype=np.int64), tuple(marks))
+
+    def _joined(self, pieces: Sequence[_Piece], played: Sequence[str]) -> tuple[Timeline, tuple[tuple[Mark, ...], ...]]:
+        """Pieces as one stream and its marks."""
+        import numpy as np
+
+        parts = [piece.events for piece in pieces]
+        for piece, numbers in self._kept_too_long(parts, played).items():
+            parts[piece] = np.concatenate([parts[piece], -1 - np.asarray(numbers, dtype=np.int64)])
+        raw = np.concatenate(parts)
+        kept = _last_ends(raw, self._table.num_storages)
+        position = np.concatenate([[0], kept.cumsum()])
+        raw_starts = np.concatenate([[0], np.cumsum([len(part) for part in parts])])
+        events = raw[kept]
+        births = events[events >= 0]
+        renumbered = np.full(self._table.num_storages, -1, dtype=np.int64)
+        renumbered[births] = np.arange(len(births))
+        numbers = renumbered[np.where(events >= 0, events, -1 - events)]
+        first_of_phase = [0, 1, self.num_layers + 2, 2 * self.num_layers + 3, 2 * self.num_layers + 4, len(parts)]
+        marks = tuple(
+            tuple(
+                Mark(
+                    int(position[raw_starts[number] + mark.event]),
+                    mark.kind,
+                    mark.number,
+                    mark.storage if mark.kind in OF_HOLDS or mark.storage < 0 else int(renumbered[mark.storage]),
+                )
+                for number in range(first, end)
+                for mark in pieces[number].marks
+            )
+            for first, end in pairwise(first_of_phase)
+        )
+        _check_holds(marks)
+        phases = [(name, int(position[raw_starts[first]])) for name, first in zip(PHASES, first_of_phase, strict=False)]
+        return self._table.timeline(births, numbers, phases), marks
+
+    def _kept_too_long(self, parts: Sequence["Numbers"], played: Sequence[str]) -> dict[int, list[int]]:
+        """What begins in one piece and ends in none, by the piece at whose end it is taken to end: the one in which it
+        ends in the mode of its first piece."""
+        import numpy as np
+
+        raw = np.concatenate(parts)
+        is_ended = np.zeros(self._table.num_storages, dtype=np.bool_)
+        is_ended[-1 - raw[raw < 0]] = True
+        late: dict[int, list[int]] = {}
+        for piece, part in enumerate(parts):
+            for number in part[(part >= 0) & ~is_ended[np.maximum(part, 0)]].tolist():
+                end = self._deaths[played[piece]].get(number)
+                if end is not None:
+                    late.setdefault(end, []).append(number)
+        return late
+
+    def _work(self, modes: Sequence[LayerMode]) -> Work:
+        """What the micro-step makes the device do: of each mode's additional work the part of its layers."""
+        off = self._traces["off"].work
+        mixed: dict[str, Any] = {field.name: getattr(off, field.name) for field in fields(Work)}
+        for mode in dict.fromkeys(modes):
+            weights = self._weights[mode]
+            share = sum(weight for each, weight in zip(modes, weights, strict=True) if each == mode) / sum(weights)
+            for name, so_far in mixed.items():
+                mixed[name] = _moved(so_far, getattr(off, name), getattr(self._traces[mode].work, name), share)
+        return Work(**mixed)
+
+
+class _Table:
+    """The storages of several traces under one numbering, which begins with those of the first."""
+
+    def __init__(self, off: ModelTrace) -> None:
+        self._names: dict[str, int] = {}
+        self._rows: list[tuple[int, int, int, int, int]] = []
+        self._append(off.stream, range(len(off.stream.fixed)))
+
+    @property
+    def num_storages(self) -> int:
+        """Of all traces."""
+        return len(self._rows)
+
+    def _append(self, stream: Timeline, storages: Sequence[int]) -> None:
+        names = [self._names.setdefault(name, len(self._names)) for name in stream.names]
+        self._rows += [
+            (
+                stream.fixed[i], stream.per_sample[i], stream.categories[i],
+                names[stream.operators[i]], names[stream.modules[i]],
+            )
+            for i in storages
+        ]  # fmt: skip
+
+    def add(self, trace: ModelTrace, same: Mapping[int, int]) -> list[int]:
+        """The numbers of the storages of another trace; `same`: those that the first has, too."""
+        own = [storage for storage in range(len(trace.stream.fixed)) if storage not in same]
+        numbers = dict(same) | {storage: len(self._rows) + i for i, storage in enumerate(own)}
+        self._append(trace.stream, own)
+        return [numbers[storage] for storage in range(len(trace.stream.fixed))]
+
+    def timeline(self, births: "Numbers", events: "Numbers", phases: list[tuple[str, int]]) -> Timeline:
+        """A stream of the storages `births`, whose `events` count among them."""
+        import numpy as np
+
+        columns = np.asarray(self._rows, dtype=np.int64)[births].T.tolist()
+        fixed, per_sample, categories, operators, modules = map(tuple, columns)
+        return Timeline(
+            fixed=fixed,
+            per_sample=per_sample,
+            categories=categories,
+            operators=operators,
+            modules=modules,
+            names=tuple(self._names),
+            events=tuple(events.tolist()),
+            phases=tuple(phases),
+        )
+
+
+def _end_of(items: Sequence[_Item], last: int) -> int:
+    """The position after `last` and all that ends with it."""
+    position = last + 1
+    while position < len(items):
+        item = items[position]
+        if item.is_birth or (item.mark is not None and item.mark.kind not in OF_HOLDS):
+            break
+        position += 1
+    return position
+
+
+def _last_ends(raw: "Numbers", num_storages: int) -> Any:
+    """Which of `raw` stay: all births, and of the ends of each storage that was born the last."""
+    import numpy as np
+
+    kept = raw >= 0
+    born = np.zeros(num_storages, dtype=np.bool_)
+    born[raw[kept]] = True
+    ends = np.flatnonzero(~kept)
+    last = np.full(num_storages, -1, dtype=np.int64)
+    last[-1 - raw[ends]] = ends  # the last that is written of each stays
+    kept[last[born & (last >= 0)]] = True
+    return kept
+
+
+def _check_holds(marks: Sequence[Sequence[Mark]]) -> None:
+    """Every hold is let go, and nothing else is.
+
+    Raises:
+        NotMixableError: a layer holds what another mode's piece would have let go.
+    """
+    held: set[int] = set()
+    for mark in (mark for phase in marks for mark in phase if mark.kind in OF_HOLDS):
+        if (mark.kind is MarkKind.HOLD) == (mark.storage in held):
+            raise NotMixableError("a parameter is let go elsewhere than in another mode")
+        held ^= {mark.storage}
+    if held:
+        raise NotMixableError("a parameter is held beyond its layer")
+
+
+def _recomputed_bytes(items: Sequence[_Item], stream: Timeline, num_layers: int) -> list[int]:
+    """Bytes that each layer's recomputation makes for a sample; the same for all where nothing is recomputed."""
+    begins, ends = _positions(items, AGAIN), _positions(items, AGAIN_ENDS)
+    made = [
+        sum(stream.per_sample[item.storage] for item in items[begins[i] : ends[i]] if item.is_birth)
+        for i in range(num_layers)
+        if i in begins
+    ]
+    return made if sum(made) else [1] * num_layers
+
+
+def _moved(so_far: Any, off: Any, other: Any, share: float) -> Any:
+    """`so_far` with a share of what `other` has more than `off`."""
+    if isinstance(so_far, Line):
+        fixed = _moved(so_far.fixed, off.fixed, other.fixed, share)
+        return Line(fixed, _moved(so_far.per_sample, off.per_sample, other.per_sample, share))
+    moved = so_far + share * (other - off)
+    return round(moved) if isinstance(so_far, int) else moved
