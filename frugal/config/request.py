@@ -22,7 +22,7 @@ from frugal.units import plural
 
 Task = Literal["causal-lm", "masked-lm", "seq2seq", "sequence-classification"]
 Precision = Literal["bf16", "fp16", "fp32"]
-ActivationCheckpointingChoice = Literal["auto", "off", "selective", "full", "offloaded"]
+ActivationCheckpointingChoice = Literal["auto", "off", "selective", "full", "offloaded", "budget"]
 LossChoice = Literal["auto", "plain", "tiled"]
 AccumulationDtype = Literal["fp32", "bf16"]
 BatchNormChoice = Literal["local", "frozen", "sync"]
@@ -89,7 +89,9 @@ class Request:
     )  # fmt: skip
     zero_stage: int | None = setting(None, "Pin the ZeRO stage, 0-3.", "memory and speed")
     activation_checkpointing: ActivationCheckpointingChoice = setting(
-        "auto", "Recompute activations in backward; `auto`: where it is needed or pays.", "memory and speed"
+        "auto",
+        "Recompute activations in backward; `auto` and `budget`: in the layers where it is needed or pays.",
+        "memory and speed",
     )
     loss: LossChoice = setting(
         "auto",

@@ -304,7 +304,7 @@ def _check_own_code(plan: Plan, who: str) -> None:
     if strategy.activation_checkpointing not in ("off", "full"):
         raise RequestError(
             f"{who} does not know activation checkpointing {strategy.checkpointing}",
-            because=("it recomputes all layers whole, or nothing", *_price_of_all_or_nothing(plan)),
+            because=("it recomputes whole layers, or nothing", *_price_of_all_or_nothing(plan)),
             hint="plan with --activation-checkpointing full, or off",
         )
 

@@ -221,8 +221,7 @@ def _micro_step_seconds(
     repeated = REPEATED_OPERATORS * work.num_recomputed
     if strategy.zero_stage == 3 and work.num_recomputed:
         repeated += REPEATED_HOOKS * hooks
-    if strategy.activation_checkpointing == "selective":
-        repeated += PYTHON_OPERATORS * (work.num_forward + work.num_recomputed)
+    repeated += strategy.share("selective") * PYTHON_OPERATORS * (work.num_forward + work.num_recomputed)
     launch, launch_again = operators * device.operator_seconds, repeated * device.operator_seconds
     moving = work.moved_per_sample * samples / device.host_link_bandwidth
     if device.kind == "cpu":

@@ -290,11 +290,19 @@ LATER = ("even", "adam_beta1", "adam_beta2", "adam_epsilon", "batch_norm", "lora
 plan which does not use them is the same, and has the same digest, as before there were any."""
 
 
+LATER_IN_STRATEGIES = ("layer_modes",)
+"""The same of a strategy: not written where they have their defaults."""
+
+
 def _as_written(plan: Plan) -> dict[str, Any]:
-    """A plan in plain types, without what `LATER` names and nobody asked for."""
+    """A plan in plain types, without what `LATER` and `LATER_IN_STRATEGIES` name and nobody asked for."""
     plain: dict[str, Any] = msgspec.to_builtins(plan)
     request = plain["request"]
     kept = {name: value for name, value in request.items() if name not in LATER or value is not None}
+    for holder in (plain, *plain["rejected"]):
+        for name in LATER_IN_STRATEGIES:
+            if holder["strategy"][name] == msgspec.to_builtins(getattr(Strategy, name)):
+                del holder["strategy"][name]
     return plain | {"request": kept}
 
 

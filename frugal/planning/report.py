@@ -35,7 +35,7 @@ def reasons(request: Request, cluster: Cluster, result: SearchResult) -> tuple[s
 def _activation_checkpointing(request: Request, result: SearchResult) -> str:
     taken, mode = result.chosen, result.chosen.strategy.activation_checkpointing
     word = "on" if mode == "full" else mode
-    if request.activation_checkpointing != "auto":
+    if request.activation_checkpointing not in ("auto", "budget"):
         return f"activation checkpointing is {word}, as asked"
     others = _alternatives(result, lambda candidate: candidate.strategy.activation_checkpointing == "off")
     if mode == "off":

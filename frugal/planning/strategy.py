@@ -217,7 +217,7 @@ def _stages(request: Request, offload: Offload, world_size: int) -> tuple[int, .
 
 def _modes(request: Request, can_recompute: bool, on_gpus: bool) -> tuple[ActivationCheckpointing, ...]:
     """The modes of activation checkpointing to try; `offloaded` on GPUs only: a CPU rank has nowhere else to go."""
-    if request.activation_checkpointing != "auto":
+    if request.activation_checkpointing != "auto" and request.activation_checkpointing != "budget":
         return (request.activation_checkpointing,)
     if not can_recompute:
         return ("off",)

@@ -104,10 +104,10 @@ def _positions(items: Sequence[_Item], kind: MarkKind) -> dict[int, int]:
     Raises:
         NotMixableError: it has several.
     """
-    found = [(item.mark.number, i) for i, item in enumerate(items) if item.mark is not None and item.mark.kind is kind]
-    if len(dict(found)) != len(found):
+    marked = [(item.mark.number, i) for i, item in enumerate(items) if item.mark is not None and item.mark.kind is kind]
+    if len(dict(marked)) != len(marked):
         raise NotMixableError("a layer runs more than once")
-    return dict(found)
+    return dict(marked)
 
 
 def _matches(reference: Sequence[_Item], items: Sequence[_Item]) -> dict[int, int]:
