@@ -25,7 +25,7 @@ from frugal.config.setting import settings_of
 from frugal.deepspeed_adapter.json_config import write_plan
 from frugal.distributed.env import DEFAULT_PORT
 from frugal.errors import CheckpointError, PlanMismatchError, RequestError
-from frugal.launch import commands, local, pdsh, restart
+from frugal.launch import alternatives, commands, local, pdsh, restart
 from frugal.launch.pdsh import RestartableHosts
 from frugal.launch.ssh import Access
 from frugal.planning.plan import Plan
@@ -84,9 +84,11 @@ def command(
     if plan is None:
         plan = _new_plan(job)
         _tell(plan, err=printed is not None)
+        plan = alternatives.for_run(plan, job.settings)
         if printed is not None:
             plan_path, _ = write_plan(plan, job.settings.out)
     else:
+        plan = alternatives.for_run(plan, job.settings) if printed is None else plan
         for note in cuda_allocator.notes(plan.strategy.expandable_segments, plan.cluster, os.environ):
             click.echo(f"note: {note}", err=True)
     _check_ranks(plan, ranks)

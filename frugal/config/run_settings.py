@@ -116,6 +116,10 @@ class RunSettings:
         None, "Optimizer steps over which the schedule goes, where the run is to end before: it can be resumed on the "
         "same curve.", "optimizer", least=1, shown_default="those of the run", is_expert=True,
     )  # fmt: skip
+    tune: bool | None = setting(
+        None, "Take the first steps in several ways (micro-batches, activation checkpointing, tiled loss) and go on in "
+        "the fastest; --no-tune: as planned.", "run", shown_default="where the run is long enough to win by it",
+    )  # fmt: skip
     eval_every: int | None = setting(
         None, "Optimizer steps between evaluations; 0: never.", "run", least=0, shown_default="at the end"
     )
@@ -293,7 +297,7 @@ class RunSettings:
             if value == field.default:
                 continue
             if isinstance(value, bool):
-                arguments.append(flag_of(field.name))
+                arguments.append(flag_of(field.name if value else f"no_{field.name}"))
             else:
                 for each in value if isinstance(value, tuple) else (value,):
                     arguments += [flag_of(field.name), str(each)]

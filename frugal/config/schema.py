@@ -157,6 +157,9 @@ def parse(
         flag, has_value, value = word.partition("=")
         name = flag.removeprefix("--").replace("-", "_")
         row = settings.get(name)
+        if (opposite := settings.get(name.removeprefix("no_"))) is not None and opposite.has_opposite and row is None:
+            values[opposite.name] = False
+            continue
         kind = kinds.get(name) or (None if row is None else row.kind.word_type)
         if name == "local_rank":
             kind = int

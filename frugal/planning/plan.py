@@ -1,13 +1,14 @@
 """The decision: the interface between planning and training.
 
 `plan.json` is this module's `Plan`, encoded. Everything needed to run it is in it; DeepSpeed's JSON is a print-out. It
-differs from the dataclasses in three places:
+differs from the dataclasses in four places:
 
     cluster.nodes             equal nodes that follow each other are one entry, with their `count`
     batch.micro_batch_sizes   written for other programs, never read: samples of each rank in each micro-step, up to
                               `MAX_LISTED_SIZES` of them; beyond that null, because `batch.micro_steps` says the same
                               for a thousand ranks and micro-steps in a few numbers
     request                   without those settings of `LATER` that nobody asked for
+    alternatives, tuned_from  left out where there are none
 """
 
 import hashlib
@@ -114,12 +115,31 @@ class Rejected:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Alternative:
+    """Another way to take the same optimizer steps on the same engine: it fits, and may turn out faster than the plan.
+
+    It differs from its plan in micro-batches, in the mode of activation checkpointing, or in the loss; `memory` and
+    `time` are predicted like the plan's. See `frugal.planning.search.alternatives`.
+    """
+
+    strategy: Strategy
+    batch: BatchPlan
+    memory: MemoryBreakdown
+    time: StepTime
+
+    def __post_init__(self) -> None:
+        assert self.memory.fits, "an alternative that does not fit is none"
+
+
+@dataclass(frozen=True, kw_only=True)
 class Plan:
     """A decision with its prediction and its reasons.
 
     `memory` is the fullest rank's. `defaults` names the request's fields that the user did not set.
     `why` is for people, in order of importance. `grouping`: what the data comes to, None where nothing is known of it;
-    the time is then that of a step of full-length samples. `digest` is the SHA-256 of all the rest.
+    the time is then that of a step of full-length samples. `digest` is the SHA-256 of all the rest. `alternatives` are
+    what a run may try in its first steps, fastest by prediction first; `tuned_from` is the digest of the plan that a
+    run began with, where this one is what it found to be fastest.
     """
 
     schema: int = SCHEMA
@@ -138,6 +158,8 @@ class Plan:
     warnings: tuple[str, ...]
     rejected: tuple[Rejected, ...]
     grouping: Grouping | None = None
+    alternatives: tuple[Alternative, ...] = ()
+    tuned_from: str = ""
 
     def __post_init__(self) -> None:
         assert self.batch.world_size == self.cluster.world_size
@@ -295,14 +317,17 @@ LATER_IN_STRATEGIES = ("layer_modes",)
 
 
 def _as_written(plan: Plan) -> dict[str, Any]:
-    """A plan in plain types, without what `LATER` and `LATER_IN_STRATEGIES` name and nobody asked for."""
+    """A plan in plain types, without what `LATER` and `LATER_IN_STRATEGIES` name and nobody asked for, and without
+    empty parts of tuning."""
     plain: dict[str, Any] = msgspec.to_builtins(plan)
+    plain = {name: value for name, value in plain.items() if value or name not in ("alternatives", "tuned_from")}
     request = plain["request"]
     kept = {name: value for name, value in request.items() if name not in LATER or value is not None}
-    for holder in (plain, *plain["rejected"]):
-        for name in LATER_IN_STRATEGIES:
-            if holder["strategy"][name] == msgspec.to_builtins(getattr(Strategy, name)):
-                del holder["strategy"][name]
+    for holder in (plain, *plain["rejected"], *plain.get("alternatives", ())):
+        for name in LATER_IN_STRATEGIES:  # msgspec leaves out defaults of a strategy that it has read
+            default = msgspec.to_builtins(getattr(Strategy, name))
+            if holder["strategy"].get(name, default) == default:
+                holder["strategy"].pop(name, None)
     return plain | {"request": kept}
 
 

@@ -189,8 +189,9 @@ def _does_not_fit(candidates: list[Candidate]) -> str:
 
 SPLIT_MATTERS = "the gradient depends on how a global batch is split"
 PADDING_MATTERS = "the gradient depends on padding"
+DROPOUT = "dropout draws its masks for each rank and micro-step: another split of a global batch draws others"
 ADDED_LOSS = "its loss is more than a sum over targets"
-"""How the warnings of a plan begin that training repeats."""
+"""How the warnings of a plan begin that training repeats; dropout's is ordinary, so it does not."""
 
 SHOWN_REJECTED = 7
 

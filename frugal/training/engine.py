@@ -23,7 +23,8 @@ from frugal.training.extensions.callbacks import Callbacks
 from frugal.training.extensions.metric import Metric
 from frugal.training.extensions.optimizer import MakeOptimizer, OwnOptimizer, ParameterGroups
 from frugal.training.losses.evaluation import Evaluation, evaluate
-from frugal.training.models import adapters, batch_norm
+from frugal.training.measure.tuner import Event, Tuner
+from frugal.training.models import adapters, batch_norm, tiled_loss
 from frugal.training.models.loading import quantised
 from frugal.training.objectives import Objective
 from frugal.training.train_step import Prepared, Stepper, StepResult, wrap
@@ -32,11 +33,31 @@ from frugal.training.train_step import Prepared, Stepper, StepResult, wrap
 class Engine(Stepper):
     """A model under a plan. Make it with `initialize`."""
 
+    tuner: Tuner | None = None
+
     def train_step(self, batch: Given | Prepared) -> StepResult:
         """One optimizer step on a global batch; see `frugal.training.train_step.Stepper.train_step`."""
-        result = super().train_step(batch)
+        if (tuner := self.tuner) is None:
+            result = super().train_step(batch)
+        else:
+            batch = batch if isinstance(batch, Prepared) else self.prepare(as_samples(batch, self.objective))
+            tuner.before_step()
+            result = super().train_step(batch)
+            tuner.after_step(self.deepspeed.global_steps, batch.samples, is_finite=result.is_finite)
+            self.tuner = None if tuner.is_over else tuner
         self.callbacks.on_step(self, self.deepspeed.global_steps, result)
         return result
+
+    def tune(self, most_steps: int, on_event: Event = lambda _: None) -> None:
+        """Take the next steps, at most `most_steps` and two, in several ways, and go on in the fastest. Collective.
+
+        The plan must list alternatives, see `frugal.launch.alternatives.with_alternatives`; `plan` is the one found
+        afterwards. `on_event`: told of each step and of the end; see `frugal.training.measure.tuner`.
+
+        Raises:
+            RequestError: the plan lists none, or the steps are too few.
+        """
+        self.tuner = Tuner(self, most_steps, on_event)
 
     def evaluate(self, samples: Given, metric: Metric | Callable[..., Any] | None = None) -> Evaluation:
         """The mean loss on `samples`, given whole and equal on every rank; see `frugal.training.losses.evaluation`.
@@ -114,6 +135,8 @@ def initialize(
     _refuse_different_plans(plan, votes)
     model = adapters.as_planned(quantised.as_planned(model, plan), plan)
     batch_norm.apply_planned(model, plan)
+    if any(other.strategy.loss == "tiled" for other in plan.alternatives):
+        tiled_loss.prepare(model)
     own = OwnOptimizer.of(model, plan, optimizer, parameter_groups)
     with nullcontext() if is_nccl else closed_afterwards():
         zero = wrap(

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from frugal.config.run_settings import RunSettings, run_settings
 from frugal.config.schema import parse
@@ -27,15 +27,12 @@ if TYPE_CHECKING:
 
     from frugal.config.learning_rate import Curve
     from frugal.distributed.peer_watch import PeerWatch
-    from frugal.training.checkpoint.held_folder import HeldFolder
     from frugal.training.checkpoint.progress import Progress
     from frugal.training.data.batches import GlobalBatches
     from frugal.training.data.corpus import RunData
     from frugal.training.data.sources import Provenance
     from frugal.training.data.stream.samples import StreamBatches
     from frugal.training.engine import Engine
-    from frugal.training.extensions.best import Best
-    from frugal.training.extensions.metric import Metric
     from frugal.training.reports.metrics import Log
 
 
@@ -95,20 +92,21 @@ def _watch_peers() -> "PeerWatch":
 def train(plan: Plan, settings: RunSettings, device: "torch.device") -> Path | None:
     """Train on ranks that have joined; the folder of the final model, if there is one. Collective; raises as `run`."""
     from frugal.training import loop, train_step
+    from frugal.training.checkpoint import final_model
     from frugal.training.checkpoint.held_folder import HeldFolder
     from frugal.training.engine import initialize
     from frugal.training.extensions.best import Best
     from frugal.training.extensions.callbacks import Callbacks
     from frugal.training.extensions.metric import Metric
-    from frugal.training.measure import memory_watch
+    from frugal.training.measure import memory_watch, tuned_run
     from frugal.training.measure.first_steps import FirstStepsGauge
     from frugal.training.models.loading import placed
     from frugal.training.reports import opening
 
-    rank = env.rank()
-    _check_services(settings, rank)
+    rank = _check_services(settings)
     metric, callbacks = Metric.load(settings.metric), Callbacks.load(settings.callback)
     settings = run_folder.create(settings)
+    plan = tuned_run.continued(plan, settings)
     run_folder.check_space(plan, settings)
     data = _read_samples(plan, settings)
     _check_validation(settings, data)
@@ -135,6 +133,7 @@ def train(plan: Plan, settings: RunSettings, device: "torch.device") -> Path | N
             for remark in opening.remarks(plan, data, device, rank):
                 log.say(remark)
             first_steps = None if settings.resume else FirstStepsGauge(gauge, measuring)
+            tuned_run.begin(engine, held, log, total_steps - start.step)
             best = Best(settings, start)
             done = loop.train(
                 engine, batches, data.validation, settings, log,
@@ -143,20 +142,21 @@ def train(plan: Plan, settings: RunSettings, device: "torch.device") -> Path | N
             if best.is_over:
                 log.say(f"step {done.step}/{total_steps}  {best.why_over}")
             if is_done := done.step == total_steps or best.is_over:
-                step = _load_best(engine, held, best, log) if settings.save_best_model else done.step
-                _evaluate_at_the_end(engine, data, step, log, metric)
-                log.say(f"model written to {_save_model(engine, held, data)}")
+                final_model.finish(engine, held, data, done.step, best, log, metric)
             else:
-                where = held.settings.checkpoints
-                log.say(f"told to stop: step {done.step} is saved in {where}, continue with --resume")
+                log.say(
+                    f"told to stop: step {done.step} is saved in {held.settings.checkpoints}, continue with --resume"
+                )
         engine.destroy()
     return held.settings.out / "model" if is_done else None
 
 
-def _check_services(settings: RunSettings, rank: int) -> None:
-    if rank == 0:
+def _check_services(settings: RunSettings) -> int:
+    """This rank; trackers and hub are asked by rank 0 alone."""
+    if (rank := env.rank()) == 0:
         trackers.check(settings.track)
         hub.check(settings.push_to_hub)
+    return rank
 
 
 def _log(plan: Plan, settings: RunSettings, rank: int, first_step: int, total_steps: int) -> "Log":
@@ -206,44 +206,6 @@ def _check_validation(settings: RunSettings, data: "RunData") -> None:
             because=f"--validation-fraction is {settings.validation_fraction:g}, and there is no --validation-data",
             hint="give validation data, or a larger part of the data",
         )
-
-
-def _load_best(engine: "Engine", held: "HeldFolder", best: "Best", log: "Log") -> int:
-    """Go back to the weights of the best checkpoint, which become the final model; the steps that it had."""
-    from frugal.training.checkpoint import loading, saving
-
-    folder = held.settings.checkpoints
-    path = saving.best_of(manifest.checkpoints_in(folder), best.criterion.score)
-    loaded = loading.load(engine, folder, only=None if path is None else path.name)
-    log.say(f"the model is that of step {loaded.progress.step}, the best by {best.criterion.name or 'the metric'}")
-    return loaded.progress.step
-
-
-def _evaluate_at_the_end(
-    engine: "Engine", data: "RunData", total_steps: int, log: "Log", metric: "Metric | None" = None
-) -> None:
-    """What it makes of data kept for the end, and of as many samples that it knows as it was validated with."""
-    from frugal.training.data.corpus import Subset
-    from frugal.training.data.stream.samples import SampleStream
-    from frugal.training.losses.evaluation import evaluate
-
-    if len(data.test) > 0:
-        known: Sequence[Any] = ()
-        if not isinstance(data.training, SampleStream):  # which is read once
-            known = Subset.drawn_from(data.training, len(data.validation) or len(data.test))
-        for name, samples in (("train", known), ("test", data.test)):
-            if len(samples) == 0:
-                continue
-            log.evaluation(total_steps, evaluate(engine, samples, metric), of=name)
-
-
-def _save_model(engine: "Engine", held: "HeldFolder", data: "RunData") -> Path:
-    """Where the trained model is; in a folder that was deleted, it is not."""
-    from frugal.training.checkpoint import saving
-
-    if not held.follow(engine.votes):
-        held.replace(saving.beside(held.settings.out))
-    return saving.save_model(engine, held.settings.out / "model", data.tokenizer, uses_cache=data.spec.uses_cache)
 
 
 def _refuse_other_model(plan: Plan, model: "torch.nn.Module") -> None:

@@ -29,7 +29,7 @@ from frugal.errors import RequestError
 from frugal.planning.batch import BatchPlan
 from frugal.planning.plan import Plan
 from frugal.planning.strategy import Strategy
-from frugal.training.data.batches import MicroBatchLimits, Share, pin, share
+from frugal.training.data.batches import MicroBatchLimits, pin, share
 from frugal.training.data.given_batch import Given, as_samples
 from frugal.training.extensions.callbacks import Callbacks
 from frugal.training.extensions.optimizer import OwnOptimizer
@@ -93,10 +93,11 @@ class StepResult:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A global batch, and what this rank takes of it under `limits`: its micro-batches, and the targets in them."""
+    """A global batch, and what this rank takes of it under `limits`, cut as `planned`: micro-batches, and targets."""
 
     samples: Sequence[Sample]
     limits: MicroBatchLimits
+    planned: BatchPlan
     batches: list[Batch]
     targets: int
 
@@ -117,12 +118,13 @@ class Stepper:
     def __init__(self, zero: Zero, plan: Plan, objective: Objective, votes: dist.ProcessGroup | None) -> None:
         self.zero = zero
         self.deepspeed = zero.engine
-        self.plan = plan
+        self.plan = self.recorded_plan = plan  # while a run is tuned, what the next step takes, and what is kept
         self.objective = objective
         self.votes = votes  # a gloo group: small sums between hosts, without touching the device
         self.guard = Guard(votes)
         self.update = Update(zero, self.guard, weight_decay.PartialDecay(zero, plan.request).apply)
         self.adaptive_limits = AdaptiveLimits(plan, zero.engine.module)
+        self.num_recoveries = 0  # times that a step was begun again because memory ran out
         self.callbacks = Callbacks()
         self.wants_to_stop = False  # for a reason of this rank's own
         self.is_to_stop = False  # whether any rank wants or was told to; equal on all ranks, after each step
@@ -153,10 +155,10 @@ class Stepper:
 
     def prepare(self, samples: Sequence[Sample]) -> Prepared:
         """All that `train_step` does on the host alone; another thread may do it while a step runs."""
-        limits = self.limits
-        taken = ([samples[place] for place in places] for places in self._share(samples, limits).places)
+        limits, planned = self.limits, self.plan.batch
+        taken = ([samples[place] for place in places] for places in share(samples, limits, self.rank, planned).places)
         batches = [pin(self.objective.collate(own or [self.objective.dummy()]), self.device) for own in taken]
-        return Prepared(samples, limits, batches, sum(map(self.objective.count, batches)))
+        return Prepared(samples, limits, planned, batches, sum(map(self.objective.count, batches)))
 
     def train_step(self, batch: Given | Prepared) -> StepResult:
         """One optimizer step on the samples of a global batch, given whole and equal on every rank, or prepared.
@@ -175,8 +177,8 @@ class Stepper:
         samples = batch.samples if isinstance(batch, Prepared) else as_samples(batch, self.objective)
         if len(samples) == 0:
             raise RequestError("the global batch is empty", hint="pass at least one sample")
-        if not isinstance(batch, Prepared) or batch.limits != self.limits:  # it was prepared before memory ran out
-            batch = self.prepare(samples)
+        if not isinstance(batch, Prepared) or (batch.limits, batch.planned) != (self.limits, self.plan.batch):
+            batch = self.prepare(samples)  # anew: since then memory ran out, or another cut is tried
         batches = batch.batches
         (targets,) = self._sum(batch.targets)
         if targets == 0:
@@ -189,6 +191,7 @@ class Stepper:
         attempts = 0
         while isinstance(done := self._try(batches, int(targets)), OutOfMemory):
             attempts += 1
+            self.num_recoveries += 1
             abandon(self.zero)
             restore_generators(before, self.device)
             self._say(self._make_room(done, samples, attempts))
@@ -238,7 +241,7 @@ class Stepper:
             return self.adaptive_limits.retry_update(shortage, attempts, is_begun=self.update.is_begun)
         if shortage.is_fragmentation and attempts == 1:
             return "out of memory, though enough is free in pieces: these are given back, and the batch is run again"
-        return self.adaptive_limits.lower(shortage, self._share(samples, self.limits).largest)
+        return self.adaptive_limits.lower(shortage, share(samples, self.limits, self.rank, self.plan.batch).largest)
 
     def _say(self, message: str | None) -> None:
         if message is not None and self.rank == 0:
@@ -247,10 +250,6 @@ class Stepper:
     def accumulate(self, batches: Sequence[Batch], targets: int) -> Tensor:
         """Forward and backward over this rank's micro-batches; see `accumulate`."""
         return accumulate(self.deepspeed, self.objective, batches, targets)
-
-    def _share(self, samples: Sequence[Sample], limits: MicroBatchLimits) -> Share:
-        """This rank's micro-batches of a global batch."""
-        return share(samples, limits, self.rank, self.plan.batch)
 
     def _sum(self, *values: float) -> list[float]:
         """Each value summed over the ranks, in fp64."""

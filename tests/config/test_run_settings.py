@@ -19,7 +19,7 @@ SOME = RunSettings(
     validation_samples=12, resume=True, accept_changed_data=True, grace=75, text_column="t", label_column="l",
     source_column="s", target_column="g", schedule_steps=8, track=("wandb",), format="messages",
     chat_template="chatml", train_on="all", callback=("c.py:C",), push_to_hub="me/mine",
-    metric="m.py:f1", best="loss", best_mode="max", patience=3, save_best_model=True,
+    metric="m.py:f1", best="loss", best_mode="max", patience=3, save_best_model=True, tune=False,
 )  # fmt: skip
 
 

@@ -13,7 +13,7 @@ import torch
 from bench.plans import plan_by_hand
 from bench.ranks import Ranks
 from frugal.errors import RequestError
-from frugal.training import run
+from frugal.training.checkpoint import final_model
 from frugal.training.engine import initialize
 from frugal.training.losses.evaluation import Evaluation, evaluate
 from frugal.training.measure.memory_watch import gauge
@@ -175,7 +175,7 @@ def at_the_end(folder: Path) -> list[dict[str, Any]]:
         training=ragged_samples(64), validation=ragged_samples(9), test=ragged_samples(7, seed=1)
     )
     with Log(folder, rank=0, planned_bytes=0, total_steps=5) as log:
-        run._evaluate_at_the_end(engine, data, 5, log)
+        final_model.evaluate_at_the_end(engine, data, 5, log)
     engine.destroy()
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 

@@ -224,7 +224,7 @@ def load(engine: Stepper, folder: Path, *, only: str | None = None) -> Loaded:
 
 def origin(engine: Stepper, step: int, listed: dict[str, File]) -> Manifest:
     """What this run is, in the manifest's words."""
-    plan = engine.plan
+    plan = engine.recorded_plan
     own = None if engine.own_optimizer is None else engine.own_optimizer.name
     shapes = [(name, engine.zero.shape(p)) for name, p in engine.module.named_parameters()]
     return Manifest(

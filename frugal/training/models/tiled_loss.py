@@ -41,12 +41,36 @@ def apply(model: nn.Module) -> None:
     head = _head(model)
     if head is None:
         raise _refusal(model, "it has no linear output head (get_output_embeddings() gives none)")
-    try:
-        end = logits_end.observed(model)
-    except logits_end.NotElementwiseError as error:
-        raise _refusal(model, f"{_CHANGED}: {error}") from None
-    finish = partial(end.apply, model=model) if end is not None and end.steps else None
-    head.forward = _TiledHead(head, finish)  # type: ignore[method-assign, assignment]  # ZeRO-3's hooks still run
+    head.forward = _prepared(model, head)  # type: ignore[method-assign, assignment]  # ZeRO-3's hooks still run
+
+
+def prepare(model: nn.Module) -> None:
+    """Have `apply` find what it needs later, when the model is an engine's, whose hooks are not to be copied."""
+    if (head := _head(model)) is not None:
+        _prepared(model, head)
+
+
+def remove(model: nn.Module) -> None:
+    """Give the output head its own forward back."""
+    if (head := _head(model)) is not None and isinstance(head.forward, _TiledHead):
+        del head.forward
+
+
+_PREPARED = "frugal_tiled_head"
+"""Where a head keeps what stands for its forward."""
+
+
+def _prepared(model: nn.Module, head: nn.Linear) -> "_TiledHead":
+    """What stands for the head's forward. Raises as `apply`."""
+    if _PREPARED not in vars(head):
+        try:
+            end = logits_end.observed(model)
+        except logits_end.NotElementwiseError as error:
+            raise _refusal(model, f"{_CHANGED}: {error}") from None
+        finish = partial(end.apply, model=model) if end is not None and end.steps else None
+        vars(head)[_PREPARED] = _TiledHead(head, finish)
+    prepared: _TiledHead = vars(head)[_PREPARED]
+    return prepared
 
 
 def is_supported(model: nn.Module) -> bool:

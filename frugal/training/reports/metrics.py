@@ -9,6 +9,10 @@ Each line of `metrics.jsonl` is one JSON object with an `event`:
     left_out     step, why, samples (their indices in the training data), time: nothing was updated
     memory       step, planned_bytes, measured_bytes (rank 0's peak over initialisation and two steps),
                  planned_micro_batch, largest_micro_batch (samples and tokens: planned, and run so far), time
+    tuning       step, seconds, work (tokens, or samples), strategy, micro_batch, accumulation_steps, is_planned,
+                 given_up (why, if it is), time: this step was taken in one of several ways
+    tuned        step, gain (part of the planned step's seconds), strategy, micro_batch, accumulation_steps,
+                 plan_digest, time: the way in which the run goes on
 
 A resumed run appends, after dropping the records beyond the step it resumes from. A number that is not finite is null.
 
@@ -152,6 +156,11 @@ class Log:
                 f"step {step}/{self._total_steps}  {of} loss {evaluation.loss:.4f}"
                 f"  perplexity {evaluation.perplexity:.2f}{measured}  ({evaluation.samples} samples)"
             )
+
+    def event(self, **values: Any) -> None:
+        """A record of its own kind: `event` and `step`, and whatever else it says."""
+        if self.is_rank_0:
+            self._record(**values)
 
     def left_out(self, step: int, why: str, samples: list[int], *, is_going_on: bool) -> None:
         """Step number `step` updated nothing, because of what `samples` gave."""

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from frugal.config.request import BatchNormChoice
 from frugal.errors import RequestError, first_line
-from frugal.planning.report import PADDING_MATTERS, SPLIT_MATTERS
+from frugal.planning.report import DROPOUT, PADDING_MATTERS, SPLIT_MATTERS
 from frugal.training.losses import loss_check, own_loss
 from frugal.training.models import batch_norm, transformers_internals
 from frugal.training.models.spec import OWN, ModelSpec, heads
@@ -20,9 +20,6 @@ from frugal.training.objectives import Objective, Sample
 from frugal.training.trials import probe
 from frugal.training.trials.probe import FEW_SAMPLES, NUM_SAMPLES, Dependence
 from frugal.training.trials.small_model import NoSmallModelError, small_models
-
-DROPOUT = "dropout draws its masks for each rank and micro-step: another split of a global batch draws others"
-"""Ordinary, so that training does not repeat it."""
 
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
 

@@ -164,6 +164,17 @@ def test_off_takes_back_what_a_transformers_model_had_on() -> None:
     assert not model.is_gradient_checkpointing
 
 
+def test_off_gives_layers_their_own_forward_back() -> None:
+    model, _ = skip_net()
+    layers = activation_checkpointing.repeated_layers(model)
+    own = [layer.forward for layer in layers]
+    activation_checkpointing.apply(model, "full")
+    activation_checkpointing.apply(model, "selective")
+    assert [layer.forward for layer in layers] != own
+    activation_checkpointing.apply(model, "off")
+    assert [layer.forward for layer in layers] == own
+
+
 def test_a_module_without_layers_is_refused() -> None:
     with pytest.raises(RequestError) as caught:
         activation_checkpointing.apply(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), "full")

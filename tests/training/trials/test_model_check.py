@@ -13,12 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from frugal.errors import RequestError
-from frugal.planning.report import PADDING_MATTERS, SPLIT_MATTERS
+from frugal.planning.report import DROPOUT, PADDING_MATTERS, SPLIT_MATTERS
 from frugal.training.models.resolve import presets, resolve
 from frugal.training.models.spec import OWN, ModelSpec
 from frugal.training.objectives import SummedLoss
 from frugal.training.trials import probe
-from frugal.training.trials.model_check import DROPOUT, check_model, trial
+from frugal.training.trials.model_check import check_model, trial
 from frugal.training.trials.small_model import small_models
 from tests.training.gradients import relative_error
 from tests.training.small_models import TINY

@@ -1,0 +1,179 @@
+"""Tuning while training: the first optimizer steps are taken in several ways, and the run goes on in the fastest.
+
+The gradient of a global batch does not depend on how it is cut or on what is recomputed, so each of these steps is a
+step of the run: nothing is repeated and nothing thrown away. What may be tried is in the plan (`Plan.alternatives`);
+which way a step takes, and when it is known which is the fastest, is decided by `race`. All ranks know the seconds of
+each other and decide alike, on those of the slowest.
+
+A way in which memory runs out is given up; the step itself is recovered as always. Where memory runs out under the plan
+itself, or a step is not finite, tuning ends.
+
+Between two ways the engine stays. What changes: how a global batch is cut, which of the model's layers recompute what,
+and what the output head does. Gathers of ZeRO-3 are forgotten, as modules now run in another order, and memory that
+CUDA's allocator keeps is given back.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from frugal.distributed.exchange import gather
+from frugal.errors import RequestError
+from frugal.planning.plan import Plan
+from frugal.planning.search import alternatives
+from frugal.training.measure.race import Race, most_contestants, steps_needed
+from frugal.training.models import activation_checkpointing, tiled_loss
+from frugal.training.oom_limits import AdaptiveLimits
+from frugal.training.oom_retry import abandon
+from frugal.units import plural
+
+if TYPE_CHECKING:
+    from frugal.training.train_step import Stepper
+
+logger = logging.getLogger("frugal")
+
+SHARE = 0.1
+"""Of a run's steps that tuning may take at most."""
+
+FIRST_STEPS = 2
+"""Steps before it: the memory of the plan is measured in them, and the optimizer makes its states."""
+
+LEAST_STEPS = steps_needed(2)
+"""That tell two ways apart."""
+
+Event = Callable[[dict[str, Any]], None]
+"""Told of what was tried and found, on all ranks alike; keys as in `metrics.jsonl`."""
+
+
+def switch(engine: "Stepper", plan: Plan) -> None:
+    """Have the engine take its next steps as `plan` says, which is its own but for what an `Alternative` may change.
+
+    Call it between two steps, on all ranks. No communication.
+    """
+    before, now = engine.plan.strategy, plan.strategy
+    recomputes = engine.adaptive_limits.is_lowered  # memory ran out, and it may have been switched on
+    modes = now.activation_checkpointing, now.layer_modes
+    if modes != (before.activation_checkpointing, before.layer_modes) or recomputes:
+        activation_checkpointing.apply(engine.module, *modes)
+    if now.loss != before.loss:
+        (tiled_loss.apply if now.loss == "tiled" else tiled_loss.remove)(engine.module)
+    engine.plan = plan
+    engine.adaptive_limits = AdaptiveLimits(plan, engine.module)
+    abandon(engine.zero)
+
+
+class Tuner:
+    """Tunes one engine in the steps to come. `before_step` and `after_step` are called around each of them. Collective.
+
+    `first_steps`: steps that are left alone before. `is_over`: the engine has the fastest plan.
+    """
+
+    def __init__(self, engine: "Stepper", most_steps: int, on_event: Event, first_steps: int = FIRST_STEPS) -> None:
+        """Raises RequestError: the plan has no alternatives, or `most_steps` are too few to compare two ways."""
+        own, others = engine.plan, engine.plan.alternatives
+        number = most_contestants(most_steps, 1 + len(others))
+        if number < 2:
+            because = "its plan has no alternatives" if not others else f"{plural(most_steps, 'step')} are too few"
+            raise RequestError("there is nothing to tune", because=because)
+        self._engine, self._on_event = engine, on_event
+        self._plans = [own, *(alternatives.changed_to(own, other) for other in others[: number - 1])]
+        self._race = Race(number)
+        self._left_alone = first_steps
+        self._start, self._num_recoveries = 0.0, 0
+        self._step = 0
+        self.is_over = False
+        tried, known = plural(number - 1, "alternative"), f" of {len(others)}" if number - 1 < len(others) else ""
+        self._say(
+            f"tuning: trying {tried}{known} in the first {first_steps + steps_needed(number)} steps; --no-tune to "
+            "leave it out"
+        )
+
+    @property
+    def own_plan(self) -> Plan:
+        """The plan that the run began with."""
+        return self._plans[0]
+
+    def before_step(self) -> None:
+        """A step begins."""
+        self._num_recoveries = self._engine.num_recoveries
+        self._wait()
+        self._start = time.perf_counter()
+
+    def after_step(self, step: int, samples: Sequence[Any], *, is_finite: bool) -> None:
+        """Step number `step` is done, of these samples: as much work as they have tokens, where that is known."""
+        self._wait()
+        lengths = getattr(samples, "lengths", None)
+        work = float(len(samples) if lengths is None else sum(lengths))
+        seconds = max(gather(time.perf_counter() - self._start, float, self._engine.votes))
+        self._step = step
+        if not is_finite or (self._has_recovered and self._race.current == 0):
+            return self._end(f"ended, as {'memory ran out' if is_finite else 'a step was not finite'} in step {step}")
+        if self._left_alone:
+            self._left_alone -= 1
+            return None
+        number = self._race.current
+        if self._has_recovered:
+            self._race.give_up("out of memory")
+        else:
+            self._race.after_step(seconds / work)
+        self._tell(number, work, seconds)
+        if self._race.is_over:
+            return self._end()
+        if self._race.current != number:
+            switch(self._engine, self._plans[self._race.current])
+        return None
+
+    @property
+    def _has_recovered(self) -> bool:
+        return self._engine.num_recoveries > self._num_recoveries
+
+    def _tell(self, number: int, work: float, seconds: float) -> None:
+        plan, contestant = self._plans[number], self._race.contestants[number]
+        self._on_event({
+            "event": "tuning", "step": self._step, "is_planned": number == 0, "seconds": seconds, "work": work,
+            "given_up": contestant.out, **_in_numbers(plan),
+        })  # fmt: skip
+
+    def _end(self, why: str = "") -> None:
+        """Go on in the fastest way, and say what was found."""
+        self.is_over = True
+        race, own, engine = self._race, self.own_plan, self._engine
+        number = 0 if why else race.winner
+        plan, gain = self._plans[number], race.gain_of(number) if number else 0.0
+        if engine.plan is not own or number:  # where memory ran out under the own plan, its limits stay lowered
+            switch(engine, plan)
+        num_others = plural(len(self._plans) - 1, "alternative")
+        said = why or f"none of {num_others} is faster than the plan"
+        if number:
+            said = f"{_in_words(plan)} takes {100 * gain:.1f} % less time than planned"
+        plan = replace(plan, alternatives=(), tuned_from=own.digest, why=(f"tuned while training: {said}", *own.why))
+        engine.plan = engine.recorded_plan = plan.sealed()
+        self._say(f"tuning: {said}" + (f"; plan.json is {engine.plan.digest[:12]} from here on" if number else ""))
+        self._on_event({
+            "event": "tuned", "step": self._step, "gain": gain, "plan_digest": engine.plan.digest, **_in_numbers(plan),
+        })  # fmt: skip
+
+    def _wait(self) -> None:
+        if self._engine.device.type == "cuda":
+            torch.cuda.synchronize(self._engine.device)
+
+    def _say(self, text: str) -> None:
+        if self._engine.rank == 0:
+            logger.warning(text)
+
+
+def _in_words(plan: Plan) -> str:
+    steps = plural(plan.batch.accumulation_steps, "micro-step")
+    return f"{plan.strategy}, micro-batch {plan.batch.largest_micro_batch} in {steps},"
+
+
+def _in_numbers(plan: Plan) -> dict[str, Any]:
+    return {
+        "strategy": str(plan.strategy),
+        "micro_batch": plan.batch.largest_micro_batch,
+        "accumulation_steps": plan.batch.accumulation_steps,
+    }

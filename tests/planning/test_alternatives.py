@@ -1,0 +1,116 @@
+"""What a run may try in its first steps fits, is near the plan, varies nothing that is pinned, and is in plan.json."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from frugal.config.run_settings import RunSettings
+from frugal.config.sample_lengths import of_counts
+from frugal.launch.alternatives import for_run, most_steps
+from frugal.planning.plan import Alternative, Plan
+from frugal.planning.report import DROPOUT
+from frugal.planning.search.alternatives import LEAST_SECONDS, LEAST_STEPS, NEAR, changed_to, find, is_worth_it
+from frugal.planning.search.search import Search
+from tests.planning.synthetic import SMALL, SyntheticSource, planned
+
+MODEL = SMALL | {"bytes_per_token": 500_000, "can_tile": True, "logits_bytes_per_token": 200_000}
+"""Several ways of it are near each other."""
+
+CARDS: dict[str, Any] = {"gpus": 4, "mem": "12G", "global_batch": 64}
+
+
+def alternatives(plan: Plan, model: dict[str, Any] | None = None) -> tuple[Alternative, ...]:
+    source = SyntheticSource(plan.request, plan.cluster, model or MODEL)
+    return find(Search(plan.request, plan.cluster, source), plan)
+
+
+def test_they_fit_are_near_the_plan_and_differ_from_it_in_what_a_running_engine_can_change() -> None:
+    plan = planned(**CARDS, model=MODEL)
+    others = alternatives(plan)
+    seconds = [other.time.total_seconds for other in others]
+    assert 3 <= len(others) <= 8
+    assert seconds == sorted(seconds) and seconds[-1] <= NEAR * plan.time.total_seconds
+    assert len({(str(other.strategy), other.batch.micro_batch) for other in others}) == len(others)
+    for other in others:
+        alike = replace(
+            other.strategy, loss=plan.strategy.loss, activation_checkpointing=plan.strategy.activation_checkpointing
+        )
+        assert alike == plan.strategy
+        assert other.memory.fits and other.batch.global_batch == plan.batch.global_batch
+        assert (other.strategy, other.batch) != (plan.strategy, plan.batch)
+    assert len({other.batch.micro_batch for other in others}) > 1
+    assert len({other.strategy.activation_checkpointing for other in others}) > 1
+
+
+def test_what_is_pinned_is_not_varied() -> None:
+    pinned = planned(**CARDS, model=MODEL, micro_batch=4)
+    assert {other.batch for other in alternatives(pinned)} == {pinned.batch}
+    pinned = planned(**CARDS, model=MODEL, activation_checkpointing="off", loss="plain")
+    assert {other.strategy for other in alternatives(pinned)} == {pinned.strategy}
+    assert (
+        alternatives(planned(**CARDS, model=MODEL, activation_checkpointing="off", loss="plain", micro_batch=4)) == ()
+    )
+
+
+def test_even_micro_batches_stay_even() -> None:
+    plan = planned(gpus=3, mem="12G", global_batch=90, even=True, model=MODEL)
+    assert alternatives(plan) and all(other.batch.is_uniform for other in alternatives(plan))
+
+
+def test_where_the_gradient_depends_on_the_cut_the_cut_stays() -> None:
+    plan = planned(**CARDS, model=MODEL | {"notes": (DROPOUT,)})
+    assert {other.batch for other in alternatives(plan)} == {plan.batch}
+
+
+def test_of_samples_of_different_lengths_only_smaller_budgets_are_tried_with_what_was_proven() -> None:
+    lengths = of_counts(dict.fromkeys((100, 200, 400, 800, 1024), 50))
+    plan = planned(**CARDS, model=MODEL, lengths=lengths)
+    others = alternatives(plan)
+    assert others and {other.strategy for other in others} == {plan.strategy}
+    assert all(max(other.batch.micro_batch) < max(plan.batch.micro_batch) for other in others)
+    assert {other.batch.shortest for other in others} == {plan.batch.shortest}
+
+
+def test_a_profile_that_promised_too_little_leaves_room_for_as_much_again() -> None:
+    plan = planned(**CARDS, model=MODEL, error=1.2)
+    of_profile = SyntheticSource(plan.request, plan.cluster, MODEL).profile(plan.strategy, True)
+    (device,) = plan.cluster.kinds
+    excess = plan.memory.total_bytes / of_profile.memory(max(plan.batch.micro_batch), device).total_bytes
+    assert excess > 1.1
+    for other in alternatives(plan):
+        assert excess * other.memory.total_bytes <= other.memory.usable_bytes + other.memory.context
+
+
+def test_a_plan_with_alternatives_is_read_as_it_was_written_and_one_without_is_as_before() -> None:
+    plan = planned(**CARDS, model=MODEL)
+    assert b"alternatives" not in plan.to_json() and b"tuned_from" not in plan.to_json()
+    richer = replace(plan, alternatives=alternatives(plan)).sealed()
+    assert Plan.from_json(richer.to_json()) == richer
+    assert richer.digest != plan.digest
+    changed = changed_to(richer, richer.alternatives[0])
+    assert Plan.from_json(changed.to_json()) == changed
+    assert (changed.tuned_from, changed.alternatives) == (richer.digest, ())
+    assert (changed.strategy, changed.batch) == (richer.alternatives[0].strategy, richer.alternatives[0].batch)
+    assert changed.request == plan.request
+
+
+# Which runs are tuned.
+
+
+def test_short_runs_are_not_tuned() -> None:
+    plan = planned(**CARDS, model=MODEL)
+    seconds = plan.time.total_seconds
+    assert not is_worth_it(plan, LEAST_STEPS - 1)
+    assert not is_worth_it(plan, 0.9 * LEAST_SECONDS / seconds)
+    assert is_worth_it(plan, LEAST_SECONDS / seconds + LEAST_STEPS)
+
+
+def test_a_run_of_few_data_is_short_whatever_they_hold(tmp_path: Path) -> None:
+    plan = planned(**CARDS, model=MODEL)
+    (tmp_path / "few.txt").write_text("x" * 65536)
+    of_file = RunSettings(data=(str(tmp_path / "few.txt"),), epochs=2)
+    assert most_steps(plan, of_file) == 2 * 65536 / 1024 / 64 + 1
+    assert most_steps(plan, RunSettings(data=("hub/data",))) == float("inf")
+    assert most_steps(plan, RunSettings(data=("hub/data",), steps=7)) == 7
+    assert for_run(plan, of_file) is plan  # no worker was asked
+    assert for_run(plan, RunSettings(data=("hub/data",), tune=False)) is plan

@@ -1,0 +1,181 @@
+"""Steps taken in several ways are the steps of an untuned run, and the run goes on in the fastest."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bench.plans import plan_by_hand
+from bench.ranks import Ranks
+from bench.runs import records
+from frugal.config.run_settings import RunSettings
+from frugal.errors import RequestError
+from frugal.planning.batch import BatchPlan
+from frugal.planning.plan import Alternative, Plan
+from frugal.training import loop
+from frugal.training.checkpoint import loading, manifest
+from frugal.training.checkpoint.held_folder import HeldFolder
+from frugal.training.checkpoint.progress import Progress
+from frugal.training.data.batches import GlobalBatches
+from frugal.training.engine import Engine, initialize
+from frugal.training.measure import tuned_run
+from frugal.training.measure.race import steps_needed
+from frugal.training.objectives import CausalLM
+from frugal.training.reports.metrics import Log
+from tests.training.small_models import ragged_samples, tiny_gpt2
+
+STEPS = 34
+SAMPLES = ragged_samples(STEPS * 8, longest=32)
+
+
+def a_plan(zero_stage: int, ways: tuple[dict[str, Any], ...]) -> Plan:
+    """Micro-batches of 2 on 2 ranks, and alternatives: fields of the strategy, and `micro_batch`."""
+    plan = plan_by_hand(
+        world_size=2, global_batch=8, micro_batch=2, zero_stage=zero_stage, request={"learning_rate": 1e-2}
+    )
+    others = tuple(
+        Alternative(
+            strategy=replace(plan.strategy, **{name: value for name, value in way.items() if name != "micro_batch"}),
+            batch=BatchPlan.of(8, (way.get("micro_batch", 2),) * 2),
+            memory=plan.memory,
+            time=plan.time,
+        )
+        for way in ways
+    )
+    return replace(plan, alternatives=others).sealed()
+
+
+def losses(plan: Plan, tune: bool, fail: str = "") -> dict[str, Any]:
+    """What 34 steps of a run give, tuned or not; runs on ranks. `fail`: the way in which memory runs out once."""
+    engine = initialize(tiny_gpt2(), plan, CausalLM())
+    events: list[dict[str, Any]] = []
+    if tune:
+        engine.tune(steps_needed(1 + len(plan.alternatives)), events.append)
+    if fail:
+        _run_out_once(engine, fail)
+    results = [engine.train_step(SAMPLES[8 * step : 8 * step + 8]) for step in range(STEPS)]
+    engine.destroy()
+    return {
+        "losses": [result.loss for result in results],
+        "norms": [result.grad_norm for result in results],
+        "events": events,
+        "digest": engine.plan.digest,
+        "tuned_from": engine.plan.tuned_from,
+        "sizes": engine.plan.batch.micro_batch,
+        "is_over": engine.tuner is None,
+    }
+
+
+def _run_out_once(engine: Engine, mode: str) -> None:
+    """Rank 1 is out of memory in the first forward under this mode of activation checkpointing."""
+    usual, failed = engine.accumulate, []
+
+    def accumulate(*args: Any) -> Any:
+        if engine.plan.strategy.activation_checkpointing == mode and not failed:
+            failed.append(True)
+            if engine.rank == 1:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 KiB.")
+        return usual(*args)
+
+    engine.accumulate = accumulate  # type: ignore[method-assign]  # of this engine alone
+
+
+FULL, SELECTIVE = {"activation_checkpointing": "full"}, {"activation_checkpointing": "selective"}
+OTHER_SUMS = ({"micro_batch": 4}, {"micro_batch": 1}, {"loss": "tiled"}, {"loss": "tiled", **FULL, "micro_batch": 4})
+
+
+@pytest.mark.parametrize("zero_stage", [*(pytest.param(stage, marks=pytest.mark.exhaustive) for stage in (0, 2)), 3])
+def test_a_tuned_run_is_the_untuned_one(zero_stage: int, two_ranks: Ranks) -> None:
+    same_sums, other_sums = a_plan(zero_stage, (FULL, SELECTIVE)), a_plan(zero_stage, OTHER_SUMS)
+    untuned, _ = two_ranks.run(losses, same_sums, False)
+    same, on_other_rank = two_ranks.run(losses, same_sums, True)
+    assert (same["losses"], same["norms"]) == (untuned["losses"], untuned["norms"])  # bit for bit
+    assert {event["strategy"] for event in same["events"] if event["event"] == "tuning"} == {
+        str(same_sums.strategy), *(str(other.strategy) for other in same_sums.alternatives)
+    }  # fmt: skip
+    assert (same["digest"], same["tuned_from"]) == (on_other_rank["digest"], same_sums.digest)
+    assert same["is_over"] and same["events"][-1]["event"] == "tuned"
+    other = two_ranks.run(losses, other_sums, True)[0]
+    assert max(map(math.dist, zip(other["losses"]), zip(untuned["losses"]))) < 1e-6 * max(untuned["losses"])
+    assert {event["micro_batch"] for event in other["events"]} == {1, 2, 4}
+
+
+def test_a_way_in_which_memory_runs_out_is_given_up(two_ranks: Ranks) -> None:
+    plan = a_plan(2, (FULL, SELECTIVE))
+    untuned, _ = two_ranks.run(losses, plan, False)
+    tuned, _ = two_ranks.run(losses, plan, True, "full")
+    assert tuned["losses"] == pytest.approx(untuned["losses"], rel=1e-6)
+    given_up = [event["strategy"] for event in tuned["events"] if event.get("given_up") == "out of memory"]
+    assert given_up == [str(plan.alternatives[0].strategy)]
+    assert tuned["sizes"] == plan.batch.micro_batch  # what was lowered in that step is as planned again
+    assert sum(event["strategy"] == given_up[0] for event in tuned["events"]) == 1
+
+
+def test_memory_that_runs_out_under_the_plan_ends_tuning(two_ranks: Ranks) -> None:
+    tuned, _ = two_ranks.run(losses, a_plan(2, (FULL,)), True, "off")
+    assert [event["event"] for event in tuned["events"]] == ["tuned"]
+    assert tuned["tuned_from"]
+
+
+def refusals(plan: Plan) -> list[str]:
+    """What is said where there is nothing to tune; runs on ranks."""
+    engine = initialize(tiny_gpt2(), plan, CausalLM())
+    said = []
+    for alternatives, steps in ((plan.alternatives, 5), ((), 500)):
+        engine.plan = replace(plan, alternatives=alternatives)
+        try:
+            engine.tune(steps)
+        except RequestError as error:
+            said += error.because
+    engine.destroy()
+    return said
+
+
+def test_without_alternatives_or_with_too_few_steps_there_is_nothing_to_tune(two_ranks: Ranks) -> None:
+    assert two_ranks.run(refusals, a_plan(0, (FULL,)))[0] == ["5 steps are too few", "its plan has no alternatives"]
+
+
+def a_run(folder: Path, plan: Plan, **changes: Any) -> dict[str, Any]:
+    """A run of 60 steps as `frugal.training.run` puts it together, told of as far as it is tuned; runs on ranks."""
+    settings = RunSettings(**{"steps": 60, "save_every": 8, "keep": 9, "eval_every": 7, "out": folder} | changes)
+    folder.mkdir(parents=True, exist_ok=True)
+    given, plan = plan, tuned_run.continued(plan, settings)
+    engine, batches = initialize(tiny_gpt2(), plan, CausalLM()), GlobalBatches(SAMPLES, global_batch=8)
+    start = loading.load(engine, settings.checkpoints).progress if settings.resume else Progress(step=0)
+    total_steps = loop.num_steps(batches, settings)
+    with Log(folder, rank=engine.rank, planned_bytes=1, total_steps=total_steps, first_step=start.step) as log:
+        held = HeldFolder(settings)
+        tuned_run.begin(engine, held, log, total_steps - start.step)
+        was_tuned = engine.tuner is not None
+        loop.train(engine, batches, SAMPLES[:5], settings, log, start=start, total_steps=total_steps, held=held)
+    engine.destroy()
+    return {"given": given.digest, "began with": plan.digest, "ended with": engine.plan.digest, "was tuned": was_tuned}
+
+
+def test_a_run_keeps_what_it_found_and_goes_on_with_it(tmp_path: Path, two_ranks: Ranks) -> None:
+    plan = a_plan(2, (FULL, {"micro_batch": 4}))
+    first, on_other_rank = two_ranks.run(a_run, tmp_path, plan, tune=True)
+    assert first == on_other_rank
+    kept = Plan.read(tmp_path / "plan.json")
+    assert (kept.digest, kept.tuned_from) == (first["ended with"], plan.digest)
+    assert kept.why[0].startswith("tuned while training: ")
+    found = records(tmp_path)
+    (end,) = (record for record in found if record["event"] == "tuned")
+    assert end["plan_digest"] == kept.digest and end["time"] > 0
+    first_tried = next(record["step"] for record in found if record["event"] == "tuning")
+    assert first_tried == 3  # the plan's own memory is measured before
+    midst = manifest.read(tmp_path / "checkpoints" / "step-000008")
+    assert (midst.plan_digest, midst.strategy) == (plan.digest, str(plan.strategy))  # not of what was just tried
+    assert manifest.read(tmp_path / "checkpoints" / "step-000060").plan_digest == kept.digest
+    again, _ = two_ranks.run(a_run, tmp_path, plan, tune=True, steps=62, resume=True)
+    assert (again["began with"], again["was tuned"]) == (kept.digest, False)
+
+
+def test_what_is_not_wanted_or_too_short_is_not_tuned(tmp_path: Path, two_ranks: Ranks) -> None:
+    plan = a_plan(0, (FULL,))
+    for changes in ({"tune": False}, {"tune": None}, {"tune": True, "steps": 12}):
+        done, _ = two_ranks.run(a_run, tmp_path / str(changes), plan, **({"steps": 5, "save_every": 0} | changes))
+        assert not done["was tuned"] and done["ended with"] == plan.digest
