@@ -138,6 +138,50 @@ def states_can_be_on_host(
     return states != "bf16" or (optimizer == "adamw" and asked in (None, "deepspeed"))
 
 
+def why_not_in_part(optimizer: OptimizerName, asked: OptimizerImplementation | None) -> tuple[str, str] | None:
+    """What keeps the update from being done partly on the host and partly on the device, and why; None: nothing.
+
+    DeepSpeed 0.19.8 takes only its own CPU Adam there, and makes torch's AdamW for the device (stage3.py, `__init__`).
+    """
+    if optimizer != "adamw":
+        return f"--optimizer {optimizer}", "DeepSpeed splits only the work of AdamW"
+    if asked not in (None, "deepspeed"):
+        return f"--optimizer-implementation {asked}", "the host's part is updated by DeepSpeed's own CPU Adam"
+    return None
+
+
+def check_ratio(
+    ratio: float | None,
+    zero_stage: int | None,
+    offload: str,
+    optimizer: OptimizerName,
+    asked: OptimizerImplementation | None,
+) -> None:
+    """Whether such a share of the optimizer's work can be done in host memory.
+
+    Raises:
+        RequestError: it cannot.
+    """
+    if ratio is None or ratio == 1:
+        return
+    if not 0 < ratio < 1:
+        raise RequestError(
+            f"--offload-ratio is {ratio:g}",
+            because="it is a share: above 0, and 1 at most",
+            hint="leave it out to let frugal decide, or use --offload none to keep the optimizer on the GPUs",
+        )
+    reason, hint = why_not_in_part(optimizer, asked), "leave --offload-ratio out"
+    if zero_stage not in (None, 3):
+        reason = f"--zero-stage {zero_stage}", "DeepSpeed splits the optimizer's work only in ZeRO-3"
+        hint = "use --zero-stage 3, or leave --offload-ratio out"
+    elif offload not in ("auto", "optimizer"):
+        reason = f"--offload {offload}", "only the optimizer in host memory can be there in part"
+        hint = "use --offload optimizer, or leave --offload-ratio out"
+    if reason is not None:
+        what, because = reason
+        raise RequestError(f"--offload-ratio {ratio:g} is impossible with {what}", because=because, hint=hint)
+
+
 def bf16_notes(rate: float, beta2: float) -> list[str]:
     """What AdamW with its states in bf16 cannot learn at such a peak rate, and with such a beta2."""
     notes = []

@@ -44,6 +44,7 @@ class PlanArguments(TypedDict, total=False):
     activation_checkpointing: ActivationCheckpointingChoice | None
     loss: LossChoice | None
     offload: OffloadChoice | None
+    offload_ratio: float | None
     nvme_path: str | None
     precision: Precision | None
     optimizer: OptimizerName | None

@@ -104,6 +104,12 @@ class Request:
         "on an NVMe disk, parameters there or in host memory.",
         "memory and speed",
     )
+    offload_ratio: float | None = setting(
+        None,
+        "Pin the share of AdamW's update done in host memory under ZeRO-3; the rest stays on the GPUs. 1: all of it.",
+        "memory and speed", least=0, is_expert=True,
+        shown_default="with the optimizer in host memory, the share that is fastest",
+    )  # fmt: skip
     nvme_path: str | None = setting(
         None, "Folder on a local disk of each node, for --offload nvme; without it disks are not used.",
         "memory and speed", metavar="DIR", is_expert=True,
@@ -271,6 +277,9 @@ class Request:
                 because=f"it needs ZeRO stage {' or '.join(map(str, needed_stage))}",
                 hint="leave --zero-stage out to let frugal decide",
             )
+        optimizers.check_ratio(
+            self.offload_ratio, self.zero_stage, self.offload, self.optimizer, self.optimizer_implementation
+        )
         if self.reduce_bucket_elements is not None and self.reduce_bucket_elements % 2:
             raise RequestError(
                 f"--reduce-bucket-elements is {self.reduce_bucket_elements}",

@@ -199,6 +199,12 @@ NAMES = (
     ),
     *needed(_ZERO12, "torch's own is inside", "optimizer"),
     *needed("deepspeed.ops.adam", "they count steps in an int", "FusedAdam", "DeepSpeedCPUAdam"),
+    *needed(
+        _ZERO3,
+        "torch's AdamW for a part of the sub-groups, beside the host's",
+        "backup_optimizer",
+        "subgroup_to_device",
+    ),
     # Checkpoints: what lies where, and in which files
     *needed(_ZERO12, _LAYOUT, "bit16_groups", "_hp_optimizer_states_linked"),
     *needed("deepspeed.utils.mixed_precision_linkage", _LAYOUT, "_init_lp_to_hp_mapping:_hp_mapping"),

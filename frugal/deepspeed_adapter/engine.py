@@ -60,6 +60,8 @@ def initialize(
     engine, *_ = deepspeed.initialize(
         model=model, optimizer=optimizer, model_parameters=groups or trainable, lr_scheduler=scheduler, config=config
     )
+    if strategy.offload_ratio < 1:
+        kernels.mend_partial_offload(engine.optimizer)
     return stages.of(engine, strategy)
 
 

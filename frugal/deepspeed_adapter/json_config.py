@@ -117,7 +117,8 @@ def _zero(strategy: Strategy) -> dict[str, Any]:
             "stage3_gather_16bit_weights_on_model_save": True,
         }
     if strategy.offload_optimizer == "cpu":
-        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
+        part = {} if strategy.offload_ratio == 1 else {"ratio": strategy.offload_ratio}
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True, **part}
     elif strategy.offload_optimizer == "nvme":
         zero["offload_optimizer"] = {
             "device": "nvme",

@@ -2,13 +2,15 @@
 
 What lives on an NVMe disk while training: the folder of a run, and the asynchronous I/O of DeepSpeed.
 
+The states of optimizers around a step that may run out of memory: made before it, and seen to be untouched.
+
 The precisions a request can name.
 """
 
 import secrets
 import shutil
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -17,7 +19,9 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime import compiler
+from torch import Tensor
 
+from frugal import torch_internals
 from frugal.config.request import Request
 from frugal.errors import RequestError
 from frugal.planning.strategy import Strategy, optimizer_implementation
@@ -42,7 +46,7 @@ def ready_made(request: Request, strategy: Strategy) -> MakeOptimizer | None:
             weight_decay=request.weight_decay,
         )
     if optimizer_implementation(request, strategy) == "deepspeed":
-        compile_kernels(on_host=strategy.offload_optimizer != "none")
+        compile_kernels(on_host=strategy.offload_optimizer != "none", in_part=strategy.offload_ratio < 1)
     return None
 
 
@@ -72,7 +76,7 @@ def adamw_8bit() -> Callable[..., torch.optim.Optimizer]:
     return AdamW8bit
 
 
-def compile_kernels(*, on_host: bool) -> None:
+def compile_kernels(*, on_host: bool, in_part: bool = False) -> None:
     """Compile DeepSpeed's Adam, or load what was compiled before: minutes the first time on a machine.
 
     Raises:
@@ -82,17 +86,48 @@ def compile_kernels(*, on_host: bool) -> None:
     try:
         get_accelerator().create_op_builder(name).load(verbose=False)
     except Exception as error:  # whatever a compiler, a linker or a missing CUDA toolkit makes torch raise
+        other_way = "plan with --offload-ratio 1" if in_part else "leave out --optimizer-implementation"
         raise RequestError(
             f"DeepSpeed's {called} cannot be compiled here",
             because=str(error).strip().splitlines()[0],
-            hint="install a C++ compiler, ninja and, for GPUs, the CUDA toolkit; or leave out "
-            "--optimizer-implementation: torch's fused kernels need none of them",
+            hint=f"install a C++ compiler, ninja and, for GPUs, the CUDA toolkit; or {other_way}: torch's fused "
+            "kernels need none of them",
         ) from None
+
+
+_FOLLOWED = ("lr", "betas", "eps", "weight_decay")
+
+
+def mend_partial_offload(optimizer: Any) -> None:
+    """Have the AdamW of the device's sub-groups follow the one of the host's, of a ZeRO-3 `optimizer` that has both.
+
+    DeepSpeed 0.19.8 makes it with the settings of that moment, and looks at it in no other place than the update
+    (`backup_optimizer` in runtime/zero/stage3.py): learning rates of a schedule, checkpoints and reads of states are
+    of the host's optimizer alone. So the two share one table of states, and the settings are copied at each step. It
+    is torch's fused AdamW, which needs no memory beside its states.
+    """
+    host, device = optimizer.optimizer, optimizer.backup_optimizer
+    device.param_groups = [dict(device.defaults, params=[], fused=True, foreach=False) for _ in host.param_groups]
+
+    def share_states(*_: Any) -> None:
+        device.state = host.state
+
+    def follow(*_: Any) -> None:
+        for ours, theirs in zip(device.param_groups, host.param_groups, strict=True):
+            ours.update({name: theirs[name] for name in _FOLLOWED})
+            for state in (device.state[parameter] for parameter in ours["params"] if device.state[parameter]):
+                state["step"] = state["step"].to(state["exp_avg"].device)  # a file was read to the host
+
+    share_states()
+    host.register_load_state_dict_post_hook(share_states)  # reading puts another table in its place
+    device.register_step_pre_hook(follow)
 
 
 def describe_optimizer(request: Request, strategy: Strategy) -> str:
     """The optimizer in the words that a checkpoint keeps: states of one implementation may not suit another."""
     requested = optimizer_implementation(request, strategy)
+    if strategy.offload_ratio < 1:  # the two count steps in different types
+        return f"{request.optimizer} ({requested}, {strategy.offload_ratio:g} of it on the host)"
     return request.optimizer if requested in (None, "fused") else f"{request.optimizer} ({requested})"
 
 
@@ -142,6 +177,48 @@ def check_nvme_io() -> None:
 def remove_nvme_folder(strategy: Strategy) -> None:
     """Remove the folder of a run that is over; other ranks of the node may do the same."""
     shutil.rmtree(str(strategy.nvme_path), ignore_errors=True)
+
+
+def make_states(optimizer: torch.optim.Adam, masters: Sequence[Tensor]) -> None:
+    """Adam's moments of what it updates, where there are none yet."""
+    group = optimizer.param_groups[0]
+    for each in masters:
+        if optimizer.state.get(each):
+            continue
+        gradient, each.grad = each.grad, each.detach()  # only its being there matters
+        try:
+            torch_internals.make_adam_states(optimizer, {**group, "params": [each]})
+        except BaseException:
+            optimizer.state.pop(each, None)  # half a state is taken for a whole one
+            raise
+        finally:
+            each.grad = gradient
+
+
+def versions(optimizer: Any) -> dict[int, int]:
+    """How often each tensor the step may write to was written to, by the tensor's id."""
+    return {id(each): torch_internals.version(each) for each in _written(optimizer)}
+
+
+def _written(optimizer: Any) -> Iterator[Tensor]:
+    for group in optimizer.param_groups:
+        for each in group["params"]:
+            yield each
+            yield from (kept for kept in optimizer.state.get(each, {}).values() if torch.is_tensor(kept))
+
+
+def is_untouched(optimizer: Any, before: dict[int, int]) -> bool:
+    """Whether a step that failed has written nothing; states that it had begun to make are gone then."""
+    if not type(optimizer).__module__.startswith("torch.optim"):
+        return False  # kernels of others do not count what they write
+    if any(before.get(each, version) != version for each, version in versions(optimizer).items()):
+        return False
+    for group in optimizer.param_groups:
+        for each in group["params"]:
+            kept = optimizer.state.get(each, {}).values()
+            if any(torch.is_tensor(tensor) and id(tensor) not in before for tensor in kept):
+                optimizer.state.pop(each)
+    return True
 
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

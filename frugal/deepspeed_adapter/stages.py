@@ -112,6 +112,10 @@ class Zero(ABC):
     def masters(self) -> list[Tensor]:
         """The tensors that an optimizer step writes to, all of them; none where they are on disk."""
 
+    def updates(self) -> list[tuple[Any, Callable[[], list[Tensor]]]]:
+        """The inner optimizers in the order of their steps, with what finds the masters that each writes to."""
+        return [(self.inner, self.masters)]
+
     def gathers_by(self, wrap: Wrap) -> None:  # noqa: B027  # stages 0 to 2 have nothing to do
         """Have what an optimizer step gathers at its end go through `wrap`; only stage 3 gathers there."""
 
@@ -170,13 +174,20 @@ class Zero(ABC):
         Such a value is Adam's number of steps: torch keeps it as fp32 beside its kernel, DeepSpeed's own as an int.
         """
         kept: dict[str, Any] = dict(states)
+        is_torchs = self._is_of_device(flat)
         for name, value in single.items():
-            if isinstance(self.inner, FusedAdam | DeepSpeedCPUAdam):
+            if isinstance(self.inner, FusedAdam | DeepSpeedCPUAdam) and not is_torchs:
                 kept[name] = int(value)
                 continue
-            beside = any(group.get("fused") or group.get("capturable") for group in self.inner.param_groups)
+            beside = is_torchs or any(
+                group.get("fused") or group.get("capturable") for group in self.inner.param_groups
+            )
             kept[name] = torch.tensor(float(value), dtype=torch.float32, device=flat.device if beside else "cpu")
         self.inner.state[flat] = kept
+
+    def _is_of_device(self, flat: Any) -> bool:
+        """Whether it is updated on the device while others are on the host, see `kernels.mend_partial_offload`."""
+        return False
 
     def put_counters(self, counters: dict[str, Any], scaler: dict[str, Any]) -> None:
         """What the engine counts, its learning rate's schedule, and what it keeps of fp16's loss scale."""
@@ -340,6 +351,13 @@ class Zero3(Zero):
             return []
         return self.flat_tensors()
 
+    def updates(self) -> list[tuple[Any, Callable[[], list[Tensor]]]]:
+        if self.strategy.offload_ratio == 1:
+            return super().updates()
+        on_device = [each for each in self.flat_tensors() if self._is_of_device(each)]
+        on_host = [each for each in self.flat_tensors() if not self._is_of_device(each)]
+        return [(self.optimizer.backup_optimizer, lambda: on_device), (self.inner, lambda: on_host)]
+
     def gathers_by(self, wrap: Wrap) -> None:
         put(self.optimizer, "_post_step", wrap(self.optimizer._post_step))
 
@@ -360,6 +378,12 @@ class Zero3(Zero):
 
     def flat_tensors(self) -> list[Any]:
         return list(self.optimizer.fp32_partitioned_groups_flat)
+
+    def _is_of_device(self, flat: Any) -> bool:
+        if self.strategy.offload_ratio == 1:
+            return False
+        places = self.optimizer.subgroup_to_device
+        return any(places[i] != "cpu" and flat is each for i, each in enumerate(self.flat_tensors()))
 
     @contextmanager
     def opened(self) -> Iterator[None]:

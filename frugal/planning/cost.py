@@ -16,7 +16,7 @@ from frugal.config.request import Request
 from frugal.planning.batch import BatchPlan
 from frugal.planning.memory.loading import Packed
 from frugal.planning.plan import StepTime
-from frugal.planning.strategy import Strategy
+from frugal.planning.strategy import Strategy, share_on_host
 
 
 @dataclass(frozen=True)
@@ -292,17 +292,19 @@ def _offload_seconds(
 ) -> float:
     """PCIe traffic and the optimizer on the host.
 
-    Each rank moves its share of the gradients down in every micro-step and of the updated parameters up once. With
-    parameters offloaded, its share of them also comes up twice in every micro-step. The host then reads and writes
+    Each rank moves its share of the gradients down in every micro-step and of the parameters updated there up once.
+    With parameters offloaded, its share of them also comes up twice in every micro-step. The host then reads and writes
     master weights and states and reads gradients, 32 bytes an element for Adam, for all ranks of the node at once.
-    What lives on NVMe is read and written by all ranks of the node at once. Left out: that DeepSpeed overlaps some of
-    the copies; slow hosts.
+    Sub-groups that stay on the device are updated before them (`_optimizer_seconds`). What lives on NVMe is read and
+    written by all ranks of the node at once. Left out: that DeepSpeed overlaps some of the copies, and the device's
+    update with the host's; slow hosts.
     """
     if strategy.offload_optimizer == "none":
         return 0.0
     world_size, num_steps = cluster.world_size, batch.accumulation_steps
     share = model.trainable_parameters * element_bytes / world_size
-    moved = num_steps * share + share
+    on_host = share_on_host(model.trainable_sizes, strategy, world_size)
+    moved = num_steps * share + on_host * share
     if strategy.offload_parameters != "none":
         moved += 2 * num_steps * model.packed.weight_bytes(model.parameters, element_bytes) / world_size
     ranks_per_node = max(len(node.devices) for node in cluster.nodes)
@@ -312,7 +314,7 @@ def _offload_seconds(
         moved_on_disk += 2 * (states + 4) * model.trainable_parameters / world_size
     if strategy.offload_parameters == "nvme":
         moved_on_disk += (2 * num_steps + 1) * model.parameters * element_bytes / world_size
-    touched = model.trainable_parameters / world_size * ranks_per_node * (8 + 2 * states)
+    touched = on_host * model.trainable_parameters / world_size * ranks_per_node * (8 + 2 * states)
     disk = moved_on_disk * ranks_per_node / NVME_BANDWIDTH
     slowest = min(device.host_link_bandwidth for device in cluster.kinds)
     return moved / slowest + touched / cluster.host_bandwidth + disk
@@ -327,13 +329,14 @@ def _optimizer_seconds(
     weight and the optimizer's states are read and written, the parameter is written. For states in bf16 the gradient
     is rounded to them on the way. Left out: the temporaries of optimizers that are not fused.
     """
-    if strategy.offload_optimizer != "none":
+    on_device = 1 - share_on_host(model.trainable_sizes, strategy, cluster.world_size)
+    if not on_device:
         return 0.0
-    owned = model.trainable_parameters / (cluster.world_size if strategy.zero_stage >= 1 else 1)
+    owned = on_device * model.trainable_parameters / (cluster.world_size if strategy.zero_stage >= 1 else 1)
     master = request.master_bytes_per_element
     rounded = 0 if master == 4 else 2 * master
     traffic = owned * (4 + rounded + NORM_BYTES + 2 * (master + request.state_bytes_per_element) + element_bytes)
-    operators = STEP_OPERATORS[strategy.zero_stage] * len(model.trainable_sizes)
+    operators = on_device * STEP_OPERATORS[strategy.zero_stage] * len(model.trainable_sizes)
     of_host = cluster.host_bandwidth / max(len(node.devices) for node in cluster.nodes)
     return max(
         traffic / (of_host if device.kind == "cpu" else device.memory_bandwidth) + operators * device.operator_seconds

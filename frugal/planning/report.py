@@ -100,6 +100,9 @@ def _offload(request: Request, result: SearchResult) -> list[str]:
     strategy = result.chosen.strategy
     if strategy.offload_optimizer == "none":
         return []
+    if strategy.offload_ratio < 1:
+        compiled = "each host compiles DeepSpeed's CPU Adam at its first training: it needs a C++ compiler and ninja"
+        return [_in_part(request, result), f"{compiled}; --offload-ratio 1 does not"]
     what = "optimizer and parameters live" if strategy.offload_parameters != "none" else "the optimizer lives"
     where = "on disk, or in host memory" if strategy.offload_optimizer == "nvme" else "in host memory"
     if request.offload != "auto":
@@ -107,6 +110,27 @@ def _offload(request: Request, result: SearchResult) -> list[str]:
     others = [candidate for candidate in result.candidates if candidate.strategy.offload_optimizer == "none"]
     others = [candidate for candidate in others if candidate.headroom_bytes is not None]
     return [f"{what} {where}: {_does_not_fit(others)} on the GPUs alone" if others else f"{what} {where}"]
+
+
+def _in_part(request: Request, result: SearchResult) -> str:
+    """What it is worth to update a part of the optimizer's sub-groups on the device."""
+    strategy = result.chosen.strategy
+    what = f"{100 * strategy.offload_ratio:.3g} % of the optimizer's sub-groups are updated in host memory"
+    if request.offload_ratio is not None:
+        return f"{what}, as asked"
+    whole = [
+        candidate
+        for candidate in result.candidates
+        if candidate.fits and candidate.strategy.offload_optimizer == "cpu" and candidate.strategy.offload_ratio == 1
+    ]
+    if not whole:
+        return f"{what}: nothing fits with all of them there, or with none"
+    fastest = min(whole, key=lambda candidate: candidate.seconds)
+    sign = ">" if fastest.is_draft else ""
+    return (
+        f"{what}, the rest on the GPUs: a step takes {format_seconds(result.chosen.seconds)}, with all of them there "
+        f"{sign}{format_seconds(fastest.seconds)}"
+    )
 
 
 def _segments(request: Request, result: SearchResult) -> str:

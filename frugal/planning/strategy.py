@@ -1,5 +1,6 @@
 """How a run could be laid out in memory."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
 from typing import Literal
@@ -7,6 +8,7 @@ from typing import Literal
 from frugal.config import optimizers
 from frugal.config.optimizers import OptimizerImplementation
 from frugal.config.request import Request
+from frugal.errors import RequestError
 
 Place = Literal["none", "cpu", "nvme"]
 LayerMode = Literal["off", "selective", "full", "offloaded"]
@@ -28,6 +30,8 @@ class Strategy:
             `(("full", 20), ("off", 12))`. Otherwise empty.
         loss: `plain` holds the whole logits, `tiled` a slice of them at a time.
         offload_optimizer: where optimizer states live; the optimizer runs on the host unless it is `none`.
+        offload_ratio: ZeRO-3 with the optimizer in host memory, the share of the sub-groups that are updated there;
+            the first ones are updated on the device, see `num_groups_on_device`.
         offload_parameters: where parameters live between uses (ZeRO-3 only).
         nvme_path: the folder of what lives on NVMe.
         nvme_buffer_elements: of one of the host's buffers for parameters on NVMe; it holds a rank's part of any.
@@ -47,6 +51,7 @@ class Strategy:
     layer_modes: tuple[tuple[LayerMode, int], ...] = ()
     loss: Literal["plain", "tiled"] = "plain"
     offload_optimizer: Place = "none"
+    offload_ratio: float = 1.0
     offload_parameters: Place = "none"
     nvme_path: str | None = None
     nvme_buffer_elements: int = 0
@@ -67,6 +72,8 @@ class Strategy:
         assert all(first[0] != second[0] for first, second in pairwise(self.layer_modes))
         assert not self.overlap_comm or self.zero_stage >= 1
         assert self.offload_optimizer == "none" or self.zero_stage >= 1
+        is_in_part = self.zero_stage == 3 and self.offload_optimizer == "cpu" and self.offload_parameters == "none"
+        assert self.offload_ratio == 1 or (is_in_part and 0 < self.offload_ratio < 1)
         assert self.offload_parameters == "none" or (self.zero_stage == 3 and self.offload_optimizer != "none")
         on_disk = "nvme" in (self.offload_optimizer, self.offload_parameters)
         assert not on_disk or (self.zero_stage == 3 and self.nvme_path)
@@ -112,6 +119,7 @@ class Strategy:
             + len(self.layer_modes[1:])
             + (self.loss == "tiled")
             + (self.offload_optimizer != "none")
+            + (self.offload_ratio < 1)
             + (self.offload_parameters != "none")
             + (self.offload_optimizer == "nvme")
             + (self.offload_parameters == "nvme")
@@ -120,11 +128,12 @@ class Strategy:
         )
 
     @property
-    def frugality(self) -> tuple[int, ...]:
+    def frugality(self) -> tuple[float, ...]:
         """Sorts strategies by how little they keep on the device."""
         kept = max(("off", "selective", "full", "offloaded").index(mode) for mode in self.modes)
         moved = [("none", "cpu", "nvme").index(place) for place in (self.offload_optimizer, self.offload_parameters)]
-        return (*moved, self.zero_stage, kept, int(self.loss == "tiled"), int(self.small_buckets))
+        moved_share = sum(moved) and self.offload_ratio
+        return (*moved, moved_share, self.zero_stage, kept, int(self.loss == "tiled"), int(self.small_buckets))
 
     @property
     def checkpointing(self) -> str:
@@ -147,6 +156,8 @@ class Strategy:
                 words.append("parameters in host memory")
         elif self.offload_parameters != "none":
             words.append("optimizer and parameters in host memory")
+        elif self.offload_ratio < 1:
+            words.append(f"{100 * self.offload_ratio:.3g} % of the optimizer in host memory")
         elif self.offload_optimizer != "none":
             words.append("optimizer in host memory")
         if self.small_buckets:
@@ -154,6 +165,40 @@ class Strategy:
         if self.overlap_comm:
             words.append("communication overlapped")
         return ", ".join(words)
+
+
+def sub_groups(parts: Sequence[int], most: int) -> tuple[int, ...]:
+    """ZeRO-3: elements of each group of a rank's parts that is updated together.
+
+    A group ends with the part that brings it to `most` (DeepSpeed's `_create_fp16_sub_groups`).
+    """
+    if most >= sum(parts):
+        return (sum(parts),)
+    groups, elements = [], 0
+    for number, part in enumerate(parts):
+        elements += part
+        if elements >= most or number == len(parts) - 1:
+            groups.append(elements)
+            elements = 0
+    return tuple(groups)
+
+
+def num_groups_on_device(num_groups: int, offload_ratio: float) -> int:
+    """Of the sub-groups of an optimizer in host memory, how many are updated on the device: the first ones.
+
+    DeepSpeed's own rounding (`_create_fp32_partitions`): 0.9 of ten groups leaves none, for 1 - 0.9 is below 0.1.
+    """
+    return int((1 - offload_ratio) * num_groups)
+
+
+def share_on_host(sizes: Sequence[int], strategy: Strategy, world_size: int) -> float:
+    """The share of the elements that is updated in host memory; of trained parameters of such `sizes`, in elements."""
+    if strategy.offload_optimizer == "none":
+        return 0.0
+    if strategy.offload_ratio == 1:
+        return 1.0
+    groups = sub_groups([-(-size // world_size) for size in sizes], strategy.sub_group_elements)
+    return sum(groups[num_groups_on_device(len(groups), strategy.offload_ratio) :]) / max(1, sum(groups))
 
 
 Offload = Literal["none", "optimizer", "all", "nvme"]
@@ -170,6 +215,14 @@ def offload_levels(request: Request, *, on_gpus: bool = True) -> tuple[Offload, 
 
     A CPU rank's memory is the host's already.
     """
+    if request.offload_ratio not in (None, 1):
+        if not on_gpus:
+            raise RequestError(
+                f"--offload-ratio {request.offload_ratio:g} is impossible on CPU ranks",
+                because="their memory is the host's already",
+                hint="leave --offload-ratio out",
+            )
+        return ("optimizer",)
     if request.offload != "auto":
         return (request.offload,)
     can_be_on_host = optimizers.states_can_be_on_host(
@@ -185,9 +238,9 @@ def offload_levels(request: Request, *, on_gpus: bool = True) -> tuple[Offload, 
 def optimizer_implementation(request: Request, strategy: Strategy) -> OptimizerImplementation | None:
     """Whose kernels update the parameters; None: the library's only ones.
 
-    States in bf16 live on the host only with DeepSpeed's own CPU Adam.
+    States in bf16, or a part of the states, live on the host only with DeepSpeed's own CPU Adam.
     """
-    if request.optimizer_states == "bf16" and strategy.offload_optimizer != "none":
+    if strategy.offload_optimizer != "none" and (request.optimizer_states == "bf16" or strategy.offload_ratio < 1):
         return "deepspeed"
     return optimizers.implementation(request.optimizer, request.optimizer_implementation)
 
@@ -209,6 +262,8 @@ def _stages(request: Request, offload: Offload, world_size: int) -> tuple[int, .
     under fp32 accumulation. On one GPU the stages split nothing, so the lowest is enough.
     """
     needed = {"none": 0, "optimizer": 1, "all": 3, "nvme": 3}[offload]
+    if request.offload_ratio not in (None, 1):
+        needed = 3
     if request.zero_stage is not None:
         return (request.zero_stage,) if request.zero_stage >= needed else ()
     lowest = max(needed, 2 if request.precision != "fp32" else 0)
@@ -280,4 +335,25 @@ def allowed_strategies(
         for loss in losses
         for optimizer, parameters in _places(offload)
     )
+    if request.offload_ratio not in (None, 1):
+        strategies = (in_part(each, request.offload_ratio, trainable_parameters, world_size) for each in strategies)
     return tuple(sorted(strategies, key=lambda strategy: strategy.num_mechanisms))
+
+
+RATIOS = tuple(eighths / 8 for eighths in range(1, 8))
+"""Shares of the optimizer's work on the host to try, fastest first. Eighths are exact in binary, see
+`num_groups_on_device`."""
+
+SUB_GROUPS_IN_PART = 32
+"""Sub-groups where a part of them is on the device: groups hold whole parameters, and so many come within 3 % of an
+eighth where no parameter is larger than a group."""
+
+
+def in_part(strategy: Strategy, ratio: float, trainable_parameters: int, world_size: int) -> Strategy:
+    """`strategy`, its optimizer in host memory, with only such a share of it there.
+
+    DeepSpeed counts sub-groups, of which the usual size makes one or two: they are made smaller.
+    """
+    of_rank = -(-trainable_parameters // world_size)
+    most = max(1, min(strategy.sub_group_elements, of_rank // SUB_GROUPS_IN_PART))
+    return replace(strategy, offload_ratio=ratio, sub_group_elements=most)

@@ -31,8 +31,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from frugal import torch_internals
-from frugal.deepspeed_adapter import collectives
+from frugal.deepspeed_adapter import collectives, kernels
 from frugal.deepspeed_adapter.stages import Zero
 from frugal.distributed.exchange import gather
 from frugal.distributed.vote import Vote
@@ -167,8 +166,9 @@ class Update:
         self._zero = zero
         self._engine = zero.engine
         self._guard, self._before_step = guard, before_step
-        self._optimizer = zero.inner
-        self._optimizer.step = self._step_by(self._optimizer.step)
+        self._updates = zero.updates()
+        for optimizer, _ in self._updates:
+            optimizer.step = self._step_by(optimizer)
         zero.gathers_by(guard.with_one_vote)  # first the memory for all, then one by one
 
     def update(self) -> bool:
@@ -200,8 +200,9 @@ class Update:
         self._zero.count_skipped_step()
         return False
 
-    def _step_by(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        """The inner optimizer's step; ZeRO-3 calls it once a sub-group."""
+    def _step_by(self, optimizer: Any) -> Callable[..., Any]:
+        """The step of an inner optimizer; ZeRO-3 calls it once a sub-group."""
+        step = optimizer.step
 
         def guarded(*args: Any, **kwargs: Any) -> Any:
             if not self._guard.watching:
@@ -212,63 +213,30 @@ class Update:
                 self._guard.agree()
                 self.is_begun = True
             self._before_step()  # allocates nothing, and so is done once
-            before = self._versions()
-            return again_after_cleaning(lambda: step(*args, **kwargs), lambda: self._is_untouched(before))
+            before = kernels.versions(optimizer)
+            return again_after_cleaning(lambda: step(*args, **kwargs), lambda: kernels.is_untouched(optimizer, before))
 
         guarded.__dict__.update(getattr(step, "__dict__", {}))  # torch's schedulers leave marks there
         return guarded
 
     def _make_states(self) -> None:
         """Adam's moments, which torch makes when it first sees a gradient."""
-        if not isinstance(self._optimizer, torch.optim.Adam):
-            return
-        group = self._optimizer.param_groups[0]
-        for each in self._zero.masters():
-            if self._optimizer.state.get(each):
-                continue
-            gradient, each.grad = each.grad, each.detach()  # only its being there matters
-            try:
-                torch_internals.make_adam_states(self._optimizer, {**group, "params": [each]})
-            except BaseException:
-                self._optimizer.state.pop(each, None)  # half a state is taken for a whole one
-                raise
-            finally:
-                each.grad = gradient
-
-    def _versions(self) -> dict[int, int]:
-        """How often each tensor the step may write to was written to, by the tensor's id."""
-        return {id(each): torch_internals.version(each) for each in self._written()}
-
-    def _written(self) -> Iterator[Tensor]:
-        for group in self._optimizer.param_groups:
-            for each in group["params"]:
-                yield each
-                yield from (kept for kept in self._optimizer.state.get(each, {}).values() if torch.is_tensor(kept))
-
-    def _is_untouched(self, before: dict[int, int]) -> bool:
-        """Whether a step that failed has written nothing; states that it had begun to make are gone then."""
-        if not type(self._optimizer).__module__.startswith("torch.optim"):
-            return False  # kernels of others do not count what they write
-        if any(before.get(each, version) != version for each, version in self._versions().items()):
-            return False
-        for group in self._optimizer.param_groups:
-            for each in group["params"]:
-                kept = self._optimizer.state.get(each, {}).values()
-                if any(torch.is_tensor(tensor) and id(tensor) not in before for tensor in kept):
-                    self._optimizer.state.pop(each)
-        return True
+        for optimizer, masters in self._updates:
+            if isinstance(optimizer, torch.optim.Adam):
+                kernels.make_states(optimizer, masters())
 
     @contextmanager
     def _groups_kept(self) -> Iterator[None]:
         """ZeRO shows its optimizer one group at a time; a step that is given up leaves it as it was."""
-        groups = self._optimizer.param_groups
-        parameters = [list(group["params"]) for group in groups]
+        shown = [(optimizer, optimizer.param_groups) for optimizer, _ in self._updates]
+        parameters = [[list(group["params"]) for group in groups] for _, groups in shown]
         try:
             yield
         except BaseException:
-            self._optimizer.param_groups = groups
-            for group, kept in zip(groups, parameters, strict=True):
-                group["params"] = kept
+            for (optimizer, groups), kept in zip(shown, parameters, strict=True):
+                optimizer.param_groups = groups
+                for group, of_group in zip(groups, kept, strict=True):
+                    group["params"] = of_group
             raise
 
 

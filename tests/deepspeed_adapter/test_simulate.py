@@ -187,6 +187,25 @@ def test_on_a_cpu_the_model_is_built_where_it_is_trained(zero_stage: int, precis
     compare("gpt2", zero_stage, precision=precision, world_size=3, rank=1, steps=2, kind="cpu")
 
 
+@pytest.mark.parametrize(("world_size", "rank", "steps"), [(1, 0, 2), (8, 3, 1)])
+@pytest.mark.parametrize("states", ["fp32", pytest.param("bf16", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("ratio", [0.25, pytest.param(0.875, marks=pytest.mark.exhaustive)])
+def test_a_part_of_the_optimizer_on_the_host_too(
+    ratio: float, states: str, world_size: int, rank: int, steps: int
+) -> None:
+    compare(
+        "llama",
+        3,
+        world_size=world_size,
+        rank=rank,
+        steps=steps,
+        request={"optimizer_states": states},
+        offload_optimizer="cpu",
+        offload_ratio=ratio,
+        **{**SMALL_BUCKETS, "sub_group_elements": 20_000 // world_size},
+    )
+
+
 @pytest.mark.parametrize("zero_stage", [1, 3])
 def test_without_states_and_without_clipping(zero_stage: int) -> None:
     compare(

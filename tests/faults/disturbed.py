@@ -46,7 +46,7 @@ class Fault:
         self.engine, self.where, self.micro_steps_before = engine, where, int(where.startswith("later"))
         layers = next(module for module in engine.module.modules() if isinstance(module, nn.ModuleList))
         layers[1].register_forward_hook(self._on_forward)
-        inner, zero = engine.update._optimizer, engine.deepspeed.optimizer
+        inner, zero = engine.zero.updates()[0][0], engine.deepspeed.optimizer
         self._before(torch, "zeros_like", lambda: where == "states" and self._is_second_state())
         clips = (engine.deepspeed, "clip_fp32_gradients") if zero is inner else (zero, "unscale_and_clip_grads")
         self._before(*clips, lambda: where == "clipping")

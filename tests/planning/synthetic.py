@@ -15,7 +15,7 @@ from frugal.planning.memory.breakdown import MemoryBreakdown
 from frugal.planning.memory.loading import NOT_PACKED, Packed
 from frugal.planning.plan import Plan
 from frugal.planning.search.candidate import OpenSource
-from frugal.planning.strategy import Strategy
+from frugal.planning.strategy import Strategy, share_on_host
 
 SMALL = {"parameters": 124_000_000, "flops_per_token": 8e8, "num_operators": 2500}
 """A model of gpt2's size."""
@@ -50,13 +50,14 @@ class SyntheticProfile:
     drafts: bool = False
     error: float = 1.0
     optimizer_bytes: float = 12.0
+    num_matrices: int = 1
 
     def __post_init__(self) -> None:
         self.trainable_parameters = self.trainable_parameters or self.parameters
 
     @property
     def trainable_sizes(self) -> tuple[int, ...]:
-        return (self.trainable_parameters,)
+        return (self.trainable_parameters // self.num_matrices,) * self.num_matrices
 
     @property
     def gathers(self) -> None:
@@ -83,8 +84,8 @@ class SyntheticProfile:
 
     def memory(self, micro_batch: int, device: Device) -> MemoryBreakdown:
         stage, split = self.strategy.zero_stage, self.world_size
-        on_host = self.strategy.offload_optimizer == "cpu"
         elements = self.parameters
+        on_device = 1 - share_on_host(self.trainable_sizes, self.strategy, self.world_size)
         activations = (self.bytes_per_token * self.seq_len + self.bytes_per_sample) * micro_batch
         activations = int(activations * KEPT[self.strategy.activation_checkpointing])
         optimizer = int(self.optimizer_bytes * elements) // (split if stage >= 1 else 1)
@@ -93,8 +94,8 @@ class SyntheticProfile:
             "parameters": 0
             if self.strategy.offload_parameters == "cpu"
             else 2 * elements // (split if stage == 3 else 1),
-            "gradients": 0 if on_host else gradients,
-            "optimizer": 0 if on_host else optimizer,
+            "gradients": int(on_device * gradients),
+            "optimizer": int(on_device * optimizer),
             "activations": int(activations * self.error),
             "logits": self.logits_bytes_per_token
             * self.seq_len
@@ -109,7 +110,7 @@ class SyntheticProfile:
             **parts,  # type: ignore[arg-type]  # `phase_peaks` is not among them
             total_bytes=sum(parts.values()),
             usable_bytes=device.usable_bytes,
-            host_bytes_per_node=(optimizer + gradients) * self.devices_per_node if on_host else 0,
+            host_bytes_per_node=int((1 - on_device) * (optimizer + gradients)) * self.devices_per_node,
             phase="backward",
             operator="mm",
         )

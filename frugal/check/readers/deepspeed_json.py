@@ -255,11 +255,18 @@ def strategy(settings: Settings, resolved: Resolved) -> Strategy:
             f"`stage3_max_reuse_distance` is evaluated as {zero['stage3_max_live_parameters']}, as the most that live",
             settings.place("json.zero_optimization.stage3_max_reuse_distance"),
         )
+    ratio = (zero.get("offload_optimizer") or {}).get("ratio", 1)
+    is_in_part = optimizer != "none" and isinstance(ratio, int | float) and ratio < 1
+    is_possible = (optimizer, parameters, stage, settings.optimizer) == ("cpu", "none", 3, "adamw")
+    if is_in_part and not (is_possible and ratio > 0):
+        settings.deviate("evaluated with all of the optimizer on the host", _at(settings, "offload_optimizer", "ratio"))
+        is_in_part = False
     return Strategy(
         zero_stage=stage,
         activation_checkpointing="full" if settings.activation_checkpointing else "off",
         loss="tiled" if settings.tiled_loss else "plain",
         offload_optimizer=optimizer,
+        offload_ratio=float(ratio) if is_in_part else 1.0,
         offload_parameters=parameters,
         nvme_path=nvme,
         gradient_accumulation_dtype=accumulation,
@@ -317,8 +324,6 @@ def _offload(settings: Settings, zero: Mapping[str, Any], stage: int) -> tuple[W
             _at(settings, "offload_param"),
         )
         parameters = "cpu"
-    if isinstance(block.get("ratio"), int | float) and block["ratio"] < 1:
-        settings.deviate("evaluated with all of the optimizer on the host", _at(settings, "offload_optimizer", "ratio"))
     if optimizer == "nvme" and (stage != 3 or not path):
         settings.refuse("the optimizer on NVMe needs stage 3 and `nvme_path`", _at(settings, "offload_optimizer"))
         optimizer = "none"

@@ -86,16 +86,17 @@ SimulatedZero = SimulatedZero0 | SimulatedZero12 | SimulatedZero3
 def covers(request: Request, strategy: Strategy, trace: ModelTrace | None = None) -> bool:
     """Whether `simulate` knows what DeepSpeed does there; with a `trace`, also to this model.
 
-    It does not know: other kernels than torch's fused ones and those of 8-bit AdamW (for states in bf16 on the host,
-    than DeepSpeed's CPU Adam), offloading to disks or in fp32, overlapping communication, gradients not summed in
-    fp32, half precision without gradient partitioning; and models whose memory depends on data, with trainable
-    parameters of several types, without a gradient, or under ZeRO-3 used outside their modules. And it knows nothing of
-    a DeepSpeed that differs from the one it repeats.
+    It does not know: other kernels than torch's fused ones and those of 8-bit AdamW (for states in bf16, or a part of
+    them, on the host, than DeepSpeed's CPU Adam), offloading to disks or in fp32, overlapping communication, gradients
+    not summed in fp32, half precision without gradient partitioning; and models whose memory depends on data, with
+    trainable parameters of several types, without a gradient, or under ZeRO-3 used outside their modules. And it knows
+    nothing of a DeepSpeed that differs from the one it repeats.
     """
     if not mirrored.verify_simulation():
         return False
-    on_host_in_bf16 = request.optimizer_states == "bf16" and strategy.offload_optimizer != "none"
-    known = "deepspeed" if on_host_in_bf16 else SIMULATED[request.optimizer]
+    on_host = strategy.offload_optimizer != "none"
+    needs_deepspeeds = on_host and (request.optimizer_states == "bf16" or strategy.offload_ratio < 1)
+    known = "deepspeed" if needs_deepspeeds else SIMULATED[request.optimizer]
     if optimizer_implementation(request, strategy) != known:
         return False
     if request.momentum or strategy.overlap_comm:
@@ -148,6 +149,7 @@ def simulate(
         optimizer=request.optimizer,
         state_bytes=request.master_bytes_per_element,
         offloads_optimizer=strategy.offload_optimizer == "cpu",
+        offload_ratio=strategy.offload_ratio,
         offloads_parameters=strategy.offload_parameters == "cpu",
         world_size=world_size,
         rank=rank,

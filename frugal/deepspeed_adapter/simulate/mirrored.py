@@ -126,6 +126,7 @@ MIRRORED = (
         __avg_scatter_contiguous_grads="0b21923022a45477",
         partition_grads="93119b25314ec6d3",
         independent_gradient_partition_epilogue="f1575b87b3d6c083",
+        _optimizer_step="35f8511bba5ff760",
         _pre_step="6a560fa097ab03bb",
         _get_norm_groups="6a068faa3149b1f4",
         _prepare_fp32_grad_for_sub_group="6c19570c775487ef",

@@ -196,6 +196,7 @@ class Setting:
         optimizer: what updates the parameters; SGD without momentum.
         state_bytes: of a master weight, and of a state where it is not in blocks.
         offloads_optimizer: whether optimizer states live on the host.
+        offload_ratio: the share of the sub-groups that are updated on the host, where the optimizer lives there.
         offloads_parameters: whether parameters live on the host, too, between uses.
         world_size: ranks.
         rank: this one.
@@ -215,6 +216,7 @@ class Setting:
     optimizer: OptimizerName
     state_bytes: int
     offloads_optimizer: bool
+    offload_ratio: float
     offloads_parameters: bool
     world_size: int
     rank: int

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from frugal.deepspeed_adapter.simulate.prefetch import SimulatedPrefetch
 from frugal.deepspeed_adapter.simulate.stream import PinnedBlocks, Setting, Stream
 from frugal.planning.memory.timeline import COMMUNICATION, GRADIENTS, OPTIMIZER, PARAMETERS, TEMPORARY, MarkKind
+from frugal.planning.strategy import num_groups_on_device, sub_groups
 
 
 class SimulatedZero3:
@@ -25,7 +26,8 @@ class SimulatedZero3:
         self._setting = setting
         self._gathering = SimulatedPrefetch(stream, setting, own_parameters)
         self._parts = [-(-n // setting.world_size) for n in setting.elements]
-        self._groups = list(_sub_groups(self._parts, setting.sub_group_elements))
+        self._groups = sub_groups(self._parts, setting.sub_group_elements)
+        self._on_device = num_groups_on_device(len(self._groups), setting.offload_ratio)  # of an offloaded optimizer
         self._bucket_parameters: list[int] = []
         self._bucket_elements = 0
         self._oversized: dict[int, int] = {}  # parameter larger than the bucket -> storage of its gradient
@@ -95,22 +97,33 @@ class SimulatedZero3:
     def _initialise_on_host(self) -> None:
         """Master weights and their gradients (`_create_fp32_partitions`, `initialize_optimizer_states`).
 
-        Parameters that are there in the masters' type already are only copied once.
+        Parameters that are there in the masters' type already are only copied once. The gradients of groups that are
+        updated on the device are made on the host, too, and copied.
         """
-        host, state_bytes = self._host, self._setting.state_bytes
-        is_there = self._setting.offloads_parameters and state_bytes == self._setting.element_bytes
-        converted = -1
-        for group in self._groups:
-            following = -1 if is_there else host.born(group * state_bytes, "aten._to_copy.default")
+        host, stream, state_bytes = self._host, self._stream, self._setting.state_bytes
+        is_same_type = state_bytes == self._setting.element_bytes
+        parameters_are: Stream | PinnedBlocks = host if self._setting.offloads_parameters else stream
+        converted, converted_in = -1, parameters_are
+        for number, group in enumerate(self._groups):
+            place: Stream | PinnedBlocks = stream if number < self._on_device else host
+            is_there = is_same_type and place is parameters_are
+            following = -1 if is_there else place.born(group * state_bytes, "aten._to_copy.default")
             if converted >= 0:
-                host.dies(converted)
-            converted = following
-            host.born(group * state_bytes, "aten.clone.default", OPTIMIZER)
+                converted_in.dies(converted)
+            converted, converted_in = following, place
+            place.born(group * state_bytes, "aten.clone.default", OPTIMIZER)
         if converted >= 0:
-            host.dies(converted)
+            converted_in.dies(converted)
         shared = host.born(max(self._groups) * state_bytes, "aten.zeros.default")
-        for group in self._groups:
-            host.pinned(host.born(group * state_bytes, "aten.zeros.default", GRADIENTS))
+        copied = -1
+        for number, group in enumerate(self._groups):
+            gradient = host.born(group * state_bytes, "aten.zeros.default", GRADIENTS)
+            if copied >= 0:
+                host.dies(copied)
+            gradient, copied = host.pinned(gradient), -1
+            if number < self._on_device:
+                stream.born(group * state_bytes, "aten._to_copy.default", GRADIENTS)
+                copied = gradient
         host.dies(shared)
 
     @property
@@ -176,8 +189,8 @@ class SimulatedZero3:
 
     def _step_on_host(self) -> None:
         if not self._has_states:
-            for group in self._groups:
-                self._setting.make_states(group, self._host)
+            for number, group in enumerate(self._groups):
+                self._setting.make_states(group, self._stream if number < self._on_device else self._host)
         self._has_states = True
         for norm in self._norms:
             self._stream.dies(norm)
@@ -248,16 +261,3 @@ class SimulatedZero3:
                 if self._setting.state_bytes < 4:
                     stream.flash(own * self._setting.state_bytes, "aten._to_copy.default", COMMUNICATION)
         stream.dies(previous)
-
-
-def _sub_groups(parts: list[int], most: int) -> list[int]:
-    """Elements of each group of parts that is updated together (`_create_fp16_sub_groups`)."""
-    if most >= sum(parts):
-        return [sum(parts)]
-    groups, elements = [], 0
-    for number, part in enumerate(parts):
-        elements += part
-        if elements >= most or number == len(parts) - 1:
-            groups.append(elements)
-            elements = 0
-    return groups

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from enum import Enum
 from typing import Protocol
 
 from frugal.config.hardware.cluster import Cluster, Device
@@ -85,6 +86,25 @@ class Candidate:
 def fastest_seconds(candidates: Iterable[Candidate]) -> float:
     """Of the candidates that fit; infinite where none does."""
     return min((candidate.seconds for candidate in candidates if candidate.fits), default=float("inf"))
+
+
+TRUST = 0.01
+"""A profile that is further than this from the dry run is wrong, and the plan says so. In live bytes: what the
+allocator wastes may change by as much with the order of a few small blocks."""
+
+
+class Outcome(Enum):
+    """What the dry run of a winner says of its profile, in the words of the warning; `CONFIRMED` needs none."""
+
+    CONFIRMED = ""
+    INACCURATE = "it still fits"
+    TOO_LARGE = "it does not fit, and was not chosen"
+    WRONG_PROFILE = "it was profiled by dry runs instead"
+
+    @property
+    def is_chosen(self) -> bool:
+        """Whether the winner is taken; otherwise its level is evaluated again."""
+        return self in (Outcome.CONFIRMED, Outcome.INACCURATE)
 
 
 @dataclass(frozen=True, kw_only=True)

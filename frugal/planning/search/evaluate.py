@@ -256,7 +256,7 @@ class StrategyEvaluation:
         batches = self.fitting.batches(fit) if min(fit.values()) >= 1 else []
         if not batches:
             return self._too_large(strategy, profile)
-        time, batch = self._fastest(profile, strategy, batches)
+        time, batch = self.fastest(profile, strategy, batches)
         # What the allocator adds decides between two kinds of devices only where they are alike.
         loads = [(profile.draft.memory(micro, device), micro, device) for device, micro in self.fitting.loads(batch)]
         memory, micro, device = min(loads, key=lambda load: load[0].headroom_bytes)
@@ -287,9 +287,7 @@ class StrategyEvaluation:
             micro, memory = refuted.micro_batch, refuted.memory
         return Candidate(strategy=strategy, micro_batch=micro, batch=None, memory=memory, time=None)
 
-    def _fastest(
-        self, profile: Profile, strategy: Strategy, batches: Sequence[BatchPlan]
-    ) -> tuple[StepTime, BatchPlan]:
+    def fastest(self, profile: Profile, strategy: Strategy, batches: Sequence[BatchPlan]) -> tuple[StepTime, BatchPlan]:
         """The fastest batch with its time; one of equal micro-batches where it is as fast."""
         if self.request.lengths is not None:
             batches = [self._for_lengths(profile, strategy, batch) for batch in batches]

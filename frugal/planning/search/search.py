@@ -9,17 +9,19 @@ confirmed, the choice is made again with what the dry run has shown.
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from enum import Enum
 
 from frugal.config.hardware.cluster import Cluster
 from frugal.config.request import Request, check_pins
 from frugal.errors import RequestError
 from frugal.planning.memory.breakdown import MemoryBreakdown
 from frugal.planning.plan import ModelSummary
+from frugal.planning.search import partial_offload
 from frugal.planning.search.candidate import (
     TIE,
+    TRUST,
     Candidate,
     Infeasible,
+    Outcome,
     SearchResult,
     Source,
     evaluation_rounds,
@@ -28,24 +30,6 @@ from frugal.planning.search.candidate import (
 )
 from frugal.planning.search.evaluate import StrategyEvaluation
 from frugal.planning.strategy import Offload, Strategy, allowed_strategies, offload_levels
-
-TRUST = 0.01
-"""A profile that is further than this from the dry run is wrong, and the plan says so. In live bytes: what the
-allocator wastes may change by as much with the order of a few small blocks."""
-
-
-class Outcome(Enum):
-    """What the dry run of a winner says of its profile, in the words of the warning; `CONFIRMED` needs none."""
-
-    CONFIRMED = ""
-    INACCURATE = "it still fits"
-    TOO_LARGE = "it does not fit, and was not chosen"
-    WRONG_PROFILE = "it was profiled by dry runs instead"
-
-    @property
-    def is_chosen(self) -> bool:
-        """Whether the winner is taken; otherwise its level is evaluated again."""
-        return self in (Outcome.CONFIRMED, Outcome.INACCURATE)
 
 
 class Search:
@@ -137,6 +121,8 @@ class Search:
                 self.source.prepare(others)
                 drafts = [draft for strategy in others for draft in self._draft(strategy)]
                 evaluated += [*pruned, *self._confirmed(drafts, evaluated)]
+            evaluated += self._confirmed(partial_offload.drafts(self.evaluation, level, evaluated), evaluated)
+            evaluated += self._confirmed(partial_offload.drafts(self.evaluation, level, evaluated), evaluated)
             if winner := self._winner(evaluated):
                 return winner
         return max(evaluated, key=lambda candidate: candidate.headroom_bytes or 0, default=None)
@@ -174,6 +160,8 @@ class Search:
         smallest_bytes = min(device.usable_bytes for device in self.cluster.devices)
         if small_buckets_could_help(evaluated, self.request, smallest_bytes):
             evaluated += self._evaluated(self.strategies(level, small_buckets=True), evaluated)
+        evaluated += self._confirmed(partial_offload.drafts(self.evaluation, level, evaluated), evaluated)
+        evaluated += self._confirmed(partial_offload.drafts(self.evaluation, level, evaluated), evaluated)
         refused = self.request.loss == "auto" and not self.can_tile
         return [candidate for candidate in evaluated if not (refused and candidate.strategy.loss == "tiled")]
 

@@ -70,6 +70,12 @@ class OwnOptimizer:
                 because="each group says its own weight decay",
                 hint='plan without it, and give a group {"weight_decay": 0.0}',
             )
+        if make is not None and plan.strategy.offload_ratio < 1:
+            raise RequestError(
+                "an optimizer of your own cannot have its states partly in host memory",
+                because="DeepSpeed splits only the work of AdamW",
+                hint="plan with --offload-ratio 1",
+            )
         if make is not None and (plan.strategy.offload_optimizer == "nvme" or plan.request.optimizer_states == "bf16"):
             where = "on NVMe" if plan.strategy.offload_optimizer == "nvme" else "in bf16"
             raise RequestError(

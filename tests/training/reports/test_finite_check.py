@@ -52,7 +52,7 @@ def spoilt_samples(number: int, places: tuple[int, ...], seed: int = 0) -> list[
 
 def states(engine: Engine) -> list[list[float]]:
     """Everything that an optimizer step writes to, on this rank."""
-    kept = [each for state in engine.update._optimizer.state.values() for each in state.values()]
+    kept = [each for state in engine.zero.inner.state.values() for each in state.values()]
     return [tensor.double().flatten().tolist() for tensor in (*weights(engine).values(), *kept)]
 
 

@@ -1,0 +1,95 @@
+"""A share of the optimizer's work in host memory: found where it is faster than all of it, refused where impossible."""
+
+from typing import Any
+
+import pytest
+
+from frugal.config.request import Request
+from frugal.errors import RequestError
+from frugal.planning.strategy import RATIOS, Strategy, num_groups_on_device, share_on_host, sub_groups
+from tests.planning.synthetic import planned
+
+MODEL = {"drafts": True, "num_matrices": 200}
+TOO_SMALL = {
+    "gpus": 4,
+    "mem": "6.6G",
+    "gpu": None,
+    "model": MODEL,
+    "global_batch": 64,
+    "activation_checkpointing": "full",
+}
+
+
+def settings(**changes: Any) -> dict[str, Any]:
+    return {name: value for name, value in (TOO_SMALL | changes).items() if value is not None}
+
+
+def test_groups_end_with_the_part_that_fills_them() -> None:
+    assert sub_groups([3, 3, 3, 3, 3], 6) == (6, 6, 3)
+    assert sub_groups([3, 3, 3], 9) == (9,)
+    assert sub_groups([10, 1, 1], 2) == (10, 2)
+
+
+def test_the_first_groups_are_the_devices_and_their_number_is_rounded_as_deepspeed_does() -> None:
+    assert [num_groups_on_device(8, ratio) for ratio in (0.125, 0.5, 0.875, 1.0)] == [7, 4, 1, 0]
+    assert num_groups_on_device(10, 0.9) == 0, "1 - 0.9 is below a tenth"
+    strategy = Strategy(zero_stage=3, offload_optimizer="cpu", offload_ratio=0.5, sub_group_elements=10)
+    assert share_on_host([30, 10, 10], strategy, 1) == 0.4, "three groups: one on the device, the largest"
+    assert share_on_host([30, 10, 10], strategy, 10) == 1.0, "one group, which cannot be cut"
+
+
+def test_what_fits_stays_on_the_device_where_the_step_is_faster() -> None:
+    whole = planned(**settings(offload="optimizer", offload_ratio=1.0))
+    made = planned(**settings(offload="optimizer"))
+    assert whole.strategy.offload_ratio == 1
+    assert made.strategy.zero_stage == 3 and made.strategy.offload_ratio in RATIOS
+    assert made.time.total_seconds < whole.time.total_seconds / 1.02
+    assert made.memory.host_bytes_per_node < whole.memory.host_bytes_per_node
+    assert made.memory.headroom_bytes >= 0
+    assert any(
+        line.startswith(f"{100 * made.strategy.offload_ratio:.3g} % of the optimizer's sub-groups") for line in made.why
+    )
+    assert any("needs a C++ compiler" in line for line in made.why)
+    whole_seconds = [each.step_seconds for each in made.rejected if each.strategy.offload_ratio == 1]
+    assert min(filter(None, whole_seconds)) > made.time.total_seconds
+
+
+def test_a_pinned_share_is_taken_in_sub_groups_that_allow_it() -> None:
+    made = planned(**settings(offload_ratio=0.75))
+    assert (made.strategy.zero_stage, made.strategy.offload_ratio) == (3, 0.75)
+    share = share_on_host((5_000_000,) * 200, made.strategy, 4)
+    assert share == pytest.approx(0.75, abs=0.04)
+    assert "75 % of the optimizer's sub-groups are updated in host memory, as asked" in made.why
+
+
+def test_it_is_not_searched_where_nothing_has_to_be_offloaded() -> None:
+    made = planned(gpus=4, mem="80G", model=MODEL)
+    assert all(each.strategy.offload_ratio == 1 for each in made.rejected)
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"offload_ratio": 1.5}, "--offload-ratio is 1.5"),
+        ({"offload_ratio": 0.0}, "--offload-ratio is 0"),
+        ({"zero_stage": 2}, "--offload-ratio 0.5 is impossible with --zero-stage 2"),
+        ({"offload": "all"}, "--offload-ratio 0.5 is impossible with --offload all"),
+        ({"offload": "none"}, "--offload-ratio 0.5 is impossible with --offload none"),
+        ({"optimizer": "adamw-8bit"}, "--offload-ratio 0.5 is impossible with --optimizer adamw-8bit"),
+        ({"optimizer": "sgd"}, "--offload-ratio 0.5 is impossible with --optimizer sgd"),
+        (
+            {"optimizer_implementation": "fused"},
+            "--offload-ratio 0.5 is impossible with --optimizer-implementation fused",
+        ),
+    ],
+)
+def test_what_deepspeed_cannot_split_is_refused(asked: dict[str, Any], message: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        Request(**({"offload_ratio": 0.5} | asked))
+    assert caught.value.what == message
+    assert caught.value.because and caught.value.hint
+
+
+def test_cpu_ranks_have_no_host_beside_them() -> None:
+    with pytest.raises(RequestError, match="impossible on CPU ranks"):
+        planned(gpus=2, mem="8G", device="cpu", offload_ratio=0.5, model=MODEL)
