@@ -9,11 +9,14 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from contextlib import suppress
 from pathlib import Path
 
 from rich.console import Console
 from rich.text import Text
+
+from tests.report import pictured
 
 IMAGES = Path(__file__).parents[1] / "docs" / "images"
 COMMAND = "frugal plan --gpus 4 --mem 12G"
@@ -55,6 +58,8 @@ def renew() -> None:
     for columns in WIDTHS:
         written = shown(COMMAND, columns)
         (IMAGES / f"plan-{columns}-columns.svg").write_text(picture(COMMAND, columns, written) + "\n")
+    with tempfile.TemporaryDirectory() as folder:
+        pictured.draw(pictured.trained(Path(folder)), IMAGES)
 
 
 if __name__ == "__main__":

@@ -74,6 +74,7 @@ def unguarded(engine: Any) -> Iterator[None]:
 def timed(engine: Any) -> Iterator[dict[str, list[tuple[float, float]]]]:
     """When this rank came to each vote and left it, and likewise when it kept the generators' state; in seconds."""
     from frugal.training import train_step
+    from frugal.training.checkpoint import random_state
 
     kept: dict[str, list[tuple[float, float]]] = {"votes": [], "states": []}
 
@@ -89,7 +90,7 @@ def timed(engine: Any) -> Iterator[dict[str, list[tuple[float, float]]]]:
     vote = engine.guard.vote
     with (
         patch.object(vote, "any", timing("votes", vote.any)),
-        patch.object(train_step, "generator_states", timing("states", train_step.generator_states)),
+        patch.object(train_step, "generator_states", timing("states", random_state.generator_states)),
     ):
         yield kept
 

@@ -22,6 +22,7 @@ COMMANDS = {
     "dryrun": ("frugal.cli.dryrun", "Run a step on tensors without storage, and say what fills the memory."),
     "model": ("frugal.cli.model", "Make a model folder of a checkpoint; merge adapters into their base."),
     "train": ("frugal.cli.train", "Train as planned; without a plan, plan first."),
+    "report": ("frugal.cli.report", "Say how a run went, or how several differ, as a table and a page."),
 }
 
 

@@ -12,8 +12,8 @@ from typing import Any
 import click
 import msgspec
 
+from frugal.cli.display.terminal import waiting
 from frugal.cli.options import SettingsCommand, collect, config_option, options, refuse_beside_a_plan
-from frugal.cli.terminal import waiting
 from frugal.config.hardware import cuda_allocator
 from frugal.config.hardware.build_cluster import ClusterSettings
 from frugal.config.hardware.cluster import Cluster

@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from frugal.cli.display.terminal import show, waiting
 from frugal.cli.options import (
     SettingsCommand,
     config_option,
@@ -18,7 +19,6 @@ from frugal.cli.options import (
     verbose_option,
     what_if_option,
 )
-from frugal.cli.terminal import show, waiting
 from frugal.config.hardware.build_cluster import ClusterSettings
 from frugal.config.request import Request
 from frugal.config.schema import PLAN_SETTINGS

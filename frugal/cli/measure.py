@@ -16,7 +16,7 @@ import click
 import msgspec
 
 from frugal import temporary
-from frugal.cli.terminal import waiting
+from frugal.cli.display.terminal import waiting
 from frugal.config.hardware import calibration, local_host
 from frugal.config.hardware.calibration import Calibration, Probe, format_flops, read_all
 from frugal.config.hardware.cluster import Capability, Device, DeviceKind, recognise_card

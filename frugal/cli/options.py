@@ -11,7 +11,7 @@ from typing import Any, get_args
 
 import click
 
-from frugal.cli.terminal import waiting
+from frugal.cli.display.terminal import waiting
 from frugal.config.hardware import calibration as calibrations
 from frugal.config.hardware.cluster import GENERIC, Card, Cluster, of_driver, recognise_card
 from frugal.config.hardware.local_host import held_on_gpus

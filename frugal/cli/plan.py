@@ -6,8 +6,9 @@ from typing import Any
 
 import click
 
+from frugal.cli.display.terminal import is_terminal, show, waiting
+from frugal.cli.display.verdict import show_row, show_verdict
 from frugal.cli.options import SettingsCommand, config_option, options, planned, verbose_option, what_if_option
-from frugal.cli.terminal import is_terminal, show, show_row, show_verdict, waiting
 from frugal.config.hardware.build_cluster import ClusterSettings
 from frugal.config.request import Request
 from frugal.config.run_settings import DATA_NAMES, RunSettings

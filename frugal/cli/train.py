@@ -2,6 +2,7 @@
 
 import os
 import socket
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,9 +13,9 @@ import click
 import psutil  # type: ignore[import-untyped]  # has no types
 
 from frugal import temporary
-from frugal.cli import preview as preview_command
+from frugal.cli.display import preview as preview_command
+from frugal.cli.display.verdict import show_verdict
 from frugal.cli.options import SettingsCommand, config_option, options, planned, planned_for, refuse_beside_a_plan
-from frugal.cli.terminal import show_verdict
 from frugal.config.hardware import cuda_allocator
 from frugal.config.hardware.build_cluster import ClusterSettings, HostfileEntry, read_hostfile
 from frugal.config.hardware.cluster import Cluster
@@ -29,6 +30,7 @@ from frugal.launch import alternatives, commands, local, pdsh, restart
 from frugal.launch.pdsh import RestartableHosts
 from frugal.launch.ssh import Access
 from frugal.planning.plan import Plan
+from frugal.report import after_run
 from frugal.training.checkpoint import manifest
 from frugal.training.checkpoint.run_folder import in_use
 from frugal.training.reports import hub, trackers
@@ -95,7 +97,10 @@ def command(
     if job.hosts:
         pdsh.check_nodes(plan, job.hosts)
     if printed is None:
+        began = time.time()
         code = _start(job, plan)
+        if code:
+            after_run.note_end(job.settings.out, began, restart.how_it_ended(code))
         if code == 0 and not job.settings.resume:
             from frugal.dryrun.compare import as_run  # after the run, which needs its memory
 

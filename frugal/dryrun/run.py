@@ -24,7 +24,7 @@ from frugal.errors import RequestError, first_line
 from frugal.planning.batch import BatchPlan
 from frugal.planning.cost import Counts
 from frugal.planning.strategy import Strategy
-from frugal.training.measure.memory_watch import mark_phases
+from frugal.training.measure.run_gauge import mark_phases
 from frugal.training.models.loading import quantised
 from frugal.training.objectives import Objective
 from frugal.training.train_step import accumulate, wrap

@@ -7,6 +7,7 @@ what ended at the same step in the same way as the time before.
 
 import os
 import signal
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from frugal.distributed.first_failure import FailureReport
 from frugal.distributed.rank_logs import to_console
 from frugal.errors import INTERRUPTED, CheckpointError
 from frugal.planning.plan import Plan
+from frugal.report import after_run
 from frugal.training.checkpoint.held_folder import HeldFolder
 from frugal.training.checkpoint.manifest import newest_checkpoint
 from frugal.training.checkpoint.run_folder import make_folder
@@ -55,6 +57,7 @@ def supervise(
     make_folder(settings, settings.out)
     held = HeldFolder(settings, os.open(settings.out, os.O_RDONLY))
     for restart in range(max_restarts + 1):
+        began = time.time()
         code, report = start(plan, settings)
         out = held.look()
         if out is None:  # it is not made again
@@ -64,6 +67,8 @@ def supervise(
             return code
         settings = replace(settings, out=out)
         end = judge(code, report, settings)
+        if code:
+            after_run.note_end(out, began, end.why or how_it_ended(code, report))
         if end.is_final:
             return end.code
         if stop.requested() is not None:  # before a rank could heed it
@@ -101,6 +106,16 @@ def judge(code: int, report: FailureReport | None, settings: RunSettings) -> Run
     return RunEnd(code, "the run ended without a message from its ranks", False, step, checkpoint)
 
 
+def how_it_ended(code: int, report: FailureReport | None = None) -> str:
+    """A failed run's end in a few words, for its records."""
+    if report is not None:
+        return _why(report)
+    number = signal_of(code)
+    if number is not None:
+        return f"a rank was ended by {number.name}"
+    return "interrupted" if code == INTERRUPTED else f"exit code {code}"
+
+
 def _why(report: FailureReport) -> str:
     """Of a message its first line, of a traceback the exception, which is above its last line."""
     lines = report.text.splitlines()
@@ -110,12 +125,13 @@ def _why(report: FailureReport) -> str:
 
 
 def _last_step(metrics: Path) -> int:
-    """The last step that was logged; 0 if none was."""
+    """The last step that was done; 0 if none was."""
     step = 0
     if metrics.exists():
         for line in metrics.read_bytes().splitlines():
             try:
-                step = max(step, int(msgspec.json.decode(line)["step"]))
+                record = msgspec.json.decode(line)
+                step = max(step, int(record["step"]) if record["event"] == "step" else 0)
             except (msgspec.DecodeError, KeyError):  # half a line, of a run that was killed
                 continue
     return step

@@ -6,10 +6,8 @@ from contextlib import closing
 from dataclasses import replace
 from itertools import islice
 
-import torch
-
 from frugal.config.run_settings import RunSettings
-from frugal.errors import CheckpointError, OutOfMemoryError
+from frugal.errors import OutOfMemoryError
 from frugal.training.checkpoint.held_folder import HeldFolder
 from frugal.training.checkpoint.progress import Progress
 from frugal.training.checkpoint.saving import Saver
@@ -18,8 +16,10 @@ from frugal.training.data.stream.samples import StreamBatches
 from frugal.training.engine import Engine
 from frugal.training.extensions.best import Best
 from frugal.training.extensions.metric import Metric
-from frugal.training.measure.first_steps import FirstStepsGauge
+from frugal.training.losses.evaluation import Evaluation
+from frugal.training.measure.run_gauge import CHECKPOINT, EVALUATION, RunGauge
 from frugal.training.objectives import Sample
+from frugal.training.reports.closing import saved_and_explained
 from frugal.training.reports.finite_check import FiniteCheck
 from frugal.training.reports.metrics import Log
 
@@ -33,7 +33,7 @@ def train(
     *,
     start: Progress,
     total_steps: int,
-    gauge: FirstStepsGauge | None = None,
+    gauge: RunGauge | None = None,
     held: HeldFolder | None = None,
     metric: Metric | None = None,
     best: Best | None = None,
@@ -47,6 +47,7 @@ def train(
     The first step has no optimizer states before it, so memory is compared with the plan after the second.
     """
     now, held, best = start, held or HeldFolder(settings), best or Best(settings, start)
+    gauge = gauge or RunGauge(engine.device)
     to_come = islice(batches.iterate(start.position), total_steps - start.step)
     prepared = prefetch(((batch, engine.prepare(batch)) for batch in to_come), engine.device)
     saver = Saver(
@@ -61,53 +62,54 @@ def train(
                 batch, cut = next(prepared)
                 engine.wants_to_stop |= held.is_deleted
                 result = engine.train_step(cut)
-                _read_peaks(engine, log)
+                log.takes(gauge.so_far)
                 log.step(step, result, time.perf_counter() - step_start)
                 finite_check.after_step(step, result, batch)
-                if gauge is not None and gauge.after_step(cut.largest) == 2:
-                    lowered = engine.adaptive_limits.is_lowered
-                    log.memory(step, gauge.stop(), is_lowered=lowered, largest=gauge.largest)
+                if gauge.after_step(cut.largest) == 2 and gauge.is_measuring_steps:
+                    _tell_memory(step, gauge, log, engine, start)
                 now = replace(now, step=step, position=batch.end, validation_loss=None, metrics={})
                 is_best = False
                 if len(validation) and _is_due(step, settings.eval_every, total_steps):
-                    evaluation = engine.evaluate(validation, metric)
-                    _read_peaks(engine, log)
-                    log.evaluation(step, evaluation)
+                    evaluation = _evaluated(engine, validation, metric, step, gauge, log)
                     is_best = best.after(step, evaluation) and settings.save_best_model
                     now = replace(now, validation_loss=evaluation.loss, metrics=evaluation.metrics, best=best.so_far)
                     engine.agree_to_stop()  # an evaluation may be long
                 is_last = engine.is_to_stop or best.is_over
                 if is_last or is_best or _is_due(step, settings.save_every, total_steps):
-                    saver.save(now)
+                    _save(saver, now, gauge, log)
                 if is_last:
                     break
     except OutOfMemoryError as error:
-        raise _saved_and_explained(error, engine, saver, settings, now) from None
+        raise saved_and_explained(error, engine, saver, settings, now) from None
     return now
 
 
-def _read_peaks(engine: Engine, log: Log) -> None:
-    """Have the log say what this rank's GPU has taken at most by now."""
-    if engine.device.type == "cuda":
-        log.memory_bytes = torch.cuda.max_memory_allocated(engine.device)
-        log.reserved_bytes = torch.cuda.max_memory_reserved(engine.device)
+def _tell_memory(step: int, gauge: RunGauge, log: Log, engine: Engine, start: Progress) -> None:
+    """What the first steps have taken, beside what was planned."""
+    log.memory(
+        step, gauge.stop(), is_lowered=engine.adaptive_limits.is_lowered, largest=gauge.largest, phases=gauge.phases,
+        is_resumed=start.step > 0,
+    )  # fmt: skip
 
 
-def _saved_and_explained(
-    error: OutOfMemoryError, engine: Engine, saver: Saver, settings: RunSettings, now: Progress
-) -> OutOfMemoryError:
-    """The error with where the steps before it are saved; saves them now if no update is half done. Collective."""
-    newest = saver.newest()
-    kept = f"the last good checkpoint is {newest.name}" if newest else "there is no checkpoint"
-    if engine.update.is_begun:
-        kept = f"the weights are between two steps; {kept}"
-    elif settings.save_every != 0 and now.step > 0:
-        try:
-            kept = f"step {now.step} is saved in {saver.save(now)}"
-            saver.finish()
-        except CheckpointError as failed:
-            kept = f"{failed.what}, {kept}"
-    return OutOfMemoryError(error.what, because=[*error.because, kept], hint=error.hint)
+def _evaluated(
+    engine: Engine, validation: Sequence[Sample], metric: Metric | None, step: int, gauge: RunGauge, log: Log
+) -> Evaluation:
+    """The model's loss on the validation samples after `step` steps, which is logged. Collective."""
+    began = time.perf_counter()
+    with gauge.during(EVALUATION):
+        evaluation = engine.evaluate(validation, metric)
+    log.takes(gauge.so_far)
+    log.evaluation(step, evaluation, seconds=time.perf_counter() - began, peak=gauge.last)
+    return evaluation
+
+
+def _save(saver: Saver, now: Progress, gauge: RunGauge, log: Log) -> None:
+    """Save a checkpoint of `now`, and log how long training waited for it. Collective."""
+    began = time.perf_counter()
+    with gauge.during(CHECKPOINT):
+        saver.save(now)
+    log.checkpoint(now.step, time.perf_counter() - began, gauge.last)
 
 
 def num_steps(batches: GlobalBatches | StreamBatches, settings: RunSettings) -> int:

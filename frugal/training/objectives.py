@@ -138,6 +138,17 @@ def token_loss_sum(model: nn.Module, inputs: Batch, targets: Tensor) -> Tensor:
     return summed_cross_entropy(model(**inputs).logits, targets)
 
 
+def tokens_and_positions(objective: Objective, samples: Sequence[Sample], batch: Batch) -> tuple[int, int]:
+    """Tokens of `samples`, and the positions that `batch`, collated of them, has for these; of pairs on both sides.
+
+    `samples`: none in a dummy. (0, 0) for an objective that does not say `pads_tokens`: nobody knows what it pads.
+    """
+    if not getattr(objective, "pads_tokens", False):
+        return 0, 0
+    sides = ("input_ids", "labels") if "decoder_input_ids" in batch else ("input_ids",)
+    return sum(len(sample[side]) for sample in samples for side in sides), sum(batch[side].numel() for side in sides)
+
+
 def pad(rows: Sequence[Sequence[int]], fill: int) -> Tensor:
     """`rows` of token ids, padded on the right with `fill` to the longest: shape `(len(rows), longest)`, int64."""
     padded = np.full((len(rows), max(map(len, rows))), fill, dtype=np.int64)
@@ -162,6 +173,8 @@ class CausalLM:
     with a target. Without `documents` it is one. `own_loss`: the model's own is trained, with what it adds to the
     cross entropy; see `frugal.training.losses.own_loss`.
     """
+
+    pads_tokens = True  # each sample's, to the longest in its micro-batch
 
     def __init__(self, pad_id: int = 0, *, packed: bool = False, own_loss: bool = False) -> None:
         self.pad_id = pad_id
@@ -219,6 +232,8 @@ class MaskedLM:
     Which ones depends on `seed`, the sample's tokens and its `draw` (see `global_batches.py`: its number in the endless
     training order; absent in evaluation), and on nothing else: every epoch masks anew, every world size alike.
     """
+
+    pads_tokens = True  # each sample's, to the longest in its micro-batch
 
     def __init__(
         self,
@@ -290,6 +305,8 @@ class Seq2Seq:
     does; without it, the labels follow `start_id`. `own_loss`: as in `CausalLM`.
     """
 
+    pads_tokens = True  # each sample's, to the longest in its micro-batch
+
     def __init__(
         self,
         pad_id: int = 0,
@@ -351,6 +368,8 @@ class SequenceClassification:
     decides, by its configured `pad_token_id`. Encoder-decoders find it by an end token, `end_id`, which every sample
     must have; so have the samples made here.
     """
+
+    pads_tokens = True  # each sample's, to the longest in its micro-batch
 
     def __init__(self, pad_id: int = 0, *, bidirectional: bool = True, end_id: int | None = None) -> None:
         self.pad_id = pad_id

@@ -10,6 +10,7 @@ import re
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -77,12 +78,23 @@ class OutOfMemory:
         """Whether it was in the optimizer step."""
         return any(report.phase == UPDATE for report in self.reports)
 
+    @property
+    def told(self) -> dict[str, Any]:
+        """For the record of a recovery: in which phase it was, on which ranks."""
+        phases = dict.fromkeys(report.phase for report in self.reports)
+        return {"phase": ", ".join(phases), "ranks": [report.rank for report in self.reports]}
+
     def beyond(self, planned_bytes: int) -> OutOfMemoryReport | None:
         """A single request for more than everything together was planned to take: a mistake, not a tight fit."""
         for report in self.reports:
             if planned_bytes and (report.request_bytes or 0) > planned_bytes:
                 return report
         return None
+
+
+def recovery(shortage: OutOfMemory | None) -> dict[str, Any]:
+    """What a message about `shortage` has for the run's log beside its words; None: it says that all is well again."""
+    return {"recovery": {"phase": None, "ranks": []} if shortage is None else shortage.told}
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -91,17 +91,17 @@ def _watch_peers() -> "PeerWatch":
 
 def train(plan: Plan, settings: RunSettings, device: "torch.device") -> Path | None:
     """Train on ranks that have joined; the folder of the final model, if there is one. Collective; raises as `run`."""
-    from frugal.training import loop, train_step
-    from frugal.training.checkpoint import final_model
+    from frugal.training import loop
+    from frugal.training.checkpoint import final_model, random_state
     from frugal.training.checkpoint.held_folder import HeldFolder
     from frugal.training.engine import initialize
     from frugal.training.extensions.best import Best
     from frugal.training.extensions.callbacks import Callbacks
     from frugal.training.extensions.metric import Metric
     from frugal.training.measure import memory_watch, tuned_run
-    from frugal.training.measure.first_steps import FirstStepsGauge
+    from frugal.training.measure.run_gauge import RunGauge
     from frugal.training.models.loading import placed
-    from frugal.training.reports import opening
+    from frugal.training.reports import closing, opening
 
     rank = _check_services(settings)
     metric, callbacks = Metric.load(settings.metric), Callbacks.load(settings.callback)
@@ -123,30 +123,30 @@ def train(plan: Plan, settings: RunSettings, device: "torch.device") -> Path | N
         _refuse_other_model(plan, model)
         objective = data.spec.objective(data.tokenizer, seed=settings.seed, pack=bool(plan.request.pack))
         engine = initialize(model, plan, objective, learning_rate_schedule=curve.factor, callbacks=callbacks)
-        train_step.seed_all(settings.seed * 1_000_003 + rank)
+        random_state.seed_all(settings.seed * 1_000_003 + rank)
         start, changes = _start(engine, settings, data.provenance, curve)
         if rank == 0:
             run_folder.record(plan, settings)
-        with _log(plan, settings, rank, start.step, total_steps) as log:
-            for line in opening.lines(plan, settings, data, model, total_steps, start.step, changes):
+        with closing.page_afterwards(held, rank), _log(plan, settings, rank, start.step, total_steps) as log:
+            log.start(**opening.record(plan, changes, is_resumed=settings.resume))
+            said = opening.lines(plan, settings, data, model, total_steps, start.step, changes)
+            for line in (*said, *opening.remarks(plan, data, device, rank)):
                 log.say(line)
-            for remark in opening.remarks(plan, data, device, rank):
-                log.say(remark)
-            first_steps = None if settings.resume else FirstStepsGauge(gauge, measuring)
+            run_gauge = RunGauge.of_run(engine, gauge, measuring, is_resumed=settings.resume)
             tuned_run.begin(engine, held, log, total_steps - start.step)
             best = Best(settings, start)
             done = loop.train(
                 engine, batches, data.validation, settings, log,
-                start=start, total_steps=total_steps, gauge=first_steps, held=held, metric=metric, best=best,
+                start=start, total_steps=total_steps, gauge=run_gauge, held=held, metric=metric, best=best,
             )  # fmt: skip
             if best.is_over:
                 log.say(f"step {done.step}/{total_steps}  {best.why_over}")
             if is_done := done.step == total_steps or best.is_over:
                 final_model.finish(engine, held, data, done.step, best, log, metric)
             else:
-                log.say(
-                    f"told to stop: step {done.step} is saved in {held.settings.checkpoints}, continue with --resume"
-                )
+                where = held.settings.checkpoints
+                log.say(f"told to stop: step {done.step} is saved in {where}, continue with --resume")
+            log.ends("done" if is_done else "stopped", best.why_over if best.is_over else "")
         engine.destroy()
     return held.settings.out / "model" if is_done else None
 
@@ -166,7 +166,7 @@ def _log(plan: Plan, settings: RunSettings, rank: int, first_step: int, total_st
     return Log(
         settings.out, rank=rank, planned_bytes=plan.memory.live_bytes,
         planned_size=(plan.batch.largest_micro_batch, plan.request.seq_len), total_steps=total_steps,
-        first_step=first_step,
+        planned_phases=plan.memory.phase_peaks, first_step=first_step,
         trackers=trackers.Trackers(settings.track, settings.out, asked, first_step) if rank == 0 else None,
     )  # fmt: skip
 

@@ -2,20 +2,15 @@
 
 For a global batch with T targets on W ranks, every micro-batch's loss is a sum scaled by W / T. DeepSpeed averages
 gradients over ranks, so the W cancels and what remains is the exact mean over T, however the batch was cut.
-
-What random number generators draw next is kept and put back by `generator_states` and `restore_generators`, also for
-evaluations and checkpoints.
 """
 
 import logging
 import math
-import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -29,6 +24,7 @@ from frugal.errors import RequestError
 from frugal.planning.batch import BatchPlan
 from frugal.planning.plan import Plan
 from frugal.planning.strategy import Strategy
+from frugal.training.checkpoint.random_state import generator_states, restore_generators
 from frugal.training.data.batches import MicroBatchLimits, pin, share
 from frugal.training.data.given_batch import Given, as_samples
 from frugal.training.extensions.callbacks import Callbacks
@@ -41,37 +37,9 @@ from frugal.training.models import (
     weight_decay,
 )
 from frugal.training.models.loading import quantised
-from frugal.training.objectives import Batch, Objective, Sample
-from frugal.training.oom_limits import AdaptiveLimits, OutOfMemory
+from frugal.training.objectives import Batch, Objective, Sample, tokens_and_positions
+from frugal.training.oom_limits import AdaptiveLimits, OutOfMemory, recovery
 from frugal.training.oom_retry import CachedBlocks, Guard, Update, abandon
-
-
-def generator_states(device: torch.device) -> dict[str, Any]:
-    """What every generator of this process would draw next; plain values and tensors only."""
-    numpy_name, numpy_keys, *numpy_rest = np.random.get_state(legacy=True)
-    return {
-        "python": random.getstate(),
-        "numpy": (numpy_name, np.asarray(numpy_keys).tolist(), *numpy_rest),
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
-    }
-
-
-def restore_generators(saved: dict[str, Any], device: torch.device) -> None:
-    """Have every generator draw what it would have drawn at `state`."""
-    random.setstate(saved["python"])
-    np.random.set_state(saved["numpy"])
-    torch.set_rng_state(saved["torch"])
-    if device.type == "cuda" and saved["cuda"] is not None:
-        torch.cuda.set_rng_state(saved["cuda"], device)
-
-
-def seed_all(seed: int) -> None:
-    """Start every generator of this process from `seed`."""
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)  # CUDA's too
-
 
 logger = logging.getLogger("frugal")
 
@@ -81,6 +49,7 @@ class StepResult:
     """One optimizer step: mean loss over `targets`, norm of the global gradient before clipping, learning rate used.
 
     `is_finite`: whether loss and gradient are numbers; otherwise neither weights nor optimizer states were touched.
+    `tokens` of the samples took so many `positions` on all ranks; None where samples are not of tokens.
     """
 
     loss: float
@@ -89,17 +58,25 @@ class StepResult:
     grad_norm: float | None
     learning_rate: float
     is_finite: bool = True
+    tokens: int | None = None
+    positions: int | None = None
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A global batch, and what this rank takes of it under `limits`, cut as `planned`: micro-batches, and targets."""
+    """A global batch, and what this rank takes of it under `limits`, cut as `planned`: micro-batches, and targets.
+
+    `tokens` of its samples are in so many `positions` of its micro-batches (of pairs on both sides); the rest is
+    padding, and dummies. Both are 0 where samples are not of tokens.
+    """
 
     samples: Sequence[Sample]
     limits: MicroBatchLimits
     planned: BatchPlan
     batches: list[Batch]
     targets: int
+    tokens: int = 0
+    positions: int = 0
 
     @property
     def largest(self) -> tuple[int, int] | None:
@@ -156,9 +133,14 @@ class Stepper:
     def prepare(self, samples: Sequence[Sample]) -> Prepared:
         """All that `train_step` does on the host alone; another thread may do it while a step runs."""
         limits, planned = self.limits, self.plan.batch
-        taken = ([samples[place] for place in places] for places in share(samples, limits, self.rank, planned).places)
-        batches = [pin(self.objective.collate(own or [self.objective.dummy()]), self.device) for own in taken]
-        return Prepared(samples, limits, planned, batches, sum(map(self.objective.count, batches)))
+        batches, tokens, positions = [], 0, 0
+        for places in share(samples, limits, self.rank, planned).places:
+            own = [samples[place] for place in places]
+            batch = self.objective.collate(own or [self.objective.dummy()])
+            held, taken = tokens_and_positions(self.objective, own, batch)
+            tokens, positions = tokens + held, positions + taken
+            batches.append(pin(batch, self.device))
+        return Prepared(samples, limits, planned, batches, sum(map(self.objective.count, batches)), tokens, positions)
 
     def train_step(self, batch: Given | Prepared) -> StepResult:
         """One optimizer step on the samples of a global batch, given whole and equal on every rank, or prepared.
@@ -180,7 +162,7 @@ class Stepper:
         if not isinstance(batch, Prepared) or (batch.limits, batch.planned) != (self.limits, self.plan.batch):
             batch = self.prepare(samples)  # anew: since then memory ran out, or another cut is tried
         batches = batch.batches
-        (targets,) = self._sum(batch.targets)
+        targets, tokens, positions = self._sum(batch.targets, batch.tokens, batch.positions)
         if targets == 0:
             raise RequestError(
                 "the global batch has no target to learn from",
@@ -194,8 +176,10 @@ class Stepper:
             self.num_recoveries += 1
             abandon(self.zero)
             restore_generators(before, self.device)
-            self._say(self._make_room(done, samples, attempts))
-            batches = self.micro_batches(samples)
+            self._say(self._make_room(done, samples, attempts), done)
+            again = self.prepare(samples)
+            batches = again.batches
+            tokens, positions = self._sum(again.tokens, again.positions)
         loss_sum, is_finite = done
         self.cache.after(batches)
         if is_finite:
@@ -207,6 +191,8 @@ class Stepper:
             grad_norm=self.update.grad_norm,
             learning_rate=learning_rate,
             is_finite=is_finite,
+            tokens=int(tokens) if tokens else None,
+            positions=int(positions) if tokens else None,
         )
 
     def agree_to_stop(self) -> bool:
@@ -243,9 +229,9 @@ class Stepper:
             return "out of memory, though enough is free in pieces: these are given back, and the batch is run again"
         return self.adaptive_limits.lower(shortage, share(samples, self.limits, self.rank, self.plan.batch).largest)
 
-    def _say(self, message: str | None) -> None:
+    def _say(self, message: str | None, shortage: OutOfMemory | None = None) -> None:
         if message is not None and self.rank == 0:
-            logger.warning(message)
+            logger.warning(message, extra=recovery(shortage))
 
     def accumulate(self, batches: Sequence[Batch], targets: int) -> Tensor:
         """Forward and backward over this rank's micro-batches; see `accumulate`."""

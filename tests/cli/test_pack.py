@@ -21,7 +21,7 @@ def trajectory(path: Path) -> list[tuple[Any, ...]]:
     return [
         (record["event"], record["step"], record["loss"], record["targets"], record.get("grad_norm"))
         for record in records(path)
-        if record["event"] != "memory"
+        if "loss" in record
     ]
 
 

@@ -21,6 +21,7 @@ from frugal.cli import train
 from frugal.config.request import Request
 from frugal.dryrun import compare
 from frugal.planning.plan import Plan
+from frugal.report.run import read_run
 from tests.training.reports.test_trackers import curves
 
 
@@ -69,8 +70,8 @@ def test_a_run_leaves_plan_record_metrics_checkpoints_and_model(
 ) -> None:
     run = folder / "two"
     assert sorted(path.name for path in run.iterdir()) == [
-        "checkpoints", "ds_config.json", "logs", "metrics.jsonl", "model", "plan.json", "tensorboard", "trackers.json",
-        "train.json",
+        "checkpoints", "ds_config.json", "logs", "metrics.jsonl", "model", "plan.json", "report.html", "tensorboard",
+        "trackers.json", "train.json",
     ]  # fmt: skip
     assert (run / "logs" / "rank_0.log").read_text().splitlines() == on_two_ranks[1].splitlines()
     assert (run / "logs" / "rank_1.log").exists()
@@ -81,6 +82,10 @@ def test_a_run_leaves_plan_record_metrics_checkpoints_and_model(
     evaluations = [record for record in records(run) if record["event"] == "evaluation"]
     assert [record["step"] for record in evaluations] == [3, 6]
     assert evaluations[1]["loss"] < evaluations[0]["loss"]
+    assert [(each.event, each.step) for each in read_run(run).history.others if each.event in ("start", "end")] == [
+        ("start", 0), ("end", 6)
+    ]  # fmt: skip
+    assert all(8 * 2 <= step["tokens"] <= step["positions"] <= 8 * 64 for step in steps)
     shown = curves(run / "tensorboard")
     assert shown["train/loss"] == [(record["step"], pytest.approx(record["loss"])) for record in steps]
     assert shown["eval/loss"] == [(record["step"], pytest.approx(record["loss"])) for record in evaluations]
@@ -118,7 +123,8 @@ def test_torchrun_gives_the_same_run(folder: Path, on_two_ranks: tuple[int, str,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     ours, theirs = (
-        [(r["event"], r["step"], r.get("loss")) for r in records(folder / name)] for name in ("two", "torchrun")
+        [(r["event"], r["step"], r.get("loss")) for r in records(folder / name) if r["event"] != "checkpoint"]
+        for name in ("two", "torchrun")
     )
     assert ours == theirs
 
@@ -226,6 +232,10 @@ def test_without_a_plan_it_plans_first_and_memory_comes_out_as_predicted(folder:
     assert measured is not None
     assert abs(float(measured[3])) <= 1.0
     assert [record["step"] for record in records(folder / "one") if record["event"] == "step"] == [1, 2, 3]
+    phases = read_run(folder / "one").phases
+    assert list(phases) == ["initialisation", "forward", "backward", "optimizer step"]
+    for name, phase in phases.items():
+        assert phase.measured_bytes == pytest.approx(phase.planned_bytes, rel=0.01), name
 
 
 @pytest.mark.exhaustive

@@ -15,8 +15,8 @@ from bench.ranks import Ranks
 from bench.runs import frugal_train, records
 from frugal.config.run_settings import RunSettings
 from frugal.distributed import stop
-from frugal.training import loop, train_step
-from frugal.training.checkpoint import loading
+from frugal.training import loop
+from frugal.training.checkpoint import loading, random_state
 from frugal.training.checkpoint.progress import Progress
 from frugal.training.data.stream.samples import StreamBatches
 from frugal.training.engine import initialize
@@ -39,7 +39,7 @@ def train(
     folder.mkdir(parents=True, exist_ok=True)
     batches = StreamBatches(stream_of(f"{data}", shuffle_buffer=8), "causal-lm", global_batch=7)
     engine = initialize(tiny_gpt2(n_positions=256, vocab_size=260), plan, CausalLM())
-    train_step.seed_all(0)
+    random_state.seed_all(0)
     start = loading.load(engine, settings.checkpoints).progress if settings.resume else Progress(step=0)
     drawn: list[list[int]] = []
     prepare = engine.prepare

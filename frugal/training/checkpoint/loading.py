@@ -45,8 +45,7 @@ from frugal.deepspeed_adapter.checkpoint_files import Piece, StateFiles, StateLa
 from frugal.deepspeed_adapter.stages import Zero
 from frugal.distributed.exchange import from_rank_0, gather
 from frugal.errors import CheckpointError, PlanMismatchError, RequestError
-from frugal.training import train_step
-from frugal.training.checkpoint import frozen_base, manifest, other_states, resume_checks
+from frugal.training.checkpoint import frozen_base, manifest, other_states, random_state, resume_checks
 from frugal.training.checkpoint.manifest import File, Manifest
 from frugal.training.checkpoint.progress import EXTRA, Progress, read_progress
 from frugal.training.data.batches import Position
@@ -300,9 +299,9 @@ def _restore(engine: Stepper, path: Path, made_by: Manifest, this: Manifest) -> 
         progress = replace(progress, extra=checkpoint_files.read(path / EXTRA))
     engine.adaptive_limits.recall(progress.learnt)
     if made_by.world_size == this.world_size:
-        train_step.restore_generators(checkpoint_files.read(path / f"rng_rank_{engine.rank}.pt"), engine.device)
+        random_state.restore_generators(checkpoint_files.read(path / f"rng_rank_{engine.rank}.pt"), engine.device)
     else:  # nobody's generators are this rank's, so it gets some that no rank had
-        train_step.seed_all((progress.seed * 1_000_003 + progress.step) * 65_537 + engine.rank)
+        random_state.seed_all((progress.seed * 1_000_003 + progress.step) * 65_537 + engine.rank)
     return progress
 
 

@@ -36,8 +36,7 @@ from frugal.distributed.connections.listeners import closed_afterwards
 from frugal.distributed.exchange import RanksFailed, together
 from frugal.errors import CheckpointError
 from frugal.planning.plan import Plan
-from frugal.training import train_step
-from frugal.training.checkpoint import frozen_base, loading, manifest, run_folder
+from frugal.training.checkpoint import frozen_base, loading, manifest, random_state, run_folder
 from frugal.training.checkpoint.held_folder import HeldFolder
 from frugal.training.checkpoint.loading import origin
 from frugal.training.checkpoint.manifest import File, Manifest
@@ -262,7 +261,7 @@ def _find(aside: Path) -> None:
 def _collect(engine: Stepper, writer: CheckpointWriter, aside: Path, progress: Progress) -> None:
     """Give this rank's states to the writer."""
     writer.collect(engine.deepspeed, aside, without_frozen=frozen_base.is_left_out(engine.plan))
-    writer.save(train_step.generator_states(engine.device), aside / f"rng_rank_{engine.rank}.pt")
+    writer.save(random_state.generator_states(engine.device), aside / f"rng_rank_{engine.rank}.pt")
     writer.write(msgspec.json.encode(engine.zero.layout()), aside / loading.file_name(engine.rank))
     if engine.rank == 0:
         learnt = replace(progress, learnt=engine.adaptive_limits.learnt(), extra=None)

@@ -14,15 +14,16 @@ import torch
 import torch.distributed as dist
 
 from frugal.errors import RequestError
+from frugal.training.checkpoint.random_state import generator_states, restore_generators
 from frugal.training.data.batches import pin, prefetch, share
 from frugal.training.extensions.metric import Metric
 from frugal.training.losses import predictions
 from frugal.training.losses.predictions import Kept
 from frugal.training.models import transformers_internals
 from frugal.training.objectives import Batch, Sample
-from frugal.training.oom_limits import OutOfMemory
+from frugal.training.oom_limits import OutOfMemory, recovery
 from frugal.training.oom_retry import abandon
-from frugal.training.train_step import Stepper, generator_states, restore_generators
+from frugal.training.train_step import Stepper
 
 logger = logging.getLogger("frugal")
 
@@ -69,7 +70,7 @@ def evaluate(engine: Stepper, samples: Sequence[Sample], metric: Metric | None =
         restore_generators(before, engine.device)
         message = engine.adaptive_limits.lower_evaluation(outcome, cut.largest)
         if engine.rank == 0:
-            logger.warning(message)
+            logger.warning(message, extra=recovery(outcome))
     engine.cache.after([])
     *sums_here, kept = outcome
     sums = torch.tensor(sums_here, dtype=torch.float64)

@@ -27,10 +27,7 @@ from torch import Tensor
 
 from frugal import torch_internals
 from frugal.planning.memory.timeline import (
-    BACKWARD,
-    FORWARD,
     INITIALISATION,
-    OPTIMIZER_STEP,
     TEMPORARY,
     Interval,
     Timeline,
@@ -353,7 +350,7 @@ class CudaGauge(_Intervals):
     def __init__(self, device: torch.device, *, keeps_timeline: bool = False) -> None:
         super().__init__()
         self._device = device
-        self._reserved = 0
+        self._reserved: dict[str, int] = {}  # by phase
         self._begins: list[tuple[str, int]] = [(INITIALISATION, 0)]  # phases, and their first entries of the history
         self._keeps_timeline = keeps_timeline
         if keeps_timeline:
@@ -362,6 +359,7 @@ class CudaGauge(_Intervals):
 
     def mark(self, phase: str) -> None:
         """From now on it is `phase`."""
+        self._reserved = self.reserved_phases  # the reset that follows is one of all peaks
         super().mark(phase)
         if self._keeps_timeline:
             self._begins.append((phase, len(torch_internals.memory_history(self._device))))
@@ -374,13 +372,18 @@ class CudaGauge(_Intervals):
     @property
     def reserved_bytes(self) -> int:
         """The most bytes that segments took, as `max_memory_reserved`."""
-        return max(self._reserved, torch.cuda.max_memory_reserved(self._device))
+        return max(self.reserved_phases.values())
+
+    @property
+    def reserved_phases(self) -> dict[str, int]:
+        """The same of each phase."""
+        reserved = max(self._reserved.get(self._phase, 0), torch.cuda.max_memory_reserved(self._device))
+        return self._reserved | {self._phase: reserved}
 
     def _read(self) -> tuple[int, int]:
         return torch.cuda.max_memory_allocated(self._device), torch.cuda.memory_allocated(self._device)
 
     def _reset_peak(self) -> None:
-        self._reserved = self.reserved_bytes  # the reset below is one of all peaks
         torch.cuda.reset_peak_memory_stats(self._device)
 
 
@@ -468,33 +471,3 @@ def gauge(
     del holding  # it would keep them alive
     with host:
         yield host
-
-
-def mark_phases(deepspeed: Any, objective: Any, mark: Callable[[str], None]) -> Any:
-    """Have DeepSpeed's engine say when backward and optimizer step begin; an objective that says when forward does."""
-    for name, phase in (("backward", BACKWARD), ("step", OPTIMIZER_STEP)):
-        setattr(deepspeed, name, _marked(getattr(deepspeed, name), phase, mark))
-    return _MarkedObjective(objective, mark)
-
-
-def _marked(function: Callable[..., Any], phase: str, mark: Callable[[str], None]) -> Callable[..., Any]:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        mark(phase)
-        return function(*args, **kwargs)
-
-    return call
-
-
-class _MarkedObjective:
-    """An objective that says when its forward begins."""
-
-    def __init__(self, objective: Any, mark: Callable[[str], None]) -> None:
-        self._objective = objective
-        self._mark = mark
-
-    def loss_sum(self, model: Any, batch: Any) -> Tensor:
-        self._mark(FORWARD)
-        return self._objective.loss_sum(model, batch)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._objective, name)

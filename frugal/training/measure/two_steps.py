@@ -34,8 +34,9 @@ from frugal.planning.batch import BatchPlan
 from frugal.planning.memory.timeline import Interval, Timeline, phase_peaks
 from frugal.planning.plan import Plan
 from frugal.training.engine import initialize
-from frugal.training.measure.memory_watch import CudaGauge, gauge, mark_phases
+from frugal.training.measure.memory_watch import CudaGauge, gauge
 from frugal.training.measure.record import ModelDefinition, RankMeasurement, Trial, timeline_name
+from frugal.training.measure.run_gauge import mark_phases
 from frugal.training.models.loading import placed
 from frugal.training.models.resolve import resolve_request
 from frugal.training.models.spec import ModelSpec

@@ -2,19 +2,30 @@
 
 Each line of `metrics.jsonl` is one JSON object with an `event`:
 
+    start        step (those done before), total_steps, dropped_steps (of records that were dropped: they are done
+                 again), resumed, plan_digest, model, task, strategy, world_size, devices (a count by name), versions,
+                 changes (what is not as it was before), time
     step         step, loss (mean over targets), targets, samples, learning_rate, grad_norm (before clipping),
-                 tokens_per_second (target tokens, all ranks), memory_bytes (rank 0's peak so far), reserved_bytes (its
-                 allocator's on a GPU, else null), time (Unix seconds)
-    evaluation   step, loss, perplexity, targets, samples, reserved_bytes, time; metrics (numbers of --metric by name)
+                 tokens_per_second (target tokens, all ranks), tokens and positions (of all samples and of all
+                 micro-batches; null where samples are not of tokens), memory_bytes (rank 0's peak so far),
+                 reserved_bytes (its allocator's on a GPU, else null), time (Unix seconds)
+    evaluation   step, loss, perplexity, targets, samples, reserved_bytes, time; metrics (numbers of --metric by name);
+                 during training also seconds, phase_bytes and phase_reserved_bytes (on a GPU: its own peak)
+    checkpoint   step, seconds that training waited for it, phase_bytes, phase_reserved_bytes, time
     left_out     step, why, samples (their indices in the training data), time: nothing was updated
+    recovery     step, message, phase (in which memory ran out; null: larger micro-batches are tried again), ranks, time
     memory       step, planned_bytes, measured_bytes (rank 0's peak over initialisation and two steps),
-                 planned_micro_batch, largest_micro_batch (samples and tokens: planned, and run so far), time
+                 planned_micro_batch, largest_micro_batch (samples and tokens: planned, and run so far), phases (by
+                 name: planned_bytes, null where the plan has none; measured_bytes, reserved_bytes), time
     tuning       step, seconds, work (tokens, or samples), strategy, micro_batch, accumulation_steps, is_planned,
                  given_up (why, if it is), time: this step was taken in one of several ways
     tuned        step, gain (part of the planned step's seconds), strategy, micro_batch, accumulation_steps,
                  plan_digest, time: the way in which the run goes on
+    end          step (the last that was done), status (done, stopped, failed; lost: another rank was, whoever started
+                 the run knows why and adds its own), why, time
 
-A resumed run appends, after dropping the records beyond the step it resumes from. A number that is not finite is null.
+A resumed run appends, after dropping the records beyond the step it resumes from; what the run went through stays:
+starts, ends and recoveries. A number that is not finite is null.
 
 The file is never shortened in place: what is dropped at a resume is left out of a new file, which replaces the old one
 when it is on the disk. It is flushed (fsync) before each checkpoint, so that whoever has a checkpoint has the records
@@ -26,6 +37,7 @@ import math
 import os
 import time
 from collections import deque
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -39,8 +51,10 @@ from rich.text import Text
 from frugal import file_errors, files
 from frugal.config.run_settings import METRICS
 from frugal.distributed import rank_logs
-from frugal.errors import CheckpointError
+from frugal.distributed.first_failure import LostRankError, lost_connection
+from frugal.errors import CheckpointError, FrugalError, first_line
 from frugal.training.losses.evaluation import Evaluation
+from frugal.training.measure.run_gauge import EVALUATION, PhasePeak
 from frugal.training.reports import progress_line
 from frugal.training.reports.memory_record import FULL
 from frugal.training.reports.trackers import Trackers
@@ -60,8 +74,11 @@ class _ToLog(logging.Handler):
         self._log = log
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Print the record's message."""
+        """Print the record's message; one of a recovery is for programs, too."""
         self._log.say(record.getMessage())
+        recovery: dict[str, Any] | None = getattr(record, "recovery", None)
+        if recovery is not None:
+            self._log.recovery(record.getMessage(), **recovery)
 
 
 class Log:
@@ -74,6 +91,7 @@ class Log:
         rank: int,
         planned_bytes: int,
         planned_size: tuple[int, int] | None = None,
+        planned_phases: Mapping[str, int] | None = None,
         total_steps: int,
         first_step: int = 0,
         trackers: Trackers | None = None,
@@ -83,6 +101,10 @@ class Log:
         self.memory_bytes: int | None = None
         self.reserved_bytes: int | None = None
         self._planned_bytes, self._planned_size = planned_bytes, planned_size
+        self._planned_phases = planned_phases or {}
+        self._step = first_step  # the last that was done
+        self._status: tuple[str, str] | None = None  # how the run ended, and why
+        self._is_started = False
         self._total_steps = total_steps
         self._first_step = first_step
         self._last_line = time.monotonic()
@@ -114,6 +136,7 @@ class Log:
                 self._trackers.finish()
             logger.removeHandler(self._handler)
             self._progress.stop()
+            self._end(error)
             self._metrics.close(in_error=error is not None)
 
     def say(self, text: str) -> None:
@@ -122,16 +145,45 @@ class Log:
             self._console.print(text, markup=False)
             rank_logs.to_file(text)
 
+    def start(self, **said: Any) -> None:
+        """The run begins, or goes on; `said`: what the record of it has beside steps."""
+        if self.is_rank_0:
+            self._is_started = True
+            self._record(
+                event="start", step=self._first_step, total_steps=self._total_steps,
+                dropped_steps=self._metrics.dropped_steps, **said,
+            )  # fmt: skip
+
+    def ends(self, status: str, why: str = "") -> None:
+        """How the run ends, if nothing fails from here on."""
+        self._status = status, why
+
+    def _end(self, error: BaseException | None) -> None:
+        if not self._is_started:
+            return
+        status, why = self._status or ("failed", "")
+        if error is not None:
+            is_lost = isinstance(error, LostRankError) or lost_connection(error)
+            status = "lost" if is_lost else "failed"
+            why = error.what if isinstance(error, FrugalError | LostRankError) else first_line(error)
+        self._record(event="end", step=self._step, status=status, why=why)
+
+    def takes(self, peak: PhasePeak) -> None:
+        """What this rank's device has taken at most by now, where that is known."""
+        self.memory_bytes = peak.allocated_bytes or self.memory_bytes
+        self.reserved_bytes = peak.reserved_bytes or self.reserved_bytes
+
     def step(self, step: int, result: StepResult, seconds: float) -> None:
         """Step number `step` (from 1) took `seconds`."""
+        self._step = step
         if not self.is_rank_0:
             return
         self._recent.append((seconds, result.targets))
         self._record(
             event="step", step=step, loss=result.loss, targets=result.targets, samples=result.samples,
             learning_rate=result.learning_rate, grad_norm=result.grad_norm,
-            tokens_per_second=result.targets / seconds, memory_bytes=self.memory_bytes,
-            reserved_bytes=self.reserved_bytes,
+            tokens_per_second=result.targets / seconds, tokens=result.tokens, positions=result.positions,
+            memory_bytes=self.memory_bytes, reserved_bytes=self.reserved_bytes,
         )  # fmt: skip
         at = self._at(step, result)
         if self._console.is_terminal:
@@ -142,15 +194,23 @@ class Log:
             )
             self._last_line = time.monotonic()
 
-    def evaluation(self, step: int, evaluation: Evaluation, *, of: str = "validation") -> None:
-        """The model was evaluated after `step` steps on the samples named `of`."""
+    def evaluation(
+        self,
+        step: int,
+        evaluation: Evaluation,
+        *,
+        of: str = "validation",
+        seconds: float | None = None,
+        peak: PhasePeak | None = None,
+    ) -> None:
+        """The model was evaluated after `step` steps on the samples named `of`; `peak`: of its memory meanwhile."""
         if self.is_rank_0:
             event = "evaluation" if of == "validation" else of
             measured = "".join(f"  {name} {value:.4g}" for name, value in evaluation.metrics.items())
             self._record(
                 event=event, step=step, loss=evaluation.loss, perplexity=evaluation.perplexity,
                 targets=evaluation.targets, samples=evaluation.samples, reserved_bytes=self.reserved_bytes,
-                **_told(evaluation),
+                **_told(evaluation), **({} if seconds is None else {"seconds": round(seconds, 6), **_phase(peak)}),
             )  # fmt: skip
             self.say(
                 f"step {step}/{self._total_steps}  {of} loss {evaluation.loss:.4f}"
@@ -162,6 +222,17 @@ class Log:
         if self.is_rank_0:
             self._record(**values)
 
+    def checkpoint(self, step: int, seconds: float, peak: PhasePeak) -> None:
+        """A checkpoint of `step` steps was saved, or its writing begun; training waited for it so long."""
+        if self.is_rank_0:
+            self._record(event="checkpoint", step=step, seconds=round(seconds, 6), **_phase(peak))
+
+    def recovery(self, message: str, *, phase: str | None, ranks: list[int]) -> None:
+        """Memory ran out in `phase` on `ranks`, and the step is done again; None: larger micro-batches are tried."""
+        if self.is_rank_0:
+            in_step = phase not in (None, EVALUATION)
+            self._record(event="recovery", step=self._step + in_step, message=message, phase=phase, ranks=ranks)
+
     def left_out(self, step: int, why: str, samples: list[int], *, is_going_on: bool) -> None:
         """Step number `step` updated nothing, because of what `samples` gave."""
         if self.is_rank_0:
@@ -170,20 +241,31 @@ class Log:
                 self.say(f"step {step}/{self._total_steps}  left out: {why}; its samples are listed in {METRICS}")
 
     def memory(
-        self, step: int, measured_bytes: int, *, is_lowered: bool = False, largest: tuple[int, int] | None = None
+        self,
+        step: int,
+        measured_bytes: int,
+        *,
+        is_lowered: bool = False,
+        largest: tuple[int, int] | None = None,
+        phases: Mapping[str, PhasePeak] | None = None,
+        is_resumed: bool = False,
     ) -> None:
         """Two steps are done, so everything that the plan counts has been allocated at least once.
 
         `is_lowered`: memory ran out in them, and what was measured is of smaller micro-batches than were planned.
         `largest`: samples and tokens of the largest micro-batch that was run; None: not known. Where it is smaller than
-        the plan's, the two amounts are of different work, and no difference is claimed.
+        the plan's, the two amounts are of different work, and no difference is claimed. `is_resumed`: it was said
+        when the run began.
         """
         self.memory_bytes = measured_bytes
         if self.is_rank_0:
             self._record(
                 event="memory", step=step, planned_bytes=self._planned_bytes, measured_bytes=measured_bytes,
                 planned_micro_batch=self._planned_size, largest_micro_batch=largest,
+                phases=self._phases(phases or {}),
             )  # fmt: skip
+            if is_resumed:
+                return None
             difference = (measured_bytes / self._planned_bytes - 1) * 100 if self._planned_bytes else math.inf
             why = ""
             if is_lowered:
@@ -196,6 +278,18 @@ class Log:
                 f"memory: planned {format_bytes(self._planned_bytes)}, measured {format_bytes(measured_bytes)}"
                 f" ({difference:+.1f} %{why})"
             )
+
+    def _phases(self, measured: Mapping[str, PhasePeak]) -> dict[str, dict[str, int | None]]:
+        """By phase, in the order of a step: what the plan says, and what was measured."""
+        of_no_plan = PhasePeak()
+        return {
+            name: {
+                "planned_bytes": self._planned_phases.get(name),
+                "measured_bytes": measured.get(name, of_no_plan).allocated_bytes,
+                "reserved_bytes": measured.get(name, of_no_plan).reserved_bytes,
+            }
+            for name in dict.fromkeys((*self._planned_phases, *measured))
+        }
 
     def _is_smaller(self, largest: tuple[int, int] | None) -> TypeGuard[tuple[int, int]]:
         """Whether the largest micro-batch so far is known to have fewer tokens than the plan's."""
@@ -262,6 +356,12 @@ class _Line(ProgressColumn):
         return Text(text, no_wrap=True, overflow="ellipsis")
 
 
+def _phase(peak: PhasePeak | None) -> dict[str, int | None]:
+    """What a phase took that has a record of its own."""
+    peak = peak or PhasePeak()
+    return {"phase_bytes": peak.allocated_bytes, "phase_reserved_bytes": peak.reserved_bytes}
+
+
 def _told(evaluation: Evaluation) -> dict[str, dict[str, float]]:
     """What a metric of the user's own says, where there is one."""
     return {"metrics": evaluation.metrics} if evaluation.metrics else {}
@@ -280,7 +380,8 @@ class Records:
         self._is_failing = False
         try:
             self._descriptor = files.append(path)  # first, as it refuses what is not a file
-            kept, is_all = _records_until(files.read_regular(path), last_step)
+            kept, is_all, newest = _records_until(files.read_regular(path), last_step)
+            self.dropped_steps = max(0, newest - last_step)
             if not is_all:
                 os.close(self._descriptor)
                 files.write_file(path, kept)
@@ -337,17 +438,25 @@ class Records:
 
 class _Record(msgspec.Struct):
     step: int
+    event: str = ""
 
 
-def _records_until(text: bytes, last_step: int) -> tuple[bytes, bool]:
-    """The records of steps up to `last_step`, and whether that is all there is."""
-    kept = []
+_HISTORY = ("start", "end", "recovery")
+"""Events that stay, whatever becomes of their step: they did happen."""
+
+
+def _records_until(text: bytes, last_step: int) -> tuple[bytes, bool, int]:
+    """The records of steps up to `last_step` and of what the run went through, whether that is all, the newest step."""
+    kept, newest = [], 0
     lines = text.splitlines(keepends=True)
     for line in lines:
         with suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):  # half a line, killed in it
-            if msgspec.json.decode(line, type=_Record).step <= last_step and line.endswith(b"\n"):
+            record = msgspec.json.decode(line, type=_Record)
+            if record.event == "step":
+                newest = max(newest, record.step)
+            if (record.step <= last_step or record.event in _HISTORY) and line.endswith(b"\n"):
                 kept.append(line)
-    return b"".join(kept), len(kept) == len(lines)
+    return b"".join(kept), len(kept) == len(lines), newest
 
 
 def _cannot_write(path: Path, error: OSError) -> CheckpointError:

@@ -1,7 +1,8 @@
 """What a run says before its first step: what it trains, on what, and what is not as it was planned."""
 
+from collections import Counter
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from frugal.config import sample_lengths
 from frugal.config.hardware import local_host
@@ -78,6 +79,21 @@ def lines(
     yield describe(plan, settings, data, total_steps, steps_done)
     if changes:
         yield describe_changes(changes, steps_done, settings.out)
+
+
+def record(plan: Plan, changes: tuple[str, ...], *, is_resumed: bool) -> dict[str, Any]:
+    """What the record of a start has of the plan in force, and of what is installed."""
+    return {
+        "resumed": is_resumed,
+        "plan_digest": plan.digest,
+        "model": plan.request.model,
+        "task": plan.model.task,
+        "strategy": str(plan.strategy),
+        "world_size": plan.batch.world_size,
+        "devices": dict(Counter(device.name for device in plan.cluster.devices)),
+        "versions": local_host.versions(),
+        "changes": list(changes),
+    }
 
 
 def remarks(plan: Plan, data: "RunData", device: "torch.device", rank: int) -> Iterator[str]:

@@ -85,7 +85,8 @@ def test_what_people_and_programs_read(tmp_path: Path) -> None:
     assert first.pop("time") > 1e9
     assert first == {
         "event": "step", "step": 1, "loss": 2.5, "targets": 1000, "samples": 8, "learning_rate": 3e-4,
-        "grad_norm": 0.5, "tokens_per_second": 2000.0, "memory_bytes": None, "reserved_bytes": None,
+        "grad_norm": 0.5, "tokens_per_second": 2000.0, "tokens": None, "positions": None,
+        "memory_bytes": None, "reserved_bytes": None,
     }  # fmt: skip
     assert second["loss"] is None
     assert (memory["planned_bytes"], memory["measured_bytes"]) == (400 * MIB, 396 * MIB)

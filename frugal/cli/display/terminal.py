@@ -12,15 +12,12 @@ from typing import TYPE_CHECKING
 
 import click
 
-from frugal.planning import verdict as verdicts
 from frugal.planning.report import Block, as_text
 from frugal.planning.table import Table
-from frugal.planning.verdict import NAME_WIDTH, PlanVerdict
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
     from rich.status import Status
-    from rich.text import Text
 
 WIDEST = 120
 """Columns that a report takes at most: longer lines are hard to read."""
@@ -77,7 +74,7 @@ def show(blocks: Iterable[Block], *, err: bool = False) -> None:
     if err or not is_terminal():
         click.echo(as_text(blocks), err=err)
         return
-    console = _console()
+    console = drawing()
     for i, block in enumerate(blocks):
         if i:
             console.print()
@@ -85,71 +82,13 @@ def show(blocks: Iterable[Block], *, err: bool = False) -> None:
             console.print(part)
 
 
-def show_verdict(verdict: PlanVerdict, *, err: bool = False) -> None:
-    """Print a verdict; on a terminal with a bar of the memory."""
-    if err or not is_terminal():
-        click.echo(verdicts.text(verdict), err=err)
-        return
-    from rich.text import Text
-
-    console = _console()
-    for note in verdict.notes:
-        console.print(_row("note", Text(note)))
-    if verdict.notes:
-        console.print()
-    console.print(Text(verdict.headline, style="bold"))
-    for name, words in verdict.rows:
-        show_row(name, words)
-        if name == "fits":
-            console.print(_row("", _bar(verdict, console.width - NAME_WIDTH)))
-
-
-def show_row(name: str, words: str, *, err: bool = False) -> None:
-    """Print one row of a verdict."""
-    if err or not is_terminal():
-        click.echo(f"{name:<{NAME_WIDTH}}{words}", err=err)
-        return
-    from rich.text import Text
-
-    _console().print(_row(name, Text(words)))
-
-
-def _console() -> "Console":
+def drawing() -> "Console":
+    """The terminal, no wider than is read well."""
     from rich.console import Console
 
     console = Console(highlight=False, emoji=False, markup=False)
     console.width = min(console.width, WIDEST)
     return console
-
-
-def _row(name: str, words: "Text") -> "RenderableType":
-    """A name and its words, which continue below themselves."""
-    from rich.table import Table as Grid
-    from rich.text import Text
-
-    grid = Grid.grid(expand=True)
-    grid.add_column(width=NAME_WIDTH, no_wrap=True)
-    grid.add_column(ratio=1, overflow="fold")
-    grid.add_row(Text(name, style="dim"), words)
-    return grid
-
-
-def _bar(verdict: PlanVerdict, width: int) -> "Text":
-    """The memory of the device as letters on colours, and below what the letters of the largest parts are."""
-    from rich.text import Text
-
-    parts = verdict.parts
-    drawn = verdicts.columns(parts, width)
-    bar = Text()
-    for part, share in drawn:
-        bar.append(part.letter * share, style="dim" if part.is_free else f"{part.ink} on {part.colour}")
-    names = ""
-    for entry in verdicts.legend([part for part, share in drawn if share]):
-        longer = f"{names}  {entry}" if names else entry
-        if len(longer) > width:
-            break
-        names = longer
-    return Text("\n").join([bar, Text(names, style="dim")])
 
 
 def _table(table: Table, width: int) -> "RenderableType":

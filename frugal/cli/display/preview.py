@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from frugal.cli.terminal import waiting
+from frugal.cli.display.terminal import waiting
 from frugal.config.request import Request
 from frugal.config.run_settings import RunSettings, run_settings
 from frugal.config.schema import read_toml, requested

@@ -1,0 +1,45 @@
+"""What differs between runs, and whether their numbers may be held against each other."""
+
+from collections.abc import Sequence
+
+from frugal.errors import RequestError
+from frugal.report.run import RecordedRun
+
+MOST_RUNS = 9
+"""As many as a chart has colours and dashes for."""
+
+
+def check(runs: Sequence[RecordedRun]) -> None:
+    """Whether so many runs can be compared.
+
+    Raises:
+        RequestError: there are too many.
+    """
+    if len(runs) > MOST_RUNS:
+        raise RequestError(
+            f"{len(runs)} runs are too many for one page",
+            because=f"a chart has colours and dashes for {MOST_RUNS} of them",
+            hint="compare fewer at a time",
+        )
+
+
+def speaks_one_unit(runs: Sequence[RecordedRun]) -> bool:
+    """Whether losses and speeds of all runs are of the same unit."""
+    return len({run.unit for run in runs}) == 1
+
+
+def renamed(names: Sequence[str], longer: Sequence[str]) -> list[str]:
+    """Names, each with the folder before it where two are the same."""
+    return [long if names.count(name) > 1 else name for name, long in zip(names, longer, strict=True)]
+
+
+def differing(runs: Sequence[RecordedRun]) -> list[list[str]]:
+    """Rows of what is not the same in all runs: its name, and its value in each."""
+    return [row for row in everything(runs) if len(set(row[1:])) > 1]
+
+
+def everything(runs: Sequence[RecordedRun]) -> list[list[str]]:
+    """Rows of all settings and versions: the name, and its value in each run."""
+    sources = [{**run.facts, **{f"version of {name}": value for name, value in run.versions.items()}} for run in runs]
+    names = list(dict.fromkeys(name for facts in sources for name in facts))
+    return [[name.replace("_", " "), *(facts.get(name, "-") for facts in sources)] for name in names]

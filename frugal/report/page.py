@@ -1,0 +1,164 @@
+"""The page of a run, or of several side by side: charts with their numbers as tables, in one file."""
+
+from collections.abc import Sequence
+from datetime import UTC, datetime
+
+from frugal.html.assets import asset
+from frugal.html.document import document
+from frugal.html.elements import Html, details, element, joined, table
+from frugal.report import words
+from frugal.report.charts import charts
+from frugal.report.compare import differing, everything
+from frugal.report.run import RecordedRun
+from frugal.report.series import MOST_POINTS
+from frugal.units import plural
+
+MOST_ROWS = 60
+"""Of the table of steps: beyond that each so many-th step is listed."""
+
+
+def page(runs: Sequence[RecordedRun]) -> str:
+    """The HTML of one run, or of several compared."""
+    is_one = len(runs) == 1
+    title = f"{runs[0].name}: a training run" if is_one else f"{' and '.join(run.name for run in runs)}: compared"
+    drawn = charts(runs)
+    body = [
+        element("h1", _headline(runs[0]) if is_one else f"{len(runs)} runs compared"),
+        *_opening(runs),
+        *(chart.html for chart in drawn if chart.is_wide),
+        element("div", *(chart.html for chart in drawn if not chart.is_wide), class_="pairs"),
+        _memory(runs),
+        _events(runs),
+        _settings(runs),
+        *([_steps_table(runs[0])] if is_one else []),
+        element("footer", _footer(runs)),
+    ]
+    specs = {chart.name: chart.spec for chart in drawn}
+    return document(
+        title, joined(*body), header="frugal report", data={"charts": specs}, scripts=[asset("report.js")],
+        description=". ".join(f"{run.name}: {run.state_in_words}" for run in runs),
+    )  # fmt: skip
+
+
+def _headline(run: RecordedRun) -> str:
+    model = "a model" if run.plan is None else run.plan.request.model.rpartition("/")[2]
+    devices = run.facts.get("devices")
+    return f"{run.name}: {model} on {devices}" if devices else f"{run.name}: {model}"
+
+
+def _opening(runs: Sequence[RecordedRun]) -> list[Html]:
+    """How it ended and the numbers that are asked for first; of several a table."""
+    notes = [element("p", element("strong", "note "), note, class_="small") for note in words.notes(runs)]
+    if len(runs) > 1:
+        rows = words.comparison(runs)
+        head = ["", *(run.name for run in runs)]
+        return [table("Each run in short", head, rows, numbers=range(1, len(head))), *notes]
+    run = runs[0]
+    arithmetic = [] if run.plan is None else [element("p", f"{run.plan.strategy}; {run.plan.arithmetic}")]
+    facts = [
+        element("div", element("dt", name), element("dd", value, element("small", more)))
+        for name, value, more in words.facts(run)
+    ]
+    state = element("p", run.state_in_words[0].upper() + run.state_in_words[1:], class_="lead")
+    return [state, *arithmetic, element("dl", *facts, class_="facts"), *notes]
+
+
+def _memory(runs: Sequence[RecordedRun]) -> Html:
+    """Planned against measured, by phase, as numbers and bars."""
+    parts = []
+    for run in runs:
+        rows = words.phase_rows(run)
+        if not rows:
+            continue
+        top = max(row.largest for row in rows)
+        lines = [
+            [
+                row.name, words.size(row.planned), words.size(row.measured), row.difference,
+                *([words.size(row.reserved)] if words.has_reserved(run) else []), _bars(row, top),
+            ]
+            for row in rows
+        ]  # fmt: skip
+        reserved = ["reserved"] if words.has_reserved(run) else []
+        head = ["phase", "planned", "measured", "difference", *reserved, element("span", "bars", class_="hidden")]
+        of = "" if len(runs) == 1 else f" of {run.name}"
+        sizes = words.of_which_steps(run)
+        parts.append(table(f"Peak of live tensors{of}{sizes and ', '}{sizes}", head, lines,
+                           numbers=range(1, 4 + len(reserved))))  # fmt: skip
+    if not parts:
+        parts = [element("p", "Memory was not measured by phase.", class_="faint")]
+    note = "Planned: what the dry run says, for rank 0's largest micro-batch. Measured: rank 0's. "
+    note += "A dash: the plan has none, it was not measured, or it is of other work. Bars: outlined is planned, filled "
+    note += "measured."
+    return element("section", element("h2", "Memory by phase"), *parts, element("p", note, class_="small faint"))
+
+
+def _bars(row: words.PhaseRow, top: int) -> Html:
+    """Two bars under each other; the numbers beside them say the same."""
+    drawn = [(row.planned, "planned"), (row.measured, "measured")]
+    return element(
+        "span",
+        *(
+            element("span", class_=f"bar {kind}", style=f"width:{100 * number / top:.2f}%")
+            for number, kind in drawn if number
+        ),
+        class_="bars", aria_hidden="true",
+    )  # fmt: skip
+
+
+def _events(runs: Sequence[RecordedRun]) -> Html:
+    rows = [
+        [*([run.name] if len(runs) > 1 else []), words.when(event), event.kind.replace("_", " "), f"{event.step:,}",
+         event.words]
+        for run in runs for event in run.events
+    ]  # fmt: skip
+    head = [*(["run"] if len(runs) > 1 else []), "time", "event", "step", "what"]
+    heading = element("h2", "Starts, restarts and recoveries")
+    if not rows:
+        return element("section", heading, element("p", "None were recorded.", class_="faint"))
+    first = min((run.begin for run in runs if run.begin is not None), default=None)
+    since = "" if first is None or len(runs) > 1 else f" {datetime.fromtimestamp(first, UTC):%Y-%m-%d %H:%M:%S} UTC"
+    return element("section", heading, table(f"Time is since the first start{since}", head, rows))
+
+
+def _settings(runs: Sequence[RecordedRun]) -> Html:
+    """Versions and settings; of several runs those that differ first."""
+    heading = element("h2", "Settings and versions" if len(runs) == 1 else "What differs")
+    head = ["", *(run.name for run in runs)] if len(runs) > 1 else ["", "value"]
+    rows = everything(runs)
+    if len(runs) == 1:
+        versions = [[name, value] for name, value in runs[0].versions.items()]
+        digest = [] if runs[0].plan is None else [["plan", element("code", runs[0].plan.digest)]]
+        listed = details(plural(len(rows), "setting"), table("What was asked for and decided", head, rows))
+        return element("section", heading, table("Versions", ["", "version"], [*versions, *digest]), listed)
+    different = differing(runs)
+    shown = (
+        table("Settings and versions that differ", head, different)
+        if different
+        else element("p", "No setting and no version differs.")
+    )
+    return element("section", heading, shown, details("All settings", table("All settings and versions", head, rows)))
+
+
+def _steps_table(run: RecordedRun) -> Html:
+    """The numbers of the charts, for who does not see them."""
+    every = -(-len(run.steps) // MOST_ROWS) or 1
+    chosen = [step for i, step in enumerate(run.steps) if i % every == 0 or i == len(run.steps) - 1]
+    caption = "Every step" if every == 1 else f"Every {every}th step, and the last"
+    losses = {each.step: each.loss for each in run.evaluations}
+    rows = [
+        [
+            f"{step.step:,}", words.number(step.loss), words.number(losses.get(step.step)),
+            words.small(step.learning_rate), words.count(step.tokens_per_second), words.percent(step.padding_share),
+            words.size(step.memory_bytes),
+        ]
+        for step in chosen
+    ]  # fmt: skip
+    head = ["step", "loss", "validation", "learning rate", f"{run.unit}/s", "padding", "memory"]
+    listed = details(f"Numbers of {plural(len(rows), 'step')}", table(caption, head, rows, numbers=range(1, 7)))
+    return element("section", element("h2", "Numbers"), listed)
+
+
+def _footer(runs: Sequence[RecordedRun]) -> str:
+    thinned = f" Of runs of more than {MOST_POINTS:,} steps the extremes of each stretch are drawn."
+    digests = "; ".join(f"{run.name} is of plan {run.plan.digest[:12]}" for run in runs if run.plan is not None)
+    return f"Made by `frugal report` from metrics.jsonl and plan.json. {digests}.{thinned}"

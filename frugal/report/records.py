@@ -1,0 +1,146 @@
+"""The records of a run's `metrics.jsonl`, as `frugal.training.reports.metrics` writes them.
+
+Whatever can be read is read: a line that a killed run left half written, or that is of a later version, is counted and
+left out.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from frugal import files
+from frugal.config.run_settings import METRICS
+from frugal.errors import RequestError
+
+
+class PhaseRecord(msgspec.Struct, kw_only=True):
+    """Bytes of one phase: what the plan says, what was measured, and what the allocator had reserved on a GPU."""
+
+    planned_bytes: int | None = None
+    measured_bytes: int | None = None
+    reserved_bytes: int | None = None
+
+
+class RunRecord(msgspec.Struct, kw_only=True):
+    """One line, of any event; a field is None where the event has none, or an older version did not write it."""
+
+    event: str
+    step: int
+    time: float | None = None
+    # step, evaluation
+    loss: float | None = None
+    targets: int | None = None
+    samples: Any = None  # a number of them; of what was left out, a list
+    learning_rate: float | None = None
+    grad_norm: float | None = None
+    tokens_per_second: float | None = None
+    tokens: int | None = None
+    positions: int | None = None
+    memory_bytes: int | None = None
+    reserved_bytes: int | None = None
+    # evaluation, checkpoint
+    seconds: float | None = None
+    phase_bytes: int | None = None
+    phase_reserved_bytes: int | None = None
+    # start
+    total_steps: int | None = None
+    dropped_steps: int = 0
+    resumed: bool | None = None
+    plan_digest: str = ""
+    task: str = ""
+    strategy: str = ""
+    world_size: int | None = None
+    devices: dict[str, int] = {}
+    versions: dict[str, str] = {}
+    changes: list[str] = []
+    # recovery, left_out, end
+    message: str = ""
+    phase: str | None = None
+    ranks: list[int] = []
+    why: str = ""
+    status: str = ""
+    # tuned
+    gain: float | None = None
+    # memory
+    planned_bytes: int | None = None
+    measured_bytes: int | None = None
+    planned_micro_batch: tuple[int, int] | None = None
+    largest_micro_batch: tuple[int, int] | None = None
+    phases: dict[str, PhaseRecord] = {}
+
+    @property
+    def padding_share(self) -> float | None:
+        """The part of a step's positions that held no token."""
+        return None if self.tokens is None or not self.positions else 1 - self.tokens / self.positions
+
+    @property
+    def is_of_less(self) -> bool:
+        """Of memory: whether the largest micro-batch that was run is known to have fewer tokens than the plan's."""
+        planned, largest = self.planned_micro_batch, self.largest_micro_batch
+        return planned is not None and largest is not None and prod(largest) < prod(planned)
+
+
+@dataclass(frozen=True, kw_only=True)
+class History:
+    """All records of a run. `steps` has one of each step, in order; the others are in the order of the file.
+
+    `num_broken`: lines that could not be read, without a last one that is not complete.
+    """
+
+    steps: tuple[RunRecord, ...]
+    others: tuple[RunRecord, ...]
+    num_broken: int = 0
+    by_event: dict[str, list[RunRecord]] = field(default_factory=dict)
+
+    def of(self, event: str) -> list[RunRecord]:
+        """The records of one event other than `step`."""
+        return self.by_event.get(event, [])
+
+
+def read_history(folder: Path) -> History:
+    """The records of the run in `folder`.
+
+    Raises:
+        RequestError: there is no such file, it cannot be read, or no line of it is a record.
+    """
+    path = folder / METRICS
+    try:
+        text = files.read_regular(path)
+    except OSError as error:
+        raise RequestError(
+            f"cannot read the records of {folder}", because=f"{path}: {error.strerror}", hint="is it a run's folder?"
+        ) from None
+    steps: dict[int, RunRecord] = {}
+    others: list[RunRecord] = []
+    num_broken = 0
+    for record in _decoded(text):
+        if record is None:
+            num_broken += 1
+        elif record.event == "step":
+            steps[record.step] = record
+        else:
+            others.append(record)
+    if text and not steps and not others:
+        raise RequestError(f"no line of {path} is a record of a run", hint="see `frugal report --help`")
+    by_event: dict[str, list[RunRecord]] = {}
+    for record in others:
+        by_event.setdefault(record.event, []).append(record)
+    ordered = tuple(steps[step] for step in sorted(steps))
+    return History(steps=ordered, others=tuple(others), num_broken=num_broken, by_event=by_event)
+
+
+def _decoded(text: bytes) -> Iterator[RunRecord | None]:
+    """Each line; None for one that is no record. The last is left out where it has no end yet."""
+    decoder = msgspec.json.Decoder(RunRecord)
+    lines = text.split(b"\n")
+    for line in lines[:-1]:
+        if not line.strip():
+            continue
+        try:
+            yield decoder.decode(line)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            yield None

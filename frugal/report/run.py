@@ -1,0 +1,319 @@
+"""A run as its folder tells of it: what was asked for, what was planned, what was measured, what it went through."""
+
+from dataclasses import dataclass, fields
+from functools import cached_property
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import msgspec
+
+from frugal.config.request import Request
+from frugal.config.run_settings import METRICS, earlier_settings
+from frugal.errors import FrugalError, RequestError
+from frugal.planning.plan import Plan
+from frugal.report.records import History, PhaseRecord, RunRecord, read_history
+from frugal.units import plural
+
+PLAN = "plan.json"
+RUNNING, UNKNOWN = "running", "unknown"
+"""States of a run that no record of its end tells."""
+
+UNITS = {"sequence-classification": "samples", "": "targets"}
+"""What losses are means over and speeds count, by task; other tasks: target tokens."""
+
+_NOT_SETTINGS = ("data", "out", "lengths")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunEvent:
+    """What a run went through, after `step` steps (of a recovery: in step `step`). `seconds`: since its first start."""
+
+    kind: str
+    step: int
+    seconds: float | None
+    words: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordedRun:
+    """One run. `plan` is the one in force at last, None where it cannot be read; `notes` say what is missing.
+
+    `settings`: what was asked for, by name. `is_locked`: whether a process holds the folder, as a run does.
+    """
+
+    name: str
+    history: History
+    plan: Plan | None
+    settings: dict[str, Any]
+    notes: tuple[str, ...]
+    is_locked: bool = False
+
+    @property
+    def steps(self) -> tuple[RunRecord, ...]:
+        """A record of each step that was done."""
+        return self.history.steps
+
+    @property
+    def starts(self) -> list[RunRecord]:
+        """Each start; none of runs that are older than these records."""
+        return self.history.of("start")
+
+    @property
+    def evaluations(self) -> list[RunRecord]:
+        """On the validation samples."""
+        return self.history.of("evaluation")
+
+    @property
+    def last_step(self) -> int:
+        """The last step that was done."""
+        return self.steps[-1].step if self.steps else 0
+
+    @property
+    def total_steps(self) -> int | None:
+        """As many as the run is to have."""
+        return self.starts[-1].total_steps if self.starts else self.settings.get("steps")
+
+    @cached_property
+    def state(self) -> str:
+        """`done`, `stopped`, `failed`, `lost`, `running`, or `unknown`: it was killed, or is of an earlier version."""
+        last = next((each for each in reversed(self.history.others) if each.event in ("start", "end")), None)
+        if last is not None and last.event == "end":
+            return last.status
+        return RUNNING if self.is_locked else UNKNOWN
+
+    @property
+    def state_in_words(self) -> str:
+        """How it ended, and after which step."""
+        total = self.total_steps
+        after = f"after step {self.last_step:,}" + (f" of {total:,}" if total else "")
+        ends = self.history.of("end")
+        why = ends[-1].why if ends and self.state not in (RUNNING, UNKNOWN) else ""
+        words = {"lost": "failed", RUNNING: "still running"}
+        if self.state == UNKNOWN:
+            return f"{after}; no end was recorded: it was killed, or is of an earlier version"
+        return f"{words.get(self.state, self.state)} {after}" + (f": {why}" if why and self.state != "done" else "")
+
+    @property
+    def unit(self) -> str:
+        """What losses are means over and speeds count."""
+        task = self.starts[-1].task if self.starts else "" if self.plan is None else self.plan.model.task
+        return UNITS.get(task, "target tokens" if task in ("causal-lm", "masked-lm", "seq2seq") else "targets")
+
+    @property
+    def final_loss(self) -> float | None:
+        """Of the last step."""
+        return self.steps[-1].loss if self.steps else None
+
+    @property
+    def best_evaluation(self) -> RunRecord | None:
+        """The one with the smallest loss."""
+        finite = [each for each in self.evaluations if each.loss is not None]
+        return min(finite, key=lambda each: each.loss or 0.0, default=None)
+
+    @cached_property
+    def speed(self) -> float | None:
+        """The median of `unit` a second; the first steps of a start are slower."""
+        return median([each.tokens_per_second for each in self.steps if each.tokens_per_second] or [0.0]) or None
+
+    @property
+    def padding_share(self) -> float | None:
+        """Of all positions of all steps whose records say it."""
+        known = [each for each in self.steps if each.positions and each.tokens is not None]
+        positions = sum(each.positions or 0 for each in known)
+        return 1 - sum(each.tokens or 0 for each in known) / positions if positions else None
+
+    @property
+    def memory(self) -> RunRecord | None:
+        """What was planned and measured over the first two steps, the last time that it was."""
+        return self.history.of("memory")[-1] if self.history.of("memory") else None
+
+    @cached_property
+    def phases(self) -> dict[str, PhaseRecord]:
+        """Memory by phase, in the order of a step; evaluation and checkpoint where they were measured."""
+        record = self.memory
+        phases = dict(record.phases) if record is not None else {}
+        if not phases and self.plan is not None:
+            planned = self.plan.memory.phase_peaks
+            phases = {name: PhaseRecord(planned_bytes=size) for name, size in planned.items()}
+        for event in ("evaluation", "checkpoint"):
+            measured = [each for each in self.history.of(event) if each.phase_bytes is not None]
+            if measured:
+                fullest = max(measured, key=lambda each: each.phase_bytes or 0)
+                reserved = max((each.phase_reserved_bytes or 0 for each in measured), default=0) or None
+                phases[event] = PhaseRecord(measured_bytes=fullest.phase_bytes, reserved_bytes=reserved)
+        return phases
+
+    @property
+    def planned_bytes(self) -> int | None:
+        """The peak of live tensors that the plan says; None where it has none."""
+        if self.memory is not None and self.memory.planned_bytes:
+            return self.memory.planned_bytes
+        return self.plan.memory.live_bytes or None if self.plan is not None else None
+
+    @property
+    def measured_bytes(self) -> int | None:
+        """Rank 0's peak: of the first steps, or what it came to later."""
+        sizes = [each.memory_bytes for each in self.steps[-1:]] + [self.memory.measured_bytes if self.memory else None]
+        return max((size for size in sizes if size), default=None)
+
+    @property
+    def restarts(self) -> list[RunRecord]:
+        """Starts but the first."""
+        return self.starts[1:]
+
+    @property
+    def recoveries(self) -> list[RunRecord]:
+        """From out of memory."""
+        return [each for each in self.history.of("recovery") if each.phase is not None]
+
+    @cached_property
+    def begin(self) -> float | None:
+        """Unix seconds of its first record."""
+        times = [each.time for each in (*self.history.others, *self.steps) if each.time]
+        return min(times, default=None)
+
+    @property
+    def seconds(self) -> float | None:
+        """From its first record to its last, with what it stood still."""
+        times = [each.time for each in (*self.history.others, *self.steps) if each.time]
+        return max(times) - min(times) if times else None
+
+    def since_begin(self, record: RunRecord) -> float | None:
+        """Seconds from the first record to this one."""
+        return None if record.time is None or self.begin is None else record.time - self.begin
+
+    @cached_property
+    def events(self) -> list[RunEvent]:
+        """What it went through, in order of time."""
+        ordered = sorted(enumerate(self.history.others), key=lambda pair: (pair[1].time or 0.0, pair[0]))
+        seen = 0
+        events: list[RunEvent] = []
+        for _, record in ordered:
+            seen += record.event == "start"
+            if record.event not in _WORDS:
+                continue
+            kind = "restart" if record.event == "start" and seen > 1 else record.event
+            if record.event == "recovery" and record.phase is None:
+                kind = "note"
+            if events and events[-1].kind == "lost":  # what came of it is known better
+                events.pop()
+            events.append(
+                RunEvent(
+                    kind=record.status if kind == "end" else kind, step=record.step,
+                    seconds=self.since_begin(record), words=_WORDS[record.event](record),
+                )
+            )  # fmt: skip
+        return events
+
+    @cached_property
+    def versions(self) -> dict[str, str]:
+        """What was installed at the last start; of older runs what the plan was made with."""
+        if self.starts:
+            return self.starts[-1].versions
+        return {} if self.plan is None else {"frugal": self.plan.frugal_version, **self.plan.versions}
+
+    @cached_property
+    def facts(self) -> dict[str, str]:
+        """What was asked for and decided, as text by name; what nobody set is left out."""
+        told: dict[str, Any] = {}
+        if self.plan is not None:
+            request = self.plan.request
+            told |= {f.name: getattr(request, f.name) for f in fields(Request) if f.name not in _NOT_SETTINGS}
+            names = [device.name for device in self.plan.cluster.devices]
+            told |= {
+                "devices": ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names)),
+                "learning_rate": request.scaled_learning_rate,
+                "strategy": str(self.plan.strategy),
+                "batch": self.plan.arithmetic,
+            }
+        told |= {name: value for name, value in self.settings.items() if name != "out"}
+        return {name: _as_text(value) for name, value in told.items() if value not in (None, (), [])}
+
+
+def _as_text(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, list | tuple):
+        return ", ".join(map(str, value))
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _start_words(record: RunRecord) -> str:
+    devices = ", ".join(f"{number} x {name}" for name, number in record.devices.items())
+    words = f"goes on after step {record.step:,}" if record.resumed else "starts"
+    words += f" on {devices}" if devices else ""
+    if record.dropped_steps:
+        words += f"; {plural(record.dropped_steps, 'step')} after it are done again"
+    return "; ".join([words, *record.changes])
+
+
+_WORDS = {
+    "start": _start_words,
+    "recovery": lambda record: record.message + (f" (in {record.phase})" if record.phase else ""),
+    "tuned": lambda record: f"goes on with {record.strategy}, {100 * (record.gain or 0.0):.0f} % faster",
+    "left_out": lambda record: f"nothing was updated: {record.why}",
+    "end": lambda record: record.why,
+}
+
+
+def read_run(folder: Path) -> RecordedRun:
+    """The run in `folder`.
+
+    Raises:
+        RequestError: there is no such folder, or it is not a run's.
+    """
+    if not folder.is_dir():
+        raise RequestError(f"there is no run in {folder}", because=_no_folder(folder), hint="give the --out of a run")
+    if not (folder / METRICS).exists():
+        raise RequestError(
+            f"{folder} is not a run's folder",
+            because=f"it has no {METRICS}",
+            hint="give the --out of a run that has begun to train",
+        )
+    history = read_history(folder)
+    plan, notes = _read_plan(folder)
+    try:
+        settings = earlier_settings(folder)
+    except RequestError as error:
+        settings = {}
+        notes.append(str(error).replace("\n  ", ", "))
+    return RecordedRun(
+        name=folder.resolve().name, history=history, plan=plan, settings=settings,
+        notes=(*notes, *_missing(history)), is_locked=_is_locked(folder),
+    )  # fmt: skip
+
+
+def _no_folder(folder: Path) -> str:
+    return "it is a file" if folder.exists() else "there is no such folder"
+
+
+def _read_plan(folder: Path) -> tuple[Plan | None, list[str]]:
+    try:
+        return Plan.read(folder / PLAN), []
+    except (FrugalError, msgspec.DecodeError) as error:
+        what = error.what if isinstance(error, FrugalError) else "it cannot be read"
+        return None, [f"{PLAN}: {what}; what was planned is missing"]
+
+
+def _missing(history: History) -> list[str]:
+    """What the records lack, and how many cannot be read."""
+    notes = []
+    if history.num_broken:
+        lines = "line" if history.num_broken == 1 else "lines"
+        notes.append(f"{history.num_broken} {lines} of {METRICS} cannot be read, and are left out")
+    if not history.of("start"):
+        notes.append("the run is of a version that did not record starts, ends, recoveries and padding")
+    if history.steps and not history.of("memory"):
+        notes.append("memory was not measured yet: it is after the second step")
+    return notes
+
+
+def _is_locked(folder: Path) -> bool:
+    """Whether a process of this host holds it now, as a run does. Looked up: to try to lock it could stop a start."""
+    try:
+        inode = folder.stat().st_ino
+        locks = Path("/proc/locks").read_text().splitlines()
+    except OSError:
+        return False
+    return any(f":{inode} " in line and " FLOCK " in line and "->" not in line for line in locks)

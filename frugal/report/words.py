@@ -1,0 +1,179 @@
+"""Numbers and events of runs as text, for the page and for the terminal."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from frugal.planning.memory.timeline import BACKWARD, FORWARD
+from frugal.report.compare import speaks_one_unit
+from frugal.report.run import RecordedRun, RunEvent
+from frugal.units import format_bytes, format_seconds, plural
+
+NONE = "-"
+"""For a number that there is not."""
+
+
+def number(value: float | None) -> str:
+    """A loss."""
+    return NONE if value is None else f"{value:.4f}"
+
+
+def small(value: float | None) -> str:
+    """A learning rate."""
+    return NONE if value is None else f"{value:.2e}"
+
+
+def count(value: float | None) -> str:
+    """A speed, or steps."""
+    return NONE if value is None else f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def percent(value: float | None) -> str:
+    """A share."""
+    return NONE if value is None else f"{100 * value:.1f} %"
+
+
+def size(value: int | None) -> str:
+    """Bytes."""
+    return NONE if value is None else format_bytes(value)
+
+
+def duration(value: float | None) -> str:
+    """Seconds."""
+    return NONE if value is None else format_seconds(value)
+
+
+FORMATS: dict[str, Callable[[float], str]] = {
+    "number": number, "small": small, "count": count, "percent": percent, "seconds": duration,
+}  # fmt: skip
+"""By the names that the page's script knows."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PhaseRow:
+    """Memory of one phase, bytes. `is_of_less`: it was measured with smaller micro-batches than were planned."""
+
+    name: str
+    planned: int | None
+    measured: int | None
+    reserved: int | None
+    is_of_less: bool = False
+
+    @property
+    def largest(self) -> int:
+        """What bars are drawn against; at least 1."""
+        return max(self.planned or 0, self.measured or 0, 1)
+
+    @property
+    def difference(self) -> str:
+        """Measured against planned, where both are of the same work, or more was measured."""
+        if not self.planned or self.measured is None or (self.is_of_less and self.measured < self.planned):
+            return NONE
+        return f"{100 * (self.measured / self.planned - 1):+.1f} %"
+
+
+def phase_rows(run: RecordedRun) -> list[PhaseRow]:
+    """Memory by phase, and in all."""
+    is_of_less = run.memory is not None and run.memory.is_of_less
+    rows = [
+        PhaseRow(
+            name=name, planned=phase.planned_bytes, measured=phase.measured_bytes, reserved=phase.reserved_bytes,
+            is_of_less=is_of_less and name in (FORWARD, BACKWARD),
+        )
+        for name, phase in run.phases.items()
+    ]  # fmt: skip
+    reserved = max((step.reserved_bytes or 0 for step in run.steps[-1:]), default=0) or None
+    whole = PhaseRow(
+        name="whole run", planned=run.planned_bytes, measured=run.measured_bytes, reserved=reserved,
+        is_of_less=is_of_less,
+    )  # fmt: skip
+    return [*rows, whole] if rows or whole.planned or whole.measured else []
+
+
+def has_reserved(run: RecordedRun) -> bool:
+    """Whether there is an allocator that reserves."""
+    return any(row.reserved is not None for row in phase_rows(run))
+
+
+def of_which_steps(run: RecordedRun) -> str:
+    """For what micro-batches memory was planned and measured."""
+    record = run.memory
+    if record is None or record.planned_micro_batch is None or record.largest_micro_batch is None:
+        return ""
+    planned, largest = record.planned_micro_batch, record.largest_micro_batch
+    said = f"planned for micro-batches of {planned[0]} x {planned[1]} tokens"
+    if record.is_of_less:
+        said += f", measured with {largest[0]} x {largest[1]}: what depends on them is not compared"
+    return said
+
+
+def notes(runs: Sequence[RecordedRun]) -> list[str]:
+    """What is missing, and what may not be compared."""
+    told = [note if len(runs) == 1 else f"{run.name}: {note}" for run in runs for note in run.notes]
+    if not speaks_one_unit(runs):
+        units = ", ".join(f"{run.name} in {run.unit}" for run in runs)
+        told.append(f"losses and speeds are of different units ({units}): they are drawn apart, and not to be compared")
+    return told
+
+
+def facts(run: RecordedRun) -> list[tuple[str, str, str]]:
+    """The numbers asked for first: a name, the number, and what belongs to it."""
+    best, phases = run.best_evaluation, phase_rows(run)
+    first = run.steps[0].loss if run.steps else None
+    whole = phases[-1] if phases else None
+    told = [
+        ("loss", number(run.final_loss), f"from {number(first)}, a mean over {run.unit}"),
+        (
+            "best validation loss", number(best.loss if best else None),
+            f"after step {best.step:,}" if best else "never evaluated",
+        ),
+        ("speed", count(run.speed), f"{run.unit} a second, median"),
+        ("memory", size(whole.measured if whole else None), _planned(whole)),
+        ("padding", percent(run.padding_share), "of all positions"),
+        ("time", duration(run.seconds), _interruptions(run)),
+    ]  # fmt: skip
+    return told
+
+
+def _planned(whole: PhaseRow | None) -> str:
+    if whole is None or whole.planned is None:
+        return "no prediction in the plan"
+    if whole.is_of_less:
+        return f"planned {size(whole.planned)}, for larger micro-batches"
+    return f"planned {size(whole.planned)} ({whole.difference})" if whole.measured else f"planned {size(whole.planned)}"
+
+
+def _interruptions(run: RecordedRun) -> str:
+    recoveries = f"{len(run.recoveries)} {'recovery' if len(run.recoveries) == 1 else 'recoveries'}"
+    return f"{plural(len(run.restarts), 'restart')}, {recoveries}" if run.starts else "restarts were not recorded"
+
+
+def comparison(runs: Sequence[RecordedRun]) -> list[list[str]]:
+    """Rows of the same facts, a column a run."""
+    rows: list[list[str]] = [["state", *(run.state for run in runs)]]
+    rows.append(["steps", *(f"{run.last_step:,}" for run in runs)])
+    for each in zip(*map(facts, runs), strict=True):
+        rows.append([each[0][0], *(value for _, value, _ in each)])
+    rows.insert(6, ["memory planned", *(size(run.planned_bytes) for run in runs)])
+    rows += [["loss and speed per", *(run.unit for run in runs)]] if not speaks_one_unit(runs) else []
+    rows.append(["restarts", *(str(len(run.restarts)) for run in runs)])
+    rows.append(["recoveries", *(str(len(run.recoveries)) for run in runs)])
+    return rows
+
+
+def when(event: RunEvent) -> str:
+    """Time since the first start."""
+    return NONE if event.seconds is None else format_seconds(event.seconds)
+
+
+_MARKS = {"restart": "restart", "recovery": "out of memory", "left_out": "left out", "failed": "failed"}
+_DASHES = {"restart": [6, 3], "recovery": [2, 3], "left_out": [1, 4], "failed": []}
+
+
+def marks(run: RecordedRun, *, over_time: bool = False) -> list[dict[str, Any]]:
+    """Where a chart has a line for what happened."""
+    return [
+        {"x": event.seconds if over_time else event.step, "label": _MARKS[event.kind], "dash": _DASHES[event.kind]}
+        for event in run.events
+        if event.kind in _MARKS and (event.seconds is not None if over_time else event.kind != "failed")
+    ]
