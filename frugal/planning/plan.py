@@ -12,6 +12,7 @@ differs from the dataclasses in four places:
 """
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -302,6 +303,10 @@ class Plan:
             )
         return plan
 
+
+OnDraft = Callable[[Plan, Callable[[], Plan]], None]
+"""Is told of a plan that is about to be dry-run, and of a function that adds what its verdict need not wait for: what
+other segments and equal micro-batches would change. Its memory is what arithmetic found; it may still be refused."""
 
 MAX_LISTED_SIZES = 8192
 """Micro-batch sizes that `plan.json` lists one by one."""

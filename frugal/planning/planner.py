@@ -1,6 +1,5 @@
 """From a request to a plan: a search over dry runs and arithmetic, or the proof that nothing fits."""
 
-from collections.abc import Callable
 from dataclasses import replace
 
 from frugal.config.hardware import calibration, local_host
@@ -12,7 +11,7 @@ from frugal.planning import length_bucketing
 from frugal.planning.infeasible import nothing_fits, remedies
 from frugal.planning.memory import breakdown
 from frugal.planning.memory_report import beyond_the_device
-from frugal.planning.plan import Plan
+from frugal.planning.plan import OnDraft, Plan
 from frugal.planning.report import reasons
 from frugal.planning.search.candidate import Infeasible, OpenSource, SearchResult, fastest_seconds
 from frugal.planning.search.evaluate import StrategyEvaluation
@@ -26,12 +25,9 @@ MAX_LISTED_GPUS = 8
 
 def decide(
     request: Request, cluster: Cluster, defaults: tuple[str, ...], dry_run: OpenSource,
-    on_draft: Callable[[Plan], None] | None = None,
+    on_draft: OnDraft | None = None,
 ) -> Plan:  # fmt: skip
     """The fastest plan that fits; `defaults` names the request's fields that nobody set.
-
-    `on_draft` is told of each plan that is about to be dry-run: it has the memory that arithmetic found, and may still
-    be refused.
 
     Raises:
         RequestError: the request contradicts itself or its model.
@@ -44,12 +40,12 @@ def decide(
     with dry_run(request, cluster) as source:
         search = Search(request, cluster, source)
 
+        def planned(result: SearchResult) -> Plan:
+            return _decided(request, cluster, defaults, result, notes)
+
         def drafted(result: SearchResult) -> None:
             if on_draft is not None:
-                on_draft(_decided(request, cluster, defaults, told(result), notes))
-
-        def told(result: SearchResult) -> SearchResult:
-            return replace(result, warnings=(*result.warnings, *_json_alone(search, result)))
+                on_draft(planned(result), lambda: planned(_whole(search, result)))
 
         result = search.run(drafted)
         if isinstance(result, Infeasible):
@@ -57,7 +53,7 @@ def decide(
             raise nothing_fits(request, cluster, result, ways)
         if request.lengths is not None:
             result = _proven(search, result, dry_run)
-        result = told(result)
+        result = _whole(search, result)
     batch = result.chosen.batch
     if request.batch_norm == "sync" and batch is not None and any(0 in sizes for sizes in batch.sizes):
         raise RequestError(
@@ -67,6 +63,15 @@ def decide(
             hint=f"use a --global-batch that is a multiple of {cluster.world_size}",
         )
     return _decided(request, cluster, defaults, result, [*notes, *offers(request, cluster, result.chosen, dry_run)])
+
+
+def _whole(search: Search, result: SearchResult) -> SearchResult:
+    """The result with what would be otherwise in other segments and with equal micro-batches."""
+    return replace(
+        result,
+        warnings=(*result.warnings, *_json_alone(search, result)),
+        in_other_segments=search.evaluation.in_other_segments(result.chosen),
+    )
 
 
 def _json_alone(search: Search, result: SearchResult) -> list[str]:

@@ -162,7 +162,7 @@ def test_a_profile_that_promises_too_much_is_found_out_and_the_choice_made_again
 def test_each_choice_is_told_before_it_is_dry_run_with_the_memory_of_its_profile() -> None:
     drafts: list[Plan] = []
     settings = understand({"gpus": 4, "mem": "12G"})
-    made = make_plan(*settings, dry_run=dry_running(1.5, **SMALL), on_draft=drafts.append)
+    made = make_plan(*settings, dry_run=dry_running(1.5, **SMALL), on_draft=lambda plan, _: drafts.append(plan))
     refused, chosen = drafts[0], drafts[-1]
     assert len(drafts) > 1 and refused.memory.fits
     assert max(refused.batch.micro_batch) > max(chosen.batch.micro_batch)

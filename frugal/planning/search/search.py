@@ -83,7 +83,6 @@ class Search:
             model=self._model(chosen),
             candidates=candidates,
             warnings=tuple(warnings),
-            in_other_segments=self.evaluation.in_other_segments(chosen),
         )
 
     def _outcome(self, winner: Candidate, memory: MemoryBreakdown) -> Outcome:
