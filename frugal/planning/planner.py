@@ -1,11 +1,14 @@
 """From a request to a plan: a search over dry runs and arithmetic, or the proof that nothing fits."""
 
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 
 from frugal.config.hardware import calibration, local_host
 from frugal.config.hardware.cluster import Cluster
 from frugal.config.optimizers import bf16_notes
-from frugal.config.request import Request, check_pins
+from frugal.config.pins import check_pins
+from frugal.config.request import Request
 from frugal.errors import RequestError
 from frugal.planning import length_bucketing
 from frugal.planning.infeasible import nothing_fits, remedies
@@ -16,6 +19,7 @@ from frugal.planning.report import reasons
 from frugal.planning.search.candidate import Infeasible, OpenSource, SearchResult, fastest_seconds
 from frugal.planning.search.evaluate import StrategyEvaluation
 from frugal.planning.search.search import Search
+from frugal.planning.search.sharing import fewest_sharing
 from frugal.planning.what_if import offers
 from frugal.units import format_bytes, plural
 
@@ -37,20 +41,27 @@ def decide(
     if request.lengths is not None:
         lengths, more = request.lengths.within(request.seq_len)
         request, notes = replace(request, lengths=lengths), notes + more
-    with dry_run(request, cluster) as source:
-        search = Search(request, cluster, source)
+    with ExitStack() as sources:
+        search = Search(request, cluster, sources.enter_context(dry_run(request, cluster)))
 
-        def planned(result: SearchResult) -> Plan:
+        def planned(request: Request, result: SearchResult) -> Plan:
             return _decided(request, cluster, defaults, result, notes)
 
-        def drafted(result: SearchResult) -> None:
-            if on_draft is not None:
-                on_draft(planned(result), lambda: planned(_whole(search, result)))
+        def drafted(search: Search) -> Callable[[SearchResult], None]:
+            def tell(result: SearchResult) -> None:
+                if on_draft is not None:
+                    on_draft(planned(search.request, result), lambda: planned(search.request, _whole(search, result)))
 
-        result = search.run(drafted)
+            return tell
+
+        result = search.run(drafted(search))
         if isinstance(result, Infeasible):
-            ways = remedies(request, cluster, search, result, dry_run)
-            raise nothing_fits(request, cluster, result, ways)
+            shared = fewest_sharing(request, cluster, result, sources, dry_run, drafted)
+            if shared is None or isinstance(shared, str):
+                ways = remedies(request, cluster, search, result, dry_run)
+                raise nothing_fits(request, cluster, result, ways, why_not_shared=shared)
+            search, result = shared
+            request = search.request
         if request.lengths is not None:
             result = _proven(search, result, dry_run)
         result = _whole(search, result)

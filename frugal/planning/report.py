@@ -23,6 +23,7 @@ from frugal.units import format_bytes, format_count, format_seconds, plural
 def reasons(request: Request, cluster: Cluster, result: SearchResult) -> tuple[str, ...]:
     """The sentences of `Plan.why`; the last is about what binds."""
     return (
+        _sequence_parallel(request, cluster, result),
         _activation_checkpointing(request, result),
         _loss(request, result),
         _zero_stage(request, cluster, result),
@@ -30,6 +31,14 @@ def reasons(request: Request, cluster: Cluster, result: SearchResult) -> tuple[s
         _segments(request, result),
         _micro_batch(request, cluster, result),
     )
+
+
+def _sequence_parallel(request: Request, cluster: Cluster, result: SearchResult) -> str:
+    """Empty where no ranks share samples."""
+    number = result.chosen.strategy.sequence_parallel
+    if number == 1:
+        return ""
+    return result.shared_because or f"each sample is shared by {plural(number, cluster.rank_noun)}, as asked"
 
 
 def _activation_checkpointing(request: Request, result: SearchResult) -> str:

@@ -28,6 +28,7 @@ class Strategy:
             gives each layer one of these, see `layer_modes`.
         layer_modes: under `budget` the modes of all layers in the order in which they run, as runs of equal ones:
             `(("full", 20), ("off", 12))`. Otherwise empty.
+        sequence_parallel: ranks that share each sample, a part of its positions each (Ulysses); 1: none do.
         loss: `plain` holds the whole logits, `tiled` a slice of them at a time.
         offload_optimizer: where optimizer states live; the optimizer runs on the host unless it is `none`.
         offload_ratio: ZeRO-3 with the optimizer in host memory, the share of the sub-groups that are updated there;
@@ -49,6 +50,7 @@ class Strategy:
     zero_stage: int
     activation_checkpointing: ActivationCheckpointing = "off"
     layer_modes: tuple[tuple[LayerMode, int], ...] = ()
+    sequence_parallel: int = 1
     loss: Literal["plain", "tiled"] = "plain"
     offload_optimizer: Place = "none"
     offload_ratio: float = 1.0
@@ -117,6 +119,7 @@ class Strategy:
             self.zero_stage
             + sum({"off": 0, "selective": 2, "full": 1, "offloaded": 2}[mode] for mode in self.modes)
             + len(self.layer_modes[1:])
+            + (self.sequence_parallel > 1)
             + (self.loss == "tiled")
             + (self.offload_optimizer != "none")
             + (self.offload_ratio < 1)
@@ -146,6 +149,8 @@ class Strategy:
 
     def __str__(self) -> str:
         words = [f"ZeRO-{self.zero_stage}", f"activation checkpointing {self.checkpointing}"]
+        if self.sequence_parallel > 1:
+            words.append(f"sequence parallelism over {self.sequence_parallel} ranks")
         if self.loss == "tiled":
             words.append("tiled loss")
         if self.offload_parameters == "nvme":
@@ -316,6 +321,7 @@ def allowed_strategies(
         Strategy(
             zero_stage=stage,
             activation_checkpointing=mode,
+            sequence_parallel=request.sequence_parallel or 1,
             loss=loss,
             offload_optimizer=optimizer,
             offload_parameters=parameters,

@@ -30,7 +30,7 @@ class Drafts:
         self._pool = pool
         self._model = model_key(request)
         self._traces: dict[AskTrace, ModelTrace | FrugalError | None] = {}
-        self._of_modes: dict[tuple[str, bool, frozenset[LayerMode]], LayerMixtures | None] = {}
+        self._of_modes: dict[tuple[str, bool, int, frozenset[LayerMode]], LayerMixtures | None] = {}
 
     def prepare(self, strategies: Sequence[Strategy]) -> None:
         """Trace the model for all these strategies, in parallel.
@@ -89,7 +89,7 @@ class Drafts:
 
     def _mixtures(self, strategy: Strategy) -> LayerMixtures | None:
         """Those of the modes of `strategy`; None where their traces do not go together."""
-        key = strategy.loss, strategy.zero_stage == 3, frozenset(strategy.modes)
+        key = strategy.loss, strategy.zero_stage == 3, strategy.sequence_parallel, frozenset(strategy.modes)
         if key not in self._of_modes:
             self._of_modes[key] = LayerMixtures.of(self._traced(strategy))
         return self._of_modes[key]
@@ -116,6 +116,7 @@ class Drafts:
                 zero_stage=3 if strategy.zero_stage == 3 else 2,
                 kind=self._kind,
                 capability=self._capability,
+                sequence_parallel=strategy.sequence_parallel,
             )
             for mode in modes
         }
@@ -127,5 +128,6 @@ class Drafts:
             question.zero_stage,
             question.kind,
             question.capability,
+            *([question.sequence_parallel] if question.sequence_parallel > 1 else []),
         )
         return digest("trace", self._model, self._request.precision, mode)

@@ -112,6 +112,7 @@ class SearchResult:
     """The strategy that was chosen. `memory` is that of its dry run; `candidates` are all, the chosen one included.
 
     `in_other_segments`: what it would take with expandable segments where it has none, or without; None on CPU ranks.
+    `shared_because`: why ranks share samples, where nobody asked for it.
     """
 
     chosen: Candidate
@@ -120,6 +121,7 @@ class SearchResult:
     candidates: tuple[Candidate, ...]
     warnings: tuple[str, ...]
     in_other_segments: MemoryBreakdown | None = None
+    shared_because: str = ""
 
     @property
     def rejected(self) -> tuple[Rejected, ...]:

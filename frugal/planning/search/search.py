@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from frugal.config.hardware.cluster import Cluster
-from frugal.config.request import Request, check_pins
+from frugal.config.pins import check_pins
+from frugal.config.request import Request
 from frugal.errors import RequestError
 from frugal.planning.memory.breakdown import MemoryBreakdown
 from frugal.planning.plan import ModelSummary
@@ -41,6 +42,12 @@ class Search:
 
     def __init__(self, request: Request, cluster: Cluster, source: Source) -> None:
         check_pins(request, cluster.world_size)
+        if (request.sequence_parallel or 1) > 1 and len(cluster.kinds) > 1:
+            raise RequestError(
+                f"--sequence-parallel {request.sequence_parallel} is impossible on devices that differ",
+                because="ranks that share samples take equal parts of them, in step",
+                hint="leave --sequence-parallel out",
+            )
         self.request = request
         self.cluster = cluster
         self.source = source
