@@ -51,6 +51,7 @@ class SyntheticProfile:
     error: float = 1.0
     optimizer_bytes: float = 12.0
     num_matrices: int = 1
+    can_be_split: bool = False
 
     def __post_init__(self) -> None:
         self.trainable_parameters = self.trainable_parameters or self.parameters
@@ -87,7 +88,7 @@ class SyntheticProfile:
         elements = self.parameters
         on_device = 1 - share_on_host(self.trainable_sizes, self.strategy, self.world_size)
         activations = (self.bytes_per_token * self.seq_len + self.bytes_per_sample) * micro_batch
-        activations = int(activations * KEPT[self.strategy.activation_checkpointing])
+        activations = int(activations * KEPT[self.strategy.activation_checkpointing]) // self.strategy.sequence_parallel
         optimizer = int(self.optimizer_bytes * elements) // (split if stage >= 1 else 1)
         gradients = 4 * elements // (split if stage >= 2 else 1)
         parts = {
@@ -134,6 +135,8 @@ class SyntheticSource:
     notes: tuple[str, ...] = ()
 
     def facts(self) -> SyntheticProfile:
+        if self.request.sequence_parallel and not self.model.get("can_be_split"):
+            raise RequestError("the model cannot be split", because="it counts positions")
         return self._profile(Strategy(zero_stage=0))
 
     def prepare(self, strategies: Sequence[Strategy]) -> None:
