@@ -9,7 +9,7 @@ strategies; absolute seconds are good to a factor of two until a machine has bee
 
 from dataclasses import dataclass, fields
 from math import log2
-from typing import Protocol
+from typing import Any, Protocol
 
 from frugal.config.hardware.cluster import Cluster, Device
 from frugal.config.request import Request
@@ -29,6 +29,11 @@ class Line:
     def at(self, samples: int) -> float:
         """For so many samples."""
         return self.fixed + self.per_sample * samples
+
+    def moved(self, start: "Line", end: "Line", share: float) -> "Line":
+        """See `Work.moved`."""
+        per_sample = self.per_sample + share * (end.per_sample - start.per_sample)
+        return Line(self.fixed + share * (end.fixed - start.fixed), per_sample)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +65,18 @@ class Work:
     moved_per_sample: float
     exchanged_per_sample: float = 0.0
     num_exchanges: int = 0
+
+    def moved(self, start: "Work", end: "Work", share: float) -> "Work":
+        """With a share of what `end` has more than `start`: of two modes where some layers have the other one."""
+        values: dict[str, Any] = {}
+        for field in fields(self):
+            own, first, last = (getattr(each, field.name) for each in (self, start, end))
+            if isinstance(own, Line):
+                values[field.name] = own.moved(first, last, share)
+            else:
+                value = own + share * (last - first)
+                values[field.name] = round(value) if isinstance(own, int) else value
+        return Work(**values)
 
 
 @dataclass(frozen=True, kw_only=True)

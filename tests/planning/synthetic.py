@@ -122,6 +122,9 @@ class SyntheticProfile:
     def largest_micro_batch(self, device: Device, cap: int) -> int:
         return next((micro for micro in range(cap, 0, -1) if self.memory(micro, device).fits), 0)
 
+    def fits(self, micro_batch: int, device: Device) -> bool:
+        return self.memory(micro_batch, device).fits
+
 
 @dataclass
 class SyntheticSource:
@@ -145,6 +148,10 @@ class SyntheticSource:
     def draft(self, strategy: Strategy, accumulates: bool) -> SyntheticProfile | None:
         """There is no allocator to leave out; the model says whether it `drafts` all the same."""
         return self._profile(strategy) if self.model.get("drafts") else None
+
+    def num_layers(self, strategy: Strategy) -> int:
+        """Layers whose modes can be mixed, if the model says how many it has."""
+        return int(self.model.get("num_layers", 0))
 
     def distrust(self, strategy: Strategy) -> bool:
         return False

@@ -11,11 +11,11 @@ of the later one's backward. The dry run of a plan is of the mixture itself.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from frugal.planning.cost import Line, Work
+from frugal.planning.cost import Work
 from frugal.planning.memory.timeline import (
     ARRIVAL,
     BACKWARD,
@@ -319,14 +319,12 @@ class LayerMixtures:
 
     def _work(self, modes: Sequence[LayerMode]) -> Work:
         """What the micro-step makes the device do: of each mode's additional work the part of its layers."""
-        off = self._traces["off"].work
-        mixed: dict[str, Any] = {field.name: getattr(off, field.name) for field in fields(Work)}
+        mixed = off = self._traces["off"].work
         for mode in dict.fromkeys(modes):
             weights = self._weights[mode]
             share = sum(weight for each, weight in zip(modes, weights, strict=True) if each == mode) / sum(weights)
-            for name, so_far in mixed.items():
-                mixed[name] = _moved(so_far, getattr(off, name), getattr(self._traces[mode].work, name), share)
-        return Work(**mixed)
+            mixed = mixed.moved(off, self._traces[mode].work, share)
+        return mixed
 
 
 class _Table:
@@ -426,12 +424,3 @@ def _recomputed_bytes(items: Sequence[_Item], stream: Timeline, num_layers: int)
         if i in begins
     ]
     return made if sum(made) else [1] * num_layers
-
-
-def _moved(so_far: Any, off: Any, other: Any, share: float) -> Any:
-    """`so_far` with a share of what `other` has more than `off`."""
-    if isinstance(so_far, Line):
-        fixed = _moved(so_far.fixed, off.fixed, other.fixed, share)
-        return Line(fixed, _moved(so_far.per_sample, off.per_sample, other.per_sample, share))
-    moved = so_far + share * (other - off)
-    return round(moved) if isinstance(so_far, int) else moved

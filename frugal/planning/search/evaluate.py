@@ -137,7 +137,7 @@ class StrategyEvaluation:
         fast = [(time, batch) for time, batch in timed if time.total_seconds <= enough]
         return min(fast, key=lambda pair: not pair[1].is_uniform)
 
-    def time(self, profile: Profile, strategy: Strategy, batch: BatchPlan) -> StepTime:
+    def time(self, profile: cost.Model, strategy: Strategy, batch: BatchPlan) -> StepTime:
         """Predicted seconds of a step: of full-length samples, or of a typical global batch where that is known."""
         step_time = self._full_length(profile, strategy)
         if self.request.lengths is None:
@@ -146,11 +146,11 @@ class StrategyEvaluation:
             step_time, batch, length_bucketing.grouping(self.request.lengths, batch, self.request.seq_len)
         )
 
-    def _for_lengths(self, profile: Profile, strategy: Strategy, batch: BatchPlan) -> BatchPlan:
+    def _for_lengths(self, profile: cost.Model, strategy: Strategy, batch: BatchPlan) -> BatchPlan:
         """`batch` with the best that could be proven for samples of the request's lengths."""
         return length_bucketing.best_proven(self.request, self.cluster, batch, self._full_length(profile, strategy))
 
-    def _full_length(self, profile: Profile, strategy: Strategy) -> Callable[[BatchPlan], StepTime]:
+    def _full_length(self, profile: cost.Model, strategy: Strategy) -> Callable[[BatchPlan], StepTime]:
         """Seconds of a step of full-length samples, by its batch."""
         return lambda batch: cost.step_time(profile, strategy, batch, self.cluster, self.request)
 

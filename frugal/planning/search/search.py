@@ -3,8 +3,9 @@
 For every strategy the request allows: the largest micro-batch that fits each device, how that cuts the global batch,
 and the seconds a step would take. The fastest wins; within 2 % of it, the simplest. Where a profile can be drafted at
 once, all strategies are ranked by drafts, which leave the allocator out, and only those that could still win are
-evaluated in full. Then the winner is dry-run as a whole, with one of four outcomes (`Outcome`); where it is not
-confirmed, the choice is made again with what the dry run has shown.
+evaluated in full. Between modes of activation checkpointing lie mixtures of them (`mixtures`). Then the winner is
+dry-run as a whole, with one of four outcomes (`Outcome`); where it is not confirmed, the choice is made again with what
+the dry run has shown.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,6 +31,7 @@ from frugal.planning.search.candidate import (
     small_buckets_could_help,
 )
 from frugal.planning.search.evaluate import StrategyEvaluation
+from frugal.planning.search.mixtures import Mixtures
 from frugal.planning.strategy import Offload, Strategy, allowed_strategies, offload_levels
 
 
@@ -52,6 +54,7 @@ class Search:
         self.cluster = cluster
         self.source = source
         self.evaluation = StrategyEvaluation(request, cluster, source)
+        self.mixtures = Mixtures(self.evaluation)
         self.levels = offload_levels(request, on_gpus=cluster.devices[0].kind == "cuda")
         self.facts = self.evaluation.facts
         self.can_tile = self.facts.can_tile
@@ -129,6 +132,7 @@ class Search:
                 evaluated += [*pruned, *self._confirmed(drafts, evaluated)]
             evaluated += self._confirmed(partial_offload.drafts(self.evaluation, level, evaluated), evaluated)
             evaluated += self._confirmed(partial_offload.drafts(self.evaluation, level, evaluated), evaluated)
+            evaluated += self._mixed(evaluated)
             if winner := self._winner(evaluated):
                 return winner
         return max(evaluated, key=lambda candidate: candidate.headroom_bytes or 0, default=None)
@@ -168,8 +172,14 @@ class Search:
             evaluated += self._evaluated(self.strategies(level, small_buckets=True), evaluated)
         evaluated += self._confirmed(partial_offload.drafts(self.evaluation, level, evaluated), evaluated)
         evaluated += self._confirmed(partial_offload.drafts(self.evaluation, level, evaluated), evaluated)
+        evaluated += self._mixed(evaluated)
         refused = self.request.loss == "auto" and not self.can_tile
         return [candidate for candidate in evaluated if not (refused and candidate.strategy.loss == "tiled")]
+
+    def _mixed(self, evaluated: Sequence[Candidate]) -> list[Candidate]:
+        """Mixtures of the modes of activation checkpointing that are faster than those alone."""
+        is_free = self.request.activation_checkpointing in ("auto", "budget") and self.facts.can_recompute
+        return self.mixtures.faster(evaluated) if is_free else []
 
     def _evaluated(self, strategies: Sequence[Strategy], before: list[Candidate]) -> list[Candidate]:
         """Some strategies of a level, of which others were evaluated `before`."""
