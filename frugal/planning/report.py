@@ -43,7 +43,7 @@ def _sequence_parallel(request: Request, cluster: Cluster, result: SearchResult)
 
 def _activation_checkpointing(request: Request, result: SearchResult) -> str:
     taken, mode = result.chosen, result.chosen.strategy.activation_checkpointing
-    word = "on" if mode == "full" else mode
+    word = "on" if mode == "full" else taken.strategy.checkpointing
     if request.activation_checkpointing not in ("auto", "budget"):
         return f"activation checkpointing is {word}, as asked"
     others = _alternatives(result, lambda candidate: candidate.strategy.activation_checkpointing == "off")
@@ -57,6 +57,13 @@ def _activation_checkpointing(request: Request, result: SearchResult) -> str:
             f"activation checkpointing is off: it is not needed, and a step would take {format_seconds(slower)} longer"
         )
     what = f"activation checkpointing is {word}{_WHAT[mode]}"
+    if mode == "budget":
+        others = _alternatives(result, lambda candidate: candidate.strategy.activation_checkpointing == "budget")
+        in_all = [candidate for candidate in others if candidate.fits and not candidate.is_draft]
+        if not in_all:
+            return what
+        instead = f"{format_seconds(in_all[0].seconds)} instead of {format_seconds(taken.seconds)}"
+        return f"{what}: with {in_all[0].strategy.checkpointing} for all of them a step takes {instead}"
     fitting = [candidate for candidate in others if candidate.fits]
     if fitting:
         return f"{what}: without it {_batch_and_seconds(fitting[0], taken)}"
@@ -67,6 +74,7 @@ _WHAT = {
     "full": "",
     "selective": ", so that products and attention are not repeated",
     "offloaded": ", with the layers' inputs in host memory",
+    "budget": "",
 }
 
 

@@ -269,6 +269,7 @@ _LETTERS = {
     "a": "activation checkpointing full",
     "s": "activation checkpointing selective",
     "h": "activation checkpointing offloaded",
+    "b": "activation checkpointing of some layers",
     "t": "tiled loss",
     "o": "optimizer in host memory",
     "p": "parameters in host memory",
@@ -362,7 +363,7 @@ def _rate(tokens_per_second: float) -> str:
 
 def _letters(strategy: Strategy) -> str:
     return (
-        {"off": "", "full": "a", "selective": "s", "offloaded": "h"}[strategy.activation_checkpointing]
+        {"off": "", "full": "a", "selective": "s", "offloaded": "h", "budget": "b"}[strategy.activation_checkpointing]
         + {"plain": "", "tiled": "t"}[strategy.loss]
         + {"none": "", "cpu": "o", "nvme": "n"}[strategy.offload_optimizer]
         + {"none": "", "cpu": "p", "nvme": "q"}[strategy.offload_parameters]

@@ -15,13 +15,16 @@ from frugal.planning.memory.breakdown import MemoryBreakdown
 from frugal.planning.memory.loading import NOT_PACKED, Packed
 from frugal.planning.plan import Plan
 from frugal.planning.search.candidate import OpenSource
-from frugal.planning.strategy import Strategy, share_on_host
+from frugal.planning.strategy import LayerMode, Strategy, share_on_host
 
 SMALL = {"parameters": 124_000_000, "flops_per_token": 8e8, "num_operators": 2500}
 """A model of gpt2's size."""
 
-KEPT = {"off": 1.0, "selective": 0.8, "full": 0.1, "offloaded": 0.05}
+KEPT: dict[LayerMode, float] = {"off": 1.0, "selective": 0.8, "full": 0.1, "offloaded": 0.05}
 """Share of the activations."""
+
+AGAIN: dict[LayerMode, float] = {"off": 0.0, "selective": 0.25, "full": 1 / 3, "offloaded": 1 / 3}
+"""Share of the work that is repeated."""
 
 
 @dataclass
@@ -48,6 +51,7 @@ class SyntheticProfile:
     logits_bytes_per_token: int = 0
     changes_logits: bool = False
     drafts: bool = False
+    num_layers: int = 0
     error: float = 1.0
     optimizer_bytes: float = 12.0
     num_matrices: int = 1
@@ -66,17 +70,18 @@ class SyntheticProfile:
 
     @property
     def work(self) -> Work:
-        flops, mode = self.flops_per_token * self.seq_len, self.strategy.activation_checkpointing
-        again = {"off": 0.0, "selective": 0.25, "full": 1 / 3, "offloaded": 1 / 3}[mode]
+        flops, strategy = self.flops_per_token * self.seq_len, self.strategy
+        again = sum(share * strategy.share(mode) for mode, share in AGAIN.items())
+        repeated = 1 - strategy.share("off")
         return Work(
             flops_per_sample=flops,
             recompute_flops_per_sample=again * flops,
             traffic=Line(0.0, flops / 500),
-            recompute_traffic=Line(0.0, 0.0 if mode == "off" else flops / 1000),
+            recompute_traffic=Line(0.0, repeated * flops / 1000),
             num_operators=self.num_operators,
             num_forward=self.num_operators // 3,
-            num_recomputed=0 if mode == "off" else self.num_operators // 3,
-            moved_per_sample=1.0 * self.bytes_per_token * self.seq_len if mode == "offloaded" else 0.0,
+            num_recomputed=int(repeated * (self.num_operators // 3)),
+            moved_per_sample=strategy.share("offloaded") * self.bytes_per_token * self.seq_len,
         )
 
     @property
@@ -88,7 +93,8 @@ class SyntheticProfile:
         elements = self.parameters
         on_device = 1 - share_on_host(self.trainable_sizes, self.strategy, self.world_size)
         activations = (self.bytes_per_token * self.seq_len + self.bytes_per_sample) * micro_batch
-        activations = int(activations * KEPT[self.strategy.activation_checkpointing]) // self.strategy.sequence_parallel
+        kept = sum(kept * self.strategy.share(mode) for mode, kept in KEPT.items())
+        activations = int(activations * kept) // self.strategy.sequence_parallel
         optimizer = int(self.optimizer_bytes * elements) // (split if stage >= 1 else 1)
         gradients = 4 * elements // (split if stage >= 2 else 1)
         parts = {

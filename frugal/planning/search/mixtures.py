@@ -83,7 +83,7 @@ class Mixtures:
         enough = fastest_seconds(fitting) / TIE
         drafts: list[Candidate] = []
         for base in dict.fromkeys(base_of(candidate.strategy) for candidate in candidates):
-            drafts += self._drafts(base, self._modes(base, candidates), enough)
+            drafts += self._drafts(base, self._modes(base, candidates), min(enough, fastest_seconds(drafts)))
         better: list[Candidate] = []
         for draft in sorted(drafts, key=lambda draft: draft.seconds):
             if draft.seconds >= min(enough, fastest_seconds(better)):
@@ -116,8 +116,11 @@ class Mixtures:
         if comb(num_layers + len(modes) - 1, num_layers) <= FEW:
             few = [self._draft(mixture(base, each)) for each in all_mixtures(tuple(modes), num_layers)]
             return [draft for draft in few if draft is not None and draft.strategy.layer_modes]
-        best = [self._of_pair(base, pair, modes, num_layers, enough) for pair in pairwise(self._hull(base, modes))]
-        return [draft for draft in best if draft is not None]
+        drafts: list[Candidate] = []
+        for pair in pairwise(self._hull(base, modes)):
+            draft = self._of_pair(base, pair, modes, num_layers, min(enough, fastest_seconds(drafts)))
+            drafts += [] if draft is None else [draft]
+        return drafts
 
     def _draft(self, strategy: Strategy) -> Candidate | None:
         """What arithmetic says of a mixture; None if that it does not fit, or nothing."""
@@ -187,7 +190,7 @@ class Mixtures:
         mixed = (
             mixture(base_of(draft.strategy), ((frugal, count - 1), (mode, 1), (generous, most))) for mode in between
         )
-        drafts = [each for each in map(self._draft, mixed) if each is not None]
+        drafts = [each for each in map(self._draft, mixed) if each is not None and each.seconds * GAP < draft.seconds]
         return min([draft, *drafts], key=lambda each: each.seconds)
 
     def _at_best(self, of: Callable[[int], Strategy], number: int, num_layers: int, frugal: Candidate) -> float:
