@@ -78,7 +78,13 @@ class Mixtures:
         self.source = evaluation.source
 
     def faster(self, candidates: Sequence[Candidate]) -> list[Candidate]:
-        """Mixtures that fit, evaluated in full, and are faster than all `candidates` by more than a tie."""
+        """Mixtures that fit, evaluated in full, and are faster than all `candidates` by more than a tie.
+
+        None where a mode was pinned.
+        """
+        is_free = self.evaluation.request.activation_checkpointing in ("auto", "budget")
+        if not is_free or not self.evaluation.facts.can_recompute:
+            return []
         fitting = [candidate for candidate in candidates if not candidate.is_draft]
         enough = fastest_seconds(fitting) / TIE
         drafts: list[Candidate] = []

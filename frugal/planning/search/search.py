@@ -132,7 +132,7 @@ class Search:
                 evaluated += [*pruned, *self._confirmed(drafts, evaluated)]
             evaluated += self._confirmed(partial_offload.drafts(self.evaluation, level, evaluated), evaluated)
             evaluated += self._confirmed(partial_offload.drafts(self.evaluation, level, evaluated), evaluated)
-            evaluated += self._mixed(evaluated)
+            evaluated += self.mixtures.faster(evaluated)
             if winner := self._winner(evaluated):
                 return winner
         return max(evaluated, key=lambda candidate: candidate.headroom_bytes or 0, default=None)
@@ -172,14 +172,9 @@ class Search:
             evaluated += self._evaluated(self.strategies(level, small_buckets=True), evaluated)
         evaluated += self._confirmed(partial_offload.drafts(self.evaluation, level, evaluated), evaluated)
         evaluated += self._confirmed(partial_offload.drafts(self.evaluation, level, evaluated), evaluated)
-        evaluated += self._mixed(evaluated)
+        evaluated += self.mixtures.faster(evaluated)
         refused = self.request.loss == "auto" and not self.can_tile
         return [candidate for candidate in evaluated if not (refused and candidate.strategy.loss == "tiled")]
-
-    def _mixed(self, evaluated: Sequence[Candidate]) -> list[Candidate]:
-        """Mixtures of the modes of activation checkpointing that are faster than those alone."""
-        is_free = self.request.activation_checkpointing in ("auto", "budget") and self.facts.can_recompute
-        return self.mixtures.faster(evaluated) if is_free else []
 
     def _evaluated(self, strategies: Sequence[Strategy], before: list[Candidate]) -> list[Candidate]:
         """Some strategies of a level, of which others were evaluated `before`."""
