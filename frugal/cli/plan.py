@@ -1,6 +1,5 @@
 """`frugal plan`."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -89,14 +88,13 @@ class _Drafts:
         self._are_enough = are_enough
         self.last: Plan | None = None
 
-    def take(self, plan: Plan, whole: Callable[[], Plan]) -> None:
+    def take(self, plan: Plan) -> None:
         """One more draft.
 
         Raises:
             _DraftTaken: it is enough.
         """
         if self._are_enough:
-            plan = whole()
             raise _DraftTaken(replace(plan, warnings=(UNPROVEN, *plan.warnings)).sealed())
         if not self._is_shown:
             return

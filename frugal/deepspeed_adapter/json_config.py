@@ -41,11 +41,10 @@ def batch_config(batch: BatchPlan) -> dict[str, Any]:
     """The batch.
 
     Where the global batch does not divide, the three keys state the capacity of the micro-batches, because DeepSpeed
-    insists on `micro x accumulation x world = batch`; frugal's engine runs the planned sizes themselves. DeepSpeed is
-    not told of ranks that share samples: its averages over all ranks are what makes their sums exact.
+    insists on `micro x accumulation x world = batch`; frugal's engine runs the planned sizes themselves.
     """
     return {
-        "train_batch_size": batch.capacity * batch.sequence_parallel,
+        "train_batch_size": batch.capacity,
         MICRO_BATCH: batch.largest_micro_batch,
         "gradient_accumulation_steps": batch.accumulation_steps,
     }

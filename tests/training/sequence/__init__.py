@@ -1,1 +1,0 @@
-"""Tests of sequences that are split over ranks."""
