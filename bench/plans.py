@@ -20,7 +20,8 @@ def plan_by_hand(
     strategy: dict[str, Any] | None = None,
 ) -> Plan:
     """A plan with exactly these choices, and a prediction that claims nothing."""
-    caps = (micro_batch,) * world_size if isinstance(micro_batch, int) else micro_batch
+    shared_by = (strategy or {}).get("sequence_parallel", 1)
+    caps = (micro_batch,) * (world_size // shared_by) if isinstance(micro_batch, int) else micro_batch
     device = Device(
         name="cpu rank",
         kind="cpu",
@@ -44,7 +45,7 @@ def plan_by_hand(
         ),
         cluster=Cluster(nodes=(Node(devices=(device,) * world_size),), intra_bandwidth=1e9, inter_bandwidth=1e9),
         strategy=Strategy(zero_stage=zero_stage, **{"reduce_bucket_elements": 1_000_000, **(strategy or {})}),
-        batch=BatchPlan.of(global_batch, caps),
+        batch=BatchPlan.of(global_batch, caps, sequence_parallel=shared_by),
         memory=memory,
         time=StepTime(
             compute_seconds=0,

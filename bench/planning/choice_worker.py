@@ -1,15 +1,19 @@
 """`python -m bench.planning.choice_worker --jobs FILE --out FILE`: each rank trains with every plan, timed.
 
-The plans of a job take turns, a few optimizer steps each, so that whatever else the machine does meets all of them.
-Each turn makes its engine anew, because several engines in one process change each other: ZeRO-3 replaces functions of
-torch. A step is timed from a barrier to a barrier.
+The plans of a job take turns, a few optimizer steps each, so that whatever else the machine does meets all of them;
+those near the fastest take more. Each turn makes its engine anew, because several engines in one process change each
+other: ZeRO-3 replaces functions of torch. A step is timed from a barrier to a barrier. Where the first plan of a job
+lists alternatives, a run with it is tuned, too.
 """
 
 import gc
+import random
+import statistics
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
@@ -21,11 +25,13 @@ from frugal.distributed import first_failure, process_group
 from frugal.distributed.exchange import from_rank_0
 from frugal.planning.plan import Plan
 from frugal.training.engine import Engine, initialize
+from frugal.training.measure.race import steps_needed
 from frugal.training.models.resolve import resolve
 from frugal.training.models.spec import ModelSpec
 from frugal.training.objectives import Batch
 
 TURNS, STEPS, FAR = 3, 2, 1.5
+MORE_TURNS, NEAR = 4, 1.1
 
 
 class Job(msgspec.Struct, frozen=True):
@@ -35,25 +41,35 @@ class Job(msgspec.Struct, frozen=True):
     plans: tuple[str, ...]
 
 
+class Tuned(msgspec.Struct, frozen=True):
+    """What tuning found: the number of a plan, after so many steps, which took so much longer than as planned."""
+
+    plan: int
+    steps: int
+    lost_seconds: float
+
+
 class Timed(msgspec.Struct, frozen=True):
-    """What became of a job: seconds of every timed step of every plan."""
+    """What became of a job: seconds of every timed step of every plan, and of tuning where there was any."""
 
     name: str
     seconds: tuple[tuple[float, ...], ...]
+    tuned: Tuned | None = None
 
 
 def timed(plans: Sequence[Plan], turns: int = TURNS, steps: int = STEPS) -> list[list[float]]:
     """Seconds of the optimizer steps of each plan, all of one model. Collective.
 
-    Every plan has its first turn. What took half as long again as the fastest so far is not asked again.
+    Every plan has its first turn. What took half as long again as the fastest so far is not asked again, and behind
+    `turns` only what took at most a tenth longer.
     """
-    device = process_group.join(plans[0])
+    device = process_group.use_device(plans[0].cluster.devices[0].kind)
     spec = resolve(plans[0].request.model, plans[0].request.task)
     seconds: list[list[float]] = [[] for _ in plans]
-    for _ in range(turns):
+    for turn in range(turns + (MORE_TURNS if turns > 1 else 0)):
         best = from_rank_0([min(found, default=0.0) for found in seconds], list[float])  # all leave out the same
         for plan, found, before in zip(plans, seconds, best, strict=True):
-            if before <= FAR * min(best):
+            if before <= (FAR if turn < turns else NEAR) * min(best):
                 found += _turn(spec, plan, device, steps)
     return seconds
 
@@ -73,6 +89,36 @@ def _turn(spec: ModelSpec, plan: Plan, device: torch.device, steps: int) -> list
     del engine
     gc.collect()
     return found
+
+
+def tuned(plans: Sequence[Plan]) -> Tuned | None:
+    """What a run with the first plan, tuned without regard to its length, goes on with. Collective."""
+    plan, events = plans[0], list[dict[str, Any]]()
+    if not plan.alternatives:
+        return None
+    torch.manual_seed(0)
+    spec = resolve(plan.request.model, plan.request.task)
+    engine = initialize(spec.build(dtype=DTYPES[plan.request.precision]), plan, spec.objective())
+    chance = random.Random(0)
+    samples = [
+        {name: [chance.randrange(2, 250) for _ in range(plan.request.seq_len)] for name in _NAMES[plan.model.task]}
+        for _ in range(plan.batch.global_batch)
+    ]
+    engine.tune(steps_needed(1 + len(plan.alternatives)), events.append)
+    while engine.tuner is not None:
+        engine.train_step(samples)
+    steps = [event for event in events if event["event"] == "tuning"]
+    planned = statistics.median(step["seconds"] for step in steps if step["is_planned"])
+    now = engine.plan
+    engine.destroy()
+    return Tuned(
+        plan=next(i for i, p in enumerate(plans) if (p.strategy, p.batch) == (now.strategy, now.batch)),
+        steps=len(steps),
+        lost_seconds=sum(step["seconds"] - planned for step in steps if not step["is_planned"]),
+    )
+
+
+_NAMES = {"causal-lm": ("input_ids",), "masked-lm": ("input_ids",), "seq2seq": ("input_ids", "labels")}
 
 
 def _random(batch: Batch) -> Batch:
@@ -99,9 +145,12 @@ def _wait(device: torch.device) -> None:
 def command(words: Sequence[str]) -> None:
     """Time every plan of every job. `--jobs`: a list of them as JSON. `--out`: where rank 0 writes one line a job."""
     given = parse(words, {"jobs": Path, "out": Path}, needed=["jobs", "out"])
-    for job in msgspec.json.decode(given["jobs"].read_bytes(), type=tuple[Job, ...]):
+    jobs = msgspec.json.decode(given["jobs"].read_bytes(), type=tuple[Job, ...])
+    # Once: ranks that meet a second time find what they said of themselves, and of another plan, the first time.
+    process_group.join(Plan.from_json(jobs[0].plans[0].encode()))
+    for job in jobs:
         plans = [Plan.from_json(text.encode()) for text in job.plans]
-        found = Timed(job.name, tuple(map(tuple, timed(plans))))
+        found = Timed(job.name, tuple(map(tuple, timed(plans))), tuned(plans))
         if dist.get_rank() == 0:
             with given["out"].open("ab") as file:
                 file.write(msgspec.json.encode(found) + b"\n")

@@ -18,7 +18,7 @@ from frugal.errors import RequestError
 from frugal.planning.batch import BatchPlan
 from frugal.planning.memory.breakdown import MemoryBreakdown
 from frugal.planning.search.candidate import Facts, Source
-from frugal.planning.search.evaluate import Fitting
+from frugal.planning.search.fitting import Fitting
 from frugal.planning.strategy import Strategy
 
 

@@ -17,7 +17,8 @@ from frugal.cli.options import SettingsCommand, collect, config_option, options,
 from frugal.config.hardware import cuda_allocator
 from frugal.config.hardware.build_cluster import ClusterSettings
 from frugal.config.hardware.cluster import Cluster
-from frugal.config.request import Request, check_pins
+from frugal.config.pins import check_pins
+from frugal.config.request import Request
 from frugal.config.schema import PLAN_SETTINGS
 from frugal.config.setting import settings_of
 from frugal.dryrun.client import DryRunSource
@@ -211,14 +212,15 @@ def _simplest(request: Request, cluster: Cluster, defaults: tuple[str, ...], sou
         on_gpus=cluster.devices[0].kind == "cuda",
         trainable_parameters=facts.trainable_parameters,
     )
-    micro_batch = request.micro_batch or 1
+    micro_batch, shared_by = request.micro_batch or 1, request.sequence_parallel or 1
+    num_takers = cluster.world_size // shared_by  # of samples: ranks, or groups that share theirs
     if request.accumulation_steps is not None and request.micro_batch is None:
-        micro_batch = -(-request.batch_samples // (request.accumulation_steps * cluster.world_size))
+        micro_batch = -(-request.batch_samples // (request.accumulation_steps * num_takers))
     return _Subject(
         request=request,
         cluster=cluster,
         strategy=strategies[0],
-        batch=BatchPlan.of(request.batch_samples, (micro_batch,) * cluster.world_size),
+        batch=BatchPlan.of(request.batch_samples, (micro_batch,) * num_takers, sequence_parallel=shared_by),
     )
 
 

@@ -21,7 +21,7 @@ from frugal.config.schema import PLAN_SETTINGS, SETTINGS, TomlFile, read_toml, u
 from frugal.config.setting import Group, SettingRow, answer, settings_of
 from frugal.dryrun.planner import make_plan_here
 from frugal.errors import RequestError
-from frugal.planning.plan import Plan
+from frugal.planning.plan import OnDraft, Plan
 
 FIRST = "What most runs need"
 OWN = "this command"
@@ -180,11 +180,11 @@ def _normalised(word: str) -> str:
 
 def planned(
     values: Mapping[str, Any], file: TomlFile | None = None, *, asks_data: bool = True,
-    on_draft: Callable[[Plan], None] | None = None,
+    on_draft: OnDraft | None = None,
 ) -> Plan:  # fmt: skip
     """The plan for what flags and `file` describe; `asks_data`: the data says how long its samples are.
 
-    `on_draft`: as in `frugal.dryrun.planner.make_plan`. Raises: as that, `collect` and `with_lengths`.
+    `on_draft`: see `frugal.planning.plan.OnDraft`. Raises: as that, `collect` and `with_lengths`.
     """
     file = file or read_toml(values.get("config"))
     request, cluster, defaults = collect(values, file)
@@ -199,16 +199,14 @@ def planned(
     return planned_for(request, cluster, defaults, on_draft)
 
 
-def planned_for(
-    request: Request, cluster: Cluster, defaults: tuple[str, ...], on_draft: Callable[[Plan], None] | None = None
-) -> Plan:
+def planned_for(request: Request, cluster: Cluster, defaults: tuple[str, ...], on_draft: OnDraft | None = None) -> Plan:
     """`make_plan_here` while people wait."""
     with waiting(f"planning {request.model}") as line:
 
-        def drafted(plan: Plan) -> None:
+        def drafted(plan: Plan, whole: Callable[[], Plan]) -> None:
             if on_draft is not None:
                 with line.gone():
-                    on_draft(plan)
+                    on_draft(plan, whole)
             line.says(f"dry-running {request.model}")
 
         return make_plan_here(request, cluster, defaults, drafted)

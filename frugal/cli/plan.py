@@ -1,5 +1,6 @@
 """`frugal plan`."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -88,13 +89,14 @@ class _Drafts:
         self._are_enough = are_enough
         self.last: Plan | None = None
 
-    def take(self, plan: Plan) -> None:
+    def take(self, plan: Plan, whole: Callable[[], Plan]) -> None:
         """One more draft.
 
         Raises:
             _DraftTaken: it is enough.
         """
         if self._are_enough:
+            plan = whole()
             raise _DraftTaken(replace(plan, warnings=(UNPROVEN, *plan.warnings)).sealed())
         if not self._is_shown:
             return

@@ -43,7 +43,6 @@ class PlanArguments(TypedDict, total=False):
     zero_stage: int | None
     activation_checkpointing: ActivationCheckpointingChoice | None
     loss: LossChoice | None
-    mlp: LossChoice | None
     offload: OffloadChoice | None
     offload_ratio: float | None
     nvme_path: str | None
@@ -64,6 +63,7 @@ class PlanArguments(TypedDict, total=False):
     decay_norms: bool | None
     gradient_clipping: float | None
     gradient_accumulation_dtype: AccumulationDtype | None
+    sequence_parallel: int | None
     overlap_comm: bool | None
     expandable_segments: bool | None
     reduce_bucket_elements: int | None

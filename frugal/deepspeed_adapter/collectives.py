@@ -5,9 +5,12 @@ DeepSpeed is imported by who calls, not by who imports this: a parent that start
 
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from frugal.required import put
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 ON_CPU = {"DS_ACCELERATOR": "cpu"}
 """In the environment of ranks whose device is the host."""
@@ -37,6 +40,22 @@ def init_distributed(method: str) -> None:
     # Not `deepspeed.comm.torch.build_shm_op`: that attribute is torch itself.
     put(sys.modules["deepspeed.comm.torch"], "build_shm_op", lambda: None)
     deepspeed.init_distributed(auto_mpi_discovery=False, init_method=method)
+
+
+def exchange_within(size: int) -> "Callable[[Tensor, Tensor], None]":
+    """What exchanges tensors among each `size` consecutive ranks, of which this is one: it writes an all-to-all over
+    dimension 0 of its second argument into its first. Collective: every rank calls it."""
+    import deepspeed.comm as deepspeed_comm
+    import torch.distributed as dist
+
+    rank = dist.get_rank()
+    groups = [dist.new_group(range(start, start + size)) for start in range(0, dist.get_world_size(), size)]
+    own = groups[rank // size]
+
+    def exchange(received: "Tensor", sent: "Tensor") -> None:
+        deepspeed_comm.all_to_all_single(received, sent, group=own)
+
+    return exchange
 
 
 def timeout_seconds() -> float:

@@ -250,6 +250,12 @@ def check_all_but_cut(plan: Plan, target: Target) -> None:
     who, batch = _NAMES[target], plan.batch
     _check_loss(plan, target)
     _check_optimizer(plan, who)
+    if plan.strategy.sequence_parallel > 1:
+        raise RequestError(
+            f"{who} cannot split samples over {plan.strategy.sequence_parallel} ranks as planned",
+            because="frugal's engine makes the parts and exchanges them in attention",
+            hint="train it with `frugal train`, or plan with --sequence-parallel 1",
+        )
     if plan.request.pack:
         raise RequestError(
             f"{who} cannot keep packed documents apart as planned",
@@ -300,12 +306,6 @@ def _check_own_code(plan: Plan, who: str) -> None:
             f"{who} does not know frugal's tiled loss",
             because=reason_for_tiles or "it holds the logits whole, for which the plan may have no memory",
             hint="plan with --loss plain",
-        )
-    if strategy.mlp == "tiled":
-        raise RequestError(
-            f"{who} does not know frugal's tiled MLP",
-            because="it runs MLPs whole, for which the plan may have no memory",
-            hint="plan with --mlp plain",
         )
     if strategy.activation_checkpointing not in ("off", "full"):
         raise RequestError(

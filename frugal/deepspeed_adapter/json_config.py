@@ -41,10 +41,11 @@ def batch_config(batch: BatchPlan) -> dict[str, Any]:
     """The batch.
 
     Where the global batch does not divide, the three keys state the capacity of the micro-batches, because DeepSpeed
-    insists on `micro x accumulation x world = batch`; frugal's engine runs the planned sizes themselves.
+    insists on `micro x accumulation x world = batch`; frugal's engine runs the planned sizes themselves. DeepSpeed is
+    not told of ranks that share samples: its averages over all ranks are what makes their sums exact.
     """
     return {
-        "train_batch_size": batch.capacity,
+        "train_batch_size": batch.capacity * batch.sequence_parallel,
         MICRO_BATCH: batch.largest_micro_batch,
         "gradient_accumulation_steps": batch.accumulation_steps,
     }

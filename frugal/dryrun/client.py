@@ -237,7 +237,8 @@ class DryRunSource:
     def facts(self) -> ModelFacts:
         """What the model is. Raises as `profile`."""
         if self._facts is None:
-            key = digest("model", self._model, self.request.batch_norm)
+            shared_by = self.request.sequence_parallel or 1
+            key = digest("model", self._model, self.request.batch_norm, *([shared_by] if shared_by > 1 else []))
             self._facts = self._cache.read(key, ModelFacts) or shipped.facts(self.request)
             if self._facts is None:
                 answer, *_ = self._pool.ask_all(AskFacts(self.request))  # all, so that all have their imports done

@@ -32,14 +32,15 @@ _LONG_SECONDS = 600.0
 
 
 def memory_as_run(plan: Plan, samples: int, tokens: int, *, only_known: bool) -> int | None:
-    """Live bytes that a dry run of the plan takes with micro-batches of so many samples of so many tokens.
+    """Live bytes that a dry run of the plan takes with micro-batches of so many samples of so many tokens (of a
+    rank's part, where ranks share samples).
 
     `only_known`: None where it would have to be made; it takes seconds, in a process of its own.
 
     Raises:
         FrugalError: the model cannot be trained like that.
     """
-    request = replace(plan.request, seq_len=tokens, lengths=None)
+    request = replace(plan.request, seq_len=tokens * plan.batch.sequence_parallel, lengths=None)
     steps = plan.batch.accumulation_steps
     with DryRunSource(request, plan.cluster, will_dry_run=False) as source:
         if only_known and not source.is_known(plan.strategy, samples, steps):

@@ -112,16 +112,16 @@ class AskDryRun(msgspec.Struct, frozen=True, tag="dry_run", kw_only=True):
 class AskTrace(msgspec.Struct, frozen=True, tag="trace", kw_only=True):
     """What does one step of the model alone do, for any micro-batch? `zero_stage`: 3, or 2 for all others.
 
-    `capability`: of a `cuda` device.
+    `capability`: of a `cuda` device. `sequence_parallel`: ranks that share each sample.
     """
 
     request: Request
     activation_checkpointing: ActivationCheckpointing
     loss: Literal["plain", "tiled"]
-    mlp: Literal["plain", "tiled"] = "plain"
     zero_stage: Literal[2, 3]
     kind: DeviceKind
     capability: Capability = ASSUMED_CAPABILITY
+    sequence_parallel: int = 1
 
 
 class WarmUp(msgspec.Struct, frozen=True, tag="warm-up"):

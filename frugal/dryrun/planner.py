@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -17,7 +17,7 @@ from frugal.config.request import Request
 from frugal.config.schema import understand
 from frugal.dryrun.cache import Cache, digest, model_key
 from frugal.errors import RequestError
-from frugal.planning.plan import Plan
+from frugal.planning.plan import OnDraft, Plan
 
 if TYPE_CHECKING:
     from frugal.planning.search.candidate import OpenSource
@@ -67,7 +67,7 @@ def _plan(objective: "Objective | None", **settings: Any) -> Plan:
 
 
 def make_plan_here(
-    request: Request, cluster: Cluster, defaults: tuple[str, ...], on_draft: Callable[[Plan], None] | None = None
+    request: Request, cluster: Cluster, defaults: tuple[str, ...], on_draft: OnDraft | None = None
 ) -> Plan:
     """`make_plan` with what this environment says of torch's allocator; what no plan knows of that is a warning."""
     request = cuda_allocator.planned(request, cluster, os.environ)
@@ -77,12 +77,12 @@ def make_plan_here(
 
 def make_plan(
     request: Request, cluster: Cluster, defaults: tuple[str, ...] = (), *, warnings: Sequence[str] = (),
-    dry_run: "OpenSource | None" = None, on_draft: Callable[[Plan], None] | None = None,
+    dry_run: "OpenSource | None" = None, on_draft: OnDraft | None = None,
 ) -> Plan:  # fmt: skip
     """The plan for a request; `defaults` names its fields that nobody set, `dry-run` where profiles come from.
 
     Plans are kept in the user's cache, except where `dry-run` is given. `warnings` are of this machine, and added.
-    `on_draft`: as in `frugal.planning.planner.decide`; a plan that is kept is told of by nothing but the result.
+    `on_draft`: see `frugal.planning.plan.OnDraft`; a plan that is kept is told of by nothing but the result.
 
     Raises: as `plan`.
     """
@@ -100,9 +100,7 @@ def make_plan(
     return replace(kept, warnings=(*kept.warnings, *warnings)).sealed() if warnings else kept
 
 
-def _decided(
-    request: Request, cluster: Cluster, defaults: tuple[str, ...], on_draft: Callable[[Plan], None] | None
-) -> Plan:
+def _decided(request: Request, cluster: Cluster, defaults: tuple[str, ...], on_draft: OnDraft | None) -> Plan:
     from frugal.dryrun.client import DryRunSource, workers
     from frugal.planning.planner import decide  # a tenth of a second that a kept plan does not need
 

@@ -26,6 +26,7 @@ from frugal.planning.cost import Counts
 from frugal.planning.strategy import Strategy
 from frugal.training.measure.run_gauge import mark_phases
 from frugal.training.models.loading import quantised
+from frugal.training.models.sequence.parts import parts_of
 from frugal.training.objectives import Objective
 from frugal.training.train_step import accumulate, wrap
 
@@ -55,7 +56,10 @@ def dry_run(
 
     A model that reads an integer from its data is told the longest dimension of a batch, and 1 if it rejects that.
     """
-    batch = BatchPlan.of(world_size * micro_batch * accumulation_steps, (micro_batch,) * world_size)
+    shared_by = strategy.sequence_parallel
+    caps = (micro_batch,) * (world_size // shared_by)
+    batch = BatchPlan.of(sum(caps) * accumulation_steps, caps, sequence_parallel=shared_by)
+    objective = parts_of(objective, shared_by, rank)
     if kind == "cpu":
         strategy = strategy.where_the_host_is_the_device
     micro_steps = (first_micro_steps or accumulation_steps, accumulation_steps)

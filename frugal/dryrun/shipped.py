@@ -49,6 +49,7 @@ class Shipment(msgspec.Struct, frozen=True):
 def facts(request: Request) -> ModelFacts | None:
     """What the request's model is, if that is shipped."""
     is_plain = request.task is None and not request.pack and request.batch_norm is None and request.lora is None
+    is_plain = is_plain and request.sequence_parallel in (None, 1)  # else it has to be tried first
     shipment = _shipment(request.model, "off") if is_plain else None
     return None if shipment is None else shipment.facts
 
@@ -56,6 +57,8 @@ def facts(request: Request) -> ModelFacts | None:
 def trace(question: AskTrace) -> Traced | None:
     """The answer to `question`, if it is shipped."""
     request = question.request
+    if question.sequence_parallel > 1:
+        return None
     if request.task is not None or request.pack or request.precision != "bf16" or request.lora is not None:
         return None
     shipment = _shipment(request.model, question.activation_checkpointing)
@@ -96,8 +99,7 @@ def _versions() -> tuple[str, ...]:
 
 
 def _name(question: AskTrace) -> str:
-    mode = [question.activation_checkpointing, question.loss, f"ZeRO-{question.zero_stage}", question.kind]
-    mode += ["tiled MLP"] if question.mlp == "tiled" else []
+    mode = (question.activation_checkpointing, question.loss, f"ZeRO-{question.zero_stage}", question.kind)
     return " ".join([str(question.request.seq_len), *mode, "{}.{}".format(*question.capability)])
 
 

@@ -123,11 +123,13 @@ def _describe(question: AskFacts) -> Any:
 
 
 def _check(question: AskCheck) -> tuple[str, ...]:
-    from frugal.training.trials import model_check, packing_check
+    from frugal.training.trials import model_check, packing_check, sequence_check
 
     spec = _spec(question.request)
     if question.request.pack:
         packing_check.check_packing(spec)
+    if (shared_by := question.request.sequence_parallel or 1) > 1:
+        sequence_check.check_sequence_parallel(spec, shared_by, pack=bool(question.request.pack))
     return model_check.check_model(spec, question.request.batch_norm)
 
 
@@ -157,8 +159,8 @@ def _trace(question: AskTrace) -> Traced:
             capability=question.capability,
             activation_checkpointing_mode=question.activation_checkpointing,
             loss=question.loss,
-            mlp=question.mlp,
             zero_stage=question.zero_stage,
+            sequence_parallel=question.sequence_parallel,
             building_bytes=building_bytes,
             alike=alike,
         )

@@ -42,11 +42,13 @@ class BatchPlan:
 
     All ranks have the same number of micro-steps, because ZeRO communicates in each one; a micro-batch may be empty.
 
+    Where ranks share samples (`sequence_parallel`), a group of consecutive ones takes the place of a rank here.
+
     Attributes:
         global_batch: samples over all ranks and micro-steps.
         global_tokens: the token target that `global_batch` was derived from; None: the target is in samples.
         world_size: number of ranks.
-        micro_batch: caps, one a rank: the most samples it takes at once.
+        micro_batch: caps, one a rank: the most samples it takes at once. One for all ranks that share samples.
         accumulation_steps: micro-steps per optimizer step.
         micro_steps: the micro-batch sizes, in a few numbers however many ranks and micro-steps there are.
         shortest: tokens that a sample counts at least, of samples of different lengths: in a micro-batch a sample
@@ -54,6 +56,7 @@ class BatchPlan:
             None: each counts as one of full length. See `frugal.planning.length_bucketing`.
         overhead_tokens: what a micro-step takes besides its tokens, in tokens of the same time; None: the fewest
             micro-steps are wanted.
+        sequence_parallel: ranks that share each sample, a part of its positions each; they are consecutive.
     """
 
     global_batch: int
@@ -64,10 +67,11 @@ class BatchPlan:
     micro_steps: tuple[MicroSteps, ...]
     shortest: int | None = None
     overhead_tokens: int | None = None
+    sequence_parallel: int = 1
 
     def __post_init__(self) -> None:
         assert self.micro_batch and self.micro_steps
-        assert self.world_size == len(self.micro_batch), "there is not one micro-batch cap a rank"
+        assert self.world_size == len(self.micro_batch) * self.sequence_parallel, "there is not one cap a rank"
         assert all(len(steps.samples) == len(self.groups) and steps.count > 0 for steps in self.micro_steps)
         assert all(min(steps.samples) >= 0 for steps in self.micro_steps), "fewer than no samples"
         assert self.global_batch == sum(steps.count * sum(steps.samples) for steps in self.micro_steps), (
@@ -88,6 +92,7 @@ class BatchPlan:
         global_tokens: int | None = None,
         *,
         accumulation_steps: int | None = None,
+        sequence_parallel: int = 1,
     ) -> "BatchPlan":
         """The fewest micro-steps that hold `global_batch` samples, cut as evenly as whole samples allow.
 
@@ -126,7 +131,7 @@ class BatchPlan:
         return cls(
             global_batch=global_batch,
             global_tokens=global_tokens,
-            world_size=len(caps),
+            world_size=len(caps) * sequence_parallel,
             micro_batch=caps,
             accumulation_steps=num_steps,
             micro_steps=tuple(
@@ -134,13 +139,16 @@ class BatchPlan:
                 for count, samples in kinds
                 if count
             ),
+            sequence_parallel=sequence_parallel,
         )
 
     def arithmetic(self, rank_noun: str, counted: str) -> str:
         """The whole cut in one line. `rank_noun` is what a rank is, `counted` what a token target counts."""
         tokens = f" ({self.global_tokens} {counted})" if self.global_tokens is not None else ""
         total = f"{plural(self.global_batch, 'sample')}{tokens}"
-        ranks = plural(self.world_size, rank_noun)
+        ranks = plural(len(self.micro_batch), rank_noun)
+        if self.sequence_parallel > 1:
+            ranks = f"{plural(len(self.micro_batch), 'group')} of {plural(self.sequence_parallel, rank_noun)}"
         if self.is_uniform:
             steps = plural(self.accumulation_steps, "accumulation step")
             return f"{total} = {ranks} x micro-batch {self.largest_micro_batch} x {steps}"
@@ -180,7 +188,20 @@ class BatchPlan:
     @property
     def capacity(self) -> int:
         """Samples that micro-batches of the largest size would hold; DeepSpeed's JSON can only say this number."""
-        return self.accumulation_steps * self.largest_micro_batch * self.world_size
+        return self.accumulation_steps * self.largest_micro_batch * len(self.micro_batch)
+
+    @property
+    def cap_of_rank(self) -> tuple[int, ...]:
+        """`micro_batch`, one a rank also where ranks share samples."""
+        return tuple(cap for cap in self.micro_batch for _ in range(self.sequence_parallel))
+
+    def part_of(self, tokens: int) -> int:
+        """Of a sample of so many tokens what one rank has: all, where no samples are shared."""
+        return -(-tokens // self.sequence_parallel)
+
+    def group_of(self, rank: int) -> int:
+        """The number of the rank's micro-batches in `micro_batch` and `sizes`: its own, where no samples are shared."""
+        return rank // self.sequence_parallel
 
     @property
     def is_uniform(self) -> bool:
@@ -255,7 +276,9 @@ class BatchPlan:
 
     def resized(self, num_samples: int) -> "BatchPlan":
         """The same caps for a global batch of another size: the last of an epoch, or one of tokens."""
-        return self if num_samples == self.global_batch else BatchPlan.of(num_samples, self.micro_batch)
+        if num_samples == self.global_batch:
+            return self
+        return BatchPlan.of(num_samples, self.micro_batch, sequence_parallel=self.sequence_parallel)
 
 
 def _on_a_circle(start: int, length: int, end: int, size: int) -> int:

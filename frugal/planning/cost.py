@@ -9,7 +9,7 @@ strategies; absolute seconds are good to a factor of two until a machine has bee
 
 from dataclasses import dataclass, fields
 from math import log2
-from typing import Protocol
+from typing import Any, Protocol
 
 from frugal.config.hardware.cluster import Cluster, Device
 from frugal.config.request import Request
@@ -30,6 +30,11 @@ class Line:
         """For so many samples."""
         return self.fixed + self.per_sample * samples
 
+    def moved(self, start: "Line", end: "Line", share: float) -> "Line":
+        """See `Work.moved`."""
+        per_sample = self.per_sample + share * (end.per_sample - start.per_sample)
+        return Line(self.fixed + share * (end.fixed - start.fixed), per_sample)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
@@ -46,6 +51,8 @@ class Work:
         recompute_traffic: bytes of what is repeated.
         num_operators: operators of all of it; `num_recomputed` of them repeat, `num_forward` are the forward's.
         moved_per_sample: bytes of activations that go to the host, and come back.
+        exchanged_per_sample: bytes that a rank has for those that share its samples, itself included, in
+            `num_exchanges` all-to-alls; repeated ones count, too.
     """
 
     flops_per_sample: float
@@ -56,6 +63,20 @@ class Work:
     num_forward: int
     num_recomputed: int
     moved_per_sample: float
+    exchanged_per_sample: float = 0.0
+    num_exchanges: int = 0
+
+    def moved(self, start: "Work", end: "Work", share: float) -> "Work":
+        """With a share of what `end` has more than `start`: of two modes where some layers have the other one."""
+        values: dict[str, Any] = {}
+        for field in fields(self):
+            own, first, last = (getattr(each, field.name) for each in (self, start, end))
+            if isinstance(own, Line):
+                values[field.name] = own.moved(first, last, share)
+            else:
+                value = own + share * (last - first)
+                values[field.name] = round(value) if isinstance(own, int) else value
+        return Work(**values)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +91,8 @@ class Counts:
     num_forward: int = 0
     num_recomputed: int = 0
     moved: int = 0
+    exchanged: int = 0
+    num_exchanges: int = 0
 
     def plus(self, other: "Counts", times: int = 1) -> "Counts":
         """With `other` so many times more."""
@@ -104,6 +127,8 @@ def between(first: Counts, second: Counts, num_samples: tuple[int, int]) -> Work
         num_forward=first.num_forward,
         num_recomputed=first.num_recomputed,
         moved_per_sample=slope("moved"),
+        exchanged_per_sample=slope("exchanged"),
+        num_exchanges=first.num_exchanges,
     )
 
 
@@ -165,7 +190,7 @@ def step_time(model: Model, strategy: Strategy, batch: BatchPlan, cluster: Clust
     parts = {
         "compute_seconds": compute,
         "recompute_seconds": recompute,
-        "communication_seconds": communication,
+        "communication_seconds": communication + _exchange_seconds(model, strategy, batch, cluster),
         "offload_seconds": moving + _offload_seconds(model, strategy, batch, cluster, request, element_bytes),
         "optimizer_seconds": _optimizer_seconds(model, strategy, cluster, request, element_bytes),
     }
@@ -180,7 +205,7 @@ def _compute_seconds(
     A micro-step lasts as long as its slowest rank, because ZeRO-2 and 3 meet in each one, and all meet at the end.
     Equal devices differ only in their micro-batch sizes, of which the largest counts.
     """
-    ranks = dict.fromkeys(zip(cluster.kind_of_rank, batch.micro_batch, strict=True))
+    ranks = dict.fromkeys(zip(cluster.kind_of_rank, batch.cap_of_rank, strict=True))
     groups = {cap: group for group, cap in enumerate(batch.groups)}
     plain = total = moving = 0.0
     for steps in batch.micro_steps:
@@ -285,6 +310,28 @@ def _communication_seconds(
         num_collectives = reductions * num_buckets + (num_buckets if strategy.zero_stage >= 1 else 0)
     transfer = (world_size - 1) / world_size * volume / bandwidth
     return transfer + num_collectives * cluster.hop_seconds * log2(world_size)
+
+
+def _exchange_seconds(model: Model, strategy: Strategy, batch: BatchPlan, cluster: Cluster) -> float:
+    """What the all-to-alls of ranks that share samples take.
+
+    Of the bytes that a rank has for all n of its group, (n-1)/n leave it. Within a node they travel over the links
+    between its devices; with a group over several nodes most of them pass a node's own link, which its ranks share.
+    Nothing of the model goes on meanwhile, so overlapped gradients hide none of it.
+    """
+    work, size = model.work, strategy.sequence_parallel
+    if size == 1:
+        return 0.0
+    per_node = min(len(node.devices) for node in cluster.nodes)
+    is_inside = all(len(node.devices) % size == 0 for node in cluster.nodes)
+    bandwidth = (
+        cluster.intra_bandwidth if is_inside else min(cluster.intra_bandwidth, cluster.inter_bandwidth / per_node)
+    )
+    seconds = 0.0
+    for steps in batch.micro_steps:
+        sent = (size - 1) / size * work.exchanged_per_sample * max(batch.largest_in(steps))
+        seconds += steps.count * (sent / bandwidth + work.num_exchanges * cluster.hop_seconds * log2(size))
+    return seconds
 
 
 def _offload_seconds(

@@ -21,8 +21,13 @@ FACTORS = (2, 4, 8)
 """How many times as many GPUs, and how many times shorter samples, are tried."""
 
 
-def nothing_fits(request: Request, cluster: Cluster, result: Infeasible, ways: list[str]) -> NothingFitsError:
-    """The proof: the nearest candidate, its shortfall, what its floor consists of, and ways out."""
+def nothing_fits(
+    request: Request, cluster: Cluster, result: Infeasible, ways: list[str], *, why_not_shared: str | None = None
+) -> NothingFitsError:
+    """The proof: the nearest candidate, its shortfall, what its floor consists of, and ways out.
+
+    `why_not_shared`: why no ranks can share samples, where that could help.
+    """
     nearest = result.nearest
     assert nearest.memory is not None
     memory, device = nearest.memory, min(cluster.devices, key=lambda device: device.usable_bytes)
@@ -48,6 +53,8 @@ def nothing_fits(request: Request, cluster: Cluster, result: Infeasible, ways: l
         because.append(f"{format_bytes(device.margin_bytes)} stay free as margin")
         if nearest.strategy.offload_optimizer != "none" and _lacks_host(cluster, memory):
             because.append(_of_host(cluster, memory))
+    if why_not_shared is not None:
+        because.append(why_not_shared)
     return NothingFitsError(
         f"{request.model} does not fit into {where}",
         because=because,

@@ -21,7 +21,7 @@ tokens (`BatchPlan.overhead_tokens`), and what that makes of a typical global ba
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import groupby
 from typing import TYPE_CHECKING
 
@@ -265,11 +265,10 @@ def overhead_tokens(step_time: StepTimeOf, batch: BatchPlan, request: Request, c
     least = round(weights * (4 if request.precision == "fp32" else 2))
     once = step_time(batch)
     caps, steps = batch.micro_batch, batch.accumulation_steps
-    twice = step_time(BatchPlan.of(2 * batch.global_batch, caps, accumulation_steps=2 * steps))
+    cut = partial(BatchPlan.of, sequence_parallel=batch.sequence_parallel)
+    twice = step_time(cut(2 * batch.global_batch, caps, accumulation_steps=2 * steps))
     between = twice.total_seconds - once.total_seconds - once.compute_seconds - once.recompute_seconds
-    smallest, largest = (
-        step_time(BatchPlan.of(len(caps) * micro, (micro,) * len(caps))) for micro in (1, MANY * max(caps) + 1)
-    )
+    smallest, largest = (step_time(cut(len(caps) * micro, (micro,) * len(caps))) for micro in (1, MANY * max(caps) + 1))
     one_sample, many_samples = (time.compute_seconds + time.recompute_seconds for time in (smallest, largest))
     per_sample = (many_samples - one_sample) / (MANY * max(caps))
     seconds = between / steps + max(0.0, one_sample - per_sample)
@@ -309,7 +308,10 @@ def time_of(step_time: StepTimeOf, batch: BatchPlan, grouping: Grouping) -> Step
     """
     full = step_time(
         BatchPlan.of(
-            grouping.micro_steps * sum(batch.micro_batch), batch.micro_batch, accumulation_steps=grouping.micro_steps
+            grouping.micro_steps * sum(batch.micro_batch),
+            batch.micro_batch,
+            accumulation_steps=grouping.micro_steps,
+            sequence_parallel=batch.sequence_parallel,
         )
     )
     parts = replace(

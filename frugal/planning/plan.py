@@ -12,6 +12,7 @@ differs from the dataclasses in four places:
 """
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -303,19 +304,23 @@ class Plan:
         return plan
 
 
+OnDraft = Callable[[Plan, Callable[[], Plan]], None]
+"""Is told of a plan that is about to be dry-run, and of a function that adds what its verdict need not wait for: what
+other segments and equal micro-batches would change. Its memory is what arithmetic found; it may still be refused."""
+
 MAX_LISTED_SIZES = 8192
 """Micro-batch sizes that `plan.json` lists one by one."""
 
 
 LATER = (
     "even", "adam_beta1", "adam_beta2", "adam_epsilon", "batch_norm", "lora", "optimizer_states", "quantize",
-    "offload_ratio",
+    "offload_ratio", "sequence_parallel",
 )  # fmt: skip
 """Settings of a request that plans of this schema did not have at first: not written where they are None, so that a
 plan which does not use them is the same, and has the same digest, as before there were any."""
 
 
-LATER_IN_STRATEGIES = ("layer_modes", "offload_ratio")
+LATER_IN_STRATEGIES = ("layer_modes", "offload_ratio", "sequence_parallel")
 """The same of a strategy: not written where they have their defaults."""
 
 
@@ -331,6 +336,9 @@ def _as_written(plan: Plan) -> dict[str, Any]:
             default = msgspec.to_builtins(getattr(Strategy, name))
             if holder["strategy"].get(name, default) == default:
                 holder["strategy"].pop(name, None)
+    for holder in (plain, *plain.get("alternatives", ())):
+        if holder["batch"].get("sequence_parallel", 1) == 1:
+            holder["batch"].pop("sequence_parallel", None)
     return plain | {"request": kept}
 
 

@@ -23,9 +23,9 @@ from frugal.units import format_bytes, format_count, format_seconds, plural
 def reasons(request: Request, cluster: Cluster, result: SearchResult) -> tuple[str, ...]:
     """The sentences of `Plan.why`; the last is about what binds."""
     return (
+        _sequence_parallel(request, cluster, result),
         _activation_checkpointing(request, result),
         _loss(request, result),
-        _mlp(request, result),
         _zero_stage(request, cluster, result),
         *_offload(request, result),
         _segments(request, result),
@@ -33,9 +33,17 @@ def reasons(request: Request, cluster: Cluster, result: SearchResult) -> tuple[s
     )
 
 
+def _sequence_parallel(request: Request, cluster: Cluster, result: SearchResult) -> str:
+    """Empty where no ranks share samples."""
+    number = result.chosen.strategy.sequence_parallel
+    if number == 1:
+        return ""
+    return result.shared_because or f"each sample is shared by {plural(number, cluster.rank_noun)}, as asked"
+
+
 def _activation_checkpointing(request: Request, result: SearchResult) -> str:
     taken, mode = result.chosen, result.chosen.strategy.activation_checkpointing
-    word = "on" if mode == "full" else mode
+    word = "on" if mode == "full" else taken.strategy.checkpointing
     if request.activation_checkpointing not in ("auto", "budget"):
         return f"activation checkpointing is {word}, as asked"
     others = _alternatives(result, lambda candidate: candidate.strategy.activation_checkpointing == "off")
@@ -49,6 +57,13 @@ def _activation_checkpointing(request: Request, result: SearchResult) -> str:
             f"activation checkpointing is off: it is not needed, and a step would take {format_seconds(slower)} longer"
         )
     what = f"activation checkpointing is {word}{_WHAT[mode]}"
+    if mode == "budget":
+        others = _alternatives(result, lambda candidate: candidate.strategy.activation_checkpointing == "budget")
+        in_all = [candidate for candidate in others if candidate.fits and not candidate.is_draft]
+        if not in_all:
+            return what
+        instead = f"{format_seconds(in_all[0].seconds)} instead of {format_seconds(taken.seconds)}"
+        return f"{what}: with {in_all[0].strategy.checkpointing} for all of them a step takes {instead}"
     fitting = [candidate for candidate in others if candidate.fits]
     if fitting:
         return f"{what}: without it {_batch_and_seconds(fitting[0], taken)}"
@@ -59,6 +74,7 @@ _WHAT = {
     "full": "",
     "selective": ", so that products and attention are not repeated",
     "offloaded": ", with the layers' inputs in host memory",
+    "budget": "",
 }
 
 
@@ -73,16 +89,6 @@ def _loss(request: Request, result: SearchResult) -> str:
     if fitting:
         return f"the loss is tiled: with whole logits {_batch_and_seconds(fitting[0], taken)}"
     return f"the loss is tiled: {_does_not_fit(others)} with whole logits" if others else ""
-
-
-def _mlp(request: Request, result: SearchResult) -> str:
-    taken = result.chosen
-    if request.mlp != "auto":
-        return f"the MLP is {request.mlp}, as asked"
-    if taken.strategy.mlp == "plain":
-        return ""
-    others = _alternatives(result, lambda candidate: candidate.strategy.mlp)
-    return f"the MLP is tiled: {_does_not_fit(others)} with whole ones" if others else "the MLP is tiled"
 
 
 def _zero_stage(request: Request, cluster: Cluster, result: SearchResult) -> str:

@@ -183,7 +183,6 @@ def shorter(plan: Plan) -> list[Case]:
             zero_stage=strategy.zero_stage,
             activation_checkpointing=strategy.activation_checkpointing,
             loss=strategy.loss,
-            mlp=strategy.mlp,
         )
     except RequestError:
         return []
@@ -198,7 +197,7 @@ def _pins(plan: Plan) -> Iterator[tuple[str, dict[str, Any]]]:
             yield f"no --{field.replace('_', '-')}", {field: None}
     if request.even:
         yield "no --even", {"even": None}
-    for field in ("activation_checkpointing", "loss", "mlp", "offload"):
+    for field in ("activation_checkpointing", "loss", "offload"):
         if getattr(request, field) != "auto":
             yield f"--{field.replace('_', '-')} auto", {field: "auto"}
 
@@ -270,8 +269,8 @@ _LETTERS = {
     "a": "activation checkpointing full",
     "s": "activation checkpointing selective",
     "h": "activation checkpointing offloaded",
+    "b": "activation checkpointing of some layers",
     "t": "tiled loss",
-    "m": "tiled MLP",
     "o": "optimizer in host memory",
     "p": "parameters in host memory",
     "n": "optimizer on NVMe",
@@ -364,9 +363,8 @@ def _rate(tokens_per_second: float) -> str:
 
 def _letters(strategy: Strategy) -> str:
     return (
-        {"off": "", "full": "a", "selective": "s", "offloaded": "h"}[strategy.activation_checkpointing]
+        {"off": "", "full": "a", "selective": "s", "offloaded": "h", "budget": "b"}[strategy.activation_checkpointing]
         + {"plain": "", "tiled": "t"}[strategy.loss]
-        + {"plain": "", "tiled": "m"}[strategy.mlp]
         + {"none": "", "cpu": "o", "nvme": "n"}[strategy.offload_optimizer]
         + {"none": "", "cpu": "p", "nvme": "q"}[strategy.offload_parameters]
     )

@@ -10,15 +10,17 @@ from frugal.report.records import RunRecord
 from frugal.report.run import RecordedRun
 from frugal.report.series import Series, course, evaluations_of, steps_of
 
-_X_LABELS = {"step": "optimizer step", "seconds": "time since the first start"}
+_CLOCKS = {"seconds": 1, "minutes": 60, "hours": 3600}
+"""Units of time in seconds; a course is drawn in the largest of which it takes two."""
 
 
 class Chart:
     """One chart: its place in the page, and what `assets/report.js` draws there. `is_wide`: as wide as the page."""
 
     def __init__(
-        self, name: str, heading: str, series: Sequence[Series], *, x: str = "step", y: str = "number",
-        y_label: str = "", y_min: float | None = None, marks: Sequence[dict[str, Any]] = (), is_wide: bool = False,
+        self, name: str, heading: str, series: Sequence[Series], *, x: str = "step", x_label: str = "",
+        y: str = "number", y_label: str = "", y_min: float | None = None, marks: Sequence[dict[str, Any]] = (),
+        is_wide: bool = False,
     ) -> None:  # fmt: skip
         series = [each for each in series if each.points]
         xs = sorted({point for each in series for point in each.points})
@@ -29,7 +31,7 @@ class Chart:
         self.html = figure(name, heading, says=says)
         self.spec = {
             "x": xs, "series": [each.drawn(xs) for each in series], "xFormat": x, "yFormat": y,
-            "xLabel": _X_LABELS[x], "yLabel": y_label, "yMin": y_min, "marks": marks,
+            "xLabel": x_label or "optimizer step", "yLabel": y_label, "yMin": y_min, "marks": marks,
         }  # fmt: skip
 
 
@@ -40,7 +42,6 @@ def charts(runs: Sequence[RecordedRun]) -> list[Chart]:
     for group in [list(runs)] if speaks_one_unit(runs) else [[run] for run in runs]:
         which, of = ("", "") if len(group) == len(runs) else (f"-{runs.index(group[0])}", f" of {group[0].name}")
         made += _of_one_unit(group, runs, which, of, marks)
-    numbers = range(1, len(runs) + 1)
     made += [
         _of_steps(
             runs, runs, "rate", "Learning rate", lambda step: step.learning_rate, y="small", y_min=0, marks=marks
@@ -53,14 +54,23 @@ def charts(runs: Sequence[RecordedRun]) -> list[Chart]:
             runs, runs, "norm", "Norm of the gradient", lambda step: step.grad_norm, y="count", y_min=0,
             y_label="before clipping", marks=marks,
         ),
-        Chart(
-            "course", "Course of the run" if len(runs) == 1 else "Course of the runs",
-            [course(run, run.name, number) for run, number in zip(runs, numbers, strict=True)],
-            x="seconds", y="count", y_min=0, y_label="optimizer steps done", is_wide=True,
-            marks=words.marks(runs[0], over_time=True) if len(runs) == 1 else [],
-        ),
+        _course(runs),
     ]  # fmt: skip
     return [chart for chart in made if not chart.is_empty]
+
+
+def _course(runs: Sequence[RecordedRun]) -> Chart:
+    """Steps over time: where a run stood still, went back and went on."""
+    longest = max((run.seconds or 0.0 for run in runs), default=0.0)
+    unit = next((name for name, size in reversed(_CLOCKS.items()) if longest >= 2 * size), "seconds")
+    size = _CLOCKS[unit]
+    marks = words.marks(runs[0], over_time=True) if len(runs) == 1 else []
+    return Chart(
+        "course", "Course of the run" if len(runs) == 1 else "Course of the runs",
+        [course(run, run.name, number, size) for number, run in enumerate(runs, 1)],
+        x="count", x_label=f"{unit} since the first start", y="count", y_min=0, y_label="optimizer steps done",
+        marks=[mark | {"x": mark["x"] / size} for mark in marks], is_wide=True,
+    )  # fmt: skip
 
 
 def _of_one_unit(

@@ -251,7 +251,7 @@ def _start_words(record: RunRecord) -> str:
 _WORDS = {
     "start": _start_words,
     "recovery": lambda record: record.message + (f" (in {record.phase})" if record.phase else ""),
-    "tuned": lambda record: f"goes on with {record.strategy}, {100 * (record.gain or 0.0):.0f} % faster",
+    "tuned": lambda record: f"goes on with {record.strategy}, {100 * (record.gain or 0.0):.0f} % less time a step",
     "left_out": lambda record: f"nothing was updated: {record.why}",
     "end": lambda record: record.why,
 }

@@ -51,16 +51,16 @@ def evaluations_of(run: RecordedRun, label: str, number: int) -> Series:
     return Series(label, number, {each.step: each.loss for each in run.evaluations if each.loss is not None})
 
 
-def course(run: RecordedRun, label: str, number: int) -> Series:
-    """Steps done over the seconds since the first start; a restart goes back to where it goes on from."""
+def course(run: RecordedRun, label: str, number: int, unit_seconds: int = 1) -> Series:
+    """Steps done over the time since the first start, in units; a restart goes back to where it goes on from."""
     records = [*run.steps, *run.starts, *run.history.of("end")]
     timed = sorted((seconds, each.step) for each in records if (seconds := run.since_begin(each)) is not None)
     begins = {run.since_begin(each) for each in run.starts}
     points: Points = {}
     for seconds, step in timed:
         if seconds in begins and points:  # until then it stood still
-            points[round(seconds - 0.001, 3)] = next(reversed(points.values()))
-        points[round(seconds, 3)] = step
+            points[round(seconds - 0.001, 3) / unit_seconds] = next(reversed(points.values()))
+        points[round(seconds, 3) / unit_seconds] = step
     return Series(label, number, thinned(points))
 
 

@@ -26,6 +26,7 @@ from frugal.training.losses.evaluation import Evaluation, evaluate
 from frugal.training.measure.tuner import Event, Tuner
 from frugal.training.models import adapters, batch_norm, tiled_loss
 from frugal.training.models.loading import quantised
+from frugal.training.models.sequence.parts import parts_of
 from frugal.training.objectives import Objective
 from frugal.training.train_step import Prepared, Stepper, StepResult, wrap
 
@@ -143,7 +144,7 @@ def initialize(
             model, plan.request, plan.strategy, plan.batch, learning_rate_schedule=learning_rate_schedule, votes=votes,
             make_optimizer=None if own is None else own.make, groups=None if own is None else own.groups,
         )  # fmt: skip
-    made = Engine(zero, plan, objective, votes)
+    made = Engine(zero, plan, parts_of(objective, plan.strategy.sequence_parallel, dist.get_rank()), votes)
     if own is not None:
         made.own_optimizer, made.group_settings = own, own.settings(zero)
     made.callbacks = callbacks if isinstance(callbacks, Callbacks) else Callbacks(callbacks)

@@ -165,8 +165,8 @@ def _log(plan: Plan, settings: RunSettings, rank: int, first_step: int, total_st
     asked = trackers.hyperparameters(plan, settings)
     return Log(
         settings.out, rank=rank, planned_bytes=plan.memory.live_bytes,
-        planned_size=(plan.batch.largest_micro_batch, plan.request.seq_len), total_steps=total_steps,
-        planned_phases=plan.memory.phase_peaks, first_step=first_step,
+        planned_size=(plan.batch.largest_micro_batch, plan.batch.part_of(plan.request.seq_len)),
+        total_steps=total_steps, planned_phases=plan.memory.phase_peaks, first_step=first_step,
         trackers=trackers.Trackers(settings.track, settings.out, asked, first_step) if rank == 0 else None,
     )  # fmt: skip
 

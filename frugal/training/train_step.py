@@ -37,7 +37,7 @@ from frugal.training.models import (
     weight_decay,
 )
 from frugal.training.models.loading import quantised
-from frugal.training.models.tiling import tiled_mlp
+from frugal.training.models.sequence import attention
 from frugal.training.objectives import Batch, Objective, Sample, tokens_and_positions
 from frugal.training.oom_limits import AdaptiveLimits, OutOfMemory, recovery
 from frugal.training.oom_retry import CachedBlocks, Guard, Update, abandon
@@ -107,6 +107,7 @@ class Stepper:
         self.wants_to_stop = False  # for a reason of this rank's own
         self.is_to_stop = False  # whether any rank wants or was told to; equal on all ranks, after each step
         self.rank = dist.get_rank()
+        self.group = plan.batch.group_of(self.rank)
         self.world_size = dist.get_world_size()
         self.device = torch.device(zero.engine.device)
         self.cache = CachedBlocks(self.device)
@@ -135,7 +136,7 @@ class Stepper:
         """All that `train_step` does on the host alone; another thread may do it while a step runs."""
         limits, planned = self.limits, self.plan.batch
         batches, tokens, positions = [], 0, 0
-        for places in share(samples, limits, self.rank, planned).places:
+        for places in share(samples, limits, self.group, planned).places:
             own = [samples[place] for place in places]
             batch = self.objective.collate(own or [self.objective.dummy()])
             held, taken = tokens_and_positions(self.objective, own, batch)
@@ -228,7 +229,7 @@ class Stepper:
             return self.adaptive_limits.retry_update(shortage, attempts, is_begun=self.update.is_begun)
         if shortage.is_fragmentation and attempts == 1:
             return "out of memory, though enough is free in pieces: these are given back, and the batch is run again"
-        return self.adaptive_limits.lower(shortage, share(samples, self.limits, self.rank, self.plan.batch).largest)
+        return self.adaptive_limits.lower(shortage, share(samples, self.limits, self.group, self.plan.batch).largest)
 
     def _say(self, message: str | None, shortage: OutOfMemory | None = None) -> None:
         if message is not None and self.rank == 0:
@@ -245,21 +246,14 @@ class Stepper:
         return tensor.tolist()
 
 
-def wrap(
-    model: nn.Module,
-    request: Request,
-    strategy: Strategy,
-    batch: BatchPlan,
-    **how: Any,
-) -> Zero:
+def wrap(model: nn.Module, request: Request, strategy: Strategy, batch: BatchPlan, **how: Any) -> Zero:
     """DeepSpeed's engine around `model`, changed as the strategy says. Collective. `how` and errors as there."""
     transformers_internals.always_use()
     expert_modules.always_run(model)
     activation_checkpointing.apply(model, strategy.activation_checkpointing, strategy.layer_modes)
+    attention.split_over_ranks(model, strategy.sequence_parallel)
     if strategy.loss == "tiled":
         tiled_loss.apply(model)
-    if strategy.mlp == "tiled":
-        tiled_mlp.apply(model)
     if strategy.offload_optimizer != "none":
         local_host.give_back_large_blocks()
     zero = engine.initialize(model, request, strategy, batch, **how)

@@ -1,8 +1,17 @@
 """What `bench.planning.choice` measures: real steps of every plan, in turns, on real ranks."""
 
-from bench.planning.choice_worker import timed
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from bench.planning import choice_random
+from bench.planning.choice_worker import timed, tuned
 from bench.plans import plan_by_hand
 from bench.ranks import Ranks
+from frugal.planning.plan import Alternative
+from frugal.training.models.factories import import_callable
 
 
 def test_every_plan_is_trained_and_timed_on_all_ranks() -> None:
@@ -22,3 +31,32 @@ def test_every_plan_is_trained_and_timed_on_all_ranks() -> None:
             assert found[1][0] > found[0][0]  # four micro-steps of one sample, against one of four
     finally:
         ranks.close()
+
+
+def test_a_tuned_run_is_told_by_the_plan_it_goes_on_with(two_ranks: Ranks) -> None:
+    own, other = (
+        plan_by_hand(
+            world_size=2, global_batch=8, micro_batch=micro, zero_stage=2,
+            request={"model": "bench/memory/families.py:llama", "seq_len": 16},
+        )
+        for micro in (1, 4)
+    )  # fmt: skip
+    way = Alternative(strategy=other.strategy, batch=other.batch, memory=other.memory, time=other.time)
+    done, on_other_rank = two_ranks.run(tuned, [replace(own, alternatives=(way,)).sealed(), other])
+    assert done == on_other_rank
+    assert done.plan in (0, 1) and done.steps >= 6
+    assert two_ranks.run(tuned, [own, other]) == [None, None]
+
+
+def test_a_days_models_are_the_same_again(tmp_path: Path) -> None:
+    cases = choice_random.cases(24, 20261123, tmp_path)
+    assert choice_random.cases(24, 20261123, tmp_path) == cases != choice_random.cases(24, 20261124, tmp_path / "next")
+    assert {case.world_size for case in cases} == {1, 2}
+    assert len({case.model.rpartition(":")[2].split("_")[0] for case in cases}) >= 6
+
+
+@pytest.mark.exhaustive
+def test_a_days_models_can_be_made(tmp_path: Path) -> None:
+    for case in choice_random.cases(24, 20261123, tmp_path):
+        with torch.device("meta"):
+            assert sum(p.numel() for p in import_callable(case.model)().parameters()) > 10_000

@@ -20,7 +20,7 @@ def traced(family: str, mode: str, layer_modes: Any = (), *, kind: Any = "cuda",
 
 
 def mixtures_of(family: str, *modes: LayerMode, kind: Any = "cuda", stage: int = 2) -> LayerMixtures:
-    return LayerMixtures({mode: traced(family, mode, kind=kind, stage=stage) for mode in ("off", *modes)})
+    return LayerMixtures.of({mode: traced(family, mode, kind=kind, stage=stage) for mode in ("off", *modes)})
 
 
 def says(made: ModelTrace) -> tuple[object, ...]:
@@ -91,5 +91,4 @@ def test_an_encoder_and_its_decoder_are_layers_in_the_order_in_which_they_run() 
 
 def test_traces_of_two_models_are_not_mixed() -> None:
     with pytest.raises(NotMixableError):
-        LayerMixtures({"off": traced("gpt2", "off"), "full": traced("llama", "full")})
-    assert LayerMixtures.of({"off": traced("gpt2", "off"), "full": None}) is None
+        LayerMixtures.of({"off": traced("gpt2", "off"), "full": traced("llama", "full")})

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from bench.plans import plan_by_hand
 from bench.runs import TINY, command, environment, frugal_train, prepared, records
 from frugal.config.adapters import Lora
+from frugal.report.run import read_run
 from tests.disks import small_disk
 
 pytestmark = pytest.mark.exhaustive  # each starts several runs
@@ -67,6 +68,10 @@ def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint_and_nothing_els
     line = r"restart 1 of 2: a rank was ended by SIGKILL after step \d+; going on from step-0000(05|10|15|20|25|30)\n"
     assert re.fullmatch(line, errors), errors
     assert losses(folder / "killed") == whole
+    events = read_run(folder / "killed").events
+    assert [event.kind for event in events] == ["start", "failed", "restart", "done"]
+    assert events[1].words == "a rank was ended by SIGKILL"
+    assert (folder / "killed" / "report.html").exists()
 
 
 @pytest.mark.parametrize("zero_stage", [2, 3])

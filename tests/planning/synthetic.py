@@ -15,13 +15,16 @@ from frugal.planning.memory.breakdown import MemoryBreakdown
 from frugal.planning.memory.loading import NOT_PACKED, Packed
 from frugal.planning.plan import Plan
 from frugal.planning.search.candidate import OpenSource
-from frugal.planning.strategy import Strategy, share_on_host
+from frugal.planning.strategy import LayerMode, Strategy, share_on_host
 
 SMALL = {"parameters": 124_000_000, "flops_per_token": 8e8, "num_operators": 2500}
 """A model of gpt2's size."""
 
-KEPT = {"off": 1.0, "selective": 0.8, "full": 0.1, "offloaded": 0.05}
+KEPT: dict[LayerMode, float] = {"off": 1.0, "selective": 0.8, "full": 0.1, "offloaded": 0.05}
 """Share of the activations."""
+
+AGAIN: dict[LayerMode, float] = {"off": 0.0, "selective": 0.25, "full": 1 / 3, "offloaded": 1 / 3}
+"""Share of the work that is repeated."""
 
 
 @dataclass
@@ -47,11 +50,12 @@ class SyntheticProfile:
     packed: Packed = NOT_PACKED
     logits_bytes_per_token: int = 0
     changes_logits: bool = False
-    mlp_bytes_per_token: int | None = None  # None: it takes no tiled MLP
     drafts: bool = False
+    num_layers: int = 0
     error: float = 1.0
     optimizer_bytes: float = 12.0
     num_matrices: int = 1
+    can_be_split: bool = False
 
     def __post_init__(self) -> None:
         self.trainable_parameters = self.trainable_parameters or self.parameters
@@ -66,17 +70,18 @@ class SyntheticProfile:
 
     @property
     def work(self) -> Work:
-        flops, mode = self.flops_per_token * self.seq_len, self.strategy.activation_checkpointing
-        again = {"off": 0.0, "selective": 0.25, "full": 1 / 3, "offloaded": 1 / 3}[mode]
+        flops, strategy = self.flops_per_token * self.seq_len, self.strategy
+        again = sum(share * strategy.share(mode) for mode, share in AGAIN.items())
+        repeated = 1 - strategy.share("off")
         return Work(
             flops_per_sample=flops,
             recompute_flops_per_sample=again * flops,
             traffic=Line(0.0, flops / 500),
-            recompute_traffic=Line(0.0, 0.0 if mode == "off" else flops / 1000),
+            recompute_traffic=Line(0.0, repeated * flops / 1000),
             num_operators=self.num_operators,
             num_forward=self.num_operators // 3,
-            num_recomputed=0 if mode == "off" else self.num_operators // 3,
-            moved_per_sample=1.0 * self.bytes_per_token * self.seq_len if mode == "offloaded" else 0.0,
+            num_recomputed=int(repeated * (self.num_operators // 3)),
+            moved_per_sample=strategy.share("offloaded") * self.bytes_per_token * self.seq_len,
         )
 
     @property
@@ -88,9 +93,8 @@ class SyntheticProfile:
         elements = self.parameters
         on_device = 1 - share_on_host(self.trainable_sizes, self.strategy, self.world_size)
         activations = (self.bytes_per_token * self.seq_len + self.bytes_per_sample) * micro_batch
-        activations = int(activations * KEPT[self.strategy.activation_checkpointing])
-        tiles = 8 if self.strategy.mlp == "tiled" else 1
-        activations += (self.mlp_bytes_per_token or 0) * self.seq_len * micro_batch // tiles
+        kept = sum(kept * self.strategy.share(mode) for mode, kept in KEPT.items())
+        activations = int(activations * kept) // self.strategy.sequence_parallel
         optimizer = int(self.optimizer_bytes * elements) // (split if stage >= 1 else 1)
         gradients = 4 * elements // (split if stage >= 2 else 1)
         parts = {
@@ -124,6 +128,9 @@ class SyntheticProfile:
     def largest_micro_batch(self, device: Device, cap: int) -> int:
         return next((micro for micro in range(cap, 0, -1) if self.memory(micro, device).fits), 0)
 
+    def fits(self, micro_batch: int, device: Device) -> bool:
+        return self.memory(micro_batch, device).fits
+
 
 @dataclass
 class SyntheticSource:
@@ -137,6 +144,8 @@ class SyntheticSource:
     notes: tuple[str, ...] = ()
 
     def facts(self) -> SyntheticProfile:
+        if self.request.sequence_parallel and not self.model.get("can_be_split"):
+            raise RequestError("the model cannot be split", because="it counts positions")
         return self._profile(Strategy(zero_stage=0))
 
     def prepare(self, strategies: Sequence[Strategy]) -> None:
@@ -144,22 +153,20 @@ class SyntheticSource:
 
     def draft(self, strategy: Strategy, accumulates: bool) -> SyntheticProfile | None:
         """There is no allocator to leave out; the model says whether it `drafts` all the same."""
-        return self._checked(strategy) if self.model.get("drafts") else None
+        return self._profile(strategy) if self.model.get("drafts") else None
+
+    def num_layers(self, strategy: Strategy) -> int:
+        """Layers whose modes can be mixed, if the model says how many it has."""
+        return int(self.model.get("num_layers", 0))
 
     def distrust(self, strategy: Strategy) -> bool:
         return False
 
     def profile(self, strategy: Strategy, accumulates: bool) -> SyntheticProfile:
         self.profiled.append(strategy)
-        profile = self._checked(strategy)
+        profile = self._profile(strategy)
         if strategy.loss == "tiled" and profile.changes_logits:
             raise RequestError("the model cannot take the tiled loss")
-        return profile
-
-    def _checked(self, strategy: Strategy) -> SyntheticProfile:
-        profile = self._profile(strategy)
-        if strategy.mlp == "tiled" and profile.mlp_bytes_per_token is None:
-            raise RequestError("the model cannot take a tiled MLP")
         return profile
 
     def dry_run(

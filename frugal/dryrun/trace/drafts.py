@@ -14,9 +14,15 @@ from frugal.dryrun.cache import Cache, digest, model_key
 from frugal.dryrun.messages import AskTrace, Traced
 from frugal.dryrun.pool import Pool
 from frugal.errors import FrugalError
-from frugal.planning.memory.layer_mixture import LayerMixtures
+from frugal.planning.memory.layer_mixture import LayerMixtures, NotMixableError
 from frugal.planning.memory.timeline import ModelTrace
 from frugal.planning.strategy import LayerMode, Strategy
+
+MOST_MIXED = 8
+"""Traces of mixtures, and of models whose modes can be mixed, that are kept in memory."""
+
+MIXTURES: dict[str, LayerMixtures] = {}
+"""By the key of the trace that they begin with: what a plan weighs, and what might help, are of the same model."""
 
 
 class Drafts:
@@ -30,7 +36,7 @@ class Drafts:
         self._pool = pool
         self._model = model_key(request)
         self._traces: dict[AskTrace, ModelTrace | FrugalError | None] = {}
-        self._of_modes: dict[tuple[str, str, bool, frozenset[LayerMode]], LayerMixtures | None] = {}
+        self._mixed_traces: dict[tuple[object, ...], ModelTrace | None] = {}
 
     def prepare(self, strategies: Sequence[Strategy]) -> None:
         """Trace the model for all these strategies, in parallel.
@@ -71,8 +77,7 @@ class Drafts:
         if self._kind == "cpu":
             strategy = strategy.where_the_host_is_the_device
         if strategy.activation_checkpointing == "budget":
-            mixtures = self._mixtures(strategy)
-            trace = None if mixtures is None else mixtures.mixed(strategy.layer_modes)
+            trace = self._mixed(strategy)
         else:
             trace = self._traced(strategy)[strategy.activation_checkpointing]
         return trace if trace is not None and covers(self._request, strategy, trace) else None
@@ -87,12 +92,35 @@ class Drafts:
         mixtures = self._mixtures(strategy) if covers(self._request, strategy) else None
         return 0 if mixtures is None else mixtures.num_layers
 
+    def _mixed(self, strategy: Strategy) -> ModelTrace | None:
+        """The trace of a mixture. The last few are kept: each is asked for several times, and takes megabytes."""
+        key = strategy.loss, strategy.zero_stage == 3, strategy.sequence_parallel, strategy.layer_modes
+        if key not in self._mixed_traces:
+            mixtures = self._mixtures(strategy)
+            try:
+                trace = None if mixtures is None else mixtures.trace(strategy.layer_modes)
+            except NotMixableError:
+                trace = None
+            self._mixed_traces = dict([*self._mixed_traces.items(), (key, trace)][-MOST_MIXED:])
+        return self._mixed_traces[key]
+
     def _mixtures(self, strategy: Strategy) -> LayerMixtures | None:
-        """Those of the modes of `strategy`; None where their traces do not go together."""
-        key = strategy.loss, strategy.mlp, strategy.zero_stage == 3, frozenset(strategy.modes)
-        if key not in self._of_modes:
-            self._of_modes[key] = LayerMixtures.of(self._traced(strategy))
-        return self._of_modes[key]
+        """Those of a loss and a kind of ZeRO; None where the traces of the strategy's modes do not go together."""
+        traced = self._traced(strategy)
+        traces = {mode: trace for mode, trace in traced.items() if trace is not None}
+        if len(traces) < len(traced):
+            return None
+        key = self._key(self._questions(strategy)["off"])
+        try:
+            if key not in MIXTURES:
+                while len(MIXTURES) >= MOST_MIXED:
+                    MIXTURES.pop(next(iter(MIXTURES)))
+                MIXTURES[key] = LayerMixtures(traces["off"])
+            for mode, trace in traces.items():
+                MIXTURES[key].add(mode, trace)
+        except NotMixableError:
+            return None
+        return MIXTURES[key]
 
     def _traced(self, strategy: Strategy) -> dict[LayerMode, ModelTrace | None]:
         """The traces that `strategy` needs."""
@@ -113,10 +141,10 @@ class Drafts:
                 request=self._request,
                 activation_checkpointing=mode,
                 loss=strategy.loss,
-                mlp=strategy.mlp,
                 zero_stage=3 if strategy.zero_stage == 3 else 2,
                 kind=self._kind,
                 capability=self._capability,
+                sequence_parallel=strategy.sequence_parallel,
             )
             for mode in modes
         }
@@ -128,6 +156,6 @@ class Drafts:
             question.zero_stage,
             question.kind,
             question.capability,
+            *([question.sequence_parallel] if question.sequence_parallel > 1 else []),
         )
-        tiled = ("tiled MLP",) if question.mlp == "tiled" else ()
-        return digest("trace", self._model, self._request.precision, (*mode, *tiled))
+        return digest("trace", self._model, self._request.precision, mode)

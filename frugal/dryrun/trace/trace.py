@@ -44,7 +44,8 @@ from frugal.planning.strategy import ActivationCheckpointing, LayerMode
 from frugal.training.measure.memory_watch import tensors_in
 from frugal.training.models import activation_checkpointing, tiled_loss, transformers_internals
 from frugal.training.models.loading import quantised
-from frugal.training.models.tiling import tiled_mlp
+from frugal.training.models.sequence import attention
+from frugal.training.models.sequence.parts import parts_of
 from frugal.training.objectives import Objective
 
 FEW_PERIODS = 5
@@ -88,6 +89,11 @@ class Recorder(Tracker):
                 parameter.register_post_accumulate_grad_hook(
                     lambda parameter, index=index: self._finished(parameter, index)
                 )
+
+    def exchange(self, _received: Tensor, sent: Tensor) -> None:
+        """Count what a rank sends to those that share its samples."""
+        self._counted["exchanged"] += int(sent.nbytes)
+        self._counted["num_exchanges"] += 1
 
     def mark_layers(self, layers: Iterable[nn.Module]) -> None:
         """Mark when each of them begins in forward."""
@@ -141,13 +147,14 @@ def trace(
     activation_checkpointing_mode: ActivationCheckpointing,
     loss: Literal["plain", "tiled"],
     zero_stage: int,
-    mlp: Literal["plain", "tiled"] = "plain",
+    sequence_parallel: int = 1,
     building_bytes: int | None = None,
     alike: set[Capability] | None = None,
     layer_modes: Sequence[tuple[LayerMode, int]] = (),
 ) -> ModelTrace:
     """One micro-step of `model`, which is on meta and is not changed.
 
+    `sequence_parallel`: ranks that share each sample; it is one of them that is traced.
     `building_bytes`: the peak while it was built, see `built`; None: no more than it has in the end.
     `alike`: compute capabilities, from which those are taken that would have another trace.
 
@@ -157,8 +164,9 @@ def trace(
     """
     transformers_internals.always_use()
     mode = _Mode(
-        objective, seq_len, kind, capability, activation_checkpointing_mode, loss, mlp, zero_stage == 3, layer_modes
-    )
+        parts_of(objective, sequence_parallel, 0), seq_len, kind, capability, activation_checkpointing_mode, loss,
+        zero_stage == 3, layer_modes, sequence_parallel,
+    )  # fmt: skip
     with (
         kernels_of(kind, capability, alike),
         zero3_graph.linear_of_zero3() if mode.is_zero3 else nullcontext(),
@@ -196,9 +204,9 @@ class _Mode:
     capability: Capability
     activation_checkpointing: ActivationCheckpointing
     loss: Literal["plain", "tiled"]
-    mlp: Literal["plain", "tiled"]
     is_zero3: bool
     layer_modes: Sequence[tuple[LayerMode, int]] = ()
+    sequence_parallel: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -312,10 +320,10 @@ def _record(model: nn.Module, layers: str, mode: _Mode, micro_batch: int) -> _Re
     can_mix = marked == activation_checkpointing.layers(model)
     watch = recorder.run_layer if can_mix else None
     activation_checkpointing.apply(model, mode.activation_checkpointing, mode.layer_modes, watch=watch)
+    if mode.sequence_parallel > 1:
+        attention.apply(model, attention.Split(mode.sequence_parallel, recorder.exchange))
     if mode.loss == "tiled":
         tiled_loss.apply(model)
-    if mode.mlp == "tiled":
-        tiled_mlp.apply(model)
     example = mode.objective.example(micro_batch, mode.seq_len)
     recorder.expect(example)
     recorder.watch(model)

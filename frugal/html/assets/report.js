@@ -2,22 +2,16 @@
 "use strict";
 (() => {
   const trimmed = (value, digits) => String(+value.toPrecision(digits));
-  function seconds(value) {
-    if (value < 120) return `${trimmed(value, 3)} s`;
-    if (value < 7200) return `${trimmed(value / 60, 3)} min`;
-    return `${trimmed(value / 3600, 4)} h`;
-  }
   const FORMATS = {
     step: (value) => Number.isInteger(value) ? value.toLocaleString("en") : "",
     number: (value) => trimmed(value, 5),
     small: (value) => value === 0 ? "0" : value.toExponential(1),
     count: (value) => Math.abs(value) >= 100 ? Math.round(value).toLocaleString("en") : trimmed(value, 3),
     percent: (value) => `${trimmed(100 * value, 3)} %`,
-    seconds,
   };
   for (const [name, spec] of Object.entries(frugal.data("charts"))) {
     const xFormat = FORMATS[spec.xFormat], yFormat = FORMATS[spec.yFormat];
-    const at = (index) => spec.xFormat === "step" ? `step ${xFormat(spec.x[index])}` : xFormat(spec.x[index]);
+    const at = (index) => spec.xFormat === "step" ? `step ${xFormat(spec.x[index])}` : `${xFormat(spec.x[index])} ${spec.xLabel.split(" ")[0]}`;
     const hover = (index) => [
       at(index),
       ...spec.series.filter(({ values }) => values[index] !== null).map(({ label, values }) => `${label} ${yFormat(values[index])}`),

@@ -240,11 +240,47 @@ class _Pool:
         self.holes: dict[int, int] = {}
 
     def take(self, wanted: int) -> _Block | None:
-        """The free block that fits best, or as much of it as is wanted; None: none is large enough."""
-        for address, length in self._from(wanted):
-            self.remove(address)
-            return self.cut(address, length, wanted)
+        """The free block that fits best, or as much of it as is wanted; None: none is large enough.
+
+        Written out, because a replay spends half of its time here.
+        """
+        lengths, index = self.lengths, bisect_left(self.lengths, wanted)
+        while index < len(lengths):
+            length = lengths[index]
+            addresses = self.of_length[length]
+            if not addresses:
+                del self.of_length[length], lengths[index]
+                continue
+            address = addresses[0]
+            if address + length in self.holes:
+                address, length = self._before_holes(wanted)
+                return self.cut(address, self.remove(address), wanted)
+            del addresses[0], self.starts[address]
+            rest = length - wanted
+            if rest < self.least_rest:
+                del self.ends[address + length]
+                return address, length
+            start = address + wanted
+            self.starts[start] = rest
+            self.ends[address + length] = start
+            if rest in self.of_length:
+                insort(self.of_length[rest], start)
+            else:
+                self.of_length[rest] = [start]
+                insort(lengths, rest)
+            return address, wanted
         return None
+
+    def _before_holes(self, wanted: int) -> _Block:
+        """The block to take where the one that fits best has a hole behind it, which counts as if it were filled
+        (`get_free_block`)."""
+        chosen, least = (-1, 0), 2 * ENDLESS
+        for address, length in self._from(wanted):
+            room = length + self.holes.get(address + length, 0)
+            if room >= least:
+                break
+            chosen, least = (address, length), room
+        return chosen
 
     def _from(self, wanted: int) -> Iterator[_Block]:
         """The free blocks of at least this length, the smallest and lowest first."""
@@ -347,16 +383,6 @@ class _ExpandablePool(_Pool):
         super().__init__(least_rest=1)
         self.page = page
         self.holes = {0: ENDLESS // SMALLEST_BLOCK}
-
-    def take(self, wanted: int) -> _Block | None:
-        """As above, but a block with a hole behind it counts as if it were filled (`get_free_block`)."""
-        chosen, least = -1, 0
-        for address, length in self._from(wanted):
-            room = length + self.holes.get(address + length, 0)
-            if chosen >= 0 and room >= least:
-                break
-            chosen, least = address, room
-        return None if chosen < 0 else self.cut(chosen, self.remove(chosen), wanted)
 
     def grow(self, wanted: int) -> tuple[_Block, int]:
         """At the lowest address where there is room, together with the free blocks around."""

@@ -11,11 +11,11 @@ of the later one's backward. The dry run of a plan is of the mixture itself.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from frugal.planning.cost import Line, Work
+from frugal.planning.cost import Work
 from frugal.planning.memory.timeline import (
     ARRIVAL,
     BACKWARD,
@@ -67,34 +67,26 @@ class _Piece:
 
 def _items(trace: ModelTrace, phase: str) -> list[_Item]:
     """A phase of a trace in one row."""
-    stream, is_birth = trace.stream, trace.stream.is_birth.tolist()
+    stream = trace.stream
     index = next(i for i, (name, _) in enumerate(stream.phases) if name == phase)
     events = stream.phase_ranges[index][1]
+    operators, modules = ([stream.names[i] for i in column] for column in (stream.operators, stream.modules))
+    keys = list(zip(operators, modules, stream.fixed, stream.per_sample, strict=True))
+    storages, is_birth = stream.events, stream.is_birth.tolist()
 
-    def between(first: int, end: int) -> Iterator[_Item]:
-        for event in range(first, end):
-            storage = stream.events[event]
-            key = None
-            if is_birth[event]:
-                names = stream.names[stream.operators[storage]], stream.names[stream.modules[storage]]
-                key = (*names, stream.fixed[storage], stream.per_sample[storage])
-            yield _Item(storage, is_birth[event], None, key)
+    def between(first: int, end: int, *, is_again: bool) -> Iterator[_Item]:
+        for storage, begins in zip(storages[first:end], is_birth[first:end], strict=True):
+            yield _Item(storage, begins, None, keys[storage] if begins and not is_again else None)
 
     items: list[_Item] = []
     position, is_again = events.start, False
     for mark in trace.marks[index]:
-        items += between(position, mark.event)
+        items += between(position, mark.event, is_again=is_again)
         position = mark.event
-        has_key = mark.kind < LAYER and mark.kind not in OF_HOLDS
+        has_key = mark.kind < LAYER and mark.kind not in OF_HOLDS and not is_again
         items.append(_Item(-1, False, mark, (mark.kind, mark.number) if has_key else None))
-    items += between(position, events.stop)
-    for i, item in enumerate(items):
-        if item.mark is not None and item.mark.kind is AGAIN:
-            is_again = True
-        elif item.mark is not None and item.mark.kind is AGAIN_ENDS:
-            is_again = False
-        elif is_again:
-            items[i] = item._replace(key=None)
+        is_again = mark.kind is AGAIN or (is_again and mark.kind is not AGAIN_ENDS)
+    items += between(position, events.stop, is_again=is_again)
     return items
 
 
@@ -127,51 +119,50 @@ def _matches(reference: Sequence[_Item], items: Sequence[_Item]) -> dict[int, in
 
 
 class LayerMixtures:
-    """Mixtures of some modes of one model, under one loss, kind of ZeRO and device.
+    """Mixtures of the modes of one model, under one loss, kind of ZeRO and device; one mode is added after the other.
 
     Attributes:
         num_layers: that have a mode each.
     """
 
-    def __init__(self, traces: Mapping[LayerMode, ModelTrace]) -> None:
-        """`traces` has those of `off` and of the modes to mix.
+    def __init__(self, off: ModelTrace) -> None:
+        """`off`: the trace without activation checkpointing.
 
         Raises:
-            NotMixableError: their pieces do not go together.
+            NotMixableError: it says nothing of several layers.
         """
-        self._traces = traces
-        off = traces["off"]
+        self._traces: dict[LayerMode, ModelTrace] = {"off": off}
         self._reference = {phase: _items(off, phase) for phase in PHASES}
-        self._begins = _positions(self._reference[FORWARD], LAYER)
-        self.num_layers = len(self._begins)
-        if self.num_layers < 2 or list(self._begins) != list(range(self.num_layers)):
+        begins = _positions(self._reference[FORWARD], LAYER)
+        self.num_layers = len(begins)
+        if self.num_layers < 2 or list(begins) != list(range(self.num_layers)):
             raise NotMixableError("there are not several layers, one after the other")
         self._table = _Table(off)
         self._num_holds = 0
-        self._backward_cuts: list[int] | None = None  # positions in the backward of `off`, by layer
+        self._backward_cuts: list[int] | None = None  # positions in the backward of `off`, the last layer first
         self._pieces: dict[str, list[_Piece]] = {}
         self._deaths: dict[str, dict[int, int]] = {}  # of each mode: storage -> the piece in which it ends
         self._weights: dict[str, list[int]] = {}  # of each mode: by layer, about how much is recomputed
-        for mode, trace in traces.items():
-            if mode != "off":
-                self._add(mode, trace)
-        self._add("off", off)
 
     @classmethod
-    def of(cls, traces: Mapping[LayerMode, ModelTrace | None]) -> "LayerMixtures | None":
-        """The same; None where there is none."""
-        known = {mode: trace for mode, trace in traces.items() if trace is not None}
-        try:
-            return cls(known) if len(known) == len(traces) else None
-        except NotMixableError:
-            return None
+    def of(cls, traces: Mapping[LayerMode, ModelTrace]) -> "LayerMixtures":
+        """The mixtures of these modes, of which `off` is one. Raises as `add`."""
+        mixtures = cls(traces["off"])
+        for mode, trace in traces.items():
+            mixtures.add(mode, trace)
+        return mixtures
 
-    def mixed(self, layer_modes: Sequence[tuple[LayerMode, int]]) -> ModelTrace | None:
-        """`trace`; None where there is none."""
-        try:
-            return self.trace(layer_modes)
-        except NotMixableError:
-            return None
+    def add(self, mode: LayerMode, trace: ModelTrace) -> None:
+        """Have layers in this mode, too.
+
+        Raises:
+            NotMixableError: the pieces of its trace do not go together with those of the others.
+        """
+        if mode not in self._pieces and mode != "off":
+            self._add(mode, trace)
+            self._traces[mode] = trace
+            if "off" not in self._pieces:
+                self._add("off", self._traces["off"])
 
     def trace(self, layer_modes: Sequence[tuple[LayerMode, int]]) -> ModelTrace:
         """The trace of a mixture, see `Strategy.layer_modes`.
@@ -191,7 +182,7 @@ class LayerMixtures:
 
     def _add(self, mode: str, trace: ModelTrace) -> None:
         """Cut the trace of a mode into its pieces."""
-        rows = {phase: _items(trace, phase) for phase in PHASES}
+        rows = self._reference if mode == "off" else {phase: _items(trace, phase) for phase in PHASES}
         matches = {phase: _matches(self._reference[phase], rows[phase]) for phase in PHASES}
         begins = _positions(rows[FORWARD], LAYER)
         if list(begins) != list(range(self.num_layers)):
@@ -319,14 +310,12 @@ class LayerMixtures:
 
     def _work(self, modes: Sequence[LayerMode]) -> Work:
         """What the micro-step makes the device do: of each mode's additional work the part of its layers."""
-        off = self._traces["off"].work
-        mixed: dict[str, Any] = {field.name: getattr(off, field.name) for field in fields(Work)}
+        mixed = off = self._traces["off"].work
         for mode in dict.fromkeys(modes):
             weights = self._weights[mode]
             share = sum(weight for each, weight in zip(modes, weights, strict=True) if each == mode) / sum(weights)
-            for name, so_far in mixed.items():
-                mixed[name] = _moved(so_far, getattr(off, name), getattr(self._traces[mode].work, name), share)
-        return Work(**mixed)
+            mixed = mixed.moved(off, self._traces[mode].work, share)
+        return mixed
 
 
 class _Table:
@@ -426,12 +415,3 @@ def _recomputed_bytes(items: Sequence[_Item], stream: Timeline, num_layers: int)
         if i in begins
     ]
     return made if sum(made) else [1] * num_layers
-
-
-def _moved(so_far: Any, off: Any, other: Any, share: float) -> Any:
-    """`so_far` with a share of what `other` has more than `off`."""
-    if isinstance(so_far, Line):
-        fixed = _moved(so_far.fixed, off.fixed, other.fixed, share)
-        return Line(fixed, _moved(so_far.per_sample, off.per_sample, other.per_sample, share))
-    moved = so_far + share * (other - off)
-    return round(moved) if isinstance(so_far, int) else moved

@@ -66,15 +66,16 @@ def with_scratch(timeline: Timeline, widths: Collection[int], element_bytes: int
     They are the sums in backward of `widths` elements, those of trainable parameters, with so many bytes each.
     """
     sums = {number for number, name in enumerate(timeline.names) if name in _SUMS}
-    is_birth = timeline.is_birth
+    wanted: dict[int, int] = {}  # storage -> bytes of scratch
+    for storage in [each for each, operator in enumerate(timeline.operators) if operator in sums]:
+        width = timeline.fixed[storage] // element_bytes
+        if width in widths and not timeline.per_sample[storage]:
+            wanted[storage] = scratch_bytes(width, resident_threads)
     asked = []
-    for name, events in timeline.phase_ranges if sums else ():
-        for event in events if name == BACKWARD else ():
-            storage = timeline.events[event]
-            width = timeline.fixed[storage] // element_bytes
-            is_sum = timeline.operators[storage] in sums and is_birth[event] and not timeline.per_sample[storage]
-            if is_sum and width in widths and (size_bytes := scratch_bytes(width, resident_threads)):
-                asked.append(_Asked(event, size_bytes, SCRATCH, is_kept=False))
+    for event in [each for each, storage in enumerate(timeline.events) if storage in wanted] if wanted else ():
+        size_bytes = wanted.pop(timeline.events[event], 0)  # at its birth, which comes first
+        if size_bytes and timeline.phase_of(event) == BACKWARD:
+            asked.append(_Asked(event, size_bytes, SCRATCH, is_kept=False))
     return _with(timeline, asked)
 
 
@@ -114,10 +115,10 @@ def _with(timeline: Timeline, requests: Iterable[_Asked]) -> Timeline:
 def _first_product(timeline: Timeline, phase: str) -> int | None:
     """The number of the event at which the first product's result begins in a phase."""
     products = {number for number, name in enumerate(timeline.names) if name in _PRODUCTS}
-    is_birth = timeline.is_birth
     for name, events in timeline.phase_ranges:
         if name == phase:
             for event in events:
-                if timeline.operators[timeline.events[event]] in products and is_birth[event]:
+                storage = timeline.events[event]
+                if timeline.operators[storage] in products and timeline.events.index(storage) == event:  # its birth
                     return event
     return None

@@ -105,8 +105,9 @@ def _batches(search: "Search", plan: Plan, strategy: Strategy) -> Iterator[Batch
         return
     for cut in CUTS:
         batch = BatchPlan.of(
-            plan.batch.global_batch, [max(1, micro // cut) for micro in most], plan.batch.global_tokens
-        ).tightened()
+            plan.batch.global_batch, [max(1, micro // cut) for micro in most], plan.batch.global_tokens,
+            sequence_parallel=plan.batch.sequence_parallel,
+        ).tightened()  # fmt: skip
         lacks_samples = request.batch_norm == "sync" and any(0 in sizes for sizes in batch.sizes)
         if (batch.is_uniform or not request.even) and not lacks_samples:
             yield replace(batch, shortest=plan.batch.shortest, overhead_tokens=plan.batch.overhead_tokens)

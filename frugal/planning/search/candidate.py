@@ -112,6 +112,7 @@ class SearchResult:
     """The strategy that was chosen. `memory` is that of its dry run; `candidates` are all, the chosen one included.
 
     `in_other_segments`: what it would take with expandable segments where it has none, or without; None on CPU ranks.
+    `shared_because`: why ranks share samples, where nobody asked for it.
     """
 
     chosen: Candidate
@@ -120,6 +121,7 @@ class SearchResult:
     candidates: tuple[Candidate, ...]
     warnings: tuple[str, ...]
     in_other_segments: MemoryBreakdown | None = None
+    shared_because: str = ""
 
     @property
     def rejected(self) -> tuple[Rejected, ...]:
@@ -200,6 +202,7 @@ WORK_NO_GREATER: dict[ActivationCheckpointing, tuple[ActivationCheckpointing, ..
     "full": ("full", "off"),
     "selective": ("selective", "off"),
     "offloaded": ("offloaded", "full", "off"),
+    "budget": ("off",),
 }
 """Modes whose work is a lower bound of a mode's own, the tightest first."""
 
@@ -266,13 +269,15 @@ class Profile(cost.Model, Protocol):
     def memory(self, micro_batch: int, device: Device) -> MemoryBreakdown: ...
     def in_other_segments(self, micro_batch: int, device: Device) -> MemoryBreakdown: ...
     def largest_micro_batch(self, device: Device, cap: int) -> int: ...
+    def fits(self, micro_batch: int, device: Device) -> bool: ...
 
 
 class Source(Protocol):
     """Where profiles come from. `accumulates`: whether there is more than one micro-step.
 
     `prepare` is told what will be asked for. `draft` is a profile without the allocator's part, found by arithmetic;
-    None where only a dry run could tell. `distrust` has a strategy profiled by dry runs from now on; false if it
+    None where only a dry run could tell. `num_layers` are those that can have modes of their own, mixed of those of a
+    strategy; 0: they cannot. `distrust` has a strategy profiled by dry runs from now on; false if it
     already is. `notes`: what the last dry run assumed, where memory depends on the data.
     """
 
@@ -281,6 +286,7 @@ class Source(Protocol):
     def facts(self) -> Facts: ...
     def prepare(self, strategies: Sequence[Strategy]) -> None: ...
     def draft(self, strategy: Strategy, accumulates: bool) -> Profile | None: ...
+    def num_layers(self, strategy: Strategy) -> int: ...
     def distrust(self, strategy: Strategy) -> bool: ...
     def profile(self, strategy: Strategy, accumulates: bool) -> Profile: ...
     def dry_run(

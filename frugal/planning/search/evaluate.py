@@ -1,180 +1,21 @@
-"""One strategy: the best batch it allows, what that takes and how long, or by how much it does not fit.
+"""One strategy: the best batch it allows, what that takes and how long, or by how much it does not fit."""
 
-Before that, what fits where: micro-batches on devices, batches made of them, and a node's host memory and disk.
-"""
-
-from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
-from operator import mul
+from dataclasses import replace
 
 from frugal.config.hardware.cluster import Cluster, Device
 from frugal.config.request import Request
 from frugal.planning import cost, length_bucketing
-from frugal.planning.batch import BatchPlan, balanced
-from frugal.planning.memory import breakdown
+from frugal.planning.batch import BatchPlan
 from frugal.planning.memory.breakdown import MemoryBreakdown
 from frugal.planning.plan import StepTime
-from frugal.planning.search.candidate import TIE, WORK_NO_GREATER, Candidate, Facts, Profile, Source
+from frugal.planning.search.candidate import TIE, WORK_NO_GREATER, Candidate, Profile, Source
+from frugal.planning.search.fitting import Fitting, Refuted
 from frugal.planning.strategy import Strategy
 
 AT_ONCE_GAIN = 2
 """How many times the micro-batch may grow at most where no gradients are summed over micro-steps, and their buffer is
 free for activations. A guess: beyond it, profiling the single micro-step is not worth the time."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Refuted:
-    """A micro-batch that a dry run found too large: what it takes, and how many times the profile's prediction."""
-
-    micro_batch: int
-    memory: MemoryBreakdown
-    factor: float
-
-
-class Fitting:
-    """One request on one cluster. Ranks on equal devices are one kind, so a thousand are as soon done as two."""
-
-    def __init__(self, request: Request, cluster: Cluster) -> None:
-        self.request = request
-        self.cluster = cluster
-        self.devices = cluster.kinds
-        self.world_size = cluster.world_size
-        self._kinds = cluster.kind_of_rank
-        self._speeds = tuple(device.matrix_flops for device in self.devices)
-        self._counts = tuple(map(self._kinds.count, range(len(self.devices))))
-        self._nodes = Counter(cluster.nodes)
-
-    @property
-    def samples_per_rank(self) -> int:
-        """The global batch's share of a rank, rounded up."""
-        return -(-self.request.batch_samples // self.world_size)
-
-    @cached_property
-    def cap(self) -> int:
-        """The largest micro-batch worth trying, samples."""
-        cap = self.request.micro_batch_cap
-        most = self.request.batch_samples if len(self.devices) > 1 else self.samples_per_rank
-        return most if cap is None else min(cap, most)
-
-    @property
-    def smallest_micro_batch(self) -> int:
-        """The least a rank must hold at once: one sample, or what a pin demands."""
-        if self.request.accumulation_steps is not None:
-            step_samples = -(-self.request.batch_samples // self.request.accumulation_steps)
-            return -(-step_samples // self.world_size)
-        return 1 if self.request.micro_batch is None else min(self.request.micro_batch, self.samples_per_rank)
-
-    def largest_micro_batch(self, profile: Profile, device: Device, refuted: Refuted | None) -> int:
-        """What fits `device` by the profile, corrected by what dry runs have shown; 0 if nothing does."""
-        if refuted is None:
-            return profile.largest_micro_batch(device, self.cap)
-        micro = profile.largest_micro_batch(device, refuted.micro_batch - 1) if refuted.micro_batch > 1 else 0
-        limit_bytes = device.usable_bytes + device.context_bytes
-        while micro and profile.memory(micro, device).total_bytes * refuted.factor > limit_bytes:
-            micro -= 1
-        return micro
-
-    def batches(self, fit: dict[Device, int]) -> list[BatchPlan]:
-        """Batches under the largest micro-batches that fit: those that may be fastest, and one of equal micro-batches.
-
-        On equal ranks that is the fewest micro-steps, and the largest micro-batch that cuts the batch evenly. On ranks
-        that differ in memory or speed, micro-steps in which all are done at the same time: either as few as memory
-        allows, or more of them, each no longer than one kind of rank takes with all it can hold.
-        """
-        of_kind = [fit[device] for device in self.devices]
-        if self.request.even:
-            return self._even_batches(min(of_kind))
-        caps = self._per_rank(of_kind)
-        num_steps, samples = self.request.accumulation_steps, self.request.batch_samples
-        if num_steps is not None and num_steps * sum(caps) < samples:
-            return []
-        if self.request.micro_batch is not None and min(caps) < self.smallest_micro_batch:
-            return []
-        batches = (
-            BatchPlan.of(samples, caps, self.request.global_tokens, accumulation_steps=num_steps).tightened()
-            for caps in self._caps_to_try(of_kind)
-        )
-        return list({batch.micro_batch: batch for batch in batches}.values())
-
-    def _even_batches(self, most: int) -> list[BatchPlan]:
-        """The batch of equal micro-batches on all ranks, the largest of at most so many samples; `check_pins` has seen
-        that there is one."""
-        samples, num_steps = self.request.batch_samples, self.request.accumulation_steps
-        per_rank = samples // self.world_size
-        if num_steps is not None:
-            micro = per_rank // num_steps
-        elif self.request.micro_batch is not None:
-            micro = min(self.request.micro_batch, per_rank)
-        else:
-            micro = max(size for size in range(1, min(most, per_rank) + 1) if per_rank % size == 0)
-        return [BatchPlan.of(samples, (micro,) * self.world_size)] if micro <= most else []
-
-    def _caps_to_try(self, of_kind: Sequence[int]) -> list[tuple[int, ...]]:
-        """Micro-batch caps of all ranks, from the most that each kind of device holds; see `batches`."""
-        caps, num_steps = self._per_rank(of_kind), self.request.accumulation_steps
-        if self.request.micro_batch is not None:
-            return [caps]
-        if len(self.devices) > 1:
-            limits = {cap / speed for cap, speed in zip(of_kind, self._speeds, strict=True)}
-            return [
-                self._balanced(of_kind, seconds, num_steps)
-                for seconds in (limits if num_steps is None else {max(limits)})
-            ]
-        per_rank, rest = divmod(self.request.batch_samples, len(caps))
-        if num_steps is not None or rest:
-            return [caps]
-        even = max(micro for micro in range(1, caps[0] + 1) if per_rank % micro == 0)
-        return [caps, (even,) * len(caps)] if even < caps[0] else [caps]
-
-    def _balanced(self, of_kind: Sequence[int], most_seconds: float, num_steps: int | None) -> tuple[int, ...]:
-        """The caps with which all ranks are done together, in micro-steps of `most_seconds` (of one FLOP a sample)."""
-        short = tuple(
-            max(1, min(cap, int(most_seconds * speed * (1 + 1e-12))))
-            for cap, speed in zip(of_kind, self._speeds, strict=True)
-        )
-        num_steps = num_steps or -(-self.request.batch_samples // sum(map(mul, short, self._counts)))
-        samples = -(-self.request.batch_samples // num_steps)
-        return self._per_rank(balanced(samples, short, self._speeds, self._counts))
-
-    def _per_rank(self, of_kind: Sequence[int]) -> tuple[int, ...]:
-        """One number a kind of device as one a rank."""
-        return tuple(map(of_kind.__getitem__, self._kinds))
-
-    def unlimited(self) -> BatchPlan:
-        """The batch if memory were without end: nothing that fits is done sooner."""
-        num_steps = self.request.accumulation_steps
-        caps = (self.cap,) * self.world_size
-        if len(self.devices) > 1:
-            caps = self._balanced((self.cap,) * len(self.devices), float(self.cap), num_steps)
-        return BatchPlan.of(self.request.batch_samples, caps, self.request.global_tokens, accumulation_steps=num_steps)
-
-    def loads(self, batch: BatchPlan) -> list[tuple[Device, int]]:
-        """Each kind of device with the micro-batches its ranks take."""
-        return [(self.devices[kind], micro) for kind, micro in sorted(set(zip(self._kinds, batch.micro_batch)))]  # noqa: B905 - one of each a rank
-
-    def host_shortfall_bytes(self, memory: MemoryBreakdown) -> int:
-        """What the host memory of some node lacks; 0: nothing, as far as it is known."""
-        return max(
-            (
-                breakdown.needed_host_bytes(memory, node, self.cluster) - node.host_memory_bytes
-                for node in self._nodes
-                if node.host_memory_bytes is not None
-            ),
-            default=0,
-        )
-
-    def disk_shortfall_bytes(self, strategy: Strategy, facts: Facts) -> int:
-        """What the disk of some node lacks for what lives on NVMe; 0: nothing, as far as it is known."""
-        return max(
-            (
-                breakdown.nvme_bytes(self.request, strategy, facts, node, self.cluster) - node.host_disk_bytes
-                for node in self._nodes
-                if node.host_disk_bytes is not None
-            ),
-            default=0,
-        )
 
 
 class StrategyEvaluation:
@@ -296,7 +137,7 @@ class StrategyEvaluation:
         fast = [(time, batch) for time, batch in timed if time.total_seconds <= enough]
         return min(fast, key=lambda pair: not pair[1].is_uniform)
 
-    def time(self, profile: Profile, strategy: Strategy, batch: BatchPlan) -> StepTime:
+    def time(self, profile: cost.Model, strategy: Strategy, batch: BatchPlan) -> StepTime:
         """Predicted seconds of a step: of full-length samples, or of a typical global batch where that is known."""
         step_time = self._full_length(profile, strategy)
         if self.request.lengths is None:
@@ -305,11 +146,11 @@ class StrategyEvaluation:
             step_time, batch, length_bucketing.grouping(self.request.lengths, batch, self.request.seq_len)
         )
 
-    def _for_lengths(self, profile: Profile, strategy: Strategy, batch: BatchPlan) -> BatchPlan:
+    def _for_lengths(self, profile: cost.Model, strategy: Strategy, batch: BatchPlan) -> BatchPlan:
         """`batch` with the best that could be proven for samples of the request's lengths."""
         return length_bucketing.best_proven(self.request, self.cluster, batch, self._full_length(profile, strategy))
 
-    def _full_length(self, profile: Profile, strategy: Strategy) -> Callable[[BatchPlan], StepTime]:
+    def _full_length(self, profile: cost.Model, strategy: Strategy) -> Callable[[BatchPlan], StepTime]:
         """Seconds of a step of full-length samples, by its batch."""
         return lambda batch: cost.step_time(profile, strategy, batch, self.cluster, self.request)
 

@@ -3,15 +3,17 @@
 For every strategy the request allows: the largest micro-batch that fits each device, how that cuts the global batch,
 and the seconds a step would take. The fastest wins; within 2 % of it, the simplest. Where a profile can be drafted at
 once, all strategies are ranked by drafts, which leave the allocator out, and only those that could still win are
-evaluated in full. Then the winner is dry-run as a whole, with one of four outcomes (`Outcome`); where it is not
-confirmed, the choice is made again with what the dry run has shown.
+evaluated in full. Between modes of activation checkpointing lie mixtures of them (`mixtures`). Then the winner is
+dry-run as a whole, with one of four outcomes (`Outcome`); where it is not confirmed, the choice is made again with what
+the dry run has shown.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from frugal.config.hardware.cluster import Cluster
-from frugal.config.request import Request, check_pins
+from frugal.config.pins import check_pins
+from frugal.config.request import Request
 from frugal.errors import RequestError
 from frugal.planning.memory.breakdown import MemoryBreakdown
 from frugal.planning.plan import ModelSummary
@@ -29,6 +31,7 @@ from frugal.planning.search.candidate import (
     small_buckets_could_help,
 )
 from frugal.planning.search.evaluate import StrategyEvaluation
+from frugal.planning.search.mixtures import Mixtures
 from frugal.planning.strategy import Offload, Strategy, allowed_strategies, offload_levels
 
 
@@ -41,14 +44,20 @@ class Search:
 
     def __init__(self, request: Request, cluster: Cluster, source: Source) -> None:
         check_pins(request, cluster.world_size)
+        if (request.sequence_parallel or 1) > 1 and len(cluster.kinds) > 1:
+            raise RequestError(
+                f"--sequence-parallel {request.sequence_parallel} is impossible on devices that differ",
+                because="ranks that share samples take equal parts of them, in step",
+                hint="leave --sequence-parallel out",
+            )
         self.request = request
         self.cluster = cluster
         self.source = source
         self.evaluation = StrategyEvaluation(request, cluster, source)
+        self.mixtures = Mixtures(self.evaluation)
         self.levels = offload_levels(request, on_gpus=cluster.devices[0].kind == "cuda")
         self.facts = self.evaluation.facts
         self.can_tile = self.facts.can_tile
-        self.can_tile_mlp = request.mlp != "plain"
 
     def run(self, on_draft: Callable[[SearchResult], None] = lambda _: None) -> SearchResult | Infeasible:
         """Choose, dry-run, and choose again until the two agree; the next level of offloading where nothing fits.
@@ -84,7 +93,6 @@ class Search:
             model=self._model(chosen),
             candidates=candidates,
             warnings=tuple(warnings),
-            in_other_segments=self.evaluation.in_other_segments(chosen),
         )
 
     def _outcome(self, winner: Candidate, memory: MemoryBreakdown) -> Outcome:
@@ -124,6 +132,7 @@ class Search:
                 evaluated += [*pruned, *self._confirmed(drafts, evaluated)]
             evaluated += self._confirmed(partial_offload.drafts(self.evaluation, level, evaluated), evaluated)
             evaluated += self._confirmed(partial_offload.drafts(self.evaluation, level, evaluated), evaluated)
+            evaluated += self.mixtures.faster(evaluated)
             if winner := self._winner(evaluated):
                 return winner
         return max(evaluated, key=lambda candidate: candidate.headroom_bytes or 0, default=None)
@@ -135,9 +144,7 @@ class Search:
         fast = [candidate for candidate in fitting if candidate.seconds <= enough]
         return min(fast, key=lambda candidate: candidate.simplicity, default=None)
 
-    def strategies(
-        self, level: Offload, *, small_buckets: bool = False, tiled_mlp: bool = False
-    ) -> tuple[Strategy, ...]:
+    def strategies(self, level: Offload, *, small_buckets: bool = False) -> tuple[Strategy, ...]:
         """The strategies of one level of offloading, simplest first."""
         return allowed_strategies(
             self.request,
@@ -149,7 +156,6 @@ class Search:
             largest_parameter=self.facts.largest_parameter,
             on_gpus=self.cluster.devices[0].kind == "cuda",
             small_buckets=small_buckets,
-            tiled_mlp=tiled_mlp,
         )
 
     def candidates(self, level: Offload) -> list[Candidate]:
@@ -164,24 +170,11 @@ class Search:
         smallest_bytes = min(device.usable_bytes for device in self.cluster.devices)
         if small_buckets_could_help(evaluated, self.request, smallest_bytes):
             evaluated += self._evaluated(self.strategies(level, small_buckets=True), evaluated)
-        evaluated += self._with_tiled_mlp(level, evaluated)
         evaluated += self._confirmed(partial_offload.drafts(self.evaluation, level, evaluated), evaluated)
         evaluated += self._confirmed(partial_offload.drafts(self.evaluation, level, evaluated), evaluated)
+        evaluated += self.mixtures.faster(evaluated)
         refused = self.request.loss == "auto" and not self.can_tile
         return [candidate for candidate in evaluated if not (refused and candidate.strategy.loss == "tiled")]
-
-    def _with_tiled_mlp(self, level: Offload, before: list[Candidate]) -> list[Candidate]:
-        """Strategies with a tiled MLP, where nothing fits without; none where the model cannot take one."""
-        if self.request.mlp != "auto" or not self.can_tile_mlp or any(candidate.fits for candidate in before):
-            return []
-        known = [candidate.memory for candidate in before if candidate.memory is not None]
-        if all(memory.headroom_bytes + memory.of_the_step <= 0 for memory in known):
-            return []  # what lives without any activation is too much already
-        try:
-            return self._evaluated(self.strategies(level, tiled_mlp=True), before)
-        except RequestError:
-            self.can_tile_mlp = False
-            return []
 
     def _evaluated(self, strategies: Sequence[Strategy], before: list[Candidate]) -> list[Candidate]:
         """Some strategies of a level, of which others were evaluated `before`."""
@@ -266,7 +259,7 @@ class Search:
         without = next((candidate.memory for candidate in before if candidate.strategy == plain != strategy), None)
         if without is None:
             return None
-        shortfall = -without.headroom_bytes - without.of_the_step
+        shortfall = -without.headroom_bytes - without.activations - without.logits - without.temporary - without.slack
         if shortfall <= 0:
             return None
         micro = self.evaluation.fitting.smallest_micro_batch

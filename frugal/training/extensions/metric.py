@@ -116,7 +116,16 @@ class Metric:
 
 
 def _in_order(shares: Sequence[Message]) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Predictions and labels of all samples by their places."""
-    samples = sorted((sample for share in shares for sample in share), key=lambda sample: sample[0])
-    predictions = [np.frombuffer(kept, dtype).reshape(shape) for _, dtype, shape, kept, _ in samples]
-    return predictions, [np.frombuffer(labels, np.int32) for *_, labels in samples]
+    """Predictions and labels of all samples by their places. Where ranks share samples, their parts follow each other
+    as the ranks do."""
+    parts: dict[int, tuple[list[np.ndarray], list[np.ndarray]]] = {}
+    for place, dtype, shape, kept, labels in (sample for share in shares for sample in share):
+        predictions_of, labels_of = parts.setdefault(place, ([], []))
+        predictions_of.append(np.frombuffer(kept, dtype).reshape(shape))
+        labels_of.append(np.frombuffer(labels, np.int32))
+    in_order = [parts[place] for place in sorted(parts)]
+    return [_joined(each) for each, _ in in_order], [_joined(each) for _, each in in_order]
+
+
+def _joined(parts: list[np.ndarray]) -> np.ndarray:
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)

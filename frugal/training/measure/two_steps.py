@@ -27,7 +27,7 @@ from frugal.config.request import Task
 from frugal.config.schema import parse
 from frugal.deepspeed_adapter import collectives
 from frugal.deepspeed_adapter.kernels import DTYPES
-from frugal.distributed import first_failure, process_group
+from frugal.distributed import env, first_failure, process_group
 from frugal.distributed.exchange import gather
 from frugal.errors import OutOfMemoryError
 from frugal.planning.batch import BatchPlan
@@ -39,6 +39,7 @@ from frugal.training.measure.record import ModelDefinition, RankMeasurement, Tri
 from frugal.training.measure.run_gauge import mark_phases
 from frugal.training.models.loading import placed
 from frugal.training.models.resolve import resolve_request
+from frugal.training.models.sequence.parts import parts_of
 from frugal.training.models.spec import ModelSpec
 from frugal.training.objectives import Objective, SummedLoss
 
@@ -83,7 +84,8 @@ def watched(
     keeps_timeline: bool = False,
 ) -> Watched:
     """As `trial`."""
-    example = objective.example(plan.batch.largest_micro_batch, plan.request.seq_len)
+    parts = parts_of(objective, plan.strategy.sequence_parallel, env.rank())
+    example = parts.example(plan.batch.largest_micro_batch, plan.request.seq_len)
     micro_steps = min(plan.batch.accumulation_steps, most_micro_steps or plan.batch.accumulation_steps)
     gc.freeze()  # going through all of transformers takes longer than a phase
     settled = settled_collectives() if device.type == "cpu" else nullcontext()
@@ -94,7 +96,7 @@ def watched(
             memory.mark(phase)
 
         engine = initialize(build(), plan, objective)
-        engine.objective = mark_phases(engine.deepspeed, objective, mark)
+        engine.objective = mark_phases(engine.deepspeed, parts, mark)
         for _ in range(NUM_STEPS):
             batches = [{name: tensor.clone() for name, tensor in example.items()} for _ in range(micro_steps)]
             engine.accumulate(batches, targets=1)
@@ -197,6 +199,7 @@ def _load_libraries(plan: Plan, device: torch.device) -> None:
         plan.strategy,
         activation_checkpointing="off",
         loss="plain",
+        sequence_parallel=1,
         offload_optimizer="none",
         offload_parameters="none",
         reduce_bucket_elements=WARM_UP_ELEMENTS,

@@ -18,6 +18,11 @@ MASKS = (
     *needed("transformers.masking_utils", "attention masks are always used", "sdpa_mask:allow_is_bidirectional_skip"),
     *needed("transformers.masking_utils", "attention masks are always used", "eager_mask:allow_is_bidirectional_skip"),
     *needed("transformers.masking_utils", "packed documents", "find_packed_sequence_indices(position_ids)"),
+    *needed(
+        "transformers.masking_utils",
+        "sequences are split",
+        "packed_sequence_compatibility_function(mask_function, position_ids, packed_sequence_mask)",
+    ),
 )
 LAYERS = (
     *needed(
@@ -87,6 +92,8 @@ def always_use() -> None:
         def with_padding(*args: Any, make_mask: Any = make_mask, attention_mask: Any = None, **options: Any) -> Any:
             if attention_mask is not None:
                 options["allow_is_bidirectional_skip"] = False
+            for length in ("q_length", "kv_length") if _num_parts > 1 else ():
+                options[length] *= _num_parts
             return make_mask(*args, attention_mask=attention_mask, **options)
 
         ALL_MASK_ATTENTION_FUNCTIONS.register(name, with_padding)
@@ -100,6 +107,53 @@ def packed_documents(numbers: Callable[[Any], Any]) -> Iterator[None]:
 
     with patch.object(masking_utils, "find_packed_sequence_indices", numbers):
         yield
+
+
+_num_parts = 1
+"""Into how many the sequences of the forward that runs are split."""
+
+
+@contextmanager
+def masks_of_whole_sequences(num_parts: int, positions: Any, documents: Any) -> Iterator[None]:
+    """Models called inside the `with` block, with one of `num_parts` of each sequence, make the masks of the whole.
+
+    `positions`, `documents (samples, positions)`: of packs those of each token of the whole; None: nothing is packed.
+    """
+    global _num_parts
+    _verify(MASKS)
+    from transformers import masking_utils
+
+    of_packs = masking_utils.packed_sequence_compatibility_function
+
+    def of_whole_packs(mask_function: Any, _positions_of_part: Any, documents: Any) -> Any:
+        return of_packs(mask_function, positions, documents)
+
+    with (
+        packed_documents(lambda _positions_of_part: documents),
+        patch.object(masking_utils, "packed_sequence_compatibility_function", of_whole_packs),
+    ):
+        _num_parts = num_parts
+        try:
+            yield
+        finally:
+            _num_parts = 1
+
+
+def attention_by(name: str, run: Callable[..., Any]) -> None:
+    """Have attention of this name (https://huggingface.co/docs/transformers/attention_interface) go through `run`, in
+    all models of this process. It gets transformers' own function first, and then what that gets."""
+    from transformers import AttentionInterface
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    plain = ALL_ATTENTION_FUNCTIONS[name]
+    plain = getattr(plain, "plain", plain)  # what was there before an earlier call
+
+    @functools.wraps(plain)
+    def through(*args: Any, **options: Any) -> Any:
+        return run(plain, *args, **options)
+
+    through.plain = plain  # type: ignore[attr-defined]  # a mark
+    AttentionInterface.register(name, through)
 
 
 def model_types() -> Mapping[str, str]:

@@ -62,17 +62,17 @@ def on_split(model: nn.Module, objective: Objective, batch: Batch) -> Dependence
     """How the gradient of `batch`, of `NUM_SAMPLES` samples, changes in micro-batches of `FEW_SAMPLES`."""
     parts = [_slice(batch, start, start + FEW_SAMPLES) for start in range(0, NUM_SAMPLES, FEW_SAMPLES)]
     _refuse_costly(model, objective, parts[0])
-    difference = _difference(_gradient(model, objective, [batch]), _gradient(model, objective, parts))
-    if difference <= MOST_DIFFERENCE:
-        return Dependence(difference)
-    return Dependence(difference, _responsible(model, objective, batch, parts))
+    apart = difference(gradient(model, objective, [batch]), gradient(model, objective, parts))
+    if apart <= MOST_DIFFERENCE:
+        return Dependence(apart)
+    return Dependence(apart, _responsible(model, objective, batch, parts))
 
 
 def on_padding(model: nn.Module, objective: Objective, samples: Sequence[Sample]) -> Dependence:
     """How the gradient of `samples`, of different lengths, changes where each is a micro-batch of its own."""
     alone = [objective.collate([sample]) for sample in samples]
     together = objective.collate(samples)
-    return Dependence(_difference(_gradient(model, objective, [together]), _gradient(model, objective, alone)))
+    return Dependence(difference(gradient(model, objective, [together]), gradient(model, objective, alone)))
 
 
 def on_later_tokens(model: nn.Module, tokens: Tensor, vocab_size: int) -> float:
@@ -132,7 +132,7 @@ def _slice(batch: Batch, start: int, end: int) -> Batch:
     }
 
 
-def _gradient(model: nn.Module, objective: Objective, batches: Sequence[Batch]) -> Gradient:
+def gradient(model: nn.Module, objective: Objective, batches: Sequence[Batch]) -> Gradient:
     """Of the loss summed over `batches`."""
     model.zero_grad(set_to_none=True)
     with without_randomness():
@@ -145,7 +145,7 @@ def _gradient(model: nn.Module, objective: Objective, batches: Sequence[Batch]) 
     return gradient
 
 
-def _difference(one: Gradient, other: Gradient) -> float:
+def difference(one: Gradient, other: Gradient) -> float:
     """The norm of the difference of two gradients, by that of the larger."""
     zero = torch.zeros(())
     names = one.keys() | other.keys()

@@ -115,7 +115,7 @@ def test_a_draft_alone_says_that_nothing_has_proven_it_and_is_not_kept(
 def test_a_draft_and_its_plan_say_each_note_once(
     on_terminal: Callable[..., str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What DeepSpeed's JSON alone would train is told by the draft, and the plan that it becomes does not repeat it."""
+    """What DeepSpeed's JSON alone would train is told once, with the proof: no verdict waits for it."""
     drafted = " ".join(" ".join(plain(on_terminal(120, "plan", *CARDS, "--global-batch", "500"))).split())
     assert drafted.count("ds_config.json alone trains 520 samples a step, not 500") == 1
     _, kept, _ = frugal_plan(capsys, *CARDS, "--global-batch", "500")

@@ -25,11 +25,11 @@ MOST_OPEN = 256
 @contextmanager
 def documents_kept_apart() -> Iterator[None]:
     """Models called inside keep attention within documents, whose positions start at 0."""
-    with transformers_internals.packed_documents(_numbers_of_documents):
+    with transformers_internals.packed_documents(numbers_of_documents):
         yield
 
 
-def _numbers_of_documents(position_ids: Tensor) -> Tensor:
+def numbers_of_documents(position_ids: Tensor) -> Tensor:
     """The document of each token, counted from 0 in each row; both of shape `(samples, positions)`."""
     begins = torch.diff(position_ids, prepend=position_ids[:, :1] - 1, dim=-1) != 1
     return begins.cumsum(-1)

@@ -1,0 +1,187 @@
+"""Attention of a model whose sequences are split over ranks: by positions everywhere else, by heads inside.
+
+DeepSpeed's Ulysses (Jacobs et al., 2023, arXiv:2309.14509): before attention an all-to-all turns parts of the
+sequence with all heads into whole sequences with a part of the heads, and another one turns the result back. With n
+ranks and 1/n of the positions each:
+
+    query, key, value   (samples, heads, positions / n, size)  ->  (samples, heads / n, positions, size)
+    result              (samples, positions, heads / n, size)  ->  (samples, positions / n, heads, size)
+
+transformers' own attention runs between the two, through its documented interface for attention functions, with the
+mask of the whole sequence. Key and value heads that n does not divide are repeated until it does.
+
+Not DeepSpeed's `UlyssesSPAttentionHF`: see docs/decisions/sequence-parallelism.md.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from frugal.deepspeed_adapter import collectives
+from frugal.distributed.connections.listeners import closed_afterwards
+from frugal.training.models import transformers_internals
+from frugal.training.models.sequence import checks
+
+Exchange = Callable[[Tensor, Tensor], object]
+"""Writes an all-to-all over dimension 0 into its first argument; both have shape `(ranks, ...)`, contiguous."""
+
+_SPLIT = "_sequence_split"
+"""The attribute of modules whose attention is split, so that it is found when a layer is recomputed, too."""
+
+
+class Split:
+    """How the attention of one model is split over `size` ranks, which `exchange` with each other.
+
+    `num_calls`: how often attention has run under it.
+    """
+
+    def __init__(self, size: int, exchange: Exchange) -> None:
+        self.size = size
+        self.num_calls = 0
+        self._exchange = exchange
+
+    def to_heads(self, states: Tensor) -> Tensor:
+        """From `(samples, heads, part, size)` to `(samples, heads / n, positions, size)`."""
+        return self._joined(self.exchanged(self._by_heads(states)))
+
+    def to_parts(self, attended: Tensor) -> Tensor:
+        """From `(samples, positions, heads / n, size)` to `(samples, part, heads, size)`."""
+        return self._rejoined(self.exchanged(self._by_parts(attended)))
+
+    def exchanged(self, tensor: Tensor) -> Tensor:
+        """What the ranks have for this one: `(ranks, ...)`, as `tensor`, in which it has something for each."""
+        received: Tensor = _AllToAll.apply(tensor, self._exchange)
+        return received
+
+    def _by_heads(self, states: Tensor) -> Tensor:
+        samples, heads, part, size = states.shape
+        split = states.reshape(samples, self.size, heads // self.size, part, size)
+        return split.permute(1, 3, 0, 2, 4).contiguous()  # positions first: then joining them needs no copy
+
+    def _joined(self, received: Tensor) -> Tensor:
+        return received.flatten(0, 1).permute(1, 2, 0, 3)
+
+    def _by_parts(self, attended: Tensor) -> Tensor:
+        split = attended.unflatten(1, (self.size, -1))
+        return split.transpose(0, 1).contiguous()
+
+    def _rejoined(self, received: Tensor) -> Tensor:
+        return received.permute(1, 2, 0, 3, 4).flatten(2, 3)
+
+
+class SplitInOneProcess(Split):
+    """All parts in one process, as rows of a batch: row `part * samples + sample`. For trials, without ranks."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size, lambda *_: None)
+
+    def to_heads(self, states: Tensor) -> Tensor:
+        """As if each block of rows were a rank's."""
+        sent = [self._by_heads(rank) for rank in states.chunk(self.size)]
+        return torch.cat([self._joined(received) for received in _swapped(sent)])
+
+    def to_parts(self, attended: Tensor) -> Tensor:
+        """As if each block of rows were a rank's."""
+        sent = [self._by_parts(rank) for rank in attended.chunk(self.size)]
+        return torch.cat([self._rejoined(received) for received in _swapped(sent)])
+
+
+def _swapped(sent: list[Tensor]) -> list[Tensor]:
+    """What each rank receives where rank i sends `sent[i][j]` to rank j."""
+    return list(torch.stack(sent, dim=1))
+
+
+class _AllToAll(torch.autograd.Function):
+    """An all-to-all over dimension 0, and in backward the same of the gradient, which goes the way back."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, exchange: Exchange) -> Tensor:
+        ctx.exchange = exchange
+        received = torch.empty_like(tensor)
+        exchange(received, tensor)
+        return received
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        gradient = gradient.contiguous()
+        returned = torch.empty_like(gradient)
+        ctx.exchange(returned, gradient)
+        return returned, None
+
+
+def apply(model: nn.Module, split: Split) -> None:
+    """Split the attention of all modules of `model`; other models keep theirs."""
+    transformers_internals.attention_by(checks.KERNEL, _attention)
+    for module in model.modules():
+        vars(module)[_SPLIT] = split
+
+
+def split_over_ranks(model: nn.Module, size: int) -> None:
+    """Split the attention of `model` over each `size` consecutive ranks; 1: it stays whole. Collective.
+
+    Raises:
+        RequestError: the model cannot be split so.
+    """
+    if size > 1:
+        checks.refuse(model, size)
+        with closed_afterwards():
+            exchange = collectives.exchange_within(size)
+        apply(model, Split(size, exchange))
+
+
+@contextmanager
+def applied(model: nn.Module, split: Split) -> Iterator[None]:
+    """The attention of `model` is split inside the `with` block."""
+    apply(model, split)
+    try:
+        yield
+    finally:
+        for module in model.modules():
+            vars(module).pop(_SPLIT, None)
+
+
+def _attention(
+    plain: Callable[..., tuple[Tensor, Any]],
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **options: Any,
+) -> tuple[Tensor, Any]:
+    """`plain`, transformers' own attention, of whole sequences where those of `module` are split."""
+    split: Split | None = vars(module).get(_SPLIT)
+    if split is None:
+        return plain(module, query, key, value, attention_mask, **options)
+    split.num_calls += 1
+    times = repetitions(query.shape[1], key.shape[1], split.size)
+    if times > 1:
+        key, value = (states.repeat_interleave(times, dim=1) for states in (key, value))
+    query, key, value = map(split.to_heads, (query, key, value))
+    with _heads_per_group(module, query.shape[1] // key.shape[1]):
+        attended, weights = plain(module, query, key, value, attention_mask, **options)
+    return split.to_parts(attended), weights
+
+
+def repetitions(num_heads: int, num_key_value_heads: int, size: int) -> int:
+    """How often each key and value head is repeated so that `size` ranks, which divide `num_heads`, get as many."""
+    per_group = num_heads // num_key_value_heads
+    divisors = (times for times in range(1, per_group + 1) if per_group % times == 0)
+    return next(times for times in divisors if num_key_value_heads * times % size == 0)
+
+
+@contextmanager
+def _heads_per_group(module: nn.Module, number: int) -> Iterator[None]:
+    """`module` has so many query heads for each key and value head inside the `with` block."""
+    own = vars(module).get("num_key_value_groups")
+    if own is None or own == number:
+        yield
+        return
+    vars(module)["num_key_value_groups"] = number
+    try:
+        yield
+    finally:
+        vars(module)["num_key_value_groups"] = own

@@ -1,1 +1,0 @@
-"""Parts of a model that run over slices of the positions: what may be cut, and how."""

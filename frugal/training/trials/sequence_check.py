@@ -1,0 +1,112 @@
+"""Whether a model's samples can be split over ranks: a small one of its kind is run in parts and whole.
+
+What mixes positions outside attention (convolutions, recurrences, biases of its own) or depends on the number of a head
+makes the gradient of the parts another. The parts are rows of one batch here, so no ranks are needed.
+
+A model may also count the positions of a part by itself, though it is told which they are, and make something of them
+that shows at long samples alone, as Llama 4's temperature of attention does. So whoever counts as far as a part
+reaches is refused, too.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from frugal.errors import first_line
+from frugal.training.models import transformers_internals
+from frugal.training.models.sequence import attention, checks
+from frugal.training.models.sequence.parts import parts_of
+from frugal.training.models.spec import ModelSpec
+from frugal.training.objectives import CausalLM
+from frugal.training.trials import probe
+from frugal.training.trials.probe import Dependence
+from frugal.training.trials.small_model import NoSmallModelError, small_models
+
+NUM_PARTS = 2
+
+LENGTHS = (38, 27)
+"""Tokens of the samples that are run, the longer one a multiple of the parts. A part has as many as nothing else."""
+
+MOST_DIFFERENCE = 1e-4
+"""Of gradients, relative; rounding is below 1e-6, and a window of four tokens that ends at a border above 1e-2."""
+
+
+def check_sequence_parallel(spec: ModelSpec, size: int, *, pack: bool) -> None:
+    """Refuse to split the samples of a model over `size` ranks where its gradient would be another.
+
+    Raises:
+        RequestError: with the reason.
+    """
+    if spec.task != "causal-lm":
+        raise checks.refusal(spec.reference, size, f"it trains {spec.task}; only causal-lm is known to be split right")
+    spec = replace(spec, lora=None, quantize=None)  # adapters and packed weights are of positions each
+    if spec.has_own_loss():
+        raise checks.refusal(spec.reference, size, "its loss is its own, of whole sequences")
+    checks.refuse(spec.build(dtype=torch.float32, device="meta"), size)
+    transformers_internals.always_use()
+    reason = ""
+    try:
+        for small, model in small_models(spec):
+            try:
+                checks.refuse(model, NUM_PARTS)
+                with _Counting(LENGTHS[0] // NUM_PARTS) as counting:
+                    dependence, num_calls = on_parts(model, small.vocab_size or 2, pack=pack)
+            except Exception as error:  # whatever a model trips over
+                reason = f"a small one cannot be run in parts: {first_line(error)}"
+                continue
+            if not num_calls:
+                reason = "its attention does not go through transformers' attention functions"
+            elif dependence.difference > MOST_DIFFERENCE:
+                reason = (
+                    f"the gradient of a small one in {NUM_PARTS} parts is another by "
+                    f"{100 * dependence.difference:.2g} %: not only its attention mixes positions"
+                )
+            elif counting.is_done:
+                reason = "it counts the positions of a part by itself, from 0, whatever it is told"
+            else:
+                return
+            break
+    except NoSmallModelError as error:
+        reason = f"no small model of its kind can be made to see whether parts train as the whole does: {error}"
+    raise checks.refusal(spec.reference, size, reason)
+
+
+def on_parts(model: nn.Module, vocab_size: int, *, pack: bool = False, size: int = NUM_PARTS) -> tuple[Dependence, int]:
+    """How far gradients of samples in `size` parts are from those of whole ones, and how often attention was split."""
+    whole, samples = CausalLM(packed=pack), _samples(vocab_size, pack)
+    parts = [parts_of(whole, size, rank) for rank in range(size)]
+    batches = [part.collate(samples) for part in parts]
+    rows = {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
+    alone = probe.gradient(model, whole, [whole.collate(samples)])
+    split = attention.SplitInOneProcess(size)
+    with attention.applied(model, split):
+        together = probe.gradient(model, parts[0], [rows])
+    return Dependence(probe.difference(alone, together)), split.num_calls
+
+
+class _Counting(TorchFunctionMode):
+    """Sees whether inside the `with` block somebody counts to `length`."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__()
+        self.is_done = False
+        self._length = length
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if func is torch.arange and self._length in args[:2]:
+            self.is_done = True
+        return func(*args, **(kwargs or {}))
+
+
+def _samples(vocab_size: int, pack: bool) -> list[dict[str, list[int]]]:
+    """Random ones of `LENGTHS` tokens, packed of two documents each."""
+    generator = torch.Generator().manual_seed(0)
+    low = min(5, vocab_size - 1)  # beyond the usual special tokens
+    rows: list[Tensor] = [torch.randint(low, vocab_size, (length,), generator=generator) for length in LENGTHS]
+    return [
+        {"input_ids": row.tolist()} | ({"documents": [len(row) // 3, len(row) - len(row) // 3]} if pack else {})
+        for row in rows
+    ]

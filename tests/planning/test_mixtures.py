@@ -1,0 +1,125 @@
+"""Mixtures of modes of activation checkpointing: the fastest is chosen, and most are not looked at."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from frugal.config.schema import understand
+from frugal.planning.plan import Plan
+from frugal.planning.search import mixtures
+from frugal.planning.search.candidate import TIE
+from frugal.planning.search.evaluate import StrategyEvaluation
+from frugal.planning.search.mixtures import all_mixtures, base_of, mixture
+from frugal.planning.search.search import Search
+from frugal.planning.strategy import LAYER_MODES, LayerMode, Strategy
+from tests.planning.synthetic import SyntheticSource, planned
+
+DEEP: dict[str, Any] = {"num_layers": 24, "drafts": True, "bytes_per_token": 2_000_000, "num_operators": 500}
+CASES: list[dict[str, Any]] = [
+    {"gpus": 1, "mem": "22G", "global_batch": 16},
+    {"gpus": 1, "mem": "20G", "global_batch": 17},
+    {"gpus": 2, "mem": "18G", "global_batch": 64},
+    {"gpus": 4, "mem": "12G", "global_batch": 64},
+    {"gpus": 8, "mem": "8G", "global_batch": 1000, "seq_len": 2048},
+    {"gpus": 1, "mem": "16G", "global_batch": 16, "offload": "optimizer"},
+    {"gpus": 1, "mem": "24G", "global_batch": 12, "micro_batch": 2},
+    {"mem": "24G,16G", "global_batch": 64},
+]
+
+
+def exhaustive_seconds(settings: dict[str, Any], model: dict[str, Any]) -> float:
+    """Of the fastest mixture of all that keep more in later layers, under every strategy of the level of the plan."""
+    request, cluster, _ = understand(settings)
+    source = SyntheticSource(request, cluster, model)
+    search = Search(request, cluster, source)
+    evaluation = StrategyEvaluation(request, cluster, source)
+    bases = dict.fromkeys(base_of(strategy) for level in search.levels for strategy in search.strategies(level))
+    of_level: dict[Any, list[float]] = {}
+    for base in bases:
+        for layer_modes in all_mixtures(LAYER_MODES, int(model["num_layers"])):
+            places = (base.offload_optimizer, base.offload_parameters)
+            of_level.setdefault(places, []).append(evaluation.evaluate(mixture(base, layer_modes)).seconds)
+    return next(min(seconds) for seconds in of_level.values() if min(seconds) < float("inf"))
+
+
+@pytest.mark.parametrize("settings", CASES, ids=str)
+def test_it_is_within_two_percent_of_the_fastest_of_all(settings: dict[str, Any]) -> None:
+    model = {**DEEP, "num_layers": 8}
+    made = planned(model=model, **settings)
+    assert made.time.total_seconds <= TIE * exhaustive_seconds(settings, model)
+
+
+@pytest.mark.parametrize("settings", CASES, ids=str)
+@pytest.mark.parametrize("num_layers", [2, 24, 80])
+def test_it_is_never_slower_than_one_mode_for_all_layers(num_layers: int, settings: dict[str, Any]) -> None:
+    mixed = planned(model={**DEEP, "num_layers": num_layers}, **settings)
+    alone = planned(model={**DEEP, "num_layers": 0}, **settings)
+    assert alone.strategy.activation_checkpointing != "budget"
+    assert mixed.time.total_seconds <= TIE * alone.time.total_seconds
+    if mixed.strategy.activation_checkpointing == "budget":
+        assert mixed.time.total_seconds < alone.time.total_seconds / TIE
+        assert sum(count for _, count in mixed.strategy.layer_modes) == num_layers
+
+
+def test_few_of_many_mixtures_are_drafted(monkeypatch: pytest.MonkeyPatch) -> None:
+    drafted: set[Strategy] = set()
+    draft = StrategyEvaluation.draft
+
+    def counted(self: StrategyEvaluation, strategy: Strategy) -> Any:
+        drafted.update([strategy] if strategy.layer_modes else [])
+        return draft(self, strategy)
+
+    monkeypatch.setattr(StrategyEvaluation, "draft", counted)
+    made = planned(model={**DEEP, "num_layers": 96}, gpus=1, mem="21G", global_batch=16)
+    assert made.strategy.activation_checkpointing == "budget"
+    assert len(drafted) < 24
+
+
+def mixed() -> Plan:
+    return planned(model=DEEP, gpus=1, mem="22G", global_batch=16)
+
+
+def test_layers_that_keep_more_come_last_and_the_plan_says_how_many() -> None:
+    made = mixed()
+    modes = [mode for mode, _ in made.strategy.layer_modes]
+    assert modes == sorted(modes, key=LAYER_MODES.index)
+    assert Plan.from_json(made.to_json()) == made
+    (first, count), *_ = made.strategy.layer_modes
+    assert f"activation checkpointing {first} for {count}" in str(made)
+
+
+def test_a_plan_without_a_mixture_says_nothing_of_layers() -> None:
+    assert b"layer_modes" not in planned(model=DEEP, gpus=8, mem="80G").to_json()
+
+
+@pytest.mark.parametrize("pin", ["off", "selective", "full", "offloaded"])
+def test_a_pinned_mode_is_that_of_all_layers(pin: str) -> None:
+    made = planned(model=DEEP, gpus=4, mem="24G", global_batch=16, activation_checkpointing=pin)
+    assert made.strategy.activation_checkpointing == pin
+
+
+def test_budget_is_what_auto_does() -> None:
+    asked = planned(model=DEEP, gpus=1, mem="22G", global_batch=16, activation_checkpointing="budget")
+    assert asked.strategy == mixed().strategy
+
+
+def test_a_mixture_that_a_dry_run_refutes_is_replaced_by_one_that_keeps_less() -> None:
+    """Dry runs that find activations 4 % larger than profiles do."""
+    trusting, refuted = mixed(), planned(error=1.04, model=DEEP, gpus=1, mem="22G", global_batch=16)
+    assert refuted.memory.fits
+    assert refuted.strategy.share("off") < trusting.strategy.share("off") or refuted.batch != trusting.batch
+
+
+def test_points_above_the_line_between_two_others_are_no_neighbours() -> None:
+    low: mixtures.Point = (0, 10.0, "full")
+    high: mixtures.Point = (10, 0.0, "off")
+    assert mixtures._is_above((5, 6.0, "selective"), low, high)
+    assert not mixtures._is_above((5, 4.0, "selective"), low, high)
+
+
+def test_all_mixtures_are_counted_once() -> None:
+    modes: tuple[LayerMode, ...] = ("full", "selective", "off")
+    made = [mixture(Strategy(zero_stage=2), each) for each in all_mixtures(modes, 4)]
+    assert len(set(made)) == len(made) == 15
+    assert replace(Strategy(zero_stage=2), activation_checkpointing="full") in made

@@ -1,0 +1,1 @@
+"""Tests of sequences that are split over ranks."""
