@@ -21,7 +21,8 @@ from dataclasses import dataclass
 
 import torch
 
-from frugal.planning.memory.allocator import Replays, segment_bytes
+from frugal.planning.memory.allocator import Replays
+from frugal.planning.memory.free_blocks import segment_bytes
 from frugal.units import KIB, MIB
 
 KEPT = (512, 2 * MIB)

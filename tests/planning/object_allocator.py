@@ -6,13 +6,13 @@ Written after c10/cuda/CUDACachingAllocator.cpp as it stands, linked blocks and 
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 
-from frugal.planning.memory.allocator import (
+from frugal.planning.memory.allocator import Replay
+from frugal.planning.memory.free_blocks import (
     ENDLESS,
     LARGE_SEGMENT,
     SMALL_REQUEST,
     SMALL_SEGMENT,
     SMALLEST_BLOCK,
-    Replay,
     segment_bytes,
 )
 

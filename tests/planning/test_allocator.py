@@ -8,7 +8,8 @@ import msgspec
 import pytest
 
 from frugal.planning.memory import allocator as product
-from frugal.planning.memory.allocator import ENDLESS, Replay, Replays
+from frugal.planning.memory.allocator import Replay, Replays
+from frugal.planning.memory.free_blocks import ENDLESS
 from frugal.planning.memory.host_allocator import HostAllocator
 from frugal.units import KIB, MIB
 from tests.planning.object_allocator import Block, CachingAllocator, replay_one_by_one
@@ -217,12 +218,11 @@ def test_limits_under_which_the_same_happens_share_a_replay(
     seed: int, expandable: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes, events = stream(seed, 400)
-    done: list[Replay] = []
+    done: list[Any] = []
 
-    def counted(*args: Any, original: Any = product._replay) -> Any:
-        replay, blocks = original(*args)
-        done.append(replay)
-        return replay, blocks
+    def counted(*args: Any, original: Any = product._replay) -> None:
+        done.append(args)
+        original(*args)
 
     monkeypatch.setattr(product, "_replay", counted)
     replays = Replays(sizes, events, expandable_segments=expandable)
@@ -232,6 +232,22 @@ def test_limits_under_which_the_same_happens_share_a_replay(
         expected = replay_one_by_one(sizes, events, limit, expandable_segments=expandable)
         assert replays.under(limit) == expected
     assert len(done) < len(limits) / 5
+
+
+@pytest.mark.parametrize("expandable", [False, True])
+@pytest.mark.parametrize("seed", range(3))
+def test_replays_that_begin_together_go_as_each_alone(seed: int, expandable: bool) -> None:
+    sizes, events = stream(seed, 1000)
+    empties = sorted(random.Random(seed).sample(range(1, len(events)), 8))
+    free = replay(sizes, events, empties=tuple(empties), expandable_segments=expandable)
+    live = free.peak_allocated_bytes * 9 // 10
+    for limit in range(live - 8 * MIB, free.peak_reserved_bytes + 8 * MIB, 2 * MIB):
+        alone, together = (
+            Replays(sizes, events, empties, expandable_segments=expandable, least_bytes=least)
+            for least in (limit, live)
+        )
+        assert together._replay(limit).result() == alone._replay(limit).result()
+        assert together._replay(limit).blocks == alone._replay(limit).blocks
 
 
 @pytest.mark.parametrize("expandable", [False, True])

@@ -22,42 +22,23 @@ A search replays streams of ten thousand storages dozens of times, so
 - lengths and addresses are in units of 512 bytes. A free block is no object: it is an address in the list of its
   length, found by its ends when a neighbour is freed. Half of all requests find a block of just their length.
 - What a limit decides is which new memory is granted. Two limits that grant and refuse the same requests lead through
-  the same replay, which is done once.
+  the same replay, which is done once. No limit that is asked for is below the live bytes of the peak, so replays of a
+  stream under several limits have their beginning in common, up to the first request that those bytes alone refuse.
 - A replay is known again by what was replayed (`KNOWN`), so another plan of the same model, or another process that
   was given what this one knows, need not do it again.
 
 The tests have an allocator of linked blocks, as torch's is, and hold these replays to it.
 """
 
+import pickle
 from array import array
-from bisect import bisect_left, insort
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
 from itertools import pairwise
 
-from frugal.units import MIB
-
-SMALLEST_BLOCK = 512
-SMALL_REQUEST = MIB
-SMALL_SEGMENT = 2 * MIB
-LARGE_SEGMENT = 20 * MIB
-OWN_SEGMENT = 10 * MIB  # from this size on a request gets a segment of its own
-SEGMENT_ROUNDING = 2 * MIB
-ENDLESS = 1 << 60  # bytes; the address space of an expandable segment, and a device without a limit
-
-
-def segment_bytes(size: int) -> int:
-    """Bytes of the segment made for a request."""
-    if size <= SMALL_REQUEST:
-        return SMALL_SEGMENT
-    if size < OWN_SEGMENT:
-        return LARGE_SEGMENT
-    return -(-size // SEGMENT_ROUNDING) * SEGMENT_ROUNDING
-
-
-SMALL = SMALL_REQUEST // SMALLEST_BLOCK  # units
+from frugal.planning.memory.free_blocks import ENDLESS, SEGMENT_ROUNDING, SMALL, SMALLEST_BLOCK, DeviceSegments
 
 
 @dataclass(frozen=True)
@@ -92,7 +73,8 @@ KNOWN: dict[str, list[Replay]] = {}
 class Replays:
     """Storages of `sizes` bytes that live and die as `events` says: an index at birth, again at death.
 
-    `empties`: numbers of the events before which the cache is emptied, in order.
+    `empties`: numbers of the events before which the cache is emptied, in order. `least_bytes`: the live bytes of the
+    peak, if they are known.
     """
 
     def __init__(
@@ -102,11 +84,13 @@ class Replays:
         empties: Sequence[int] = (),
         *,
         expandable_segments: bool = False,
+        least_bytes: int = ENDLESS,
     ) -> None:
         self._sizes = array("q", sizes)  # a fifth of a list, and there is one for each micro-batch
         self._events = events
         self._empties = empties
         self._expandable_segments = expandable_segments
+        self._least_bytes = least_bytes
 
     @cached_property
     def _known(self) -> list[Replay]:
@@ -121,7 +105,7 @@ class Replays:
         for known in self._known:
             if known.holds_under(limit_bytes):
                 return known
-        replay, _ = self._replay(limit_bytes)
+        replay = self._replay(limit_bytes).result()
         self._known.append(replay)
         return replay
 
@@ -132,8 +116,7 @@ class Replays:
 
     def block_bytes(self) -> tuple[int, ...]:
         """Of every storage the block it lives in where nothing limits the device; 0 for an empty one."""
-        _, lengths = self._replay(ENDLESS)
-        return tuple(length * SMALLEST_BLOCK for length in lengths)
+        return tuple(length * SMALLEST_BLOCK for length in self._replay(ENDLESS).blocks)
 
     def smallest_capacity(self, wanted_bytes: int = ENDLESS, tolerance: float = 0.002) -> int:
         """The fewest bytes for segments with which the whole stream survives, at most `tolerance` too many.
@@ -158,26 +141,80 @@ class Replays:
                 low = middle
         return high
 
-    def _replay(self, limit_bytes: int) -> tuple[Replay, list[int]]:
-        return _replay(self._sizes, self._events, self._empties, _Device(limit_bytes, self._expandable_segments))
+    def _replay(self, limit_bytes: int) -> "_State":
+        """How it stands at the end."""
+        begins_alone = limit_bytes <= self._least_bytes
+        state = self._at_first if begins_alone else pickle.loads(self._beginning)  # ten times as fast as `deepcopy`
+        state.device.limit = limit_bytes // SMALLEST_BLOCK
+        _replay(self._sizes, self._events, self._empties, state)
+        return state
+
+    @property
+    def _at_first(self) -> "_State":
+        """How it stands before the first event."""
+        none = [0] * len(self._sizes)
+        return _State(DeviceSegments(self._expandable_segments), none, none[:])
+
+    @cached_property
+    def _beginning(self) -> bytes:
+        """How it stands, pickled, before the first request that is refused with memory for the live bytes alone."""
+        state = self._at_first
+        state.device.limit = self._least_bytes // SMALLEST_BLOCK
+        state.device.gives_back = False
+        _replay(self._sizes, self._events, self._empties, state)
+        state.device.gives_back = state.survived = True
+        return pickle.dumps(state, pickle.HIGHEST_PROTOCOL)
 
 
-def _replay(
-    sizes: "array[int]", events: Sequence[int], empties: Sequence[int], device: "_Device"
-) -> tuple[Replay, list[int]]:
-    """How it went, and of every storage the length of its block, in units.
+@dataclass(slots=True)
+class _State:
+    """How a replay stands before event number `event`.
+
+    Attributes:
+        device: with what limits it.
+        addresses: where each storage's block is, in units.
+        blocks: the length of each, in units; 0: none.
+        event: number of the next one.
+        allocated: in blocks, units.
+        most_allocated: so far.
+        survived: whether all requests were granted so far.
+    """
+
+    device: DeviceSegments
+    addresses: list[int]
+    blocks: list[int]
+    event: int = 0
+    allocated: int = 0
+    most_allocated: int = 0
+    survived: bool = True
+
+    def result(self) -> Replay:
+        """How it went."""
+        device = self.device
+        return Replay(
+            peak_allocated_bytes=self.most_allocated * SMALLEST_BLOCK,
+            peak_reserved_bytes=device.most_reserved * SMALLEST_BLOCK,
+            survived=self.survived,
+            granted_bytes=device.most_granted * SMALLEST_BLOCK,
+            refused_bytes=device.least_refused * SMALLEST_BLOCK,
+        )
+
+
+def _replay(sizes: "array[int]", events: Sequence[int], empties: Sequence[int], state: _State) -> None:
+    """Go on to the end, or to what is refused.
 
     What nine in ten events do is written out, because calls would take a fifth longer.
     """
+    device, addresses, blocks = state.device, state.addresses, state.blocks
+    allocated, most_allocated, begin = state.allocated, state.most_allocated, state.event
+    number = len(events)
     lengths = [-(-size // SMALLEST_BLOCK) for size in sizes]
     small, large = device.small, device.large
-    addresses, blocks = [0] * len(lengths), [0] * len(lengths)  # where each storage's block is, and its length
-    allocated = most_allocated = 0
-    survived = True
     for first, end_of_stretch in pairwise([0, *empties, len(events)]):
-        if first:
+        if first and first >= begin:
             device.empty_cache()
-        for storage in events[first:end_of_stretch]:
+        rest = max(first, begin)
+        for event, storage in enumerate(events[rest:end_of_stretch], rest):
             if length := blocks[storage]:
                 allocated -= length
                 pool = large if lengths[storage] > SMALL else small
@@ -201,300 +238,13 @@ def _replay(
                 else:
                     block = pool.take(length) or device.more(pool, length)
                     if block is None:
-                        survived = False
+                        state.survived, number = False, event
                         break
                     addresses[storage], length = block
                 blocks[storage] = length
                 allocated += length
                 if allocated > most_allocated:
                     most_allocated = allocated
-        if not survived:
+        if not state.survived:
             break
-    return device.replay(most_allocated, survived), blocks
-
-
-_Block = tuple[int, int]
-"""Address and length, in units."""
-
-
-class _Pool:
-    """The free blocks of one of the two kinds of segments. Those of one segment only merge with each other.
-
-    Attributes:
-        least_rest: what is left of a block is split off from this length on.
-        starts: length of every free block, by the address where it starts.
-        ends: address of every free block, by the address where it ends.
-        of_length: addresses of the free blocks of each length, in order. Some are empty.
-        lengths: the keys of `of_length`, in order.
-        holes: length of each stretch of an expandable segment without memory, by address. No two are neighbours.
-    """
-
-    __slots__ = ("ends", "holes", "least_rest", "lengths", "of_length", "starts")
-
-    def __init__(self, least_rest: int) -> None:
-        self.least_rest = least_rest
-        self.starts: dict[int, int] = {}
-        self.ends: dict[int, int] = {}
-        self.of_length: dict[int, list[int]] = {}
-        self.lengths: list[int] = []
-        self.holes: dict[int, int] = {}
-
-    def take(self, wanted: int) -> _Block | None:
-        """The free block that fits best, or as much of it as is wanted; None: none is large enough.
-
-        Written out, because a replay spends half of its time here.
-        """
-        lengths, index = self.lengths, bisect_left(self.lengths, wanted)
-        while index < len(lengths):
-            length = lengths[index]
-            addresses = self.of_length[length]
-            if not addresses:
-                del self.of_length[length], lengths[index]
-                continue
-            address = addresses[0]
-            if address + length in self.holes:
-                address, length = self._before_holes(wanted)
-                return self.cut(address, self.remove(address), wanted)
-            del addresses[0], self.starts[address]
-            rest = length - wanted
-            if rest < self.least_rest:
-                del self.ends[address + length]
-                return address, length
-            start = address + wanted
-            self.starts[start] = rest
-            self.ends[address + length] = start
-            if rest in self.of_length:
-                insort(self.of_length[rest], start)
-            else:
-                self.of_length[rest] = [start]
-                insort(lengths, rest)
-            return address, wanted
-        return None
-
-    def _before_holes(self, wanted: int) -> _Block:
-        """The block to take where the one that fits best has a hole behind it, which counts as if it were filled
-        (`get_free_block`)."""
-        chosen, least = (-1, 0), 2 * ENDLESS
-        for address, length in self._from(wanted):
-            room = length + self.holes.get(address + length, 0)
-            if room >= least:
-                break
-            chosen, least = (address, length), room
-        return chosen
-
-    def _from(self, wanted: int) -> Iterator[_Block]:
-        """The free blocks of at least this length, the smallest and lowest first."""
-        lengths, index = self.lengths, bisect_left(self.lengths, wanted)
-        while index < len(lengths):
-            length = lengths[index]
-            if addresses := self.of_length[length]:
-                yield from ((address, length) for address in addresses)
-                index += 1
-            else:
-                del self.of_length[length], lengths[index]
-
-    def cut(self, address: int, length: int, wanted: int) -> _Block:
-        """As much of a block that is in no list as is wanted; the rest is free, if it is worth it."""
-        if length - wanted < self.least_rest:
-            return address, length
-        self.add(address + wanted, length - wanted)
-        return address, wanted
-
-    def add(self, address: int, length: int) -> None:
-        """A free block whose neighbours are not."""
-        self.starts[address] = length
-        self.ends[address + length] = address
-        if length in self.of_length:
-            insort(self.of_length[length], address)
-        else:
-            self.of_length[length] = [address]
-            insort(self.lengths, length)
-
-    def remove(self, address: int) -> int:
-        """The free block at `address` is none any more; its length."""
-        length = self.starts.pop(address)
-        del self.ends[address + length]
-        self.of_length[length].remove(address)
-        return length
-
-    def grow(self, wanted: int) -> tuple[_Block, int]:
-        """A block of new memory, and how much that is."""
-        raise NotImplementedError  # by what the pool is made of
-
-    def release_cached(self) -> int:
-        """Give back what holds no live block: its length in all."""
-        raise NotImplementedError  # as above
-
-
-class _Addresses:
-    """Where segments are: each at the lowest address with room, as first-fit drivers do. Segments are no neighbours."""
-
-    def __init__(self) -> None:
-        self._ends: dict[int, int] = {}  # by the address where it starts, in order
-
-    def take(self, length: int) -> int:
-        """Of a new segment."""
-        address = 0
-        for start, end in self._ends.items():
-            if start - address > length:
-                break
-            address = end + 1
-        self._ends = dict(sorted([*self._ends.items(), (address, address + length)]))
-        return address
-
-    def give_back(self, address: int) -> None:
-        """That of a segment that is gone."""
-        del self._ends[address]
-
-
-class _SegmentPool(_Pool):
-    """Made of segments. `segments`: length of each, by address."""
-
-    __slots__ = ("_addresses", "segments")
-
-    def __init__(self, least_rest: int, addresses: _Addresses) -> None:
-        super().__init__(least_rest)
-        self.segments: dict[int, int] = {}
-        self._addresses = addresses
-
-    def grow(self, wanted: int) -> tuple[_Block, int]:
-        """From a new segment."""
-        segment = _segment(wanted)
-        address = self._addresses.take(segment)
-        self.segments[address] = segment
-        return self.cut(address, segment, wanted), segment
-
-    def release_cached(self) -> int:
-        """The segments without a live block."""
-        free = [(address, length) for address, length in self.segments.items() if self.starts.get(address) == length]
-        for address, _ in free:
-            del self.segments[address]
-            self._addresses.give_back(address)
-            self.remove(address)
-        return sum(length for _, length in free)
-
-
-class _ExpandablePool(_Pool):
-    """One segment that grows in pages."""
-
-    __slots__ = ("page",)
-
-    def __init__(self, page: int) -> None:
-        super().__init__(least_rest=1)
-        self.page = page
-        self.holes = {0: ENDLESS // SMALLEST_BLOCK}
-
-    def grow(self, wanted: int) -> tuple[_Block, int]:
-        """At the lowest address where there is room, together with the free blocks around."""
-        start = next(start for hole in sorted(self.holes) if self._has_room(start := self.ends.get(hole, hole), wanted))
-        length = self.remove(start) if start in self.starts else 0
-        mapped = 0
-        while length < wanted:
-            hole = start + length
-            pages = min(-(-(wanted - length) // self.page) * self.page, self.holes[hole])
-            rest = self.holes.pop(hole) - pages
-            if rest:
-                self.holes[hole + pages] = rest
-            mapped += pages
-            length += pages
-            if start + length in self.starts:
-                length += self.remove(start + length)
-        return self.cut(start, length, wanted), mapped
-
-    def _has_room(self, start: int, wanted: int) -> bool:
-        """Whether free blocks and holes from `start` on are long enough together."""
-        end = start
-        while end < start + wanted:
-            stretch = self.starts.get(end) or self.holes.get(end)
-            if stretch is None:
-                return False
-            end += stretch
-        return True
-
-    def release_cached(self) -> int:
-        """The whole pages of free blocks."""
-        released = 0
-        for address, length in list(self.starts.items()):
-            first = -(-address // self.page) * self.page
-            end = (address + length) // self.page * self.page
-            if first >= end:
-                continue
-            self.remove(address)
-            if first > address:
-                self.add(address, first - address)
-            if end < address + length:
-                self.add(end, address + length - end)
-            self.holes[first] = end - first
-            released += end - first
-        before = -1
-        for hole in sorted(self.holes):
-            if before >= 0 and before + self.holes[before] == hole:
-                self.holes[before] += self.holes.pop(hole)
-            else:
-                before = hole
-        return released
-
-
-def _segment(length: int) -> int:
-    """The length of the segment made for a block, in units."""
-    return segment_bytes(length * SMALLEST_BLOCK) // SMALLEST_BLOCK
-
-
-class _Device:
-    """The two pools of a device with `limit_bytes` for their segments. The rest is in units.
-
-    Attributes:
-        reserved: in segments.
-        most_reserved: so far.
-        most_granted: in segments, with one that was granted.
-        least_refused: in segments, with one that was refused.
-    """
-
-    def __init__(self, limit_bytes: int, expandable_segments: bool) -> None:
-        self.limit = limit_bytes // SMALLEST_BLOCK
-        self.small: _Pool
-        self.large: _Pool
-        if expandable_segments:
-            self.small, self.large = (
-                _ExpandablePool(page // SMALLEST_BLOCK) for page in (SMALL_SEGMENT, LARGE_SEGMENT)
-            )
-        else:
-            addresses = _Addresses()
-            self.small, self.large = _SegmentPool(1, addresses), _SegmentPool(SMALL + 1, addresses)
-        self.reserved = self.most_reserved = self.most_granted = 0
-        self.least_refused = ENDLESS // SMALLEST_BLOCK + 1
-
-    def more(self, pool: _Pool, length: int) -> _Block | None:
-        """A block of new memory, for which a full device gives back what holds no live block; None: not enough."""
-        segment = _segment(length)
-        if not self._grants(segment):
-            self.empty_cache()
-            if not self._grants(segment):
-                return None
-        self.most_granted = max(self.most_granted, self.reserved + segment)
-        block, new = pool.grow(length)
-        self.reserved += new
-        self.most_reserved = max(self.most_reserved, self.reserved)
-        return block
-
-    def _grants(self, segment: int) -> bool:
-        """Whether there is so much for a new segment."""
-        if self.reserved + segment <= self.limit:
-            return True
-        self.least_refused = min(self.least_refused, self.reserved + segment)
-        return False
-
-    def empty_cache(self) -> None:
-        """Give back what holds no live block."""
-        self.reserved -= self.small.release_cached() + self.large.release_cached()
-
-    def replay(self, most_allocated: int, survived: bool) -> Replay:
-        """How it went."""
-        reserved, granted, refused = self.most_reserved, self.most_granted, self.least_refused
-        return Replay(
-            peak_allocated_bytes=most_allocated * SMALLEST_BLOCK,
-            peak_reserved_bytes=reserved * SMALLEST_BLOCK,
-            survived=survived,
-            granted_bytes=granted * SMALLEST_BLOCK,
-            refused_bytes=refused * SMALLEST_BLOCK,
-        )
+    state.event, state.allocated, state.most_allocated = number, allocated, most_allocated

@@ -39,7 +39,11 @@ class RankMemory:
         if key not in self._replays:
             timeline = self.timeline
             self._replays[key] = Replays(
-                timeline.sizes(micro_batch), timeline.events, timeline.empties, expandable_segments=expandable_segments
+                timeline.sizes(micro_batch),
+                timeline.events,
+                timeline.empties,
+                expandable_segments=expandable_segments,
+                least_bytes=timeline.peak_bytes(micro_batch),
             )
         return self._replays[key]
 
