@@ -190,7 +190,7 @@ def step_time(model: Model, strategy: Strategy, batch: BatchPlan, cluster: Clust
     parts = {
         "compute_seconds": compute,
         "recompute_seconds": recompute,
-        "communication_seconds": communication + _exchange_seconds(model, strategy, batch, cluster),
+        "communication_seconds": communication + exchange_seconds(model, strategy, batch, cluster),
         "offload_seconds": moving + _offload_seconds(model, strategy, batch, cluster, request, element_bytes),
         "optimizer_seconds": _optimizer_seconds(model, strategy, cluster, request, element_bytes),
     }
@@ -312,7 +312,7 @@ def _communication_seconds(
     return transfer + num_collectives * cluster.hop_seconds * log2(world_size)
 
 
-def _exchange_seconds(model: Model, strategy: Strategy, batch: BatchPlan, cluster: Cluster) -> float:
+def exchange_seconds(model: Model, strategy: Strategy, batch: BatchPlan, cluster: Cluster) -> float:
     """What the all-to-alls of ranks that share samples take.
 
     Of the bytes that a rank has for all n of its group, (n-1)/n leave it. Within a node they travel over the links

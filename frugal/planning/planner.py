@@ -16,10 +16,10 @@ from frugal.planning.memory import breakdown
 from frugal.planning.memory_report import beyond_the_device
 from frugal.planning.plan import OnDraft, Plan
 from frugal.planning.report import reasons
+from frugal.planning.search import sharing
 from frugal.planning.search.candidate import Infeasible, OpenSource, SearchResult, fastest_seconds
 from frugal.planning.search.evaluate import StrategyEvaluation
 from frugal.planning.search.search import Search
-from frugal.planning.search.sharing import fewest_sharing
 from frugal.planning.what_if import offers
 from frugal.units import format_bytes, plural
 
@@ -56,7 +56,7 @@ def decide(
 
         result = search.run(drafted(search))
         if isinstance(result, Infeasible):
-            shared = fewest_sharing(request, cluster, result, sources, dry_run, drafted)
+            shared = sharing.fewest_sharing(request, cluster, result, sources, dry_run, drafted)
             if shared is None or isinstance(shared, str):
                 ways = remedies(request, cluster, search, result, dry_run)
                 raise nothing_fits(request, cluster, result, ways, why_not_shared=shared)
@@ -65,6 +65,7 @@ def decide(
         if request.lengths is not None:
             result = _proven(search, result, dry_run)
         result = _whole(search, result)
+        notes += sharing.notes(search, result)
     batch = result.chosen.batch
     if request.batch_norm == "sync" and batch is not None and any(0 in sizes for sizes in batch.sizes):
         raise RequestError(

@@ -35,6 +35,20 @@ def test_the_batch_counts_groups_of_ranks() -> None:
     assert plan.batch.resized(5).world_size == 4
 
 
+def test_where_only_the_host_lacks_memory_ranks_share_samples_too() -> None:
+    model = {"can_be_split": True, "parameters": 4 * 10**9}
+    wide: dict[str, Any] = {"model": model, "gpus": 4, "mem": "24G", "global_batch": 4, "seq_len": 200_000}
+    assert planned(**wide).strategy.offload_optimizer == "cpu"
+    plan = planned(**wide, host_mem="1G")
+    assert (plan.strategy.sequence_parallel, plan.strategy.offload_optimizer) == (2, "none")
+    assert "lacks" in plan.why[0]
+
+
+def test_what_short_samples_pay_is_said_where_lengths_are_known() -> None:
+    plan = planned(**LONG, seq_len=600_000, lengths={1000: 98, 500_000: 2})
+    assert any("those of at most 300000 tokens, which are 98 %" in note for note in plan.warnings)
+
+
 def test_where_the_model_cannot_be_split_the_proof_says_so() -> None:
     with pytest.raises(NothingFitsError) as caught:
         planned(**{**LONG, "model": {}}, seq_len=600_000)

@@ -11,9 +11,10 @@ from dataclasses import replace
 from frugal.config.hardware.cluster import Cluster
 from frugal.config.request import Request
 from frugal.errors import RequestError
+from frugal.planning import cost
 from frugal.planning.search.candidate import Infeasible, OpenSource, SearchResult
 from frugal.planning.search.search import Search
-from frugal.units import format_bytes, plural
+from frugal.units import format_bytes, format_seconds, plural
 
 MOST_SHARING = 64
 """Ranks that share a sample at most where nobody asked: a model rarely has more attention heads that could be split."""
@@ -47,21 +48,45 @@ def fewest_sharing(
 
 def _numbers(request: Request, cluster: Cluster, alone: Infeasible) -> Iterator[int]:
     """How many ranks may share a sample, the fewest first; those that would not shrink enough are left out."""
-    memory, shortfall = alone.nearest.memory, -(alone.nearest.headroom_bytes or 0)
-    is_of_device = not (alone.nearest.host_shortfall_bytes or alone.nearest.disk_shortfall_bytes)
-    if request.sequence_parallel is not None or len(cluster.kinds) > 1 or memory is None or not is_of_device:
+    if request.sequence_parallel is not None or len(cluster.kinds) > 1:
         return
-    per_sample = memory.activations + memory.logits + memory.temporary + memory.slack
+    lacks = {}  # of devices, whatever hosts and disks lack: bytes for each sample, and bytes that are missing
+    for each in alone.nearest_first:
+        if each.memory is not None and not (each.host_shortfall_bytes or each.disk_shortfall_bytes):
+            memory = each.memory
+            per_sample = memory.activations + memory.logits + memory.temporary + memory.slack
+            lacks[each.strategy] = per_sample, -(each.headroom_bytes or 0)
     for number in range(2, min(cluster.world_size, MOST_SHARING, request.seq_len) + 1):
-        if cluster.world_size % number == 0 and per_sample - per_sample // number > shortfall:
+        helps = any(per_sample - per_sample // number > missing for per_sample, missing in lacks.values())
+        if cluster.world_size % number == 0 and helps:
             yield number
+
+
+def notes(search: Search, result: SearchResult) -> list[str]:
+    """What sharing costs the samples that need it not, where their lengths are known."""
+    chosen, request = result.chosen, search.request
+    lengths, strategy = request.lengths, chosen.strategy
+    if lengths is None or strategy.sequence_parallel == 1 or chosen.batch is None:
+        return []
+    part = chosen.batch.part_of(request.seq_len)
+    short = sum(count for tokens, count in zip(lengths.tokens, lengths.counts, strict=True) if tokens <= part)
+    profile = search.source.profile(strategy, True)
+    seconds = cost.exchange_seconds(profile, strategy, chosen.batch, search.cluster)
+    share = f"{100 * short / lengths.num_samples:.0f} %"
+    return [
+        f"all samples are shared, also those of at most {part} tokens, which are {share}: at full length all-to-alls "
+        f"take {format_seconds(seconds)} of {format_seconds(chosen.seconds)}"
+    ]
 
 
 def _why(request: Request, cluster: Cluster, alone: Infeasible) -> str:
     """The sentence of `Plan.why`."""
     assert request.sequence_parallel is not None
     lacking = format_bytes(-(alone.nearest.headroom_bytes or 0))
+    where = f"on one {cluster.rank_noun}"
+    if alone.nearest.host_shortfall_bytes or alone.nearest.disk_shortfall_bytes:
+        where = "in a node's host memory" if alone.nearest.host_shortfall_bytes else "on a node's disk"
     return (
         f"each sample is shared by {plural(request.sequence_parallel, cluster.rank_noun)}, a part of its tokens each: "
-        f"{plural(alone.nearest.micro_batch, 'sample')} of {request.seq_len} tokens lacks {lacking} on one at best"
+        f"{plural(alone.nearest.micro_batch, 'sample')} of {request.seq_len} tokens lacks {lacking} {where} otherwise"
     )
