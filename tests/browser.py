@@ -45,6 +45,7 @@ class Browser:
         self._command("Emulation.setEmulatedMedia", features=[scheme])
         self.driver.get_log("browser"), self.driver.get_log("performance")
         self.driver.get(page.resolve().as_uri())
+        self.run("for (let i = 0; i < 2; i++) await new Promise(requestAnimationFrame)")  # charts are drawn in frames
 
     def run(self, script: str, *arguments: Any) -> Any:
         """What a script returns; `arguments[0]` and so on are the arguments. A promise is waited for."""
@@ -74,11 +75,11 @@ class Browser:
         urls = [event["params"]["request"]["url"] for event in events if event["method"] == "Network.requestWillBeSent"]
         return [url for url in urls if not url.startswith("data:")]
 
-    def picture(self, path: Path, *, quality: int = 80) -> None:
-        """The whole page, also what is below the window, as WebP or PNG by the name of the file."""
+    def picture(self, path: Path, *, quality: int = 80, whole: bool = True) -> None:
+        """The page as WebP or PNG by the name of the file; `whole`: also what is below the window."""
         kind = path.suffix.removeprefix(".")
         extra = {} if kind == "png" else {"quality": quality}
-        taken = self._command("Page.captureScreenshot", format=kind, captureBeyondViewport=True, **extra)
+        taken = self._command("Page.captureScreenshot", format=kind, captureBeyondViewport=whole, **extra)
         path.write_bytes(base64.b64decode(taken["data"]))
 
     def close(self) -> None:

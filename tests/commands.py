@@ -1,5 +1,6 @@
 """Commands of frugal, called in the test's own process."""
 
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,8 @@ def with_formulas(folder: Path, monkeypatch: pytest.MonkeyPatch, **model: int | 
     """`folder` to run in, formulas in place of dry runs, and a cache that knows no other plans."""
     monkeypatch.chdir(folder)
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
-    for user in ("frugal.dryrun.client", "frugal.cli.explain"):  # the latter may have been imported before
-        monkeypatch.setattr(f"{user}.DryRunSource", dry_running(**model))
+    users = ("frugal.dryrun.client", "frugal.cli.explain", "frugal.plan_page.contents")
+    modules = list(map(import_module, users))  # before any is changed: one imported later would keep the formulas
+    for user in modules:
+        monkeypatch.setattr(user, "DryRunSource", dry_running(**model))
     return folder

@@ -1,6 +1,7 @@
-"""What a terminal shows of a plan, as pictures in docs/images: `python -m tests.screenshots` makes them anew.
+"""What a terminal shows of a plan, and its page: pictures in docs/images, made anew by `python -m tests.screenshots`.
 
-The command really writes to a terminal; rich turns what it wrote into SVG, without the fonts that it would fetch.
+The command really writes to a terminal; rich turns what it wrote into SVG, without the fonts that it would fetch. The
+page is opened in the browser of `tests.browser`; where there is none, its pictures stay as they are.
 """
 
 import inspect
@@ -16,6 +17,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
+from tests.browser import Browser, missing
 from tests.report import pictured
 
 IMAGES = Path(__file__).parents[1] / "docs" / "images"
@@ -52,9 +54,32 @@ def picture(command: str, columns: int, written: str) -> str:
     return console.export_svg(title="", code_format=frame, unique_id=f"plan-{columns}")
 
 
+PAGES = {"light": (1280, 1180), "dark": (1280, 1180), "narrow": (400, 1500)}
+"""Pictures of the page, by their names, and the pixels of their windows."""
+
+DRAWN = "while (!document.querySelector('#memory canvas')) await new Promise((done) => setTimeout(done, 20))"
+
+
+def page_pictures(command: str) -> None:
+    """The page that a command writes, in windows of several widths, light and dark."""
+    if reason := missing():
+        print(f"the pictures of pages stay as they are: {reason}")
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        page = Path(folder) / "plan.html"
+        subprocess.run([sys.executable, "-m", *command.split(), "--html", str(page)], check=True, capture_output=True)
+        browser = Browser()
+        for name, (width, height) in PAGES.items():
+            browser.open(page, width=width, height=height, dark=name == "dark")
+            browser.run(DRAWN)
+            browser.picture(IMAGES / f"plan-page-{name}.webp", whole=False)
+        browser.close()
+
+
 def renew() -> None:
     """Make all pictures."""
     IMAGES.mkdir(exist_ok=True)
+    page_pictures(COMMAND)
     for columns in WIDTHS:
         written = shown(COMMAND, columns)
         (IMAGES / f"plan-{columns}-columns.svg").write_text(picture(COMMAND, columns, written) + "\n")

@@ -16,8 +16,8 @@ import frugal
 ROOT = Path(frugal.__file__).parent
 FLOORS = [
     "errors", "units", "file_errors", "temporary", "files", "required", "config", "planning", "html", "report",
-    "torch_internals", "deepspeed_adapter", "distributed", "training", "integrations", "dryrun", "check", "launch",
-    "cli",
+    "torch_internals", "deepspeed_adapter", "distributed", "training", "integrations", "dryrun", "plan_page", "check",
+    "launch", "cli",
 ]  # fmt: skip
 """From the ground up: a module imports from its own floor and from those below."""
 
@@ -26,7 +26,7 @@ PUBLIC = (ROOT / "__init__.py", ROOT / "__main__.py")
 
 HEAVY = {"torch", "deepspeed", "transformers", "datasets", "accelerate"}
 
-MOST_MODULES, MOST_LINES, MOST_FUNCTION_LINES, FILES_OF_A_FOLDER = 300, 500, 60, range(3, 13)
+MOST_MODULES, MOST_LINES, MOST_FUNCTION_LINES, FILES_OF_A_FOLDER = 309, 500, 60, range(3, 13)
 
 READ_THE_ENVIRONMENT = {
     "frugal.deepspeed_adapter.fake_device": "a dry run gives DeepSpeed the variables of the rank that it stands for",

@@ -1,12 +1,12 @@
 """`frugal plan`."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import click
 
+from frugal.cli.display.drafts import DraftTaken, ShownDrafts
 from frugal.cli.display.terminal import is_terminal, show, waiting
 from frugal.cli.display.verdict import show_row, show_verdict
 from frugal.cli.options import SettingsCommand, config_option, options, planned, verbose_option, what_if_option
@@ -17,7 +17,6 @@ from frugal.deepspeed_adapter.json_config import write_plan
 from frugal.dryrun.planner import what_helps
 from frugal.planning.plan import Plan
 from frugal.planning.report import summary_blocks
-from frugal.units import format_bytes
 
 
 @click.command("plan", cls=SettingsCommand)
@@ -26,7 +25,17 @@ from frugal.units import format_bytes
 @options(RunSettings, names=DATA_NAMES)
 @config_option
 @click.option("--json", "as_json", is_flag=True, help="Print plan.json instead of the report.")
-@click.option("-o", "--output", type=click.Path(path_type=Path), help="Write plan.json and ds_config.json there.")
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path),
+    help="Write plan.json, ds_config.json and plan.html there: a page that computes other settings of the model.",
+)
+@click.option(
+    "--html",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Write the page there with all it can compute: other GPUs, sample lengths, offloading. Takes a while.",
+)
 @click.option(
     "--draft",
     "only_draft",
@@ -39,6 +48,7 @@ def command(
     axes: tuple[str, ...],
     as_json: bool,
     output: Path | None,
+    html: Path | None,
     only_draft: bool,
     verbose: bool,
     with_table: bool,
@@ -49,13 +59,14 @@ def command(
         raise click.UsageError(f"Got unexpected extra argument ({axes[0]})", click.get_current_context())
     named = _axes(axes) if with_table else {}
     is_watched = is_terminal() and not (as_json or verbose or with_table)
-    drafts = _Drafts(is_shown=is_watched, are_enough=only_draft)
+    drafts = ShownDrafts(is_shown=is_watched, are_enough=only_draft)
     try:
         plan = planned(values, on_draft=drafts.take)
-    except _DraftTaken as taken:
+    except DraftTaken as taken:
         plan = taken.plan
     written = write_plan(plan, output) if output is not None else ()
     if as_json:
+        _write_pages(plan, output, html)
         click.echo(plan.to_json().decode(), nl=False)
         return
     blocks = summary_blocks(plan) if verbose else []
@@ -71,73 +82,32 @@ def command(
         show_verdict(replace(plan.verdict, notes=()) if verbose else plan.verdict)
     else:
         drafts.conclude(plan)
-    _conclude(plan, output, written, verbose=verbose)
+    _conclude(plan, output, html, written, verbose=verbose)
 
 
-class _DraftTaken(Exception):  # noqa: N818 - no error
-    """A draft is enough."""
+def _write_pages(plan: Plan, folder: Path | None, html: Path | None, helps: str = "") -> tuple[Path, ...]:
+    """Write the pages that are asked for; their paths."""
+    if folder is None and html is None:
+        return ()
+    from frugal.plan_page.make import write_page  # brings the search along, which a kept plan does not need
 
-    def __init__(self, plan: Plan) -> None:
-        self.plan = plan
-
-
-class _Drafts:
-    """Plans that are about to be dry-run: shown at once to people who wait, or taken as they are."""
-
-    def __init__(self, *, is_shown: bool, are_enough: bool) -> None:
-        self._is_shown = is_shown
-        self._are_enough = are_enough
-        self.last: Plan | None = None
-
-    def take(self, plan: Plan, whole: Callable[[], Plan]) -> None:
-        """One more draft.
-
-        Raises:
-            _DraftTaken: it is enough.
-        """
-        if self._are_enough:
-            plan = whole()
-            raise _DraftTaken(replace(plan, warnings=(UNPROVEN, *plan.warnings)).sealed())
-        if not self._is_shown:
-            return
-        if self.last is not None:
-            show_row("draft", "refused, a dry run takes more; the next:")
-        show_verdict(plan.verdict)
-        self.last = plan
-
-    def conclude(self, plan: Plan) -> None:
-        """Say whether the plan is the last draft, and what it is where it is another.
-
-        With short samples dry runs also decide how many of them share a micro-batch: what that changes is shown.
-        """
-        assert self.last is not None
-        takes = f"{format_bytes(plan.memory.total_bytes)} by a dry run of DeepSpeed's own code"
-        samples, of_draft = (replace(each.batch, shortest=None) for each in (plan, self.last))
-        if (plan.strategy, samples) == (self.last.strategy, of_draft):
-            show_row("proven", takes)
-            for row in plan.verdict.rows:
-                if row[0] != "fits" and row not in self.last.verdict.rows:
-                    show_row(*row)
-            for note in plan.warnings:  # what only the dry run has shown, and what is computed beside it
-                if note not in self.last.warnings:
-                    show_row("note", note)
-        else:
-            show_row("draft", f"refused, and this is the plan, which takes {takes}:")
-            show_verdict(plan.verdict)
+    with waiting("making the page"):
+        pages = [write_page(plan, folder / "plan.html", in_full=False, helps=helps)] if folder is not None else []
+        pages += [write_page(plan, html, in_full=True, helps=helps)] if html is not None else []
+    return tuple(pages)
 
 
-UNPROVEN = "a draft: its memory is arithmetic, and no dry run has proven it"
-
-
-def _conclude(plan: Plan, folder: Path | None, written: tuple[Path, ...], *, verbose: bool) -> None:
+def _conclude(plan: Plan, folder: Path | None, html: Path | None, written: tuple[Path, ...], *, verbose: bool) -> None:
     """Below the verdict what would help, which may have to be predicted first, and where more is."""
     with waiting("predicting what would help"):
         helps = what_helps(plan)
     if helps:
         show_row("helps", helps)
+    written += _write_pages(plan, folder, html, helps)
     if written:
-        more = "" if verbose else f"; more: `frugal explain {folder}`"
-        show_row("wrote", f"{' and '.join(map(str, written))}{more}")
+        more = "" if verbose or folder is None else f"; more: `frugal explain {folder}`"
+        *others, last = map(str, written)
+        show_row("wrote", f"{', '.join(others)}{' and ' if others else ''}{last}{more}")
     elif not verbose:
         show_row("more", "`frugal plan -v`: all of it; `frugal explain`: what binds and what helps")
 

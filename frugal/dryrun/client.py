@@ -106,6 +106,16 @@ class DryRunSource:
         if self._own_pool:
             self._pool.close()
 
+    def on(self, cluster: Cluster) -> "DryRunSource":
+        """The same model on a cluster of the same kind of devices, with the traces that are known here.
+
+        It shares this one's workers, and is not closed.
+        """
+        assert (cluster.devices[0].kind, cluster.kernel_class) == (self.kind, self.capability), "other kernels"
+        source = DryRunSource(self.request, cluster, pool=self._pool, will_dry_run=self._will_dry_run)
+        source._cache, source._drafts, source._facts = self._cache, self._drafts, self._facts
+        return source
+
     def prepare(self, strategies: Sequence[Strategy]) -> None:
         """Find out at once what profiles of all these strategies need. Raises as `profile`."""
         self._drafts.prepare([strategy for strategy in strategies if strategy not in self._distrusted])
@@ -156,6 +166,10 @@ class DryRunSource:
         Raises as `profile`.
         """
         return self._drafts.num_layers(strategy)
+
+    def has_draft(self, strategy: Strategy) -> bool:
+        """Whether there is a draft that no worker has to be asked for."""
+        return strategy not in self._distrusted and self._drafts.are_known(strategy)
 
     def distrust(self, strategy: Strategy) -> bool:
         """From now on profile `strategy` by dry runs; false if that is so already."""

@@ -94,7 +94,7 @@ def make_plan(
     key = digest("plan", model_key(request), request, cluster, defaults)
     kept = cache.read(key, Plan)
     if kept is None or kept.digest != kept.compute_digest():
-        with _replays_known(cache, request):
+        with replays_known(cache, request):
             kept = _decided(request, cluster, defaults, on_draft)
         cache.write(key, kept)
     return replace(kept, warnings=(*kept.warnings, *warnings)).sealed() if warnings else kept
@@ -109,7 +109,7 @@ def _decided(request: Request, cluster: Cluster, defaults: tuple[str, ...], on_d
 
 
 @contextmanager
-def _replays_known(cache: Cache, request: Request) -> Iterator[None]:
+def replays_known(cache: Cache, request: Request) -> Iterator[None]:
     """Of the allocator's replays those that plans of the same model have done before, and afterwards also these."""
     from frugal.planning.memory.allocator import KNOWN, Replay
 
@@ -136,7 +136,7 @@ def what_helps(plan: Plan) -> str:
         from frugal.planning.what_if import changes, most_helpful, predicted  # the search takes a while to import
 
         cases = changes(plan)
-        with _replays_known(cache, plan.request), closing(workers()) as pool:
+        with replays_known(cache, plan.request), closing(workers()) as pool:
             predictions = predicted(cases, partial(DryRunSource, pool=pool, will_dry_run=False))
         kept = most_helpful(plan, cases, predictions)
         cache.write(key, kept)

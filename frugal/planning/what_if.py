@@ -328,22 +328,38 @@ def what_if_table(
     predictions: Mapping[tuple[int, int, int], Candidate | None],
 ) -> list[str]:
     """A table a sample length, memory by GPUs: seconds a step, tokens/s of a GPU, and the strategy's letters."""
-    per_node = " a node" if len(plan.cluster.nodes) > 1 else ""
     used: set[str] = set()
     lines = [f"what if: a step of {plan.batch.global_batch} samples ({NOT_DRY_RUN})"]
     for seq_len in axes["seq-len"]:
-        head = ("", *(plural(number, plan.cluster.rank_noun) + per_node for number in axes["gpus"]), "")
-        rows = [head]
-        for memory in axes["mem"]:
-            row = [format_bytes(memory)]
-            for num_gpus in axes["gpus"]:
-                key = (num_gpus, memory, seq_len)
-                row.append(_entry(cases[key], predictions[key], used) if key in cases else "-")
-            rows.append((*row, ""))
-        lines += ["", f"samples of {seq_len} tokens", *aligned(rows)]
+        rows = what_if_rows(plan, axes, cases, predictions, seq_len, used)
+        lines += ["", f"samples of {seq_len} tokens", *aligned([(*row, "") for row in rows])]
+    return [*lines, "", f"  {what_if_legend(used)}"]
+
+
+def what_if_rows(
+    plan: Plan,
+    axes: Mapping[str, Sequence[int]],
+    cases: Mapping[tuple[int, int, int], Case],
+    predictions: Mapping[tuple[int, int, int], Candidate | None],
+    seq_len: int,
+    used: set[str],
+) -> list[tuple[str, ...]]:
+    """Those of one sample length, the first of them names the columns; letters that stand in it are added to `used`."""
+    per_node = " a node" if len(plan.cluster.nodes) > 1 else ""
+    rows = [("", *(plural(number, plan.cluster.rank_noun) + per_node for number in axes["gpus"]))]
+    for memory in axes["mem"]:
+        row = [format_bytes(memory)]
+        for num_gpus in axes["gpus"]:
+            key = (num_gpus, memory, seq_len)
+            row.append(_entry(cases[key], predictions[key], used) if key in cases else "-")
+        rows.append(tuple(row))
+    return rows
+
+
+def what_if_legend(used: set[str]) -> str:
+    """What stands in the table."""
     legend = [f"{letter} {meaning}" for letter, meaning in _LETTERS.items() if letter in used]
-    lines += ["", "  seconds a step, tokens/s of each device, Z ZeRO stage" + "".join(f"; {entry}" for entry in legend)]
-    return lines
+    return "seconds a step, tokens/s of each device, Z ZeRO stage" + "".join(f"; {entry}" for entry in legend)
 
 
 def _entry(case: Case, candidate: Candidate | None, used: set[str]) -> str:

@@ -167,8 +167,22 @@ def test_json_is_exactly_the_file(capsys: pytest.CaptureFixture[str], here: Path
 
 def test_it_says_where_it_wrote(capsys: pytest.CaptureFixture[str], here: Path) -> None:
     _, out, _ = frugal_plan(capsys, *CARDS, "-o", "run")
-    assert out.endswith("\nwrote  run/plan.json and run/ds_config.json; more: `frugal explain run`\n")
+    assert out.endswith("\nwrote  run/plan.json, run/ds_config.json and run/plan.html; more: `frugal explain run`\n")
     assert json.loads((here / "run" / "ds_config.json").read_text())["train_batch_size"] == 13 * 10 * 4
+
+
+def test_the_page_of_a_plan_names_it_and_says_where_it_is(capsys: pytest.CaptureFixture[str], here: Path) -> None:
+    _, out, _ = frugal_plan(capsys, *CARDS, "--html", "pages/gpt2.html")
+    assert out.endswith("\nwrote  pages/gpt2.html\n")
+    _, written, _ = frugal_plan(capsys, *CARDS, "--json", "-o", "run")
+    for page in ("pages/gpt2.html", "run/plan.html"):
+        assert Plan.from_json(written.encode()).digest in (here / page).read_text()
+
+
+def test_a_page_that_cannot_be_written_is_an_error(capsys: pytest.CaptureFixture[str], here: Path) -> None:
+    (here / "pages").touch()
+    code, _, err = frugal_plan(capsys, *CARDS, "--html", "pages/gpt2.html")
+    assert code == 2 and err.startswith("error: cannot write pages")
 
 
 def test_flags_win_over_the_file_and_the_file_over_defaults(capsys: pytest.CaptureFixture[str], here: Path) -> None:

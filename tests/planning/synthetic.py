@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from frugal.config.hardware.cluster import Cluster, Device
@@ -158,6 +158,13 @@ class SyntheticSource:
     def num_layers(self, strategy: Strategy) -> int:
         """Layers whose modes can be mixed, if the model says how many it has."""
         return int(self.model.get("num_layers", 0))
+
+    def has_draft(self, strategy: Strategy) -> bool:
+        """Formulas are no recorded allocations, of which a page is made."""
+        return False
+
+    def on(self, cluster: Cluster) -> "SyntheticSource":
+        return replace(self, cluster=cluster)
 
     def distrust(self, strategy: Strategy) -> bool:
         return False

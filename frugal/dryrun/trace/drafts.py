@@ -82,6 +82,15 @@ class Drafts:
             trace = self._traced(strategy)[strategy.activation_checkpointing]
         return trace if trace is not None and covers(self._request, strategy, trace) else None
 
+    def are_known(self, strategy: Strategy) -> bool:
+        """Whether the traces that `strategy` needs were made before."""
+        if self._kind == "cpu":
+            strategy = strategy.where_the_host_is_the_device
+        return all(
+            question in self._traces or self._cache.has(self._key(question)) or shipped.trace(question) is not None
+            for question in self._questions(strategy).values()
+        )
+
     def num_layers(self, strategy: Strategy) -> int:
         """The layers that can have modes of their own, mixed of those of `strategy`; 0 where they cannot be mixed.
 

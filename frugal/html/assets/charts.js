@@ -3,16 +3,16 @@
 const frugal = (() => {
   const data = (name) => JSON.parse(document.getElementById(`data-${name}`).textContent);
 
-  const UNITS = ["B", "KiB", "MiB", "GiB", "TiB"];
-  // Bytes as text, with three digits.
+  const MIB = 1024 ** 2, GIB = 1024 ** 3;
+
+  // Bytes as text: `format_bytes` of frugal/units.py.
   function bytes(value) {
-    let number = value, unit = 0;
-    while (Math.abs(number) >= 1024 && unit < UNITS.length - 1) {
-      number /= 1024;
-      unit++;
-    }
-    return `${unit === 0 ? number : number.toFixed(Math.abs(number) >= 100 ? 0 : Math.abs(number) >= 10 ? 1 : 2)} ${UNITS[unit]}`;
+    return Math.abs(value) >= GIB ? `${(value / GIB).toFixed(2)} GiB` : `${(value / MIB).toFixed(1)} MiB`;
   }
+
+  // The same for an axis, whose numbers are round; and the distances that its numbers may have.
+  const roundBytes = (value) => bytes(value).replace(/\.0+ /, " ").replace(/(\.\d)0 /, "$1 ");
+  const BINARY = Array.from({ length: 50 }, (_, power) => 2 ** power);
 
   // The value of a colour of page.css, such as "--line" or "--c1".
   const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
@@ -76,7 +76,7 @@ const frugal = (() => {
       return { label: series.label, fill: (u) => pattern(u.ctx, number), stroke: () => colour("--paper"), width: 0.5, paths, points: { show: false } };
     }
     if (series.kind === "points") {
-      return { label: series.label, stroke, fill: stroke, paths: () => null, points: { show: true, size: 7 } };
+      return { label: series.label, stroke, paths: () => null, points: { show: false } };
     }
     return { label: series.label, stroke, width: 2, dash: DASHES[(number - 1) % DASHES.length], paths, points: { show: series.values.length < 2 }, spanGaps: true };
   }
@@ -127,35 +127,90 @@ const frugal = (() => {
     }
   }
 
-  // Vertical lines with what happens there.
-  function drawMarks(u, marks) {
-    const { left, top, width, height } = u.bbox;
+  // Vertical lines with what happens there, in the place of the numbers of the axis where it has none.
+  function drawMarks(u, marks, isBelow) {
+    const { left, top, width, height } = u.bbox, ratio = uPlot.pxRatio;
+    const y = top + height + (isBelow ? 12 : -10) * ratio;
     let free = -Infinity;
     for (const mark of marks) {
       const x = u.valToPos(mark.x, "x", true);
       if (x < left - 1 || x > left + width + 1) continue;
       stroked(u, [x, top], [x, top + height], "--faint", mark.dash ?? [2, 3]);
-      const wide = u.ctx.measureText(mark.label).width;
-      if (x < free) continue; // its name would lie on another's; the table has it
-      text(u, mark.label, x + 4 * uPlot.pxRatio, top + height - 10 * uPlot.pxRatio, { name: "--faint" });
-      free = x + wide + 12 * uPlot.pxRatio;
+      u.ctx.save();
+      u.ctx.font = FONT;
+      const wide = u.ctx.measureText(mark.label).width * ratio;
+      u.ctx.restore();
+      const at = Math.min(x + (isBelow ? 0 : 4) * ratio, left + width - wide);
+      if (at < free) continue; // its name would lie on another's; a table has it
+      text(u, mark.label, at, y, { name: "--faint" });
+      free = at + wide + 8 * ratio;
     }
   }
 
-  // The name of each area where it is highest, if there is room for it.
+  // The name of each area in the middle of its highest stretch, if there is room for it.
   function drawNames(u, series, tops) {
+    const y = (value) => u.valToPos(value, "y", true), x = (i) => u.valToPos(u.data[0][i], "x", true);
+    const room = 17 * uPlot.pxRatio;
     series.forEach(({ label, values, letter }, number) => {
+      const height = (i) => y(tops[number][i] - values[i]) - y(tops[number][i]);
       let best = 0;
       values.forEach((value, i) => { if (value > values[best]) best = i; });
-      const high = u.valToPos(tops[number][best], "y", true);
-      const low = u.valToPos(tops[number][best] - values[best], "y", true);
-      if (low - high < 18 * uPlot.pxRatio) return;
-      const wanted = u.valToPos(u.data[0][best], "x", true);
-      const { left, width } = u.bbox;
-      const half = 45 * uPlot.pxRatio;
-      const x = Math.min(Math.max(wanted, left + half), left + width - half);
-      text(u, letter ? `${letter} ${label}` : label, x, (high + low) / 2, { align: "center" });
+      let first = best, last = best;
+      while (first > 0 && height(first - 1) >= room) first--;
+      while (last < values.length - 1 && height(last + 1) >= room) last++;
+      if (height(best) < room || x(last) - x(first) < 70 * uPlot.pxRatio) return;
+      const middle = Math.round((first + last) / 2);
+      text(u, letter ? `${letter} ${label}` : label, x(middle), y(tops[number][middle] - values[middle] / 2), { align: "center" });
     });
+  }
+
+  // The path of a marker: circle, cross, triangle or star.
+  function marker(ctx, shape, x, y, size) {
+    ctx.beginPath();
+    if (shape === "cross") {
+      for (const [dx, dy] of [[1, 1], [1, -1]]) {
+        ctx.moveTo(x - dx * size, y - dy * size);
+        ctx.lineTo(x + dx * size, y + dy * size);
+      }
+    } else if (shape === "triangle" || shape === "star") {
+      const corners = shape === "star" ? 10 : 3;
+      for (let i = 0; i < corners; i++) {
+        const angle = -Math.PI / 2 + (2 * Math.PI * i) / corners;
+        const far = (shape === "star" && i % 2 ? 0.6 : 1.4) * size;
+        ctx.lineTo(x + far * Math.cos(angle), y + far * Math.sin(angle));
+      }
+      ctx.closePath();
+    } else {
+      ctx.arc(x, y, size, 0, 2 * Math.PI);
+    }
+  }
+
+  function paintMarker(ctx, series, x, y, size) {
+    ctx.save();
+    ctx.fillStyle = colour(`--c${series.colour ?? 1}`);
+    ctx.strokeStyle = colour(series.shape === "cross" ? "--bad" : "--text");
+    ctx.lineWidth = size / (series.shape === "cross" ? 2.5 : 5);
+    marker(ctx, series.shape, x, y, size);
+    if (series.shape !== "cross") ctx.fill();
+    ctx.stroke();
+    ctx.restore();
+  }
+
+  // Points by their shapes, each with its name where it does not lie on another's.
+  function drawPoints(u, series) {
+    const taken = [];
+    for (const each of series) {
+      if (each.kind !== "points") continue;
+      each.values.forEach((value, i) => {
+        if (value === null || value === undefined) return;
+        const x = u.valToPos(u.data[0][i], "x", true), y = u.valToPos(value, "y", true);
+        paintMarker(u.ctx, each, x, y, 5 * uPlot.pxRatio);
+        const name = each.names?.[i];
+        if (!name || taken.some(([a, b]) => Math.abs(a - x) < 22 * uPlot.pxRatio && Math.abs(b - y) < 14 * uPlot.pxRatio)) return;
+        taken.push([x, y]);
+        text(u, name, x + 9 * uPlot.pxRatio, y - 7 * uPlot.pxRatio, { name: "--faint" });
+      });
+    }
   }
 
   function drawNote(u, note) {
@@ -170,11 +225,17 @@ const frugal = (() => {
     ctx.fill();
     ctx.stroke();
     ctx.restore();
-    const isRight = x > u.bbox.left + u.bbox.width / 2;
-    note.lines.forEach((line, i) => {
-      const above = (note.lines.length - 1 - i) * 15 + 14;
-      text(u, line, x + (isRight ? -8 : 8) * uPlot.pxRatio, y - above * uPlot.pxRatio, { align: isRight ? "right" : "left", bold: i === 0 });
-    });
+    const { left, top, width } = u.bbox, ratio = uPlot.pxRatio;
+    const isRight = x > left + width / 2;
+    const bottom = top + (note.lines.length * 15 + 4) * ratio;
+    if (bottom < y) stroked(u, [x, bottom], [x, y - 6 * ratio], "--text", []);
+    u.ctx.save();
+    u.ctx.font = `600 ${FONT}`;
+    const wide = Math.max(...note.lines.map((line) => u.ctx.measureText(line).width)) * ratio;
+    u.ctx.restore();
+    const edge = u.ctx.canvas.width - 4 * ratio - wide;
+    const from = Math.max(4 * ratio, Math.min(isRight ? x + 4 * ratio - wide : x - 4 * ratio, edge));
+    note.lines.forEach((line, i) => text(u, line, from, top + (i * 15 + 9) * ratio, { bold: i === 0 }));
   }
 
   // The legend: a swatch in colour and pattern, a letter where one is given, and the name.
@@ -191,10 +252,12 @@ const frugal = (() => {
       if (spec.stacked || series.kind === "area") {
         pen.fillStyle = pattern(pen, series.colour ?? 1);
         pen.fillRect(0, 0, 44, 24);
+      } else if (series.kind === "points") {
+        paintMarker(pen, series, 22, 12, 9);
       } else {
         pen.strokeStyle = colour(`--c${series.colour ?? 1}`);
         pen.lineWidth = 4;
-        pen.setLineDash(series.kind === "points" ? [4, 8] : DASHES[((series.colour ?? 1) - 1) % DASHES.length].map((length) => 2 * length));
+        pen.setLineDash(DASHES[((series.colour ?? 1) - 1) % DASHES.length].map((length) => 2 * length));
         pen.moveTo(0, 12);
         pen.lineTo(44, 12);
         pen.stroke();
@@ -208,8 +271,10 @@ const frugal = (() => {
   // Draws `spec` into `place`, anew when the page's width or theme changes; the answer draws another.
   //
   // x: numbers. series: [{label, values, colour: 1..9, kind: "line" | "area" | "points", steps, letter}]; a value may be
-  // null. stacked: areas upon each other. levels: [{label, value, dash, colour, below}]. marks: [{x, label, dash}].
-  // note: {x, y, lines}. xFormat, yFormat: number -> text. xLabel, yLabel, height, yMax, xSplits. hover: (index) -> text.
+  // null. Points have a shape: "circle" | "cross" | "triangle" | "star", and names, one a value. stacked: areas upon
+  // each other. levels: [{label, value, dash, colour, below}]. marks: [{x, label, dash}].
+  // note: {x, y, lines}. xFormat, yFormat: number -> text. xLabel, yLabel, height, yMax, xSplits. xPad: what the axis is longer.
+  // hover: (index) -> text.
   function chart(place, first) {
     let spec = first, plot = null;
     const words = document.createElement("p");
@@ -226,23 +291,26 @@ const frugal = (() => {
       const order = spec.series.map((_, i) => i);
       if (spec.stacked) order.reverse(); // the highest sum first, the others over it
       const highest = Math.max(...tops.flatMap((values) => values.reduce((most, value) => Math.max(most, value ?? -Infinity), -Infinity)), ...(spec.levels ?? []).filter((level) => level.scales !== false).map(({ value }) => value));
+      const height = spec.height ?? (width < 500 ? 260 : 340);
+      const room = spec.note ? 1 + (15 * spec.note.lines.length + 34) / (height - 90) : 1.12; // above what is drawn
       const lowest = spec.yMin ?? (spec.stacked ? 0 : undefined);
       plot = new uPlot({
         width,
-        height: spec.height ?? (width < 500 ? 260 : 340),
+        height,
         legend: { show: false },
         cursor: { y: false, drag: { x: false, y: false }, points: { show: !spec.stacked } },
-        scales: { x: { time: false }, y: { range: (_, low, high) => [lowest ?? low - 0.05 * (high - low || 1), spec.yMax ?? (highest > 0 ? highest * 1.12 : high)] } },
+        scales: { x: { time: false, ...(spec.xPad ? { range: (_, low, high) => [low - spec.xPad * (high - low || 1), high + spec.xPad * (high - low || 1)] } : {}) }, y: { range: (_, low, high) => [lowest ?? low - 0.05 * (high - low || 1), spec.yMax ?? (highest > 0 ? highest * room : high)] } },
         axes: [
           axis(spec.xFormat ?? number, spec.xLabel, { size: 32, ...(spec.xSplits ? { splits: () => spec.xSplits } : {}) }),
-          axis(spec.yFormat ?? number, spec.yLabel, { size: 64 }),
+          axis(spec.yFormat === bytes ? roundBytes : spec.yFormat ?? number, spec.yLabel, { size: 64, ...(spec.yFormat === bytes ? { incrs: BINARY } : {}) }),
         ],
         series: [{}, ...order.map((i) => described(spec.series[i], spec.stacked))],
         hooks: {
           draw: [(u) => {
             if (spec.stacked) drawNames(u, spec.series, tops);
-            drawMarks(u, spec.marks ?? []);
+            drawMarks(u, spec.marks ?? [], spec.xFormat && spec.xFormat(1) === "");
             drawLevels(u, spec.levels ?? []);
+            drawPoints(u, spec.series);
             if (spec.note) drawNote(u, spec.note);
           }],
           setCursor: [(u) => { words.textContent = u.cursor.idx === null || !spec.hover ? "" : spec.hover(u.cursor.idx); }],

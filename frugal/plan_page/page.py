@@ -1,0 +1,249 @@
+"""The page of a plan: one file with the verdict, memory over a step that can be asked about other settings, the
+strategies that were weighed, and what other machines would come to.
+
+Two kinds of numbers are on it, and it says which is which: those of the plan, whose memory a dry run of DeepSpeed's own
+code has proven, and those that the page computes, which are the arithmetic of `frugal plan --draft`.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from frugal.config.hardware.cluster import CARDS
+from frugal.html.assets import asset
+from frugal.html.document import document
+from frugal.html.elements import Html, details, element, figure, joined, table
+from frugal.planning.memory_report import assumptions
+from frugal.planning.plan import Plan, Rejected
+from frugal.planning.report import short_name, strategy_table
+from frugal.planning.table import Table
+from frugal.units import format_bytes, format_seconds, plural
+
+SCRIPTS = ("plan_timeline.js", "plan_allocator.js", "plan_predict.js", "plan_page.js")
+
+
+class PageData(msgspec.Struct, frozen=True):
+    """What a page is made of besides its plan, as it is kept.
+
+    `profiles`: what it can compute, see `frugal.plan_page.profiles`. `tables`: what other machines would come to.
+    """
+
+    profiles: dict[str, Any]
+    tables: tuple[Table, ...] = ()
+
+
+def plan_page(plan: Plan, profiles: dict[str, Any], *, helps: str = "", tables: Sequence[Table] = ()) -> str:
+    """The page as HTML.
+
+    `profiles`: what it can compute, of `frugal.plan_page.profiles`. `helps`: the change that would help most.
+    `tables`: what other machines would come to.
+    """
+    has_profiles = bool(profiles["profiles"])
+    body = joined(
+        *_verdict(plan, helps),
+        _memory(plan) if has_profiles else _no_arithmetic(plan),
+        _strategies(plan),
+        *(_what_if(each) for each in tables),
+        _reasons(plan),
+        _footer(plan),
+    )
+    return document(
+        f"{plan.request.model}: {plan.arithmetic}",
+        body,
+        header=f"frugal plan {plan.digest[:12]}",
+        description=f"{plan.strategy}: {format_bytes(plan.memory.total_bytes)}, {_seconds(plan)} a step",
+        data={"profiles": profiles | _asked(plan), "plan": _chosen(plan)},
+        scripts=[asset(name) for name in SCRIPTS],
+    )
+
+
+def _asked(plan: Plan) -> dict[str, Any]:
+    """What the page computes with, besides profiles."""
+    request, cluster = plan.request, plan.cluster
+    return {
+        "kind": cluster.devices[0].kind,
+        "noun": cluster.rank_noun,
+        "nodes": len(cluster.nodes),
+        "ranks": 0 if len(cluster.kinds) > 1 else cluster.world_size,  # 0: they differ, and so do their batches
+        "samples": request.batch_samples,
+        "cap": request.micro_batch_cap,
+        "host": min((node.host_memory_bytes for node in cluster.nodes if node.host_memory_bytes), default=None),
+        "model": request.model,
+    }
+
+
+def _chosen(plan: Plan) -> dict[str, Any]:
+    """Where the page starts, and the points of the strategies' chart."""
+    device = plan.memory.device_in(plan.cluster)
+    sizes = zip(plan.cluster.devices, plan.batch.micro_batch, strict=True)
+    return {
+        "gpus": len(plan.cluster.nodes[0].devices),
+        "seqLen": plan.request.seq_len,
+        "memory": device.memory_bytes,
+        "microBatch": max(size for each, size in sizes if each == device),
+        "steps": plan.batch.accumulation_steps,
+        "strategy": str(plan.strategy),
+        "total": plan.memory.total_bytes,
+        "limit": plan.memory.usable_bytes + plan.memory.context,
+        "points": [_point(1, short_name(plan.strategy), plan.time.total_seconds, plan.memory.total_bytes, "chosen")]
+        + [
+            _point(number, short_name(each.strategy), each.step_seconds, each.peak_bytes, _kind(each))
+            for number, each in enumerate(plan.rejected, 2)
+            if each.step_seconds is not None and each.peak_bytes is not None
+        ],
+    }
+
+
+def _point(number: int, name: str, seconds: float | None, total: int | None, kind: str) -> dict[str, Any]:
+    return {"number": number, "name": name, "seconds": seconds, "bytes": total, "kind": kind}
+
+
+def _kind(rejected: Rejected) -> str:
+    if rejected.headroom_bytes is not None and rejected.headroom_bytes < 0:
+        return "does not fit"
+    return "lower bound" if rejected.is_bound else "fits"
+
+
+def _seconds(plan: Plan) -> str:
+    return format_seconds(plan.time.total_seconds)
+
+
+def _verdict(plan: Plan, helps: str) -> list[Html]:
+    memory, batch, noun = plan.memory, plan.batch, plan.cluster.rank_noun
+    device = memory.device_in(plan.cluster)
+    steps = plural(batch.accumulation_steps, "accumulation step")
+    facts = [
+        ("Memory", format_bytes(memory.total_bytes), f"of {format_bytes(device.memory_bytes)} on each {noun}"),
+        ("Headroom", format_bytes(memory.headroom_bytes), "before the margin"),
+        ("Micro-batch", str(batch.largest_micro_batch), f"x {plural(batch.world_size, noun)} x {steps}"),
+        ("Step", _seconds(plan), f"estimated, {batch.global_batch} samples"),
+    ]
+    rows = [(name, words) for name, words in plan.verdict.rows if name in ("runs", "binds")]
+    rows += [("helps", helps)] if helps else []
+    written = [element("tr", element("th", name, scope="row"), element("td", words)) for name, words in rows]
+    return [
+        element("h1", f"{plan.request.model} fits on {_cards(plan)}: ", *_unbroken(short_name(plan.strategy))),
+        element("p", plan.arithmetic, class_="lead"),
+        element("dl", *(_fact(*fact) for fact in facts), class_="facts"),
+        element("table", element("caption", "The verdict", class_="hidden"), element("tbody", *written), class_="rows"),
+        *(element("p", element("strong", "Note: "), note, class_="small") for note in plan.warnings),
+    ]
+
+
+def _unbroken(strategy: str) -> list[Html]:
+    """Its words, of which none is broken at a hyphen."""
+    return [joined(element("span", word, class_="nowrap"), " ") for word in strategy.split(" ")]
+
+
+def _fact(name: str, value: str, more: str) -> Html:
+    return element("div", element("dt", name), element("dd", value, element("small", more)))
+
+
+def _cards(plan: Plan) -> str:
+    """`4 GPUs of 12.00 GiB`, `8 x h100-80g`."""
+    devices, noun = plan.cluster.devices, plan.cluster.rank_noun
+    if len(set(devices)) > 1:
+        return plural(len(devices), noun)
+    if devices[0].name in CARDS:
+        return f"{len(devices)} x {devices[0].name}"
+    return f"{plural(len(devices), noun)} of {format_bytes(devices[0].memory_bytes)}"
+
+
+def _memory(plan: Plan) -> Html:
+    heading = f"Memory of a {plan.cluster.rank_noun} over a step"
+    proven = (
+        f"The plan's {format_bytes(plan.memory.total_bytes)} are of a dry run of DeepSpeed's own code. The chart and "
+        "what is computed here are the arithmetic of `frugal plan --draft`, done in this page on the recorded "
+        "allocations of the model: every storage grows by a fixed number of bytes with each sample, and torch's "
+        "allocator is replayed on them."
+    )
+    below = joined(
+        element("p", role="status", id="answer", aria_live="polite"),
+        _controls(plan),
+        details("The same as tables", element("div", id="breakdown"), element("div", id="phases")),
+        details("Which number is which", element("p", proven)),
+    )
+    return figure("memory", heading, says="Memory by category over the events of an optimizer step; the tables below "
+                  "have its peak", below=below)  # fmt: skip
+
+
+def _controls(plan: Plan) -> Html:
+    """Sliders and selections; the script fills them with what the page can compute."""
+    noun = plan.cluster.rank_noun
+    node = " of each node" if len(plan.cluster.nodes) > 1 else ""
+
+    def slider(name: str, label: str) -> Html:
+        return element("div", element("label", label, " ", element("output", id=f"{name}-value", for_=name), for_=name),
+                       Html(f'<input type="range" id="{name}" min="0" step="1">'))  # fmt: skip
+
+    def choice(name: str, label: str) -> Html:
+        return element("div", element("label", label, for_=name), element("select", id=name))
+
+    def button(name: str, label: str) -> Html:
+        return element("button", label, id=name, type="button")
+
+    whole = element("label", Html('<input type="checkbox" id="whole">'), " from the start of the run", class_="small")
+    questions = [
+        slider("gpus", f"{noun}s{node}"),
+        slider("card", "Memory"),
+        slider("micro", "Micro-batch"),
+        slider("length", "Sample"),
+        choice("stage", "ZeRO stage"),
+        choice("checkpointing", "Activation checkpointing"),
+        choice("loss", "Loss"),
+        choice("offload", "Offload"),
+    ]
+    buttons = [button("back", "Back to the plan"), " ", button("largest", "The largest that fits"), " ", whole]
+    return element(
+        "form",
+        element("fieldset", element("legend", "What would other settings take?"), *questions),
+        element("p", *buttons),
+        class_="controls",
+        id="controls",
+    )
+
+
+def _no_arithmetic(plan: Plan) -> Html:
+    words = f"Only dry runs can tell what {plan.request.model} takes under this strategy: this page computes nothing."
+    return element("section", element("h2", "Memory"), element("p", words, class_="small"))
+
+
+def _strategies(plan: Plan) -> Html:
+    rows = strategy_table(plan).rows[1:]
+    body = []
+    for number, (step, times, batch, peak, headroom, words) in enumerate(rows, 1):
+        name, _, why = words.rpartition(": ")
+        body.append((number, name, why, step, times, batch, peak, headroom))
+    columns = ("No.", "strategy", "why", "step", "", "micro-batch x steps", "peak", "headroom")
+    says = "Seconds of a step against memory of each strategy; the table below has the same numbers"
+    note = "> lower bound, < upper bound: it was passed over before it was evaluated in full"
+    return figure("strategies", f"{len(rows)} strategies were weighed", says=says, below=joined(
+        table("Strategies, the chosen one first", columns, body, numbers=(3, 4, 5, 6, 7)),
+        element("p", note, class_="small faint")))  # fmt: skip
+
+
+def _what_if(what: Table) -> Html:
+    columns = what.rows[0] if what.has_head else [""] * len(what.rows[0])
+    rows = what.rows[1:] if what.has_head else what.rows
+    note = [element("p", what.note, class_="small faint")] if what.note else []
+    title = what.title[:1].upper() + what.title[1:]
+    return element("section", element("h2", title), table(title, columns, rows), *note)
+
+
+def _reasons(plan: Plan) -> Html:
+    lists = [
+        details("What is assumed", element("ul", *(element("li", line) for line in assumptions(plan)))),
+        details("Made with", element("p", ", ".join(f"{name} {number}" for name, number in plan.versions.items()))),
+    ]
+    why = [element("li", sentence) for sentence in plan.why if sentence]
+    return element("section", element("h2", "Why this plan"), element("ul", *why), *lists)
+
+
+def _footer(plan: Plan) -> Html:
+    return element(
+        "footer",
+        element("p", "This page is one file and asks no network. The plan is known by its digest, which plan.json has, "
+                "and every rank checks: ", element("code", plan.digest)),
+        element("p", f"frugal {plan.frugal_version}. Charts: uPlot (MIT)."),
+    )  # fmt: skip

@@ -1,0 +1,356 @@
+"""The page of a plan says what Python says: its arithmetic runs in a real browser, and is held to `MemoryProfile`."""
+
+import json
+import random
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from frugal.config.hardware.cluster import Device
+from frugal.config.schema import understand
+from frugal.dryrun.client import DryRunSource, workers
+from frugal.dryrun.planner import make_plan
+from frugal.plan_page import profiles as profiles_module
+from frugal.plan_page.make import write_page
+from frugal.plan_page.page import plan_page
+from frugal.plan_page.profiles import profiles
+from frugal.planning.batch import BatchPlan
+from frugal.planning.cost import step_time
+from frugal.planning.memory.profile import MemoryProfile
+from frugal.planning.plan import Plan
+from frugal.planning.strategy import Strategy, allowed_strategies
+from frugal.planning.what_if import with_gpus, with_memory
+from tests.browser import Browser
+from tests.commands import frugal_plan
+
+MODEL = "distilgpt2"  # its traces are shipped, so no worker is started
+
+ASK = """
+const [gpus, seqLen, strategy, accumulates, microBatch, devices, samples] = arguments;
+const profile = await frugalPredict.profile({gpus, seqLen, strategy, accumulates});
+const cut = frugalPredict.batch(samples, gpus, microBatch);
+return devices.map((device) => {
+  const {rank, ...memory} = frugalPredict.memory(profile, microBatch, device);
+  const most = frugalPredict.largestMicroBatch(profile, device, 24);
+  return {...memory, most, steps: cut.steps, largest: cut.largest, seconds: frugalPredict.seconds(profile, cut)};
+});
+"""
+
+PATIENCE_SECONDS = 60
+"""No test says how long it takes; this only ends one that would never."""
+
+
+class _Drafted(Exception):  # noqa: N818 - no error
+    pass
+
+
+def drafted(**settings: Any) -> Plan:
+    """The plan before its dry run: nothing is started."""
+    plans: list[Plan] = []
+
+    def take(_: Plan, whole: Callable[[], Plan]) -> None:
+        plans.append(whole())
+        raise _Drafted
+
+    try:
+        return make_plan(*understand({"model": MODEL} | settings), on_draft=take)
+    except _Drafted:
+        return plans[-1]
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A cache in which nothing is."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="module")
+def plan(cache: None) -> Plan:
+    """A plan on 4 cards of 12 GiB, as it is drafted."""
+    return drafted(gpus=4, mem="12G")
+
+
+@pytest.fixture(scope="module")
+def computed(plan: Plan) -> dict[str, Any]:
+    """What a page of this plan can compute: one length, two numbers of GPUs."""
+    with closing(workers()) as pool:
+        return profiles(plan, partial(DryRunSource, pool=pool, will_dry_run=False), 350_000, only_known=True)
+
+
+@pytest.fixture(scope="module")
+def page(plan: Plan, computed: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("page") / "plan.html"
+    path.write_text(plan_page(plan, computed, helps="5 GPUs: a step of 1.5 s, 16 % less (predicted)"))
+    return path
+
+
+@pytest.fixture
+def opened(page: Path, browser: Browser) -> Browser:
+    """The page, once it has answered its first question."""
+    browser.open(page)
+    answer(browser)
+    return browser
+
+
+def answer(browser: Browser, than: str = "") -> str:
+    """What the page says as soon as it says something else."""
+    end = time.monotonic() + PATIENCE_SECONDS
+    while time.monotonic() < end:
+        said = browser.run("return document.getElementById('answer').textContent")
+        if said and said != than:
+            return said
+    raise AssertionError(f"the page still says {than!r}")
+
+
+# The arithmetic
+
+
+def profile_of(plan: Plan, gpus: int, seq_len: int, name: str, accumulates: bool, device: Device) -> MemoryProfile:
+    """As `frugal plan` makes it on so many of these devices."""
+    request = replace(plan.request, seq_len=seq_len)
+    cluster = with_memory(with_gpus(plan.cluster, gpus), device.memory_bytes)
+    with closing(workers()) as pool, DryRunSource(request, cluster, pool=pool, will_dry_run=False) as source:
+        return source.profile(strategy_named(source, name), accumulates)
+
+
+def strategy_named(source: DryRunSource, name: str) -> Strategy:
+    facts = source.facts()
+    return next(
+        strategy
+        for level in ("none", "optimizer", "all")
+        for strategy in allowed_strategies(
+            replace(source.request, offload="auto"),
+            world_size=source.cluster.world_size,
+            offload=level,  # type: ignore[arg-type]  # literals, seen as text
+            trainable_parameters=facts.trainable_parameters,
+            can_tile=True,
+            largest_parameter=facts.largest_parameter,
+        )
+        if str(strategy) == name
+    )
+
+
+def test_the_page_says_to_the_byte_what_python_says(plan: Plan, computed: dict[str, Any], opened: Browser) -> None:
+    """220 points: 44 of a strategy, a number of GPUs and a micro-batch, each on 5 cards, from 6 to 180 GiB."""
+    chance = random.Random(17)
+    keys = chance.sample(sorted(computed["profiles"]), 11) * 4
+    seen: set[tuple[object, ...]] = set()
+    for key in keys:
+        gpus, seq_len, number, sums = map(int, key.split("/"))
+        micro_batch = chance.randint(1, 40)
+        written = chance.sample(computed["devices"][str(gpus)], 5)
+        asked = (gpus, seq_len, number, bool(sums), micro_batch, written, plan.batch.global_batch)
+        for device, said in zip(written, opened.run(ASK, *asked), strict=True):
+            card = with_memory(with_gpus(plan.cluster, gpus), device["memory"]).devices[0]
+            assert (card.usable_bytes, card.context_bytes) == (device["usable"], device["context"])
+            profile = profile_of(plan, gpus, seq_len, computed["strategies"][number]["name"], bool(sums), card)
+            memory = profile.memory(micro_batch, card)
+            expected = {name: getattr(memory, name) for name in memory.CATEGORIES}
+            expected |= {"total": memory.total_bytes, "phase": memory.phase, "operator": memory.operator}
+            expected |= {"headroom": memory.headroom_bytes, "fits": memory.fits}
+            assert expected == {name: said[name] for name in expected}, (key, micro_batch, device)
+            assert memory.host_bytes_per_node == said["rankHost"] * gpus
+            seen.add((key, micro_batch, device["memory"]))
+    assert len(seen) >= 200
+
+
+def test_the_page_cuts_the_batch_and_estimates_the_step_as_python_does(
+    plan: Plan, computed: dict[str, Any], opened: Browser
+) -> None:
+    for key in sorted(computed["profiles"])[::3]:
+        gpus, seq_len, number, sums = map(int, key.split("/"))
+        device = with_gpus(plan.cluster, gpus).devices[0]
+        profile = profile_of(plan, gpus, seq_len, computed["strategies"][number]["name"], bool(sums), device)
+        written = next(each for each in computed["devices"][str(gpus)] if each["memory"] == device.memory_bytes)
+        for micro_batch in (1, 7, 100):
+            (said,) = opened.run(ASK, gpus, seq_len, number, bool(sums), micro_batch, [written], 512)
+            batch = BatchPlan.of(512, (micro_batch,) * gpus).tightened()
+            assert (said["steps"], said["largest"]) == (batch.accumulation_steps, batch.largest_micro_batch)
+            expected = step_time(profile, profile.strategy, batch, with_gpus(plan.cluster, gpus), plan.request)
+            for part in ("compute", "recompute", "communication", "offload", "optimizer", "total"):
+                seconds = getattr(expected, f"{part}_seconds")
+                assert said["seconds"][part] == pytest.approx(seconds, rel=1e-9, abs=1e-12), (key, part)
+        assert said["most"] == profile.largest_micro_batch(device, 24)
+
+
+def test_it_says_what_frugal_plan_says_with_the_same_pins(
+    plan: Plan, computed: dict[str, Any], opened: Browser, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pins = ["--zero-stage", "3", "--activation-checkpointing", "full", "--loss", "plain", "--micro-batch", "8"]
+    code, out, err = frugal_plan(
+        capsys, "--model", MODEL, "--gpus", "4", "--mem", "24G", "--draft", "--json", "--offload", "none", *pins
+    )
+    assert code == 0, err
+    said = json.loads(out)
+    wanted = "ZeRO-3, activation checkpointing full"
+    number = next(i for i, each in enumerate(computed["strategies"]) if each["name"] == wanted)
+    device = next(each for each in computed["devices"]["4"] if each["memory"] == 24 << 30)
+    (page_says,) = opened.run(ASK, 4, 1024, number, True, 8, [device], 512)
+    assert page_says["total"] == said["memory"]["total_bytes"]
+    assert page_says["seconds"]["total"] == pytest.approx(said["time"]["total_seconds"])
+
+
+# The page
+
+
+def test_it_opens_with_the_plan_without_a_network_and_without_an_error(
+    plan: Plan, page: Path, browser: Browser
+) -> None:
+    browser.open(page)
+    said = answer(browser)
+    assert said.startswith("fits ") and plan.arithmetic in said
+    assert plan.digest in browser.run("return document.querySelector('footer').textContent")
+    assert browser.run("return document.querySelector('h1').textContent").startswith(f"{MODEL} fits on 4 GPUs")
+    assert browser.requests() == [page.as_uri()]
+    assert browser.complaints() == []
+
+
+def test_every_strategy_that_was_weighed_is_in_the_table_with_the_reason(plan: Plan, opened: Browser) -> None:
+    rows = opened.run(
+        "return [...document.querySelectorAll('#strategies ~ .scrolls tbody tr')].map("
+        "row => [...row.children].map(each => each.textContent))"
+    )
+    assert len(rows) == 1 + len(plan.rejected)
+    assert rows[0][2] == "chosen"
+    for row, rejected in zip(rows[1:], plan.rejected, strict=True):
+        assert row[2].startswith(rejected.reason.partition(":")[0])
+
+
+def test_sliders_answer_to_the_keyboard_and_are_read_aloud(opened: Browser) -> None:
+    from selenium.webdriver import Keys
+
+    before = answer(opened)
+    opened.run("document.getElementById('micro').focus()")
+    opened.press(Keys.ARROW_RIGHT)
+    after = answer(opened, before)
+    assert after != before
+    label, spoken, role = opened.run(
+        "const slider = document.getElementById('micro');"
+        "return [slider.labels[0].textContent, slider.getAttribute('aria-valuetext'),"
+        " document.getElementById('answer').getAttribute('role')]"
+    )
+    assert label.startswith("Micro-batch") and spoken.endswith("samples") and role == "status"
+    assert opened.complaints() == []
+
+
+def test_all_controls_are_reached_by_tab_in_their_order(opened: Browser) -> None:
+    from selenium.webdriver import Keys
+
+    opened.run("document.activeElement.blur(); scrollTo(0, 0)")
+    reached: list[str] = []
+    for _ in range(15):
+        opened.press(Keys.TAB)
+        reached.append(opened.run("return document.activeElement.id || document.activeElement.tagName"))
+    enabled = opened.run(
+        "return [...document.querySelectorAll('#controls input, #controls select, #controls button')]"
+        ".filter(each => !each.disabled).map(each => each.id)"
+    )
+    assert [name for name in reached if name in enabled] == enabled
+
+
+def test_the_tables_say_the_same_as_the_chart(plan: Plan, opened: Browser) -> None:
+    opened.run("document.querySelectorAll('details').forEach((each) => { each.open = true; })")
+    rows = dict(
+        opened.run(
+            "return [...document.querySelectorAll('#breakdown tbody tr')].map("
+            "row => [row.children[0].textContent, Number(row.children[2].textContent)])"
+        )
+    )
+    memory = plan.memory
+    assert rows.pop("total") == memory.total_bytes
+    assert rows.pop("may be used") == memory.usable_bytes + memory.context
+    assert {name.split(" ")[1]: size for name, size in rows.items()} == {
+        name: getattr(memory, name) for name in memory.CATEGORIES if getattr(memory, name)
+    }
+    assert opened.run("return document.querySelectorAll('#phases tbody tr').length") >= 3
+
+
+def test_what_was_not_computed_is_said_and_no_number_is_made_up(
+    plan: Plan, computed: dict[str, Any], tmp_path: Path, browser: Browser
+) -> None:
+    first = next(iter(computed["profiles"]))
+    number = str(len(computed["strategies"]) - 1)
+    two = {key: value for key, value in computed["profiles"].items() if key == first or key.split("/")[2] == number}
+    path = tmp_path / "plan.html"
+    path.write_text(plan_page(plan, computed | {"profiles": {first: two[first]}}))
+    browser.open(path)
+    before = answer(browser)
+    other = next(each for each in computed["strategies"] if each["stage"] != computed["strategies"][0]["stage"])
+    browser.run(
+        "const stage = document.getElementById('stage'); stage.value = arguments[0];"
+        "stage.dispatchEvent(new Event('change'))",
+        str(other["stage"]),
+    )
+    said = answer(browser, before)
+    assert said.startswith("? Not computed in this page")
+    assert f"--zero-stage {other['stage']}" in said and "GiB" not in said
+    assert browser.complaints() == []
+
+
+def test_the_address_keeps_what_was_asked(page: Path, browser: Browser) -> None:
+    browser.open(page)
+    before = answer(browser)
+    browser.run(
+        "document.getElementById('micro').value = 2; document.getElementById('micro').dispatchEvent(new Event('input'))"
+    )
+    after = answer(browser, before)
+    address = browser.run("return location.href")
+    assert "microBatch=3" in address
+    browser.driver.get("about:blank")
+    browser.driver.get(address)
+    again = answer(browser)
+    assert again.split(" at most")[0].rstrip(".;") == after.split(" at most")[0].rstrip(".;")
+
+
+@pytest.mark.parametrize("settings", [{"mem": "12G,24G"}, {"gpus": 1, "mem": "8G"}], ids=["two kinds", "one GPU"])
+def test_other_clusters_have_a_page_too(
+    cache: None, settings: dict[str, Any], tmp_path: Path, browser: Browser
+) -> None:
+    plan = drafted(**settings)
+    path = write_page(plan, tmp_path / "plan.html", in_full=False)
+    browser.open(path)
+    assert answer(browser).startswith("fits ")
+    assert browser.complaints() == []
+
+
+def test_a_model_that_only_dry_runs_can_tell_of_has_a_page_without_arithmetic(
+    plan: Plan, tmp_path: Path, browser: Browser
+) -> None:
+    nothing = {"profiles": {}, "strategies": [], "devices": {}, "parts": [], "names": []}
+    path = tmp_path / "plan.html"
+    path.write_text(plan_page(plan, nothing))
+    browser.open(path)
+    assert "this page computes nothing" in browser.run("return document.body.textContent")
+    assert browser.run("return document.querySelector('#strategies canvas') !== null")
+    assert browser.complaints() == []
+
+
+# Its weight
+
+
+def test_a_page_is_no_heavier_than_it_may_be(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The timelines are what grows: they end where they weigh enough, whatever the model."""
+    most = 20_000
+    monkeypatch.setattr(profiles_module, "MOST_BYTES", most)
+    with closing(workers()) as pool:
+        few = profiles(plan, partial(DryRunSource, pool=pool, will_dry_run=False), 10**9, only_known=True)
+    weight = sum(map(len, few["parts"]))
+    assert most < weight < most + 20_000
+    rest = len(plan_page(plan, few)) - weight
+    assert rest + profiles_module.MOST_BYTES * 50 < 1_500_000
+
+
+def test_the_page_beside_the_plan_of_an_8b_model_is_light(cache: None, tmp_path: Path, browser: Browser) -> None:
+    plan = drafted(model="llama-3.1-8b", gpus=8, mem="80G")
+    path = write_page(plan, tmp_path / "plan.html", in_full=False)
+    assert path.stat().st_size < 300_000
+    browser.open(path)
+    assert answer(browser).startswith("fits ")
