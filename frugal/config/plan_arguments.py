@@ -46,6 +46,7 @@ class PlanArguments(TypedDict, total=False):
     offload: OffloadChoice | None
     offload_ratio: float | None
     nvme_path: str | None
+    secondary_partition: int | None
     precision: Precision | None
     optimizer: OptimizerName | None
     optimizer_implementation: OptimizerImplementation | None

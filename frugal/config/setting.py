@@ -45,6 +45,11 @@ _TORCH, _TORCHTITAN, _MEGATRON = "torch's", "torchtitan's", "Megatron's"
 
 _KEEPS_THE_BATCH = "frugal keeps the global batch, and cuts it into micro-batches for the GPUs there are"
 
+_QUANTISED = (
+    "quantised communication changes the numbers that are trained, and its kernels run on GPUs alone, so that no test "
+    "of frugal's holds what it costs"
+)
+
 
 def _schedule(name: str) -> str:
     return {"wsd": "warmup_stable_decay"}.get(name, name if name in get_args(Schedule) else "cosine")
@@ -130,6 +135,10 @@ OTHER_NAMES = {
     "resume_from_checkpoint": OtherName(
         _HF, "--resume --out DIR", "a run goes on from the newest checkpoint in its folder"
     ),
+    "zero_hpz_partition_size": OtherName(_DEEPSPEED, "--secondary-partition {}"),
+    "zero_quantized_weights": OtherName(_DEEPSPEED, "leave it out", _QUANTISED),
+    "zero_quantized_gradients": OtherName(_DEEPSPEED, "leave it out", _QUANTISED),
+    "zero_quantized_nontrainable_weights": OtherName(_DEEPSPEED, "--quantize int8, for the base under --lora"),
     "nproc_per_node": OtherName("torchrun's", "--gpus {}, or --ranks {} for CPU processes"),
     "num_gpus": OtherName(_DEEPSPEED, "--gpus {}"),
     "dataset_name": OtherName(_HF, "--data {}", stand_in="NAME"),

@@ -10,6 +10,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.zero.partition_parameters import Init
+from deepspeed.utils import groups as process_groups
 from torch import Tensor, nn
 
 from frugal.config.request import Request
@@ -18,6 +19,7 @@ from frugal.deepspeed_adapter.json_config import batch_config, strategy_config
 from frugal.deepspeed_adapter.stages import Zero
 from frugal.planning.batch import BatchPlan
 from frugal.planning.strategy import Strategy
+from frugal.required import put
 
 
 def initialize(
@@ -68,6 +70,9 @@ def initialize(
 def destroy(zero: Zero) -> None:
     """Free the engine's hooks and buffers and its files, so that another can follow in this process."""
     zero.destroy()
+    put(
+        process_groups, "_ZERO_PARAM_INTRA_PARALLEL_GROUP", None
+    )  # else every engine after it would have hpZ, or fail to
     if kernels.uses_nvme(zero.strategy):
         kernels.remove_nvme_folder(zero.strategy)
 
@@ -80,7 +85,7 @@ def _partition(model: nn.Module, config: dict[str, Any], dtype: torch.dtype) -> 
     for parameter in model.parameters():
         if parameter.is_floating_point() and not placement.is_split(parameter):
             parameter.data = parameter.data.to(dtype)
-    zero = Init(module=model, config_dict_or_path=config, dtype=dtype)
+    zero = placement.splitting(model, config, dtype)
     for module in model.modules():  # DeepSpeed leaves the buffers of a partitioned model where they are
         for name, buffer in module.named_buffers(recurse=False):
             module._buffers[name] = buffer.to(zero.local_device)

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.zero.partition_parameters import Init
 from deepspeed.runtime.zero.utils import is_zero_param
+from deepspeed.utils import groups
 from torch import nn
 
 from frugal.config.request import Request
@@ -31,7 +32,7 @@ class Placement:
         if strategy.zero_stage == 3:
             config = batch_config(batch) | strategy_config(request, strategy)
             self._dtype = kernels.DTYPES[request.precision]
-            self._splitting = Init(module=nn.Module(), config_dict_or_path=config, dtype=self._dtype)
+            self._splitting = splitting(nn.Module(), config, self._dtype)
 
     def put(self, parameter: nn.Parameter) -> None:
         """Take a parameter that every rank has to its place. No communication."""
@@ -83,6 +84,12 @@ class Placement:
 
     def _as_trained(self, data: torch.Tensor) -> torch.Tensor:
         return data.to(self._dtype) if data.is_floating_point() else data
+
+
+def splitting(module: nn.Module, config: dict[str, Any], dtype: torch.dtype) -> Any:
+    """What splits the parameters of `module`. Groups of ranks for hpZ are made once: DeepSpeed refuses to again."""
+    within = groups._get_zero_param_intra_parallel_group()
+    return Init(module=module, config_dict_or_path=config, dtype=dtype, zero_param_parallel_group=within)
 
 
 def is_split(parameter: nn.Parameter) -> bool:

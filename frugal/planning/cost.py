@@ -284,8 +284,12 @@ def _communication_seconds(
     50 / 50, 75 / 75, 75 / 425 and 75 / 600. What stage 3 gathers is known better where it was simulated: parameters
     that stay are not gathered, and those of recomputed layers three times.
 
+    With a secondary partition (hpZ) the first gather of a step goes over all ranks, each parameter once, and the others
+    go over the ranks of a group, at the speed of a node's own links.
+
     Between nodes a ring leaves and enters each node once, whatever the ranks in it, so `inter_bandwidth`, that of a
-    node, is the ring's. Left out: NCCL's trees and hierarchies, which do better than one ring on many nodes.
+    node, is the ring's. Left out: that gathers within groups have fewer hops; NCCL's trees and hierarchies, which do
+    better than one ring on many nodes.
     """
     world_size, num_steps = cluster.world_size, batch.accumulation_steps
     if world_size == 1:
@@ -296,6 +300,7 @@ def _communication_seconds(
     gradients = model.trainable_parameters * element_bytes
     bucket_bytes = strategy.reduce_bucket_elements * element_bytes
     num_buckets = max(1, -(-gradients // bucket_bytes))
+    within = 0.0  # groups of ranks
     if strategy.zero_stage == 3:
         weights = model.packed.weight_bytes(model.parameters, element_bytes)
         num_gathers, gathered = (2 * num_buckets, 2 * weights)
@@ -304,11 +309,15 @@ def _communication_seconds(
         stays = sum(size for size in model.trainable_sizes if size <= strategy.persistence_threshold_elements)
         volume = num_steps * (gathered + gradients) + stays * element_bytes
         num_collectives = num_steps * (num_gathers + num_buckets) + (stays > 0)
+        if (ranks := strategy.secondary_partition) > 1:
+            once = min(gathered, weights - stays * element_bytes)  # before groups have the parameters
+            volume -= num_steps * gathered - once
+            within = (ranks - 1) / ranks * (num_steps * gathered - once) / cluster.intra_bandwidth
     else:
         reductions = num_steps if strategy.zero_stage == 2 else 1
         volume = 2 * reductions * gradients + (gradients if strategy.zero_stage >= 1 else 0)
         num_collectives = reductions * num_buckets + (num_buckets if strategy.zero_stage >= 1 else 0)
-    transfer = (world_size - 1) / world_size * volume / bandwidth
+    transfer = (world_size - 1) / world_size * volume / bandwidth + within
     return transfer + num_collectives * cluster.hop_seconds * log2(world_size)
 
 

@@ -314,13 +314,13 @@ MAX_LISTED_SIZES = 8192
 
 LATER = (
     "even", "adam_beta1", "adam_beta2", "adam_epsilon", "batch_norm", "lora", "optimizer_states", "quantize",
-    "offload_ratio", "sequence_parallel",
+    "offload_ratio", "secondary_partition", "sequence_parallel",
 )  # fmt: skip
 """Settings of a request that plans of this schema did not have at first: not written where they are None, so that a
 plan which does not use them is the same, and has the same digest, as before there were any."""
 
 
-LATER_IN_STRATEGIES = ("layer_modes", "offload_ratio", "sequence_parallel")
+LATER_IN_STRATEGIES = ("layer_modes", "offload_ratio", "secondary_partition", "sequence_parallel")
 """The same of a strategy: not written where they have their defaults."""
 
 

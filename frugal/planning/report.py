@@ -28,6 +28,7 @@ def reasons(request: Request, cluster: Cluster, result: SearchResult) -> tuple[s
         _loss(request, result),
         _zero_stage(request, cluster, result),
         *_offload(request, result),
+        _secondary_partition(request, result),
         _segments(request, result),
         _micro_batch(request, cluster, result),
     )
@@ -127,6 +128,22 @@ def _offload(request: Request, result: SearchResult) -> list[str]:
     others = [candidate for candidate in result.candidates if candidate.strategy.offload_optimizer == "none"]
     others = [candidate for candidate in others if candidate.headroom_bytes is not None]
     return [f"{what} {where}: {_does_not_fit(others)} on the GPUs alone" if others else f"{what} {where}"]
+
+
+def _secondary_partition(request: Request, result: SearchResult) -> str:
+    """What it is worth to keep ZeRO-3's parameters within nodes."""
+    ranks = result.chosen.strategy.secondary_partition
+    if ranks == 1:
+        return ""
+    what = f"{ranks} ranks of a node keep the parameters between them, so that later gathers of a step stay inside it"
+    if request.secondary_partition is not None:
+        return f"{what}, as asked"
+    others = [each for each in result.candidates if each.fits and each.strategy.secondary_partition == 1]
+    fastest = min(others, key=lambda candidate: candidate.seconds)
+    sign = ">" if fastest.is_draft else ""
+    return (
+        f"{what}: a step takes {format_seconds(result.chosen.seconds)}, without {sign}{format_seconds(fastest.seconds)}"
+    )
 
 
 def _in_part(request: Request, result: SearchResult) -> str:

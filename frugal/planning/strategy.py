@@ -36,6 +36,8 @@ class Strategy:
         offload_parameters: where parameters live between uses (ZeRO-3 only).
         nvme_path: the folder of what lives on NVMe.
         nvme_buffer_elements: of one of the host's buffers for parameters on NVMe; it holds a rank's part of any.
+        secondary_partition: ZeRO-3, ranks of a node that keep all parameters between them from the first use in a step
+            to its update, so that later gathers stay inside the node (hpZ of ZeRO++); 1: none do.
         gradient_accumulation_dtype: of the gradient summed over micro-steps.
         reduce_bucket_elements: gradient elements that travel together; a buffer of this size is allocated.
         prefetch_bucket_elements: ZeRO-3, parameter elements gathered ahead of their use.
@@ -57,6 +59,7 @@ class Strategy:
     offload_parameters: Place = "none"
     nvme_path: str | None = None
     nvme_buffer_elements: int = 0
+    secondary_partition: int = 1
     gradient_accumulation_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
     reduce_bucket_elements: int = 20_000_000
     prefetch_bucket_elements: int = 20_000_000
@@ -76,6 +79,8 @@ class Strategy:
         assert self.offload_optimizer == "none" or self.zero_stage >= 1
         is_in_part = self.zero_stage == 3 and self.offload_optimizer == "cpu" and self.offload_parameters == "none"
         assert self.offload_ratio == 1 or (is_in_part and 0 < self.offload_ratio < 1)
+        can_keep = self.zero_stage == 3 and self.offload_parameters == "none"
+        assert self.secondary_partition == 1 or (can_keep and self.secondary_partition > 1)
         assert self.offload_parameters == "none" or (self.zero_stage == 3 and self.offload_optimizer != "none")
         on_disk = "nvme" in (self.offload_optimizer, self.offload_parameters)
         assert not on_disk or (self.zero_stage == 3 and self.nvme_path)
@@ -123,6 +128,7 @@ class Strategy:
             + (self.loss == "tiled")
             + (self.offload_optimizer != "none")
             + (self.offload_ratio < 1)
+            + (self.secondary_partition > 1)
             + (self.offload_parameters != "none")
             + (self.offload_optimizer == "nvme")
             + (self.offload_parameters == "nvme")
@@ -165,6 +171,8 @@ class Strategy:
             words.append(f"{100 * self.offload_ratio:.3g} % of the optimizer in host memory")
         elif self.offload_optimizer != "none":
             words.append("optimizer in host memory")
+        if self.secondary_partition > 1:
+            words.append(f"parameters kept within {self.secondary_partition} ranks of a node (hpZ)")
         if self.small_buckets:
             words.append("small buckets")
         if self.overlap_comm:
@@ -228,6 +236,8 @@ def offload_levels(request: Request, *, on_gpus: bool = True) -> tuple[Offload, 
                 hint="leave --offload-ratio out",
             )
         return ("optimizer",)
+    if request.offload == "auto" and (request.secondary_partition or 1) > 1:
+        return ("none", "optimizer")
     if request.offload != "auto":
         return (request.offload,)
     can_be_on_host = optimizers.states_can_be_on_host(
@@ -267,7 +277,7 @@ def _stages(request: Request, offload: Offload, world_size: int) -> tuple[int, .
     under fp32 accumulation. On one GPU the stages split nothing, so the lowest is enough.
     """
     needed = {"none": 0, "optimizer": 1, "all": 3, "nvme": 3}[offload]
-    if request.offload_ratio not in (None, 1):
+    if request.offload_ratio not in (None, 1) or (request.secondary_partition or 1) > 1:
         needed = 3
     if request.zero_stage is not None:
         return (request.zero_stage,) if request.zero_stage >= needed else ()
@@ -282,6 +292,12 @@ def _modes(request: Request, can_recompute: bool, on_gpus: bool) -> tuple[Activa
     if not can_recompute:
         return ("off",)
     return ("off", "full", "selective", "offloaded") if on_gpus else ("off", "full", "selective")
+
+
+def _losses(request: Request, can_tile: bool) -> tuple[Literal["plain", "tiled"], ...]:
+    if request.loss != "auto":
+        return (request.loss,)
+    return ("plain", "tiled") if can_tile else ("plain",)
 
 
 def allowed_strategies(
@@ -305,9 +321,6 @@ def allowed_strategies(
     """
     stages = _stages(request, offload, world_size)
     modes = _modes(request, can_recompute, on_gpus)
-    losses: tuple[Literal["plain", "tiled"], ...] = (
-        (("plain", "tiled") if can_tile else ("plain",)) if request.loss == "auto" else (request.loss,)
-    )
     usual = min(BUCKET_ELEMENTS, max(1, trainable_parameters))
     bucket = (
         min(request.reduce_bucket_elements, max(1, trainable_parameters)) if request.reduce_bucket_elements else usual
@@ -326,6 +339,7 @@ def allowed_strategies(
             offload_optimizer=optimizer,
             offload_parameters=parameters,
             nvme_path=request.nvme_path if offload == "nvme" else None,
+            secondary_partition=request.secondary_partition or 1,
             nvme_buffer_elements=-(-largest_parameter // world_size) if parameters == "nvme" else 0,
             reduce_bucket_elements=bucket,
             # A gathered parameter keeps its buffer for the way from disk, and DeepSpeed fails when it runs out of them.
@@ -338,7 +352,7 @@ def allowed_strategies(
         )
         for stage in stages
         for mode in modes
-        for loss in losses
+        for loss in _losses(request, can_tile)
         for optimizer, parameters in _places(offload)
     )
     if request.offload_ratio not in (None, 1):

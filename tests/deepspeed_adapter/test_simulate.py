@@ -206,6 +206,29 @@ def test_a_part_of_the_optimizer_on_the_host_too(
     )
 
 
+@pytest.mark.parametrize(
+    ("world_size", "rank", "steps", "lora"),
+    [
+        (4, 1, 2, None),
+        (1024, 17, 1, None),
+        pytest.param(64, 9, 2, None, marks=pytest.mark.exhaustive),
+        pytest.param(8, 3, 2, "r=4", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_a_secondary_partition_too(world_size: int, rank: int, steps: int, lora: str | None) -> None:
+    compare(
+        "llama",
+        3,
+        world_size=world_size,
+        rank=rank,
+        steps=steps,
+        lora=lora,
+        secondary_partition=2 if world_size == 4 else 8,
+        activation_checkpointing="full",
+        **SMALL_BUCKETS,
+    )
+
+
 @pytest.mark.parametrize("zero_stage", [1, 3])
 def test_without_states_and_without_clipping(zero_stage: int) -> None:
     compare(

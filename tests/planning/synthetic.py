@@ -100,7 +100,8 @@ class SyntheticProfile:
         parts = {
             "parameters": 0
             if self.strategy.offload_parameters == "cpu"
-            else 2 * elements // (split if stage == 3 else 1),
+            else 2 * elements // (split if stage == 3 else 1)
+            + (2 * elements // self.strategy.secondary_partition if self.strategy.secondary_partition > 1 else 0),
             "gradients": int(on_device * gradients),
             "optimizer": int(on_device * optimizer),
             "activations": int(activations * self.error),

@@ -1,4 +1,4 @@
-"""A share of the optimizer's work in host memory: found where it is faster than all of it, refused where impossible."""
+"""A share of the optimizer's work in host memory: taken where it is faster than all of it, refused where impossible."""
 
 from typing import Any
 

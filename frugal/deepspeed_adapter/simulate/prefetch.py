@@ -9,7 +9,7 @@ decisions are made here, module by module.
 from collections import defaultdict, deque
 
 from frugal.deepspeed_adapter.simulate.stream import Setting, Stream
-from frugal.planning.memory.timeline import COMMUNICATION
+from frugal.planning.memory.timeline import COMMUNICATION, PARAMETERS
 
 SPLIT, IN_FLIGHT, GATHERED = range(3)
 NEVER = -(10**10)
@@ -37,6 +37,7 @@ class SimulatedPrefetch:
         self._is_persistent = [n <= setting.persistence_elements for n in elements]
         self._status = [SPLIT] * len(elements)
         self._storage = [-1] * len(elements)
+        self._secondary = [-1] * len(elements)  # what a rank keeps for its group of ranks
         self._active: list[set[int]] = [set() for _ in elements]  # modules that use the parameter now
         self._in_flight: dict[int, _Gather] = {}
         self._available = 0  # elements
@@ -150,6 +151,19 @@ class SimulatedPrefetch:
         for parameter in persistent:
             self._status[parameter] = GATHERED
 
+    def keep_secondary(self, parameter: int) -> None:
+        """A whole parameter is about to go: its group of ranks keeps it between them (`Init._partition_param_sec`)."""
+        if self._setting.secondary_partition > 1 and self._secondary[parameter] < 0:
+            size_bytes = self._setting.secondary_bytes(parameter)
+            self._secondary[parameter] = self._stream.born(size_bytes, "aten.empty.memory_format", PARAMETERS)
+
+    def forget_secondary(self) -> None:
+        """After the update what groups keep is old; not of frozen parameters (`invalidate_secondary_tensor`)."""
+        for parameter, is_trained in enumerate(self._setting.trainable):
+            if is_trained:
+                self._stream.dies(self._secondary[parameter])
+                self._secondary[parameter] = -1
+
     def _buffers(self, parameters: list[int]) -> list[int]:
         sizes: dict[int, int] = {}
         for parameter in parameters:
@@ -173,6 +187,11 @@ class SimulatedPrefetch:
             self._storage[parameter] = copy
 
     def _gather(self, parameters: list[int]) -> None:
+        """From groups of ranks what they keep, the rest from all (`__all_gather_params_`)."""
+        self._gather_at_once([parameter for parameter in parameters if self._secondary[parameter] >= 0])
+        self._gather_at_once([parameter for parameter in parameters if self._secondary[parameter] < 0])
+
+    def _gather_at_once(self, parameters: list[int]) -> None:
         if not parameters:
             return
         self.num_gathers += 1
@@ -216,6 +235,7 @@ class SimulatedPrefetch:
 
     def _drop(self, parameter: int) -> None:
         if self._status[parameter] == GATHERED and not self._active[parameter]:
+            self.keep_secondary(parameter)
             self._stream.dies(self._storage[parameter])
             self._storage[parameter] = -1
             self._status[parameter] = SPLIT

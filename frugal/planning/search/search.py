@@ -17,7 +17,7 @@ from frugal.config.request import Request
 from frugal.errors import RequestError
 from frugal.planning.memory.breakdown import MemoryBreakdown
 from frugal.planning.plan import ModelSummary
-from frugal.planning.search import partial_offload
+from frugal.planning.search import memory_for_time
 from frugal.planning.search.candidate import (
     TIE,
     TRUST,
@@ -44,6 +44,7 @@ class Search:
 
     def __init__(self, request: Request, cluster: Cluster, source: Source) -> None:
         check_pins(request, cluster.world_size)
+        memory_for_time.check_secondary_partition(request, cluster)
         if (request.sequence_parallel or 1) > 1 and len(cluster.kinds) > 1:
             raise RequestError(
                 f"--sequence-parallel {request.sequence_parallel} is impossible on devices that differ",
@@ -130,8 +131,7 @@ class Search:
                 self.source.prepare(others)
                 drafts = [draft for strategy in others for draft in self._draft(strategy)]
                 evaluated += [*pruned, *self._confirmed(drafts, evaluated)]
-            evaluated += self._confirmed(partial_offload.drafts(self.evaluation, level, evaluated), evaluated)
-            evaluated += self._confirmed(partial_offload.drafts(self.evaluation, level, evaluated), evaluated)
+            evaluated += self._confirmed(memory_for_time.drafts(self.evaluation, level, evaluated), evaluated)
             evaluated += self.mixtures.faster(evaluated)
             if winner := self._winner(evaluated):
                 return winner
@@ -170,8 +170,7 @@ class Search:
         smallest_bytes = min(device.usable_bytes for device in self.cluster.devices)
         if small_buckets_could_help(evaluated, self.request, smallest_bytes):
             evaluated += self._evaluated(self.strategies(level, small_buckets=True), evaluated)
-        evaluated += self._confirmed(partial_offload.drafts(self.evaluation, level, evaluated), evaluated)
-        evaluated += self._confirmed(partial_offload.drafts(self.evaluation, level, evaluated), evaluated)
+        evaluated += self._confirmed(memory_for_time.drafts(self.evaluation, level, evaluated), evaluated)
         evaluated += self.mixtures.faster(evaluated)
         refused = self.request.loss == "auto" and not self.can_tile
         return [candidate for candidate in evaluated if not (refused and candidate.strategy.loss == "tiled")]

@@ -289,6 +289,7 @@ def foreign(path: Path, made_by: Manifest, rank: int, world_size: int) -> str | 
 def _restore(engine: Stepper, path: Path, made_by: Manifest, this: Manifest) -> Progress:
     if all(gather(_fits(engine, path, made_by, this), bool, engine.votes)):
         checkpoint_files.load(engine.deepspeed, path, without_frozen=made_by.base is not None)
+        engine.zero.forget_copies()
     elif (refusal := resume_checks.refuse_other_layout(path, made_by, this)) is not None:
         raise refusal
     else:
