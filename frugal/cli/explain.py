@@ -35,6 +35,7 @@ from frugal.planning.what_if import (
     improvements,
     parse_axes,
     predicted,
+    predicted_with_sharing,
     shorter,
     what_if_table,
 )
@@ -84,7 +85,7 @@ def table(plan: Plan, given: dict[str, tuple[int, ...]]) -> list[str]:
                 because=f"it has {longest} positions",
             )
         cases = grid(plan, axes)
-        predictions = predicted(list(cases.values()), dry_run)
+        predictions = predicted_with_sharing(list(cases.values()), dry_run)
     return what_if_table(plan, axes, cases, dict(zip(cases, predictions, strict=True)))
 
 

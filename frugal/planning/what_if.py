@@ -14,6 +14,7 @@ from frugal.config.request import Request
 from frugal.errors import FrugalError, RequestError
 from frugal.planning.plan import Plan
 from frugal.planning.report import short_name
+from frugal.planning.search import sharing
 from frugal.planning.search.candidate import TIE, Candidate, OpenSource
 from frugal.planning.search.search import Search
 from frugal.planning.strategy import Strategy
@@ -25,6 +26,9 @@ MOST_CASES = 200
 """Of one table: a case takes about a second."""
 
 MORE_MEMORY = 4 * GIB
+
+SHARED_BY = (2, 4, 8)
+"""Ranks that may share each sample in a table."""
 
 CHANGES_NUMBERS = "changes the numbers"
 """Said of whatever changes what is trained."""
@@ -69,6 +73,26 @@ def predicted(cases: Sequence[Case], dry_run: OpenSource) -> list[Candidate | No
                     predictions[i] = Search(first.request, cases[i].cluster, source).predicted()
                 except FrugalError:  # the model cannot take it, or pins contradict each other
                     predictions[i] = None
+    return predictions
+
+
+def predicted_with_sharing(cases: Sequence[Case], dry_run: OpenSource) -> list[Candidate | None]:
+    """`predicted`; where nothing fits, with as few ranks that share each sample as are enough."""
+    predictions = predicted(cases, dry_run)
+    for number in SHARED_BY:
+        missing = [
+            i
+            for i, (case, candidate) in enumerate(zip(cases, predictions, strict=True))
+            if case.request.sequence_parallel is None
+            and case.cluster.world_size % number == 0
+            and candidate is not None
+            and not candidate.fits
+            and sharing.could_help(candidate, number)
+        ]
+        shared = [replace(cases[i], request=replace(cases[i].request, sequence_parallel=number)) for i in missing]
+        for i, candidate in zip(missing, predicted(shared, dry_run), strict=True):
+            if candidate is not None and candidate.fits:
+                predictions[i] = candidate
     return predictions
 
 
@@ -258,7 +282,7 @@ def grid(plan: Plan, axes: Mapping[str, Sequence[int]]) -> dict[tuple[int, int, 
             for memory in axes["mem"]:
                 try:
                     cluster = with_memory(with_gpus(plan.cluster, num_gpus), memory)
-                    request = replace(plan.request, seq_len=seq_len)
+                    request = replace(plan.request, seq_len=seq_len, sequence_parallel=None)
                 except RequestError:
                     continue
                 cases[num_gpus, memory, seq_len] = Case(name="", request=request, cluster=cluster)
@@ -270,6 +294,7 @@ _LETTERS = {
     "s": "activation checkpointing selective",
     "h": "activation checkpointing offloaded",
     "b": "activation checkpointing of some layers",
+    "u": "samples shared by GPUs",
     "t": "tiled loss",
     "o": "optimizer in host memory",
     "p": "parameters in host memory",
@@ -333,6 +358,8 @@ def what_if_table(
     for seq_len in axes["seq-len"]:
         rows = what_if_rows(plan, axes, cases, predictions, seq_len, used)
         lines += ["", f"samples of {seq_len} tokens", *aligned([(*row, "") for row in rows])]
+    if "u" in used and len(axes["seq-len"]) > 1:
+        lines += ["", *_longest(plan, axes, predictions)]
     return [*lines, "", f"  {what_if_legend(used)}"]
 
 
@@ -362,6 +389,25 @@ def what_if_legend(used: set[str]) -> str:
     return "seconds a step, tokens/s of each device, Z ZeRO stage" + "".join(f"; {entry}" for entry in legend)
 
 
+def _longest(
+    plan: Plan, axes: Mapping[str, Sequence[int]], predictions: Mapping[tuple[int, int, int], Candidate | None]
+) -> list[str]:
+    """For each memory the longest samples of the table that fit, by GPUs."""
+    lines = []
+    for memory in axes["mem"]:
+        longest = []
+        for number in axes["gpus"]:
+            lengths = [
+                seq_len
+                for seq_len in axes["seq-len"]
+                if (candidate := predictions.get((number, memory, seq_len))) is not None and candidate.fits
+            ]
+            tokens = plural(max(lengths), "token") if lengths else "none"
+            longest.append(f"{plural(number, plan.cluster.rank_noun)} {tokens}")
+        lines.append(f"  longest samples of these that fit {format_bytes(memory)}: {', '.join(longest)}")
+    return lines
+
+
 def _entry(case: Case, candidate: Candidate | None, used: set[str]) -> str:
     if candidate is None:
         return "?"
@@ -380,6 +426,7 @@ def _rate(tokens_per_second: float) -> str:
 def _letters(strategy: Strategy) -> str:
     return (
         {"off": "", "full": "a", "selective": "s", "offloaded": "h", "budget": "b"}[strategy.activation_checkpointing]
+        + ("u" if strategy.sequence_parallel > 1 else "")
         + {"plain": "", "tiled": "t"}[strategy.loss]
         + {"none": "", "cpu": "o", "nvme": "n"}[strategy.offload_optimizer]
         + {"none": "", "cpu": "p", "nvme": "q"}[strategy.offload_parameters]

@@ -8,8 +8,9 @@ from frugal.config.hardware.cluster import Cluster
 from frugal.errors import NothingFitsError, RequestError
 from frugal.planning.batch import BatchPlan
 from frugal.planning.strategy import Strategy
+from frugal.planning.what_if import grid, parse_axes, predicted_with_sharing, what_if_table
 from tests.planning import test_cost
-from tests.planning.synthetic import planned
+from tests.planning.synthetic import dry_running, planned
 
 LONG: dict[str, Any] = {"model": {"can_be_split": True}, "gpus": 4, "mem": "24G", "global_batch": 6}
 """5 % of 1 MB a token stay on the device at best, and the states are split over all ranks."""
@@ -47,6 +48,24 @@ def test_where_only_the_host_lacks_memory_ranks_share_samples_too() -> None:
 def test_what_short_samples_pay_is_said_where_lengths_are_known() -> None:
     plan = planned(**LONG, seq_len=600_000, lengths={1000: 98, 500_000: 2})
     assert any("those of at most 300000 tokens, which are 98 %" in note for note in plan.warnings)
+
+
+def test_the_table_says_which_samples_fit_on_how_many_devices() -> None:
+    plan = planned(**LONG, seq_len=1_000_000)
+    axes = parse_axes(["gpus=1,2,4", "mem=24G", "seq-len=250000,600000,1000000"])
+    cases = grid(plan, axes)
+    open_source = dry_running(**LONG["model"], drafts=True)
+    entries = dict(zip(cases, predicted_with_sharing(list(cases.values()), open_source), strict=True))
+    shared = {key[0::2]: each.strategy.sequence_parallel for key, each in entries.items() if each and each.fits}
+    assert shared == {
+        (1, 250_000): 1, (2, 250_000): 1, (2, 600_000): 2, (4, 250_000): 1, (4, 600_000): 2, (4, 1_000_000): 4,
+    }  # fmt: skip
+    lines = what_if_table(plan, axes, cases, entries)
+    assert "u samples shared by GPUs" in lines[-1]
+    assert lines[-3] == (
+        "  longest samples of these that fit 24.00 GiB: 1 GPU 250000 tokens, 2 GPUs 600000 tokens, 4 GPUs 1000000 "
+        "tokens"
+    )
 
 
 def test_where_the_model_cannot_be_split_the_proof_says_so() -> None:

@@ -12,7 +12,7 @@ from frugal.config.hardware.cluster import Cluster
 from frugal.config.request import Request
 from frugal.errors import RequestError
 from frugal.planning import cost
-from frugal.planning.search.candidate import Infeasible, OpenSource, SearchResult
+from frugal.planning.search.candidate import Candidate, Infeasible, OpenSource, SearchResult
 from frugal.planning.search.search import Search
 from frugal.units import format_bytes, format_seconds, plural
 
@@ -50,16 +50,18 @@ def _numbers(request: Request, cluster: Cluster, alone: Infeasible) -> Iterator[
     """How many ranks may share a sample, the fewest first; those that would not shrink enough are left out."""
     if request.sequence_parallel is not None or len(cluster.kinds) > 1:
         return
-    lacks = {}  # of devices, whatever hosts and disks lack: bytes for each sample, and bytes that are missing
-    for each in alone.nearest_first:
-        if each.memory is not None and not (each.host_shortfall_bytes or each.disk_shortfall_bytes):
-            memory = each.memory
-            per_sample = memory.activations + memory.logits + memory.temporary + memory.slack
-            lacks[each.strategy] = per_sample, -(each.headroom_bytes or 0)
     for number in range(2, min(cluster.world_size, MOST_SHARING, request.seq_len) + 1):
-        helps = any(per_sample - per_sample // number > missing for per_sample, missing in lacks.values())
-        if cluster.world_size % number == 0 and helps:
+        if cluster.world_size % number == 0 and any(could_help(each, number) for each in alone.nearest_first):
             yield number
+
+
+def could_help(candidate: Candidate, number: int) -> bool:
+    """Whether a candidate that lacks memory of its device might fit if `number` ranks shared each sample."""
+    memory = candidate.memory
+    if memory is None or candidate.host_shortfall_bytes or candidate.disk_shortfall_bytes:
+        return False
+    per_sample = memory.activations + memory.logits + memory.temporary + memory.slack
+    return per_sample - per_sample // number > -(candidate.headroom_bytes or 0)
 
 
 def notes(search: Search, result: SearchResult) -> list[str]:
