@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -111,7 +112,7 @@ def decide(
         plans = [_plan(request, cluster, choice, option) for option in options]
         if tunes:
             own = replace(plans[0], warnings=source.facts().notes).sealed()
-            others = alternatives.find(search, own)
+            others = alternatives.find(search, own, partial(DryRunSource, pool=pool))
             plans[0] = replace(own, alternatives=others).sealed()
             known = {(plan.strategy, plan.batch) for plan in plans}
             for other in others:

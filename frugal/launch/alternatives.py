@@ -43,7 +43,7 @@ def _found(plan: Plan) -> tuple[Alternative, ...]:
     with closing(workers()) as pool:
         open_source = partial(DryRunSource, pool=pool, will_dry_run=False)
         with open_source(plan.request, plan.cluster) as source:
-            return alternatives.find(Search(plan.request, plan.cluster, source), plan)
+            return alternatives.find(Search(plan.request, plan.cluster, source), plan, open_source)
 
 
 def for_run(plan: Plan, settings: RunSettings) -> Plan:

@@ -11,7 +11,7 @@ from frugal.planning.plan import Alternative, Plan
 from frugal.planning.report import DROPOUT
 from frugal.planning.search.alternatives import LEAST_SECONDS, LEAST_STEPS, NEAR, changed_to, find, is_worth_it
 from frugal.planning.search.search import Search
-from tests.planning.synthetic import SMALL, SyntheticSource, planned
+from tests.planning.synthetic import SMALL, SyntheticSource, dry_running, planned
 
 MODEL = SMALL | {"bytes_per_token": 500_000, "can_tile": True, "logits_bytes_per_token": 200_000}
 """Several ways of it are near each other."""
@@ -21,7 +21,7 @@ CARDS: dict[str, Any] = {"gpus": 4, "mem": "12G", "global_batch": 64}
 
 def alternatives(plan: Plan, model: dict[str, Any] | None = None) -> tuple[Alternative, ...]:
     source = SyntheticSource(plan.request, plan.cluster, model or MODEL)
-    return find(Search(plan.request, plan.cluster, source), plan)
+    return find(Search(plan.request, plan.cluster, source), plan, dry_running(**(model or MODEL)))
 
 
 def test_they_fit_are_near_the_plan_and_differ_from_it_in_what_a_running_engine_can_change() -> None:
@@ -62,13 +62,21 @@ def test_where_the_gradient_depends_on_the_cut_the_cut_stays() -> None:
     assert {other.batch for other in alternatives(plan)} == {plan.batch}
 
 
-def test_of_samples_of_different_lengths_only_smaller_budgets_are_tried_with_what_was_proven() -> None:
+def test_of_samples_of_different_lengths_both_ends_fit() -> None:
     lengths = of_counts(dict.fromkeys((100, 200, 400, 800, 1024), 50))
-    plan = planned(**CARDS, model=MODEL, lengths=lengths)
-    others = alternatives(plan)
-    assert others and {other.strategy for other in others} == {plan.strategy}
-    assert all(max(other.batch.micro_batch) < max(plan.batch.micro_batch) for other in others)
-    assert {other.batch.shortest for other in others} == {plan.batch.shortest}
+    model = MODEL | {"bytes_per_sample": 150_000_000}  # so that many short samples take more than few long ones
+    plan = planned(**CARDS, model=model, lengths=lengths)
+    others = alternatives(plan, model)
+    assert len({other.strategy for other in others}) > 1 and len({other.batch.micro_batch for other in others}) > 1
+    shortest = plan.batch.shortest
+    assert shortest and {other.batch.shortest for other in others} == {shortest}
+    (device,) = plan.cluster.kinds
+    for other in others:
+        for seq_len in (shortest, plan.request.seq_len):
+            samples = max(other.batch.micro_batch) * plan.request.seq_len // seq_len
+            source = SyntheticSource(replace(plan.request, seq_len=seq_len), plan.cluster, model)
+            memory = source.profile(other.strategy, True).memory(samples, device)
+            assert memory.headroom_bytes >= other.memory.headroom_bytes >= 0
 
 
 def test_a_profile_that_promised_too_little_leaves_room_for_as_much_again() -> None:

@@ -7,8 +7,8 @@ checkpointing, and whether the loss is tiled. ZeRO stage, offloading and buckets
 An alternative is predicted to take at most `NEAR` times the plan's seconds, and its own profile, with the allocator
 replayed, says that it fits, with room for what the plan's profile was below its dry run. What is pinned is not varied.
 Where the gradient does depend on the cut (dropout's masks, statistics of a micro-batch), the micro-batches stay the
-plan's. Where samples have different lengths, only the micro-batches are varied, and only to smaller ones: the plan's
-are proven for short samples, too.
+plan's. Where samples have different lengths, an alternative must fit at both ends of what its micro-batches may hold:
+few samples of full length, and many of the shortest (`frugal.planning.length_bucketing`).
 """
 
 from collections.abc import Iterator
@@ -18,8 +18,10 @@ from typing import TYPE_CHECKING
 from frugal.errors import RequestError
 from frugal.planning import length_bucketing
 from frugal.planning.batch import BatchPlan
+from frugal.planning.memory.breakdown import MemoryBreakdown
 from frugal.planning.plan import Alternative, Plan
 from frugal.planning.report import DROPOUT, PADDING_MATTERS, SPLIT_MATTERS
+from frugal.planning.search.candidate import OpenSource
 from frugal.planning.strategy import Strategy
 
 if TYPE_CHECKING:
@@ -37,6 +39,9 @@ CUTS = (1, 2, 4)
 LEAST_STEPS, LEAST_SECONDS = 200, 300.0
 """Runs of fewer optimizer steps, or of less predicted time, are not tuned: they could not win back what it takes."""
 
+EXCESS = 1.01
+"""Times a profile's bytes that a dry run is trusted to take at most, see `frugal.planning.search.search.TRUST`."""
+
 JSON_ALONE = "ds_config.json alone"
 """How the warning begins that is about the plan's own micro-batches."""
 
@@ -51,13 +56,13 @@ def depends_on_cut(plan: Plan) -> bool:
     return any(note.startswith((DROPOUT, SPLIT_MATTERS, PADDING_MATTERS)) for note in plan.warnings)
 
 
-def find(search: "Search", plan: Plan) -> tuple[Alternative, ...]:
+def find(search: "Search", plan: Plan, open_source: OpenSource) -> tuple[Alternative, ...]:
     """The plan's alternatives, fastest by prediction first. `search` is one of the plan's own request and cluster."""
     alternatives = {
         (each.strategy, each.batch.micro_batch): each
         for strategy in _strategies(search, plan)
         for batch in _batches(search, plan, strategy)
-        for each in _proven(search, plan, strategy, batch)
+        for each in _proven(search, plan, strategy, batch, open_source)
     }
     alternatives.pop((plan.strategy, plan.batch.micro_batch), None)
     by_time = sorted(alternatives.values(), key=lambda each: (each.time.total_seconds, each.strategy.num_mechanisms))
@@ -67,8 +72,6 @@ def find(search: "Search", plan: Plan) -> tuple[Alternative, ...]:
 def _strategies(search: "Search", plan: Plan) -> Iterator[Strategy]:
     """The plan's own strategy, then those that one engine can change to, as far as they could be fast enough."""
     yield plan.strategy
-    if plan.request.lengths is not None:
-        return
     search.evaluation.evaluate(plan.strategy)  # so that the work of a step is known
     for level in search.levels:
         for strategy in search.strategies(level, small_buckets=plan.strategy.small_buckets):
@@ -99,7 +102,7 @@ def _batches(search: "Search", plan: Plan, strategy: Strategy) -> Iterator[Batch
             return
         if candidate.batch is None:
             return
-        yield candidate.batch
+        yield replace(candidate.batch, shortest=plan.batch.shortest, overhead_tokens=plan.batch.overhead_tokens)
         most = candidate.batch.micro_batch
     if request.micro_batch is not None or request.accumulation_steps is not None:
         return
@@ -113,7 +116,9 @@ def _batches(search: "Search", plan: Plan, strategy: Strategy) -> Iterator[Batch
             yield replace(batch, shortest=plan.batch.shortest, overhead_tokens=plan.batch.overhead_tokens)
 
 
-def _proven(search: "Search", plan: Plan, strategy: Strategy, batch: BatchPlan) -> Iterator[Alternative]:
+def _proven(
+    search: "Search", plan: Plan, strategy: Strategy, batch: BatchPlan, open_source: OpenSource
+) -> Iterator[Alternative]:
     """The alternative, if it is near the plan's time and fits."""
     evaluation, accumulates = search.evaluation, batch.accumulation_steps > 1
     is_offloaded = strategy.offload_optimizer != "none"
@@ -121,24 +126,45 @@ def _proven(search: "Search", plan: Plan, strategy: Strategy, batch: BatchPlan) 
         return  # DeepSpeed makes its buffers on the host for the one or the other
     try:
         profile = search.source.profile(strategy, accumulates or plan.request.lengths is not None)
-    except RequestError:  # as above
-        return
-    time = evaluation.time(profile, strategy, batch)
-    if time.total_seconds > NEAR * plan.time.total_seconds:
-        return
-    memory = plan.memory
-    if plan.request.lengths is None:
+        time = evaluation.time(profile, strategy, batch)
+        if time.total_seconds > NEAR * plan.time.total_seconds:
+            return
         loads = evaluation.fitting.loads(batch)
-        memory = min((profile.memory(micro, device) for device, micro in loads), key=lambda each: each.headroom_bytes)
+        memories = [profile.memory(micro, device) for device, micro in loads]
+        if batch.shortest is not None:
+            memories += _of_shortest(search, plan, strategy, batch, open_source)
+    except RequestError:  # as above; or it cannot read samples that short
+        return
+    memory = min(memories, key=lambda each: each.headroom_bytes)
     is_within = memory.total_bytes * _excess(search, plan) <= memory.usable_bytes + memory.context
     if memory.fits and is_within and evaluation.fitting.host_shortfall_bytes(memory) <= 0:
         yield Alternative(strategy=strategy, batch=batch, memory=memory, time=time)
 
 
+def _of_shortest(
+    search: "Search", plan: Plan, strategy: Strategy, batch: BatchPlan, open_source: OpenSource
+) -> list[MemoryBreakdown]:
+    """What micro-batches take that hold nothing but the shortest samples. Of the plan's own strategy: less than proven.
+
+    Raises:
+        RequestError: the model cannot read samples that short.
+    """
+    assert batch.shortest is not None
+    if strategy == plan.strategy:
+        return [plan.memory]
+    short = replace(plan.request, seq_len=batch.shortest, lengths=None)
+    with open_source(short, plan.cluster) as source:
+        profile = source.profile(strategy, True)
+        return [
+            profile.memory(length_bucketing.most_samples(micro, plan.request.seq_len, batch.shortest), device)
+            for device, micro in search.evaluation.fitting.loads(batch)
+        ]
+
+
 def _excess(search: "Search", plan: Plan) -> float:
     """How many times more the plan's dry run took than its profile says; at least 1."""
-    if plan.request.lengths is not None:
-        return 1.0
+    if plan.request.lengths is not None:  # of which end the plan's memory is, it does not say
+        return EXCESS
     profile = search.source.profile(plan.strategy, plan.batch.accumulation_steps > 1)
     of_profile = max(
         profile.memory(micro, device).total_bytes for device, micro in search.evaluation.fitting.loads(plan.batch)
