@@ -1,0 +1,154 @@
+"""Memory against time: what less memory costs, and what more would bring, by arithmetic.
+
+Every strategy of every level of offloading at several micro-batches is a point: bytes at the peak of the fullest device
+and seconds of a step. Those that no other point beats in both are the frontier. Mixtures of modes of activation
+checkpointing are points where their strategies are on it: between two modes at quarters of the layers.
+
+Left out: what the allocator wastes, and whether a device has so much.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
+from frugal.config.hardware.cluster import Device
+from frugal.errors import RequestError
+from frugal.planning.plan import Plan
+from frugal.planning.report import short_name
+from frugal.planning.search.mixtures import base_of, mixture
+from frugal.planning.search.search import Search
+from frugal.planning.strategy import LAYER_MODES, Strategy
+from frugal.planning.table import Table
+from frugal.units import format_bytes, format_seconds
+
+FASTER = 1.01
+"""A point that takes more memory is one of the frontier where it is faster by 1 % at least."""
+
+MOST_MICRO_BATCHES = 12
+"""Micro-batches that each strategy is looked at with: 1, 2, 3, 4, 6, 8, 12 and so on, and the largest."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """What a strategy takes with a micro-batch, bytes on the fullest device and seconds of a step; `fits`: whether the
+    devices have so much."""
+
+    total_bytes: int
+    seconds: float
+    micro_batch: int
+    accumulation_steps: int
+    strategy: Strategy
+    fits: bool
+
+
+def frontier(search: Search) -> list[Point]:
+    """The points that none beats, the smallest first.
+
+    Raises:
+        RequestError: there are none, because only dry runs could tell.
+    """
+    whole = [
+        point
+        for level in search.levels
+        for strategy in _drafted(search, search.strategies(level))
+        for point in _points(search, strategy)
+    ]
+    if not whole:
+        raise RequestError(
+            f"there is no frontier for {search.request.model}",
+            because="its memory cannot be predicted by arithmetic",
+            hint="`frugal plan` dry-runs what it weighs",
+        )
+    best = _unbeaten(whole)
+    return _unbeaten([*whole, *(point for each in _mixed(search, best) for point in _points(search, each))])
+
+
+def _drafted(search: Search, strategies: Iterable[Strategy]) -> Iterator[Strategy]:
+    """Those that arithmetic can tell of."""
+    strategies = list(strategies)
+    search.source.prepare(strategies)
+    for strategy in strategies:
+        try:
+            if search.source.draft(strategy, True) is not None:
+                yield strategy
+        except RequestError:
+            if strategy.loss == "plain":
+                raise
+
+
+def _points(search: Search, strategy: Strategy) -> Iterator[Point]:
+    """A strategy with several micro-batches."""
+    fitting, evaluation = search.evaluation.fitting, search.evaluation
+    for accumulates in (True, False):
+        profile = search.source.draft(strategy, accumulates)
+        if profile is None:
+            return
+        for micro_batch in _micro_batches(fitting.cap):
+            batches = fitting.batches(dict.fromkeys(fitting.devices, micro_batch))
+            if not batches:
+                continue
+            time, batch = evaluation.fastest(profile, strategy, batches)
+            if accumulates == (batch.accumulation_steps == 1):
+                continue
+            device, micro = max(fitting.loads(batch), key=_samples)
+            memory = profile.memory(micro, device)
+            yield Point(
+                total_bytes=memory.total_bytes,
+                seconds=time.total_seconds,
+                micro_batch=batch.largest_micro_batch,
+                accumulation_steps=batch.accumulation_steps,
+                strategy=strategy,
+                fits=memory.fits,
+            )
+
+
+def _samples(load: tuple[Device, int]) -> int:
+    return load[1]
+
+
+def _micro_batches(cap: int) -> list[int]:
+    sizes = sorted({size for power in range(16) for size in (2**power, 3 * 2**power) if size < cap})
+    return [*sizes[: MOST_MICRO_BATCHES - 1], cap]
+
+
+def _mixed(search: Search, best: list[Point]) -> Iterator[Strategy]:
+    """Mixtures under strategies that are on the frontier."""
+    if search.request.activation_checkpointing not in ("auto", "budget"):
+        return
+    of_level = {base_of(each): each for level in search.levels for each in search.strategies(level)}
+    for base in dict.fromkeys(base_of(point.strategy) for point in best):
+        if base not in of_level:
+            continue
+        on_gpus = search.cluster.devices[0].kind == "cuda"
+        modes = LAYER_MODES if on_gpus else LAYER_MODES[1:]
+        for frugal, generous in (*pairwise(modes), (modes[0], modes[-1])):
+            num_layers = search.source.num_layers(mixture(base, ((frugal, 1), (generous, 1))))
+            counts = dict.fromkeys(num_layers * quarters // 4 for quarters in (1, 2, 3))
+            for count in (each for each in counts if 0 < each < num_layers):
+                yield mixture(base, ((frugal, num_layers - count), (generous, count)))
+
+
+def _unbeaten(points: Iterable[Point]) -> list[Point]:
+    """Those that are faster than all that take less, the smallest first."""
+    best: list[Point] = []
+    for point in sorted(points, key=lambda point: (point.total_bytes, point.seconds)):
+        if not best or point.seconds * FASTER <= best[-1].seconds:
+            best.append(point)
+    return best
+
+
+def frontier_table(plan: Plan, points: list[Point]) -> Table:
+    """The frontier as rows; what does not fit is marked."""
+    rows = [("peak", "step", "batch", "strategy")]
+    for point in points:
+        rows.append(
+            (
+                f"{'' if point.fits else '!'}{format_bytes(point.total_bytes)}",
+                format_seconds(point.seconds),
+                f"{point.micro_batch} x {point.accumulation_steps}",
+                short_name(point.strategy),
+            )
+        )
+    total = format_bytes(plan.memory.usable_bytes + plan.memory.context)
+    note = f"! more than the {total} of a device that may be used; without what the allocator wastes, not dry-run"
+    return Table(title="memory against time", rows=tuple(rows), note=note, has_head=True)
