@@ -30,7 +30,7 @@ from frugal.errors import RequestError
 from frugal.planning.plan import Plan
 from frugal.planning.report import Block, explanation
 from frugal.planning.search.candidate import OpenSource
-from frugal.planning.search.frontier import Point, frontier, frontier_table
+from frugal.planning.search.frontier import FrontierPoint, frontier, frontier_table
 from frugal.planning.search.search import Search
 from frugal.planning.what_if import (
     axes_around,
@@ -90,7 +90,7 @@ def help_for(plan: Plan) -> Block:
         return improvements(plan, cases, predicted(cases, _arithmetic(pool))) if cases else []
 
 
-def frontier_of(plan: Plan) -> list[Point]:
+def frontier_of(plan: Plan) -> list[FrontierPoint]:
     """Memory against time for what the plan was asked for, with as many ranks to a sample as it has."""
     shared = plan.strategy.sequence_parallel
     request = replace(plan.request, sequence_parallel=shared) if shared > 1 else plan.request

@@ -29,7 +29,7 @@ MOST_MICRO_BATCHES = 12
 
 
 @dataclass(frozen=True, kw_only=True)
-class Point:
+class FrontierPoint:
     """What a strategy takes with a micro-batch, bytes on the fullest device and seconds of a step; `fits`: whether the
     devices have so much."""
 
@@ -41,7 +41,7 @@ class Point:
     fits: bool
 
 
-def frontier(search: Search) -> list[Point]:
+def frontier(search: Search) -> list[FrontierPoint]:
     """The points that none beats, the smallest first.
 
     Raises:
@@ -76,7 +76,7 @@ def _drafted(search: Search, strategies: Iterable[Strategy]) -> Iterator[Strateg
                 raise
 
 
-def _points(search: Search, strategy: Strategy) -> Iterator[Point]:
+def _points(search: Search, strategy: Strategy) -> Iterator[FrontierPoint]:
     """A strategy with several micro-batches."""
     fitting, evaluation = search.evaluation.fitting, search.evaluation
     for accumulates in (True, False):
@@ -92,7 +92,7 @@ def _points(search: Search, strategy: Strategy) -> Iterator[Point]:
                 continue
             device, micro = max(fitting.loads(batch), key=_samples)
             memory = profile.memory(micro, device)
-            yield Point(
+            yield FrontierPoint(
                 total_bytes=memory.total_bytes,
                 seconds=time.total_seconds,
                 micro_batch=batch.largest_micro_batch,
@@ -111,7 +111,7 @@ def _micro_batches(cap: int) -> list[int]:
     return [*sizes[: MOST_MICRO_BATCHES - 1], cap]
 
 
-def _mixed(search: Search, best: list[Point]) -> Iterator[Strategy]:
+def _mixed(search: Search, best: list[FrontierPoint]) -> Iterator[Strategy]:
     """Mixtures under strategies that are on the frontier."""
     if search.request.activation_checkpointing not in ("auto", "budget"):
         return
@@ -128,16 +128,16 @@ def _mixed(search: Search, best: list[Point]) -> Iterator[Strategy]:
                 yield mixture(base, ((frugal, num_layers - count), (generous, count)))
 
 
-def _unbeaten(points: Iterable[Point]) -> list[Point]:
+def _unbeaten(points: Iterable[FrontierPoint]) -> list[FrontierPoint]:
     """Those that are faster than all that take less, the smallest first."""
-    best: list[Point] = []
+    best: list[FrontierPoint] = []
     for point in sorted(points, key=lambda point: (point.total_bytes, point.seconds)):
         if not best or point.seconds * FASTER <= best[-1].seconds:
             best.append(point)
     return best
 
 
-def frontier_table(plan: Plan, points: list[Point]) -> Table:
+def frontier_table(plan: Plan, points: list[FrontierPoint]) -> Table:
     """The frontier as rows; what does not fit is marked."""
     rows = [("peak", "step", "batch", "strategy")]
     for point in points:
