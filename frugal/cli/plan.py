@@ -8,7 +8,7 @@ import click
 
 from frugal.cli.display.drafts import DraftTaken, ShownDrafts
 from frugal.cli.display.terminal import is_terminal, show, waiting
-from frugal.cli.display.verdict import show_row, show_verdict
+from frugal.cli.display.verdict import fits_a_line, show_row, show_verdict
 from frugal.cli.options import SettingsCommand, config_option, options, planned, verbose_option, what_if_option
 from frugal.config.hardware.build_cluster import ClusterSettings
 from frugal.config.request import Request
@@ -80,9 +80,8 @@ def command(
         click.echo()
     if drafts.last is None:
         show_verdict(replace(plan.verdict, notes=()) if verbose else plan.verdict)
-    else:
-        drafts.conclude(plan)
-    _conclude(plan, output, html, written, verbose=verbose)
+    proof = "" if drafts.last is None else drafts.conclude(plan)
+    _conclude(plan, output, html, written, proof, verbose=verbose)
 
 
 def _write_pages(plan: Plan, folder: Path | None, html: Path | None, helps: str = "") -> tuple[Path, ...]:
@@ -97,17 +96,25 @@ def _write_pages(plan: Plan, folder: Path | None, html: Path | None, helps: str 
     return tuple(pages)
 
 
-def _conclude(plan: Plan, folder: Path | None, html: Path | None, written: tuple[Path, ...], *, verbose: bool) -> None:
-    """Below the verdict what would help, which may have to be predicted first, and where more is."""
-    with waiting("predicting what would help"):
+def _conclude(
+    plan: Plan, folder: Path | None, html: Path | None, written: tuple[Path, ...], proof: str, *, verbose: bool
+) -> None:
+    """Below the verdict what would help, which may have to be predicted first, what proves it, and where more is."""
+    with waiting(f"proven {proof}; predicting what would help" if proof else "predicting what would help"):
         helps = what_helps(plan)
     if helps:
         show_row("helps", helps)
     written += _write_pages(plan, folder, html, helps)
     if written:
-        more = "" if verbose or folder is None else f"; more: `frugal explain {folder}`"
         *others, last = map(str, written)
-        show_row("wrote", f"{', '.join(others)}{' and ' if others else ''}{last}{more}")
+        names = f"{', '.join(others)}{' and ' if others else ''}{last}"
+        if proof:
+            show_row("proven", f"by a dry run; wrote {names}")
+        else:
+            more = "" if verbose or folder is None else f"; more: `frugal explain {folder}`"
+            show_row("wrote", names + more if fits_a_line(names + more) else names)
+    elif proof:
+        show_row("proven", f"{proof}; more: `frugal plan -v`")
     elif not verbose:
         show_row("more", "`frugal plan -v`: all of it; `frugal explain`: what binds and what helps")
 

@@ -89,6 +89,15 @@ def columns(parts: Sequence[BarPart], width: int) -> list[tuple[BarPart, int]]:
     return list(zip(parts, shares, strict=True))
 
 
+def named_inside(part: BarPart, share: int) -> str:
+    """So many characters of a part: its letter, and between its letters name and size, or the name, if there is room:
+    `aaa activations 4.11 GiB aaa`."""
+    for words in (f" {part.name} {format_bytes(part.size_bytes)} ", f" {part.name} "):
+        if len(words) + 2 <= share:
+            return words.center(share, part.letter)
+    return part.letter * share
+
+
 def legend(parts: Sequence[BarPart]) -> list[str]:
     """What the letters of the bar are, largest first, and last what stays free: `a activations 4.11 GiB`."""
     largest_first = sorted(parts, key=lambda part: (part.is_free, -part.size_bytes))

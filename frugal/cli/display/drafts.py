@@ -41,22 +41,23 @@ class ShownDrafts:
         show_verdict(plan.verdict)
         self.last = plan
 
-    def conclude(self, plan: Plan) -> None:
-        """Say whether the plan is the last draft, and what it is where it is another.
+    def conclude(self, plan: Plan) -> str:
+        """What proves the last draft; empty where it is not the plan, which is shown then.
 
         With short samples dry runs also decide how many of them share a micro-batch: what that changes is shown.
         """
         assert self.last is not None
-        takes = f"{format_bytes(plan.memory.total_bytes)} by a dry run of DeepSpeed's own code"
+        size, drafted = (format_bytes(each.memory.total_bytes) for each in (plan, self.last))
+        proof = "by a dry run of DeepSpeed's own code"
         samples, of_draft = (replace(each.batch, shortest=None) for each in (plan, self.last))
         if (plan.strategy, samples) == (self.last.strategy, of_draft):
-            show_row("proven", takes)
             for row in plan.verdict.rows:
                 if row[0] != "fits" and row not in self.last.verdict.rows:
                     show_row(*row)
             for note in plan.warnings:  # what only the dry run has shown, and what is computed beside it
                 if note not in self.last.warnings:
                     show_row("note", note)
-        else:
-            show_row("draft", f"refused, and this is the plan, which takes {takes}:")
-            show_verdict(plan.verdict)
+            return proof if size == drafted else f"{size} {proof}"
+        show_row("draft", f"refused, and this is the plan, which takes {size} {proof}:")
+        show_verdict(plan.verdict)
+        return ""

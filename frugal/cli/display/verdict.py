@@ -42,6 +42,11 @@ def show_row(name: str, words: str, *, err: bool = False) -> None:
     drawing().print(_row(name, Text(words)))
 
 
+def fits_a_line(words: str) -> bool:
+    """Whether a row of these words is one line; where there is no terminal every row is."""
+    return not is_terminal() or NAME_WIDTH + len(words) <= drawing().width
+
+
 def _row(name: str, words: "Text") -> "RenderableType":
     """A name and its words, which continue below themselves."""
     from rich.table import Table as Grid
@@ -55,18 +60,11 @@ def _row(name: str, words: "Text") -> "RenderableType":
 
 
 def _bar(verdict: PlanVerdict, width: int) -> "Text":
-    """The memory of the device as letters on colours, and below what the letters of the largest parts are."""
+    """The memory of the device in one line: letters on colours, and the names of parts in those that have the room."""
     from rich.text import Text
 
-    parts = verdict.parts
-    drawn = verdicts.columns(parts, width)
     bar = Text()
-    for part, share in drawn:
-        bar.append(part.letter * share, style="dim" if part.is_free else f"{part.ink} on {part.colour}")
-    names = ""
-    for entry in verdicts.legend([part for part, share in drawn if share]):
-        longer = f"{names}  {entry}" if names else entry
-        if len(longer) > width:
-            break
-        names = longer
-    return Text("\n").join([bar, Text(names, style="dim")])
+    for part, share in verdicts.columns(verdict.parts, width):
+        words = verdicts.named_inside(part, share)
+        bar.append(words, style="dim" if part.is_free else f"{part.ink} on {part.colour}")
+    return bar

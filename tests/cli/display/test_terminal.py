@@ -63,15 +63,28 @@ def plain(written: str) -> list[str]:
 
 
 @pytest.mark.parametrize("columns", [80, 120])
-def test_the_verdict_of_a_terminal_is_a_few_lines_with_a_bar(on_terminal: Callable[..., str], columns: int) -> None:
+def test_the_verdict_of_a_terminal_is_eight_lines_with_a_bar(on_terminal: Callable[..., str], columns: int) -> None:
     lines = plain(on_terminal(columns, "plan", *CARDS, "--global-batch", "480"))
     assert max(map(len, lines)) <= columns
     verdict = lines[lines.index("480 samples = 4 GPUs x micro-batch 10 x 12 accumulation steps") :]
     names = [line[:7].strip() for line in verdict[1:]]
-    assert names == ["runs", "fits", "", "", "step", "binds", "proven", "helps", "more"]
-    bar, letters = verdict[3].strip(), verdict[4].split()
+    assert names == ["runs", "fits", "", "step", "binds", "helps", "proven"]
+    assert verdict[-1] == "proven by a dry run of DeepSpeed's own code; more: `frugal plan -v`"
+    bar = verdict[3].strip()
     assert len(bar) == columns - 7
-    assert {"a", "x"} <= set(bar) and letters[:4] == ["a", "activations", "9.54", "GiB"]
+    assert {"a", "x"} <= set(bar) and "a activations 9.54 GiB a" in bar
+
+
+def test_files_are_named_with_the_proof_in_eight_lines_and_without_one_when_it_was_given(
+    on_terminal: Callable[..., str],
+) -> None:
+    asked = ("plan", *CARDS, "--global-batch", "480", "-o", "run")
+    proven, kept = (plain(on_terminal(80, *asked)) for _ in range(2))
+    head = "480 samples = 4 GPUs x micro-batch 10 x 12 accumulation steps"
+    files = "run/plan.json, run/ds_config.json and run/plan.html"
+    assert len(proven[proven.index(head) :]) == 8
+    assert proven[-1] == f"proven by a dry run; wrote {files}"
+    assert kept[kept.index(head) + 7 :] == [f"wrote  {files}"]
 
 
 def test_a_draft_is_shown_before_it_is_dry_run_and_what_replaces_it_as_well(
