@@ -113,7 +113,7 @@ def how_it_ended(code: int, report: FailureReport | None = None) -> str:
     number = signal_of(code)
     if number is not None:
         return f"a rank was ended by {number.name}"
-    return "interrupted" if code == INTERRUPTED else f"exit code {code}"
+    return after_run.INTERRUPTED if code == INTERRUPTED else f"exit code {code}"
 
 
 def _why(report: FailureReport) -> str:

@@ -20,6 +20,9 @@ from frugal.report.run import read_run
 PAGE = "report.html"
 """In the run's folder."""
 
+INTERRUPTED = "interrupted"
+"""Why a run ended that somebody stopped with Ctrl-C: it is no failure."""
+
 _CLOCKS_SECONDS = 5.0
 """By which the clocks of two hosts may differ."""
 
@@ -34,7 +37,7 @@ def write_page(folder: Path) -> str | None:
 
 
 def note_end(folder: Path, since: float, why: str) -> None:
-    """RunRecord that the run in `folder` failed because of `why`, and write its page.
+    """Record that the run in `folder` failed because of `why`, or was interrupted, and write its page.
 
     Nothing is done where no start was recorded after `since` (Unix seconds), or its end was: then it was another run,
     or it has said itself how it ended. A rank that lost another knows less.
@@ -49,7 +52,8 @@ def note_end(folder: Path, since: float, why: str) -> None:
         ):
             return
         step = history.steps[-1].step if history.steps else last.step
-        record = {"event": "end", "step": step, "status": "failed", "why": why, "time": round(time.time(), 3)}
+        status, why = (INTERRUPTED, "") if why == INTERRUPTED else ("failed", why)
+        record = {"event": "end", "step": step, "status": status, "why": why, "time": round(time.time(), 3)}
         _append(folder / METRICS, msgspec.json.encode(record) + b"\n")
     except (OSError, FrugalError):  # the folder was moved or deleted, or its disk is full: there is nothing to tell it
         return

@@ -166,8 +166,14 @@ def when(event: RunEvent) -> str:
     return NONE if event.seconds is None else format_seconds(event.seconds)
 
 
-_MARKS = {"restart": "restart", "recovery": "out of memory", "left_out": "left out", "failed": "failed"}
-_DASHES = {"restart": [6, 3], "recovery": [2, 3], "left_out": [1, 4], "failed": []}
+_MARKS = {
+    "restart": "restart",
+    "recovery": "out of memory",
+    "left_out": "left out",
+    "failed": "failed",
+    "interrupted": "interrupted",
+}
+_DASHES = {"restart": [6, 3], "recovery": [2, 3], "left_out": [1, 4], "failed": [], "interrupted": []}
 
 
 def marks(run: RecordedRun, *, over_time: bool = False) -> list[dict[str, Any]]:
@@ -175,5 +181,6 @@ def marks(run: RecordedRun, *, over_time: bool = False) -> list[dict[str, Any]]:
     return [
         {"x": event.seconds if over_time else event.step, "label": _MARKS[event.kind], "dash": _DASHES[event.kind]}
         for event in run.events
-        if event.kind in _MARKS and (event.seconds is not None if over_time else event.kind != "failed")
+        if event.kind in _MARKS
+        and (event.seconds is not None if over_time else event.kind not in ("failed", "interrupted"))
     ]

@@ -11,6 +11,7 @@ import pytest
 
 from bench.runs import records
 from frugal.config.run_settings import RunSettings
+from frugal.launch import restart
 from frugal.report import after_run
 from frugal.report.run import read_run
 from frugal.report.series import thinned
@@ -95,6 +96,12 @@ def test_who_started_a_killed_run_records_its_end_once_and_no_other_s(tmp_path: 
     assert run.state_in_words == "failed after step 5 of 12: a rank was ended by SIGKILL"
     assert kinds(folder) == [("start", 0), ("failed", 5)]
     assert "a rank was ended by SIGKILL" in (folder / "report.html").read_text()
+
+
+def test_a_run_that_somebody_interrupted_did_not_fail(tmp_path: Path) -> None:
+    folder = train(tmp_path / "run", plan(), range(1, 6), is_ended=False)
+    after_run.note_end(folder, 0.0, restart.how_it_ended(130))
+    assert read_run(folder).state_in_words == "interrupted after step 5 of 12"
 
 
 def test_a_page_that_cannot_be_written_fails_no_run(tmp_path: Path) -> None:
