@@ -76,7 +76,7 @@ class RecordedRun:
 
     @cached_property
     def state(self) -> str:
-        """`done`, `stopped`, `interrupted`, `failed`, `lost`, `running`, or `unknown`: killed, or of an earlier version."""
+        """`done`, `stopped`, `interrupted`, `failed`, `lost`, `running`, or `unknown`: nothing recorded its end."""
         last = next((each for each in reversed(self.history.others) if each.event in ("start", "end")), None)
         if last is not None and last.event == "end":
             return last.status
