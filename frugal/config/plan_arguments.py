@@ -43,6 +43,7 @@ class PlanArguments(TypedDict, total=False):
     zero_stage: int | None
     activation_checkpointing: ActivationCheckpointingChoice | None
     loss: LossChoice | None
+    mlp: LossChoice | None
     offload: OffloadChoice | None
     offload_ratio: float | None
     nvme_path: str | None

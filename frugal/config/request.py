@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from frugal.config import optimizers
+from frugal.config import optimizers, tiled_mlp
 from frugal.config.adapters import Lora
 from frugal.config.optimizers import (
     STATE_BYTES,
@@ -95,6 +95,10 @@ class Request:
     loss: LossChoice = setting(
         "auto",
         "`plain` holds the logits whole, `tiled` a slice at a time; `auto` takes what makes the step faster.",
+        "memory and speed", is_expert=True,
+    )  # fmt: skip
+    mlp: LossChoice = setting(
+        "auto", "`tiled` runs each layer's MLP on a slice of the positions at a time; `auto`: where nothing else fits.",
         "memory and speed", is_expert=True,
     )  # fmt: skip
     offload: OffloadChoice = setting(
@@ -280,6 +284,7 @@ class Request:
                 because="no node's disk is used unasked",
                 hint="name a folder on a fast local disk: --nvme-path /local/scratch",
             )
+        tiled_mlp.check(self.mlp, self.zero_stage, self.offload, self.activation_checkpointing)
         needed_stage = {"optimizer": (1, 2, 3), "all": (3,), "nvme": (3,)}.get(self.offload, (0, 1, 2, 3))
         if self.zero_stage is not None and self.zero_stage not in needed_stage:
             raise RequestError(

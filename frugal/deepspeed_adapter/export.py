@@ -307,6 +307,12 @@ def _check_own_code(plan: Plan, who: str) -> None:
             because=reason_for_tiles or "it holds the logits whole, for which the plan may have no memory",
             hint="plan with --loss plain",
         )
+    if strategy.mlp == "tiled":
+        raise RequestError(
+            f"{who} does not know frugal's tiled MLP",
+            because="it runs MLPs whole, for which the plan may have no memory",
+            hint="plan with --mlp plain",
+        )
     if strategy.activation_checkpointing not in ("off", "full"):
         raise RequestError(
             f"{who} does not know activation checkpointing {strategy.checkpointing}",

@@ -118,6 +118,7 @@ class AskTrace(msgspec.Struct, frozen=True, tag="trace", kw_only=True):
     request: Request
     activation_checkpointing: ActivationCheckpointing
     loss: Literal["plain", "tiled"]
+    mlp: Literal["plain", "tiled"] = "plain"
     zero_stage: Literal[2, 3]
     kind: DeviceKind
     capability: Capability = ASSUMED_CAPABILITY

@@ -99,7 +99,8 @@ def _versions() -> tuple[str, ...]:
 
 
 def _name(question: AskTrace) -> str:
-    mode = (question.activation_checkpointing, question.loss, f"ZeRO-{question.zero_stage}", question.kind)
+    mode = [question.activation_checkpointing, question.loss, f"ZeRO-{question.zero_stage}", question.kind]
+    mode += ["tiled MLP"] if question.mlp == "tiled" else []
     return " ".join([str(question.request.seq_len), *mode, "{}.{}".format(*question.capability)])
 
 

@@ -159,6 +159,7 @@ def _trace(question: AskTrace) -> Traced:
             capability=question.capability,
             activation_checkpointing_mode=question.activation_checkpointing,
             loss=question.loss,
+            mlp=question.mlp,
             zero_stage=question.zero_stage,
             sequence_parallel=question.sequence_parallel,
             building_bytes=building_bytes,

@@ -39,6 +39,7 @@ from frugal.training.models import (
 )  # fmt: skip
 from frugal.training.models.loading import quantised
 from frugal.training.models.tiled_loss import IGNORED
+from frugal.training.models.tiling import tiled_mlp
 from frugal.training.objectives import summed_cross_entropy
 from frugal.units import format_bytes
 
@@ -73,6 +74,8 @@ class PlannedMixin:
         if plan.strategy.loss == "tiled":
             tiled_loss.apply(trainer.model)
             trainer.args.prediction_loss_only = True
+        if plan.strategy.mlp == "tiled":
+            tiled_mlp.apply(trainer.model)
         trainer.loss_is_scaled_for_ga = True  # `compute_loss` divides by the targets of the global batch
         trainer.add_callback(_MemoryCheck(plan))
 

@@ -26,6 +26,7 @@ def reasons(request: Request, cluster: Cluster, result: SearchResult) -> tuple[s
         _sequence_parallel(request, cluster, result),
         _activation_checkpointing(request, result),
         _loss(request, result),
+        _mlp(request, result),
         _zero_stage(request, cluster, result),
         *_offload(request, result),
         _secondary_partition(request, result),
@@ -90,6 +91,16 @@ def _loss(request: Request, result: SearchResult) -> str:
     if fitting:
         return f"the loss is tiled: with whole logits {_batch_and_seconds(fitting[0], taken)}"
     return f"the loss is tiled: {_does_not_fit(others)} with whole logits" if others else ""
+
+
+def _mlp(request: Request, result: SearchResult) -> str:
+    taken = result.chosen
+    if request.mlp != "auto":
+        return f"the MLP is {request.mlp}, as asked"
+    if taken.strategy.mlp == "plain":
+        return ""
+    others = _alternatives(result, lambda candidate: candidate.strategy.mlp)
+    return f"the MLP is tiled: {_does_not_fit(others)} with whole ones" if others else "the MLP is tiled"
 
 
 def _zero_stage(request: Request, cluster: Cluster, result: SearchResult) -> str:

@@ -30,6 +30,7 @@ class Strategy:
             `(("full", 20), ("off", 12))`. Otherwise empty.
         sequence_parallel: ranks that share each sample, a part of its positions each (Ulysses); 1: none do.
         loss: `plain` holds the whole logits, `tiled` a slice of them at a time.
+        mlp: `plain` runs a layer's MLP on all positions, `tiled` on a slice at a time, and again in backward.
         offload_optimizer: where optimizer states live; the optimizer runs on the host unless it is `none`.
         offload_ratio: ZeRO-3 with the optimizer in host memory, the share of the sub-groups that are updated there;
             the first ones are updated on the device, see `num_groups_on_device`.
@@ -54,6 +55,7 @@ class Strategy:
     layer_modes: tuple[tuple[LayerMode, int], ...] = ()
     sequence_parallel: int = 1
     loss: Literal["plain", "tiled"] = "plain"
+    mlp: Literal["plain", "tiled"] = "plain"
     offload_optimizer: Place = "none"
     offload_ratio: float = 1.0
     offload_parameters: Place = "none"
@@ -85,6 +87,7 @@ class Strategy:
         on_disk = "nvme" in (self.offload_optimizer, self.offload_parameters)
         assert not on_disk or (self.zero_stage == 3 and self.nvme_path)
         assert self.offload_parameters != "nvme" or self.nvme_buffer_elements
+        assert self.mlp == "plain" or self.zero_stage < 3
 
     @property
     def modes(self) -> tuple[LayerMode, ...]:
@@ -126,6 +129,7 @@ class Strategy:
             + len(self.layer_modes[1:])
             + (self.sequence_parallel > 1)
             + (self.loss == "tiled")
+            + (self.mlp == "tiled")
             + (self.offload_optimizer != "none")
             + (self.offload_ratio < 1)
             + (self.secondary_partition > 1)
@@ -142,7 +146,8 @@ class Strategy:
         kept = max(("off", "selective", "full", "offloaded").index(mode) for mode in self.modes)
         moved = [("none", "cpu", "nvme").index(place) for place in (self.offload_optimizer, self.offload_parameters)]
         moved_share = sum(moved) and self.offload_ratio
-        return (*moved, moved_share, self.zero_stage, kept, int(self.loss == "tiled"), int(self.small_buckets))
+        tiled = int(self.loss == "tiled"), int(self.mlp == "tiled")
+        return (*moved, moved_share, self.zero_stage, kept, *tiled, int(self.small_buckets))
 
     @property
     def checkpointing(self) -> str:
@@ -159,6 +164,8 @@ class Strategy:
             words.append(f"sequence parallelism over {self.sequence_parallel} ranks")
         if self.loss == "tiled":
             words.append("tiled loss")
+        if self.mlp == "tiled":
+            words.append("tiled MLP")
         if self.offload_parameters == "nvme":
             words.append("optimizer and parameters on NVMe")
         elif self.offload_optimizer == "nvme":
@@ -300,6 +307,18 @@ def _losses(request: Request, can_tile: bool) -> tuple[Literal["plain", "tiled"]
     return ("plain", "tiled") if can_tile else ("plain",)
 
 
+def _buckets(request: Request, trainable_parameters: int, small: bool) -> tuple[int, int, int]:
+    """Elements of the bucket of gradients, of that of parameters ahead of their use, and gathered at most."""
+    usual, live = min(BUCKET_ELEMENTS, max(1, trainable_parameters)), Strategy.max_live_elements
+    bucket = usual
+    if small:
+        usual, live = max(1, usual // SMALLER), live // SMALLER
+        bucket = -(-usual // 2) * 2
+    if request.reduce_bucket_elements:
+        bucket = min(request.reduce_bucket_elements, max(1, trainable_parameters))
+    return bucket, usual, live
+
+
 def allowed_strategies(
     request: Request,
     *,
@@ -311,31 +330,31 @@ def allowed_strategies(
     can_tile: bool = False,
     largest_parameter: int = 0,
     small_buckets: bool = False,
+    tiled_mlp: bool = False,
 ) -> tuple[Strategy, ...]:
     """The strategies a request and its model allow at one level of offloading, simplest first.
 
     Overlapped communication is for those who ask: what it holds back on CUDA's streams has not been measured on a GPU,
     and a plan that does not fit is worse than one that is slower.
 
-    `small_buckets`: only these, for where the usual ones take much of the memory. Stage 0 has none.
+    Only these: `small_buckets`, for where the usual ones take much of the memory, and not for stage 0; a `tiled_mlp`,
+    not for stage 3 and selective checkpointing.
     """
     stages = _stages(request, offload, world_size)
     modes = _modes(request, can_recompute, on_gpus)
-    usual = min(BUCKET_ELEMENTS, max(1, trainable_parameters))
-    bucket = (
-        min(request.reduce_bucket_elements, max(1, trainable_parameters)) if request.reduce_bucket_elements else usual
-    )
-    live = Strategy.max_live_elements
+    bucket, usual, live = _buckets(request, trainable_parameters, small_buckets)
     if small_buckets:
         stages = tuple(stage for stage in stages if stage)
-        usual, live = max(1, usual // SMALLER), live // SMALLER
-        bucket = bucket if request.reduce_bucket_elements else -(-usual // 2) * 2
+    tiled_mlp = tiled_mlp or request.mlp == "tiled"
+    if tiled_mlp:
+        stages, modes = tuple(each for each in stages if each < 3), tuple(each for each in modes if each != "selective")
     strategies = (
         Strategy(
             zero_stage=stage,
             activation_checkpointing=mode,
             sequence_parallel=request.sequence_parallel or 1,
             loss=loss,
+            mlp="tiled" if tiled_mlp else "plain",
             offload_optimizer=optimizer,
             offload_parameters=parameters,
             nvme_path=request.nvme_path if offload == "nvme" else None,

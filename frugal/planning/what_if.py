@@ -207,6 +207,7 @@ def shorter(plan: Plan) -> list[Case]:
             zero_stage=strategy.zero_stage,
             activation_checkpointing=strategy.activation_checkpointing,
             loss=strategy.loss,
+            mlp=strategy.mlp,
         )
     except RequestError:
         return []
@@ -221,7 +222,7 @@ def _pins(plan: Plan) -> Iterator[tuple[str, dict[str, Any]]]:
             yield f"no --{field.replace('_', '-')}", {field: None}
     if request.even:
         yield "no --even", {"even": None}
-    for field in ("activation_checkpointing", "loss", "offload"):
+    for field in ("activation_checkpointing", "loss", "mlp", "offload"):
         if getattr(request, field) != "auto":
             yield f"--{field.replace('_', '-')} auto", {field: "auto"}
 
@@ -296,6 +297,7 @@ _LETTERS = {
     "b": "activation checkpointing of some layers",
     "u": "samples shared by GPUs",
     "t": "tiled loss",
+    "m": "tiled MLP",
     "o": "optimizer in host memory",
     "p": "parameters in host memory",
     "n": "optimizer on NVMe",
@@ -428,6 +430,7 @@ def _letters(strategy: Strategy) -> str:
         {"off": "", "full": "a", "selective": "s", "offloaded": "h", "budget": "b"}[strategy.activation_checkpointing]
         + ("u" if strategy.sequence_parallel > 1 else "")
         + {"plain": "", "tiled": "t"}[strategy.loss]
+        + {"plain": "", "tiled": "m"}[strategy.mlp]
         + {"none": "", "cpu": "o", "nvme": "n"}[strategy.offload_optimizer]
         + {"none": "", "cpu": "p", "nvme": "q"}[strategy.offload_parameters]
     )

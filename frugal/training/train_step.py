@@ -38,6 +38,7 @@ from frugal.training.models import (
 )
 from frugal.training.models.loading import quantised
 from frugal.training.models.sequence import attention
+from frugal.training.models.tiling import tiled_mlp
 from frugal.training.objectives import Batch, Objective, Sample, tokens_and_positions
 from frugal.training.oom_limits import AdaptiveLimits, OutOfMemory, recovery
 from frugal.training.oom_retry import CachedBlocks, Guard, Update, abandon
@@ -254,6 +255,8 @@ def wrap(model: nn.Module, request: Request, strategy: Strategy, batch: BatchPla
     attention.split_over_ranks(model, strategy.sequence_parallel)
     if strategy.loss == "tiled":
         tiled_loss.apply(model)
+    if strategy.mlp == "tiled":
+        tiled_mlp.apply(model)
     if strategy.offload_optimizer != "none":
         local_host.give_back_large_blocks()
     zero = engine.initialize(model, request, strategy, batch, **how)

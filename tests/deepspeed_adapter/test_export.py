@@ -72,6 +72,11 @@ def test_what_only_frugal_can_do_is_refused() -> None:
     assert refusal(dataclasses.replace(tiled, why=("x", why)), "accelerate") == (
         f"Accelerate does not know frugal's tiled loss\n  because {why}\n\nhint: plan with --loss plain"
     )
+    assert refusal(plan(strategy={"mlp": "tiled"}), "accelerate") == (
+        "Accelerate does not know frugal's tiled MLP\n"
+        "  because it runs MLPs whole, for which the plan may have no memory\n\n"
+        "hint: plan with --mlp plain"
+    )
     assert refusal(plan(strategy={"activation_checkpointing": "selective"}), "accelerate") == (
         "Accelerate does not know activation checkpointing selective\n"
         "  because it recomputes whole layers, or nothing\n\n"

@@ -89,6 +89,7 @@ def traced(family: str, request: Request, strategy: Strategy, kind: str, lora: s
         kind=kind,
         activation_checkpointing_mode=strategy.activation_checkpointing,
         loss=strategy.loss,
+        mlp=strategy.mlp,
         zero_stage=strategy.zero_stage,
         building_bytes=building_bytes,
     )
@@ -174,6 +175,14 @@ def test_every_phase_is_as_dry_run(
         loss="tiled" if world_size == 8 else "plain",
         **(SMALL_BUCKETS if small else {}),
     )
+
+
+@pytest.mark.parametrize(
+    ("zero_stage", "precision", "steps", "mode"),
+    [(0, "fp32", 1, "full"), (2, "bf16", 2, "off"), pytest.param(1, "fp32", 2, "off", marks=pytest.mark.exhaustive)],
+)
+def test_a_tiled_mlp_too(zero_stage: int, precision: str, steps: int, mode: str) -> None:
+    compare("llama", zero_stage, precision=precision, rank=1, steps=steps, activation_checkpointing=mode, mlp="tiled")
 
 
 @pytest.mark.parametrize("zero_stage", [2, 3])

@@ -66,6 +66,7 @@ def both(
     loss: str = "plain",
     stage: int = 2,
     seq_len: int = SEQ_LEN,
+    mlp: str = "plain",
 ) -> tuple[ModelTrace | None, ModelTrace]:
     """The spliced trace, if there is one, and that of the whole model."""
     traces = []
@@ -78,7 +79,7 @@ def both(
             try:
                 made = trace(
                     model, goal, seq_len=seq_len, kind="cuda", activation_checkpointing_mode=mode, loss=loss,
-                    zero_stage=stage,
+                    zero_stage=stage, mlp=mlp,
                 )  # fmt: skip
             except NotAffineError:
                 made = None
@@ -106,6 +107,11 @@ def test_spliced_and_whole_traces_are_the_same(
     family: str, changes: dict[str, Any], mode: str, loss: str, stage: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spliced, whole = both(build(family, **changes), objective(family), monkeypatch, mode=mode, loss=loss, stage=stage)
+    assert spliced == whole
+
+
+def test_tiled_mlps_are_spliced(monkeypatch: pytest.MonkeyPatch) -> None:
+    spliced, whole = both(build("llama"), CausalLM(), monkeypatch, seq_len=64, mode="full", mlp="tiled")
     assert spliced == whole
 
 

@@ -50,6 +50,7 @@ class SyntheticProfile:
     packed: Packed = NOT_PACKED
     logits_bytes_per_token: int = 0
     changes_logits: bool = False
+    mlp_bytes_per_token: int | None = None  # None: it takes no tiled MLP
     drafts: bool = False
     num_layers: int = 0
     error: float = 1.0
@@ -95,6 +96,8 @@ class SyntheticProfile:
         activations = (self.bytes_per_token * self.seq_len + self.bytes_per_sample) * micro_batch
         kept = sum(kept * self.strategy.share(mode) for mode, kept in KEPT.items())
         activations = int(activations * kept) // self.strategy.sequence_parallel
+        tiles = 8 if self.strategy.mlp == "tiled" else 1
+        activations += (self.mlp_bytes_per_token or 0) * self.seq_len * micro_batch // tiles
         optimizer = int(self.optimizer_bytes * elements) // (split if stage >= 1 else 1)
         gradients = 4 * elements // (split if stage >= 2 else 1)
         parts = {
@@ -154,7 +157,7 @@ class SyntheticSource:
 
     def draft(self, strategy: Strategy, accumulates: bool) -> SyntheticProfile | None:
         """There is no allocator to leave out; the model says whether it `drafts` all the same."""
-        return self._profile(strategy) if self.model.get("drafts") else None
+        return self._checked(strategy) if self.model.get("drafts") else None
 
     def num_layers(self, strategy: Strategy) -> int:
         """Layers whose modes can be mixed, if the model says how many it has."""
@@ -172,9 +175,15 @@ class SyntheticSource:
 
     def profile(self, strategy: Strategy, accumulates: bool) -> SyntheticProfile:
         self.profiled.append(strategy)
-        profile = self._profile(strategy)
+        profile = self._checked(strategy)
         if strategy.loss == "tiled" and profile.changes_logits:
             raise RequestError("the model cannot take the tiled loss")
+        return profile
+
+    def _checked(self, strategy: Strategy) -> SyntheticProfile:
+        profile = self._profile(strategy)
+        if strategy.mlp == "tiled" and profile.mlp_bytes_per_token is None:
+            raise RequestError("the model cannot take a tiled MLP")
         return profile
 
     def dry_run(

@@ -4,12 +4,39 @@ import pytest
 
 from frugal.config.schema import understand
 from frugal.dryrun.planner import make_plan
-from frugal.errors import RequestError
+from frugal.errors import NothingFitsError, RequestError
 from frugal.planning.plan import Plan
 from frugal.planning.search.candidate import SearchResult
 from frugal.planning.search.search import Search
 from frugal.units import GIB
 from tests.planning.synthetic import SMALL, SyntheticSource, dry_running, planned
+
+WIDE_MLP = SMALL | {"mlp_bytes_per_token": 12_000_000}
+"""A layer's MLP takes the whole of a card of 12 GiB for a sample of 1,024 tokens."""
+
+
+def test_an_mlp_is_tiled_where_nothing_fits_without() -> None:
+    made = planned(gpus=4, mem="12G", model=WIDE_MLP)
+    assert (made.strategy.mlp, made.strategy.offload_optimizer) == ("tiled", "none")
+    assert any(reason.startswith("the MLP is tiled: ") for reason in made.why)
+
+
+def test_an_mlp_is_not_tiled_where_something_fits_without() -> None:
+    made = planned(gpus=4, mem="24G", model=WIDE_MLP)
+    assert made.strategy.mlp == "plain"
+    assert not any(rejected.strategy.mlp == "tiled" for rejected in made.rejected)
+
+
+def test_an_mlp_that_cannot_be_tiled_is_not_planned_so() -> None:
+    with pytest.raises(NothingFitsError):
+        planned(gpus=4, mem="3G", offload="none")
+    with pytest.raises(RequestError, match="the model cannot take a tiled MLP"):
+        planned(gpus=4, mem="12G", mlp="tiled", model=SMALL)
+
+
+def test_a_whole_mlp_can_be_demanded() -> None:
+    with pytest.raises(NothingFitsError):
+        planned(gpus=4, mem="12G", offload="none", mlp="plain", model=WIDE_MLP)
 
 
 def test_four_cards_of_12_gib_train_gpt2_without_any_other_setting() -> None:

@@ -103,7 +103,7 @@ class Drafts:
 
     def _mixed(self, strategy: Strategy) -> ModelTrace | None:
         """The trace of a mixture. The last few are kept: each is asked for several times, and takes megabytes."""
-        key = strategy.loss, strategy.zero_stage == 3, strategy.sequence_parallel, strategy.layer_modes
+        key = strategy.loss, strategy.mlp, strategy.zero_stage == 3, strategy.sequence_parallel, strategy.layer_modes
         if key not in self._mixed_traces:
             mixtures = self._mixtures(strategy)
             try:
@@ -150,6 +150,7 @@ class Drafts:
                 request=self._request,
                 activation_checkpointing=mode,
                 loss=strategy.loss,
+                mlp=strategy.mlp,
                 zero_stage=3 if strategy.zero_stage == 3 else 2,
                 kind=self._kind,
                 capability=self._capability,
@@ -167,4 +168,5 @@ class Drafts:
             question.capability,
             *([question.sequence_parallel] if question.sequence_parallel > 1 else []),
         )
-        return digest("trace", self._model, self._request.precision, mode)
+        tiled = ("tiled MLP",) if question.mlp == "tiled" else ()
+        return digest("trace", self._model, self._request.precision, (*mode, *tiled))

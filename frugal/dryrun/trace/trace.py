@@ -46,6 +46,7 @@ from frugal.training.models import activation_checkpointing, tiled_loss, transfo
 from frugal.training.models.loading import quantised
 from frugal.training.models.sequence import attention
 from frugal.training.models.sequence.parts import parts_of
+from frugal.training.models.tiling import tiled_mlp
 from frugal.training.objectives import Objective
 
 FEW_PERIODS = 5
@@ -148,6 +149,7 @@ def trace(
     loss: Literal["plain", "tiled"],
     zero_stage: int,
     sequence_parallel: int = 1,
+    mlp: Literal["plain", "tiled"] = "plain",
     building_bytes: int | None = None,
     alike: set[Capability] | None = None,
     layer_modes: Sequence[tuple[LayerMode, int]] = (),
@@ -165,7 +167,7 @@ def trace(
     transformers_internals.always_use()
     mode = _Mode(
         parts_of(objective, sequence_parallel, 0), seq_len, kind, capability, activation_checkpointing_mode, loss,
-        zero_stage == 3, layer_modes, sequence_parallel,
+        mlp, zero_stage == 3, layer_modes, sequence_parallel,
     )  # fmt: skip
     with (
         kernels_of(kind, capability, alike),
@@ -204,6 +206,7 @@ class _Mode:
     capability: Capability
     activation_checkpointing: ActivationCheckpointing
     loss: Literal["plain", "tiled"]
+    mlp: Literal["plain", "tiled"]
     is_zero3: bool
     layer_modes: Sequence[tuple[LayerMode, int]] = ()
     sequence_parallel: int = 1
@@ -313,8 +316,7 @@ def _own_parameters(model: nn.Module) -> tuple[tuple[int, ...], ...]:
 
 
 def _record(model: nn.Module, layers: str, mode: _Mode, micro_batch: int) -> _Recorded:
-    """One micro-step of `model`, which is used up. `layers`: the name of a list whose modules are marked; otherwise
-    those are that can be recomputed."""
+    """One micro-step of `model`, used up. `layers`: a list whose modules are marked, else those that can recompute."""
     recorder = Recorder(mode.kind, mode.capability)
     marked = list(model.get_submodule(layers).children()) if layers else activation_checkpointing.layers(model)
     can_mix = marked == activation_checkpointing.layers(model)
@@ -324,6 +326,8 @@ def _record(model: nn.Module, layers: str, mode: _Mode, micro_batch: int) -> _Re
         attention.apply(model, attention.Split(mode.sequence_parallel, recorder.exchange))
     if mode.loss == "tiled":
         tiled_loss.apply(model)
+    if mode.mlp == "tiled":
+        tiled_mlp.apply(model)
     example = mode.objective.example(micro_batch, mode.seq_len)
     recorder.expect(example)
     recorder.watch(model)

@@ -89,6 +89,11 @@ class MemoryBreakdown:
         return replace(self, interval=widened(self.interval, self.total_bytes, of_data, assumptions))
 
     @property
+    def of_the_step(self) -> int:
+        """What forward and backward take, which keeping less could make less, with what the allocator wastes."""
+        return self.activations + self.logits + self.temporary + self.slack
+
+    @property
     def headroom_bytes(self) -> int:
         """What is left of the usable memory; negative: the shortfall. `usable_bytes` does not contain the context."""
         return self.usable_bytes - (self.total_bytes - self.context)

@@ -59,6 +59,7 @@ class Search:
         self.levels = offload_levels(request, on_gpus=cluster.devices[0].kind == "cuda")
         self.facts = self.evaluation.facts
         self.can_tile = self.facts.can_tile
+        self.can_tile_mlp = request.mlp != "plain"
 
     def run(self, on_draft: Callable[[SearchResult], None] = lambda _: None) -> SearchResult | Infeasible:
         """Choose, dry-run, and choose again until the two agree; the next level of offloading where nothing fits.
@@ -144,7 +145,9 @@ class Search:
         fast = [candidate for candidate in fitting if candidate.seconds <= enough]
         return min(fast, key=lambda candidate: candidate.simplicity, default=None)
 
-    def strategies(self, level: Offload, *, small_buckets: bool = False) -> tuple[Strategy, ...]:
+    def strategies(
+        self, level: Offload, *, small_buckets: bool = False, tiled_mlp: bool = False
+    ) -> tuple[Strategy, ...]:
         """The strategies of one level of offloading, simplest first."""
         return allowed_strategies(
             self.request,
@@ -156,6 +159,7 @@ class Search:
             largest_parameter=self.facts.largest_parameter,
             on_gpus=self.cluster.devices[0].kind == "cuda",
             small_buckets=small_buckets,
+            tiled_mlp=tiled_mlp,
         )
 
     def candidates(self, level: Offload) -> list[Candidate]:
@@ -170,10 +174,24 @@ class Search:
         smallest_bytes = min(device.usable_bytes for device in self.cluster.devices)
         if small_buckets_could_help(evaluated, self.request, smallest_bytes):
             evaluated += self._evaluated(self.strategies(level, small_buckets=True), evaluated)
+        evaluated += self._with_tiled_mlp(level, evaluated)
         evaluated += self._confirmed(memory_for_time.drafts(self.evaluation, level, evaluated), evaluated)
         evaluated += self.mixtures.faster(evaluated)
         refused = self.request.loss == "auto" and not self.can_tile
         return [candidate for candidate in evaluated if not (refused and candidate.strategy.loss == "tiled")]
+
+    def _with_tiled_mlp(self, level: Offload, before: list[Candidate]) -> list[Candidate]:
+        """Strategies with a tiled MLP, where nothing fits without; none where the model cannot take one."""
+        if self.request.mlp != "auto" or not self.can_tile_mlp or any(candidate.fits for candidate in before):
+            return []
+        known = [candidate.memory for candidate in before if candidate.memory is not None]
+        if all(memory.headroom_bytes + memory.of_the_step <= 0 for memory in known):
+            return []  # what lives without any activation is too much already
+        try:
+            return self._evaluated(self.strategies(level, tiled_mlp=True), before)
+        except RequestError:
+            self.can_tile_mlp = False
+            return []
 
     def _evaluated(self, strategies: Sequence[Strategy], before: list[Candidate]) -> list[Candidate]:
         """Some strategies of a level, of which others were evaluated `before`."""
@@ -258,7 +276,7 @@ class Search:
         without = next((candidate.memory for candidate in before if candidate.strategy == plain != strategy), None)
         if without is None:
             return None
-        shortfall = -without.headroom_bytes - without.activations - without.logits - without.temporary - without.slack
+        shortfall = -without.headroom_bytes - without.of_the_step
         if shortfall <= 0:
             return None
         micro = self.evaluation.fitting.smallest_micro_batch

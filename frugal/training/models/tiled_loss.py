@@ -7,7 +7,7 @@ scale) stays exact. The idea is that of Liger Kernel's fused linear cross entrop
 in plain PyTorch.
 
 What a model does to its logits after the head, such as a soft cap, is applied to each slice where it is elementwise
-(`logits_end.py`), in the model's own precision; other models are refused.
+(`tiling/logits_end.py`), in the model's own precision; other models are refused.
 
 Cost: one buffer of the head's size in fp32, in which its gradient is summed, and none of the logits.
 
@@ -26,9 +26,12 @@ from torch import Tensor, nn
 from frugal import torch_internals
 from frugal.errors import RequestError
 from frugal.training.losses import predictions
-from frugal.training.models import logits_end
+from frugal.training.models.tiling import logits_end
 
-NUM_TILES = 8
+MIN_TILES = 8
+"""More where a tile would still have more positions than the model is wide: products reach what a device can do long
+before."""
+
 IGNORED = predictions.IGNORED
 
 
@@ -198,7 +201,8 @@ class _TiledCrossEntropy(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden) if need_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if need_weight else None
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None and need_bias else None
-        width = -(-hidden.shape[1] // NUM_TILES)
+        _, num_positions, model_width = hidden.shape
+        width = -(-num_positions // max(MIN_TILES, -(-num_positions // model_width)))
         for start in range(0, hidden.shape[1], width):
             tile = hidden[:, start : start + width].reshape(-1, hidden.shape[-1])
             labels = targets[:, start : start + width].reshape(-1, 1)

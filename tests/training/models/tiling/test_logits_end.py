@@ -11,7 +11,8 @@ from bench.plans import plan_by_hand
 from bench.ranks import Ranks
 from frugal.errors import RequestError
 from frugal.training.engine import initialize
-from frugal.training.models import logits_end, tiled_loss, transformers_internals
+from frugal.training.models import tiled_loss, transformers_internals
+from frugal.training.models.tiling import logits_end
 from frugal.training.objectives import CausalLM, Objective, Seq2Seq
 from tests.training.gradients import SGD, Gradient, applied, relative_error, weights
 from tests.training.small_models import TINY, VOCABULARY, ragged_samples, tiny

@@ -8,7 +8,6 @@ Left out: ends that change logits in place, mix positions or classes, draw rando
 gradient would be lost, and ZeRO-3 has not gathered it in the head).
 """
 
-import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 
 from frugal import torch_internals
 from frugal.training.measure.memory_watch import tensors_in
+from frugal.training.models.tiling.meta_copy import meta_copy
 
 aten = torch.ops.aten
 
@@ -85,7 +85,7 @@ def observed(model: nn.Module) -> LogitsEnd | None:
     """
     for without_layers in (True, False):
         try:
-            return _observed(_copy_on_meta(model, without_layers))
+            return _observed(_copied(model, without_layers))
         except NotElementwiseError:
             raise
         except Exception:  # whatever a model trips over on meta; who calls checks what it then returns
@@ -185,21 +185,8 @@ class _Observer(torch_internals.DispatchMode):
         return value if value.is_meta or value.dim() else value.item()
 
 
-def _copy_on_meta(model: nn.Module, without_layers: bool) -> Any:
-    """A copy without values, and if asked without the layers that stand in lists."""
-    known: dict[int, Any] = {}
-    for parameter in model.parameters():
-        known[id(parameter)] = nn.Parameter(_like(parameter), requires_grad=False)
-    for buffer in model.buffers():
-        known[id(buffer)] = _like(buffer)
-    if without_layers:
-        known |= {id(module): nn.ModuleList() for module in model.modules() if isinstance(module, nn.ModuleList)}
-    copied: Any = copy.deepcopy(model, known)
+def _copied(model: nn.Module, without_layers: bool) -> Any:
+    copied = meta_copy(model, without_layers=without_layers)
     for config in (copied.config, copied.config.get_text_config()):
         config.output_router_logits = False  # no layers, no routers; what they add to the loss is another matter
     return copied
-
-
-def _like(tensor: Tensor) -> Tensor:
-    shape = getattr(tensor, "ds_shape", tensor.shape)  # of a parameter that ZeRO-3 has divided
-    return torch.empty(shape, dtype=tensor.dtype, device="meta")

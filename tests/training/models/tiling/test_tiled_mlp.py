@@ -1,0 +1,127 @@
+"""A tiled MLP gives the loss and the gradient of a whole one, and keeps a part of the memory."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from bench.plans import plan_by_hand
+from bench.ranks import Ranks
+from frugal.errors import RequestError
+from frugal.training.engine import initialize
+from frugal.training.models import activation_checkpointing
+from frugal.training.models.tiling import tiled_mlp
+from frugal.training.objectives import CausalLM
+from tests.training.gradients import SGD, Gradient, applied, relative_error, weights
+from tests.training.small_models import ragged_samples, skip_net, tiny, tiny_gpt2
+
+
+def loss_and_gradient(model: torch.nn.Module, samples: list[dict[str, list[int]]]) -> tuple[float, dict[str, Tensor]]:
+    objective = CausalLM()
+    model.zero_grad()
+    loss = objective.loss_sum(model, objective.collate(samples))
+    loss.backward()
+    return loss.item(), {n: p.grad.double() for n, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("mode", ["off", "full", "offloaded"])
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_loss_and_gradient_are_those_of_the_whole_mlp(family: str, mode: str) -> None:
+    model, samples = tiny("causal-lm", family), ragged_samples(5)
+    whole = loss_and_gradient(model, samples)
+    activation_checkpointing.apply(model, mode)
+    tiled_mlp.apply(model)
+    loss, gradient = loss_and_gradient(model, samples)
+    assert loss == pytest.approx(whole[0], rel=1e-6)
+    assert gradient.keys() == whole[1].keys()
+    assert relative_error(gradient, whole[1]) < 1e-6
+
+
+def test_in_bf16_the_gradient_is_as_near_to_the_exact_one_as_that_of_the_whole() -> None:
+    samples = ragged_samples(5)
+    exact = loss_and_gradient(tiny("causal-lm", "llama").bfloat16().double(), samples)[1]
+    model = tiny("causal-lm", "llama").bfloat16()
+    whole = relative_error(loss_and_gradient(model, samples)[1], exact)
+    tiled_mlp.apply(model)
+    assert relative_error(loss_and_gradient(model, samples)[1], exact) < 1.2 * whole
+
+
+def test_frozen_parameters_get_no_gradient() -> None:
+    model = tiny("causal-lm", "llama")
+    model.model.layers[0].mlp.gate_proj.weight.requires_grad_(False)
+    whole = loss_and_gradient(model, ragged_samples(3))[1]
+    tiled_mlp.apply(model)
+    tiled = loss_and_gradient(model, ragged_samples(3))[1]
+    assert tiled.keys() == whole.keys()
+    assert relative_error(tiled, whole) < 1e-6
+
+
+def test_what_backward_needs_of_the_mlp_is_its_input() -> None:
+    def saved_elements(model: torch.nn.Module) -> int:
+        saved: dict[int, int] = {}
+
+        def pack(tensor: Tensor) -> Tensor:
+            saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes() // 4
+            return tensor
+
+        batch = CausalLM().collate(ragged_samples(4))
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            kept = model(batch["input_ids"]).logits
+        del kept
+        return sum(saved.values())
+
+    model = tiny_gpt2()  # its MLP: input, 4 x width before and after the activation
+    whole = saved_elements(model)
+    tiled_mlp.apply(model)
+    tokens = CausalLM().collate(ragged_samples(4))["input_ids"].numel()
+    assert whole - saved_elements(model) >= 2 * 2 * 4 * 64 * tokens
+
+
+def test_a_model_without_such_an_mlp_is_refused() -> None:
+    with pytest.raises(RequestError) as caught:
+        tiled_mlp.apply(tiny_gpt2(resid_pdrop=0.1))
+    assert str(caught.value) == (
+        "GPT2LMHeadModel cannot take a tiled MLP\n"
+        "  because GPT2Attention: bmm is not known to leave positions apart; "
+        "GPT2MLP: bernoulli_ draws random numbers, as a dropout does\n"
+        "\n"
+        "hint: plan with --mlp plain"
+    )
+    with pytest.raises(RequestError, match="it has no list of layers with an MLP in each"):
+        tiled_mlp.apply(torch.nn.Linear(4, 4))
+
+
+def test_a_plain_module_is_tiled_too() -> None:
+    model, objective = skip_net()
+    batch = objective.example(6, 0)
+    whole = objective.loss_sum(model, batch)
+    tiled_mlp.apply(model)
+    tiled = objective.loss_sum(model, batch)
+    assert tiled.item() == pytest.approx(whole.item(), rel=1e-6)
+
+
+# On real ranks.
+
+
+def measured_gradient(zero_stage: int, mode: str) -> Gradient:
+    """What DeepSpeed applies of seven ragged samples on two ranks, with tiled MLPs. Runs on ranks."""
+    plan = plan_by_hand(
+        world_size=2, global_batch=7, micro_batch=2, zero_stage=zero_stage, request=SGD,
+        strategy={"mlp": "tiled", "activation_checkpointing": mode},
+    )  # fmt: skip
+    model = tiny("causal-lm", "llama")
+    before = weights(model)
+    engine = initialize(model, plan, CausalLM())
+    engine.train_step(ragged_samples(7))
+    gradient = applied(engine, before)
+    engine.destroy()
+    return gradient
+
+
+@pytest.mark.parametrize(("zero_stage", "mode"), [(0, "off"), (1, "full"), (2, "off"), (2, "full")])
+def test_deepspeed_applies_the_gradient_of_plain_pytorch(zero_stage: int, mode: str, two_ranks: Ranks) -> None:
+    model, objective, samples = tiny("causal-lm", "llama").double(), CausalLM(), ragged_samples(7)
+    batch = objective.collate(samples)
+    (objective.loss_sum(model, batch) / objective.count(batch)).backward()
+    reference = {name: parameter.grad for name, parameter in model.named_parameters()}
+    for gradient in two_ranks.run(measured_gradient, zero_stage, mode):
+        assert relative_error(gradient, reference) < 1e-6
