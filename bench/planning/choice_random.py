@@ -14,6 +14,7 @@ from bench.planning.choice_cases import Case
 from frugal.planning.strategy import ActivationCheckpointing
 
 FAMILIES = ("llama", "qwen2", "mistral", "gpt2", "gpt_neox", "opt", "bert", "t5", "mixtral")
+LEAST_VOCABULARY, MOST_VOCABULARY = 512, 23_000  # tokens up to 500 are drawn
 LEAST_FLOPS, MOST_FLOPS = 1e9, 1e10  # of a rank in a step
 _IDS = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1}
 _AUTO = {"bert": "AutoModelForMaskedLM", "t5": "AutoModelForSeq2SeqLM"}
@@ -24,7 +25,8 @@ def cases(number: int, seed: int, folder: Path) -> tuple[Case, ...]:
     chance, drawn, text = random.Random(seed), [], [_HEAD]
     while len(drawn) < number:
         family, width, layers = chance.choice(FAMILIES), 32 * chance.randint(2, 12), chance.randint(2, 10)
-        vocabulary, seq_len = round(2 ** chance.uniform(8, 14.5)), 2 ** chance.randint(5, 9)
+        seq_len = 2 ** chance.randint(5, 9)
+        vocabulary = round(LEAST_VOCABULARY * (MOST_VOCABULARY / LEAST_VOCABULARY) ** chance.random())
         dropout = chance.choice((0.0, 0.0, 0.1))
         world_size, global_batch = chance.choice((1, 2)), 2 ** chance.randint(2, 5)
         parameters = layers * 10 * width * width + width * vocabulary
