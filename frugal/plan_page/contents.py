@@ -18,6 +18,7 @@ from frugal.planning.what_if import (
     grid,
     improvements,
     predicted,
+    predicted_with_sharing,
     shorter,
     what_if_legend,
     what_if_rows,
@@ -55,7 +56,7 @@ def _grid(plan: Plan, dry_run: OpenSource) -> list[Table]:
         longest = source.facts().max_positions
     axes = axes_around(plan, longest)
     cases = grid(plan, axes)
-    predictions = dict(zip(cases, predicted(list(cases.values()), dry_run), strict=True))
+    predictions = dict(zip(cases, predicted_with_sharing(list(cases.values()), dry_run), strict=True))
     tables = []
     for seq_len in axes["seq-len"]:
         used: set[str] = set()

@@ -76,7 +76,7 @@ def _asked(plan: Plan) -> dict[str, Any]:
 def _chosen(plan: Plan) -> dict[str, Any]:
     """Where the page starts, and the points of the strategies' chart."""
     device = plan.memory.device_in(plan.cluster)
-    sizes = zip(plan.cluster.devices, plan.batch.micro_batch, strict=True)
+    sizes = zip(plan.cluster.devices, plan.batch.cap_of_rank, strict=True)
     return {
         "gpus": len(plan.cluster.nodes[0].devices),
         "seqLen": plan.request.seq_len,
