@@ -112,11 +112,14 @@ def _seconds(plan: Plan) -> str:
 def _verdict(plan: Plan, helps: str) -> list[Html]:
     memory, batch, noun = plan.memory, plan.batch, plan.cluster.rank_noun
     device = memory.device_in(plan.cluster)
-    steps = plural(batch.accumulation_steps, "accumulation step")
+    micro = (f"up to {batch.largest_micro_batch}", f"samples in {plural(batch.accumulation_steps, 'micro-step')}")
+    if batch.is_uniform and batch.sequence_parallel == 1:
+        steps = plural(batch.accumulation_steps, "accumulation step")
+        micro = (str(batch.largest_micro_batch), f"x {plural(batch.world_size, noun)} x {steps}")
     facts = [
         ("Memory", format_bytes(memory.total_bytes), f"of {format_bytes(device.memory_bytes)} on each {noun}"),
         ("Headroom", format_bytes(memory.headroom_bytes), "before the margin"),
-        ("Micro-batch", str(batch.largest_micro_batch), f"x {plural(batch.world_size, noun)} x {steps}"),
+        ("Micro-batch", *micro),
         ("Step", _seconds(plan), f"estimated, {batch.global_batch} samples"),
     ]
     rows = [(name, words) for name, words in plan.verdict.rows if name in ("runs", "binds")]
@@ -205,7 +208,10 @@ def _controls(plan: Plan) -> Html:
 
 
 def _no_arithmetic(plan: Plan) -> Html:
-    words = f"Only dry runs can tell what {plan.request.model} takes under this strategy: this page computes nothing."
+    why = f"Only dry runs can tell what {plan.request.model} takes under this strategy"
+    if plan.strategy.sequence_parallel > 1:
+        why = "Ranks share samples here"
+    words = f"{why}: this page computes nothing."
     return element("section", element("h2", "Memory"), element("p", words, class_="small"))
 
 

@@ -64,6 +64,8 @@ def profiles(plan: Plan, dry_run: OpenDryRuns, most_events: int, *, only_known: 
     """
     streams = Streams()
     entries: dict[str, Any] = {}
+    if plan.strategy.sequence_parallel > 1:  # other batches, which the page does not know how to cut
+        return {"profiles": {}, "strategies": [], "devices": {}, "parts": [], "names": []}
     strategies: dict[Strategy, int] = {}
     left = most_events
     with _Sources(plan, dry_run, only_known=only_known) as sources:

@@ -28,16 +28,17 @@ from frugal.planning.strategy import Strategy, allowed_strategies
 from frugal.planning.what_if import with_gpus, with_memory
 from tests.browser import Browser
 from tests.commands import frugal_plan
+from tests.planning.synthetic import planned
 
 MODEL = "distilgpt2"  # its traces are shipped, so no worker is started
 
 ASK = """
-const [gpus, seqLen, strategy, accumulates, microBatch, devices, samples] = arguments;
+const [gpus, seqLen, strategy, accumulates, microBatch, devices, samples, cap] = arguments;
 const profile = await frugalPredict.profile({gpus, seqLen, strategy, accumulates});
 const cut = frugalPredict.batch(samples, gpus, microBatch);
 return devices.map((device) => {
   const {rank, ...memory} = frugalPredict.memory(profile, microBatch, device);
-  const most = frugalPredict.largestMicroBatch(profile, device, 24);
+  const most = cap ? frugalPredict.largestMicroBatch(profile, device, cap) : null;
   return {...memory, most, steps: cut.steps, largest: cut.largest, seconds: frugalPredict.seconds(profile, cut)};
 });
 """
@@ -171,7 +172,7 @@ def test_the_page_cuts_the_batch_and_estimates_the_step_as_python_does(
         profile = profile_of(plan, gpus, seq_len, computed["strategies"][number]["name"], bool(sums), device)
         written = next(each for each in computed["devices"][str(gpus)] if each["memory"] == device.memory_bytes)
         for micro_batch in (1, 7, 100):
-            (said,) = opened.run(ASK, gpus, seq_len, number, bool(sums), micro_batch, [written], 512)
+            (said,) = opened.run(ASK, gpus, seq_len, number, bool(sums), micro_batch, [written], 512, 24)
             batch = BatchPlan.of(512, (micro_batch,) * gpus).tightened()
             assert (said["steps"], said["largest"]) == (batch.accumulation_steps, batch.largest_micro_batch)
             expected = step_time(profile, profile.strategy, batch, with_gpus(plan.cluster, gpus), plan.request)
@@ -333,19 +334,31 @@ def test_a_model_that_only_dry_runs_can_tell_of_has_a_page_without_arithmetic(
     assert browser.complaints() == []
 
 
+def test_where_ranks_share_samples_the_page_computes_nothing_and_says_why(tmp_path: Path, browser: Browser) -> None:
+    plan = planned(gpus=4, mem="24G", sequence_parallel=2, model={"can_be_split": True})
+    with closing(workers()) as pool:
+        nothing = profiles(plan, partial(DryRunSource, pool=pool), 10**6)
+    path = tmp_path / "plan.html"
+    path.write_text(plan_page(plan, nothing))
+    browser.open(path)
+    assert "Ranks share samples here: this page computes nothing" in browser.run("return document.body.textContent")
+    assert browser.complaints() == []
+
+
 # Its weight
 
 
 def test_a_page_is_no_heavier_than_it_may_be(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     """The timelines are what grows: they end where they weigh enough, whatever the model."""
-    most = 20_000
+    allowed, most = profiles_module.MOST_BYTES, 20_000
     monkeypatch.setattr(profiles_module, "MOST_BYTES", most)
     with closing(workers()) as pool:
         few = profiles(plan, partial(DryRunSource, pool=pool, will_dry_run=False), 10**9, only_known=True)
     weight = sum(map(len, few["parts"]))
     assert most < weight < most + 20_000
     rest = len(plan_page(plan, few)) - weight
-    assert rest + profiles_module.MOST_BYTES * 50 < 1_500_000
+    entries = 250 * 1_000  # of as many profiles as a page of a small model has, beside their timelines
+    assert rest + allowed + entries < 1_500_000
 
 
 def test_the_page_beside_the_plan_of_an_8b_model_is_light(cache: None, tmp_path: Path, browser: Browser) -> None:
