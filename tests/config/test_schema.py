@@ -211,7 +211,7 @@ def test_planning_commands_have_the_flags_of_planning() -> None:
 
     for command in (plan.command, explain.command, dryrun.command):
         assert set(PLAN_SETTINGS) <= {parameter.name for parameter in command.params}
-    own = {"config", "as_json", "only_draft", "output", "with_table", "axes", "help_all", "verbose"}
+    own = {"config", "as_json", "only_draft", "output", "html", "with_table", "axes", "help_all", "verbose"}
     assert {parameter.name for parameter in plan.command.params} == {*PLAN_SETTINGS, *DATA_NAMES, *own}
 
 
