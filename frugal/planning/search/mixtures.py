@@ -174,15 +174,17 @@ class Mixtures:
         intervals = [(0, num_layers, modes[frugal])]
         while intervals:
             first, last, draft = intervals.pop()
-            limit = enough if best is None else min(enough, best.seconds)
-            if last - first < 2 or self._at_best(of, last - 1, num_layers, draft) * GAP >= limit:
+            if last - first < 2:  # noqa: PLR2004 - none between
+                continue
+            at_best = self._at_best(of, last - 1, num_layers, draft)
+            if at_best >= enough or (best is not None and at_best * GAP >= best.seconds):
                 continue
             middle = (first + last) // 2
             between = self._draft(of(middle))
             if between is not None:
                 intervals.append((first, middle, draft))
                 intervals.append((middle, last, between))  # the next: it is faster
-                if between.seconds < limit:
+                if between.seconds < (enough if best is None else best.seconds):
                     best = between
             else:
                 intervals.append((first, middle, draft))
