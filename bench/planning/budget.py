@@ -2,8 +2,8 @@
 
 A case has memory between what `full` and what `off` takes for all layers. frugal plans; the plan, the fastest
 strategies with one mode for all layers and the fastest of all mixtures that there are (by prediction, every one
-evaluated) really train on CPU ranks, in turns, as in `bench.planning.choice`. Goals: the plan is no slower than one mode
-for all layers but for noise, and within 2 % of the best mixture by prediction.
+evaluated) really train on CPU ranks, in turns, as in `bench.planning.choice`. Goals: the plan is no slower than one
+mode for all layers but for noise, and within 2 % of the best mixture by prediction.
 """
 
 import argparse

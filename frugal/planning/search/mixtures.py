@@ -174,7 +174,7 @@ class Mixtures:
         intervals = [(0, num_layers, modes[frugal])]
         while intervals:
             first, last, draft = intervals.pop()
-            if last - first < 2:  # noqa: PLR2004 - none between
+            if last - first < 2:
                 continue
             at_best = self._at_best(of, last - 1, num_layers, draft)
             if at_best >= enough or (best is not None and at_best * GAP >= best.seconds):
