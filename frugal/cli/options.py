@@ -18,7 +18,7 @@ from frugal.config.hardware.local_host import held_on_gpus
 from frugal.config.request import Request
 from frugal.config.run_settings import SAMPLE_NAMES, run_settings
 from frugal.config.schema import PLAN_SETTINGS, SETTINGS, TomlFile, read_toml, understand
-from frugal.config.setting import Group, SettingRow, answer, settings_of
+from frugal.config.setting import LENGTH, Group, SettingRow, answer, settings_of
 from frugal.dryrun.planner import make_plan_here
 from frugal.errors import RequestError
 from frugal.planning.plan import OnDraft, Plan
@@ -41,6 +41,15 @@ class _Choice(click.Choice[str]):
         return super().convert(value, param, ctx)
 
 
+class _Length(click.types.IntParamType):
+    """Tokens: 4096, or 4k."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if isinstance(value, str) and value[-1:] in ("k", "K") and value[:-1].isdecimal():
+            return int(value[:-1]) * 1024
+        return super().convert(value, param, ctx)
+
+
 def _option(row: SettingRow) -> click.Option:
     """The flag of a setting. It has no default: `None` means that neither file nor default has been overruled."""
     shown = row.shown_default
@@ -56,7 +65,7 @@ def _option(row: SettingRow) -> click.Option:
     elif row.group == "launch" and row.least is not None:
         values["type"] = click.IntRange(row.least, row.most)
     else:
-        values["type"] = _TYPES[row.kind.word_type]
+        values["type"] = _Length() if row.kind is LENGTH else _TYPES[row.kind.word_type]
     return click.Option([row.flag, *row.short], metavar=row.metavar, multiple=row.is_repeatable, **values)
 
 

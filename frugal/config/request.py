@@ -16,7 +16,7 @@ from frugal.config.optimizers import (
     check_rule,
 )
 from frugal.config.sample_lengths import Lengths
-from frugal.config.setting import Kind, check_sizes, setting
+from frugal.config.setting import LENGTH, Kind, check_sizes, setting
 from frugal.errors import RequestError
 
 Task = Literal["causal-lm", "masked-lm", "seq2seq", "sequence-classification"]
@@ -68,8 +68,9 @@ class Request:
         "model and batch", least=1,
     )  # fmt: skip
     seq_len: int = setting(
-        1024, "Tokens in the longest sample; of pairs, in the longer side.", "model and batch", least=1, is_first=True
-    )
+        1024, "Tokens in the longest sample; of pairs, in the longer side. 128k is 131072.", "model and batch", least=1,
+        is_first=True, kind=LENGTH,
+    )  # fmt: skip
     max_samples_per_gpu: int | None = setting(None, "Cap on the micro-batch, samples.", "memory and speed", least=1)
     max_tokens_per_gpu: int | None = setting(
         None, "Cap on the micro-batch, tokens: padding counts; of pairs on either side.", "memory and speed", least=1

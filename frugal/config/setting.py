@@ -185,6 +185,9 @@ def _is_paths(value: Any) -> bool:
     return bool(words) and all(isinstance(word, str) for word in words)
 
 
+LENGTH = Kind(int, "a whole number of tokens", _is(int))
+"""On a command line `128k` is 131072, as in the names of models."""
+
 SIZE = Kind(str, "an amount such as 12G", _is(str, int))
 SIZES = Kind(str, "an amount such as 12G", _is(str, int, list, tuple))
 _KINDS = {

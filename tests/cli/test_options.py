@@ -101,6 +101,11 @@ def test_a_command_may_be_called_with_nothing(capsys: pytest.CaptureFixture[str]
     assert frugal(capsys, "dryrun")[2].startswith("error: missing argument 'PLAN|MODEL|SCRIPT.py:STEP'")
 
 
+def test_a_length_may_be_written_as_in_the_names_of_models(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "plan --gpus 4 --mem 12G --seq-len 4k --global-tokens 100".split()
+    assert "a sample has up to 4096 tokens" in frugal(capsys, *words)[2]
+
+
 def test_a_flag_may_be_written_with_underscores(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--global-batch is 0" in frugal(capsys, "plan", "--gpus", "4", "--mem", "12G", "--global_batch", "0")[2]
 

@@ -20,6 +20,10 @@ from frugal.planning.strategy import RATIOS, Offload, Strategy, in_part, share_o
 FASTEST = 2
 """Of each way those that are evaluated; what arithmetic says of them is hardly ever wrong."""
 
+WORTH_A_COMPILER = 1.1
+"""How many times faster a share on the device must make a step: DeepSpeed's CPU Adam, which it needs, is compiled on
+each host, while torch's, which updates all of an optimizer in host memory, needs nothing."""
+
 
 def drafts(evaluation: StrategyEvaluation, level: Offload, before: Sequence[Candidate]) -> list[Candidate]:
     """Drafts of what could win over the candidates of a level of offloading that were evaluated `before`."""
@@ -77,9 +81,9 @@ def _fastest_shares(evaluation: StrategyEvaluation, level: Offload, before: Sequ
     ways: list[tuple[float, Strategy]] = []
     for strategy in _in_zero_3(before, "cpu"):
         best = evaluation.best_case(in_part(strategy, RATIOS[0], number, world_size))
-        if best.seconds * TIE < fastest and (profile := _draft(evaluation, strategy)) is not None:
+        if best.seconds * WORTH_A_COMPILER < fastest and (profile := _draft(evaluation, strategy)) is not None:
             ways += timed(strategy, profile)
-    parts = _fastest(ways, fastest)
+    parts = _fastest(ways, fastest, WORTH_A_COMPILER)
     larger = [in_part(part, part.offload_ratio + RATIOS[0], number, world_size) for part in parts[:1]]
     return parts + [part for part in larger if part.offload_ratio < 1 and part not in parts]
 
@@ -107,7 +111,7 @@ def _fastest_within_nodes(evaluation: StrategyEvaluation, before: Sequence[Candi
             if (profile := _draft(evaluation, strategy)) is not None:
                 more_bytes = profile.packed.weight_bytes(profile.parameters, element_bytes) / ranks
                 ways.append((_seconds_beside(evaluation, kept, profile, more_bytes), kept))
-    return _fastest(ways, fastest)
+    return _fastest(ways, fastest, TIE)
 
 
 def _is_searched(evaluation: StrategyEvaluation) -> bool:
@@ -156,7 +160,7 @@ def _seconds_beside(evaluation: StrategyEvaluation, strategy: Strategy, profile:
     return evaluation.fastest(profile, strategy, batches)[0].total_seconds if batches else float("inf")
 
 
-def _fastest(timed: list[tuple[float, Strategy]], fastest: float) -> list[Strategy]:
-    """Those few that are clearly faster than what fits already."""
+def _fastest(timed: list[tuple[float, Strategy]], fastest: float, gain: float) -> list[Strategy]:
+    """Those few that are faster than what fits already, by a factor of `gain`."""
     timed.sort(key=lambda pair: pair[0])
-    return [strategy for seconds, strategy in timed if seconds * TIE < fastest][:FASTEST]
+    return [strategy for seconds, strategy in timed if seconds * gain < fastest][:FASTEST]
