@@ -59,17 +59,22 @@ def _activation_checkpointing(request: Request, result: SearchResult) -> str:
             f"activation checkpointing is off: it is not needed, and a step would take {format_seconds(slower)} longer"
         )
     what = f"activation checkpointing is {word}{_WHAT[mode]}"
-    if mode == "budget":
-        others = _alternatives(result, lambda candidate: candidate.strategy.activation_checkpointing == "budget")
-        in_all = [candidate for candidate in others if candidate.fits and not candidate.is_draft]
-        if not in_all:
-            return what
-        instead = f"{format_seconds(in_all[0].seconds)} instead of {format_seconds(taken.seconds)}"
-        return f"{what}: with {in_all[0].strategy.checkpointing} for all of them a step takes {instead}"
     fitting = [candidate for candidate in others if candidate.fits]
     if fitting:
-        return f"{what}: without it {_batch_and_seconds(fitting[0], taken)}"
-    return f"{what}: {_does_not_fit(others)} without it" if others else what
+        what += f": without it {_batch_and_seconds(fitting[0], taken)}"
+    elif others:
+        what += f": {_does_not_fit(others)} without it"
+    return what + (_price_of_one_mode(result) if mode == "budget" else "")
+
+
+def _price_of_one_mode(result: SearchResult) -> str:
+    """How much longer a step takes with the same activation checkpointing in all layers."""
+    others = _alternatives(result, lambda candidate: candidate.strategy.activation_checkpointing == "budget")
+    in_all = [candidate for candidate in others if candidate.fits and not candidate.is_draft]
+    if not in_all:
+        return ""
+    longer = 100 * (in_all[0].seconds / result.chosen.seconds - 1)
+    return f"; with {in_all[0].strategy.checkpointing} for all layers a step takes {longer:.0f} % longer"
 
 
 _WHAT = {
