@@ -102,7 +102,7 @@ def test_a_command_may_be_called_with_nothing(capsys: pytest.CaptureFixture[str]
 
 
 def test_a_length_may_be_written_as_in_the_names_of_models(capsys: pytest.CaptureFixture[str]) -> None:
-    words = "plan --gpus 4 --mem 12G --seq-len 4k --global-tokens 100".split()
+    words = ["plan", "--gpus", "4", "--mem", "12G", "--seq-len", "4k", "--global-tokens", "100"]
     assert "a sample has up to 4096 tokens" in frugal(capsys, *words)[2]
 
 
