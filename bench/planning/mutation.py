@@ -84,8 +84,8 @@ MUTANTS = (
     ),
     Mutant(
         "planning/cost.py",
-        "owned = model.trainable_parameters / (cluster.world_size if strategy.zero_stage >= 1 else 1)",
-        "owned = model.trainable_parameters / (cluster.world_size if strategy.zero_stage >= 2 else 1)",
+        "model.trainable_parameters / (cluster.world_size if strategy.zero_stage >= 1 else 1)",
+        "model.trainable_parameters / (cluster.world_size if strategy.zero_stage >= 2 else 1)",
         "under ZeRO-1 each rank updates all elements",
     ),
     # the batch
@@ -165,15 +165,15 @@ MUTANTS = (
         "the allocator wastes nothing",
     ),
     Mutant(
-        "planning/memory/allocator.py",
+        "planning/memory/free_blocks.py",
         "SMALLEST_BLOCK = 512",
         "SMALLEST_BLOCK = 256",
         "requests are rounded to 256 bytes",
     ),
     Mutant(
-        "planning/memory/allocator.py",
-        "_SegmentPool(1, addresses), _SegmentPool(SMALL + 1, addresses)",
-        "_SegmentPool(1, addresses), _SegmentPool(1, addresses)",
+        "planning/memory/free_blocks.py",
+        "SegmentPool(1, addresses), SegmentPool(SMALL + 1, addresses)",
+        "SegmentPool(1, addresses), SegmentPool(1, addresses)",
         "the tail of a large block is split off however small it is",
     ),
     Mutant(
@@ -192,7 +192,7 @@ MUTANTS = (
         '    ("offloaded",),\n    ("full", "selective"),\n    ("off",),\n',
         "strategies that recompute are traced before those that do not",
     ),
-    Mutant("planning/search/search.py", "TRUST = 0.01", "TRUST = 0.1", "a profile may be 10 % off its dry run"),
+    Mutant("planning/search/candidate.py", "TRUST = 0.01", "TRUST = 0.1", "a profile may be 10 % off its dry run"),
     # what is said where nothing fits, and what would help
     Mutant(
         "planning/infeasible.py",

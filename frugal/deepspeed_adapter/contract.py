@@ -90,6 +90,7 @@ NAMES = (
     ),
     # Collectives: ranks vote before each
     *needed("deepspeed.comm.comm", "the object that all collectives go through", "cdb"),
+    *needed("deepspeed.comm.comm", "ranks exchange parts of a sample", "all_to_all_single"),
     *needed("deepspeed.comm.torch", "a kernel that would be compiled", "build_shm_op()"),
     *needed(
         "deepspeed.comm.torch:TorchBackend",

@@ -247,10 +247,10 @@ def _alternatives(result: SearchResult, trait: Callable[[Candidate], object]) ->
 def _batch_and_seconds(other: Candidate, taken: Candidate) -> str:
     """What another candidate would come to. A draft may promise too much."""
     at_most, at_least = ("at most ", "at least ") if other.is_draft else ("", "")
-    return (
-        f"{at_most}micro-batch {other.micro_batch} fits instead of {taken.micro_batch}, and a step takes "
-        f"{at_least}{format_seconds(other.seconds)} instead of {format_seconds(taken.seconds)}"
-    )
+    seconds = f"a step takes {at_least}{format_seconds(other.seconds)} instead of {format_seconds(taken.seconds)}"
+    if other.micro_batch == taken.micro_batch:
+        return seconds
+    return f"{at_most}micro-batch {other.micro_batch} fits instead of {taken.micro_batch}, and {seconds}"
 
 
 def _does_not_fit(candidates: list[Candidate]) -> str:

@@ -232,7 +232,12 @@ def orphaned(run: Run) -> float:
     assert ranks
     run.process.kill()
     began = time.monotonic()
-    assert psutil.Process(run.process.pid).status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_RUNNING)
+    dying = (
+        psutil.STATUS_ZOMBIE,
+        psutil.STATUS_RUNNING,
+        psutil.STATUS_DISK_SLEEP,
+    )  # its memory may still be written back
+    assert psutil.Process(run.process.pid).status() in dying
     while any(each.is_running() and each.status() != psutil.STATUS_ZOMBIE for each in ranks):
         assert time.monotonic() - began < 60
         time.sleep(0.02)
