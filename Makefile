@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 SHELL  := /bin/bash
 
-.PHONY: setup demo test test-all faults contract mutation trl emulated renew lint docs clean
+.PHONY: setup demo test test-all faults contract mutation trl emulated renew kernels lint docs clean
 
 setup: $(VENV)/.ready
 
@@ -22,13 +22,15 @@ demo: setup
 pytest_in = PATH="$(CURDIR)/$(1):$$PATH" $(1)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
 PYTEST := $(call pytest_in,$(BIN))
 
-test: setup lint
+test: setup
 	.ci/packages
+	$(MAKE) --no-print-directory -j2 lint kernels
 	$(PYTEST)
 
 # Also what `make test` leaves out to stay within a quarter of an hour.
-test-all: setup lint
+test-all: setup
 	.ci/packages
+	$(MAKE) --no-print-directory -j2 lint kernels
 	$(PYTEST) -m ""
 
 # Out of memory at each place of a step, on each rank, under each strategy; crashes at each point of a save.
@@ -69,6 +71,10 @@ renew: setup
 	$(BIN)/python ds_configs/generate.py
 	$(BIN)/python -m tests.readme
 	$(BIN)/python -m tests.screenshots
+
+# Of DeepSpeed, those that tests need: minutes on the first time.
+kernels: setup
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m tests.kernels
 
 lint: setup
 	$(BIN)/ruff check .

@@ -8,9 +8,11 @@ import hypothesis
 import pytest
 
 from bench.ranks import Ranks
+from tests import kernels
 from tests.browser import browser  # noqa: F401 - a fixture
 
 os.environ.update(DS_ACCELERATOR="cpu", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", OMP_NUM_THREADS="1")
+os.environ["TORCH_EXTENSIONS_DIR"] = str(kernels.FOLDER)
 os.environ["XDG_CONFIG_HOME"] = os.devnull  # plans are to be the same on a machine that was calibrated
 
 hypothesis.settings.register_profile("any machine", deadline=None)  # tests say nothing about time

@@ -29,6 +29,7 @@ HEAVY = {"torch", "deepspeed", "transformers", "datasets", "accelerate"}
 MOST_MODULES, MOST_LINES, MOST_FUNCTION_LINES, FILES_OF_A_FOLDER = 314, 500, 60, range(3, 13)
 
 READ_THE_ENVIRONMENT = {
+    "frugal.deepspeed_adapter.compiled": "torch is told by TORCH_EXTENSIONS_DIR where to compile",
     "frugal.deepspeed_adapter.fake_device": "a dry run gives DeepSpeed the variables of the rank that it stands for",
     "frugal.dryrun.planner": "`frugal.plan` says of this process, as `frugal plan` does, what a plan does not know",
     "frugal.dryrun.pool": "a worker process gets the environment of its parent, and a mark",

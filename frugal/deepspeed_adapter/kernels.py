@@ -1,6 +1,6 @@
-"""The optimizers that DeepSpeed cannot make from its JSON, and whether those that it compiles can be had.
+"""The optimizers that DeepSpeed cannot make from its JSON.
 
-What lives on an NVMe disk while training: the folder of a run, and the asynchronous I/O of DeepSpeed.
+What lives on an NVMe disk while training: the folder of a run.
 
 The states of optimizers around a step that may run out of memory: made before it, and seen to be untouched.
 
@@ -23,6 +23,7 @@ from torch import Tensor
 
 from frugal import torch_internals
 from frugal.config.request import Request
+from frugal.deepspeed_adapter import compiled
 from frugal.errors import RequestError
 from frugal.planning.strategy import Strategy, optimizer_implementation
 
@@ -46,7 +47,7 @@ def ready_made(request: Request, strategy: Strategy) -> MakeOptimizer | None:
             weight_decay=request.weight_decay,
         )
     if optimizer_implementation(request, strategy) == "deepspeed":
-        compile_kernels(on_host=strategy.offload_optimizer != "none", in_part=strategy.offload_ratio < 1)
+        compiled.compile_adam(on_host=strategy.offload_optimizer != "none", in_part=strategy.offload_ratio < 1)
     return None
 
 
@@ -74,25 +75,6 @@ def adamw_8bit() -> Callable[..., torch.optim.Optimizer]:
             hint="pip install bitsandbytes, or use --optimizer adamw",
         ) from None
     return AdamW8bit
-
-
-def compile_kernels(*, on_host: bool, in_part: bool = False) -> None:
-    """Compile DeepSpeed's Adam, or load what was compiled before: minutes the first time on a machine.
-
-    Raises:
-        RequestError: it cannot be compiled.
-    """
-    name, called = ("CPUAdamBuilder", "DeepSpeedCPUAdam") if on_host else ("FusedAdamBuilder", "FusedAdam")
-    try:
-        get_accelerator().create_op_builder(name).load(verbose=False)
-    except Exception as error:  # whatever a compiler, a linker or a missing CUDA toolkit makes torch raise
-        other_way = "plan with --offload-ratio 1" if in_part else "leave out --optimizer-implementation"
-        raise RequestError(
-            f"DeepSpeed's {called} cannot be compiled here",
-            because=str(error).strip().splitlines()[0],
-            hint=f"install a C++ compiler, ninja and, for GPUs, the CUDA toolkit; or {other_way}: torch's fused "
-            "kernels need none of them",
-        ) from None
 
 
 _FOLLOWED = ("lr", "betas", "eps", "weight_decay")
@@ -142,7 +124,7 @@ def own_nvme_folder(strategy: Strategy, votes: dist.ProcessGroup | None) -> Path
     Raises:
         RequestError: the folder cannot be made, or DeepSpeed's I/O cannot be compiled.
     """
-    check_nvme_io()
+    compiled.compile_nvme_io()
     number = torch.tensor(secrets.randbits(48))
     dist.broadcast(number, src=0, group=votes)
     folder = Path(str(strategy.nvme_path)).expanduser() / f"frugal-{number.item():012x}"
@@ -155,23 +137,6 @@ def own_nvme_folder(strategy: Strategy, votes: dist.ProcessGroup | None) -> Path
             hint="name a folder on a local disk of each node",
         ) from None
     return folder
-
-
-def check_nvme_io() -> None:
-    """Compile DeepSpeed's asynchronous I/O, or load what was compiled before: minutes the first time on a machine.
-
-    Raises:
-        RequestError: it cannot be compiled.
-    """
-    try:
-        get_accelerator().create_op_builder("AsyncIOBuilder").load(verbose=False)
-    except Exception as error:  # whatever a compiler, a linker or a missing library makes torch raise
-        raise RequestError(
-            "DeepSpeed's asynchronous I/O cannot be compiled here",
-            because=str(error).strip().splitlines()[0],
-            hint="install libaio with its headers (`apt install libaio-dev`), a C++ compiler and ninja; or plan "
-            "without --nvme-path",
-        ) from None
 
 
 def remove_nvme_folder(strategy: Strategy) -> None:

@@ -1,9 +1,7 @@
 """Every optimizer takes the memory that was dry-run, and every implementation of it computes the same."""
 
-import os
 from dataclasses import replace
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,18 +13,9 @@ from frugal.planning.plan import Plan
 from frugal.training.engine import initialize
 from frugal.training.objectives import CausalLM
 from tests.dryrun.test_truth import SMALL_BUCKETS, assert_as_dry_run, dry_run_result
+from tests.kernels import needs_adams, needs_cpu_adam
 from tests.training.small_models import ragged_samples, tiny_gpt2
 
-_EXTENSIONS = Path(os.environ.get("TORCH_EXTENSIONS_DIR", Path.home() / ".cache" / "torch_extensions"))
-needs_compiled_adam = pytest.mark.skipif(
-    not (list(_EXTENSIONS.rglob("fused_adam.so")) and list(_EXTENSIONS.rglob("cpu_adam.so"))),
-    reason="DeepSpeed's kernels take minutes to compile: train once with --optimizer-implementation deepspeed, "
-    "without and with --offload optimizer",
-)
-needs_compiled_cpu_adam = pytest.mark.skipif(
-    not list(_EXTENSIONS.rglob("cpu_adam.so")),
-    reason="DeepSpeed's kernels take minutes to compile: train once with --optimizer-states bf16 --offload optimizer",
-)
 needs_bitsandbytes = pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
 
 
@@ -61,13 +50,13 @@ def test_torchs_optimizers_take_what_was_dry_run(plan: Plan, one_rank: Ranks) ->
     assert_as_dry_run(plan, one_rank)
 
 
-@needs_compiled_adam
+@needs_adams
 @pytest.mark.parametrize(("zero_stage", "offload"), [(2, "none"), (3, "none"), (2, "cpu"), (3, "cpu")])
 def test_deepspeeds_adam_takes_what_was_dry_run(zero_stage: int, offload: str, one_rank: Ranks) -> None:
     assert_as_dry_run(plan_of(zero_stage, offload=offload, optimizer_implementation="deepspeed"), one_rank)
 
 
-@needs_compiled_cpu_adam
+@needs_cpu_adam
 @pytest.mark.parametrize("zero_stage", [2, 3])
 def test_states_in_bf16_on_the_host_take_what_was_dry_run(zero_stage: int, one_rank: Ranks) -> None:
     assert_as_dry_run(plan_of(zero_stage, offload="cpu", optimizer_states="bf16"), one_rank)
@@ -126,8 +115,8 @@ def plan_of_exact_batch(world_size: int = 1, offload: str = "none", **request: A
     [
         ("adamw", "foreach", "none"),
         ("adamw", "for-loop", "none"),
-        pytest.param("adamw", "deepspeed", "none", marks=needs_compiled_adam),
-        pytest.param("adamw", "deepspeed", "cpu", marks=needs_compiled_adam),
+        pytest.param("adamw", "deepspeed", "none", marks=needs_adams),
+        pytest.param("adamw", "deepspeed", "cpu", marks=needs_adams),
     ],
 )
 def test_an_implementation_computes_what_the_first_one_computes(
@@ -177,7 +166,7 @@ def test_with_states_in_bf16_weights_are_those_of_torchs_adamw_on_a_bf16_model(
     assert not torch.equal(with_fp32, theirs)
 
 
-@needs_compiled_cpu_adam
+@needs_cpu_adam
 @pytest.mark.parametrize("zero_stage", [2, 3])
 def test_on_the_host_states_in_bf16_go_the_same_way(zero_stage: int, one_rank: Ranks) -> None:
     plan = plan_by_hand(

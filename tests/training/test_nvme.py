@@ -1,7 +1,6 @@
 """A run whose states live on disk trains as one whose states live in memory, and leaves nothing behind."""
 
 import os
-from ctypes.util import find_library
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +11,12 @@ from bench.ranks import Ranks
 from frugal.planning.plan import Plan
 from frugal.training.engine import initialize
 from frugal.training.objectives import CausalLM
+from tests.kernels import needs_nvme_io
 from tests.training.small_models import ragged_samples, tiny_gpt2
 
 WIDTH = 768  # its matrices reach the MiB below which DeepSpeed leaves parameters in memory
-_EXTENSIONS = Path(os.environ.get("TORCH_EXTENSIONS_DIR", Path.home() / ".cache" / "torch_extensions"))
 
-pytestmark = pytest.mark.skipif(
-    find_library("aio") is None or not list(_EXTENSIONS.rglob("async_io.so")),
-    reason="DeepSpeed's asynchronous I/O takes libaio and minutes to compile: train once with --offload nvme",
-)
+pytestmark = needs_nvme_io
 
 
 def plan_of(**strategy: Any) -> Plan:

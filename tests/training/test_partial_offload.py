@@ -19,12 +19,12 @@ from frugal.deepspeed_adapter import kernels
 from frugal.training.checkpoint import loading, saving
 from frugal.training.checkpoint.progress import Progress
 from frugal.training.data.batches import Position
-from tests.dryrun.test_optimizers import needs_compiled_cpu_adam
 from tests.faults import disturbed
 from tests.faults.disturbed import HALVING
+from tests.kernels import needs_cpu_adam
 from tests.training.checkpoint.test_reshard import END, STOP, start, steps, stop
 
-pytestmark = needs_compiled_cpu_adam
+pytestmark = needs_cpu_adam
 
 Losses = list[tuple[float, float]]
 ON_DEVICE: dict[str, Any] = {}

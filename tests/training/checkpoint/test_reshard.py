@@ -18,7 +18,7 @@ from frugal.training.checkpoint.progress import Progress
 from frugal.training.data.batches import GlobalBatches, Position
 from frugal.training.engine import Engine, initialize
 from frugal.training.objectives import CausalLM
-from tests.dryrun.test_optimizers import needs_compiled_cpu_adam
+from tests.kernels import needs_cpu_adam
 from tests.training.small_models import ragged_samples, tiny_gpt2
 
 DATA = ragged_samples(14, longest=24)
@@ -171,7 +171,7 @@ VARIATIONS: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {  # as it w
 
 @pytest.mark.parametrize(
     "variation",
-    [pytest.param(name, marks=needs_compiled_cpu_adam if "in bf16, to" in name else ()) for name in VARIATIONS],
+    [pytest.param(name, marks=needs_cpu_adam if "in bf16, to" in name else ()) for name in VARIATIONS],
 )
 def test_no_element_changes(variation: str, tmp_path: Path, one_rank: Ranks, two_ranks: Ranks) -> None:
     before, after, num_states = VARIATIONS[variation]
