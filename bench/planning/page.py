@@ -44,7 +44,8 @@ wait();
 ANSWERED = """
 const [value, done] = arguments, answer = document.getElementById("answer"), slider = document.getElementById("micro");
 const ask = () => {
-  if (!/at most|not even/.test(answer.textContent)) return setTimeout(ask, 20); // it is still saying what would fit
+  // Until then it is still saying what would fit.
+  if (!/at most|not even|Not computed/.test(answer.textContent)) return setTimeout(ask, 20);
   const before = answer.textContent, start = performance.now();
   slider.value = value;
   slider.dispatchEvent(new Event("input"));

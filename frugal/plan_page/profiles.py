@@ -173,14 +173,15 @@ def _points(plan: Plan, gpus: Sequence[int], seq_lens: Sequence[int], sources: "
     levels: list[Offload] = [level for level in offload_levels(_free(plan.request)) if level != "nvme"]
     levels.sort(key=lambda level: level != own_level)
     accumulates = plan.batch.accumulation_steps > 1
-    yield Point(gpus=own_gpus, seq_len=own_length, strategy=plan.strategy, accumulates=accumulates)
+    own = Point(gpus=own_gpus, seq_len=own_length, strategy=plan.strategy, accumulates=accumulates)
+    yield from (own, replace(own, accumulates=not accumulates))  # other micro-batches need the other one
 
     def those(gpus: Sequence[int], lengths: Sequence[int], levels: Sequence[Offload], sums: bool) -> Iterator[Point]:
         for number in gpus:
             for length in lengths:
                 for level in levels:
                     for strategy in sources.strategies(number, length, level):
-                        if (number, length, strategy, sums) != (own_gpus, own_length, plan.strategy, accumulates):
+                        if (number, length, strategy) != (own_gpus, own_length, plan.strategy):
                             yield Point(gpus=number, seq_len=length, strategy=strategy, accumulates=sums)
 
     yield from those([own_gpus], [own_length], levels[:1], accumulates)
