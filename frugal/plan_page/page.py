@@ -17,10 +17,15 @@ from frugal.html.elements import Html, details, element, figure, joined, table
 from frugal.planning.memory_report import assumptions
 from frugal.planning.plan import Plan, Rejected
 from frugal.planning.report import short_name, strategy_table
+from frugal.planning.strategy import Strategy
 from frugal.planning.table import Table
 from frugal.units import format_bytes, format_seconds, plural
 
 SCRIPTS = ("plan_timeline.js", "plan_allocator.js", "plan_predict.js", "plan_page.js")
+
+
+SELDOM = {"mlp": "MLP", "within": "Gathers within (hpZ)", "sharing": "A sample is shared by", "buckets": "Buckets"}
+"""Selections that are shown where there is more than one value, or one that says something."""
 
 
 class PageData(msgspec.Struct, frozen=True):
@@ -86,12 +91,33 @@ def _chosen(plan: Plan) -> dict[str, Any]:
         "strategy": str(plan.strategy),
         "total": plan.memory.total_bytes,
         "limit": plan.memory.usable_bytes + plan.memory.context,
+        "rows": [
+            _weighed(each, size, row)
+            for each, size, row in zip(
+                (plan.strategy, *(each.strategy for each in plan.rejected)),
+                (plan.batch.largest_micro_batch, *(each.micro_batch for each in plan.rejected)),
+                strategy_table(plan).rows[1:],
+                strict=True,
+            )
+        ],
         "points": [_point(1, short_name(plan.strategy), plan.time.total_seconds, plan.memory.total_bytes, "chosen")]
         + [
             _point(number, short_name(each.strategy), each.step_seconds, each.peak_bytes, _kind(each))
             for number, each in enumerate(plan.rejected, 2)
             if each.step_seconds is not None and each.peak_bytes is not None
         ],
+    }
+
+
+def _weighed(strategy: Strategy, micro_batch: int, row: Sequence[str]) -> dict[str, Any]:
+    """What the plan says of a strategy, where the page computes nothing."""
+    step, _, batch, peak, headroom, _ = row
+    parts = [(f"{step} a step", step != "-"), (f"micro-batch x steps {batch}", batch), (f"peak {peak}", peak)]
+    parts.append((f"headroom {headroom}", headroom))
+    return {
+        "name": str(strategy),
+        "microBatch": micro_batch,
+        "says": ", ".join(words for words, known in parts if known),
     }
 
 
@@ -180,8 +206,8 @@ def _controls(plan: Plan) -> Html:
         return element("div", element("label", label, " ", element("output", id=f"{name}-value", for_=name), for_=name),
                        Html(f'<input type="range" id="{name}" min="0" step="1">'))  # fmt: skip
 
-    def choice(name: str, label: str) -> Html:
-        return element("div", element("label", label, for_=name), element("select", id=name))
+    def choice(name: str, label: str, kind: str | None = None) -> Html:
+        return element("div", element("label", label, for_=name), element("select", id=name), class_=kind)
 
     def button(name: str, label: str) -> Html:
         return element("button", label, id=name, type="button")
@@ -196,6 +222,8 @@ def _controls(plan: Plan) -> Html:
         choice("checkpointing", "Activation checkpointing"),
         choice("loss", "Loss"),
         choice("offload", "Offload"),
+        *(choice(name, label, "seldom") for name, label in SELDOM.items()),
+        choice("strategy", "Or all at once", "wide"),
     ]
     buttons = [button("back", "Back to the plan"), " ", button("largest", "The largest that fits"), " ", whole]
     return element(
@@ -208,10 +236,7 @@ def _controls(plan: Plan) -> Html:
 
 
 def _no_arithmetic(plan: Plan) -> Html:
-    why = f"Only dry runs can tell what {plan.request.model} takes under this strategy"
-    if plan.strategy.sequence_parallel > 1:
-        why = "Ranks share samples here"
-    words = f"{why}: this page computes nothing."
+    words = f"Only dry runs can tell what {plan.request.model} takes under this strategy: this page computes nothing."
     return element("section", element("h2", "Memory"), element("p", words, class_="small"))
 
 

@@ -19,7 +19,7 @@ from frugal.plan_page.streams import Streams
 from frugal.planning.memory.breakdown import ranks_loading_bytes
 from frugal.planning.memory.profile import MemoryProfile
 from frugal.planning.plan import Plan
-from frugal.planning.strategy import Offload, Strategy, allowed_strategies, offload_levels
+from frugal.planning.strategy import Offload, Strategy, allowed_strategies, in_part, offload_levels
 from frugal.planning.what_if import axes_around, with_gpus, with_memory
 from frugal.units import GIB
 
@@ -64,26 +64,30 @@ def profiles(plan: Plan, dry_run: OpenDryRuns, most_events: int, *, only_known: 
     """
     streams = Streams()
     entries: dict[str, Any] = {}
-    if plan.strategy.sequence_parallel > 1:  # other batches, which the page does not know how to cut
-        return {"profiles": {}, "strategies": [], "devices": {}, "parts": [], "names": []}
-    strategies: dict[Strategy, int] = {}
-    left = most_events
+    strategies: dict[str, Strategy] = {}  # by their names: sizes of groups, which are in no name, differ with GPUs
+    left, seen = most_events, set()
     with _Sources(plan, dry_run, only_known=only_known) as sources:
         gpus, seq_lens = _gpus(plan), _seq_lens(plan, sources.of(plan.request.seq_len).facts().max_positions)
         for point in _points(plan, gpus, seq_lens, sources):
-            profile = sources.profile(point)
+            kind = (point.gpus, point.seq_len, str(point.strategy), point.accumulates)
+            profile = None if kind in seen else sources.profile(point)
+            seen.add(kind)
             if profile is None:
                 continue
             left -= sum(len(rank.timeline.events) for rank in profile.ranks)
             if entries and (left < 0 or streams.num_bytes > MOST_BYTES):
                 break
-            strategy = strategies.setdefault(point.strategy, len(strategies))
-            entries[f"{point.gpus}/{point.seq_len}/{strategy}/{int(point.accumulates)}"] = _entry(
-                plan, point, profile, streams, sources
-            )
+            strategies.setdefault(str(point.strategy), point.strategy)
+            number = list(strategies).index(str(point.strategy))
+            entry = _entry(plan, point, profile, streams, sources)
+            entries[f"{point.gpus}/{point.seq_len}/{number}/{int(point.accumulates)}"] = entry
+    if entries:  # what was weighed can be chosen, also where only the plan knows its memory
+        strategies |= {
+            str(each.strategy): each.strategy for each in plan.rejected if str(each.strategy) not in strategies
+        }
     return {
         "profiles": entries,
-        "strategies": [_described(strategy) for strategy in strategies],
+        "strategies": [_described(strategy) for strategy in strategies.values()],
         "devices": {str(number): _devices(plan, number) for number in gpus},
         "parts": streams.parts,
         "names": streams.names,
@@ -109,13 +113,17 @@ def _entry(plan: Plan, point: Point, profile: MemoryProfile, streams: Streams, s
 
 
 def _described(strategy: Strategy) -> dict[str, Any]:
+    """Its name, which no other one has, and what tells it from others: each is a selection of the page."""
     return {
         "name": str(strategy),
         "stage": strategy.zero_stage,
-        "checkpointing": strategy.activation_checkpointing,
+        "checkpointing": strategy.checkpointing,
         "loss": strategy.loss,
-        "offload": _level(strategy),
-        "small_buckets": strategy.small_buckets,
+        "mlp": strategy.mlp,
+        "offload": _level(strategy) if strategy.offload_ratio == 1 else f"optimizer {strategy.offload_ratio}",
+        "within": strategy.secondary_partition,
+        "sharing": strategy.sequence_parallel,
+        "buckets": "small" if strategy.small_buckets else "usual",
         "expandable": strategy.expandable_segments,
     }
 
@@ -133,7 +141,9 @@ def _gpus(plan: Plan) -> list[int]:
     own = len(plan.cluster.nodes[0].devices)
     if not is_of_one_kind(plan.cluster):
         return [own]
+    shared_by, num_nodes = plan.batch.sequence_parallel, len(plan.cluster.nodes)
     others = {max(1, own // 2), 2 * own, *GPUS} - {own}
+    others = {number for number in others if number * num_nodes % shared_by == 0}
     return [own, *sorted(others, key=lambda number: (abs(number.bit_length() - own.bit_length()), -number))]
 
 
@@ -175,14 +185,16 @@ def _points(plan: Plan, gpus: Sequence[int], seq_lens: Sequence[int], sources: "
     accumulates = plan.batch.accumulation_steps > 1
     own = Point(gpus=own_gpus, seq_len=own_length, strategy=plan.strategy, accumulates=accumulates)
     yield from (own, replace(own, accumulates=not accumulates))  # other micro-batches need the other one
+    for each in plan.rejected:
+        sums = accumulates if each.accumulation_steps is None else each.accumulation_steps > 1
+        yield Point(gpus=own_gpus, seq_len=own_length, strategy=each.strategy, accumulates=sums)
 
     def those(gpus: Sequence[int], lengths: Sequence[int], levels: Sequence[Offload], sums: bool) -> Iterator[Point]:
         for number in gpus:
             for length in lengths:
                 for level in levels:
                     for strategy in sources.strategies(number, length, level):
-                        if (number, length, strategy) != (own_gpus, own_length, plan.strategy):
-                            yield Point(gpus=number, seq_len=length, strategy=strategy, accumulates=sums)
+                        yield Point(gpus=number, seq_len=length, strategy=strategy, accumulates=sums)
 
     yield from those([own_gpus], [own_length], levels[:1], accumulates)
     yield from those([own_gpus], [own_length], levels[:1], not accumulates)
@@ -194,8 +206,9 @@ def _points(plan: Plan, gpus: Sequence[int], seq_lens: Sequence[int], sources: "
 
 
 def _free(request: Request) -> Request:
-    """The request without what pins its strategy."""
-    return replace(request, zero_stage=None, activation_checkpointing="auto", loss="auto", offload="auto")
+    """The request without what pins its strategy, but for how many ranks share a sample."""
+    pins = {"activation_checkpointing": "auto", "loss": "auto", "mlp": "auto", "offload": "auto"}
+    return replace(request, zero_stage=None, offload_ratio=None, secondary_partition=None, **pins)  # type: ignore[arg-type]  # literals, seen as text
 
 
 class _Sources:
@@ -206,7 +219,7 @@ class _Sources:
         self._dry_run = dry_run
         self._only_known = only_known
         self._of_length: dict[int, DryRunSource] = {}
-        self._refused: set[tuple[int, str, str]] = set()
+        self._refused: set[tuple[int, str, str, str]] = set()
         self._open = ExitStack()
 
     def __enter__(self) -> "_Sources":
@@ -216,8 +229,10 @@ class _Sources:
         self._open.close()
 
     def request(self, seq_len: int) -> Request:
-        """The plan's with samples of so many tokens."""
-        return replace(self._plan.request, seq_len=seq_len)
+        """The plan's with samples of so many tokens, shared by as many ranks."""
+        shared_by = self._plan.batch.sequence_parallel
+        request = replace(self._plan.request, seq_len=seq_len)
+        return replace(request, sequence_parallel=shared_by) if shared_by > 1 else request
 
     def of(self, seq_len: int) -> DryRunSource:
         """Those of samples of so many tokens."""
@@ -229,17 +244,21 @@ class _Sources:
     def strategies(self, gpus: int, seq_len: int, level: Offload) -> tuple[Strategy, ...]:
         """What could be planned there, the plan's own first, then what is most like it."""
         facts, own = self.of(seq_len).facts(), self._plan.strategy
-        allowed = allowed_strategies(
-            _free(self.request(seq_len)),
-            world_size=gpus * len(self._plan.cluster.nodes),
-            offload=level,
-            trainable_parameters=facts.trainable_parameters,
-            can_recompute=facts.can_recompute,
-            can_tile=facts.can_tile,
-            largest_parameter=facts.largest_parameter,
-            on_gpus=self._plan.cluster.devices[0].kind == "cuda",
-            small_buckets=own.small_buckets,
-        )
+        world_size = gpus * len(self._plan.cluster.nodes)
+
+        def allowed(tiled_mlp: bool) -> tuple[Strategy, ...]:
+            return allowed_strategies(
+                _free(self.request(seq_len)),
+                world_size=world_size,
+                offload=level,
+                trainable_parameters=facts.trainable_parameters,
+                can_recompute=facts.can_recompute,
+                can_tile=facts.can_tile,
+                largest_parameter=facts.largest_parameter,
+                on_gpus=self._plan.cluster.devices[0].kind == "cuda",
+                small_buckets=own.small_buckets,
+                tiled_mlp=tiled_mlp,
+            )
 
         def distance(strategy: Strategy) -> tuple[bool, bool, bool]:
             return (
@@ -248,12 +267,21 @@ class _Sources:
                 strategy.activation_checkpointing != own.activation_checkpointing,
             )
 
-        return tuple(sorted(allowed, key=distance))
+        like_it = sorted(
+            [*allowed(tiled_mlp=True), *allowed(False)] if own.mlp == "tiled" else allowed(False), key=distance
+        )
+        is_possible = level == _level(own) and any(each.zero_stage == own.zero_stage for each in like_it)
+        if not is_possible or gpus % own.secondary_partition:
+            return tuple(like_it)
+        if own.offload_ratio < 1:  # of sub-groups of another size
+            whole = replace(own, offload_ratio=1.0, sub_group_elements=Strategy.sub_group_elements)
+            own = in_part(whole, own.offload_ratio, facts.trainable_parameters, world_size)
+        return (own, *like_it)
 
     def profile(self, point: Point) -> MemoryProfile | None:
         """A profile for every micro-batch, made by arithmetic; None where there is none."""
         strategy = point.strategy
-        kind = (point.seq_len, strategy.activation_checkpointing, strategy.loss)
+        kind = (point.seq_len, strategy.checkpointing, strategy.loss, strategy.mlp)
         if kind in self._refused:
             return None
         try:

@@ -25,8 +25,9 @@ def seconds_of(profile: MemoryProfile, cluster: Cluster, request: Request) -> di
     that hides behind the computation.
 
     `kernels`, `kernels_again` (with recomputation) and `moving`: seconds of a micro-step without samples, and what a
-    sample adds. `launch`, `launch_again`: of a micro-step. `communication` and `offload`: of a step without
-    micro-steps, and what a micro-step adds. `optimizer`: of a step. `adds_up`: kernels and launches are one after the
+    sample adds. `launch`, `launch_again`: of a micro-step. `exchange`: all-to-alls of ranks that share samples, what a
+    sample adds. `communication` and `offload`: of a step without micro-steps, and what a micro-step adds. `optimizer`:
+    of a step. `adds_up`: kernels and launches are one after the
     other, as on a CPU.
     """
     if len(cluster.kinds) > 1 or request.lengths is not None or profile.strategy.overlap_comm:
@@ -38,8 +39,9 @@ def seconds_of(profile: MemoryProfile, cluster: Cluster, request: Request) -> di
             replace(node, devices=tuple(replace(each, **changed) for each in node.devices))  # type: ignore[arg-type]
             for node in cluster.nodes
         )
-        world_size = cluster.world_size
-        batch = BatchPlan.of(samples * world_size * num_steps, (samples,) * world_size)
+        shared_by = profile.strategy.sequence_parallel
+        caps = (samples,) * (cluster.world_size // shared_by)
+        batch = BatchPlan.of(samples * len(caps) * num_steps, caps, sequence_parallel=shared_by)
         return step_time(profile, profile.strategy, batch, replace(cluster, nodes=nodes), request)
 
     at_once = {"operator_seconds": 0.0}
@@ -54,7 +56,8 @@ def seconds_of(profile: MemoryProfile, cluster: Cluster, request: Request) -> di
 
     kernels, again = line("compute_seconds"), line("recompute_seconds")
     moving = profile.work.moved_per_sample / device.host_link_bandwidth if device.kind == "cuda" else 0.0
-    communication = two.communication_seconds - one.communication_seconds
+    exchange = line("communication_seconds")[1]
+    communication = two.communication_seconds - one.communication_seconds - exchange
     offload = two.offload_seconds - one.offload_seconds - moving
     return {
         "kernels": kernels,
@@ -62,7 +65,8 @@ def seconds_of(profile: MemoryProfile, cluster: Cluster, request: Request) -> di
         "launch": none.compute_seconds,
         "launch_again": none.compute_seconds + none.recompute_seconds,
         "moving": moving,
-        "communication": (one.communication_seconds - communication, communication),
+        "exchange": exchange,
+        "communication": (one.communication_seconds - exchange - communication, communication),
         "offload": (one.offload_seconds - moving - offload, offload),
         "optimizer": asked(1, 1).optimizer_seconds,
         "adds_up": device.kind == "cpu",

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -24,18 +25,19 @@ from frugal.planning.batch import BatchPlan
 from frugal.planning.cost import step_time
 from frugal.planning.memory.profile import MemoryProfile
 from frugal.planning.plan import Plan
-from frugal.planning.strategy import Strategy, allowed_strategies
+from frugal.planning.strategy import Strategy, allowed_strategies, in_part
 from frugal.planning.what_if import with_gpus, with_memory
+from frugal.units import format_bytes
 from tests.browser import Browser
 from tests.commands import frugal_plan
-from tests.planning.synthetic import planned
 
 MODEL = "distilgpt2"  # its traces are shipped, so no worker is started
 
 ASK = """
-const [gpus, seqLen, strategy, accumulates, microBatch, devices, samples, cap] = arguments;
-const profile = await frugalPredict.profile({gpus, seqLen, strategy, accumulates});
-const cut = frugalPredict.batch(samples, gpus, microBatch);
+const [takers, seqLen, strategy, accumulates, microBatch, devices, samples, cap, gpus] = arguments;
+const number = Number.isInteger(gpus) ? gpus : takers;
+const profile = await frugalPredict.profile({gpus: number, seqLen, strategy, accumulates});
+const cut = frugalPredict.batch(samples, takers, microBatch);
 return devices.map((device) => {
   const {rank, ...memory} = frugalPredict.memory(profile, microBatch, device);
   const most = cap ? frugalPredict.largestMicroBatch(profile, device, cap) : null;
@@ -182,6 +184,105 @@ def test_the_page_cuts_the_batch_and_estimates_the_step_as_python_does(
         assert said["most"] == profile.largest_micro_batch(device, 24)
 
 
+KINDS: dict[str, dict[str, Any]] = {
+    "layers that differ": {"model": "llama-3.1-8b", "gpus": 4, "mem": "80G"},
+    "a part of the optimizer on the host": {"gpus": 2, "mem": "4G", "offload_ratio": 0.5},
+    "gathers within a node": {"gpus": 2, "nodes": 2, "mem": "6G", "zero_stage": 3, "secondary_partition": 2},
+}
+TRACED: dict[str, dict[str, Any]] = {
+    "a tiled MLP": {"gpus": 2, "mem": "6G", "mlp": "tiled", "zero_stage": 2},
+    "ranks that share samples": {"gpus": 4, "mem": "6G", "sequence_parallel": 2, "zero_stage": 2},
+}
+"""No traces of these are shipped, so they are made."""
+
+
+@pytest.mark.parametrize("kind", [*KINDS, *(pytest.param(kind, marks=pytest.mark.exhaustive) for kind in TRACED)])
+def test_every_strategy_that_was_weighed_is_reached_and_says_what_python_says(
+    kind: str, cache: None, tmp_path: Path, browser: Browser
+) -> None:
+    """By its number in the table of the plan; and the plan's own also on twice as many GPUs."""
+    small = {"model": small_llama(tmp_path), "seq_len": 128} if kind in TRACED else {}
+    plan = drafted(**small, **(KINDS | TRACED)[kind])
+    path = tmp_path / "plan.html"
+    with closing(workers()) as pool:
+        known = partial(DryRunSource, pool=pool, will_dry_run=False)
+        computed = profiles(plan, known, 250_000, only_known=True)
+    names = [each["name"] for each in computed["strategies"]]
+    assert names[0] == str(plan.strategy) and len(set(names)) == len(names)
+    path.write_text(plan_page(plan, computed))
+    browser.open(path)
+    said = answer(browser)
+    num_computed = 0
+    for number, each in enumerate((plan, *plan.rejected)):
+        if number:
+            said, name = browser.run(REACH, number)
+            assert name == str(each.strategy)
+        if said.startswith("? "):
+            assert "The plan says: " in said, "what the page cannot compute it has from the plan's table"
+            continue
+        num_computed += 1
+        total = plan.memory.total_bytes if isinstance(each, Plan) else None if each.is_bound else each.peak_bytes
+        assert total is None or format_bytes(total) in said.partition(" of ")[0]
+    assert num_computed >= (2 if kind in TRACED else 4)
+    assert browser.complaints() == []
+    for key in computed["profiles"]:
+        if key.split("/")[2] == "0":
+            same_as_python(browser, plan, computed, key)
+
+
+REACH = """
+const said = document.getElementById('answer').textContent;
+document.querySelectorAll('#strategies ~ .scrolls button')[arguments[0]].click();
+while (document.getElementById('answer').textContent === said) await new Promise((done) => setTimeout(done, 5));
+return [
+  document.getElementById('answer').textContent,
+  document.getElementById('strategy').selectedOptions[0].textContent,
+];
+"""
+"""What the page says of a row of the table of strategies, and of which strategy it says so."""
+
+
+def same_as_python(browser: Browser, plan: Plan, computed: dict[str, Any], key: str) -> None:
+    """The page's numbers of the plan's own strategy, on any number of GPUs, are Python's."""
+    gpus, seq_len, number, sums = map(int, key.split("/"))
+    shared_by = plan.batch.sequence_parallel
+    request = replace(plan.request, seq_len=seq_len, sequence_parallel=shared_by if shared_by > 1 else None)
+    cluster = with_gpus(plan.cluster, gpus)
+    takers = cluster.world_size // shared_by
+    device = cluster.devices[0]
+    written = next(each for each in computed["devices"][str(gpus)] if each["memory"] == device.memory_bytes)
+    strategy = plan.strategy
+    with closing(workers()) as pool, DryRunSource(request, cluster, pool=pool, will_dry_run=False) as source:
+        if strategy.offload_ratio < 1:
+            whole = replace(strategy, offload_ratio=1.0, sub_group_elements=Strategy.sub_group_elements)
+            strategy = in_part(whole, strategy.offload_ratio, plan.model.trainable_parameters, cluster.world_size)
+        profile = source.profile(strategy, bool(sums))
+    for micro_batch in (1, 5):
+        (said,) = browser.run(ASK, takers, seq_len, number, bool(sums), micro_batch, [written], 512, 0, gpus)
+        memory = profile.memory(micro_batch, device)
+        assert {name: said[name] for name in (*memory.CATEGORIES, "total", "phase", "operator")} == {
+            **{name: getattr(memory, name) for name in memory.CATEGORIES},
+            **{"total": memory.total_bytes, "phase": memory.phase, "operator": memory.operator},
+        }, key
+        batch = BatchPlan.of(512, (micro_batch,) * takers, sequence_parallel=shared_by).tightened()
+        assert (said["steps"], said["largest"]) == (batch.accumulation_steps, batch.largest_micro_batch)
+        expected = step_time(profile, strategy, batch, cluster, request)
+        for part in ("compute", "recompute", "communication", "offload", "optimizer", "total"):
+            seconds = getattr(expected, f"{part}_seconds")
+            assert said["seconds"][part] == pytest.approx(seconds, rel=1e-9, abs=1e-12), (key, part)
+
+
+def small_llama(folder: Path) -> str:
+    """The configuration of a model whose trace takes little time."""
+    config = {
+        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "num_hidden_layers": 4,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 512, "vocab_size": 512,
+        "max_position_embeddings": 256, "bos_token_id": 1, "eos_token_id": 2,
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
 def test_it_says_what_frugal_plan_says_with_the_same_pins(
     plan: Plan, computed: dict[str, Any], opened: Browser, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -292,7 +393,10 @@ def test_what_was_not_computed_is_said_and_no_number_is_made_up(
     )
     said = answer(browser, before)
     assert said.startswith("? Not computed in this page")
-    assert f"--zero-stage {other['stage']}" in said and "GiB" not in said
+    assert f"--zero-stage {other['stage']}" in said
+    row = browser.run("return [...document.querySelectorAll('#strategies ~ .scrolls tr')].map(row => row.textContent)")
+    numbers = re.findall(r"[<>\d.]+ GiB", said)
+    assert numbers and all(any(number in text for text in row) for number in numbers), "only the table's"
     assert browser.complaints() == []
 
 
@@ -331,17 +435,6 @@ def test_a_model_that_only_dry_runs_can_tell_of_has_a_page_without_arithmetic(
     browser.open(path)
     assert "this page computes nothing" in browser.run("return document.body.textContent")
     assert browser.run("return document.querySelector('#strategies canvas') !== null")
-    assert browser.complaints() == []
-
-
-def test_where_ranks_share_samples_the_page_computes_nothing_and_says_why(tmp_path: Path, browser: Browser) -> None:
-    plan = planned(gpus=4, mem="24G", sequence_parallel=2, model={"can_be_split": True})
-    with closing(workers()) as pool:
-        nothing = profiles(plan, partial(DryRunSource, pool=pool), 10**6)
-    path = tmp_path / "plan.html"
-    path.write_text(plan_page(plan, nothing))
-    browser.open(path)
-    assert "Ranks share samples here: this page computes nothing" in browser.run("return document.body.textContent")
     assert browser.complaints() == []
 
 

@@ -57,6 +57,17 @@
     });
   }
 
+  // The number of each strategy in the table leads to what the page computes of it.
+  function linkRows() {
+    const rows = document.querySelectorAll("#strategies ~ .scrolls tbody tr");
+    plan.rows.forEach((row, i) => {
+      const button = Object.assign(document.createElement("button"), { type: "button", textContent: String(i + 1), title: row.name });
+      button.setAttribute("aria-label", `${i + 1}: show ${row.name}`);
+      button.addEventListener("click", () => showRow(row));
+      rows[i].cells[0].replaceChildren(button);
+    });
+  }
+
   // What is asked
 
   const own = written.strategies.findIndex(({ name }) => name === plan.strategy);
@@ -65,8 +76,15 @@
   const gpuCounts = unique(known.map(([gpus]) => gpus)).sort((a, b) => a - b);
   const lengths = unique(known.map(([, length]) => length)).sort((a, b) => a - b);
 
-  const TRAITS = ["stage", "checkpointing", "loss", "offload"];
-  const WORDS = { stage: (value) => `ZeRO-${value}`, offload: (value) => ({ none: "nothing", optimizer: "optimizer to the host", all: "optimizer and parameters to the host" })[value] ?? value };
+  const TRAITS = ["stage", "checkpointing", "loss", "offload", "mlp", "within", "sharing", "buckets"];
+  const PLAIN = { mlp: "plain", within: 1, sharing: 1, buckets: "usual" }; // of traits that are seldom another
+  const percent = (ratio) => `${Number((100 * ratio).toPrecision(3))} %`;
+  const offloaded = (value) => ({ none: "nothing", optimizer: "optimizer to the host", all: "optimizer and parameters to the host" })[value] ?? (value.startsWith("optimizer ") ? `${percent(value.split(" ")[1])} of the optimizer to the host` : value);
+  const WORDS = {
+    stage: (value) => `ZeRO-${value}`, offload: offloaded,
+    within: (value) => (value > 1 ? `${value} ranks of a node` : "all ranks"),
+    sharing: (value) => (value > 1 ? plural(value, written.noun) : "none"),
+  };
 
   const devices = (gpus) => written.devices[String(gpus)] ?? [];
 
@@ -75,33 +93,41 @@
     ...Object.fromEntries(TRAITS.map((trait) => [trait, written.strategies[own][trait]])),
   });
 
-  let asked = null, chart = null, turn = 0;
+  let asked = null, chart = null, turn = 0, changedWithIt = "";
 
   const strategyOf = (choice) => written.strategies.findIndex((each) => TRAITS.every((trait) => each[trait] === choice[trait]));
   const deviceOf = ({ gpus, memory }) => devices(gpus).find((each) => each.memory === memory);
 
+  // Ranks, or groups of them that share their samples.
+  const takers = ({ gpus, sharing }) => Math.floor(gpus * written.nodes / sharing);
+
   // Samples that a rank may take at once at most.
-  function cap({ gpus }) {
-    const share = written.ranks ? Math.ceil(written.samples / (gpus * written.nodes)) : written.samples;
+  function cap(choice) {
+    const share = written.ranks ? Math.ceil(written.samples / Math.max(1, takers(choice))) : written.samples;
     return Math.max(1, Math.min(share, written.cap ?? share));
   }
 
   function cutOf(choice) {
-    const ranks = choice.gpus * written.nodes;
-    return written.ranks ? frugalPredict.batch(written.samples, ranks, choice.microBatch) : null;
+    return written.ranks && takers(choice) ? frugalPredict.batch(written.samples, takers(choice), choice.microBatch) : null;
   }
 
   function pointOf(choice, cut) {
     return { gpus: choice.gpus, seqLen: choice.seqLen, strategy: strategyOf(choice), accumulates: (cut?.steps ?? plan.steps) > 1 };
   }
 
-  function describe(choice) {
-    const words = [plural(choice.gpus, written.noun), `samples of ${choice.seqLen} tokens`, `ZeRO-${choice.stage}`, `activation checkpointing ${choice.checkpointing}`, `${choice.loss} loss`];
-    if (choice.offload !== "none") words.push(`offload ${choice.offload}`);
-    return words.join(", ");
-  }
+  const describe = (choice) => `${plural(choice.gpus, written.noun)}, samples of ${plural(choice.seqLen, "token")}, ${written.strategies[strategyOf(choice)].name}`;
 
-  const flags = (choice) => `--gpus ${choice.gpus} --seq-len ${choice.seqLen} --zero-stage ${choice.stage} --activation-checkpointing ${choice.checkpointing} --loss ${choice.loss} --offload ${choice.offload} --micro-batch ${choice.microBatch}`;
+  // What asks `frugal plan` for a choice. Mixtures of layers are found anew: no flag names one.
+  function flags(choice) {
+    const { checkpointing, loss, mlp, within, sharing } = choice, [offload, ratio] = choice.offload.split(" ");
+    const mode = checkpointing.includes(" ") ? "budget" : checkpointing;
+    const words = ["--gpus", choice.gpus, "--seq-len", choice.seqLen, "--zero-stage", choice.stage, "--activation-checkpointing", mode, "--loss", loss, "--offload", offload, "--micro-batch", choice.microBatch];
+    if (ratio) words.push("--offload-ratio", ratio);
+    if (mlp !== PLAIN.mlp) words.push("--mlp", mlp);
+    if (within !== PLAIN.within) words.push("--secondary-partition", within);
+    if (sharing !== PLAIN.sharing) words.push("--sequence-parallel", sharing);
+    return words.join(" ");
+  }
 
   // What the page says of a choice: {choice, cut, made, memory, time, device}; `made` is null where it does not know.
   async function predict(choice) {
@@ -133,7 +159,9 @@
     const place = at("answer");
     if (answer.made === null) {
       const why = answer.device ? `${describe(answer.choice)}${pointOf(answer.choice, answer.cut).accumulates ? "" : ", in one micro-step"}` : `a card of ${bytes(answer.choice.memory)}`;
-      place.replaceChildren(mark("?", "warn"), ` Not computed in this page: ${why}. `, code(`frugal plan ${flags(answer.choice)}`), " tells.");
+      const row = rowOf(answer.choice);
+      const planned = row ? ` The plan says: ${row.says}. Sliders do not apply to it.` : "";
+      place.replaceChildren(mark("?", "warn"), ` Not computed in this page: ${why}.${planned} `, code(`frugal plan ${flags(answer.choice)}`), ` tells.${changedWithIt}`);
       return;
     }
     const { memory, cut, time, choice, device } = answer;
@@ -147,14 +175,16 @@
     if (time && fits) words.push(`${seconds(time.total)} a step, ${rate(time)}`);
     if (most !== undefined) words.push(most ? `at most micro-batch ${most} fits` : "not even one sample fits");
     place.replaceChildren(mark(fits ? "fits" : "does not fit", fits ? "good" : "bad"), ` ${words.join("; ")}.`);
+    if (changedWithIt) place.append(changedWithIt);
     if (isOwn(choice) && memory.total !== plan.total) place.append(` The dry run of the plan says ${bytes(plan.total)}.`);
   }
 
   const rate = (time) => `${(written.samples / time.total).toPrecision(3)} samples/s`;
 
   // `BatchPlan.arithmetic`.
-  function cutInWords({ gpus }, { steps, sizes }) {
-    const ranks = plural(gpus * written.nodes, written.noun), last = sizes.at(-1);
+  function cutInWords(choice, { steps, sizes }) {
+    const { sharing } = choice, last = sizes.at(-1);
+    const ranks = sharing > 1 ? `${plural(takers(choice), "group")} of ${plural(sharing, written.noun)}` : plural(takers(choice), written.noun);
     const start = `${plural(written.samples, "sample")} = ${ranks} x`;
     if (sizes.length === 1) return `${start} micro-batch ${last} x ${plural(steps, "accumulation step")}`;
     const range = sizes.length === 2 ? `${sizes[0]} or ${plural(last, "sample")}` : `${sizes[0]} to ${last} samples`;
@@ -257,6 +287,29 @@
       at(`${id}-value`).textContent = words(asked[name]);
     }
     for (const trait of TRAITS) at(trait).value = String(asked[trait]);
+    at("strategy").value = strategyOf(asked);
+  }
+
+  // The row of the plan's table, for the plan's own GPUs and samples.
+  const rowOf = ({ gpus, seqLen, memory, ...choice }) => (gpus === plan.gpus && seqLen === plan.seqLen && memory === plan.memory ? plan.rows.find(({ name }) => name === written.strategies[strategyOf(choice)].name) : undefined);
+
+  const traitsOf = (strategy) => Object.fromEntries(TRAITS.map((trait) => [trait, strategy[trait]]));
+
+  // What was asked with another trait. Not every mixture of traits is in the page: of those that have the new one, the
+  // strategy that differs in the fewest others.
+  function withTrait(trait, value) {
+    const differences = (each) => TRAITS.filter((name) => each[name] !== asked[name]);
+    const having = written.strategies.filter((each) => each[trait] === value);
+    const nearest = having.reduce((best, each) => (differences(each).length < differences(best).length ? each : best));
+    const others = differences(nearest).filter((name) => name !== trait).map((name) => at(name).labels[0].textContent);
+    changedWithIt = others.length ? ` Changed with it, as this page has no other strategy like that: ${others.join(", ")}.` : "";
+    return traitsOf(nearest);
+  }
+
+  // A row of the plan's table as it was planned.
+  function showRow(row) {
+    change({ ...start(), ...traitsOf(written.strategies.find(({ name }) => name === row.name)), microBatch: row.microBatch });
+    at("memory-heading").scrollIntoView();
   }
 
   function fillSelections() {
@@ -264,16 +317,21 @@
       const values = unique(written.strategies.map((each) => each[trait]));
       at(trait).replaceChildren(...values.sort().map((value) => new Option((WORDS[trait] ?? String)(value), value)));
       at(trait).disabled = values.length < 2;
+      at(trait).parentElement.hidden = trait in PLAIN && values.length < 2 && values[0] === PLAIN[trait];
       at(trait).addEventListener("change", () => {
-        change({ [trait]: values.find((value) => String(value) === at(trait).value) });
+        change(withTrait(trait, values.find((value) => String(value) === at(trait).value)), changedWithIt);
       });
     }
+    at("strategy").replaceChildren(...written.strategies.map(({ name }, i) => new Option(name, i)));
+    at("strategy").disabled = written.strategies.length < 2;
+    at("strategy").addEventListener("change", () => change(traitsOf(written.strategies[at("strategy").value])));
     for (const [id, { name, values }] of Object.entries(SLIDERS)) {
       at(id).addEventListener("input", () => change({ [name]: values()[Number(at(id).value)] }));
     }
   }
 
-  function change(what) {
+  function change(what, note = "") {
+    changedWithIt = note;
     asked = { ...asked, ...what };
     const memories = devices(asked.gpus).map(({ memory }) => memory);
     if (!memories.includes(asked.memory) && memories.length) asked.memory = memories[nearest(memories, asked.memory)];
@@ -322,6 +380,7 @@
     fillSelections();
     at("controls").addEventListener("submit", (event) => event.preventDefault());
     at("whole").addEventListener("change", () => show());
+    linkRows();
     at("back").addEventListener("click", () => change(start()));
     at("largest").addEventListener("click", async () => {
       const answer = await predict(asked);

@@ -116,7 +116,8 @@ const frugalPredict = ((written) => {
     return bisected(most, tooMany - 1, (samples) => fits(made, samples, device));
   }
 
-  // A global batch in the fewest micro-steps of at most so many samples on each of equal ranks; see `BatchPlan.of`.
+  // A global batch in the fewest micro-steps of at most so many samples on each of equal ranks, or of groups of ranks
+  // that share samples; see `BatchPlan.of`.
   function batch(samples, ranks, microBatch) {
     const steps = Math.ceil(samples / (microBatch * ranks));
     const each = Math.floor(samples / steps), larger = samples % steps;
@@ -139,6 +140,7 @@ const frugalPredict = ((written) => {
       parts.compute += count * join(kernels, line.launch);
       parts.recompute += count * (join(again, line.launch_again) - join(kernels, line.launch));
       parts.offload += count * line.moving * largest;
+      parts.communication += count * line.exchange * largest;
     }
     return { ...parts, total: Object.values(parts).reduce((sum, value) => sum + value, 0) };
   }
