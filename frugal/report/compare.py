@@ -1,6 +1,7 @@
 """What differs between runs, and whether their numbers may be held against each other."""
 
 from collections.abc import Sequence
+from dataclasses import fields
 
 from frugal.errors import RequestError
 from frugal.report.run import RecordedRun
@@ -40,6 +41,23 @@ def differing(runs: Sequence[RecordedRun]) -> list[list[str]]:
 
 def everything(runs: Sequence[RecordedRun]) -> list[list[str]]:
     """Rows of all settings and versions: the name, and its value in each run."""
-    sources = [{**run.facts, **{f"version of {name}": value for name, value in run.versions.items()}} for run in runs]
+    sources = [
+        {
+            **run.facts,
+            **(_planned(run) if len(runs) > 1 else {}),
+            **{f"version of {name}": value for name, value in run.versions.items()},
+        }
+        for run in runs
+    ]
     names = list(dict.fromkeys(name for facts in sources for name in facts))
     return [[name.replace("_", " "), *(facts.get(name, "-") for facts in sources)] for name in names]
+
+
+def _planned(run: RecordedRun) -> dict[str, str]:
+    """The strategy, a row for each thing that it decides."""
+    if run.plan is None:
+        return {}
+    strategy = run.plan.strategy
+    decided = {field.name: getattr(strategy, field.name) for field in fields(strategy)}
+    decided["activation_checkpointing"] = strategy.checkpointing  # with its layers
+    return {f"planned {name}": str(value) for name, value in decided.items() if name != "layer_modes"}

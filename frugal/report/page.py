@@ -28,6 +28,7 @@ def page(runs: Sequence[RecordedRun]) -> str:
         *(chart.html for chart in drawn if chart.is_wide),
         element("div", *(chart.html for chart in drawn if not chart.is_wide), class_="pairs"),
         _memory(runs),
+        *_tuning(runs),
         _events(runs),
         _settings(runs),
         *([_steps_table(runs[0])] if is_one else []),
@@ -105,6 +106,19 @@ def _bars(row: words.PhaseRow, top: int) -> Html:
     )  # fmt: skip
 
 
+def _tuning(runs: Sequence[RecordedRun]) -> list[Html]:
+    """What was tried in the first steps of each run that was tuned."""
+    parts = []
+    for run in runs:
+        if run.tuning is not None:
+            of = "" if len(runs) == 1 else f" of {run.name}"
+            rows = [[row[-1], *row[:-1]] for row in words.tried(run.tuning)]
+            head = [words.TRIED[-1], *words.TRIED[:-1]]
+            parts.append(table(f"Ways of taking a step{of}: {words.tuning_note(run.tuning)}", head, rows,
+                               numbers=range(1, 5)))  # fmt: skip
+    return [element("section", element("h2", "Tuning"), *parts)] if parts else []
+
+
 def _events(runs: Sequence[RecordedRun]) -> Html:
     rows = [
         [*([run.name] if len(runs) > 1 else []), words.when(event), event.kind.replace("_", " "), f"{event.step:,}",
@@ -112,7 +126,7 @@ def _events(runs: Sequence[RecordedRun]) -> Html:
         for run in runs for event in run.events
     ]  # fmt: skip
     head = [*(["run"] if len(runs) > 1 else []), "time", "event", "step", "what"]
-    heading = element("h2", "Starts, restarts and recoveries")
+    heading = element("h2", "Starts, tuning, restarts and recoveries")
     if not rows:
         return element("section", heading, element("p", "None were recorded.", class_="faint"))
     first = min((run.begin for run in runs if run.begin is not None), default=None)

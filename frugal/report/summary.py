@@ -1,6 +1,7 @@
 """A run in a few lines for a terminal of 80 columns, and all of it for programs."""
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from frugal.planning.report import Block
@@ -8,6 +9,7 @@ from frugal.planning.table import Table
 from frugal.report import words
 from frugal.report.compare import differing
 from frugal.report.run import RecordedRun
+from frugal.report.tuning import Tuning
 
 MOST_EVENTS = 12
 """In the summary; the page has all."""
@@ -31,12 +33,23 @@ def _of_one(run: RecordedRun) -> list[Block]:
     shown = (*events[: MOST_EVENTS - 1], events[-1]) if len(events) > MOST_EVENTS else events
     note = f"{len(events) - len(shown)} more are in the page" if len(events) > len(shown) else ""
     return [
-        [f"{run.name}: {run.state_in_words}"],
+        [
+            f"{run.name}: {run.state_in_words}",
+            *([] if run.plan is None else [str(run.plan.strategy), run.plan.arithmetic]),
+        ],
         Table(title="in short", rows=facts),
         *([_memory(run)] if words.phase_rows(run) else []),
-        *([Table(title="starts, restarts and recoveries", rows=shown, note=note)] if shown else []),
+        *([_tuning(run.tuning)] if run.tuning is not None else []),
+        *([Table(title="starts, tuning, restarts and recoveries", rows=shown, note=note)] if shown else []),
         *([[f"with   {versions}"]] if versions else []),
     ]
+
+
+def _tuning(tuning: Tuning) -> Block:
+    """What was tried in the first steps."""
+    rows = [(*numbers, f"{strategy}: {outcome}") for *numbers, outcome, strategy in words.tried(tuning)]
+    head = ("a step", "of planned", "tried", "batch", "")
+    return Table(title="tuning", rows=(head, *rows), has_head=True, note=words.tuning_note(tuning))
 
 
 def _memory(run: RecordedRun) -> Block:
@@ -95,6 +108,7 @@ def _data(run: RecordedRun) -> dict[str, Any]:
              "reserved_bytes": row.reserved}
             for row in words.phase_rows(run)
         ],
+        "tuning": None if run.tuning is None else asdict(run.tuning),
         "restarts": len(run.restarts),
         "recoveries": len(run.recoveries),
         "events": [

@@ -146,7 +146,10 @@ def tokens_and_positions(objective: Objective, samples: Sequence[Sample], batch:
     if not getattr(objective, "pads_tokens", False):
         return 0, 0
     sides = ("input_ids", "labels") if "decoder_input_ids" in batch else ("input_ids",)
-    return sum(len(sample[side]) for sample in samples for side in sides), sum(batch[side].numel() for side in sides)
+    positions = sum(batch[side].numel() for side in sides)
+    if (of_part := getattr(objective, "num_tokens", None)) is not None:  # ranks share samples, and each counts its part
+        return of_part(samples, batch), positions
+    return sum(len(sample[side]) for sample in samples for side in sides), positions
 
 
 def pad(rows: Sequence[Sequence[int]], fill: int) -> Tensor:

@@ -11,7 +11,7 @@ from frugal.report import after_run
 from frugal.report.page import page
 from frugal.report.run import read_run
 from tests.browser import Browser
-from tests.report.recorded import interrupted, plan, train
+from tests.report.recorded import interrupted, plan, train, tuned
 
 CHARTS = ["loss", "speed", "rate", "padding", "norm", "course"]
 
@@ -51,6 +51,22 @@ def test_all_charts_are_drawn_without_a_complaint_or_a_request(folder: Path, bro
     assert sorted(name for name, _, _ in sizes) == sorted(CHARTS)
     assert all(width > 200 and "lowest" in label for _, width, label in sizes)
     assert browser.requests() == [(folder / "report.html").as_uri()]
+    assert browser.complaints() == []
+
+
+def test_tuning_is_on_the_time_axis_and_in_a_table(tmp_path: Path, browser: Browser) -> None:
+    after_run.write_page(tuned(tmp_path / "run"))
+    browser.open(tmp_path / "run" / "report.html")
+    assert [mark["label"] for mark in drawn(browser, "course")["marks"]] == ["tuning", "tuned"]
+    rows = browser.run(
+        "return [...document.querySelectorAll('table')].filter(each => each.caption?.textContent.startsWith('Ways of'))"
+        ".flatMap(each => [...each.tBodies[0].rows].map(row => [...row.children].map(each => each.textContent)))"
+    )
+    assert [row[1:] for row in rows] == [
+        ["400 ms", "+0.0 %", "3", "2 x 2", "planned"],
+        ["300 ms", "-25.0 %", "5", "4 x 1", "kept"],
+        ["900 ms", "+125.0 %", "1", "8 x 1", "given up: out of memory"],
+    ]
     assert browser.complaints() == []
 
 

@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 
 from bench.ranks import Ranks
+from frugal.training.models.sequence.parts import parts_of
+from frugal.training.objectives import CausalLM, tokens_and_positions
 from tests.training.gradients import relative_error
 from tests.training.sequence import runs
 
@@ -40,6 +42,18 @@ def test_so_have_four_ranks_in_two_groups_or_in_one_that_has_more_ranks_than_hea
     kind: str, sequence_parallel: int, four_ranks: Ranks, one_rank: Ranks
 ) -> None:
     assert_as_whole(kind, [0, 1, 2, 3], four_ranks, sequence_parallel, one_rank)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_parts_of_a_micro_batch_have_each_token_once_and_the_padding_that_is_computed(packed: bool) -> None:
+    taken, whole = runs.samples(packed), CausalLM(packed=packed)
+    longest = max(len(sample["input_ids"]) for sample in taken)
+    for size in (1, 2, 3, 4):
+        parts = [parts_of(whole, size, part) for part in range(size)]
+        counted = [tokens_and_positions(part, taken, part.collate(taken)) for part in parts]
+        tokens, positions = map(sum, zip(*counted, strict=True))
+        assert tokens == sum(len(sample["input_ids"]) for sample in taken)
+        assert positions == len(taken) * -(-longest // size) * size
 
 
 def test_losses_of_twenty_steps_are_those_of_one_process(two_ranks: Ranks, one_rank: Ranks) -> None:

@@ -53,6 +53,7 @@ class SequenceParts:
         self.whole = whole
         self.size = size
         self.part = part
+        self.pads_tokens = whole.pads_tokens
 
     def collate(self, samples: Sequence[Sample]) -> Batch:
         """`input_ids`, `labels` and `position_ids` of the part; packed `whole_position_ids`, `(samples, positions)`."""
@@ -80,6 +81,11 @@ class SequenceParts:
     def count(self, batch: Batch) -> int:
         """Targets in this part."""
         return int((batch["labels"] != IGNORED).sum())
+
+    def num_tokens(self, samples: Sequence[Sample], batch: Batch) -> int:
+        """Of the tokens of `samples` those that are in this part of them, which `batch` is."""
+        length = batch["input_ids"].shape[1]
+        return sum(min(max(len(sample["input_ids"]) - self.part * length, 0), length) for sample in samples)
 
     def loss_sum(self, model: nn.Module, batch: Batch) -> Tensor:
         """Summed cross entropy of what this part's positions say; masks are those of the whole sequence."""
