@@ -285,7 +285,7 @@ class Request:
                 because="no node's disk is used unasked",
                 hint="name a folder on a fast local disk: --nvme-path /local/scratch",
             )
-        tiled_mlp.check(self.mlp, self.zero_stage, self.offload, self.activation_checkpointing)
+        tiled_mlp.check(self.mlp, self.offload, self.activation_checkpointing)
         needed_stage = {"optimizer": (1, 2, 3), "all": (3,), "nvme": (3,)}.get(self.offload, (0, 1, 2, 3))
         if self.zero_stage is not None and self.zero_stage not in needed_stage:
             raise RequestError(

@@ -127,7 +127,18 @@ NAMES = (
     *needed(f"{_RUNTIME}.base_optimizer", _RESET, "ZeROOptimizer._backward_hook_state"),
     *needed(f"{_RUNTIME}.zero.stage_1_and_2:IPGBucket", _RESET, "clear(self)", "buffer"),
     *needed(f"{_RUNTIME}.zero.stage_1_and_2", _RESET, "INITIAL_MICRO_STEP_ID"),
-    *needed("deepspeed.utils", "modules within gather nothing themselves", "z3_leaf_module(model)"),
+    *needed(
+        "deepspeed.utils",
+        "modules within gather nothing themselves",
+        "z3_leaf_module(model)",
+        "set_z3_leaf_module(model, flag)",
+    ),
+    *needed(f"{_RUNTIME}.zero.stage3", "gradients in a tiled MLP are reduced when they are whole", "z3_leaf_parameter"),
+    *needed(
+        f"{_RUNTIME}.zero.parameter_offload:DeepSpeedZeRoOffload",
+        "gradients in a tiled MLP are reduced when they are whole",
+        "_register_deepspeed_module:ds_z3_leaf_module",
+    ),
     *needed(
         _ZERO12,
         _RESET,

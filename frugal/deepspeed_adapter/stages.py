@@ -22,11 +22,11 @@ from deepspeed.runtime.zero.parameter_offload import ZeROOrderedDict
 from deepspeed.runtime.zero.partition_parameters import InsertPostInitMethodToModuleSubClasses, ZeroParamStatus
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID, DeepSpeedZeroOptimizer
-from deepspeed.utils import z3_leaf_module
 from torch import Tensor, nn
 
 from frugal.deepspeed_adapter import checkpoint_files
 from frugal.deepspeed_adapter.checkpoint_files import Piece, StateLayout
+from frugal.deepspeed_adapter.zero3_graph import gathering
 from frugal.planning.memory.timeline import COMMUNICATION, GRADIENTS, OPTIMIZER, PARAMETERS
 from frugal.planning.strategy import Strategy
 from frugal.required import put
@@ -334,7 +334,7 @@ class Zero3(Zero):
     def _release_parameters(self) -> None:
         """End every gather, and forget the order in which modules used their parameters."""
         model = self.engine.module
-        for module in _with_hooks(model):
+        for module in gathering(model):
             module.ds_recompute_parameters.clear()
         for module in model.modules():
             if isinstance(module._parameters, ZeROOrderedDict):
@@ -436,14 +436,6 @@ def _tensors(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, dict):
         for item in value.values():
             yield from _tensors(item)
-
-
-def _with_hooks(module: nn.Module) -> Iterator[Any]:
-    """The modules that gather their parameters: not those inside one that gathers for all within."""
-    yield module
-    if not z3_leaf_module(module):
-        for child in module.children():
-            yield from _with_hooks(child)
 
 
 def of(engine: Any, strategy: Strategy) -> Zero:

@@ -24,14 +24,53 @@ import torch.nn.functional as F
 from deepspeed import comm
 from deepspeed.runtime.zero import stage3
 from deepspeed.runtime.zero.partition_parameters import AllGatherCoalescedHandle, ZeroParamStatus
+from deepspeed.utils import set_z3_leaf_module, z3_leaf_module
 from torch import Tensor, nn
 
 from frugal import torch_internals
 from frugal.deepspeed_adapter.simulate import mirrored
 from frugal.planning.memory.timeline import MarkKind
+from frugal.required import put
 
 Marker = Callable[[MarkKind, int, int], None]
 """Takes what happens, the number of the module or parameter, and for the holds of parameters a number of the hold."""
+
+
+_AS_ONE = "frugal_gathered_as_one"
+
+
+def gather_as_one(module: nn.Module) -> None:
+    """Have ZeRO-3 gather all parameters in `module` when it begins, and release them when it ends.
+
+    DeepSpeed has that for what it calls leaf modules, whose gradients it reduces when the module's backward is over.
+    Where no input of a module needs a gradient that is before they are there, and zeros would be reduced. Those of
+    this module are reduced like all others, each when it is whole.
+    """
+    set_z3_leaf_module(module, True)
+    setattr(module, _AS_ONE, True)
+    put(stage3, "z3_leaf_parameter", _is_reduced_by_module)
+
+
+def _is_reduced_by_module(parameter: nn.Parameter) -> bool:
+    """Stands for DeepSpeed's `z3_leaf_parameter`, which asks for `ds_z3_leaf_module` alone."""
+    module = getattr(parameter, "ds_z3_leaf_module", None)
+    return module is not None and not hasattr(module, _AS_ONE)
+
+
+def gathering(model: nn.Module) -> Iterator[nn.Module]:
+    """The modules that gather parameters: not those inside one that gathers for all within."""
+    inside: set[nn.Module] = set()
+    for module in model.modules():
+        if module not in inside:
+            yield module
+            if z3_leaf_module(module):
+                inside |= set(module.modules())
+
+
+def gathered_as_one(model: nn.Module) -> tuple[int, ...]:
+    """The numbers of the modules that gather for all within."""
+    numbers = {module: number for number, module in enumerate(model.modules())}
+    return tuple(numbers[module] for module in gathering(model) if z3_leaf_module(module))
 
 
 @contextmanager
@@ -101,7 +140,7 @@ class _Parameters:
         self._holds: dict[int, int] = {}  # number of a use -> that of its hold
 
     def fetch(self, module: nn.Module) -> None:
-        for parameter in module.parameters(recurse=False):
+        for parameter in module.parameters(recurse=z3_leaf_module(module)):
             number = self._numbers[id(parameter)]
             if number not in self._uses:
                 with torch_internals.without_modes():
@@ -113,7 +152,7 @@ class _Parameters:
             self._users[number] = self._users.get(number, 0) + 1
 
     def release(self, module: nn.Module) -> None:
-        for parameter in module.parameters(recurse=False):
+        for parameter in module.parameters(recurse=z3_leaf_module(module)):
             number = self._numbers[id(parameter)]
             self._users[number] -= 1
             if self._users[number] == 0:
@@ -208,15 +247,16 @@ def _map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
 
 
 def install(model: nn.Module, mark: Marker) -> set[int]:
-    """Have every module of `model` say when it fetches and releases its parameters.
+    """Have every module of `model` that gathers parameters say when it fetches and releases them.
 
     The result: addresses of the parameters' storages while no module has fetched them. An operator that reads one uses
     a parameter outside its module; DeepSpeed gathers that in a way of its own.
     """
     model.register_forward_pre_hook(lambda *_: mark(MarkKind.FORWARD_BEGINS, 0, -1))
     parameters = _Parameters(model, mark)
-    for number, module in enumerate(model.modules()):
-        state = _Module(module, number, parameters, mark)
+    numbers = {module: number for number, module in enumerate(model.modules())}
+    for module in gathering(model):
+        state = _Module(module, numbers[module], parameters, mark)
         module.register_forward_pre_hook(state.before_forward)
         module.register_forward_hook(state.after_forward)
     return parameters.addresses_at_rest

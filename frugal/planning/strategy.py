@@ -86,8 +86,7 @@ class Strategy:
         assert self.offload_parameters == "none" or (self.zero_stage == 3 and self.offload_optimizer != "none")
         on_disk = "nvme" in (self.offload_optimizer, self.offload_parameters)
         assert not on_disk or (self.zero_stage == 3 and self.nvme_path)
-        assert self.offload_parameters != "nvme" or self.nvme_buffer_elements
-        assert self.mlp == "plain" or self.zero_stage < 3
+        assert self.offload_parameters != "nvme" or (self.nvme_buffer_elements and self.mlp == "plain")
 
     @property
     def modes(self) -> tuple[LayerMode, ...]:
@@ -338,7 +337,7 @@ def allowed_strategies(
     and a plan that does not fit is worse than one that is slower.
 
     Only these: `small_buckets`, for where the usual ones take much of the memory, and not for stage 0; a `tiled_mlp`,
-    not for stage 3 and selective checkpointing.
+    not for selective checkpointing.
     """
     stages = _stages(request, offload, world_size)
     modes = _modes(request, can_recompute, on_gpus)
@@ -347,7 +346,7 @@ def allowed_strategies(
         stages = tuple(stage for stage in stages if stage)
     tiled_mlp = tiled_mlp or request.mlp == "tiled"
     if tiled_mlp:
-        stages, modes = tuple(each for each in stages if each < 3), tuple(each for each in modes if each != "selective")
+        modes = tuple(each for each in modes if each != "selective")
     strategies = (
         Strategy(
             zero_stage=stage,

@@ -179,7 +179,15 @@ def test_every_phase_is_as_dry_run(
 
 @pytest.mark.parametrize(
     ("zero_stage", "precision", "steps", "mode"),
-    [(0, "fp32", 1, "full"), (2, "bf16", 2, "off"), pytest.param(1, "fp32", 2, "off", marks=pytest.mark.exhaustive)],
+    [
+        (0, "fp32", 1, "full"),
+        (2, "bf16", 2, "off"),
+        (3, "bf16", 2, "full"),
+        *(
+            pytest.param(*case, marks=pytest.mark.exhaustive)
+            for case in ((1, "fp32", 2, "off"), (3, "fp32", 1, "off"), (3, "bf16", 2, "off"), (3, "bf16", 1, "full"))
+        ),
+    ],
 )
 def test_a_tiled_mlp_too(zero_stage: int, precision: str, steps: int, mode: str) -> None:
     compare("llama", zero_stage, precision=precision, rank=1, steps=steps, activation_checkpointing=mode, mlp="tiled")

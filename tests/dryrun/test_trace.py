@@ -110,9 +110,11 @@ def test_spliced_and_whole_traces_are_the_same(
     assert spliced == whole
 
 
-def test_tiled_mlps_are_spliced(monkeypatch: pytest.MonkeyPatch) -> None:
-    spliced, whole = both(build("llama"), CausalLM(), monkeypatch, seq_len=64, mode="full", mlp="tiled")
+@pytest.mark.parametrize("stage", [2, 3])
+def test_tiled_mlps_are_spliced(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    spliced, whole = both(build("llama"), CausalLM(), monkeypatch, seq_len=64, mode="full", mlp="tiled", stage=stage)
     assert spliced == whole
+    assert bool(whole.gathered_as_one) == (stage == 3)
 
 
 def test_scratch_that_is_no_multiple_of_the_samples_keeps_no_model_from_being_spliced(

@@ -194,3 +194,22 @@ def test_the_mask_that_keeps_packed_documents_apart_is_counted(one_rank: Ranks) 
     ours = [i.peak_bytes for i in dry_run_result(plan, 0, "packed llama").intervals(4)]
     assert ours == pytest.approx([peak for _, peak, _ in truth], rel=TOLERANCE)
     assert max(ours) > max(i.peak_bytes for i in dry_run_result(plan, 0, "llama").intervals(4))
+
+
+@pytest.mark.parametrize(
+    ("world_size", "mode", "strategy"),
+    [
+        (2, "full", {}),
+        pytest.param(1, "off", {}, marks=exhaustive),
+        pytest.param(1, "full", {}, marks=exhaustive),
+        pytest.param(2, "off", {"max_live_elements": 1_000_000, "prefetch_bucket_elements": 100_000}, marks=exhaustive),
+        pytest.param(2, "budget", {"layer_modes": (("full", 1), ("off", 1))}, marks=exhaustive),
+        pytest.param(2, "full", {"sequence_parallel": 2}, marks=exhaustive),
+    ],
+)
+def test_so_it_is_where_zero_3_gathers_a_tiled_mlp_at_once(
+    world_size: int, mode: str, strategy: dict[str, Any], request: pytest.FixtureRequest
+) -> None:
+    ranks: Ranks = request.getfixturevalue({1: "one_rank", 2: "two_ranks"}[world_size])
+    plan = plan_for(world_size, 4, 3, 3, "bf16", mode, {"mlp": "tiled", **strategy})
+    assert_as_dry_run(plan, ranks, "llama")

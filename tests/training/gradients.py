@@ -25,6 +25,8 @@ def applied(engine: Engine, before: Gradient) -> Gradient:
     for name, parameter in engine.module.named_parameters():
         after = safe_get_full_fp32_param(parameter)
         after = parameter.detach() if after is None else after
+        if not after.numel():  # frozen, and split by ZeRO-3
+            continue
         gradient[name] = (before[name] - after.double().view_as(before[name])) / LEARNING_RATE
     return gradient
 

@@ -9,7 +9,7 @@ decisions are made here, module by module.
 from collections import defaultdict, deque
 
 from frugal.deepspeed_adapter.simulate.stream import Setting, Stream
-from frugal.planning.memory.timeline import COMMUNICATION, PARAMETERS
+from frugal.planning.memory.timeline import COMMUNICATION, PARAMETERS, ModuleParameters
 
 SPLIT, IN_FLIGHT, GATHERED = range(3)
 NEVER = -(10**10)
@@ -29,10 +29,11 @@ class _Gather:
 class SimulatedPrefetch:
     """The coordinator of one rank."""
 
-    def __init__(self, stream: Stream, setting: Setting, own_parameters: tuple[tuple[int, ...], ...]) -> None:
+    def __init__(self, stream: Stream, setting: Setting, modules: ModuleParameters) -> None:
         self._stream = stream
         self._setting = setting
-        self._own = own_parameters
+        self._modules = modules
+        self._own = modules.gathered
         elements = setting.all_elements
         self._is_persistent = [n <= setting.persistence_elements for n in elements]
         self._status = [SPLIT] * len(elements)
@@ -276,10 +277,12 @@ class SimulatedPrefetch:
                 if not self._is_persistent[parameter] and self._fetched_for.get(parameter, NEVER) <= self._step
             }
             passed = 0
+            # DeepSpeed asks of every module that comes what this one gathers: what it owns, or all within
+            seen = self._modules.within if module in self._modules.as_one else self._modules.own
             for step in range(self._step, len(self._order)):
                 if passed >= self._setting.max_live_elements or not going:
                     break
-                for parameter in self._own[self._order[step]]:
+                for parameter in seen[self._order[step]]:
                     going.discard(parameter)
                     passed += self._setting.all_elements[parameter]
             self._kept[key] = frozenset(going)

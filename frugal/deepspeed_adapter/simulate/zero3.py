@@ -9,22 +9,28 @@ from collections.abc import Callable
 
 from frugal.deepspeed_adapter.simulate.prefetch import SimulatedPrefetch
 from frugal.deepspeed_adapter.simulate.stream import PinnedBlocks, Setting, Stream
-from frugal.planning.memory.timeline import COMMUNICATION, GRADIENTS, OPTIMIZER, PARAMETERS, TEMPORARY, MarkKind
+from frugal.planning.memory.timeline import (
+    COMMUNICATION,
+    GRADIENTS,
+    OPTIMIZER,
+    PARAMETERS,
+    TEMPORARY,
+    MarkKind,
+    ModuleParameters,
+)
 from frugal.planning.strategy import num_groups_on_device, sub_groups
 
 
 class SimulatedZero3:
     """The ZeRO-3 optimizer of one rank."""
 
-    def __init__(
-        self, stream: Stream, host: PinnedBlocks, setting: Setting, own_parameters: tuple[tuple[int, ...], ...]
-    ) -> None:
+    def __init__(self, stream: Stream, host: PinnedBlocks, setting: Setting, modules: ModuleParameters) -> None:
         self._stream = stream
         self._host = host
         self._micro_step = 0
         self._is_boundary = True
         self._setting = setting
-        self._gathering = SimulatedPrefetch(stream, setting, own_parameters)
+        self._gathering = SimulatedPrefetch(stream, setting, modules)
         self._parts = [-(-n // setting.world_size) for n in setting.elements]
         self._groups = sub_groups(self._parts, setting.sub_group_elements)
         self._on_device = num_groups_on_device(len(self._groups), setting.offload_ratio)  # of an offloaded optimizer

@@ -10,7 +10,7 @@ Not seen by that: storages outside the layers whose size depends on how many the
 of different numbers of layers for that.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
@@ -50,6 +50,14 @@ class LayerLayout:
     def middle(self) -> int:
         """The period that is repeated: with two others on each side, since the first and the last are not alike."""
         return self.num_periods // 2
+
+    def module_numbers(self, traced: Sequence[int], num_periods: int) -> tuple[int, ...]:
+        """Modules of the traced model, and those like them in a model of so many periods."""
+        end, more = self.first_module + self.num_periods * self.modules, num_periods - self.num_periods
+        before = [number for number in traced if number < end]
+        last = [number for number in before if number >= end - self.modules]
+        between = [number + i * self.modules for i in range(1, more + 1) for number in last]
+        return (*before, *between, *(number + more * self.modules for number in traced if number >= end))
 
 
 class PhaseBegins(NamedTuple):

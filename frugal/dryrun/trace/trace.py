@@ -186,7 +186,8 @@ def trace(
     trained = {parameter.element_size() for parameter in parameters if parameter.requires_grad}
     return ModelTrace(
         **recorded,
-        own_parameters=_own_parameters(model) if mode.is_zero3 else (),
+        own_parameters=_parameters_of_modules(model, within=False) if mode.is_zero3 else (),
+        parameters_within=_parameters_of_modules(model, within=True) if recorded.get("gathered_as_one") else (),
         elements=tuple(parameter.numel() for parameter in parameters),
         trainable=tuple(parameter.requires_grad for parameter in parameters),
         element_bytes=trained.pop() if len(trained) == 1 else 0,
@@ -224,6 +225,7 @@ class _Recorded:
     counts: Counts
     counts_at: dict[tuple[MarkKind, int], Counts]
     notes: tuple[str, ...]
+    gathered_as_one: tuple[int, ...]
 
 
 def _fitted(first: _Recorded, second: _Recorded) -> tuple[Timeline, Marks]:
@@ -242,7 +244,8 @@ def _whole(model: nn.Module, mode: _Mode) -> dict[str, Any]:
     """What a `ModelTrace` says of one micro-step, from traces of the whole model."""
     first, second = (_record(copy.deepcopy(model), "", mode, micro_batch) for micro_batch in MICRO_BATCHES)
     stream, marks = _fitted(first, second)
-    return _result(stream, marks, between(first.counts, second.counts, MICRO_BATCHES), first.notes)
+    work = between(first.counts, second.counts, MICRO_BATCHES)
+    return _result(stream, marks, work, first.notes, first.gathered_as_one)
 
 
 def _spliced(model: nn.Module, mode: _Mode) -> dict[str, Any] | None:
@@ -272,7 +275,8 @@ def _spliced(model: nn.Module, mode: _Mode) -> dict[str, Any] | None:
         marks = tuple(tuple(mark for mark in phase if mark.kind < MarkKind.LAYER) for phase in marks)
     more = repeated.num_periods - FEW_PERIODS
     counts = [each.counts.plus(_of_a_period(each, layers), more) for each in (first, second)]
-    return _result(stream, marks, between(counts[0], counts[1], MICRO_BATCHES), first.notes)
+    as_one = layers.module_numbers(first.gathered_as_one, repeated.num_periods)
+    return _result(stream, marks, between(counts[0], counts[1], MICRO_BATCHES), first.notes, as_one)
 
 
 def _is_recorded(stream: Timeline, marks: Marks, recorded: _Recorded) -> bool:
@@ -302,15 +306,17 @@ def _of_a_period(raw: _Recorded, layers: LayerLayout) -> Counts:
     return begins[1].minus(begins[0]).plus(ends[1].minus(ends[0]))
 
 
-def _result(stream: Timeline, marks: Marks, work: Work, notes: tuple[str, ...]) -> dict[str, Any]:
-    return {"stream": stream, "marks": marks, "work": work, "notes": notes}
+def _result(
+    stream: Timeline, marks: Marks, work: Work, notes: tuple[str, ...], gathered_as_one: tuple[int, ...]
+) -> dict[str, Any]:
+    return {"stream": stream, "marks": marks, "work": work, "notes": notes, "gathered_as_one": gathered_as_one}
 
 
-def _own_parameters(model: nn.Module) -> tuple[tuple[int, ...], ...]:
-    """Of each module the numbers of the parameters it owns itself, in order."""
+def _parameters_of_modules(model: nn.Module, *, within: bool) -> tuple[tuple[int, ...], ...]:
+    """Of each module the numbers of the parameters it owns itself, or of those in all modules within, in order."""
     numbers = {id(parameter): number for number, parameter in enumerate(model.parameters())}
     return tuple(
-        tuple(sorted({numbers[id(parameter)] for parameter in module.parameters(recurse=False)}))
+        tuple(sorted({numbers[id(parameter)] for parameter in module.parameters(recurse=within)}))
         for module in model.modules()
     )
 
@@ -333,8 +339,10 @@ def _record(model: nn.Module, layers: str, mode: _Mode, micro_batch: int) -> _Re
     recorder.watch(model)
     recorder.take_gradients(model)
     recorder.mark_layers(marked)
+    as_one: tuple[int, ...] = ()
     if mode.is_zero3:
         recorder.addresses_at_rest = zero3_graph.install(model, recorder.module)
+        as_one = zero3_graph.gathered_as_one(model)
     with recorder:
         _micro_step(recorder, model, mode.objective, example)
     return _Recorded(
@@ -343,6 +351,7 @@ def _record(model: nn.Module, layers: str, mode: _Mode, micro_batch: int) -> _Re
         counts=recorder.counts,
         counts_at=recorder.counts_at,
         notes=(*recorder.notes, *((USED_OUTSIDE,) if recorder.uses_at_rest else ())),
+        gathered_as_one=as_one,
     )
 
 

@@ -375,6 +375,20 @@ Marks = tuple[tuple[Mark, ...], ...]
 """Those of each phase, in order."""
 
 
+@dataclass(frozen=True)
+class ModuleParameters:
+    """Which parameters modules have, by their numbers. Attributes as those of `ModelTrace`."""
+
+    own: tuple[tuple[int, ...], ...]
+    within: tuple[tuple[int, ...], ...] = ()
+    as_one: frozenset[int] = frozenset()
+
+    @cached_property
+    def gathered(self) -> tuple[tuple[int, ...], ...]:
+        """Of each module, what is gathered when it begins."""
+        return tuple(self.within[i] if i in self.as_one else own for i, own in enumerate(self.own))
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelTrace:
     """One micro-step for every micro-batch at once; gradients are dropped as soon as autograd has summed them.
@@ -394,6 +408,8 @@ class ModelTrace:
         notes: what makes the simulation unsure: assumptions where memory depends on data, and under ZeRO-3 parameters
             that are used outside their modules.
         parameter_bytes: of every parameter, where their elements differ in size; empty: they do not.
+        gathered_as_one: the modules whose parameters ZeRO-3 gathers with those of all modules within.
+        parameters_within: of each module, the parameters of it and all modules within; empty: none is gathered as one.
     """
 
     stream: Timeline
@@ -407,6 +423,13 @@ class ModelTrace:
     work: Work
     notes: tuple[str, ...] = ()
     parameter_bytes: tuple[int, ...] = ()
+    gathered_as_one: tuple[int, ...] = ()
+    parameters_within: tuple[tuple[int, ...], ...] = ()
+
+    @cached_property
+    def modules(self) -> ModuleParameters:
+        """What ZeRO-3 gathers for whom."""
+        return ModuleParameters(self.own_parameters, self.parameters_within, frozenset(self.gathered_as_one))
 
     @cached_property
     def trainable_index(self) -> dict[int, int]:

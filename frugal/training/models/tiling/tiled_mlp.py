@@ -10,8 +10,10 @@ MLP is computed. Here any module of a layer is taken that leaves positions apart
 The result is that of the whole MLP but for the last bits of the gradients of its parameters, which are summed in
 another order, and of products whose kernels depend on the number of rows.
 
-Left out: ZeRO-3, which gathers the parameters of each submodule by itself while it runs; selective activation
-checkpointing, which would keep the slices' products.
+ZeRO-3 gathers the parameters of each submodule while it runs, which would be once a slice: here all of an MLP's are
+gathered once in forward and once in backward, as one module's (`zero3_graph.gather_as_one`).
+
+Left out: selective activation checkpointing, which would keep the slices' products.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from frugal.deepspeed_adapter import zero3_graph
 from frugal.errors import RequestError
 from frugal.training.models.activation_checkpointing import repeated_layers
 from frugal.training.models.tiling import position_wise
@@ -46,6 +49,7 @@ def apply(model: nn.Module) -> None:
         )
     for module, width in tiled:
         module.forward = _TiledMlp(module, width)
+        zero3_graph.gather_as_one(module)
 
 
 def _mlps(module: nn.Module, reasons: dict[str, None]) -> Iterator[tuple[nn.Module, int]]:

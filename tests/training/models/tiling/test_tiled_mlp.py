@@ -1,14 +1,18 @@
 """A tiled MLP gives the loss and the gradient of a whole one, and keeps a part of the memory."""
 
+from typing import Any
+
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from bench.plans import plan_by_hand
 from bench.ranks import Ranks
+from frugal.config.adapters import Lora
 from frugal.errors import RequestError
 from frugal.training.engine import initialize
-from frugal.training.models import activation_checkpointing
+from frugal.training.models import activation_checkpointing, adapters
 from frugal.training.models.tiling import tiled_mlp
 from frugal.training.objectives import CausalLM
 from tests.training.gradients import SGD, Gradient, applied, relative_error, weights
@@ -102,26 +106,92 @@ def test_a_plain_module_is_tiled_too() -> None:
 # On real ranks.
 
 
-def measured_gradient(zero_stage: int, mode: str) -> Gradient:
-    """What DeepSpeed applies of seven ragged samples on two ranks, with tiled MLPs. Runs on ranks."""
-    plan = plan_by_hand(
-        world_size=2, global_batch=7, micro_batch=2, zero_stage=zero_stage, request=SGD,
-        strategy={"mlp": "tiled", "activation_checkpointing": mode},
-    )  # fmt: skip
+SMALL_BUCKETS = {
+    "reduce_bucket_elements": 5_000, "prefetch_bucket_elements": 5_000, "max_live_elements": 6_000,
+    "persistence_threshold_elements": 100,
+}  # fmt: skip
+MIXED = {"activation_checkpointing": "budget", "layer_modes": (("full", 1), ("off", 1))}
+FULL = {"activation_checkpointing": "full"}
+
+
+def adapted(lora: str | None = None) -> torch.nn.Module:
+    """A small Llama; with adapters that do something, if asked."""
     model = tiny("causal-lm", "llama")
+    if lora is not None:
+        model = adapters.add(
+            model, Lora.parse(lora), "causal-lm", dtype=torch.float32, device=torch.device("cpu")
+        ).train()
+        random = torch.Generator().manual_seed(1)
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(parameter, std=0.1, generator=random)
+    return model
+
+
+def measured_gradient(zero_stage: int, strategy: dict[str, Any], lora: str | None = None) -> tuple[Gradient, int]:
+    """What DeepSpeed applies of seven ragged samples, with tiled MLPs; the parameters still gathered. Runs on ranks."""
+    plan = plan_by_hand(
+        world_size=dist.get_world_size(), global_batch=7, micro_batch=2, zero_stage=zero_stage,
+        request=SGD | {"lora": None if lora is None else Lora.parse(lora)}, strategy={"mlp": "tiled", **strategy},
+    )  # fmt: skip
+    model = adapted(lora)
     before = weights(model)
     engine = initialize(model, plan, CausalLM())
     engine.train_step(ragged_samples(7))
     gradient = applied(engine, before)
+    states = [(p.ds_persist, p.ds_status.name) for p in engine.module.parameters() if hasattr(p, "ds_status")]
     engine.destroy()
-    return gradient
+    return gradient, sum(not stays and status == "AVAILABLE" for stays, status in states)
 
 
-@pytest.mark.parametrize(("zero_stage", "mode"), [(0, "off"), (1, "full"), (2, "off"), (2, "full")])
-def test_deepspeed_applies_the_gradient_of_plain_pytorch(zero_stage: int, mode: str, two_ranks: Ranks) -> None:
-    model, objective, samples = tiny("causal-lm", "llama").double(), CausalLM(), ragged_samples(7)
+def assert_gradient_of_plain_pytorch(ranks: Ranks, *how: Any) -> None:
+    model, objective, samples = adapted(*how[2:]).double(), CausalLM(), ragged_samples(7)
     batch = objective.collate(samples)
     (objective.loss_sum(model, batch) / objective.count(batch)).backward()
-    reference = {name: parameter.grad for name, parameter in model.named_parameters()}
-    for gradient in two_ranks.run(measured_gradient, zero_stage, mode):
+    reference = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    for gradient, num_gathered in ranks.run(measured_gradient, *how):
         assert relative_error(gradient, reference) < 1e-6
+        assert num_gathered == 0
+
+
+@pytest.mark.parametrize(
+    ("zero_stage", "strategy"),
+    [
+        (0, {}),
+        (1, FULL),
+        (2, {}),
+        (2, FULL),
+        (3, SMALL_BUCKETS | MIXED),
+        (3, SMALL_BUCKETS | {"sequence_parallel": 2}),
+        *(
+            pytest.param(3, each, marks=pytest.mark.exhaustive)
+            for each in (
+                {}, FULL, SMALL_BUCKETS, SMALL_BUCKETS | FULL, FULL | {"sequence_parallel": 2},
+                FULL | {"offload_optimizer": "cpu"}, {"offload_optimizer": "cpu", "offload_parameters": "cpu"},
+            )
+        ),
+    ],
+)  # fmt: skip
+def test_deepspeed_applies_the_gradient_of_plain_pytorch(
+    zero_stage: int, strategy: dict[str, Any], two_ranks: Ranks
+) -> None:
+    assert_gradient_of_plain_pytorch(two_ranks, zero_stage, strategy)
+
+
+@pytest.mark.parametrize(
+    ("lora", "strategy"),
+    [
+        ("r=4,targets=gate_proj,up_proj,down_proj", SMALL_BUCKETS),  # the first MLP's input needs no gradient
+        pytest.param("r=4,targets=gate_proj,up_proj,down_proj", FULL, marks=pytest.mark.exhaustive),
+        pytest.param("r=4", SMALL_BUCKETS | FULL, marks=pytest.mark.exhaustive),
+        pytest.param("r=4", SMALL_BUCKETS | MIXED | {"sequence_parallel": 2}, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_so_it_does_for_adapters_under_zero_3(lora: str, strategy: dict[str, Any], two_ranks: Ranks) -> None:
+    assert_gradient_of_plain_pytorch(two_ranks, 3, strategy, lora)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("strategy", [SMALL_BUCKETS, SMALL_BUCKETS | FULL])
+def test_so_it_does_on_one_rank_of_zero_3(strategy: dict[str, Any], one_rank: Ranks) -> None:
+    assert_gradient_of_plain_pytorch(one_rank, 3, strategy)
