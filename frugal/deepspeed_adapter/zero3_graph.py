@@ -57,7 +57,7 @@ def _is_reduced_by_module(parameter: nn.Parameter) -> bool:
     return module is not None and not hasattr(module, _AS_ONE)
 
 
-def gathering(model: nn.Module) -> Iterator[nn.Module]:
+def gathering(model: nn.Module) -> Iterator[Any]:
     """The modules that gather parameters: not those inside one that gathers for all within."""
     inside: set[nn.Module] = set()
     for module in model.modules():
