@@ -73,6 +73,15 @@ def gathered_as_one(model: nn.Module) -> tuple[int, ...]:
     return tuple(numbers[module] for module in gathering(model) if z3_leaf_module(module))
 
 
+def parameters_of_modules(model: nn.Module, *, within: bool) -> tuple[tuple[int, ...], ...]:
+    """Of each module the numbers of the parameters it owns itself, or of those in all modules within, in order."""
+    numbers = {id(parameter): number for number, parameter in enumerate(model.parameters())}
+    return tuple(
+        tuple(sorted({numbers[id(parameter)] for parameter in module.parameters(recurse=within)}))
+        for module in model.modules()
+    )
+
+
 @contextmanager
 def linear_of_zero3() -> Iterator[None]:
     """`F.linear` is ZeRO-3's inside the `with` block."""

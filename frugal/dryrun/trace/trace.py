@@ -186,8 +186,10 @@ def trace(
     trained = {parameter.element_size() for parameter in parameters if parameter.requires_grad}
     return ModelTrace(
         **recorded,
-        own_parameters=_parameters_of_modules(model, within=False) if mode.is_zero3 else (),
-        parameters_within=_parameters_of_modules(model, within=True) if recorded.get("gathered_as_one") else (),
+        own_parameters=zero3_graph.parameters_of_modules(model, within=False) if mode.is_zero3 else (),
+        parameters_within=zero3_graph.parameters_of_modules(model, within=True)
+        if recorded.get("gathered_as_one")
+        else (),
         elements=tuple(parameter.numel() for parameter in parameters),
         trainable=tuple(parameter.requires_grad for parameter in parameters),
         element_bytes=trained.pop() if len(trained) == 1 else 0,
@@ -310,15 +312,6 @@ def _result(
     stream: Timeline, marks: Marks, work: Work, notes: tuple[str, ...], gathered_as_one: tuple[int, ...]
 ) -> dict[str, Any]:
     return {"stream": stream, "marks": marks, "work": work, "notes": notes, "gathered_as_one": gathered_as_one}
-
-
-def _parameters_of_modules(model: nn.Module, *, within: bool) -> tuple[tuple[int, ...], ...]:
-    """Of each module the numbers of the parameters it owns itself, or of those in all modules within, in order."""
-    numbers = {id(parameter): number for number, parameter in enumerate(model.parameters())}
-    return tuple(
-        tuple(sorted({numbers[id(parameter)] for parameter in module.parameters(recurse=within)}))
-        for module in model.modules()
-    )
 
 
 def _record(model: nn.Module, layers: str, mode: _Mode, micro_batch: int) -> _Recorded:
