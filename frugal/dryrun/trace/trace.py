@@ -247,7 +247,8 @@ def _whole(model: nn.Module, mode: _Mode) -> dict[str, Any]:
     first, second = (_record(copy.deepcopy(model), "", mode, micro_batch) for micro_batch in MICRO_BATCHES)
     stream, marks = _fitted(first, second)
     work = between(first.counts, second.counts, MICRO_BATCHES)
-    return _result(stream, marks, work, first.notes, first.gathered_as_one)
+    as_one = first.gathered_as_one
+    return {"stream": stream, "marks": marks, "work": work, "notes": first.notes, "gathered_as_one": as_one}
 
 
 def _spliced(model: nn.Module, mode: _Mode) -> dict[str, Any] | None:
@@ -278,7 +279,8 @@ def _spliced(model: nn.Module, mode: _Mode) -> dict[str, Any] | None:
     more = repeated.num_periods - FEW_PERIODS
     counts = [each.counts.plus(_of_a_period(each, layers), more) for each in (first, second)]
     as_one = layers.module_numbers(first.gathered_as_one, repeated.num_periods)
-    return _result(stream, marks, between(counts[0], counts[1], MICRO_BATCHES), first.notes, as_one)
+    work = between(counts[0], counts[1], MICRO_BATCHES)
+    return {"stream": stream, "marks": marks, "work": work, "notes": first.notes, "gathered_as_one": as_one}
 
 
 def _is_recorded(stream: Timeline, marks: Marks, recorded: _Recorded) -> bool:
@@ -308,12 +310,6 @@ def _of_a_period(raw: _Recorded, layers: LayerLayout) -> Counts:
     return begins[1].minus(begins[0]).plus(ends[1].minus(ends[0]))
 
 
-def _result(
-    stream: Timeline, marks: Marks, work: Work, notes: tuple[str, ...], gathered_as_one: tuple[int, ...]
-) -> dict[str, Any]:
-    return {"stream": stream, "marks": marks, "work": work, "notes": notes, "gathered_as_one": gathered_as_one}
-
-
 def _record(model: nn.Module, layers: str, mode: _Mode, micro_batch: int) -> _Recorded:
     """One micro-step of `model`, used up. `layers`: a list whose modules are marked, else those that can recompute."""
     recorder = Recorder(mode.kind, mode.capability)
@@ -332,10 +328,8 @@ def _record(model: nn.Module, layers: str, mode: _Mode, micro_batch: int) -> _Re
     recorder.watch(model)
     recorder.take_gradients(model)
     recorder.mark_layers(marked)
-    as_one: tuple[int, ...] = ()
     if mode.is_zero3:
         recorder.addresses_at_rest = zero3_graph.install(model, recorder.module)
-        as_one = zero3_graph.gathered_as_one(model)
     with recorder:
         _micro_step(recorder, model, mode.objective, example)
     return _Recorded(
@@ -344,7 +338,7 @@ def _record(model: nn.Module, layers: str, mode: _Mode, micro_batch: int) -> _Re
         counts=recorder.counts,
         counts_at=recorder.counts_at,
         notes=(*recorder.notes, *((USED_OUTSIDE,) if recorder.uses_at_rest else ())),
-        gathered_as_one=as_one,
+        gathered_as_one=zero3_graph.gathered_as_one(model) if mode.is_zero3 else (),
     )
 
 
