@@ -24,7 +24,7 @@ from frugal.dryrun.trace.cuda_kernels import kernels_of
 from frugal.dryrun.trace.recorder import Tracker, not_collected
 from frugal.dryrun.trace.splice import LayerLayout, splice
 from frugal.errors import FrugalError
-from frugal.planning.cost import Counts, Work, between
+from frugal.planning.cost import Counts, between
 from frugal.planning.memory.timeline import (
     ARRIVAL,
     BACKWARD,
