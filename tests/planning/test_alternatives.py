@@ -4,6 +4,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from frugal.config.run_settings import RunSettings
 from frugal.config.sample_lengths import of_counts
 from frugal.launch.alternatives import for_run, most_steps
@@ -11,6 +13,7 @@ from frugal.planning.plan import Alternative, Plan
 from frugal.planning.report import DROPOUT
 from frugal.planning.search.alternatives import LEAST_SECONDS, LEAST_STEPS, NEAR, changed_to, find, is_worth_it
 from frugal.planning.search.search import Search
+from frugal.planning.strategy import Strategy
 from tests.planning.synthetic import SMALL, SyntheticSource, dry_running, planned
 
 MODEL = SMALL | {"bytes_per_token": 500_000, "can_tile": True, "logits_bytes_per_token": 200_000}
@@ -50,6 +53,43 @@ def test_what_is_pinned_is_not_varied() -> None:
     assert (
         alternatives(planned(**CARDS, model=MODEL, activation_checkpointing="off", loss="plain", micro_batch=4)) == ()
     )
+
+
+BY_A_WAY_OF_THEIR_OWN: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    (
+        "offload_ratio",
+        {"gpus": 4, "mem": "6.6G", "global_batch": 64, "offload": "optimizer"},
+        {"drafts": True, "num_matrices": 200},
+    ),
+    (
+        "secondary_partition",
+        {"nodes": 4, "gpus": 4, "mem": "12G", "global_batch": 256, "zero_stage": 3},
+        {"drafts": True, "num_matrices": 200},
+    ),
+    ("mlp", {"gpus": 4, "mem": "12G", "offload": "none", "mlp": "tiled"}, SMALL | {"mlp_bytes_per_token": 12_000_000}),
+    ("sequence_parallel", {"gpus": 4, "mem": "24G", "seq_len": 600_000, "global_batch": 6}, {"can_be_split": True}),
+    ("layer_modes", {"gpus": 4, "mem": "12G", "global_batch": 64}, {"num_layers": 24, "drafts": True}),
+]
+
+
+@pytest.mark.parametrize(("name", "settings", "model"), BY_A_WAY_OF_THEIR_OWN, ids=lambda each: str(each)[:20])
+def test_what_the_search_adds_to_whole_strategies_has_alternatives_too(
+    name: str, settings: dict[str, Any], model: dict[str, Any]
+) -> None:
+    model = {**model, "can_tile": True, "logits_bytes_per_token": 1000}
+    plan = planned(**settings, model=model)
+    plain = Strategy(zero_stage=3)
+    assert getattr(plan.strategy, name) != getattr(plain, name)
+    others = alternatives(plan, model)
+    assert any(other.strategy != plan.strategy for other in others)
+    for other in others:
+        own = replace(
+            other.strategy,
+            activation_checkpointing=plan.strategy.activation_checkpointing,
+            layer_modes=plan.strategy.layer_modes,
+            loss=plan.strategy.loss,
+        )
+        assert own == plan.strategy and other.batch.sequence_parallel == plan.batch.sequence_parallel
 
 
 def test_even_micro_batches_stay_even() -> None:

@@ -70,23 +70,26 @@ def find(search: "Search", plan: Plan, open_source: OpenSource) -> tuple[Alterna
 
 
 def _strategies(search: "Search", plan: Plan) -> Iterator[Strategy]:
-    """The plan's own strategy, then those that one engine can change to, as far as they could be fast enough."""
-    yield plan.strategy
-    search.evaluation.evaluate(plan.strategy)  # so that the work of a step is known
-    for level in search.levels:
-        for strategy in search.strategies(level, small_buckets=plan.strategy.small_buckets):
-            if strategy == plan.strategy or _made_alike(strategy, plan.strategy) != plan.strategy:
-                continue
-            if search.evaluation.best_case(strategy).seconds <= NEAR * plan.time.total_seconds:
-                yield strategy
+    """The plan's own strategy, then those that one engine can change to, as far as they could be fast enough.
+
+    What the engine was made for stays the plan's, also where the search comes to it by a way of its own: a share of the
+    optimizer in host memory, parameters kept within nodes, small buckets, a tiled MLP.
+    """
+    own = plan.strategy
+    yield own
+    search.evaluation.evaluate(own)  # so that the work of a step is known
+    is_tiled = own.mlp == "tiled"
+    allowed = (each for level in search.levels for each in search.strategies(level, tiled_mlp=is_tiled))
+    for strategy in dict.fromkeys(_made_alike(own, each) for each in allowed):
+        if strategy != own and search.evaluation.best_case(strategy).seconds <= NEAR * plan.time.total_seconds:
+            yield strategy
 
 
-def _made_alike(strategy: Strategy, other: Strategy) -> Strategy:
-    """`strategy` with what a running engine can change as in `other`."""
+def _made_alike(own: Strategy, other: Strategy) -> Strategy:
+    """`own` with what a running engine can change as in `other`."""
     return replace(
-        strategy, activation_checkpointing=other.activation_checkpointing, layer_modes=other.layer_modes,
-        loss=other.loss,
-    )  # fmt: skip
+        own, activation_checkpointing=other.activation_checkpointing, layer_modes=other.layer_modes, loss=other.loss
+    )
 
 
 def _batches(search: "Search", plan: Plan, strategy: Strategy) -> Iterator[BatchPlan]:
