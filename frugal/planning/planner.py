@@ -74,7 +74,7 @@ def decide(
             because="a rank that gets no sample in a micro-step has no statistics to add",
             hint=f"use a --global-batch that is a multiple of {cluster.world_size}",
         )
-    return _decided(request, cluster, defaults, result, [*notes, *offers(request, cluster, result.chosen, dry_run)])
+    return _decided(request, cluster, defaults, result, [*notes, *offers(search, result, dry_run)])
 
 
 def _whole(search: Search, result: SearchResult) -> SearchResult:

@@ -14,8 +14,8 @@ from frugal.config.request import Request
 from frugal.errors import FrugalError, RequestError
 from frugal.planning.plan import Plan
 from frugal.planning.report import short_name
-from frugal.planning.search import sharing
-from frugal.planning.search.candidate import TIE, Candidate, OpenSource
+from frugal.planning.search import memory_for_time, sharing
+from frugal.planning.search.candidate import TIE, Candidate, OpenSource, SearchResult
 from frugal.planning.search.search import Search
 from frugal.planning.strategy import Strategy
 from frugal.planning.table import Table, aligned
@@ -144,16 +144,22 @@ def what_changes(request: Request) -> str:
     return CHANGES_NUMBERS + (f": {WHAT_BF16_LOSES}" if request.optimizer_states == "bf16" else "")
 
 
-def offers(request: Request, cluster: Cluster, chosen: Candidate, dry_run: OpenSource) -> list[str]:
+def offers(search: Search, result: SearchResult, dry_run: OpenSource) -> list[str]:
     """For each of the cheaper states that would make a step much shorter, a note; predicted, not dry-run.
 
     They can only save what the step takes beside forward and backward; where that is little, nothing is computed.
+    Neither where the memory that they free makes none of the strategies that were looked at half as much shorter.
     """
+    chosen = result.chosen
     assert chosen.time is not None
     most = chosen.seconds * (1 - OFFERED_GAIN)
     if chosen.time.compute_seconds > most:
         return []
-    cases = [Case(name=flag, request=cheaper, cluster=cluster) for flag, cheaper in cheaper_states(request)]
+    cases = [
+        Case(name=flag, request=cheaper, cluster=search.cluster) for flag, cheaper in cheaper_states(search.request)
+    ]
+    if not cases or _without_states(search, result) > chosen.seconds * (1 - OFFERED_GAIN / 2):
+        return []
     return [
         f"with {case.name} a step would take {format_seconds(candidate.seconds)} instead of "
         f"{format_seconds(chosen.seconds)}, {100 * (1 - candidate.seconds / chosen.seconds):.0f} % less "
@@ -161,6 +167,24 @@ def offers(request: Request, cluster: Cluster, chosen: Candidate, dry_run: OpenS
         for case, candidate in zip(cases, predicted(cases, dry_run), strict=True)
         if candidate is not None and candidate.fits and candidate.seconds <= most
     ]
+
+
+def _without_states(search: Search, result: SearchResult) -> float:
+    """Seconds of the fastest strategy of a search if the optimizer kept nothing and took no time, by arithmetic."""
+    request, evaluation, chosen = search.request, search.evaluation, result.chosen
+    assert chosen.time is not None
+    element_bytes = request.master_bytes_per_element + request.state_bytes_per_element + 4  # with the gradient
+    sharded_by = search.cluster.world_size if chosen.strategy.zero_stage else 1
+    kept_bytes = element_bytes * search.facts.trainable_parameters / sharded_by
+    looked_at = [candidate.strategy for candidate in result.candidates if candidate.memory is not None]
+    drafts = [(strategy, search.source.draft(strategy, True)) for strategy in looked_at]
+    seconds = [
+        memory_for_time.seconds_beside(evaluation, strategy, profile, -kept_bytes)
+        for strategy, profile in drafts
+        if profile is not None
+    ]
+    of_states = chosen.time.optimizer_seconds + chosen.time.offload_seconds
+    return min(seconds, default=0.0) - of_states
 
 
 def changes(plan: Plan) -> list[Case]:

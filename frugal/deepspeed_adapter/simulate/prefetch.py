@@ -7,6 +7,7 @@ decisions are made here, module by module.
 """
 
 from collections import defaultdict, deque
+from collections.abc import Collection
 
 from frugal.deepspeed_adapter.simulate.stream import Setting, Stream
 from frugal.planning.memory.timeline import COMMUNICATION, PARAMETERS, ModuleParameters
@@ -35,6 +36,9 @@ class SimulatedPrefetch:
         self._modules = modules
         self._own = modules.gathered
         elements = setting.all_elements
+        self._elements = elements
+        self._full_bytes = [n * item_bytes for n, item_bytes in zip(elements, setting.item_bytes, strict=True)]
+        self._whole_bytes = [setting.whole_bytes(parameter) for parameter in range(len(elements))]
         self._is_persistent = [n <= setting.persistence_elements for n in elements]
         self._status = [SPLIT] * len(elements)
         self._storage = [-1] * len(elements)
@@ -85,10 +89,12 @@ class SimulatedPrefetch:
             self._in_backward[module] = None
         own = self._own[module]
         if own:
-            self._gather([parameter for parameter in own if self._status[parameter] == SPLIT])
+            if split := [parameter for parameter in own if self._status[parameter] == SPLIT]:
+                self._gather(split)
+            is_repeated = bool(self._in_backward) and not in_backward
             for parameter in own:
                 self._active[parameter].add(module)
-                if self._in_backward and not in_backward and not self._setting.trainable[parameter]:
+                if is_repeated and not self._setting.trainable[parameter]:
                     self._keep_for_backward(parameter)
                 if parameter in self._in_flight:
                     self._land(parameter)
@@ -99,14 +105,14 @@ class SimulatedPrefetch:
     def release(self, module: int, *, in_backward: bool) -> None:
         """A module has run (`release_sub_module`)."""
         own = self._own[module]
-        going = frozenset(own)
+        going: Collection[int] = own
         if own and self._is_known:
             going = self._to_release(module)
         if in_backward:
             self._in_backward.pop(module, None)
-            recomputed = self._recomputed.pop(module, set())
-            own = (*own, *recomputed)
-            going |= {parameter for parameter in recomputed if not self._is_persistent[parameter]}
+            if recomputed := self._recomputed.pop(module, None):
+                own = (*own, *recomputed)
+                going = {*going, *(parameter for parameter in recomputed if not self._is_persistent[parameter])}
         for parameter in own:
             self._active[parameter].discard(module)
             if parameter in going:
@@ -166,10 +172,12 @@ class SimulatedPrefetch:
                 self._secondary[parameter] = -1
 
     def _buffers(self, parameters: list[int]) -> list[int]:
+        if len(parameters) == 1:
+            return [self._stream.born(self._whole_bytes[parameters[0]], "aten.empty.memory_format", COMMUNICATION)]
         sizes: dict[int, int] = {}
         for parameter in parameters:
             item_bytes = self._setting.item_bytes[parameter]
-            sizes[item_bytes] = sizes.get(item_bytes, 0) + self._setting.whole_bytes(parameter)
+            sizes[item_bytes] = sizes.get(item_bytes, 0) + self._whole_bytes[parameter]
         return [
             self._stream.born(size_bytes, "aten.empty.memory_format", COMMUNICATION)
             for _, size_bytes in sorted(sizes.items(), reverse=True)
@@ -189,6 +197,9 @@ class SimulatedPrefetch:
 
     def _gather(self, parameters: list[int]) -> None:
         """From groups of ranks what they keep, the rest from all (`__all_gather_params_`)."""
+        if self._setting.secondary_partition == 1:
+            self._gather_at_once(parameters)
+            return
         self._gather_at_once([parameter for parameter in parameters if self._secondary[parameter] >= 0])
         self._gather_at_once([parameter for parameter in parameters if self._secondary[parameter] < 0])
 
@@ -196,9 +207,11 @@ class SimulatedPrefetch:
         if not parameters:
             return
         self.num_gathers += 1
-        gathered_bytes = sum(self._setting.all_elements[each] * self._setting.item_bytes[each] for each in parameters)
+        gathered_bytes = 0
+        for parameter in parameters:
+            gathered_bytes += self._full_bytes[parameter]
+            self._available += self._elements[parameter]
         self.gathered_elements += gathered_bytes // self._setting.element_bytes
-        self._available += sum(self._setting.all_elements[parameter] for parameter in parameters)
         buffers: list[int] = []
         if self._setting.world_size == 1:
             self._take_whole(parameters)
@@ -222,8 +235,7 @@ class SimulatedPrefetch:
             for each in gather.parameters:
                 self._status[each] = GATHERED
                 if together:
-                    size_bytes = self._setting.all_elements[each] * self._setting.item_bytes[each]
-                    self._storage[each] = self._stream.born(size_bytes, "aten.cat.default", COMMUNICATION)
+                    self._storage[each] = self._stream.born(self._full_bytes[each], "aten.cat.default", COMMUNICATION)
         gather.waiting -= 1
         if together and gather.waiting == 0:
             for buffer in gather.buffers:
@@ -240,13 +252,16 @@ class SimulatedPrefetch:
             self._stream.dies(self._storage[parameter])
             self._storage[parameter] = -1
             self._status[parameter] = SPLIT
-            self._available -= self._setting.all_elements[parameter]
+            self._available -= self._elements[parameter]
 
     def _prefetch(self, own: tuple[int, ...]) -> None:
         """Gather what comes next (`_fetch_sub_module_impl`)."""
         fetched_for, queue = self._fetched_for, self._queue
         if own:
-            expected = sum([fetched_for.get(parameter, NEVER) < self._step for parameter in own])
+            expected = 0
+            for parameter in own:
+                if fetched_for.get(parameter, NEVER) < self._step:
+                    expected += 1
             passed: set[int] = set()
             while queue and len(passed) < expected:
                 parameter, step = queue.popleft()
@@ -260,7 +275,7 @@ class SimulatedPrefetch:
             fetched_for[parameter] = max(fetched_for.get(parameter, NEVER), step)
             if self._status[parameter] == SPLIT and parameter not in wanted:
                 wanted[parameter] = None
-                elements += self._setting.all_elements[parameter]
+                elements += self._elements[parameter]
         if wanted:
             self._gather(list(wanted))
 
@@ -284,6 +299,6 @@ class SimulatedPrefetch:
                     break
                 for parameter in seen[self._order[step]]:
                     going.discard(parameter)
-                    passed += self._setting.all_elements[parameter]
+                    passed += self._elements[parameter]
             self._kept[key] = frozenset(going)
         return self._kept[key]

@@ -161,8 +161,9 @@ class MicroStep:
         stream, events = self._stream, self._events
         death, gradient = MarkKind.DEATH, MarkKind.GRADIENT  # looking up a member takes as long as the rest of the loop
         for event, kind, number, storage in self._stops[phase]:
-            stream.extend(events[position:event])
-            position = event
+            if event > position:
+                stream.extend(events[position:event])
+                position = event
             if kind is death:
                 stream.dies(storage + self._first)
                 position += 1

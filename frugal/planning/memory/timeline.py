@@ -323,8 +323,9 @@ class TimelineBuilder:
         self.fixed.append(fixed)
         self.per_sample.append(per_sample)
         self.categories.append(category)
-        self.operators.append(self.names.setdefault(operator, len(self.names)))
-        self.modules.append(self.names.setdefault(module, len(self.names)))
+        names = self.names
+        self.operators.append(names[operator] if operator in names else names.setdefault(operator, len(names)))
+        self.modules.append(names[module] if module in names else names.setdefault(module, len(names)))
         self.events.append(index)
         return index
 

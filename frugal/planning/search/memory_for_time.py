@@ -75,7 +75,7 @@ def _fastest_shares(evaluation: StrategyEvaluation, level: Offload, before: Sequ
             part = in_part(strategy, ratio, number, world_size)
             on_device = 1 - share_on_host(profile.trainable_sizes, part, world_size)
             if on_device:
-                yield _seconds_beside(evaluation, part, profile, on_device * number / world_size * element_bytes), part
+                yield seconds_beside(evaluation, part, profile, on_device * number / world_size * element_bytes), part
 
     fastest = fastest_seconds(before)
     ways: list[tuple[float, Strategy]] = []
@@ -110,7 +110,7 @@ def _fastest_within_nodes(evaluation: StrategyEvaluation, before: Sequence[Candi
                 continue
             if (profile := _draft(evaluation, strategy)) is not None:
                 more_bytes = profile.packed.weight_bytes(profile.parameters, element_bytes) / ranks
-                ways.append((_seconds_beside(evaluation, kept, profile, more_bytes), kept))
+                ways.append((seconds_beside(evaluation, kept, profile, more_bytes), kept))
     return _fastest(ways, fastest, TIE)
 
 
@@ -147,8 +147,8 @@ def _draft(evaluation: StrategyEvaluation, strategy: Strategy) -> Profile | None
         raise
 
 
-def _seconds_beside(evaluation: StrategyEvaluation, strategy: Strategy, profile: Profile, more_bytes: float) -> float:
-    """Of a step with so many bytes more on each device; infinite where nothing fits beside them."""
+def seconds_beside(evaluation: StrategyEvaluation, strategy: Strategy, profile: Profile, more_bytes: float) -> float:
+    """Of a step with so many bytes more on each device, or less; infinite where nothing fits beside them."""
     fitting, more = evaluation.fitting, int(more_bytes)
     if more >= min(device.usable_bytes for device in fitting.devices):
         return float("inf")
