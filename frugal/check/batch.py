@@ -5,31 +5,51 @@ from dataclasses import dataclass
 from frugal.check.readers.deepspeed_json import Resolved
 from frugal.check.settings import Finding, Settings
 from frugal.errors import RequestError
+from frugal.planning.batch import BatchPlan
 from frugal.units import plural
 
 
 @dataclass(frozen=True, kw_only=True)
 class Arithmetic:
-    """One optimizer step, in samples. `stated`: the global batch that is written down, None where none is."""
+    """One optimizer step, in samples. `stated`: the global batch that is written down, None where none is.
+
+    `shared_by`: GPUs that share each sample; such a group takes the place of a GPU.
+    """
 
     micro_batch: int
     accumulation_steps: int
     world_size: int
     stated: int | None = None
+    shared_by: int = 1
+
+    @property
+    def num_takers(self) -> int:
+        """GPUs, or groups of them that share their samples."""
+        return self.world_size // self.shared_by
+
+    @property
+    def planned(self) -> BatchPlan:
+        """The same in words of frugal's."""
+        caps = (self.micro_batch,) * self.num_takers
+        return BatchPlan.of(self.global_batch, caps, sequence_parallel=self.shared_by)
 
     @property
     def global_batch(self) -> int:
         """What a step takes."""
-        return self.micro_batch * self.accumulation_steps * self.world_size
+        return self.micro_batch * self.accumulation_steps * self.num_takers
 
     def __str__(self) -> str:
         steps = plural(self.accumulation_steps, "accumulation step")
         gpus = plural(self.world_size, "GPU")
+        if self.shared_by > 1:
+            gpus = f"{plural(self.num_takers, 'group')} of {plural(self.shared_by, 'GPU')}"
         return f"{plural(self.global_batch, 'sample')} = {gpus} x micro-batch {self.micro_batch} x {steps}"
 
 
 def of(settings: Settings, resolved: Resolved | None, world_size: int) -> Arithmetic:
     """The batch on `world_size` ranks, with what contradicts it among the findings.
+
+    Ranks that share samples count once: DeepSpeed divides their number out (`runtime/config.py`).
 
     Raises:
         RequestError: nothing says how large a micro-batch is, or it comes out below one sample.
@@ -44,6 +64,7 @@ def of(settings: Settings, resolved: Resolved | None, world_size: int) -> Arithm
         batch = resolved.batch
         _compare_with_trainer(settings, batch)
     stated, micro, steps = batch
+    num_takers = world_size // settings.sequence_parallel
     if resolved is not None and settings.micro_batch is not None and stated is None and micro is None:
         micro, steps = settings.micro_batch, settings.accumulation_steps
     if stated is None and micro is None:
@@ -56,22 +77,25 @@ def of(settings: Settings, resolved: Resolved | None, world_size: int) -> Arithm
         steps = 1
     if micro is None:
         assert stated is not None and steps is not None
-        micro = stated // world_size // steps
+        micro = stated // num_takers // steps
     if steps is None:
-        steps = 1 if stated is None else stated // micro // world_size if micro else 0
+        steps = 1 if stated is None else stated // micro // num_takers if micro else 0
     if micro < 1 or steps < 1:
         raise RequestError(
             f"a global batch of {stated} leaves a GPU without a sample",
             because=f"{stated} samples on {plural(world_size, 'GPU')} in {plural(max(steps, 1), 'accumulation step')}",
-            hint=f"use at least {world_size * max(steps, 1) * max(micro, 1)} samples, or fewer GPUs",
+            hint=f"use at least {num_takers * max(steps, 1) * max(micro, 1)} samples, or fewer GPUs",
         )
-    arithmetic = Arithmetic(micro_batch=micro, accumulation_steps=steps, world_size=world_size, stated=stated)
+    arithmetic = Arithmetic(
+        micro_batch=micro, accumulation_steps=steps, world_size=world_size, stated=stated,
+        shared_by=settings.sequence_parallel,
+    )  # fmt: skip
     if stated is not None and stated != arithmetic.global_batch:
         settings.findings.append(
             Finding(
                 "batch-mismatch",
                 "error",
-                f"train_batch_size {stated} is not {micro} x {steps} x {world_size} = {arithmetic.global_batch}: "
+                f"train_batch_size {stated} is not {micro} x {steps} x {num_takers} = {arithmetic.global_batch}: "
                 "DeepSpeed stops with `Check batch related parameters`",
                 settings.place("json.train_batch_size", "global_batch"),
                 f"set it to {arithmetic.global_batch}, or leave it out",

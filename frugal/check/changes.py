@@ -105,8 +105,9 @@ def _costly(subject: Subject) -> Iterator[Change]:
     for micro in range(batch.largest_micro_batch // 2, 0, -1):
         if batch.largest_micro_batch % micro:
             continue
-        steps = batch.global_batch // (micro * batch.world_size)
-        smaller = BatchPlan.of(batch.global_batch, (micro,) * batch.world_size)
+        caps = (micro,) * len(batch.micro_batch)
+        steps = batch.global_batch // sum(caps)
+        smaller = BatchPlan.of(batch.global_batch, caps, sequence_parallel=batch.sequence_parallel)
         yield Change(
             words=f"micro-batch {micro} with {plural(steps, 'accumulation step')}, which is the same global batch",
             fields={MICRO_BATCH: micro, "gradient_accumulation_steps": steps},

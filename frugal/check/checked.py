@@ -13,12 +13,13 @@ from frugal.check.documents.document import Document
 from frugal.check.out_of_memory import Asked, OutOfMemoryMessage, askers
 from frugal.check.readers.deepspeed_json import Resolved
 from frugal.check.settings import Finding, Settings
-from frugal.check.verdict import Verdict, readable, request_of, resolved, subject_of, verdict_of
+from frugal.check.verdict import Subject, Verdict, readable, request_of, resolved, subject_of, verdict_of
 from frugal.config.hardware.calibration import Calibration
 from frugal.config.hardware.cluster import GENERIC, Card, Cluster
 from frugal.config.request import Request
 from frugal.config.schema import understand
 from frugal.dryrun.client import DryRunSource, workers
+from frugal.dryrun.messages import ModelFacts
 from frugal.dryrun.pool import Pool
 from frugal.errors import FrugalError, NothingFitsError, RequestError
 from frugal.planning.plan import Plan
@@ -93,10 +94,33 @@ def check(
     )  # fmt: skip
     with nullcontext(pool) if pool is not None else closing(workers()) as pool:
         with DryRunSource(request, cluster, pool=pool) as source:
-            request = readable(request, source.facts(), settings)
+            request = readable(request, _facts(source, settings, pool), settings)
         if not settings.refusals:
             done = _evaluated(done, request, pool)
         return _planned(done, request, pool) if with_plan else done
+
+
+def _facts(source: DryRunSource, settings: Settings, pool: Pool) -> ModelFacts:
+    """What the model is; that GPUs cannot share its samples is a reason not to check its memory."""
+    try:
+        return source.facts()
+    except RequestError as error:
+        if settings.sequence_parallel == 1:
+            raise
+        settings.refuse(": ".join((error.what, *error.because)), settings.place("sequence_parallel"))
+    with DryRunSource(replace(source.request, sequence_parallel=None), source.cluster, pool=pool) as whole:
+        return whole.facts()
+
+
+def _verdict(subject: Subject, source: DryRunSource, settings: Settings) -> Verdict:
+    """With whole MLPs where the model cannot take tiled ones, which only a trial tells."""
+    try:
+        return verdict_of(subject, source)
+    except RequestError as error:
+        if subject.strategy.mlp != "tiled":
+            raise
+        settings.deviate(f"evaluated with whole MLPs: {error.what}", settings.place("tiled_mlp"))
+    return verdict_of(replace(subject, strategy=replace(subject.strategy, mlp="plain")), source)
 
 
 def _of_files(settings: Settings) -> dict[str, Any]:
@@ -113,7 +137,8 @@ def _evaluated(done: Check, request: Request, pool: Pool) -> Check:
         else:
             subject = subject_of(done.settings, done.deepspeed, done.arithmetic, request, done.cluster, facts)
     with DryRunSource(request, subject.cluster, pool=pool) as source:
-        verdict = verdict_of(subject, source)
+        verdict = _verdict(subject, source, done.settings)
+        subject = verdict.subject
         change = None if verdict.fits else smallest(subject, source)
         asked: Sequence[Asked] = ()
         if done.out_of_memory is not None:
@@ -129,7 +154,9 @@ def _planned(done: Check, request: Request, pool: Pool) -> Check:
 
     try:
         plan = make_plan(
-            replace(request, optimizer_implementation=None), done.cluster, dry_run=partial(DryRunSource, pool=pool)
+            replace(request, optimizer_implementation=None, sequence_parallel=None),
+            done.cluster,
+            dry_run=partial(DryRunSource, pool=pool),
         )
     except FrugalError as error:
         return replace(done, no_plan=str(error))

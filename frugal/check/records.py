@@ -40,6 +40,7 @@ def as_json(check: Check) -> bytes:
             "world_size": check.arithmetic.world_size,
             "micro_batch": check.arithmetic.micro_batch,
             "accumulation_steps": check.arithmetic.accumulation_steps,
+            "sequence_parallel": check.arithmetic.shared_by,
         },
         "auto": [
             {"name": each.name, "value": each.value, "by": each.by}

@@ -54,6 +54,8 @@ class Settings:
         activation_checkpointing: whether layers are recomputed.
         use_reentrant: of torch's activation checkpointing.
         tiled_loss: the logits are not held whole (Liger, chunked cross entropy).
+        tiled_mlp: layers' MLPs run on a slice of the positions at a time.
+        sequence_parallel: GPUs that share each sample.
         deepspeed: its JSON as it is written, with `auto`; None: DeepSpeed is not used.
         fills_auto: whether the tool replaces `auto` in DeepSpeed's JSON.
         places: where each of these was read, by name; those of DeepSpeed's JSON as `json.` and their dotted names.
@@ -84,6 +86,8 @@ class Settings:
     packing: bool = False
     packs_apart: bool | None = None
     tiled_loss: bool = False
+    tiled_mlp: bool = False
+    sequence_parallel: int = 1
     expandable_segments: bool | None = None
     deepspeed: Mapping[str, Any] | None = None
     fills_auto: bool = False

@@ -55,8 +55,16 @@ def resolved(settings: Settings, world_size: int) -> tuple[Resolved | None, Arit
         RequestError: it cannot be resolved; see `frugal.check.readers.deepspeed_json.resolve`.
     """
     deepspeed = None
+    if world_size % settings.sequence_parallel:
+        shared_by = settings.sequence_parallel
+        raise RequestError(
+            f"{shared_by} GPUs cannot share samples on {world_size} GPUs",
+            because=f"{settings.place('sequence_parallel')} says so, and {world_size} is no multiple of {shared_by}",
+            hint=f"check on {shared_by * max(1, world_size // shared_by)}, for instance with --gpus",
+        )
     if settings.deepspeed is not None:
-        deepspeed = deepspeed_json.resolve(settings, world_size, hidden_size_of(settings))
+        num_takers = world_size // settings.sequence_parallel
+        deepspeed = deepspeed_json.resolve(settings, num_takers, hidden_size_of(settings))
     return deepspeed, batches.of(settings, deepspeed, world_size)
 
 
@@ -88,6 +96,7 @@ def request_of(settings: Settings, deepspeed: Resolved | None, arithmetic: Arith
         "weight_decay": settings.weight_decay,
         "gradient_clipping": 1.0 if clipping is None else clipping,
         "lora": settings.lora,
+        "sequence_parallel": settings.sequence_parallel if settings.sequence_parallel > 1 else None,
     }
     if settings.lora is not None and settings.lora.targets == (PEFTS_OWN,):
         values["lora"] = replace(settings.lora, targets=_targets_of_peft(values["model"], settings.task))
@@ -145,9 +154,11 @@ def subject_of(
     if strategy.activation_checkpointing != "off" and not facts.can_recompute:
         settings.deviate("evaluated without activation checkpointing, which this model does not take")
         strategy = replace(strategy, activation_checkpointing="off")
-    ranks = (arithmetic.micro_batch,) * arithmetic.world_size
-    batch = BatchPlan.of(arithmetic.global_batch, ranks)
-    return Subject(request=request, cluster=cluster, strategy=strategy, batch=batch)
+    if settings.tiled_mlp and strategy.zero_stage == 3:
+        settings.deviate("evaluated with whole MLPs: frugal tiles them for stages 0 to 2", settings.place("tiled_mlp"))
+    elif settings.tiled_mlp:
+        strategy = replace(strategy, mlp="tiled")
+    return Subject(request=request, cluster=cluster, strategy=strategy, batch=arithmetic.planned)
 
 
 def verdict_of(subject: Subject, source: Source) -> Verdict:

@@ -27,6 +27,10 @@ AUTOCAST = (
 
 def refuse_autocast(settings: Settings) -> None:
     """Note that memory cannot be checked, where that is so."""
+    if settings.sequence_parallel > 1:
+        settings.refuse(
+            "samples that GPUs share are checked under DeepSpeed alone", settings.place("sequence_parallel")
+        )
     if settings.lora is None and settings.precision != "fp32":
         settings.refuse(f"it does not use DeepSpeed, and {AUTOCAST}", settings.place("precision"))
 
@@ -37,15 +41,14 @@ def subject_of(settings: Settings, arithmetic: Arithmetic, request: Request, clu
         zero_stage=0 if request.precision == "fp32" else 2,
         activation_checkpointing="full" if settings.activation_checkpointing and facts.can_recompute else "off",
         loss="tiled" if settings.tiled_loss and facts.can_tile else "plain",
+        mlp="tiled" if settings.tiled_mlp else "plain",
         reduce_bucket_elements=max(2, facts.trainable_parameters + facts.trainable_parameters % 2),
         expandable_segments=bool(settings.expandable_segments),
     )
     if request.precision == "fp32":
         if arithmetic.world_size > 1:
             settings.deviate("without DeepSpeed: DDP is evaluated as stage 0, which averages all gradients at once")
-        ranks = (arithmetic.micro_batch,) * arithmetic.world_size
-        batch = BatchPlan.of(arithmetic.global_batch, ranks)
-        return Subject(request=request, cluster=cluster, strategy=strategy, batch=batch)
+        return Subject(request=request, cluster=cluster, strategy=strategy, batch=arithmetic.planned)
     settings.deviate(
         "without DeepSpeed: adapters are evaluated under ZeRO-2 on one GPU, with 18 bytes for each of their parameters "
         "instead of 16 to 20; the inputs that peft copies for adapters in fp32 are not counted"

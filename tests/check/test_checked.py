@@ -10,7 +10,9 @@ import pytest
 
 from frugal.check.checked import Check, check
 from frugal.check.gather import gather
+from frugal.check.readers import deepspeed_json
 from frugal.check.report import report
+from frugal.check.verdict import resolved
 from frugal.config.schema import understand
 from frugal.dryrun.client import DryRunSource
 from frugal.dryrun.pool import Pool
@@ -144,6 +146,26 @@ EXAMPLES = {
         request={"optimizer_implementation": "deepspeed", "seq_len": 128},
         rules=frozenset(("packing-mixes-documents", "large-live-parameters")),
     ),
+    "accelerate-shared-samples": Example(
+        ("accelerate/zero3-shared-samples.yaml",), gpus=4, micro_batch=1, steps=2,
+        strategy={
+            "zero_stage": 3, "gradient_accumulation_dtype": "bf16", "sequence_parallel": 2, **DEFAULT_3,
+            "reduce_bucket_elements": 500_000_000, "prefetch_bucket_elements": 50_000_000,
+            "persistence_threshold_elements": 100_000,
+        },
+        request={"seq_len": 256, "sequence_parallel": 2},
+        rules=frozenset(("large-bucket", "large-live-parameters")),
+        flags={"seq_len": 256, "micro_batch": 1},
+    ),
+    "axolotl-shared-samples-tiled": Example(
+        ("axolotl/long-context.yml",), gpus=4, micro_batch=1, steps=4,
+        strategy={
+            "zero_stage": 2, "gradient_accumulation_dtype": "bf16", "activation_checkpointing": "full",
+            "mlp": "tiled", "sequence_parallel": 2, **DEFAULT_2,
+        },
+        request={"optimizer_implementation": "foreach", "seq_len": 512, "sequence_parallel": 2},
+        rules=frozenset(("round-robin-gradients",)),
+    ),
     "llama-factory-lora-zero3": Example(
         ("llama-factory/lora-zero3.yaml",), gpus=2, micro_batch=1, steps=2,
         strategy={
@@ -196,7 +218,7 @@ def checked(files: tuple[str, ...], pool: Pool | None, gpus: int | None = None, 
 def test_the_verdict_is_the_dry_run_of_the_same_settings(name: str, pool: Pool) -> None:
     example = EXAMPLES[name]
     done = checked(example.files, pool, example.gpus, **example.flags)
-    batch = example.micro_batch * example.steps * example.gpus
+    batch = example.micro_batch * example.steps * example.gpus // example.strategy.get("sequence_parallel", 1)
     assert (done.arithmetic.global_batch, done.arithmetic.micro_batch) == (batch, example.micro_batch)
     assert {finding.rule for finding in done.findings} == example.rules
     wanted = {"model": TINY, "gpus": example.gpus, "mem": "6G", **example.request}
@@ -211,13 +233,76 @@ def test_the_verdict_is_the_dry_run_of_the_same_settings(name: str, pool: Pool) 
     assert done.verdict.fits == memory.fits and done.exit_code == (0 if memory.fits else 3)
 
 
+@pytest.mark.parametrize("name", ["accelerate-shared-samples", "axolotl-shared-samples-tiled"])
+def test_gpus_that_share_samples_count_once_and_every_field_of_theirs_is_known(name: str) -> None:
+    example = EXAMPLES[name]
+    settings, _ = gather([CONFIGS / each for each in example.files], {"model": TINY, **example.flags})
+    deepspeed, arithmetic = resolved(settings, example.gpus)
+    assert deepspeed is not None and not settings.unknown and not settings.refusals
+    assert (arithmetic.num_takers, arithmetic.global_batch) == (2, 2 * example.micro_batch * example.steps)
+    assert str(arithmetic).startswith(f"{arithmetic.global_batch} samples = 2 groups of 2 GPUs x micro-batch")
+    assert deepspeed_json.strategy(settings, deepspeed).sequence_parallel == 2
+
+
+@pytest.mark.parametrize(
+    ("more", "refused"),
+    [
+        ({"sequence_parallel_size": 2}, ()),
+        ({"sequence_parallel_size": 2, "data_parallel_size": 2}, ()),
+        ({"tensor_parallel": {"autotp_size": 2}}, ("`tensor_parallel` splits the model otherwise than ZeRO",)),
+    ],
+)
+def test_deepspeeds_json_says_how_many_gpus_share_samples(
+    more: dict[str, Any], refused: tuple[str, ...], tmp_path: Path
+) -> None:
+    file = tmp_path / "ds.json"
+    config = {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 2}}
+    file.write_text(json.dumps(config | more))
+    settings, _ = gather([file], {"model": TINY, "seq_len": 64})
+    _, arithmetic = resolved(settings, 4)
+    assert tuple(each.text for each in settings.refusals) == refused and not settings.unknown
+    assert arithmetic.global_batch == 8 and not settings.findings
+    assert arithmetic.accumulation_steps == (1 if refused else 2), "4 GPUs, or 2 groups"
+
+
+@pytest.mark.parametrize(("size", "shared_by", "refusals"), [("sp_size", 2, 0), ("cp_size", 1, 1), ("tp_size", 1, 1)])
+def test_of_transformers_parallelism_only_shared_samples_are_followed(
+    size: str, shared_by: int, refusals: int, tmp_path: Path
+) -> None:
+    file = tmp_path / "arguments.json"
+    content = {"output_dir": "out", "bf16": True, "parallelism_config": {size: 2, "sp_backend": "deepspeed"}}
+    file.write_text(json.dumps(content | {"deepspeed": str(CONFIGS / "deepspeed" / "zero2-auto.json")}))
+    settings, _ = gather([file], {"model": TINY})
+    assert (settings.sequence_parallel, len(settings.refusals), settings.unknown) == (shared_by, refusals, [])
+
+
+def test_gpus_that_do_not_divide_into_groups_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    file = str(CONFIGS / "axolotl" / "long-context.yml")
+    code, _, err = frugal(capsys, "check", file, "--model", TINY, "--gpus", "3", "--mem", "6G")
+    assert code == 2
+    assert err == (
+        "error: 2 GPUs cannot share samples on 3 GPUs\n"
+        f"  because {file}:9 says so, and 3 is no multiple of 2\n\n"
+        "hint: check on 2, for instance with --gpus\n"
+    )
+
+
+@pytest.mark.exhaustive
+def test_a_model_whose_samples_cannot_be_shared_is_not_checked_but_planned(tmp_path: Path, pool: Pool) -> None:
+    heads = {"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 96}
+    (tmp_path / "config.json").write_text(json.dumps(json.loads(Path(TINY).read_text()) | heads))
+    settings, documents = gather([CONFIGS / "axolotl" / "long-context.yml"], {"model": str(tmp_path)})
+    done = check(settings, documents, {"gpus": 4, "mem": "6G"}, pool=pool)
+    assert done.verdict is None and done.exit_code == 2
+    assert report(done).startswith("not checked: ") and "heads" in report(done).splitlines()[0]
+    assert done.plan is not None and done.plan.strategy.sequence_parallel == 1
+
+
 @pytest.mark.parametrize("name", ["zero2-auto", "zero3-auto", "zero3-offload"])
 def test_auto_comes_to_what_transformers_makes_of_it(name: str) -> None:
     """Its own code fills in the same JSON, with the same arguments, on one rank."""
     from transformers import AutoConfig, TrainingArguments
     from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
-
-    from frugal.check.verdict import resolved
 
     path = CONFIGS / "deepspeed" / f"{name}.json"
     arguments = {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 4}
@@ -265,8 +350,6 @@ def test_auto_that_nobody_fills_in_is_refused_or_named(capsys: pytest.CaptureFix
     assert code == 2
     assert f"`train_batch_size` in {file}:13 is auto, and nobody fills it in" in err
     settings, _ = gather([Path(file)], {"model": TINY, "micro_batch": 2, "accumulation_steps": 1, "seq_len": 64})
-    from frugal.check.verdict import resolved
-
     deepspeed, _ = resolved(settings, 2)
     assert deepspeed is not None
     nobodys = {each.name: each.value for each in deepspeed.filled if not each.by}
@@ -352,7 +435,6 @@ def test_an_unknown_field_inside_a_block_is_listed(tmp_path: Path) -> None:
 def test_a_default_bucket_is_named_with_its_size_where_it_is_left_open(stage: int, said: str, tmp_path: Path) -> None:
     """ZeRO-1 and 2 have a second one for overlapped communication, ZeRO-3 has one."""
     from frugal.check import traps
-    from frugal.check.verdict import resolved
 
     file = tmp_path / "acc.yaml"
     file.write_text(

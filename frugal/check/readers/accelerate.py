@@ -33,10 +33,11 @@ def read(document: Document, settings: Settings, documents: list[Document]) -> N
     if precision == "fp8":
         settings.refuse("fp8", fields.place("mixed_precision"))
     kind = (fields.text("distributed_type") or "NO").upper()
-    fields.known("fsdp_config", "parallelism_config", "megatron_lm_config", "fp8_config", "use_cpu", _SECTION)
+    trainer.parallelism(fields, "parallelism_config_")
+    fields.known("fsdp_config", "megatron_lm_config", "fp8_config", "use_cpu", _SECTION)
     if kind == "FSDP":
         settings.refuse(trainer.FSDP, fields.place("distributed_type"))
-    elif kind == "MEGATRON_LM" or fields.value("parallelism_config"):
+    elif kind == "MEGATRON_LM":
         settings.refuse("the model is split over GPUs otherwise than by ZeRO", fields.place("distributed_type"))
     elif kind == "DEEPSPEED":
         _deepspeed(document, settings, documents)

@@ -41,6 +41,7 @@ def read(document: Document) -> Settings:
     _adapters(fields)
     _loss(fields)
     _packing(fields)
+    _long_samples(fields)
     _refusals(fields)
     finish(fields, "axolotl")
     return settings
@@ -126,12 +127,31 @@ def _packing(fields: Fields) -> None:
         )
 
 
+def _long_samples(fields: Fields) -> None:
+    """GPUs that share samples, by its new name or its old one, and MLPs in slices."""
+    settings = fields.settings
+    shared_by = fields.whole("context_parallel_size", "sequence_parallel_degree", of="sequence_parallel") or 1
+    settings.sequence_parallel = shared_by
+    fields.known("sequence_parallel_degree", "heads_k_stride", "ring_attn_func")
+    if shared_by > 1:
+        settings.deviate(
+            "the attention of shared samples is evaluated with all-to-alls, as in DeepSpeed-Ulysses; axolotl's passes "
+            "keys and values around a ring, in buffers of other sizes",
+            settings.place("sequence_parallel"),
+        )
+    settings.tiled_mlp = bool(fields.flag("tiled_mlp", of="tiled_mlp"))
+    fields.known("tiled_mlp_num_shards", "tiled_mlp_use_original_mlp")
+    if settings.tiled_mlp:
+        settings.deviate("the tiled MLP is evaluated as frugal's, whose slices may be of other sizes",
+                         settings.place("tiled_mlp"))  # fmt: skip
+
+
 def _refusals(fields: Fields) -> None:
     settings = fields.settings
     fields.known("fsdp_version", "fsdp_final_state_dict_type")
     if fields.value("fsdp", "fsdp_config"):
         settings.refuse(trainer.FSDP, fields.place("fsdp_config" if "fsdp_config" in fields else "fsdp"))
-    for key in ("sequence_parallel_degree", "context_parallel_size", "tensor_parallel_size", "dp_shard_size"):
+    for key in ("tensor_parallel_size", "dp_shard_size"):
         if (fields.whole(key) or 1) > 1:
             settings.refuse(f"`{key}` splits the model or its samples otherwise than ZeRO", fields.place(key))
     for key, what in (("rl", "trains against a reference model or rewards"), ("reward_model", "trains a reward model")):

@@ -84,7 +84,11 @@ def read(document: Document, settings: Settings) -> None:
     _read_blocks(document, settings)
     fields.known("train_batch_size", MICRO_BATCH, "gradient_accumulation_steps", "gradient_clipping", *REMOVED)
     fields.known("zero_force_ds_cpu_optimizer", "torch_autocast", "bfloat16")
-    for block in ("tensor_parallel", "pipeline", "sequence_parallel_size", "hybrid_engine", "expert_parallel"):
+    settings.sequence_parallel = fields.whole("sequence_parallel_size", of="sequence_parallel") or (
+        settings.sequence_parallel
+    )
+    fields.known("data_parallel_size")
+    for block in ("tensor_parallel", "pipeline", "hybrid_engine", "expert_parallel"):
         if fields.value(block) not in (None, {}, 1):
             settings.refuse(f"`{block}` splits the model otherwise than ZeRO", fields.place(block))
     if (fields.value("torch_autocast") or {}).get("enabled"):
@@ -264,6 +268,7 @@ def strategy(settings: Settings, resolved: Resolved) -> Strategy:
     return Strategy(
         zero_stage=stage,
         activation_checkpointing="full" if settings.activation_checkpointing else "off",
+        sequence_parallel=settings.sequence_parallel,
         loss="tiled" if settings.tiled_loss else "plain",
         offload_optimizer=optimizer,
         offload_ratio=float(ratio) if is_in_part else 1.0,

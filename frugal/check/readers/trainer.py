@@ -70,10 +70,39 @@ def arguments(fields: Fields, *, is_trl: bool = False) -> None:
     _evaluation(fields)
     for name in ("auto_find_batch_size", "average_tokens_across_devices"):
         settings.raw[name] = fields.flag(name, of=name)
-    parallel = fields.value("parallelism_config")
-    if parallel:
-        where = fields.place("parallelism_config")
-        settings.refuse("`parallelism_config` splits the model over GPUs otherwise than ZeRO", where)
+    parallelism(fields)
+
+
+PARALLELISM = "parallelism_config"
+
+
+def parallelism(fields: Fields, prefix: str = "") -> None:
+    """accelerate's `ParallelismConfig`, whose fields begin with `prefix`: GPUs that share samples through DeepSpeed
+    (`sp_size`) are followed, every other way to split is none of ZeRO's."""
+    if not fields.value(PARALLELISM):
+        return
+    section = Fields(fields.document, fields.settings, (PARALLELISM,))
+    shared_by = section.whole(f"{prefix}sp_size", of="sequence_parallel") or 1
+    backend = section.text(f"{prefix}sp_backend") or "deepspeed"
+    if shared_by > 1 and backend != "deepspeed":
+        fields.settings.refuse(
+            f"`{prefix}sp_backend: {backend}` is none that accelerate has", section.place(f"{prefix}sp_backend")
+        )
+    fields.settings.sequence_parallel = shared_by
+    sizes = ["tp_size", "cp_size"] + ([] if shared_by > 1 else ["dp_replicate_size", "dp_shard_size"])
+    for name in sizes:
+        if (section.whole(prefix + name) or 1) > 1:
+            fields.settings.refuse(
+                f"`{prefix}{name}` splits the model or its samples otherwise than ZeRO", section.place(prefix + name)
+            )
+    section.known(*(prefix + name for name in _OF_PARALLELISM))
+    section.list_unknown()
+
+
+_OF_PARALLELISM = (
+    "dp_replicate_size", "dp_shard_size", "tp_handler", "cp_backend", "cp_comm_strategy", "cp_handler", "sp_handler",
+    "sp_seq_length", "sp_seq_length_is_variable", "sp_attn_implementation",
+)  # fmt: skip
 
 
 def _precision(fields: Fields, default: Precision) -> Precision:
