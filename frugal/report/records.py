@@ -67,6 +67,7 @@ class RunRecord(msgspec.Struct, kw_only=True):
     work: float | None = None
     micro_batch: int | None = None
     accumulation_steps: int | None = None
+    overhead_tokens: int | None = None
     is_planned: bool = False
     given_up: str = ""
     gain: float | None = None

@@ -119,14 +119,37 @@ def test_of_samples_of_different_lengths_both_ends_fit() -> None:
             assert memory.headroom_bytes >= other.memory.headroom_bytes >= 0
 
 
-def test_a_profile_that_promised_too_little_leaves_room_for_as_much_again() -> None:
+def test_alternatives_have_the_memory_of_their_dry_runs_and_those_that_do_not_fit_are_none() -> None:
     plan = planned(**CARDS, model=MODEL, error=1.2)
-    of_profile = SyntheticSource(plan.request, plan.cluster, MODEL).profile(plan.strategy, True)
+    promised = alternatives(plan)
+    source = SyntheticSource(plan.request, plan.cluster, MODEL, error=1.2)
+    others = find(Search(plan.request, plan.cluster, source), plan, dry_running(error=1.2, **MODEL))
     (device,) = plan.cluster.kinds
-    excess = plan.memory.total_bytes / of_profile.memory(max(plan.batch.micro_batch), device).total_bytes
-    assert excess > 1.1
-    for other in alternatives(plan):
-        assert excess * other.memory.total_bytes <= other.memory.usable_bytes + other.memory.context
+    for other in others:
+        dry_run = source.dry_run(other.strategy, max(other.batch.micro_batch), other.batch.accumulation_steps, device)
+        assert other.memory == dry_run and dry_run.fits
+
+    def ways(found: tuple[Alternative, ...]) -> set[tuple[Strategy, tuple[int, ...]]]:
+        return {(other.strategy, other.batch.micro_batch) for other in found}
+
+    assert others and ways(promised) - ways(others)
+
+
+def test_samples_of_different_lengths_are_grouped_in_other_ways_under_the_same_cap() -> None:
+    lengths = of_counts(dict.fromkeys(range(16, 1025, 16), 10))
+    plan = planned(**CARDS | {"global_batch": 128}, model=MODEL, lengths=lengths)
+    others = [
+        other
+        for other in alternatives(plan)
+        if (other.strategy, other.batch.micro_batch) == (plan.strategy, plan.batch.micro_batch)
+    ]
+    assert others
+    for other in others:
+        assert other.batch.overhead_tokens != plan.batch.overhead_tokens
+        assert replace(other.batch, overhead_tokens=plan.batch.overhead_tokens) == plan.batch
+        assert other.memory == plan.memory
+        grouping = changed_to(plan, other).grouping
+        assert grouping is not None and grouping != plan.grouping
 
 
 def test_a_plan_with_alternatives_is_read_as_it_was_written_and_one_without_is_as_before() -> None:

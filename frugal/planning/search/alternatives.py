@@ -4,15 +4,16 @@ The gradient of a global batch does not depend on how it is cut, so a step in an
 the search weighs, these can change between two steps of one engine: the micro-batches, the mode of activation
 checkpointing, and whether the loss is tiled. ZeRO stage, offloading and buckets stay: the engine was made for them.
 
-An alternative is predicted to take at most `NEAR` times the plan's seconds, and its own profile, with the allocator
-replayed, says that it fits, with room for what the plan's profile was below its dry run. What is pinned is not varied.
-Where the gradient does depend on the cut (dropout's masks, statistics of a micro-batch), the micro-batches stay the
-plan's. Where samples have different lengths, an alternative must fit at both ends of what its micro-batches may hold:
-few samples of full length, and many of the shortest (`frugal.planning.length_bucketing`).
+An alternative is predicted to take at most `NEAR` times the plan's seconds, and was dry-run like the plan: it fits.
+What is pinned is not varied. Where the gradient does depend on the cut (dropout's masks, statistics of a micro-batch),
+the micro-batches stay the plan's. Where samples have different lengths, an alternative must fit at both ends of what
+its micro-batches may hold: few samples of full length, and many of the shortest; and what a micro-step is taken to cost
+besides its tokens is varied, too, which only changes how samples are grouped (`frugal.planning.length_bucketing`).
 """
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from frugal.errors import RequestError
@@ -39,8 +40,8 @@ CUTS = (1, 2, 4)
 LEAST_STEPS, LEAST_SECONDS = 200, 300.0
 """Runs of fewer optimizer steps, or of less predicted time, are not tuned: they could not win back what it takes."""
 
-EXCESS = 1.01
-"""Times a profile's bytes that a dry run is trusted to take at most, see `frugal.planning.search.search.TRUST`."""
+OVERHEADS = (0.25, 4.0)
+"""Times the predicted cost of a micro-step besides its tokens that are tried: less of it pads less, in more of them."""
 
 JSON_ALONE = "ds_config.json alone"
 """How the warning begins that is about the plan's own micro-batches."""
@@ -59,14 +60,15 @@ def depends_on_cut(plan: Plan) -> bool:
 def find(search: "Search", plan: Plan, open_source: OpenSource) -> tuple[Alternative, ...]:
     """The plan's alternatives, fastest by prediction first. `search` is one of the plan's own request and cluster."""
     alternatives = {
-        (each.strategy, each.batch.micro_batch): each
+        (each.strategy, each.batch.micro_batch, each.batch.overhead_tokens): each
         for strategy in _strategies(search, plan)
         for batch in _batches(search, plan, strategy)
-        for each in _proven(search, plan, strategy, batch, open_source)
+        for each in _near(search, plan, strategy, batch)
     }
-    alternatives.pop((plan.strategy, plan.batch.micro_batch), None)
+    alternatives.pop((plan.strategy, plan.batch.micro_batch, plan.batch.overhead_tokens), None)
     by_time = sorted(alternatives.values(), key=lambda each: (each.time.total_seconds, each.strategy.num_mechanisms))
-    return tuple(by_time[:MOST])
+    proven = (dry_run for each in by_time for dry_run in _dry_run(search, plan, each, open_source))
+    return tuple(islice(proven, MOST))
 
 
 def _strategies(search: "Search", plan: Plan) -> Iterator[Strategy]:
@@ -98,7 +100,9 @@ def _batches(search: "Search", plan: Plan, strategy: Strategy) -> Iterator[Batch
     if depends_on_cut(plan):
         yield plan.batch
         return
-    if strategy != plan.strategy:
+    if strategy == plan.strategy:
+        yield from _other_groups(plan)
+    else:
         try:
             candidate = search.evaluation.evaluate(strategy)
         except RequestError:  # the model cannot take the tiled loss
@@ -119,60 +123,73 @@ def _batches(search: "Search", plan: Plan, strategy: Strategy) -> Iterator[Batch
             yield replace(batch, shortest=plan.batch.shortest, overhead_tokens=plan.batch.overhead_tokens)
 
 
-def _proven(
-    search: "Search", plan: Plan, strategy: Strategy, batch: BatchPlan, open_source: OpenSource
-) -> Iterator[Alternative]:
-    """The alternative, if it is near the plan's time and fits."""
+def _other_groups(plan: Plan) -> Iterator[BatchPlan]:
+    """The plan's own micro-batches, filled in other ways, where that changes anything for a typical global batch."""
+    batch, lengths, seq_len = plan.batch, plan.request.lengths, plan.request.seq_len
+    if lengths is None or batch.overhead_tokens is None:
+        return
+    known = {length_bucketing.grouping(lengths, batch, seq_len)}
+    for times in OVERHEADS:
+        other = replace(batch, overhead_tokens=max(1, round(times * batch.overhead_tokens)))
+        grouping = length_bucketing.grouping(lengths, other, seq_len)
+        if grouping not in known:
+            known.add(grouping)
+            yield other
+
+
+def _near(search: "Search", plan: Plan, strategy: Strategy, batch: BatchPlan) -> Iterator[Alternative]:
+    """The alternative, if it is near the plan's time and its profile says that it fits."""
     evaluation, accumulates = search.evaluation, batch.accumulation_steps > 1
     is_offloaded = strategy.offload_optimizer != "none"
     if is_offloaded and accumulates != (plan.batch.accumulation_steps > 1):
         return  # DeepSpeed makes its buffers on the host for the one or the other
     try:
         profile = search.source.profile(strategy, accumulates or plan.request.lengths is not None)
-        time = evaluation.time(profile, strategy, batch)
-        if time.total_seconds > NEAR * plan.time.total_seconds:
-            return
-        loads = evaluation.fitting.loads(batch)
-        memories = [profile.memory(micro, device) for device, micro in loads]
-        if batch.shortest is not None:
-            memories += _of_shortest(search, plan, strategy, batch, open_source)
-    except RequestError:  # as above; or it cannot read samples that short
+    except RequestError:  # the model cannot take the tiled loss
         return
+    time = evaluation.time(profile, strategy, batch)
+    if time.total_seconds > NEAR * plan.time.total_seconds:
+        return
+    memories = (profile.memory(micro, device) for device, micro in evaluation.fitting.loads(batch))
     memory = min(memories, key=lambda each: each.headroom_bytes)
-    is_within = memory.total_bytes * _excess(search, plan) <= memory.usable_bytes + memory.context
-    if memory.fits and is_within and evaluation.fitting.host_shortfall_bytes(memory) <= 0:
+    if memory.fits:
         yield Alternative(strategy=strategy, batch=batch, memory=memory, time=time)
 
 
+def _dry_run(search: "Search", plan: Plan, other: Alternative, open_source: OpenSource) -> Iterator[Alternative]:
+    """The alternative with what its dry runs take, if that fits."""
+    evaluation, strategy, batch = search.evaluation, other.strategy, other.batch
+    if (strategy, batch.micro_batch) == (plan.strategy, plan.batch.micro_batch):
+        yield replace(other, memory=plan.memory)
+        return
+    steps = max(batch.accumulation_steps, 1 if plan.request.lengths is None else 2)
+    loads = evaluation.fitting.loads(batch)
+    memories = [search.source.dry_run(strategy, micro, steps, device) for device, micro in loads]
+    if batch.shortest is not None:
+        try:
+            memories += _of_shortest(search, plan, other, steps, open_source)
+        except RequestError:  # the model cannot read samples that short
+            return
+    memory = min(memories, key=lambda each: each.headroom_bytes)
+    if memory.fits and evaluation.fitting.host_shortfall_bytes(memory) <= 0:
+        yield replace(other, memory=memory)
+
+
 def _of_shortest(
-    search: "Search", plan: Plan, strategy: Strategy, batch: BatchPlan, open_source: OpenSource
+    search: "Search", plan: Plan, other: Alternative, steps: int, open_source: OpenSource
 ) -> list[MemoryBreakdown]:
-    """What micro-batches take that hold nothing but the shortest samples. Of the plan's own strategy: less than proven.
+    """What micro-batches take that hold nothing but the shortest samples.
 
     Raises:
         RequestError: the model cannot read samples that short.
     """
-    assert batch.shortest is not None
-    if strategy == plan.strategy:
-        return [plan.memory]
-    short = replace(plan.request, seq_len=batch.shortest, lengths=None)
-    with open_source(short, plan.cluster) as source:
-        profile = source.profile(strategy, True)
+    seq_len, shortest = plan.request.seq_len, other.batch.shortest
+    assert shortest is not None
+    with open_source(replace(plan.request, seq_len=shortest, lengths=None), plan.cluster) as source:
         return [
-            profile.memory(length_bucketing.most_samples(micro, plan.request.seq_len, batch.shortest), device)
-            for device, micro in search.evaluation.fitting.loads(batch)
+            source.dry_run(other.strategy, length_bucketing.most_samples(micro, seq_len, shortest), steps, device)
+            for device, micro in search.evaluation.fitting.loads(other.batch)
         ]
-
-
-def _excess(search: "Search", plan: Plan) -> float:
-    """How many times more the plan's dry run took than its profile says; at least 1."""
-    if plan.request.lengths is not None:  # of which end the plan's memory is, it does not say
-        return EXCESS
-    profile = search.source.profile(plan.strategy, plan.batch.accumulation_steps > 1)
-    of_profile = max(
-        profile.memory(micro, device).total_bytes for device, micro in search.evaluation.fitting.loads(plan.batch)
-    )
-    return max(1.0, plan.memory.total_bytes / of_profile)
 
 
 def changed_to(plan: Plan, alternative: Alternative) -> Plan:

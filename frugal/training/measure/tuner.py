@@ -168,7 +168,10 @@ class Tuner:
 
 def _in_words(plan: Plan) -> str:
     steps = plural(plan.batch.accumulation_steps, "micro-step")
-    return f"{plan.strategy}, micro-batch {plan.batch.largest_micro_batch} in {steps},"
+    besides = (
+        "" if plan.batch.overhead_tokens is None else f", grouped as if each took {plan.batch.overhead_tokens} tokens"
+    )
+    return f"{plan.strategy}, micro-batch {plan.batch.largest_micro_batch} in {steps}{besides},"
 
 
 def _in_numbers(plan: Plan) -> dict[str, Any]:
@@ -176,4 +179,5 @@ def _in_numbers(plan: Plan) -> dict[str, Any]:
         "strategy": str(plan.strategy),
         "micro_batch": plan.batch.largest_micro_batch,
         "accumulation_steps": plan.batch.accumulation_steps,
+        "overhead_tokens": plan.batch.overhead_tokens,
     }

@@ -17,10 +17,11 @@ Each line of `metrics.jsonl` is one JSON object with an `event`:
     memory       step, planned_bytes, measured_bytes (rank 0's peak over initialisation and two steps),
                  planned_micro_batch, largest_micro_batch (samples and tokens: planned, and run so far), phases (by
                  name: planned_bytes, null where the plan has none; measured_bytes, reserved_bytes), time
-    tuning       step, seconds, work (tokens, or samples), strategy, micro_batch, accumulation_steps, is_planned,
-                 given_up (why, if it is), time: this step was taken in one of several ways
+    tuning       step, seconds, work (tokens, or samples), strategy, micro_batch, accumulation_steps, overhead_tokens
+                 (what samples were grouped by, else null), is_planned, given_up (why, if it is), time: this step was
+                 taken in one of several ways
     tuned        step, gain (part of the planned step's seconds), strategy, micro_batch, accumulation_steps,
-                 plan_digest, time: the way in which the run goes on
+                 overhead_tokens, plan_digest, time: the way in which the run goes on
     end          step (the last that was done), status (done, stopped, interrupted, failed; lost: another rank was,
                  whoever started the run knows why and adds its own), why, time
 
