@@ -95,6 +95,7 @@ def test_the_frontier_is_memory_against_time_with_what_does_not_fit_marked(capsy
     assert (code, err) == (0, "")
     table = out[out.index("memory against time") :].splitlines()
     assert table[1].split() == ["peak", "step", "batch", "strategy"]
+    assert max(map(len, table)) <= 80
     assert any(line.strip().startswith("!") for line in table[2:])
 
 

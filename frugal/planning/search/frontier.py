@@ -7,9 +7,9 @@ checkpointing are points where their strategies are on it: between two modes at 
 Left out: what the allocator wastes, and whether a device has so much.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, product
 
 from frugal.config.hardware.cluster import Device
 from frugal.errors import RequestError
@@ -26,6 +26,10 @@ FASTER = 1.01
 
 MOST_MICRO_BATCHES = 12
 """Micro-batches that each strategy is looked at with: 1, 2, 3, 4, 6, 8, 12 and so on, and the largest."""
+
+
+OFF_LINE = 0.01
+"""Of a mixture's bytes: how far it may be below the line between its modes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +64,8 @@ def frontier(search: Search) -> list[FrontierPoint]:
             hint="`frugal plan` dry-runs what it weighs",
         )
     best = _unbeaten(whole)
-    return _unbeaten([*whole, *(point for each in _mixed(search, best) for point in _points(search, each))])
+    mixed = (point for each, accumulates in _mixed(search, whole, best) for point in _points(search, each, accumulates))
+    return _unbeaten([*whole, *mixed])
 
 
 def _drafted(search: Search, strategies: Iterable[Strategy]) -> Iterator[Strategy]:
@@ -76,10 +81,10 @@ def _drafted(search: Search, strategies: Iterable[Strategy]) -> Iterator[Strateg
                 raise
 
 
-def _points(search: Search, strategy: Strategy) -> Iterator[FrontierPoint]:
-    """A strategy with several micro-batches."""
+def _points(search: Search, strategy: Strategy, of_steps: Iterable[bool] = (True, False)) -> Iterator[FrontierPoint]:
+    """A strategy with several micro-batches; `of_steps`: those that accumulate gradients, those that do not."""
     fitting, evaluation = search.evaluation.fitting, search.evaluation
-    for accumulates in (True, False):
+    for accumulates in of_steps:
         profile = search.source.draft(strategy, accumulates)
         if profile is None:
             return
@@ -111,21 +116,40 @@ def _micro_batches(cap: int) -> list[int]:
     return [*sizes[: MOST_MICRO_BATCHES - 1], cap]
 
 
-def _mixed(search: Search, best: list[FrontierPoint]) -> Iterator[Strategy]:
-    """Mixtures under strategies that are on the frontier."""
+def _mixed(
+    search: Search, whole: Sequence[FrontierPoint], best: Sequence[FrontierPoint]
+) -> Iterator[tuple[Strategy, set[bool]]]:
+    """Mixtures under strategies on the frontier that may be on it, too, and whether gradients accumulate there.
+
+    With equal micro-batches bytes and seconds of a mixture are about on the line between those of its modes.
+    """
     if search.request.activation_checkpointing not in ("auto", "budget"):
         return
-    of_level = {base_of(each): each for level in search.levels for each in search.strategies(level)}
+    cuts: dict[Strategy, dict[tuple[int, int], FrontierPoint]] = {}
+    for point in whole:
+        cuts.setdefault(point.strategy, {})[point.micro_batch, point.accumulation_steps] = point
+    modes = LAYER_MODES if search.cluster.devices[0].kind == "cuda" else LAYER_MODES[1:]
     for base in dict.fromkeys(base_of(point.strategy) for point in best):
-        if base not in of_level:
-            continue
-        on_gpus = search.cluster.devices[0].kind == "cuda"
-        modes = LAYER_MODES if on_gpus else LAYER_MODES[1:]
         for frugal, generous in (*pairwise(modes), (modes[0], modes[-1])):
-            num_layers = search.source.num_layers(mixture(base, ((frugal, 1), (generous, 1))))
-            counts = dict.fromkeys(num_layers * quarters // 4 for quarters in (1, 2, 3))
-            for count in (each for each in counts if 0 < each < num_layers):
-                yield mixture(base, ((frugal, num_layers - count), (generous, count)))
+            ends = [cuts.get(mixture(base, ((mode, 1),)), {}) for mode in (frugal, generous)]
+            wanted: dict[int, set[bool]] = {}  # quarters that are generous -> whether gradients accumulate
+            for cut, quarters in product(ends[0].keys() & ends[1].keys(), (1, 2, 3)):
+                if _may_be_unbeaten(ends[0][cut], ends[1][cut], quarters / 4, best):
+                    wanted.setdefault(quarters, set()).add(cut[1] > 1)
+            num_layers = search.source.num_layers(mixture(base, ((frugal, 1), (generous, 1)))) if wanted else 0
+            for quarters, accumulates in sorted(wanted.items()):
+                if 0 < (count := num_layers * quarters // 4) < num_layers:
+                    yield mixture(base, ((frugal, num_layers - count), (generous, count))), accumulates
+
+
+def _may_be_unbeaten(
+    frugal: FrontierPoint, generous: FrontierPoint, share: float, best: Sequence[FrontierPoint]
+) -> bool:
+    """Whether a mixture of two points may be on the frontier; if it takes more than on their line, by `OFF_LINE`."""
+    total_bytes = frugal.total_bytes + share * (generous.total_bytes - frugal.total_bytes)
+    seconds = frugal.seconds + share * (generous.seconds - frugal.seconds)
+    less = (point.seconds for point in best if point.total_bytes <= total_bytes * (1 - OFF_LINE))
+    return seconds <= min(less, default=float("inf"))
 
 
 def _unbeaten(points: Iterable[FrontierPoint]) -> list[FrontierPoint]:
@@ -146,9 +170,18 @@ def frontier_table(plan: Plan, points: list[FrontierPoint]) -> Table:
                 f"{'' if point.fits else '!'}{format_bytes(point.total_bytes)}",
                 format_seconds(point.seconds),
                 f"{point.micro_batch} x {point.accumulation_steps}",
-                short_name(point.strategy),
+                _brief(point.strategy),
             )
         )
     total = format_bytes(plan.memory.usable_bytes + plan.memory.context)
-    note = f"! more than the {total} of a device that may be used; without what the allocator wastes, not dry-run"
-    return Table(title="memory against time", rows=tuple(rows), note=note, has_head=True)
+    note = (
+        f"! more than the {total} of a device that may be used. Of layers: their mode of activation checkpointing. "
+        "Predicted, without what the allocator wastes, and not dry-run"
+    )
+    return Table(title="memory against time", rows=tuple(rows), note=note, has_head=True, is_wrapped=True)
+
+
+def _brief(strategy: Strategy) -> str:
+    """A strategy in few words; the note of the table says what modes are of."""
+    in_full = short_name(strategy)
+    return in_full.replace("activation checkpointing ", "").replace(" in host memory", " on the host")
