@@ -154,9 +154,7 @@ def subject_of(
     if strategy.activation_checkpointing != "off" and not facts.can_recompute:
         settings.deviate("evaluated without activation checkpointing, which this model does not take")
         strategy = replace(strategy, activation_checkpointing="off")
-    if settings.tiled_mlp and strategy.zero_stage == 3:
-        settings.deviate("evaluated with whole MLPs: frugal tiles them for stages 0 to 2", settings.place("tiled_mlp"))
-    elif settings.tiled_mlp:
+    if settings.tiled_mlp:
         strategy = replace(strategy, mlp="tiled")
     return Subject(request=request, cluster=cluster, strategy=strategy, batch=arithmetic.planned)
 

@@ -378,13 +378,17 @@ def what_if_table(
     cases: Mapping[tuple[int, int, int], Case],
     predictions: Mapping[tuple[int, int, int], Candidate | None],
 ) -> list[str]:
-    """A table a sample length, memory by GPUs: seconds a step, tokens/s of a GPU, and the strategy's letters."""
+    """A table a sample length, memory by GPUs: seconds a step, tokens/s of a GPU, and the strategy's letters.
+
+    Below it the longest samples that fit, where some do not.
+    """
     used: set[str] = set()
     lines = [f"what if: a step of {plan.batch.global_batch} samples ({NOT_DRY_RUN})"]
     for seq_len in axes["seq-len"]:
         rows = what_if_rows(plan, axes, cases, predictions, seq_len, used)
         lines += ["", f"samples of {seq_len} tokens", *aligned([(*row, "") for row in rows])]
-    if "u" in used and len(axes["seq-len"]) > 1:
+    all_fit = all(candidate is not None and candidate.fits for candidate in predictions.values())
+    if len(axes["seq-len"]) > 1 and ("u" in used or not all_fit):
         lines += ["", *_longest(plan, axes, predictions)]
     return [*lines, "", f"  {what_if_legend(used)}"]
 

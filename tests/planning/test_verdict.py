@@ -1,6 +1,7 @@
 """A plan in a few lines."""
 
 from html.parser import HTMLParser
+from typing import Any
 
 import pytest
 
@@ -9,7 +10,7 @@ from frugal.dryrun.planner import make_plan
 from frugal.planning import verdict as verdicts
 from frugal.planning.plan import Plan
 from frugal.units import format_bytes
-from tests.planning.synthetic import dry_running
+from tests.planning.synthetic import dry_running, planned
 
 
 @pytest.fixture(scope="module")
@@ -78,6 +79,25 @@ def test_the_bar_of_a_notebook_is_the_whole_card(plan: Plan) -> None:
     assert sum(page.widths) == pytest.approx(100, abs=1)
     for _, words in plan.verdict.rows:
         assert words in page.text
+
+
+PARTS = {"drafts": True, "num_matrices": 200}
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"gpus": 4, "mem": "24G", "sequence_parallel": 2, "model": {"can_be_split": True}}, "over 2 ranks"),
+        ({"gpus": 4, "mem": "8G", "zero_stage": 3, "offload_ratio": 0.5, "model": PARTS}, "50 % of the optimizer"),
+        ({"nodes": 2, "gpus": 4, "mem": "24G", "zero_stage": 3, "secondary_partition": 4}, "4 ranks of a node (hpZ)"),
+        ({"gpus": 4, "mem": "24G", "mlp": "tiled", "model": {"mlp_bytes_per_token": 1000}}, "tiled MLP"),
+    ],
+)
+def test_a_notebook_names_what_the_strategy_is(settings: dict[str, Any], words: str) -> None:
+    made = planned(**settings)
+    page = _Page(made._repr_html_())
+    assert words in page.text and made.arithmetic in page.text
+    assert not page.open and sum(page.widths) == pytest.approx(100, abs=1)
 
 
 def test_a_notebook_shows_what_a_model_is_called_and_runs_none_of_it(plan: Plan) -> None:

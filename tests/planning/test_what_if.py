@@ -132,6 +132,21 @@ def test_the_table_has_an_entry_for_every_case() -> None:
     assert "o optimizer in host memory" in lines[-1], "2 GiB are too little without"
 
 
+def test_where_some_samples_fit_nowhere_the_longest_that_do_are_told() -> None:
+    made = plan(gpus=1, mem="12G", global_batch=8)
+    axes = parse_axes(["gpus=1", "mem=2G,12G", "seq-len=1024,8192,65536"])
+    cases = grid(made, axes)
+    predictions = dict(zip(cases, predicted(list(cases.values()), dry_running(**SMALL)), strict=True))
+    fit = {memory: [key[2] for key, each in predictions.items() if key[1] == memory and each and each.fits]
+           for memory in axes["mem"]}  # fmt: skip
+    lines = what_if_table(made, axes, cases, predictions)
+    assert [line for line in lines if line.startswith("  longest")] == [
+        f"  longest samples of these that fit {memory // GIB}.00 GiB: 1 GPU {max(lengths)} tokens"
+        for memory, lengths in fit.items()
+    ]
+    assert any(len(lengths) < 3 for lengths in fit.values())
+
+
 def test_a_cluster_of_other_size_has_margin_and_context_of_that_size() -> None:
     _, one, _ = understand({"gpus": 1, "mem": "12G"})
     _, four, _ = understand({"gpus": 4, "mem": "24G", "nodes": 2, "host_mem": "64G"})
