@@ -42,9 +42,9 @@ _AS_ONE = "frugal_gathered_as_one"
 def gather_as_one(module: nn.Module) -> None:
     """Have ZeRO-3 gather all parameters in `module` when it begins, and release them when it ends.
 
-    DeepSpeed has that for what it calls leaf modules, whose gradients it reduces when the module's backward is over.
-    Where no input of a module needs a gradient that is before they are there, and zeros would be reduced. Those of
-    this module are reduced like all others, each when it is whole.
+    DeepSpeed has that for what it calls leaf modules, whose gradients it reduces in a hook of the module. Where no
+    input of the module needs a gradient, torch calls that hook before the gradients are there, and backward fails.
+    Those of this module are reduced like all others, each when it is whole.
     """
     set_z3_leaf_module(module, True)
     setattr(module, _AS_ONE, True)
