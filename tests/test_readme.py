@@ -201,5 +201,22 @@ def test_the_figures_between_the_tables_of_the_benchmarks_are_those_that_were_me
     assert f"{by_source['tokenised data'] / 1e6:.0f} million a second from tokenised data" in said
 
 
+def test_what_the_benchmarks_say_of_shared_samples_and_mixtures_is_what_was_measured() -> None:
+    said = " ".join(readme.text("benchmarks").split())
+    kept, true = measured("emulated-strategies")["summary"], measured("accuracy-strategies-cpu")
+    allocated = kept["allocated_error"]
+    assert allocated["worst"] == -allocated["lowest"] < 0.001 and kept["measured"] == kept["capped"]
+    assert kept["unusable_share"] == kept["expandable_unusable_share"] == true["failures"] == true["lowest_error"] == 0
+    assert f"Of {kept['measured']} rows allocated: median {100 * allocated['median']:.3f} %" in said
+    assert f"worst {100 * allocated['worst']:.2f} %, which is also the lowest; capped" in said
+    assert (
+        f"(llama-3b, 65,536 tokens, offloaded, tiled MLP, shared by 4: {100 * kept['reserved_error']['lowest']:.0f} %"
+        in said
+    )
+    assert f"expandable {100 * kept['expandable_error']['lowest']:.0f} %" in said
+    assert f"holds {true['configurations']} such configurations" in said
+    assert f"{true['exact']} exact, worst +{100 * true['worst_error']:.3f} %, none low" in said
+
+
 TRACKER = "memtracker, one configuration of llama-3.1-8b"
 UNSEEN = "an 8B model never seen on 8 x 24G, nothing kept"

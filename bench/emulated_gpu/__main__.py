@@ -6,6 +6,7 @@ space and runs no kernel. Requests, kernels' choice and workspaces, segments are
     python -m bench.emulated_gpu
     python -m bench.emulated_gpu --predictions predictions.json --predict       (any machine)
     python -m bench.emulated_gpu --predictions predictions.json                 (then with the emulated driver)
+    python -m bench.emulated_gpu --strategies    (shared samples, mixtures of modes, tiled MLP, partial offload, hpZ)
     python -m bench.emulated_gpu --only falcon --only t4             (rows whose names have one of these words)
 
 Each configuration runs two optimizer steps of frugal's engine, free, capped at the predicted capacity, and with
@@ -34,15 +35,18 @@ from bench.gpu.truth import Bench, environment, told
 from frugal.config.hardware.cluster import find_card
 
 OUT = Path(__file__).parents[1] / "results" / "emulated-gpu.json"
+STRATEGIES_OUT = OUT.with_name("emulated-strategies.json")
 PROCESSES = 2
 
 
 def main() -> int:
     """Predict, run and compare; 1 if nothing was measured."""
     asked = _arguments()
-    chosen = [each for each in configurations() if not asked.only or any(word in each.name for word in asked.only)]
+    rows_of = list(configurations(strategies=asked.strategies))
+    chosen = [each for each in rows_of if not asked.only or any(word in each.name for word in asked.only)]
     chosen = chosen[: asked.first]
-    old = [] if asked.again else _finished(asked.out)
+    asked.out = asked.out or (STRATEGIES_OUT if asked.strategies else OUT)
+    old = [] if asked.again else _finished(asked.out, {each.name for each in rows_of})
     known = {row.prediction.configuration.name: row.prediction for row in old if not asked.repredict}
     with TemporaryDirectory(prefix="emulated-gpu-") as name:
         folder = Path(name)
@@ -57,6 +61,7 @@ def main() -> int:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.emulated_gpu", description="Predictions, on emulated GPUs.")
+    parser.add_argument("--strategies", action="store_true", help="the table of strategies that came later")
     parser.add_argument("--only", action="append", metavar="WORD", help="rows whose name has it; more than one: any")
     parser.add_argument("--first", type=int, metavar="N", help="only the first N of these rows")
     parser.add_argument("--again", action="store_true", help="also rows that the output has already")
@@ -68,16 +73,17 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--predict", action="store_true", help="only predict; any machine can")
     parser.add_argument("--streams", type=Path, metavar="FOLDER", help="keep what was asked of the allocator")
     parser.add_argument("--record", type=Path, metavar="FOLDER", help="keep small models as records: tests/measured")
-    parser.add_argument("--out", type=Path, default=OUT, help="[default: bench/results/emulated-gpu.json]")
+    parser.add_argument(
+        "--out", type=Path, help="[default: emulated-gpu.json in bench/results, or ...-strategies.json]"
+    )
     return parser.parse_args()
 
 
-def _finished(path: Path) -> list[Row]:
-    """The rows of an earlier run that were measured and are still in the table."""
+def _finished(path: Path, today: set[str]) -> list[Row]:
+    """The rows of an earlier run that were measured and are still in the table, `today`."""
     if not path.exists():
         return []
     content = msgspec.json.decode(path.read_bytes())
-    today = {each.name for each in configurations()}
     return [row for each in content["rows"] if (row := Row.read(each)).measured and each["name"] in today]
 
 

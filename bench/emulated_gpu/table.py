@@ -2,6 +2,8 @@
 
 Each fits its card, and each setting that changes memory is in several: ZeRO stages, activation checkpointing, the
 tiled loss, offloading, overlapped communication, clipping, fp16, packing, an evaluation or a checkpoint in between.
+A table of its own (`--strategies`) has ranks that share samples, a mode of activation checkpointing for each layer, the
+tiled MLP, an optimizer partly in host memory, parameters kept within a node (hpZ).
 """
 
 from collections.abc import Iterator
@@ -115,13 +117,56 @@ _H100: tuple[_Row, ...] = (
     ("llama-0.6b", "bf16", 2, "full", "tiled", 8, 1, 2048, {"lora": "r=16"}),
 )
 
+_STRATEGIES: dict[str, tuple[_Row, ...]] = {
+    "rtx3060": (
+        ("tinyllama-1.1b", "bf16", 3, "full", "tiled", 2, 1, 2048,
+         {"world_size": 4, "sequence_parallel": 2, "lora": "r=16"}),
+        ("llama-0.6b", "bf16", 2, "full", "tiled", 4, 2, 2048, {"world_size": 8, "sequence_parallel": 8}),
+        ("gpt2", "bf16", 2, "budget", "tiled", 8, 1, 1024, {"layer_modes": (("full", 7), ("off", 5))}),
+        ("qwen3-0.6b", "bf16", 2, "full", "tiled", 1, 2, 8192, {"world_size": 4, "mlp": "tiled"}),
+        ("tinyllama-1.1b", "bf16", 3, "full", "tiled", 2, 1, 2048,
+         {"world_size": 2, "offload": "optimizer", "offload_ratio": 0.5}),
+    ),
+    "t4": (
+        ("gpt2", "fp16", 2, "full", "plain", 4, 1, 1024, {"world_size": 2, "sequence_parallel": 2}),
+        ("gpt2", "fp32", 1, "off", "plain", 2, 2, 1024, {"world_size": 4, "sequence_parallel": 4}),
+        ("gpt2", "fp16", 2, "budget", "plain", 4, 1, 1024,
+         {"layer_modes": (("full", 4), ("selective", 4), ("off", 4))}),
+    ),
+    "a100-80g": (
+        ("tinyllama-1.1b", "bf16", 2, "off", "plain", 2, 1, 2048, {"world_size": 2, "sequence_parallel": 2}),
+        ("qwen3-0.6b", "bf16", 3, "full", "tiled", 1, 1, 32768, {"world_size": 4, "sequence_parallel": 4}),
+        ("gpt2", "bf16", 2, "selective", "plain", 8, 1, 1024, {"world_size": 2, "sequence_parallel": 2, "pack": True}),
+        ("gpt2", "bf16", 2, "off", "plain", 8, 2, 1024, {"world_size": 4, "sequence_parallel": 2}),
+        ("mistral-0.4b", "bf16", 2, "full", "tiled", 1, 1, 8192, {"world_size": 2, "sequence_parallel": 2}),
+        ("tinyllama-1.1b", "bf16", 2, "budget", "tiled", 4, 1, 2048,
+         {"layer_modes": (("offloaded", 10), ("full", 12))}),
+        ("tinyllama-1.1b", "bf16", 3, "budget", "tiled", 4, 2, 2048,
+         {"world_size": 2, "layer_modes": (("full", 11), ("selective", 11))}),
+        ("t5-base", "bf16", 2, "budget", "plain", 8, 1, 512, {"layer_modes": (("full", 12), ("off", 12))}),
+        ("llama-3b", "bf16", 2, "full", "tiled", 1, 1, 16384, {"world_size": 4, "mlp": "tiled"}),
+        ("llama-3b", "bf16", 2, "offloaded", "tiled", 1, 1, 65536,
+         {"world_size": 4, "sequence_parallel": 4, "mlp": "tiled"}),
+        ("gpt2-xl", "bf16", 3, "full", "tiled", 2, 2, 1024, {"offload": "optimizer", "offload_ratio": 0.25}),
+        ("tinyllama-1.1b", "bf16", 3, "full", "tiled", 4, 1, 2048, {"world_size": 8, "secondary_partition": 4}),
+        ("llama-3b", "bf16", 3, "full", "tiled", 1, 2, 2048, {"world_size": 8, "secondary_partition": 2}),
+    ),
+    "h100": (
+        ("llama-3b", "bf16", 3, "offloaded", "tiled", 1, 1, 65536, {"world_size": 8, "sequence_parallel": 8}),
+        ("qwen3-0.6b", "bf16", 2, "off", "tiled", 2, 1, 4096, {"world_size": 2, "sequence_parallel": 2}),
+        ("llama-3b", "bf16", 3, "budget", "tiled", 2, 1, 2048,
+         {"world_size": 4, "layer_modes": (("full", 20), ("off", 8))}),
+        ("qwen3-0.6b", "bf16", 2, "full", "tiled", 1, 1, 32768, {"mlp": "tiled"}),
+    ),
+}  # fmt: skip
+
 OF_CARD = {"rtx3060": _RTX3060, "t4": _T4, "a100-80g": _A100, "h100": _H100}
 """Rows of each emulated card."""
 
 
-def configurations() -> Iterator[Configuration]:
-    """Card by card, what needs the same process together."""
-    for card, rows in OF_CARD.items():
+def configurations(*, strategies: bool = False) -> Iterator[Configuration]:
+    """Card by card, what needs the same process together. `strategies`: the other table, of `--strategies`."""
+    for card, rows in (_STRATEGIES if strategies else OF_CARD).items():
         of_card = []
         for model, precision, zero_stage, mode, loss, micro_batch, steps, seq_len, *more in rows:
             of_card.append(

@@ -15,7 +15,7 @@ from frugal.config.hardware.cluster import Cluster, Device, DeviceKind, Node, fi
 from frugal.config.request import Precision, Request
 from frugal.planning.batch import BatchPlan
 from frugal.planning.plan import Plan
-from frugal.planning.strategy import BUCKET_ELEMENTS, ActivationCheckpointing, Strategy
+from frugal.planning.strategy import BUCKET_ELEMENTS, ActivationCheckpointing, LayerMode, Strategy, in_part
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +37,11 @@ class Configuration:
     pack: bool = False
     between: Literal["nothing", "evaluation", "checkpoint"] = "nothing"
     lora: str | None = None
+    layer_modes: tuple[tuple[LayerMode, int], ...] = ()
+    mlp: Literal["plain", "tiled"] = "plain"
+    sequence_parallel: int = 1
+    offload_ratio: float = 1.0
+    secondary_partition: int = 1
     card: str | None = None
 
     @property
@@ -50,8 +55,17 @@ class Configuration:
         words += [f"on {self.world_size}"] * (self.world_size > 1) + [f"offload {self.offload}"] * self.offloads
         words += ["overlapped"] * self.overlap_comm + ["unclipped"] * (not self.gradient_clipping)
         words += ["packed"] * self.pack + [f"lora {self.lora}"] * (self.lora is not None)
+        words += ["+".join(f"{count} {mode}" for mode, count in self.layer_modes)] * bool(self.layer_modes)
+        words += ["tiled MLP"] * (self.mlp == "tiled") + [f"sp {self.sequence_parallel}"] * (self.sequence_parallel > 1)
+        words += [f"ratio {self.offload_ratio:g}"] * (self.offload_ratio < 1)
+        words += [f"hpZ {self.secondary_partition}"] * (self.secondary_partition > 1)
         words += [self.between] * (self.between != "nothing")
         return " ".join(words + [self.card] * (self.card is not None))
+
+    @property
+    def num_groups(self) -> int:
+        """Of ranks that share samples; ranks, where none do."""
+        return self.world_size // self.sequence_parallel
 
     @property
     def offloads(self) -> bool:
@@ -76,7 +90,7 @@ class Configuration:
             task=models.TASKS.get(self.model),
             precision=self.precision,
             seq_len=self.seq_len,
-            global_batch=max(1, self.micro_batch) * self.accumulation_steps * self.world_size,
+            global_batch=max(1, self.micro_batch) * self.accumulation_steps * self.num_groups,
             gradient_clipping=self.gradient_clipping,
             pack=self.pack or None,
             lora=None if self.lora is None else Lora.parse(self.lora),
@@ -92,9 +106,13 @@ class Configuration:
     def strategy(self, trainable_parameters: int) -> Strategy:
         """As `frugal plan` would make it for one device."""
         bucket = min(BUCKET_ELEMENTS, trainable_parameters)
-        return Strategy(
+        strategy = Strategy(
             zero_stage=self.zero_stage,
             activation_checkpointing=self.activation_checkpointing,
+            layer_modes=self.layer_modes,
+            sequence_parallel=self.sequence_parallel,
+            mlp=self.mlp,
+            secondary_partition=self.secondary_partition,
             loss="tiled" if self.loss == "tiled" else "plain",
             reduce_bucket_elements=bucket,
             prefetch_bucket_elements=bucket,
@@ -102,6 +120,9 @@ class Configuration:
             offload_parameters="cpu" if self.offload == "all" else "none",
             overlap_comm=self.overlap_comm,
         )
+        if self.offload_ratio == 1:
+            return strategy
+        return in_part(strategy, self.offload_ratio, trainable_parameters, self.world_size)
 
     def plan(self, folder: Path, device: Device, trainable_parameters: int) -> Plan:
         """The plan that says so, without a prediction of its own."""
@@ -112,7 +133,11 @@ class Configuration:
             request=request,
             cluster=cluster(device, self.world_size),
             strategy=self.strategy(trainable_parameters),
-            batch=BatchPlan.of(request.batch_samples, (self.micro_batch,) * self.world_size),
+            batch=BatchPlan.of(
+                request.batch_samples,
+                (self.micro_batch,) * self.num_groups,
+                sequence_parallel=self.sequence_parallel,
+            ),
         ).sealed()
 
 

@@ -24,6 +24,10 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
         "num_attention_heads": 16, "num_key_value_heads": 4, "num_local_experts": 8, "num_experts_per_tok": 2,
         "vocab_size": 32000,
     },
+    "mistral-0.4b": {
+        **_DECODER, "model_type": "mistral", "hidden_size": 1536, "intermediate_size": 4096, "num_hidden_layers": 10,
+        "num_attention_heads": 16, "num_key_value_heads": 4, "sliding_window": 2048, "vocab_size": 32000,
+    },
     "falcon-0.3b": {
         **_DECODER, "model_type": "falcon", "hidden_size": 1024, "num_hidden_layers": 12, "num_attention_heads": 16,
         "multi_query": True, "new_decoder_architecture": False, "parallel_attn": True, "bias": False,
@@ -44,7 +48,8 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
 
 FAMILIES = {
     "gpt2": "gpt2", "distilgpt2": "gpt2", "tinyllama": "llama", "llama": "llama", "qwen3": "qwen3", "bert": "bert",
-    "roberta": "bert", "t5": "t5", "mixtral": "mixtral", "falcon": "falcon", "vit": "vit", "resnet": "resnet",
+    "roberta": "bert", "t5": "t5", "mistral": "mistral", "mixtral": "mixtral", "falcon": "falcon", "vit": "vit",
+    "resnet": "resnet",
 }  # fmt: skip
 """By the beginning of a model's name."""
 

@@ -181,17 +181,17 @@ def _run_rank(question: Run, kind: str, rank: int) -> Answer:
     try:
         with _watching_attention(chosen, kind), _keeping_requests(question) as requests, _between(question, spec):
             build = _with_quick_weights(lambda: spec.build(dtype=DTYPES[plan.request.precision]))
-            intervals, of_gpu = watched(build, spec.objective(pack=bool(plan.request.pack)), plan, here, 2)
+            seen = watched(build, spec.objective(pack=bool(plan.request.pack)), plan, here, 2)
     except torch.OutOfMemoryError:
         return Answer(survived=False, clean=False, seconds=time.perf_counter() - start)
     return Answer(
         model=definition(spec),
         rss_before_bytes=before,
         rss_peak_bytes=local_host.peak_rss(),
-        phases=phase_peaks(intervals),
-        of_gpu=of_gpu,
+        phases=phase_peaks(seen.intervals),
+        of_gpu=seen.of_gpu,
         attention=tuple(sorted(chosen)),
-        requests=_kept(requests, Path(question.folder), rank, phase_peaks(intervals), of_gpu),
+        requests=_kept(requests, Path(question.folder), rank, phase_peaks(seen.intervals), seen.of_gpu),
         deepspeed_bytes=_deepspeed(question),
         accelerate_bytes=_accelerate(question),
         seconds=time.perf_counter() - start,
