@@ -10,6 +10,10 @@ The model's traces are there (they come with frugal), and nothing is dry-run. Ti
   of a search before the winner is dry-run. It ranks that level once more, as a search does;
 - search: both together. Medians of several runs, each of which knows no replay of those before.
 
+`--beyond-tracing` measures a whole search, nothing of it known but the model's traces, up to the dry run of the winner:
+profiles, ranking, mixtures of modes, the allocator's replays, and whether cheaper optimizer states are worth an offer.
+On 64 and on 1,024 equal GPUs, where memory is plenty, and where it binds. Goal: less than 2 s.
+
 Beside it what DeepSpeed has to say without a GPU: the bytes of model states under ZeRO-2 and 3 and each way to offload,
 a formula each. It knows nothing of activations, micro-batches, mixed cards or time, so it is no rival, only a floor.
 
@@ -30,6 +34,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
 from importlib.metadata import version
 from itertools import product
 from pathlib import Path
@@ -37,8 +42,11 @@ from typing import Any
 
 from frugal.config.schema import understand
 from frugal.dryrun.client import DryRunSource
+from frugal.dryrun.trace.drafts import MIXTURES
 from frugal.planning.memory.allocator import KNOWN
+from frugal.planning.search.candidate import Candidate, SearchResult
 from frugal.planning.search.search import Search
+from frugal.planning.what_if import offers
 
 RESULTS = Path(__file__).parents[1] / "results" / "search.json"
 CASES = (
@@ -47,6 +55,15 @@ CASES = (
     ("llama-3.1-8b", 4096, "a100-40g", "h100-80g"),
 )
 NODES, GPUS = 128, 8
+BEYOND_TRACING: tuple[dict[str, Any], ...] = (
+    {"nodes": 8, "mem": "80G"},
+    {"nodes": 8, "mem": "24G", "global_batch": 1024},
+    {"nodes": 8, "mem": "40G", "global_batch": 1024, "seq_len": 8192},
+    {"nodes": 128, "mem": "80G"},
+    {"nodes": 128, "mem": "24G", "global_batch": 8192},
+    {"nodes": 128, "mem": "40G", "global_batch": 8192, "seq_len": 8192},
+)
+"""Of llama-3.1-8b on nodes of eight GPUs."""
 
 
 def main() -> None:
@@ -55,7 +72,13 @@ def main() -> None:
     parser.add_argument("--models", nargs="*", default=[], help="only these")
     parser.add_argument("--repeats", type=int, default=5, help="searches of each case")
     parser.add_argument("--output", type=Path, default=RESULTS)
+    parser.add_argument("--beyond-tracing", action="store_true", help="only whole searches, nothing known but traces")
     arguments = parser.parse_args()
+    if arguments.beyond_tracing:
+        kept = json.loads(arguments.output.read_text()) if arguments.output.exists() else {}
+        found = [beyond_tracing(arguments.repeats, case) for case in BEYOND_TRACING]
+        arguments.output.write_text(json.dumps(kept | {"beyond_tracing": found}, indent=2) + "\n")
+        return
     cases = [case for case in CASES if not arguments.models or case[0] in arguments.models]
     found = [measured(arguments.repeats, *case) for case in cases]
     record = {
@@ -119,6 +142,47 @@ def measured(repeats: int, model: str, global_batch: int, *cards: str) -> dict[s
         "cpu_seconds_of_each_search": [cpu for cpu, _ in runs["search"]],
         "deepspeed": deepspeed_estimates(search),
     }
+
+
+def beyond_tracing(repeats: int, case: dict[str, Any]) -> dict[str, Any]:
+    """CPU seconds of the search and of what cheaper states would bring, traces apart; medians of several runs."""
+    request, cluster, _ = understand({"model": "llama-3.1-8b", "gpus": GPUS, **case})
+    runs: Seconds = {}
+    for _ in range(repeats):
+        KNOWN.clear()
+        MIXTURES.clear()
+        with DryRunSource(request, cluster, cache=False, will_dry_run=False) as source:
+            search = Search(request, cluster, source)
+            levels = {level: search.strategies(level) for level in search.levels}
+            with timed("reading traces", runs):
+                source.prepare([strategy for level in levels.values() for strategy in level])
+            with timed("search", runs):
+                chosen, candidates = _chosen(search)
+            with timed("cheaper states", runs):
+                assert chosen.memory is not None
+                offers(
+                    search,
+                    SearchResult(
+                        chosen=chosen, memory=chosen.memory, model=search._model(chosen),
+                        candidates=tuple(candidates), warnings=(),
+                    ),
+                    partial(DryRunSource, cache=False, will_dry_run=False),
+                )  # fmt: skip
+    seconds = medians(runs)
+    total = sum(of_part["cpu_seconds"] for of_part in seconds.values())
+    print(f"{case}: {total:.2f} s of CPU time, {chosen.strategy}")
+    return {"case": case, "gpus": cluster.world_size, "total_cpu_seconds": total, "seconds": seconds}
+
+
+def _chosen(search: Search) -> tuple[Candidate, list[Candidate]]:
+    """What a search has dry-run first, and all that it looked at until then."""
+    looked_at: list[Candidate] = []
+    for level in search.levels:
+        candidates = search.candidates(level)
+        looked_at += candidates
+        if winner := search._winner(candidates):
+            return winner, looked_at
+    raise SystemExit("nothing fits")
 
 
 def forget_replays(source: DryRunSource) -> None:
