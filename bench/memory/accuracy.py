@@ -285,7 +285,7 @@ def _summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _environment() -> dict[str, Any]:
-    return environment("python -m bench.memory.accuracy") | {
+    return environment(" ".join(["python -m bench.memory.accuracy", *sys.argv[1:]])) | {
         "seq_len": SEQ_LEN,
         "micro_batch": MICRO_BATCH,
         "compared": "live tensor bytes at the peak of the fullest rank, over two optimizer steps",
