@@ -246,6 +246,28 @@ def test_a_secondary_partition_too(world_size: int, rank: int, steps: int, lora:
     )
 
 
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("world_size", "rank", "steps"), [(4, 3, 2), (64, 5, 1)])
+@pytest.mark.parametrize("secondary_partition", [1, 4])
+@pytest.mark.parametrize("lora", [None, "r=4"])
+def test_a_part_of_the_optimizer_on_the_host_with_adapters_and_a_secondary_partition_too(
+    lora: str | None, secondary_partition: int, world_size: int, rank: int, steps: int
+) -> None:
+    compare(
+        "llama",
+        3,
+        world_size=world_size,
+        rank=rank,
+        steps=steps,
+        lora=lora,
+        secondary_partition=secondary_partition,
+        offload_optimizer="cpu",
+        offload_ratio=0.5,
+        activation_checkpointing="full",
+        **{**SMALL_BUCKETS, "sub_group_elements": (2_000 if lora else 20_000) // world_size},
+    )
+
+
 @pytest.mark.parametrize("zero_stage", [1, 3])
 def test_without_states_and_without_clipping(zero_stage: int) -> None:
     compare(

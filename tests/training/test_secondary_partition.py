@@ -92,3 +92,15 @@ def test_a_resumed_run_forgets_what_groups_kept(frozen: bool, four_ranks: Ranks,
     assert kept == plain
     assert four_ranks.run(resumed, tmp_path / "kept", how)[0] == plain[STOP:]
     assert four_ranks.run(resumed, tmp_path / "plain", how)[0] == plain[STOP:]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("frozen", [True, False])
+def test_so_it_is_beside_a_part_of_the_optimizer_on_the_host(frozen: bool, four_ranks: Ranks, tmp_path: Path) -> None:
+    in_part = {"offload_optimizer": "cpu", "offload_ratio": 0.5, "sub_group_elements": 1000}
+    how = {"strategy": {"secondary_partition": 2, **in_part}, "frozen": frozen}
+    kept = four_ranks.run(run, how, tmp_path / "kept")[0]
+    assert kept == four_ranks.run(run, {"strategy": in_part, "frozen": frozen}, tmp_path / "in part")[0]
+    whole = four_ranks.run(run, {"frozen": frozen}, tmp_path / "whole")[0]
+    assert [loss for loss, _ in kept] == pytest.approx([loss for loss, _ in whole], rel=1e-6)
+    assert four_ranks.run(resumed, tmp_path / "kept", how)[0] == kept[STOP:]

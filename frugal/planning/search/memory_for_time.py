@@ -3,7 +3,7 @@
 A share of an optimizer in host memory stays on the device; what ZeRO-3 gathers is kept within a node (hpZ of ZeRO++,
 Wang et al. 2023). Both add bytes to what is live on a device throughout a step. So the draft of a strategy without them
 says which micro-batches fit beside them, and arithmetic alone finds the fastest. Left out: what the allocator wastes.
-Not tried: both at once, and with sequence parallelism.
+Not tried: both at once, which can be pinned, and with sequence parallelism.
 """
 
 from collections.abc import Iterator, Sequence
