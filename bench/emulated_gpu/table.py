@@ -147,6 +147,8 @@ _STRATEGIES: dict[str, tuple[_Row, ...]] = {
         ("llama-3b", "bf16", 2, "full", "tiled", 1, 1, 16384, {"world_size": 4, "mlp": "tiled"}),
         ("llama-3b", "bf16", 2, "offloaded", "tiled", 1, 1, 65536,
          {"world_size": 4, "sequence_parallel": 4, "mlp": "tiled"}),
+        ("llama-3b", "bf16", 3, "offloaded", "tiled", 1, 1, 65536,
+         {"world_size": 4, "sequence_parallel": 4, "mlp": "tiled", "offload": "optimizer"}),
         ("gpt2-xl", "bf16", 3, "full", "tiled", 2, 2, 1024, {"offload": "optimizer", "offload_ratio": 0.25}),
         ("tinyllama-1.1b", "bf16", 3, "full", "tiled", 4, 1, 2048, {"world_size": 8, "secondary_partition": 4}),
         ("llama-3b", "bf16", 3, "full", "tiled", 1, 2, 2048, {"world_size": 8, "secondary_partition": 2}),
