@@ -20,7 +20,7 @@ def write_page(plan: Plan, path: Path, *, in_full: bool, helps: str = "") -> Pat
         WorkerError: a trace crashed.
     """
     cache = Cache.of_user()
-    key = digest("page", model_key(plan.request), plan.digest, in_full)
+    key = digest("page with 5 more fields of a strategy", model_key(plan.request), plan.digest, in_full)
     data = cache.read(key, PageData)
     if data is None:
         from frugal.plan_page.contents import contents  # brings the simulation along, which a kept page does not need
