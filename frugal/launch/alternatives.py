@@ -28,7 +28,7 @@ def with_alternatives(plan: Plan) -> Plan:
     if plan.alternatives or plan.tuned_from:
         return plan
     cache = Cache.of_user()
-    key = digest("alternatives", model_key(plan.request), plan.digest)
+    key = digest("dry-run alternatives", model_key(plan.request), plan.digest)
     kept = cache.read(key, tuple[Alternative, ...])
     if kept is None:
         kept = _found(plan)

@@ -139,7 +139,7 @@ OFTEN = pytest.mark.exhaustive
         pytest.param(2, LORA, "tokens", id="adapters, tokens", marks=OFTEN),
         pytest.param(2, {}, "packed", id="packed", marks=OFTEN),
         pytest.param(1, {}, "tokens", id="tokens"),
-        pytest.param(2, {"strategy": {"mlp": "tiled"}}, "", id="tiled MLP"),
+        pytest.param(2, {"strategy": {"mlp": "tiled"}}, "", id="tiled MLP", marks=OFTEN),
     ],
 )
 def test_changing_ways_trains_the_same_on_two_ranks(
@@ -152,7 +152,7 @@ def test_changing_ways_trains_the_same_on_two_ranks(
     ("how", "kind"),
     [
         pytest.param({"strategy": MIXED}, "tokens", id="mixture, tokens"),
-        pytest.param(LORA, "packed", id="adapters, packed"),
+        pytest.param(LORA, "packed", id="adapters, packed", marks=OFTEN),
         pytest.param({}, "lengths", id="lengths", marks=OFTEN),
     ],
 )
