@@ -34,6 +34,9 @@ from frugal.planning.search.evaluate import StrategyEvaluation
 from frugal.planning.search.mixtures import Mixtures
 from frugal.planning.strategy import Offload, Strategy, allowed_strategies, offload_levels
 
+Evaluate = Callable[[Sequence[Strategy], list[Candidate]], list[Candidate]]
+"""Of strategies of a level, of which other candidates were evaluated before."""
+
 
 class Search:
     """One request on one cluster. Profiles are taken from `source` only when they are needed.
@@ -128,15 +131,18 @@ class Search:
         evaluated: list[Candidate] = []
         for level in self.levels:
             for strategies in evaluation_rounds(self.strategies(level)):
-                pruned, others = self._pruned(strategies, evaluated)
-                self.source.prepare(others)
-                drafts = [draft for strategy in others for draft in self._draft(strategy)]
-                evaluated += [*pruned, *self._confirmed(drafts, evaluated)]
+                evaluated += self._by_drafts(strategies, evaluated)
+            evaluated += self._with_tiled_mlp(level, evaluated, self._by_drafts)
             evaluated += self._confirmed(memory_for_time.drafts(self.evaluation, level, evaluated), evaluated)
             evaluated += self.mixtures.faster(evaluated)
             if winner := self._winner(evaluated):
                 return winner
         return max(evaluated, key=lambda candidate: candidate.headroom_bytes or 0, default=None)
+
+    def _by_drafts(self, strategies: Sequence[Strategy], before: list[Candidate]) -> list[Candidate]:
+        pruned, others = self._pruned(strategies, before)
+        self.source.prepare(others)
+        return pruned + self._confirmed([draft for strategy in others for draft in self._draft(strategy)], before)
 
     def _winner(self, candidates: list[Candidate]) -> Candidate | None:
         """The simplest of those that are as fast as the fastest; None if none fits."""
@@ -174,21 +180,22 @@ class Search:
         smallest_bytes = min(device.usable_bytes for device in self.cluster.devices)
         if small_buckets_could_help(evaluated, self.request, smallest_bytes):
             evaluated += self._evaluated(self.strategies(level, small_buckets=True), evaluated)
-        evaluated += self._with_tiled_mlp(level, evaluated)
+        evaluated += self._with_tiled_mlp(level, evaluated, self._evaluated)
         evaluated += self._confirmed(memory_for_time.drafts(self.evaluation, level, evaluated), evaluated)
         evaluated += self.mixtures.faster(evaluated)
         refused = self.request.loss == "auto" and not self.can_tile
         return [candidate for candidate in evaluated if not (refused and candidate.strategy.loss == "tiled")]
 
-    def _with_tiled_mlp(self, level: Offload, before: list[Candidate]) -> list[Candidate]:
+    def _with_tiled_mlp(self, level: Offload, before: list[Candidate], evaluate: Evaluate) -> list[Candidate]:
         """Strategies with a tiled MLP, where nothing fits without; none where the model cannot take one."""
-        if self.request.mlp != "auto" or not self.can_tile_mlp or any(candidate.fits for candidate in before):
+        can_try = self.request.mlp == "auto" and self.can_tile_mlp and level != "nvme"
+        if not can_try or any(candidate.fits for candidate in before):
             return []
         known = [candidate.memory for candidate in before if candidate.memory is not None]
         if all(memory.headroom_bytes + memory.of_the_step <= 0 for memory in known):
             return []  # what lives without any activation is too much already
         try:
-            return self._evaluated(self.strategies(level, tiled_mlp=True), before)
+            return evaluate(self.strategies(level, tiled_mlp=True), before)
         except RequestError:
             self.can_tile_mlp = False
             return []
