@@ -154,13 +154,15 @@ class _Listener:
                     self._ask(number)
 
     def _ask(self, number: int) -> None:
-        note(number)
         name = signal.Signals(number).name
         text = f"asked to stop by {name}: saving after this step, at most {self._grace_seconds} s"
-        if env.rank() == 0:
-            _log.warning(text)
-        else:
-            rank_logs.to_file(text)
+        try:
+            if env.rank() == 0:
+                _log.warning(text)
+            else:
+                rank_logs.to_file(text)
+        finally:
+            note(number)  # after the line: from here on a run of short steps may end, and its log with it
 
     def _overdue(self) -> None:
         assert _requested is not None
