@@ -48,6 +48,8 @@ def growth(model: str, zero_stage: int, precision: str, quantize: str | None = N
     )  # fmt: skip
     spec = replace(resolve(model), quantize=quantize)
     spec.build(dtype=torch.bfloat16, device="meta")
+    if quantize is not None:
+        placed.build(spec, plan, torch.device("cpu"), seed=0)  # bitsandbytes loads its libraries with the first weight
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)  # what earlier tests left on the heap would not be taken anew
     torch.distributed.barrier()
