@@ -7,11 +7,13 @@ same card, same margin. frugal chooses by itself. Both find the longest length o
 then planned in full: the winner is dry-run, and what it says stands in the row. Positions of the models are raised, as
 long ones are: nothing else of them is changed.
 
-Nothing is trained. `python -m bench.emulated_gpu --strategies` runs such strategies on emulated cards.
+Nothing is trained. A row takes some ten minutes of a core, and more with more GPUs, whose samples are longer: traces
+grow with the number of slices. `python -m bench.emulated_gpu --strategies` runs such strategies on emulated cards.
 """
 
 import argparse
 import json
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -66,7 +68,7 @@ def main() -> int:
             row[who]["fits"] for row in rows for who in ("frugal", "recipe") if row[who]["seq_len"]
         ),
     }
-    command = " ".join(["python -m bench.memory.long", *(["--models", *arguments.models] if arguments.models else [])])
+    command = " ".join(["python -m bench.memory.long", *sys.argv[1:]])
     record = environment(command) | {"host": HOST, "global_batch": GLOBAL_BATCH, "rows": rows, "goals": goals}
     return report_goals(record, arguments.output)
 

@@ -77,24 +77,29 @@ def main() -> None:
     if arguments.beyond_tracing:
         kept = json.loads(arguments.output.read_text()) if arguments.output.exists() else {}
         found = [beyond_tracing(arguments.repeats, case) for case in BEYOND_TRACING]
-        arguments.output.write_text(json.dumps(kept | {"beyond_tracing": found}, indent=2) + "\n")
+        of_these = _environment(arguments.repeats, ["--beyond-tracing"]) | {"results": found}
+        arguments.output.write_text(json.dumps(kept | {"beyond_tracing": of_these}, indent=2) + "\n")
         return
     cases = [case for case in CASES if not arguments.models or case[0] in arguments.models]
     found = [measured(arguments.repeats, *case) for case in cases]
-    record = {
-        "command": " ".join(
-            ["python -m bench.planning.search", *(["--models", *arguments.models] if arguments.models else [])]
-        ),
+    words = ["--models", *arguments.models] if arguments.models else []
+    kept = json.loads(arguments.output.read_text()) if arguments.output.exists() else {}
+    record = _environment(arguments.repeats, words) | {"gpus": NODES * GPUS, "results": found}
+    if "beyond_tracing" in kept:
+        record["beyond_tracing"] = kept["beyond_tracing"]
+    arguments.output.parent.mkdir(exist_ok=True)
+    arguments.output.write_text(json.dumps(record, indent=2) + "\n")
+
+
+def _environment(repeats: int, words: list[str]) -> dict[str, Any]:
+    return {
+        "command": " ".join(["python -m bench.planning.search", *words]),
         "date": datetime.now(UTC).date().isoformat(),
         "machine": f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}",
         "versions": {name: version(name) for name in ("torch", "deepspeed", "transformers")},
         "load_at_the_end": os.getloadavg()[0],
-        "gpus": NODES * GPUS,
-        "repeats": arguments.repeats,
-        "results": found,
+        "repeats": repeats,
     }
-    arguments.output.parent.mkdir(exist_ok=True)
-    arguments.output.write_text(json.dumps(record, indent=2) + "\n")
 
 
 def measured(repeats: int, model: str, global_batch: int, *cards: str) -> dict[str, Any]:

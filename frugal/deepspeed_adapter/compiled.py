@@ -4,6 +4,7 @@ import fcntl
 import logging
 import os
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]  # has no types
@@ -61,7 +62,7 @@ def _load(builder_name: str) -> None:
 
 
 QUIET_SECONDS = 180.0
-"""Longer than any source of DeepSpeed takes to compile, after which its object is written."""
+"""A source of DeepSpeed takes about a minute of a core to compile, after which its object is written."""
 
 
 def wait_for_compiler(lock: Path, quiet_seconds: float = QUIET_SECONDS) -> None:
@@ -76,7 +77,7 @@ def wait_for_compiler(lock: Path, quiet_seconds: float = QUIET_SECONDS) -> None:
     while lock.exists():
         with (lock.parent / _GUARD).open("w") as guard:
             fcntl.flock(guard, fcntl.LOCK_EX)  # of two ranks the second would remove the new file of the first
-            if _is_left_behind(lock, quiet_seconds):
+            if lock.exists() and _is_left_behind(lock, quiet_seconds):
                 lock.unlink(missing_ok=True)
                 logger.warning("removed %s: the process that compiled there has ended", lock)
                 return
@@ -90,8 +91,11 @@ _GUARD = ".frugal-lock"
 
 
 def _is_left_behind(lock: Path, quiet_seconds: float) -> bool:
-    written = [each.stat().st_mtime for each in lock.parent.iterdir() if each.name != _GUARD]
-    return lock.exists() and time.time() - max(written) > quiet_seconds and not _is_open(lock.resolve())
+    last = 0.0
+    for each in lock.parent.iterdir():
+        with suppress(FileNotFoundError):  # the compiler has removed it
+            last = max(last, each.stat().st_mtime if each.name != _GUARD else 0.0)
+    return time.time() - last > quiet_seconds and not _is_open(lock.resolve())
 
 
 def _is_open(path: Path) -> bool:

@@ -13,7 +13,7 @@ from frugal.config.run_settings import METRICS, earlier_settings
 from frugal.errors import FrugalError, RequestError
 from frugal.planning.plan import Plan
 from frugal.report.records import History, PhaseRecord, RunRecord, read_history
-from frugal.report.tuning import Tuning, tuning_of
+from frugal.report.tuning import GROUPED, Tuning, tuning_of
 from frugal.units import plural
 
 PLAN = "plan.json"
@@ -258,6 +258,8 @@ def _start_words(record: RunRecord) -> str:
 
 def _tuned_words(record: RunRecord) -> str:
     way = f"goes on with {record.strategy}, micro-batch {record.micro_batch} x {record.accumulation_steps}"
+    if record.overhead_tokens is not None:
+        way += f", {GROUPED.format(record.overhead_tokens)}"
     return f"{way}: {100 * record.gain:.0f} % less time a step" if record.gain else f"{way}, as planned"
 
 

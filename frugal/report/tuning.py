@@ -6,11 +6,14 @@ from statistics import median
 
 from frugal.report.records import RunRecord
 
+GROUPED = "samples grouped as if a micro-step cost {} tokens more"
+
 
 @dataclass(frozen=True, kw_only=True)
 class TriedWay:
     """One way of taking the same steps.
 
+    `overhead_tokens`: what a micro-step is taken to cost besides its tokens, where samples are grouped by length.
     `rate`: the median of its steps' seconds for each token or sample; `seconds`: of a step of the typical work of all.
     `given_up`: why it was, if it was.
     """
@@ -18,12 +21,19 @@ class TriedWay:
     strategy: str
     micro_batch: int | None
     accumulation_steps: int | None
+    overhead_tokens: int | None
     is_planned: bool
     is_kept: bool
     num_steps: int
     rate: float
     seconds: float
     given_up: str
+
+    @property
+    def name(self) -> str:
+        """The strategy, and how samples are grouped."""
+        grouped = "" if self.overhead_tokens is None else f", {GROUPED.format(self.overhead_tokens)}"
+        return f"{self.strategy}{grouped}"
 
     @property
     def outcome(self) -> str:
@@ -63,6 +73,7 @@ def tuning_of(records: Sequence[RunRecord]) -> Tuning | None:
             strategy=taken[0].strategy,
             micro_batch=taken[0].micro_batch,
             accumulation_steps=taken[0].accumulation_steps,
+            overhead_tokens=taken[0].overhead_tokens,
             is_planned=taken[0].is_planned,
             is_kept=end is not None and _way(end) == way,
             num_steps=len(taken),
@@ -82,7 +93,7 @@ def tuning_of(records: Sequence[RunRecord]) -> Tuning | None:
 
 
 def _way(record: RunRecord) -> tuple[object, ...]:
-    return record.strategy, record.micro_batch, record.accumulation_steps
+    return record.strategy, record.micro_batch, record.accumulation_steps, record.overhead_tokens
 
 
 def _rate(record: RunRecord) -> float:

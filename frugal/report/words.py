@@ -172,7 +172,7 @@ def tried(tuning: Tuning) -> list[list[str]]:
             str(way.num_steps),
             f"{way.micro_batch or NONE} x {way.accumulation_steps or NONE}",
             way.outcome if tuning.is_over or way.given_up else "planned" if way.is_planned else "being tried",
-            way.strategy,
+            way.name,
         ]
         for way in tuning.ways
     ]

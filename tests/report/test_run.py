@@ -65,6 +65,24 @@ def test_what_was_tried_is_told_with_what_was_kept_and_what_it_cost(
     assert code == 0 and json.loads(out)["runs"][0]["tuning"]["lost_seconds"] == pytest.approx(0.9)
 
 
+def test_ways_that_only_group_samples_otherwise_are_told_apart(tmp_path: Path) -> None:
+    folder = tuned(tmp_path / "run")
+    path = folder / "metrics.jsonl"
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    for record in records:
+        if record["event"] in ("tuning", "tuned"):
+            tokens = 50 if record.get("is_planned") else 200 if record["micro_batch"] == 4 else 800
+            record |= {"strategy": "ZeRO-2", "micro_batch": 2, "accumulation_steps": 2, "overhead_tokens": tokens}
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    run = read_run(folder)
+    assert run.tuning is not None
+    assert [(way.overhead_tokens, way.num_steps, way.is_kept) for way in run.tuning.ways] == [
+        (50, 3, False), (200, 5, True), (800, 1, False),
+    ]  # fmt: skip
+    assert "cost 200 tokens more" in run.tuning.ways[1].name
+    assert any("cost 200 tokens more" in event.words for event in run.events)
+
+
 def test_steps_that_are_still_being_tuned_are_held_against_the_plan(tmp_path: Path) -> None:
     folder = tuned(tmp_path / "run")
     path = folder / "metrics.jsonl"
