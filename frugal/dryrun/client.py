@@ -161,11 +161,15 @@ class DryRunSource:
         return self.profile(strategy, accumulates).draft
 
     def num_layers(self, strategy: Strategy) -> int:
-        """The layers that can have modes of their own, mixed of those of `strategy`; 0 where they cannot be mixed.
+        """The layers of the model, as far as a trace that `strategy` needs knows of them. Raises as `profile`."""
+        return self._drafts.num_layers(strategy)
+
+    def why_not_mixed(self, strategy: Strategy) -> str:
+        """Why layers cannot have modes of their own, mixed of those of `strategy`; empty where they can.
 
         Raises as `profile`.
         """
-        return self._drafts.num_layers(strategy)
+        return self._drafts.why_not_mixed(strategy)
 
     def has_draft(self, strategy: Strategy) -> bool:
         """Whether there is a draft that no worker has to be asked for."""

@@ -155,6 +155,8 @@ def _secondary_partition(request: Request, result: SearchResult) -> str:
     if request.secondary_partition is not None:
         return f"{what}, as asked"
     others = [each for each in result.candidates if each.fits and each.strategy.secondary_partition == 1]
+    if not others:
+        return what
     fastest = min(others, key=lambda candidate: candidate.seconds)
     sign = ">" if fastest.is_draft else ""
     return (

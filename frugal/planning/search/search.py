@@ -38,6 +38,10 @@ Evaluate = Callable[[Sequence[Strategy], list[Candidate]], list[Candidate]]
 """Of strategies of a level, of which other candidates were evaluated before."""
 
 
+ONE_MODE = "all layers have one mode of activation checkpointing, because those of this model cannot be mixed"
+"""How the note of a plan begins for which a mixture might have been faster."""
+
+
 class Search:
     """One request on one cluster. Profiles are taken from `source` only when they are needed.
 
@@ -82,6 +86,8 @@ class Search:
                     warnings.append(self._warning(outcome, winner, memory))
                 if outcome.is_chosen:
                     assumed = [f"assumed, because it depends on data: {note}" for note in self.source.notes]
+                    if self.mixtures.why_none and not winner.strategy.layer_modes:
+                        assumed.append(f"{ONE_MODE}: {self.mixtures.why_none}")
                     return self._result(winner, memory, (*of_levels_before, *candidates), warnings + assumed)
                 if outcome is Outcome.TOO_LARGE:
                     self.evaluation.refute(winner, memory)
