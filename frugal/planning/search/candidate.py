@@ -276,9 +276,10 @@ class Source(Protocol):
     """Where profiles come from. `accumulates`: whether there is more than one micro-step.
 
     `prepare` is told what will be asked for. `draft` is a profile without the allocator's part, found by arithmetic;
-    None where only a dry run could tell. `num_layers` are the model's, 0: not known; `why_not_mixed` says why they cannot have
-    modes of their own, mixed of those of a strategy; empty: they can. `distrust` has a strategy profiled by dry runs from now on; false if it
-    already is. `notes`: what the last dry run assumed, where memory depends on the data.
+    None where only a dry run could tell. `num_layers` are the model's, 0: not known; `why_not_mixed` says why they
+    cannot have modes of their own, mixed of those of a strategy; empty: they can. `distrust` has a strategy profiled by
+    dry runs from now on; false if it already is. `notes`: what the last dry run assumed, where memory depends on the
+    data.
     """
 
     @property
