@@ -23,7 +23,7 @@ from frugal.training.extensions.callbacks import Callbacks
 from frugal.training.extensions.metric import Metric
 from frugal.training.extensions.optimizer import MakeOptimizer, OwnOptimizer, ParameterGroups
 from frugal.training.losses.evaluation import Evaluation, evaluate
-from frugal.training.measure.tuner import Event, Tuner
+from frugal.training.measure.tuner import Event, OwnSteps, Tuner
 from frugal.training.models import adapters, batch_norm, tiled_loss
 from frugal.training.models.loading import quantised
 from frugal.training.models.sequence.parts import parts_of
@@ -34,7 +34,7 @@ from frugal.training.train_step import Prepared, Stepper, StepResult, wrap
 class Engine(Stepper):
     """A model under a plan. Make it with `initialize`."""
 
-    tuner: Tuner | None = None
+    tuner: Tuner | OwnSteps | None = None
 
     def train_step(self, batch: Given | Prepared) -> StepResult:
         """One optimizer step on a global batch; see `frugal.training.train_step.Stepper.train_step`."""

@@ -14,9 +14,11 @@ CUDA's allocator keeps is given back.
 """
 
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,7 +27,8 @@ from frugal.distributed.exchange import gather
 from frugal.errors import RequestError
 from frugal.planning.plan import Plan
 from frugal.planning.search import alternatives
-from frugal.training.measure.race import Race, most_contestants, steps_needed
+from frugal.planning.search.measured_ways import MeasuredWay
+from frugal.training.measure.race import ENOUGH, Contestant, Race, most_contestants, steps_needed
 from frugal.training.models import activation_checkpointing, tiled_loss
 from frugal.training.oom_limits import AdaptiveLimits
 from frugal.training.oom_retry import abandon
@@ -85,6 +88,8 @@ class Tuner:
         self._left_alone = first_steps
         self._start, self._num_recoveries = 0.0, 0
         self._step = 0
+        self._work: list[float] = []
+        self.measured: tuple[MeasuredWay, ...] = ()  # once it is over: what each way took
         self.is_over = False
         tried, known = plural(number - 1, "alternative"), f" of {len(others)}" if number - 1 < len(others) else ""
         self._say(
@@ -100,14 +105,13 @@ class Tuner:
     def before_step(self) -> None:
         """A step begins."""
         self._num_recoveries = self._engine.num_recoveries
-        self._wait()
+        wait_for(self._engine)
         self._start = time.perf_counter()
 
     def after_step(self, step: int, samples: Sequence[Any], *, is_finite: bool) -> None:
         """Step number `step` is done, of these samples: as much work as they have tokens, where that is known."""
-        self._wait()
-        lengths = getattr(samples, "lengths", None)
-        work = float(len(samples) if lengths is None else sum(lengths))
+        wait_for(self._engine)
+        work = work_of(samples)
         seconds = max(gather(time.perf_counter() - self._start, float, self._engine.votes))
         self._step = step
         if not is_finite or (self._has_recovered and self._race.current == 0):
@@ -116,6 +120,7 @@ class Tuner:
             self._left_alone -= 1
             return None
         number = self._race.current
+        self._work.append(work)
         if self._has_recovered:
             self._race.give_up("out of memory")
         else:
@@ -150,6 +155,7 @@ class Tuner:
         said = why or f"none of {num_others} is faster than the plan"
         if number:
             said = f"{_in_words(plan)} takes {100 * gain:.1f} % less time than planned"
+        self.measured = () if why else self._ways()
         plan = replace(plan, alternatives=(), tuned_from=own.digest, why=(f"tuned while training: {said}", *own.why))
         engine.plan = engine.recorded_plan = plan.sealed()
         self._say(f"tuning: {said}" + (f"; plan.json is {engine.plan.digest[:12]} from here on" if number else ""))
@@ -157,13 +163,82 @@ class Tuner:
             "event": "tuned", "step": self._step, "gain": gain, "plan_digest": engine.plan.digest, **_in_numbers(plan),
         })  # fmt: skip
 
-    def _wait(self) -> None:
-        if self._engine.device.type == "cuda":
-            torch.cuda.synchronize(self._engine.device)
+    def _ways(self) -> tuple[MeasuredWay, ...]:
+        """What each way took, as a part of the plan's steps in the same rounds, for their typical work."""
+        of_plan = median(self._race.plan.seconds) * median(self._work)
+        return tuple(
+            way_of(plan, each.typical * of_plan, each)
+            for plan, each in zip(self._plans, self._race.contestants, strict=True)
+            if each.relative
+        )
 
     def _say(self, text: str) -> None:
         if self._engine.rank == 0:
             logger.warning(text)
+
+
+OWN_STEPS = 20
+"""Of a run that is not tuned: so many are measured."""
+
+
+class OwnSteps:
+    """Measures steps of a run that is not tuned, as a `Tuner` does that has nothing to choose from.
+
+    `on_way`: told of the plan's way, on all ranks. `num_steps` are counted after the first ones; what is begun again
+    because memory ran out is not.
+    """
+
+    def __init__(self, engine: "Stepper", num_steps: int, on_way: Callable[[MeasuredWay], None]) -> None:
+        self._engine, self._on_way = engine, on_way
+        self._left_alone, self._left = FIRST_STEPS, num_steps
+        self._start, self._num_recoveries = 0.0, 0
+        self._rates = Contestant(0)
+        self._work: list[float] = []
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all steps were seen."""
+        return not self._left
+
+    def before_step(self) -> None:
+        """A step begins."""
+        wait_for(self._engine)
+        self._num_recoveries = self._engine.num_recoveries
+        self._start = time.perf_counter()
+
+    def after_step(self, step: int, samples: Sequence[Any], *, is_finite: bool) -> None:
+        """It is done."""
+        wait_for(self._engine)
+        seconds, work = time.perf_counter() - self._start, work_of(samples)
+        if self._left_alone:
+            self._left_alone -= 1
+            return
+        self._left -= 1
+        if is_finite and self._engine.num_recoveries == self._num_recoveries:
+            self._rates.relative.append(seconds / work)
+            self._work.append(work)
+        if self.is_over and len(self._work) >= ENOUGH:
+            self._on_way(way_of(self._engine.plan, self._rates.typical * median(self._work), self._rates))
+
+
+def way_of(plan: Plan, seconds: float, measured: Contestant) -> MeasuredWay:
+    """How `plan` takes steps; `seconds` of one, measured as `measured` says."""
+    error = measured.error / measured.typical
+    return MeasuredWay(
+        strategy=plan.strategy, batch=plan.batch, seconds=seconds, error=error if math.isfinite(error) else None
+    )
+
+
+def wait_for(engine: "Stepper") -> None:
+    """Until its device has done all that it was told."""
+    if engine.device.type == "cuda":
+        torch.cuda.synchronize(engine.device)
+
+
+def work_of(samples: Sequence[Any]) -> float:
+    """The tokens of samples, where these are known; otherwise their number."""
+    lengths = getattr(samples, "lengths", None)
+    return float(len(samples) if lengths is None else sum(lengths))
 
 
 def _in_words(plan: Plan) -> str:
