@@ -28,7 +28,7 @@ from frugal.dryrun.messages import (
     ModelFacts,
     WarmUp,
 )
-from frugal.dryrun.pool import Pool
+from frugal.dryrun.pool import Pool, workers
 from frugal.dryrun.trace.drafts import Drafts
 from frugal.planning.cost import between
 from frugal.planning.memory.breakdown import MemoryBreakdown
@@ -44,14 +44,6 @@ SAMPLED_MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
 MAX_RANKS_SEARCHED, MAX_RANKS_DRY_RUN, MAX_RANKS_DRAFTED = 2, 4, 2
 """Ranks that a profile is made of, those of one exact dry run (see `frugal.dryrun.figures`), and how many of these
 are left where arithmetic tells which are the fullest (`fullest_drafted`)."""
-
-MAX_WORKERS = 8
-"""Half a GiB each."""
-
-
-def workers() -> Pool:
-    """Processes that dry-run, none of them started yet."""
-    return Pool(min(os.cpu_count() or 1, MAX_WORKERS))
 
 
 class DryRunSource:

@@ -18,6 +18,7 @@ from frugal.config.schema import parse
 from frugal.config.setting import settings_of
 from frugal.distributed import env, first_failure, process_group, rank_logs, stop
 from frugal.errors import FrugalError, PlanMismatchError, RequestError
+from frugal.imports import collected_seldom
 from frugal.planning.plan import Plan
 from frugal.training.checkpoint import manifest, run_folder
 from frugal.training.reports import hub, trackers
@@ -58,7 +59,8 @@ def _end_without_saving(settings: RunSettings, what: str, why: str, code: int) -
 
 
 def _run(plan: Plan, settings: RunSettings) -> None:
-    device = process_group.join(plan, settings.out)
+    with collected_seldom():
+        device = process_group.join(plan, settings.out)
     import torch.distributed as dist
 
     alone = dist.get_world_size() == 1
@@ -91,18 +93,18 @@ def _watch_peers() -> "PeerWatch":
 
 def train(plan: Plan, settings: RunSettings, device: "torch.device") -> Path | None:
     """Train on ranks that have joined; the folder of the final model, if there is one. Collective; raises as `run`."""
-    from frugal.training import loop
-    from frugal.training.checkpoint import final_model, random_state
-    from frugal.training.checkpoint.held_folder import HeldFolder
-    from frugal.training.engine import initialize
-    from frugal.training.extensions.best import Best
-    from frugal.training.extensions.callbacks import Callbacks
-    from frugal.training.extensions.metric import Metric
-    from frugal.training.measure import memory_watch, tuned_run
-    from frugal.training.measure.run_gauge import RunGauge
-    from frugal.training.models.loading import placed
-    from frugal.training.reports import closing, opening
-
+    with collected_seldom():
+        from frugal.training import loop
+        from frugal.training.checkpoint import final_model, random_state
+        from frugal.training.checkpoint.held_folder import HeldFolder
+        from frugal.training.engine import initialize
+        from frugal.training.extensions.best import Best
+        from frugal.training.extensions.callbacks import Callbacks
+        from frugal.training.extensions.metric import Metric
+        from frugal.training.measure import memory_watch, tuned_run
+        from frugal.training.measure.run_gauge import RunGauge
+        from frugal.training.models.loading import placed
+        from frugal.training.reports import closing, opening
     rank = _check_services(settings)
     metric, callbacks = Metric.load(settings.metric), Callbacks.load(settings.callback)
     settings = run_folder.create(settings)
@@ -175,7 +177,8 @@ def _read_samples(plan: Plan, settings: RunSettings) -> "RunData":
     from frugal.training.data import corpus
     from frugal.training.data.stream import run_data
 
-    data = (run_data if settings.stream else corpus).read_samples(plan, settings)
+    with collected_seldom():  # reading brings transformers and datasets along
+        data = (run_data if settings.stream else corpus).read_samples(plan, settings)
     data.spec.refuse_random_base()
     return data
 

@@ -12,7 +12,7 @@ import pytest
 
 from frugal.config.hardware.cluster import Cluster, Device, Node
 from frugal.config.request import Request
-from frugal.dryrun import client, figures
+from frugal.dryrun import client, figures, pool
 from frugal.dryrun.client import DryRunSource
 from frugal.dryrun.pool import WorkerError
 from frugal.errors import RequestError
@@ -269,7 +269,7 @@ def test_a_mistake_in_the_request_comes_back_as_it_was_raised(dry_runs: DryRunSo
 @pytest.fixture
 def one_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each takes seconds to start."""
-    monkeypatch.setattr(client, "MAX_WORKERS", 1)
+    monkeypatch.setattr(pool, "MAX_WORKERS", 1)
 
 
 @pytest.mark.usefixtures("one_worker")
