@@ -16,7 +16,7 @@ from frugal.config.hardware.cluster import ASSUMED_CAPABILITY, CARDS, Cluster, D
 from frugal.config.request import Request
 from frugal.deepspeed_adapter.simulate.engine import simulate
 from frugal.dryrun import shipped
-from frugal.dryrun.cache import Cache, digest, model_key
+from frugal.dryrun.cache import Cache, digest, facts_key, model_key
 from frugal.dryrun.figures import fullest_drafted, likely_fullest, rank_memories
 from frugal.dryrun.messages import (
     Answer,
@@ -248,7 +248,8 @@ class DryRunSource:
         """What the model is. Raises as `profile`."""
         if self._facts is None:
             shared_by = self.request.sequence_parallel or 1
-            key = digest("model", self._model, self.request.batch_norm, *([shared_by] if shared_by > 1 else []))
+            model = facts_key(self.request)
+            key = digest("model", model, self.request.batch_norm, *([shared_by] if shared_by > 1 else []))
             self._facts = self._cache.read(key, ModelFacts) or shipped.facts(self.request)
             if self._facts is None:
                 answer, *_ = self._pool.ask_all(AskFacts(self.request))  # all, so that all have their imports done

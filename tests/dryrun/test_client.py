@@ -299,6 +299,16 @@ def test_a_cached_dry_run_needs_no_worker(dry_runs: DryRunSource, request_: Requ
     assert again._pool._workers == []
 
 
+def test_what_a_model_is_needs_no_worker_for_samples_of_another_length(
+    dry_runs: DryRunSource, request_: Request
+) -> None:
+    facts = dry_runs.facts()
+    longer = replace(request_, seq_len=2 * request_.seq_len)
+    other = DryRunSource(longer, cluster(), cache=dry_runs._cache.folder)  # type: ignore[arg-type]  # a folder
+    assert other.facts() == facts
+    assert other._pool._workers == []
+
+
 @pytest.mark.usefixtures("one_worker")
 def test_a_model_file_that_plans_when_imported_is_refused_instead_of_dry_run_for_ever(tmp_path: Path) -> None:
     file = tmp_path / "plans.py"

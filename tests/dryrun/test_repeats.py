@@ -38,12 +38,12 @@ def both(make: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> tuple[Any,
             num_run[-1] += 1
             yield start
 
-    watched, results = slices.watched, []
+    watch, results = slices.watch, []
     for most in (repeats.NUM_RUN, LENGTH):
         num_run.append(0)
         with monkeypatch.context() as patch:
             patch.setattr(repeats, "NUM_RUN", most)
-            patch.setattr(slices, "watched", lambda watch: watched(lambda starts: counted(starts, watch)))
+            patch.setattr(slices, "watch", lambda own: watch(own and (lambda starts: counted(starts, own))))
             results.append(make())
     few, all_of_them = num_run
     assert few * 16 == all_of_them * (repeats.NUM_RUN + 1)
@@ -51,22 +51,23 @@ def both(make: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> tuple[Any,
 
 
 @pytest.mark.parametrize(
-    ("family", "mode", "mlp", "stage"),
+    ("family", "mode", "mlp", "stage", "shared_by"),
     [
-        ("llama", "offloaded", "tiled", 3),
-        ("gpt2", "off", "tiled", 2),
-        pytest.param("llama", "full", "tiled", 2, marks=pytest.mark.exhaustive),
-        pytest.param("gemma2", "full", "plain", 3, marks=pytest.mark.exhaustive),
-        pytest.param("gpt2", "full", "tiled", 3, marks=pytest.mark.exhaustive),
+        ("llama", "offloaded", "tiled", 3, 1),
+        ("llama", "full", "tiled", 3, 2),
+        ("gpt2", "off", "tiled", 2, 1),
+        pytest.param("llama", "full", "tiled", 2, 1, marks=pytest.mark.exhaustive),
+        pytest.param("gemma2", "full", "plain", 3, 1, marks=pytest.mark.exhaustive),
+        pytest.param("gpt2", "full", "tiled", 3, 1, marks=pytest.mark.exhaustive),
     ],
 )
 def test_a_trace_with_written_slices_is_the_whole_one(
-    family: str, mode: Any, mlp: Any, stage: int, monkeypatch: pytest.MonkeyPatch
+    family: str, mode: Any, mlp: Any, stage: int, shared_by: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def traced() -> ModelTrace:
         return trace(
-            build(family, **FAMILIES[family]), CausalLM(), seq_len=LENGTH, kind="cuda", loss="tiled", mlp=mlp,
-            activation_checkpointing_mode=mode, zero_stage=stage,
+            build(family, **FAMILIES[family]), CausalLM(), seq_len=LENGTH * shared_by, kind="cuda", loss="tiled",
+            mlp=mlp, activation_checkpointing_mode=mode, zero_stage=stage, sequence_parallel=shared_by,
         )  # fmt: skip
 
     written, whole = both(traced, monkeypatch)

@@ -188,17 +188,17 @@ class Tracker(StorageWatch):
         self._building = kind == "cuda" or builds_elsewhere  # and arrives later
         self._forward_from = 0  # operators before the phase
         self._alone = False  # whether there is no DeepSpeed whose operators are not to be counted
-        self._slices = slices.watched(self.through)
+        self._watch_before: slices.Watch | None = None
 
     def __enter__(self) -> Self:
         """Record from here on."""
-        self._slices.__enter__()
+        self._watch_before = slices.watch(self.through)
         return super().__enter__()
 
     def __exit__(self, *exception: Any) -> None:
         """The end."""
         super().__exit__(*exception)
-        self._slices.__exit__(*exception)
+        slices.watch(self._watch_before)
 
     # What happened
 

@@ -1,10 +1,9 @@
 """The slices of a tiled loss or MLP, one after the other.
 
-A dry run need not go through all of them: it may record what one does as often as it would be done (`watched`).
+A dry run need not go through all of them: it may record what one does as often as it would be done (`watch`).
 """
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 
 from torch import Tensor
 
@@ -25,12 +24,8 @@ def starts(values: Tensor, dim: int, rows: int) -> Iterable[int]:
     return _watch(all_of_them)
 
 
-@contextmanager
-def watched(watch: Watch) -> Iterator[None]:
-    """Inside the `with` block `watch` says which slices are gone through."""
+def watch(by: Watch | None) -> Watch | None:
+    """From now on `by` says which slices are gone through, None: all of them; what said so before."""
     global _watch
-    before, _watch = _watch, watch
-    try:
-        yield
-    finally:
-        _watch = before
+    before, _watch = _watch, by
+    return before
