@@ -17,14 +17,6 @@ def free_port() -> int:
         return int(sock.getsockname()[1])
 
 
-def forks() -> multiprocessing.context.ForkServerContext:
-    """Makes processes that have their imports done: they are forked from one that did them, which takes seconds."""
-    context = multiprocessing.get_context("forkserver")
-    imports = ["deepspeed", "transformers.modeling_utils", "frugal.training.engine", "frugal.dryrun.run"]
-    context.set_forkserver_preload(imports)
-    return context
-
-
 class Ranks:
     """`world_size` processes in one process group. `run` calls a module-level function on all of them."""
 
@@ -68,7 +60,8 @@ class Ranks:
         self._processes, self._connections = [], []
 
     def _start(self) -> None:
-        context = forks()
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["deepspeed", "transformers.modeling_utils", "frugal.training.engine"])
         port = free_port()
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
