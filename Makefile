@@ -18,8 +18,10 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 demo: setup
 	PATH="$(CURDIR)/$(BIN):$$PATH" launch/demo.sh
 
-# Files of tests run beside each other: most of the time goes into waiting for processes of one core to start.
-pytest_in = PATH="$(CURDIR)/$(1):$$PATH" $(1)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
+# Files of tests run beside each other: most of the time goes into waiting for processes of one core to start. In the
+# order of tests/conftest.py: xdist's own begins with files of many tests, and would leave the slowest for the end.
+pytest_in = PATH="$(CURDIR)/$(1):$$PATH" $(1)/python -m pytest -n auto --maxprocesses 4 --dist loadfile \
+  --no-loadscope-reorder
 PYTEST := $(call pytest_in,$(BIN))
 
 test: setup

@@ -3,6 +3,7 @@
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -19,6 +20,31 @@ hypothesis.settings.register_profile("any machine", deadline=None)  # tests say 
 hypothesis.settings.load_profile("any machine")
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore Ctrl-C, and so would ours
+
+SLOWEST = (
+    "test_tutorials.py", "multinode/test_restarts.py", "cli/test_train.py", "multinode/test_nodes.py",
+    "training/measure/test_tuned_strategies.py", "training/measure/test_tuner.py", "launch/test_signals.py",
+    "training/test_oom_retry.py", "cli/test_export.py", "test_docs.py", "multinode/test_strangers.py",
+    "training/trials/test_images.py", "dryrun/test_shipped.py", "test_ds_configs.py", "faults/test_out_of_memory.py",
+)  # fmt: skip
+"""Files that take half a minute and more; the first to begin, so that none is left for one worker at the end."""
+
+FASTEST = ("config", "planning", "html", "report")
+"""Folders whose tests start no process: they fill the end."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The slowest files first, then as they are collected."""
+    folder = Path(__file__).parent
+    assert all((folder / name).exists() for name in SLOWEST)
+
+    def place(item: pytest.Item) -> int:
+        path = item.path.relative_to(folder)
+        if path.as_posix() in SLOWEST:
+            return SLOWEST.index(path.as_posix())
+        return len(SLOWEST) + (path.parts[0] in FASTEST)
+
+    items.sort(key=place)
 
 
 @pytest.fixture(scope="session")

@@ -88,7 +88,7 @@ def all_rungs(zero_stage: int) -> dict[str, tuple[list[float], str]]:
     }
 
 
-@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("zero_stage", [*(pytest.param(stage, marks=pytest.mark.exhaustive) for stage in (0, 1)), 2, 3])
 def test_every_rung_is_applied_and_trains_as_the_plain_run_does(zero_stage: int, two_ranks: Ranks) -> None:
     (plain, _) = two_ranks.run(trajectory, 0, {})[0]
     assert plain[-1] < plain[0]
@@ -97,7 +97,7 @@ def test_every_rung_is_applied_and_trains_as_the_plain_run_does(zero_stage: int,
         assert losses == pytest.approx(plain, rel=1e-6)
 
 
-@pytest.mark.parametrize("zero_stage", [2, 3])
+@pytest.mark.parametrize("zero_stage", [2, pytest.param(3, marks=pytest.mark.exhaustive)])
 def test_gradients_summed_in_bf16_train_about_as_those_summed_in_fp32(zero_stage: int, two_ranks: Ranks) -> None:
     (whole, _), (short, differs) = (
         two_ranks.run(trajectory, zero_stage, {"gradient_accumulation_dtype": dtype}, "bf16")[0]
