@@ -17,6 +17,14 @@ def free_port() -> int:
         return int(sock.getsockname()[1])
 
 
+def forks() -> multiprocessing.context.ForkServerContext:
+    """Makes processes that have their imports done: they are forked from one that did them, which takes seconds."""
+    context = multiprocessing.get_context("forkserver")
+    imports = ["deepspeed", "transformers.modeling_utils", "frugal.training.engine", "frugal.dryrun.run"]
+    context.set_forkserver_preload(imports)
+    return context
+
+
 class Ranks:
     """`world_size` processes in one process group. `run` calls a module-level function on all of them."""
 
@@ -60,8 +68,7 @@ class Ranks:
         self._processes, self._connections = [], []
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["deepspeed", "transformers.modeling_utils", "frugal.training.engine"])
+        context = forks()
         port = free_port()
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()

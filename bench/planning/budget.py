@@ -106,7 +106,8 @@ def _exhaustive(search: Search, strategies: list[Any]) -> list[Candidate]:
     """Every mixture in which later layers keep more, under every strategy, as far as it fits."""
     mixed = []
     for base in dict.fromkeys(map(base_of, strategies)):
-        num_layers = search.source.num_layers(mixture(base, (("full", 1), ("off", 1))))
+        both = mixture(base, (("full", 1), ("off", 1)))
+        num_layers = 0 if search.source.why_not_mixed(both) else search.source.num_layers(both)
         for layer_modes in all_mixtures(LAYER_MODES[1:], num_layers) if num_layers else ():
             strategy = mixture(base, layer_modes)
             if strategy.layer_modes:

@@ -25,7 +25,7 @@ from frugal.config.hardware.build_cluster import ClusterSettings
 from frugal.config.request import Request
 from frugal.config.schema import PLAN_SETTINGS
 from frugal.dryrun.client import DryRunSource, workers
-from frugal.dryrun.pool import Pool
+from frugal.dryrun.pool import Pool, shared_workers
 from frugal.errors import RequestError
 from frugal.planning.plan import Plan
 from frugal.planning.report import Block, explanation
@@ -58,6 +58,7 @@ from frugal.planning.what_if import (
     help="Also memory against time: what less memory would cost, and what more would bring, by arithmetic.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the frontier for programs, and nothing else.")
+@shared_workers()
 def command(
     words: tuple[str, ...], verbose: bool, with_table: bool, with_frontier: bool, as_json: bool, **values: Any
 ) -> None:  # fmt: skip

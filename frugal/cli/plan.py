@@ -15,6 +15,7 @@ from frugal.config.request import Request
 from frugal.config.run_settings import DATA_NAMES, RunSettings
 from frugal.deepspeed_adapter.json_config import write_plan
 from frugal.dryrun.planner import what_helps
+from frugal.dryrun.pool import shared_workers
 from frugal.planning.plan import Plan
 from frugal.planning.report import summary_blocks
 
@@ -44,6 +45,7 @@ from frugal.planning.report import summary_blocks
 )
 @verbose_option
 @what_if_option
+@shared_workers()
 def command(
     axes: tuple[str, ...],
     as_json: bool,

@@ -25,6 +25,7 @@ from frugal.config.schema import PLAN_SETTINGS, TomlFile, read_toml, requested
 from frugal.config.setting import settings_of
 from frugal.deepspeed_adapter.json_config import write_plan
 from frugal.distributed.env import DEFAULT_PORT
+from frugal.dryrun.pool import shared_workers
 from frugal.errors import CheckpointError, PlanMismatchError, RequestError
 from frugal.launch import alternatives, commands, local, pdsh, restart
 from frugal.launch.pdsh import RestartableHosts
@@ -84,9 +85,10 @@ def command(
         trackers.check(job.settings.track)
         hub.check(job.settings.push_to_hub)
     if plan is None:
-        plan = _new_plan(job)
-        _tell(plan, err=printed is not None)
-        plan = alternatives.for_run(plan, job.settings)
+        with shared_workers():
+            plan = _new_plan(job)
+            _tell(plan, err=printed is not None)
+            plan = alternatives.for_run(plan, job.settings)
         if printed is not None:
             plan_path, _ = write_plan(plan, job.settings.out)
     else:

@@ -92,8 +92,13 @@ def digest(*parts: Any) -> str:
 
 def model_key(request: Request) -> Any:
     """What a dry run of the request's model depends on, found without torch."""
+    return [request.seq_len, *facts_key(request)]
+
+
+def facts_key(request: Request) -> Any:
+    """What is known of the request's model before it runs depends on this: it is the same for samples of any length."""
     definition = [request.model, request.task, request.lora, request.quantize, _definition(request.model)]
-    return [*definition, request.seq_len, bool(request.pack), *_versions()]
+    return [*definition, bool(request.pack), *_versions()]
 
 
 @functools.cache

@@ -16,7 +16,7 @@ from frugal.config.hardware.cluster import ASSUMED_CAPABILITY, CARDS, Cluster, D
 from frugal.config.request import Request
 from frugal.deepspeed_adapter.simulate.engine import simulate
 from frugal.dryrun import shipped
-from frugal.dryrun.cache import Cache, digest, model_key
+from frugal.dryrun.cache import Cache, digest, facts_key, model_key
 from frugal.dryrun.figures import fullest_drafted, likely_fullest, rank_memories
 from frugal.dryrun.messages import (
     Answer,
@@ -28,7 +28,7 @@ from frugal.dryrun.messages import (
     ModelFacts,
     WarmUp,
 )
-from frugal.dryrun.pool import Pool
+from frugal.dryrun.pool import Pool, workers
 from frugal.dryrun.trace.drafts import Drafts
 from frugal.planning.cost import between
 from frugal.planning.memory.breakdown import MemoryBreakdown
@@ -44,14 +44,6 @@ SAMPLED_MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
 MAX_RANKS_SEARCHED, MAX_RANKS_DRY_RUN, MAX_RANKS_DRAFTED = 2, 4, 2
 """Ranks that a profile is made of, those of one exact dry run (see `frugal.dryrun.figures`), and how many of these
 are left where arithmetic tells which are the fullest (`fullest_drafted`)."""
-
-MAX_WORKERS = 8
-"""Half a GiB each."""
-
-
-def workers() -> Pool:
-    """Processes that dry-run, none of them started yet."""
-    return Pool(min(os.cpu_count() or 1, MAX_WORKERS))
 
 
 class DryRunSource:
@@ -161,11 +153,15 @@ class DryRunSource:
         return self.profile(strategy, accumulates).draft
 
     def num_layers(self, strategy: Strategy) -> int:
-        """The layers that can have modes of their own, mixed of those of `strategy`; 0 where they cannot be mixed.
+        """The layers of the model, as far as a trace that `strategy` needs knows of them. Raises as `profile`."""
+        return self._drafts.num_layers(strategy)
+
+    def why_not_mixed(self, strategy: Strategy) -> str:
+        """Why layers cannot have modes of their own, mixed of those of `strategy`; empty where they can.
 
         Raises as `profile`.
         """
-        return self._drafts.num_layers(strategy)
+        return self._drafts.why_not_mixed(strategy)
 
     def has_draft(self, strategy: Strategy) -> bool:
         """Whether there is a draft that no worker has to be asked for."""
@@ -252,7 +248,8 @@ class DryRunSource:
         """What the model is. Raises as `profile`."""
         if self._facts is None:
             shared_by = self.request.sequence_parallel or 1
-            key = digest("model", self._model, self.request.batch_norm, *([shared_by] if shared_by > 1 else []))
+            model = facts_key(self.request)
+            key = digest("model", model, self.request.batch_norm, *([shared_by] if shared_by > 1 else []))
             self._facts = self._cache.read(key, ModelFacts) or shipped.facts(self.request)
             if self._facts is None:
                 answer, *_ = self._pool.ask_all(AskFacts(self.request))  # all, so that all have their imports done

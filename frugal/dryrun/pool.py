@@ -7,19 +7,25 @@ import subprocess
 import sys
 import tempfile
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import IO
+from contextlib import contextmanager
+from typing import IO, TYPE_CHECKING
 
 import msgspec
 
 import frugal.errors
 from frugal.distributed import parent
-from frugal.dryrun.messages import Answer, Question
 from frugal.errors import FrugalError, RequestError
+
+if TYPE_CHECKING:
+    from frugal.dryrun.messages import Answer, Question
 
 MARK = "FRUGAL_DRY_RUN"
 """Set in the environment of a worker: a dry run inside a dry run would never end."""
+
+MAX_WORKERS = 8
+"""Half a GiB each."""
 
 STDERR_LINES = 20
 """Of a worker that died, how much of its standard error is told."""
@@ -40,17 +46,18 @@ class Pool:
         self._workers: list[_Worker] = []
         self._threads = ThreadPoolExecutor(max_workers, thread_name_prefix="dry run")
         self._end = weakref.finalize(self, _end_all, self._workers)  # also at exit
+        self._num_holders = 1
 
-    def ask_all(self, question: Question) -> list[Answer]:
+    def ask_all(self, question: "Question") -> "list[Answer]":
         """Start all processes and ask each the same. Raises as `ask`."""
         return self.ask([question] * self._max_workers)
 
-    def tell(self, question: Question, most: int) -> None:
+    def tell(self, question: "Question", most: int) -> None:
         """Ask up to `most` processes that are idle, and do not wait for their answers."""
         for _ in range(min(most, self._idle.qsize())):
             self._threads.submit(self._ask, question)
 
-    def ask(self, questions: Sequence[Question]) -> list[Answer]:
+    def ask(self, questions: "Sequence[Question]") -> "list[Answer]":
         """The answers in order, worked on in parallel.
 
         Raises:
@@ -59,10 +66,10 @@ class Pool:
         """
         return list(self._threads.map(self._ask, questions))
 
-    def attempt(self, questions: Sequence[Question]) -> list[Answer | FrugalError]:
+    def attempt(self, questions: "Sequence[Question]") -> "list[Answer | FrugalError]":
         """As `ask`, but what a worker finds wrong with a question stands in place of its answer."""
 
-        def attempt(question: Question) -> Answer | FrugalError:
+        def attempt(question: "Question") -> "Answer | FrugalError":
             try:
                 return self._ask(question)
             except FrugalError as error:
@@ -70,12 +77,20 @@ class Pool:
 
         return list(self._threads.map(attempt, questions))
 
+    def held(self) -> "Pool":
+        """This pool, which then has one more to close it."""
+        self._num_holders += 1
+        return self
+
     def close(self) -> None:
-        """End the processes. A later question would start new ones."""
+        """End the processes, once all who hold the pool have closed it."""
+        self._num_holders -= 1
+        if self._num_holders:
+            return
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._end()
 
-    def _ask(self, question: Question) -> Answer:
+    def _ask(self, question: "Question") -> "Answer":
         worker = self._idle.get()
         try:
             if worker is None:
@@ -89,6 +104,29 @@ class Pool:
             raise
         finally:
             self._idle.put(worker)
+
+
+_shared: list[Pool] = []
+
+
+def workers() -> Pool:
+    """Processes that dry-run, none of them started yet; inside `shared_workers` the same for all."""
+    return _shared[-1].held() if _shared else Pool(min(os.cpu_count() or 1, MAX_WORKERS))
+
+
+@contextmanager
+def shared_workers() -> Iterator[None]:
+    """Inside, one pool is shared by all that is planned, predicted and dry-run. It ends with the block.
+
+    A process takes seconds to start, and what comes after a plan asks about the same model.
+    """
+    pool = workers()
+    _shared.append(pool)
+    try:
+        yield
+    finally:
+        _shared.remove(pool)
+        pool.close()
 
 
 class _Worker:
@@ -110,19 +148,15 @@ class _Worker:
             "CUDA_VISIBLE_DEVICES": "",
             "OMP_NUM_THREADS": "1",
         }
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "frugal.dryrun.worker"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._stderr,
-            env=environment,
-        )
+        self._process = started(environment, self._stderr)
 
     @property
     def alive(self) -> bool:
         return self._process.poll() is None
 
-    def ask(self, question: Question) -> Answer:
+    def ask(self, question: "Question") -> "Answer":
+        from frugal.dryrun import messages  # with all that answers hold, which a kept plan does not need
+
         assert self._process.stdin is not None and self._process.stdout is not None
         try:
             self._process.stdin.write(msgspec.json.encode(question) + b"\n")
@@ -136,7 +170,7 @@ class _Worker:
         if not line:
             code = self._process.wait()
             raise WorkerError(f"the dry run's process ended with exit code {code}\n{self._last_words()}")
-        answer = msgspec.json.decode(line, type=Answer)
+        answer = msgspec.json.decode(line, type=messages.Answer)
         if answer.mistake is not None:
             mistake = answer.mistake
             raise getattr(frugal.errors, mistake.kind)(mistake.what, because=mistake.because, hint=mistake.hint)
@@ -155,6 +189,17 @@ class _Worker:
     def _last_words(self) -> str:
         self._stderr.seek(0)
         return "\n".join(self._stderr.read().decode(errors="replace").splitlines()[-STDERR_LINES:])
+
+
+def started(environment: dict[str, str], stderr: IO[bytes]) -> "subprocess.Popen[bytes]":
+    """The process of a worker."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "frugal.dryrun.worker"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=stderr,
+        env=environment,
+    )
 
 
 def _end_all(workers: list[_Worker]) -> None:

@@ -16,17 +16,19 @@ from frugal.config.hardware.cluster import KERNEL_CLASSES
 from frugal.config.request import Request
 from frugal.distributed import parent
 from frugal.dryrun.messages import Answer, AskCheck, AskDryRun, AskFacts, AskTrace, Mistake, Question, Traced, WarmUp
+from frugal.imports import collected_seldom
 
 
 def main() -> None:
     """Answer every question on standard input."""
     parent.end_with_parent()
     answers = _protect_stdout()
-    import frugal.dryrun.trace.trace  # noqa: F401 - torch takes seconds, in which the first question is still on its way
+    with collected_seldom():  # a dry run itself says when to collect
+        import frugal.dryrun.trace.trace  # noqa: F401 - takes seconds, in which the first question is still on its way
 
-    for line in sys.stdin.buffer:
-        answers.write(msgspec.json.encode(_answer(line)) + b"\n")
-        answers.flush()
+        for line in sys.stdin.buffer:
+            answers.write(msgspec.json.encode(_answer(line)) + b"\n")
+            answers.flush()
     answers.close()
     os._exit(0)  # a second of taking torch apart is saved
 

@@ -12,7 +12,7 @@ import pytest
 
 from frugal.config.hardware.cluster import Cluster, Device, Node
 from frugal.config.request import Request
-from frugal.dryrun import client, figures
+from frugal.dryrun import client, figures, pool
 from frugal.dryrun.client import DryRunSource
 from frugal.dryrun.pool import WorkerError
 from frugal.errors import RequestError
@@ -269,7 +269,7 @@ def test_a_mistake_in_the_request_comes_back_as_it_was_raised(dry_runs: DryRunSo
 @pytest.fixture
 def one_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each takes seconds to start."""
-    monkeypatch.setattr(client, "MAX_WORKERS", 1)
+    monkeypatch.setattr(pool, "MAX_WORKERS", 1)
 
 
 @pytest.mark.usefixtures("one_worker")
@@ -297,6 +297,16 @@ def test_a_cached_dry_run_needs_no_worker(dry_runs: DryRunSource, request_: Requ
     again = DryRunSource(request_, cluster(), cache=dry_runs._cache.folder)  # type: ignore[arg-type]  # a folder
     assert again.dry_run(STRATEGY, 5, 4) == made
     assert again._pool._workers == []
+
+
+def test_what_a_model_is_needs_no_worker_for_samples_of_another_length(
+    dry_runs: DryRunSource, request_: Request
+) -> None:
+    facts = dry_runs.facts()
+    longer = replace(request_, seq_len=2 * request_.seq_len)
+    other = DryRunSource(longer, cluster(), cache=dry_runs._cache.folder)  # type: ignore[arg-type]  # a folder
+    assert other.facts() == facts
+    assert other._pool._workers == []
 
 
 @pytest.mark.usefixtures("one_worker")

@@ -53,6 +53,7 @@ class SyntheticProfile:
     mlp_bytes_per_token: int | None = None  # None: it takes no tiled MLP
     drafts: bool = False
     num_layers: int = 0
+    why_not_mixed: str = ""
     error: float = 1.0
     optimizer_bytes: float = 12.0
     num_matrices: int = 1
@@ -160,8 +161,12 @@ class SyntheticSource:
         return self._checked(strategy) if self.model.get("drafts") else None
 
     def num_layers(self, strategy: Strategy) -> int:
-        """Layers whose modes can be mixed, if the model says how many it has."""
+        """If the model says how many it has."""
         return int(self.model.get("num_layers", 0))
+
+    def why_not_mixed(self, strategy: Strategy) -> str:
+        """If the model says why not."""
+        return str(self.model.get("why_not_mixed", ""))
 
     def has_draft(self, strategy: Strategy) -> bool:
         """Formulas are no recorded allocations, of which a page is made."""

@@ -123,3 +123,15 @@ def test_all_mixtures_are_counted_once() -> None:
     made = [mixture(Strategy(zero_stage=2), each) for each in all_mixtures(modes, 4)]
     assert len(set(made)) == len(made) == 15
     assert replace(Strategy(zero_stage=2), activation_checkpointing="full") in made
+
+
+def test_a_plan_says_where_a_mixture_might_have_been_faster_but_modes_cannot_be_mixed() -> None:
+    settings: dict[str, Any] = {"gpus": 1, "mem": "22G", "global_batch": 16}
+    made = planned(model={**DEEP, "why_not_mixed": "a layer runs more than once"}, **settings)
+    assert made.strategy.layer_modes == ()
+    assert made.warnings[-1] == (
+        "all layers have one mode of activation checkpointing, because those of this model cannot be mixed: a layer "
+        "runs more than once"
+    )
+    roomy = planned(model={**DEEP, "why_not_mixed": "a layer runs more than once"}, gpus=8, mem="80G", global_batch=8)
+    assert not [note for note in roomy.warnings if "cannot be mixed" in note], "nothing was to be gained"

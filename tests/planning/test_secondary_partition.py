@@ -1,10 +1,11 @@
 """hpZ: memory for fewer bytes between nodes, taken where it makes a step faster, and refused where it cannot be."""
 
+from contextlib import suppress
 from typing import Any
 
 import pytest
 
-from frugal.errors import RequestError
+from frugal.errors import NothingFitsError, RequestError
 from tests.planning.synthetic import planned
 
 MODEL = {"drafts": True, "num_matrices": 200}
@@ -16,12 +17,48 @@ def communication(plan: Any) -> float:
 
 
 def test_it_is_taken_where_the_gathers_between_nodes_cost_more_than_its_memory() -> None:
-    plain, made = planned(**NODES, secondary_partition=1), planned(**NODES)
-    assert plain.strategy.secondary_partition == 1
-    assert made.strategy.secondary_partition == 4, "all ranks of a node"
-    assert made.time.total_seconds < plain.time.total_seconds / 1.02
+    made, pinned = planned(**NODES), {group: planned(**NODES, secondary_partition=group) for group in (1, 2, 4)}
+    fastest = min(pinned, key=lambda group: pinned[group].time.total_seconds)
+    assert made.strategy == pinned[fastest].strategy
+    assert fastest == 2, "over PCIe half a gather less is worth twice the memory"
+    assert made.time.total_seconds < pinned[1].time.total_seconds / 1.02
     assert made.memory.headroom_bytes >= 0
-    assert any(line.startswith("4 ranks of a node keep the parameters between them") for line in made.why)
+    assert any(line.startswith("2 ranks of a node keep the parameters between them") for line in made.why)
+
+
+@pytest.mark.parametrize("mem", ["9G", "10G", "11G", "16G"])
+def test_it_is_as_fast_as_the_best_that_can_be_pinned(mem: str) -> None:
+    nodes = NODES | {"mem": mem}
+    seconds = []
+    for group in (1, 2, 4):
+        with suppress(NothingFitsError):
+            seconds.append(planned(**nodes, secondary_partition=group).time.total_seconds)
+    assert planned(**nodes).time.total_seconds <= 1.02 * min(seconds)
+
+
+def test_over_nvlink_a_whole_node_keeps_them() -> None:
+    """Half a gather less inside a node is then no gain."""
+    made = planned(**{name: value for name, value in NODES.items() if name != "mem"}, gpu="a100-40g")
+    assert made.strategy.secondary_partition == 4
+
+
+def test_beside_it_a_part_of_the_optimizer_stays_on_the_host() -> None:
+    """As fast as the best of both that can be pinned."""
+    tight = NODES | {"nodes": 2, "mem": "5.2G", "activation_checkpointing": "full", "offload": "optimizer"}
+    pins = [{"offload_ratio": ratio, "secondary_partition": group} for ratio in (0.5, 0.75, 1.0) for group in (1, 2, 4)]
+    seconds = []
+    for pin in pins:
+        with suppress(NothingFitsError):
+            seconds.append(planned(**tight | pin).time.total_seconds)
+    assert len(seconds) > 5
+    assert planned(**tight).time.total_seconds <= 1.1 * min(seconds), "what a compiler must be worth"
+
+
+def test_modes_of_layers_are_mixed_beside_it() -> None:
+    deep = NODES | {"mem": "11G", "model": {**MODEL, "num_layers": 24, "bytes_per_token": 2_000_000}}
+    made, alone = planned(**deep), planned(**deep, activation_checkpointing="full")
+    assert made.strategy.secondary_partition > 1 and made.strategy.layer_modes
+    assert made.time.total_seconds < alone.time.total_seconds / 1.02
 
 
 def test_the_first_gather_of_a_step_and_the_gradients_still_go_between_nodes() -> None:

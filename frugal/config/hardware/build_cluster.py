@@ -169,7 +169,8 @@ class ClusterSettings:
     )  # fmt: skip
     device: DeviceKind | None = setting(None, "What to run on.", "hardware", shown_default="cuda")
     calibration: bool | None = setting(
-        None, "Whether to plan with what `frugal measure --calibrate` measured here.", "hardware",
+        None, "Whether to plan with what `frugal measure --calibrate` and `frugal train --calibrate` measured here.",
+        "hardware",
         shown_default="yes, if there is any", is_expert=True,
     )  # fmt: skip
 

@@ -15,7 +15,7 @@ from frugal.dryrun.messages import AskTrace, Traced
 from frugal.dryrun.pool import Pool
 from frugal.errors import FrugalError
 from frugal.planning.memory.layer_mixture import LayerMixtures, NotMixableError
-from frugal.planning.memory.timeline import ModelTrace
+from frugal.planning.memory.timeline import MarkKind, ModelTrace
 from frugal.planning.strategy import LayerMode, Strategy
 
 MOST_MIXED = 8
@@ -92,43 +92,55 @@ class Drafts:
         )
 
     def num_layers(self, strategy: Strategy) -> int:
-        """The layers that can have modes of their own, mixed of those of `strategy`; 0 where they cannot be mixed.
+        """The layers of the model, as far as a trace that `strategy` needs knows of them. Raises as `trace`."""
+        trace = self._traced(strategy)["off"] if covers(self._request, strategy) else None
+        if trace is None:
+            return 0
+        return len({mark.number for marks in trace.marks for mark in marks if mark.kind is MarkKind.LAYER})
+
+    def why_not_mixed(self, strategy: Strategy) -> str:
+        """Why layers cannot have modes of their own, mixed of those of `strategy`; empty where they can.
 
         Raises as `trace`.
         """
         if self._kind == "cpu":
             strategy = strategy.where_the_host_is_the_device
-        mixtures = self._mixtures(strategy) if covers(self._request, strategy) else None
-        return 0 if mixtures is None else mixtures.num_layers
+        if not covers(self._request, strategy):
+            return "only dry runs can profile it"
+        try:
+            self._mixtures(strategy)
+        except NotMixableError as error:
+            return str(error)
+        return ""
 
     def _mixed(self, strategy: Strategy) -> ModelTrace | None:
         """The trace of a mixture. The last few are kept: each is asked for several times, and takes megabytes."""
         key = strategy.loss, strategy.mlp, strategy.zero_stage == 3, strategy.sequence_parallel, strategy.layer_modes
         if key not in self._mixed_traces:
-            mixtures = self._mixtures(strategy)
             try:
-                trace = None if mixtures is None else mixtures.trace(strategy.layer_modes)
+                trace = self._mixtures(strategy).trace(strategy.layer_modes)
             except NotMixableError:
                 trace = None
             self._mixed_traces = dict([*self._mixed_traces.items(), (key, trace)][-MOST_MIXED:])
         return self._mixed_traces[key]
 
-    def _mixtures(self, strategy: Strategy) -> LayerMixtures | None:
-        """Those of a loss and a kind of ZeRO; None where the traces of the strategy's modes do not go together."""
+    def _mixtures(self, strategy: Strategy) -> LayerMixtures:
+        """Those of a loss and a kind of ZeRO.
+
+        Raises:
+            NotMixableError: the traces of the strategy's modes do not go together.
+        """
         traced = self._traced(strategy)
         traces = {mode: trace for mode, trace in traced.items() if trace is not None}
         if len(traces) < len(traced):
-            return None
+            raise NotMixableError("only dry runs can profile it")
         key = self._key(self._questions(strategy)["off"])
-        try:
-            if key not in MIXTURES:
-                while len(MIXTURES) >= MOST_MIXED:
-                    MIXTURES.pop(next(iter(MIXTURES)))
-                MIXTURES[key] = LayerMixtures(traces["off"])
-            for mode, trace in traces.items():
-                MIXTURES[key].add(mode, trace)
-        except NotMixableError:
-            return None
+        if key not in MIXTURES:
+            while len(MIXTURES) >= MOST_MIXED:
+                MIXTURES.pop(next(iter(MIXTURES)))
+            MIXTURES[key] = LayerMixtures(traces["off"])
+        for mode, trace in traces.items():
+            MIXTURES[key].add(mode, trace)
         return MIXTURES[key]
 
     def _traced(self, strategy: Strategy) -> dict[LayerMode, ModelTrace | None]:

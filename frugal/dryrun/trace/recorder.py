@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from frugal import torch_internals
 from frugal.config.hardware.cluster import ASSUMED_CAPABILITY, Capability, DeviceKind
 from frugal.deepspeed_adapter.fake_device import SideStreams
-from frugal.dryrun.trace import kernel_memory, operators
+from frugal.dryrun.trace import kernel_memory, operators, repeats
 from frugal.dryrun.trace.operators import HostMemory
 from frugal.planning.cost import Counts
 from frugal.planning.memory.timeline import (
@@ -42,6 +42,7 @@ from frugal.planning.memory.timeline import (
 )
 from frugal.training.measure.memory_watch import StorageWatch, cpu_pace, tensors_in
 from frugal.training.models.loading import quantised
+from frugal.training.models.tiling import slices
 
 AUTOGRAD, DEEPSPEED, MODEL = "autograd", "DeepSpeed", "model"
 
@@ -187,6 +188,17 @@ class Tracker(StorageWatch):
         self._building = kind == "cuda" or builds_elsewhere  # and arrives later
         self._forward_from = 0  # operators before the phase
         self._alone = False  # whether there is no DeepSpeed whose operators are not to be counted
+        self._watch_before: slices.Watch | None = None
+
+    def __enter__(self) -> Self:
+        """Record from here on."""
+        self._watch_before = slices.watch(self.through)
+        return super().__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        """The end."""
+        super().__exit__(*exception)
+        slices.watch(self._watch_before)
 
     # What happened
 
@@ -245,6 +257,11 @@ class Tracker(StorageWatch):
                     self._timeline.categories[index] = category
 
     @property
+    def num_marks(self) -> int:
+        """Moments so far of which more is known than births and deaths."""
+        return 0
+
+    @property
     def _recomputing(self) -> bool:
         """Whether backward runs a module's forward again. Not seen by `is_grad_enabled`, which a `Function` clears."""
         return self.phase == BACKWARD and len(self._running) > 1
@@ -291,6 +308,36 @@ class Tracker(StorageWatch):
 
     def _record(self, size_bytes: int, category: int, operator: Any) -> int:
         return self._timeline.born(size_bytes, category, str(operator), self._running[-1])
+
+    # Slices
+
+    def through(self, starts: range) -> Iterator[int]:
+        """Where the slices begin that are run; what the others would do is written, see `repeats`."""
+        places = []
+        for start in starts[: repeats.NUM_RUN]:
+            yield start
+            places.append(self._place())
+        others = starts[repeats.NUM_RUN :]
+        if len(others) > 1 and repeats.are_alike(self._timeline, places):
+            self._write(places, len(others) - 1)
+            others = others[-1:]
+        yield from others
+
+    def _place(self) -> repeats.BetweenSlices:
+        timeline, counted = self._timeline, {**self._counted, "num_operators": self.num_operators}
+        elsewhere = (self.num_marks, len(timeline.empties), self.host.live_bytes, self.host.peak_bytes)
+        return repeats.BetweenSlices(len(timeline.events), len(timeline.fixed), counted, elsewhere)
+
+    def _write(self, places: list[repeats.BetweenSlices], times: int) -> None:
+        """What the last slice did, so many times more; what lives of it is now the last one's that is written."""
+        moved = repeats.write(self._timeline, places, times)
+        born = range(places[-2].birth, places[-1].birth)
+        self._storage |= {address: index + moved for address, index in self._storage.items() if index in born}
+        for name, number in places[-1].counted_since(places[-2]).items():
+            if name == "num_operators":
+                self.num_operators += times * number
+            else:
+                self._counted[name] += times * number
 
     # Operators
 

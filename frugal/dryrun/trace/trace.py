@@ -103,31 +103,33 @@ class Recorder(Tracker):
 
     def _begins(self, number: int) -> None:
         if self.phase == FORWARD:
-            self._mark(MarkKind.LAYER, number, -1)
+            self.add_mark(MarkKind.LAYER, number, -1)
             self.counts_at.setdefault((MarkKind.LAYER, number), self.counts)
 
     def run_layer(self, number: int, layer: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """What a layer returns; mark its beginning and end where backward runs it again."""
         if self.phase != BACKWARD:
             return layer(*args, **kwargs)
-        self._mark(MarkKind.LAYER_AGAIN, number, -1)
+        self.add_mark(MarkKind.LAYER_AGAIN, number, -1)
         try:
             return layer(*args, **kwargs)
         finally:
-            self._mark(MarkKind.LAYER_AGAIN_ENDS, number, -1)
+            self.add_mark(MarkKind.LAYER_AGAIN_ENDS, number, -1)
 
     def _finished(self, parameter: Tensor, index: int) -> None:
         assert parameter.grad is not None
         storage = self._storage.get(torch_internals.address(parameter.grad), -1)
-        self._mark(MarkKind.GRADIENT, index, storage)
+        self.add_mark(MarkKind.GRADIENT, index, storage)
         self.counts_at[MarkKind.GRADIENT, index] = self.counts
         parameter.grad = None
 
-    def module(self, kind: MarkKind, number: int, hold: int) -> None:
-        """Mark what `frugal.deepspeed_adapter.zero3_graph` tells."""
-        self._mark(kind, number, hold)
+    @property
+    def num_marks(self) -> int:
+        """Of this phase."""
+        return len(self.marks[-1])
 
-    def _mark(self, kind: MarkKind, number: int, storage: int) -> None:
+    def add_mark(self, kind: MarkKind, number: int, storage: int) -> None:
+        """Mark what happens now, see `Mark`."""
         self.marks[-1].append(Mark(len(self._timeline.events), kind, number, storage))
 
 
@@ -329,7 +331,7 @@ def _record(model: nn.Module, layers: str, mode: _Mode, micro_batch: int) -> _Re
     recorder.take_gradients(model)
     recorder.mark_layers(marked)
     if mode.is_zero3:
-        recorder.addresses_at_rest = zero3_graph.install(model, recorder.module)
+        recorder.addresses_at_rest = zero3_graph.install(model, recorder.add_mark)
     with recorder:
         _micro_step(recorder, model, mode.objective, example)
     return _Recorded(

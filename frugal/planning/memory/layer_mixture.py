@@ -114,8 +114,17 @@ def _matches(reference: Sequence[_Item], items: Sequence[_Item]) -> dict[int, in
         if len(matches) < len(wanted) and item.key is not None and item.key == wanted[len(matches)][1]:
             matches[i] = wanted[len(matches)][0]
     if len(matches) < len(wanted):
-        raise NotMixableError(f"{wanted[len(matches)][1]} does not happen in another mode")
+        raise NotMixableError(f"{_words(wanted[len(matches)][1])} in one mode and not in another")
     return matches
+
+
+def _words(key: tuple[object, ...]) -> str:
+    """What `_Item.key` stands for."""
+    if len(key) == 2:
+        kind, number = key
+        return f"{str(getattr(kind, 'name', kind)).lower().replace('_', ' ')} {number} happens"
+    operator, module = key[:2]
+    return f"{module or 'the model'} runs {operator}"
 
 
 class LayerMixtures:

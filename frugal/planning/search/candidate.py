@@ -112,7 +112,9 @@ class SearchResult:
     """The strategy that was chosen. `memory` is that of its dry run; `candidates` are all, the chosen one included.
 
     `in_other_segments`: what it would take with expandable segments where it has none, or without; None on CPU ranks.
-    `shared_because`: why ranks share samples, where nobody asked for it.
+    `shared_because`: why ranks share samples, where nobody asked for it. `measured_because`: what was measured of the
+    chosen way on this machine, where something was. `instead_of`: the way predicted to be the fastest, where another
+    was measured to be.
     """
 
     chosen: Candidate
@@ -122,6 +124,8 @@ class SearchResult:
     warnings: tuple[str, ...]
     in_other_segments: MemoryBreakdown | None = None
     shared_because: str = ""
+    measured_because: str = ""
+    instead_of: Candidate | None = None
 
     @property
     def rejected(self) -> tuple[Rejected, ...]:
@@ -155,6 +159,8 @@ class SearchResult:
             return "does not fit into host memory" if candidate.host_shortfall_bytes else "does not fit"
         if candidate.seconds > self.chosen.seconds * TIE:
             return "slower"
+        if self.instead_of is not None:
+            return "not as fast, by what was measured here"
         return f"not faster by {100 * (TIE - 1):.0f} %, and less simple"
 
 
@@ -276,9 +282,10 @@ class Source(Protocol):
     """Where profiles come from. `accumulates`: whether there is more than one micro-step.
 
     `prepare` is told what will be asked for. `draft` is a profile without the allocator's part, found by arithmetic;
-    None where only a dry run could tell. `num_layers` are those that can have modes of their own, mixed of those of a
-    strategy; 0: they cannot. `distrust` has a strategy profiled by dry runs from now on; false if it
-    already is. `notes`: what the last dry run assumed, where memory depends on the data.
+    None where only a dry run could tell. `num_layers` are the model's, 0: not known; `why_not_mixed` says why they
+    cannot have modes of their own, mixed of those of a strategy; empty: they can. `distrust` has a strategy profiled by
+    dry runs from now on; false if it already is. `notes`: what the last dry run assumed, where memory depends on the
+    data.
     """
 
     @property
@@ -287,6 +294,7 @@ class Source(Protocol):
     def prepare(self, strategies: Sequence[Strategy]) -> None: ...
     def draft(self, strategy: Strategy, accumulates: bool) -> Profile | None: ...
     def num_layers(self, strategy: Strategy) -> int: ...
+    def why_not_mixed(self, strategy: Strategy) -> str: ...
     def distrust(self, strategy: Strategy) -> bool: ...
     def profile(self, strategy: Strategy, accumulates: bool) -> Profile: ...
     def dry_run(

@@ -136,7 +136,8 @@ def _mixed(
             for cut, quarters in product(ends[0].keys() & ends[1].keys(), (1, 2, 3)):
                 if _may_be_unbeaten(ends[0][cut], ends[1][cut], quarters / 4, best):
                     wanted.setdefault(quarters, set()).add(cut[1] > 1)
-            num_layers = search.source.num_layers(mixture(base, ((frugal, 1), (generous, 1)))) if wanted else 0
+            both = mixture(base, ((frugal, 1), (generous, 1)))
+            num_layers = search.source.num_layers(both) if wanted and not search.source.why_not_mixed(both) else 0
             for quarters, accumulates in sorted(wanted.items()):
                 if 0 < (count := num_layers * quarters // 4) < num_layers:
                     yield mixture(base, ((frugal, num_layers - count), (generous, count))), accumulates

@@ -3,11 +3,13 @@
 A share of an optimizer in host memory stays on the device; what ZeRO-3 gathers is kept within a node (hpZ of ZeRO++,
 Wang et al. 2023). Both add bytes to what is live on a device throughout a step. So the draft of a strategy without them
 says which micro-batches fit beside them, and arithmetic alone finds the fastest. Left out: what the allocator wastes.
-Not tried: both at once, which can be pinned, and with sequence parallelism.
+Groups of fewer ranks than a node has keep more each, and have a little less to gather: worth it over PCIe. Both ways at
+once are tried, too; none with sequence parallelism.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from math import gcd
 
 from frugal.config import optimizers
 from frugal.config.hardware.cluster import Cluster
@@ -20,6 +22,9 @@ from frugal.planning.strategy import RATIOS, Offload, Strategy, in_part, share_o
 FASTEST = 2
 """Of each way those that are evaluated; what arithmetic says of them is hardly ever wrong."""
 
+Timed = tuple[float, Strategy]
+"""Seconds of a step by arithmetic, and of what."""
+
 WORTH_A_COMPILER = 1.1
 """How many times faster a share on the device must make a step: DeepSpeed's CPU Adam, which it needs, is compiled on
 each host, while torch's, which updates all of an optimizer in host memory, needs nothing."""
@@ -27,7 +32,12 @@ each host, while torch's, which updates all of an optimizer in host memory, need
 
 def drafts(evaluation: StrategyEvaluation, level: Offload, before: Sequence[Candidate]) -> list[Candidate]:
     """Drafts of what could win over the candidates of a level of offloading that were evaluated `before`."""
-    ways = (*_fastest_shares(evaluation, level, before), *_fastest_within_nodes(evaluation, before))
+    if not _is_searched(evaluation):
+        return []
+    fastest = fastest_seconds(before)
+    within = _within_nodes(evaluation, before, fastest)
+    shares = _shares(evaluation, level, before, min([fastest, *(seconds for seconds, _ in within)]))
+    ways = (*_with_room(within, evaluation.cluster), *_with_more_on_host(shares, evaluation))
     return [draft for way in ways if (draft := evaluation.draft(way)) is not None]
 
 
@@ -57,61 +67,91 @@ def check_secondary_partition(request: Request, cluster: Cluster) -> None:
         raise RequestError(f"--secondary-partition {number} is impossible {what}", because=because, hint=hint)
 
 
-def _fastest_shares(evaluation: StrategyEvaluation, level: Offload, before: Sequence[Candidate]) -> Sequence[Strategy]:
-    """The optimizer's sub-groups: of all strategies with all of them on the host the fastest shares, and one larger.
+def _within_nodes(evaluation: StrategyEvaluation, before: Sequence[Candidate], fastest: float) -> list[Timed]:
+    """Groups of ranks of a node that keep the parameters between them, faster than what fits already by a tie."""
+    if fastest == float("inf"):  # with more bytes on a device nothing more fits
+        return []
+    ways: list[Timed] = []
+    for place in ("none", "cpu"):
+        for strategy in _in_zero_3(before, place):
+            of_strategy = fastest
+            for group in _groups(evaluation):
+                kept = replace(strategy, secondary_partition=group)
+                if evaluation.best_case(kept).seconds * TIE >= of_strategy:
+                    continue
+                if (profile := _draft(evaluation, strategy)) is not None:
+                    more_bytes = _group_bytes(evaluation, kept, profile)
+                    if (seconds := seconds_beside(evaluation, kept, profile, more_bytes)) * TIE < of_strategy:
+                        ways.append((seconds, kept))
+                        of_strategy = seconds
+    return sorted(ways, key=_seconds)[:FASTEST]
 
-    The larger share leaves room for what the allocator wastes. None where the optimizer cannot be split, or a share was
-    pinned.
+
+def _shares(evaluation: StrategyEvaluation, level: Offload, before: Sequence[Candidate], fastest: float) -> list[Timed]:
+    """Shares of the optimizer's sub-groups on the device where all of them were on the host, in groups and without.
+
+    None where the optimizer cannot be split, or a share was pinned.
     """
     request, number = evaluation.request, evaluation.facts.trainable_parameters
     world_size = evaluation.cluster.world_size
     can_split = optimizers.why_not_in_part(request.optimizer, request.optimizer_implementation) is None
-    if level != "optimizer" or request.offload_ratio is not None or not can_split or not _is_searched(evaluation):
+    if level != "optimizer" or request.offload_ratio is not None or not can_split:
         return []
     element_bytes = 2 * request.master_bytes_per_element + request.state_bytes_per_element  # with the gradient
-
-    def timed(strategy: Strategy, profile: Profile) -> Iterator[tuple[float, Strategy]]:
-        for ratio in RATIOS:
-            part = in_part(strategy, ratio, number, world_size)
-            on_device = 1 - share_on_host(profile.trainable_sizes, part, world_size)
-            if on_device:
-                yield seconds_beside(evaluation, part, profile, on_device * number / world_size * element_bytes), part
-
-    fastest = fastest_seconds(before)
-    ways: list[tuple[float, Strategy]] = []
+    ways: list[Timed] = []
     for strategy in _in_zero_3(before, "cpu"):
-        best = evaluation.best_case(in_part(strategy, RATIOS[0], number, world_size))
-        if best.seconds * WORTH_A_COMPILER < fastest and (profile := _draft(evaluation, strategy)) is not None:
-            ways += timed(strategy, profile)
-    parts = _fastest(ways, fastest, WORTH_A_COMPILER)
+        of_strategy = fastest / WORTH_A_COMPILER
+        for whole in (strategy, *(replace(strategy, secondary_partition=group) for group in _groups(evaluation))):
+            best = evaluation.best_case(in_part(whole, RATIOS[0], number, world_size)).seconds
+            profile = _draft(evaluation, strategy) if best < of_strategy else None
+            if profile is None:
+                continue
+            timed: list[Timed] = []
+            for ratio in RATIOS:
+                part = in_part(whole, ratio, number, world_size)
+                on_device = 1 - share_on_host(profile.trainable_sizes, part, world_size)
+                more_bytes = on_device * number / world_size * element_bytes
+                if whole != strategy:
+                    more_bytes += _group_bytes(evaluation, whole, profile)
+                if on_device:
+                    timed.append((seconds_beside(evaluation, part, profile, more_bytes), part))
+            timed = [each for each in timed if _seconds(each) < of_strategy]
+            ways += timed
+            of_strategy = min([of_strategy, *(seconds / TIE for seconds, _ in timed)])
+    return sorted(ways, key=_seconds)[:FASTEST]
+
+
+def _with_room(within: Sequence[Timed], cluster: Cluster) -> list[Strategy]:
+    """These, and the fastest in groups of a whole node, which leave room for what the allocator wastes."""
+    ways = [way for _, way in within]
+    most = len(cluster.nodes[0].devices)
+    return list(dict.fromkeys((*ways, *(replace(way, secondary_partition=most) for way in ways[:1]))))
+
+
+def _with_more_on_host(shares: Sequence[Timed], evaluation: StrategyEvaluation) -> list[Strategy]:
+    """These, and the fastest with more of the optimizer on the host, for the same reason."""
+    number, world_size = evaluation.facts.trainable_parameters, evaluation.cluster.world_size
+    parts = [part for _, part in shares]
     larger = [in_part(part, part.offload_ratio + RATIOS[0], number, world_size) for part in parts[:1]]
     return parts + [part for part in larger if part.offload_ratio < 1 and part not in parts]
 
 
-def _fastest_within_nodes(evaluation: StrategyEvaluation, before: Sequence[Candidate]) -> Sequence[Strategy]:
-    """All ranks of a node keep the parameters between them: fewer would keep more each, and save no more.
+def _groups(evaluation: StrategyEvaluation) -> list[int]:
+    """Ranks of a node that may keep the parameters between them, the most first: those keep the least each.
 
-    None on one node, on nodes of different numbers of devices, or where it was pinned.
+    None on one node, on nodes without such a number in common, or where it was pinned.
     """
-    cluster, request = evaluation.cluster, evaluation.request
-    counts = {len(node.devices) for node in cluster.nodes}
-    if request.secondary_partition is not None or len(cluster.nodes) == 1 or counts == {1} or len(counts) > 1:
+    cluster = evaluation.cluster
+    if evaluation.request.secondary_partition is not None or len(cluster.nodes) == 1:
         return []
-    if not _is_searched(evaluation):
-        return []
-    (ranks,), element_bytes, fastest = counts, 4 if request.precision == "fp32" else 2, fastest_seconds(before)
-    if fastest == float("inf"):
-        return []
-    ways = []
-    for place in ("none", "cpu"):
-        for strategy in _in_zero_3(before, place):
-            kept = replace(strategy, secondary_partition=ranks)
-            if evaluation.best_case(kept).seconds * TIE >= fastest:
-                continue
-            if (profile := _draft(evaluation, strategy)) is not None:
-                more_bytes = profile.packed.weight_bytes(profile.parameters, element_bytes) / ranks
-                ways.append((seconds_beside(evaluation, kept, profile, more_bytes), kept))
-    return _fastest(ways, fastest, TIE)
+    in_common = gcd(*(len(node.devices) for node in cluster.nodes))
+    return [number for number in range(in_common, 1, -1) if in_common % number == 0]
+
+
+def _group_bytes(evaluation: StrategyEvaluation, strategy: Strategy, profile: Profile) -> float:
+    """What a rank of a group keeps of the parameters."""
+    element_bytes = 4 if evaluation.request.precision == "fp32" else 2
+    return profile.packed.weight_bytes(profile.parameters, element_bytes) / strategy.secondary_partition
 
 
 def _is_searched(evaluation: StrategyEvaluation) -> bool:
@@ -121,19 +161,14 @@ def _is_searched(evaluation: StrategyEvaluation) -> bool:
 
 
 def _in_zero_3(before: Sequence[Candidate], optimizer: str) -> list[Strategy]:
-    """The strategies with parameters on the devices and the optimizer there or on the host, all of it.
+    """The strategies with parameters on the devices and the optimizer there or on the host.
 
     Those that differ only in the stage are one: on one GPU nothing else asks for stage 3.
     """
     strategies = (candidate.strategy for candidate in before)
     right = (each for each in strategies if (each.offload_optimizer, each.offload_parameters) == (optimizer, "none"))
-    return list(
-        dict.fromkeys(
-            replace(each, zero_stage=3)
-            for each in right
-            if each.zero_stage >= 2 and each.offload_ratio == each.secondary_partition == each.sequence_parallel == 1
-        )
-    )
+    in_zero_3 = (replace(each, zero_stage=3) for each in right if each.zero_stage >= 2 and each.sequence_parallel == 1)
+    return list(dict.fromkeys(in_zero_3))
 
 
 def _draft(evaluation: StrategyEvaluation, strategy: Strategy) -> Profile | None:
@@ -160,7 +195,5 @@ def seconds_beside(evaluation: StrategyEvaluation, strategy: Strategy, profile: 
     return evaluation.fastest(profile, strategy, batches)[0].total_seconds if batches else float("inf")
 
 
-def _fastest(timed: list[tuple[float, Strategy]], fastest: float, gain: float) -> list[Strategy]:
-    """Those few that are faster than what fits already, by a factor of `gain`."""
-    timed.sort(key=lambda pair: pair[0])
-    return [strategy for seconds, strategy in timed if seconds * gain < fastest][:FASTEST]
+def _seconds(timed: Timed) -> float:
+    return timed[0]

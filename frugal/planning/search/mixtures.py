@@ -15,7 +15,7 @@ those of two modes are not, because the intervals leave out as little with far f
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import combinations, pairwise
 from math import comb
 
 from frugal.planning import cost
@@ -61,6 +61,27 @@ def mixture(base: Strategy, layer_modes: LayerModes) -> Strategy:
     return replace(base, activation_checkpointing="budget", layer_modes=runs)
 
 
+def _is_added_to(strategy: Strategy) -> bool:
+    """Whether it is one of `memory_for_time`, which are searched with one mode of those without."""
+    return strategy.secondary_partition > 1 or strategy.offload_ratio < 1
+
+
+def _without_additions(strategy: Strategy) -> Strategy:
+    usual = Strategy.sub_group_elements
+    return replace(strategy, secondary_partition=1, offload_ratio=1.0, sub_group_elements=usual)
+
+
+def _bases(candidates: Sequence[Candidate]) -> list[Strategy]:
+    """What modes are mixed under, the fastest with one mode first. Of those that trade memory for time, only that."""
+    ordered = sorted(candidates, key=lambda candidate: candidate.seconds)
+    bases = list(dict.fromkeys(base_of(candidate.strategy) for candidate in ordered))
+    fitting = [candidate for candidate in ordered if candidate.fits and not candidate.is_draft]
+    added = [base_of(candidate.strategy) for candidate in fitting if _is_added_to(candidate.strategy)]
+    if all(map(_is_added_to, bases)):  # a pin
+        return bases
+    return [base for base in bases if not _is_added_to(base) or base in added[:1]]
+
+
 def all_mixtures(modes: Sequence[LayerMode], num_layers: int) -> Iterator[LayerModes]:
     """Those in which layers that keep more come last; `modes`: the least kept first."""
     if len(modes) == 1:
@@ -72,25 +93,30 @@ def all_mixtures(modes: Sequence[LayerMode], num_layers: int) -> Iterator[LayerM
 
 
 class Mixtures:
-    """Mixtures for one request on one cluster, on top of strategies with one mode that were evaluated."""
+    """Mixtures for one request on one cluster, on top of strategies with one mode that were evaluated.
+
+    `why_none`: where one might have been faster, why the modes could not be mixed; otherwise empty.
+    """
 
     def __init__(self, evaluation: StrategyEvaluation) -> None:
         self.evaluation = evaluation
         self.source = evaluation.source
+        self.why_none = ""
 
     def faster(self, candidates: Sequence[Candidate]) -> list[Candidate]:
         """Mixtures that fit, evaluated in full, and are faster than all `candidates` by more than a tie.
 
         None where a mode was pinned.
         """
+        self.why_none = ""
         is_free = self.evaluation.request.activation_checkpointing in ("auto", "budget")
         if not is_free or not self.evaluation.facts.can_recompute:
             return []
         fitting = [candidate for candidate in candidates if not candidate.is_draft]
         enough = fastest_seconds(fitting) / TIE
         drafts: list[Candidate] = []
-        for base in dict.fromkeys(base_of(candidate.strategy) for candidate in candidates):
-            drafts += self._drafts(base, self._modes(base, candidates), min(enough, fastest_seconds(drafts)))
+        for base in _bases(candidates):
+            drafts += self._drafts(base, candidates, min(enough, fastest_seconds(drafts)))
         better: list[Candidate] = []
         for draft in sorted(drafts, key=lambda draft: draft.seconds):
             if draft.seconds >= min(enough, fastest_seconds(better)):
@@ -101,33 +127,55 @@ class Mixtures:
         return better
 
     def _modes(self, base: Strategy, candidates: Sequence[Candidate]) -> dict[LayerMode, Candidate]:
-        """The modes that were evaluated with `base`, the least kept first."""
+        """The modes that were evaluated with `base`, the least kept first; or with what it adds a mechanism to."""
+        evaluated = {candidate.strategy for candidate in candidates if candidate.memory is not None}
+        if _is_added_to(base):
+            evaluated = {_without_additions(each) for each in evaluated}
         known = {
-            mode: self.evaluation.draft(candidate.strategy)
+            mode: self.evaluation.draft(strategy)
             for mode in LAYER_MODES
-            for candidate in candidates
-            if candidate.strategy == mixture(base, ((mode, 1),)) and candidate.memory is not None
+            if _without_additions(strategy := mixture(base, ((mode, 1),))) in evaluated or strategy in evaluated
         }
         return {mode: draft for mode, draft in known.items() if draft is not None}
 
-    def _drafts(self, base: Strategy, modes: dict[LayerMode, Candidate], enough: float) -> list[Candidate]:
+    def _drafts(self, base: Strategy, candidates: Sequence[Candidate], enough: float) -> list[Candidate]:
         """The fastest mixture of every pair of modes, as far as it may be faster than `enough`; or all of few."""
-        if len(modes) < 2 or not any(draft.fits for draft in modes.values()):
-            return []
         if self.evaluation.best_case(base).seconds >= enough:
             return []
-        ends = tuple((mode, 1) for mode in modes)
-        num_layers = self.source.num_layers(mixture(base, ends))
-        if not num_layers:
+        modes = self._modes(base, candidates)
+        if len(modes) < 2 or not any(draft.fits for draft in modes.values()):
             return []
-        if len(modes) > 2 and comb(num_layers + len(modes) - 1, num_layers) <= FEW:
+        several = mixture(base, tuple((mode, 1) for mode in modes))
+        num_layers = self.source.num_layers(several)
+        if num_layers < 2:
+            return []
+        are_few = len(modes) > 2 and comb(num_layers + len(modes) - 1, num_layers) <= FEW
+        pairs = list(combinations(modes, 2) if are_few else pairwise(self._hull(base, modes)))
+        pairs = [pair for pair in pairs if self._may_gain(base, pair, modes, enough)]
+        if not pairs:
+            return []
+        if why_not := self.source.why_not_mixed(several):
+            self.why_none = why_not
+            return []
+        if are_few:
             few = [self._draft(mixture(base, each)) for each in all_mixtures(tuple(modes), num_layers)]
             return [draft for draft in few if draft is not None and draft.strategy.layer_modes]
         drafts: list[Candidate] = []
-        for pair in pairwise(self._hull(base, modes)):
+        for pair in pairs:
             draft = self._of_pair(base, pair, modes, num_layers, min(enough, fastest_seconds(drafts)))
             drafts += [] if draft is None else [draft]
         return drafts
+
+    def _may_gain(
+        self, base: Strategy, pair: tuple[LayerMode, LayerMode], modes: dict[LayerMode, Candidate], enough: float
+    ) -> bool:
+        """Whether the batch of a mode with the work of one that keeps more takes less than `enough`."""
+        frugal, generous = modes[pair[0]], mixture(base, ((pair[1], 1),))
+        if frugal.batch is None or (modes[pair[1]].fits and modes[pair[1]].takes_one_micro_step):
+            return False  # nothing fits, or there is no reason to recompute
+        profile = self.source.draft(generous, True)
+        assert profile is not None, "drafted before, but no more"
+        return self.evaluation.time(profile, generous, frugal.batch).total_seconds < enough
 
     def _draft(self, strategy: Strategy) -> Candidate | None:
         """What arithmetic says of a mixture; None if that it does not fit, or nothing."""
@@ -165,8 +213,6 @@ class Mixtures:
     ) -> Candidate | None:
         """The draft of the fastest mixture of two modes; None where none is faster than `enough`."""
         frugal, generous = pair
-        if not modes[frugal].fits or (modes[generous].fits and modes[generous].takes_one_micro_step):
-            return None  # nothing fits, or there is no reason to recompute
 
         def of(number: int) -> Strategy:
             return mixture(base, ((frugal, num_layers - number), (generous, number)))

@@ -8,7 +8,9 @@ dry-run as a whole, with one of four outcomes (`Outcome`); where it is not confi
 the dry run has shown.
 """
 
-from collections.abc import Callable, Sequence
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 from frugal.config.hardware.cluster import Cluster
@@ -36,6 +38,10 @@ from frugal.planning.strategy import Offload, Strategy, allowed_strategies, offl
 
 Evaluate = Callable[[Sequence[Strategy], list[Candidate]], list[Candidate]]
 """Of strategies of a level, of which other candidates were evaluated before."""
+
+
+ONE_MODE = "all layers have one mode of activation checkpointing, because those of this model cannot be mixed"
+"""How the note of a plan begins for which a mixture might have been faster."""
 
 
 class Search:
@@ -82,6 +88,8 @@ class Search:
                     warnings.append(self._warning(outcome, winner, memory))
                 if outcome.is_chosen:
                     assumed = [f"assumed, because it depends on data: {note}" for note in self.source.notes]
+                    if self.mixtures.why_none and not winner.strategy.layer_modes:
+                        assumed.append(f"{ONE_MODE}: {self.mixtures.why_none}")
                     return self._result(winner, memory, (*of_levels_before, *candidates), warnings + assumed)
                 if outcome is Outcome.TOO_LARGE:
                     self.evaluation.refute(winner, memory)
@@ -174,6 +182,10 @@ class Search:
         Modes of activation checkpointing come in rounds, each for what those before leave to gain: a mode whose best
         case is no faster than what fits already is not even traced.
         """
+        with _collector_paused():
+            return self._candidates(level)
+
+    def _candidates(self, level: Offload) -> list[Candidate]:
         evaluated: list[Candidate] = []
         for strategies in evaluation_rounds(self.strategies(level)):
             evaluated += self._evaluated(strategies, evaluated)
@@ -314,3 +326,16 @@ class Search:
             largest_parameter=self.facts.largest_parameter,
             flops_per_sample=self.evaluation.work[chosen.strategy.activation_checkpointing].work.flops_per_sample,
         )
+
+
+@contextmanager
+def _collector_paused() -> Iterator[None]:
+    """Python's collector of cycles would go through all traces again and again: an eighth of a search's time, which
+    makes no cycles."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

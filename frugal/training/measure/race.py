@@ -20,10 +20,11 @@ from dataclasses import dataclass, field
 from math import inf, sqrt
 from statistics import median
 
+from frugal.planning.search.measured_ways import LEAST_GAIN
+
 TURN = 3
 FINALS = 3
 FAR = 1.5
-LEAST_GAIN = 0.01
 ENOUGH = 4  # steps that say something of how much they vary
 SLOWER = "slower"
 

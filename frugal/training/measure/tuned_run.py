@@ -1,22 +1,29 @@
 """A run that is tuned in its first steps: when it begins, what is kept of it, and how the run goes on when resumed.
 
-First what one engine can change to (`tuner`), then, in long runs, another engine (`engine_trial`).
+With --calibrate, what was measured is also kept for later plans (`frugal.planning.search.measured_ways`).
 """
 
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from frugal import file_errors
+from frugal.config.hardware import local_host
+from frugal.config.hardware.cluster import recognise_card
 from frugal.config.run_settings import RunSettings
-from frugal.distributed import env, replacement
+from frugal.distributed import env
 from frugal.distributed.exchange import from_rank_0
-from frugal.errors import FrugalError
+from frugal.errors import FrugalError, RequestError
 from frugal.planning.plan import Plan
-from frugal.planning.search import alternatives
+from frugal.planning.search import measured_ways
 from frugal.planning.search.alternatives import is_worth_it
+from frugal.planning.search.measured_ways import MeasuredDevice, MeasuredRun, MeasuredWay, question_of
 from frugal.training.checkpoint import run_folder
-from frugal.training.measure import engine_trial, tuner
-from frugal.training.measure.engine_trial import EngineTrial
+from frugal.training.measure import tuner
+from frugal.training.measure.race import ENOUGH
+from frugal.units import plural
 
 if TYPE_CHECKING:
     from frugal.training.checkpoint.held_folder import HeldFolder
@@ -31,8 +38,6 @@ SHARE_ASKED = 0.5
 
 def continued(plan: Plan, settings: RunSettings) -> Plan:
     """The plan that the run in this folder was tuned to, where it is started again with the one before. Collective."""
-    if replacement.this().is_trial:
-        return engine_trial.plan_of_trial(plan)
     if not settings.resume:
         return plan
     text = from_rank_0(_tuned_from(plan, settings.out / PLAN) if env.rank() == 0 else None, str | None)
@@ -47,42 +52,86 @@ def _tuned_from(plan: Plan, path: Path) -> str | None:
     return kept.to_json().decode() if kept.tuned_from == plan.digest else None
 
 
-def begin(engine: "Engine", held: "HeldFolder", log: "Log", steps_left: int, first_step: int = 0) -> None:
+def begin(engine: "Engine", held: "HeldFolder", log: "Log", steps_left: int) -> None:
     """Have the steps to come tuned, where that is wanted and may pay; what is found is in the run's folder. Collective.
 
-    A run that is resumed in the midst of it begins again; one that has ended it goes on with what was found.
-    `first_step`: steps done before.
+    A run that is resumed in the midst of it begins again; one that has ended it goes on with what was found. With
+    --calibrate, what was measured is kept for later plans, also of a run that is not tuned: its own steps.
     """
-    plan, asked, this = engine.plan, held.settings.tune, replacement.this()
-    if this.failed:
-        engine_trial.after_failure(engine, held, log, first_step)
-    if this.is_trial:
-        engine.tuner = EngineTrial(engine, held, log, steps_left)
-    if this.number:
-        return
-    if asked is False or plan.tuned_from or not (asked or is_worth_it(plan, steps_left)):
-        return
-    if not plan.alternatives:
-        log.say("tuning: the plan lists no alternatives, so nothing is tried")
-        return
+    own, calibrates = engine.plan, held.settings.calibrate
 
     def on_event(values: dict[str, Any]) -> None:
         log.event(**values)
-        if values["event"] == "tuned" and log.is_rank_0:
-            try:
-                run_folder.write_record(engine.plan, held.settings)
-            except OSError as error:
-                because, _ = file_errors.explain(error, held.settings.out)
-                log.say(f"the tuned plan is not kept, a resumed run tunes again: {because}")
+        if values["event"] != "tuned" or not log.is_rank_0:
+            return
+        try:
+            run_folder.write_record(engine.plan, held.settings)
+        except OSError as error:
+            because, _ = file_errors.explain(error, held.settings.out)
+            log.say(f"the tuned plan is not kept, a resumed run tunes again: {because}")
+        if calibrates:
+            assert isinstance(engine.tuner, tuner.Tuner)
+            _keep(engine, own, engine.tuner.measured, held, log)
 
-    trial = EngineTrial(engine, held, log, steps_left) if engine_trial.is_possible(engine, held.settings) else None
-    if all(alternatives.needs_other_engine(plan, other) for other in plan.alternatives):
-        engine.tuner = trial
+    why_not, most = _why_not(own, held.settings, steps_left)
+    if not why_not:
+        engine.tune(most, on_event)
         return
+    if why_not != UNWANTED:
+        log.say(f"tuning: {why_not}, so nothing is tried")
+    if calibrates:
+        number = min(tuner.OWN_STEPS, steps_left - tuner.FIRST_STEPS)
+        if number < ENOUGH:
+            log.say(f"--calibrate: {plural(steps_left, 'step')} are too few to measure one, so nothing is kept")
+            return
+        log.say("--calibrate: the run is not tuned, so that only steps of its plan are measured")
+        engine.tuner = tuner.OwnSteps(engine, number, lambda way: _keep(engine, own, (way,), held, log))
+
+
+UNWANTED = "it is not wanted"
+
+
+def _why_not(plan: Plan, settings: RunSettings, steps_left: int) -> tuple[str, int]:
+    """Why a run is not tuned, empty if it is; and the most steps that this may take."""
+    asked = settings.tune
+    if asked is False or plan.tuned_from or not (asked or is_worth_it(plan, steps_left)):
+        return UNWANTED, 0
+    if not plan.alternatives:
+        return "the plan lists no alternatives", 0
     most = int(steps_left * (SHARE_ASKED if asked else tuner.SHARE)) - tuner.FIRST_STEPS
-    if most < tuner.LEAST_STEPS:
-        log.say(f"tuning: {steps_left} steps are too few, so nothing is tried")
+    return ("", most) if most >= tuner.LEAST_STEPS else (f"{steps_left} steps are too few", 0)
+
+
+def _keep(engine: "Engine", plan: Plan, ways: tuple[MeasuredWay, ...], held: "HeldFolder", log: "Log") -> None:
+    """Add what was measured to what this machine's later plans know; on rank 0."""
+    if not log.is_rank_0:
         return
-    engine.tune(most, on_event)
-    assert engine.tuner is not None
-    engine.tuner.then = trial
+    if not ways:
+        log.say("--calibrate: nothing was measured to the end, so nothing is kept")
+        return
+    run = MeasuredRun(
+        question=question_of(plan.request, plan.model, plan.cluster), model=plan.request.model,
+        num_ranks=plan.batch.world_size, date=datetime.now(UTC).strftime("%Y-%m-%d"), folder=str(held.settings.out),
+        ways=ways,
+    )  # fmt: skip
+    try:
+        path = measured_ways.keep(run, _device(engine.device))
+    except RequestError as error:
+        log.say(f"--calibrate: what was measured is not kept: {error.what}: {'; '.join(error.because)}")
+        return
+    log.say(
+        f"--calibrate: the seconds of {plural(len(ways), 'way')} are kept in {path}; later plans of this training use "
+        "them unless given --no-calibration"
+    )
+
+
+def _device(device: torch.device) -> MeasuredDevice:
+    """What this rank runs on."""
+    torch_version = local_host.library_versions()["torch"]
+    if device.type == "cpu":
+        return MeasuredDevice(kind="cpu", device=local_host.cpu_name(), card=None, driver="", torch=torch_version)
+    properties = torch.cuda.get_device_properties(device)
+    return MeasuredDevice(
+        kind="cuda", device=properties.name, card=recognise_card(properties.name, properties.total_memory),
+        driver=local_host.cuda_driver(), torch=torch_version,
+    )  # fmt: skip

@@ -14,10 +14,12 @@ CUDA's allocator keeps is given back.
 """
 
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol
+from statistics import median
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -25,7 +27,8 @@ from frugal.distributed.exchange import gather
 from frugal.errors import RequestError
 from frugal.planning.plan import Plan
 from frugal.planning.search import alternatives
-from frugal.training.measure.race import Race, most_contestants, steps_needed
+from frugal.planning.search.measured_ways import MeasuredWay
+from frugal.training.measure.race import ENOUGH, Contestant, Race, most_contestants, steps_needed
 from frugal.training.models import activation_checkpointing, tiled_loss
 from frugal.training.oom_limits import AdaptiveLimits
 from frugal.training.oom_retry import abandon
@@ -49,19 +52,6 @@ Event = Callable[[dict[str, Any]], None]
 """Told of what was tried and found, on all ranks alike; keys as in `metrics.jsonl`."""
 
 
-class Watcher(Protocol):
-    """What is told of an engine's steps until it `is_over`, and what is told `then`. Collective."""
-
-    then: "Watcher | None"
-    is_over: bool
-
-    def before_step(self) -> None:
-        """A step begins."""
-
-    def after_step(self, step: int, samples: Sequence[Any], *, is_finite: bool) -> None:
-        """Step number `step` is done, of these samples."""
-
-
 def switch(engine: "Stepper", plan: Plan) -> None:
     """Have the engine take its next steps as `plan` says, which is its own but for what an `Alternative` may change.
 
@@ -82,15 +72,12 @@ def switch(engine: "Stepper", plan: Plan) -> None:
 class Tuner:
     """Tunes one engine in the steps to come. `before_step` and `after_step` are called around each of them. Collective.
 
-    `first_steps`: steps that are left alone before. `is_over`: the engine has the fastest plan; `then` goes on.
+    `first_steps`: steps that are left alone before. `is_over`: the engine has the fastest plan.
     """
-
-    then: Watcher | None = None
 
     def __init__(self, engine: "Stepper", most_steps: int, on_event: Event, first_steps: int = FIRST_STEPS) -> None:
         """Raises RequestError: the plan has no alternatives, or `most_steps` are too few to compare two ways."""
-        own = engine.plan
-        others = [each for each in own.alternatives if not alternatives.needs_other_engine(own, each)]
+        own, others = engine.plan, engine.plan.alternatives
         number = most_contestants(most_steps, 1 + len(others))
         if number < 2:
             because = "its plan has no alternatives" if not others else f"{plural(most_steps, 'step')} are too few"
@@ -101,6 +88,8 @@ class Tuner:
         self._left_alone = first_steps
         self._start, self._num_recoveries = 0.0, 0
         self._step = 0
+        self._work: list[float] = []
+        self.measured: tuple[MeasuredWay, ...] = ()  # once it is over: what each way took
         self.is_over = False
         tried, known = plural(number - 1, "alternative"), f" of {len(others)}" if number - 1 < len(others) else ""
         self._say(
@@ -131,6 +120,7 @@ class Tuner:
             self._left_alone -= 1
             return None
         number = self._race.current
+        self._work.append(work)
         if self._has_recovered:
             self._race.give_up("out of memory")
         else:
@@ -150,7 +140,7 @@ class Tuner:
         plan, contestant = self._plans[number], self._race.contestants[number]
         self._on_event({
             "event": "tuning", "step": self._step, "is_planned": number == 0, "seconds": seconds, "work": work,
-            "given_up": contestant.out, **in_numbers(plan),
+            "given_up": contestant.out, **_in_numbers(plan),
         })  # fmt: skip
 
     def _end(self, why: str = "") -> None:
@@ -164,34 +154,94 @@ class Tuner:
         num_others = plural(len(self._plans) - 1, "alternative")
         said = why or f"none of {num_others} is faster than the plan"
         if number:
-            said = f"{in_words(plan)} takes {100 * gain:.1f} % less time than planned"
-        left = tuple(each for each in own.alternatives if alternatives.needs_other_engine(own, each))
-        plan = replace(plan, alternatives=left, tuned_from=own.digest, why=(f"tuned while training: {said}", *own.why))
+            said = f"{_in_words(plan)} takes {100 * gain:.1f} % less time than planned"
+        self.measured = () if why else self._ways()
+        plan = replace(plan, alternatives=(), tuned_from=own.digest, why=(f"tuned while training: {said}", *own.why))
         engine.plan = engine.recorded_plan = plan.sealed()
         self._say(f"tuning: {said}" + (f"; plan.json is {engine.plan.digest[:12]} from here on" if number else ""))
         self._on_event({
-            "event": "tuned", "step": self._step, "gain": gain, "plan_digest": engine.plan.digest, **in_numbers(plan),
+            "event": "tuned", "step": self._step, "gain": gain, "plan_digest": engine.plan.digest, **_in_numbers(plan),
         })  # fmt: skip
+
+    def _ways(self) -> tuple[MeasuredWay, ...]:
+        """What each way took, as a part of the plan's steps in the same rounds, for their typical work."""
+        of_plan = median(self._race.plan.seconds) * median(self._work)
+        return tuple(
+            way_of(plan, each.typical * of_plan, each)
+            for plan, each in zip(self._plans, self._race.contestants, strict=True)
+            if each.relative
+        )
 
     def _say(self, text: str) -> None:
         if self._engine.rank == 0:
             logger.warning(text)
 
 
+OWN_STEPS = 20
+"""Of a run that is not tuned: so many are measured."""
+
+
+class OwnSteps:
+    """Measures steps of a run that is not tuned, as a `Tuner` does that has nothing to choose from.
+
+    `on_way`: told of the plan's way, on all ranks. `num_steps` are counted after the first ones; what is begun again
+    because memory ran out is not.
+    """
+
+    def __init__(self, engine: "Stepper", num_steps: int, on_way: Callable[[MeasuredWay], None]) -> None:
+        self._engine, self._on_way = engine, on_way
+        self._left_alone, self._left = FIRST_STEPS, num_steps
+        self._start, self._num_recoveries = 0.0, 0
+        self._rates = Contestant(0)
+        self._work: list[float] = []
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all steps were seen."""
+        return not self._left
+
+    def before_step(self) -> None:
+        """A step begins."""
+        wait_for(self._engine)
+        self._num_recoveries = self._engine.num_recoveries
+        self._start = time.perf_counter()
+
+    def after_step(self, step: int, samples: Sequence[Any], *, is_finite: bool) -> None:
+        """It is done."""
+        wait_for(self._engine)
+        seconds, work = time.perf_counter() - self._start, work_of(samples)
+        if self._left_alone:
+            self._left_alone -= 1
+            return
+        self._left -= 1
+        if is_finite and self._engine.num_recoveries == self._num_recoveries:
+            self._rates.relative.append(seconds / work)
+            self._work.append(work)
+        if self.is_over and len(self._work) >= ENOUGH:
+            self._on_way(way_of(self._engine.plan, self._rates.typical * median(self._work), self._rates))
+
+
+def way_of(plan: Plan, seconds: float, measured: Contestant) -> MeasuredWay:
+    """How `plan` takes steps; `seconds` of one, measured as `measured` says."""
+    error = measured.error / measured.typical
+    return MeasuredWay(
+        strategy=plan.strategy, batch=plan.batch, seconds=seconds, error=error if math.isfinite(error) else None
+    )
+
+
 def wait_for(engine: "Stepper") -> None:
-    """Until the device has done what it was told."""
+    """Until its device has done all that it was told."""
     if engine.device.type == "cuda":
         torch.cuda.synchronize(engine.device)
 
 
 def work_of(samples: Sequence[Any]) -> float:
-    """The work of a step of these samples: their tokens, where their lengths are known, or their number."""
+    """The tokens of samples, where these are known; otherwise their number."""
     lengths = getattr(samples, "lengths", None)
     return float(len(samples) if lengths is None else sum(lengths))
 
 
-def in_words(plan: Plan) -> str:
-    """The way of a plan, to be followed by a verb."""
+def _in_words(plan: Plan) -> str:
     steps = plural(plan.batch.accumulation_steps, "micro-step")
     besides = (
         "" if plan.batch.overhead_tokens is None else f", grouped as if each took {plan.batch.overhead_tokens} tokens"
@@ -199,8 +249,7 @@ def in_words(plan: Plan) -> str:
     return f"{plan.strategy}, micro-batch {plan.batch.largest_micro_batch} in {steps}{besides},"
 
 
-def in_numbers(plan: Plan) -> dict[str, Any]:
-    """The same for programs, with the keys of `metrics.jsonl`."""
+def _in_numbers(plan: Plan) -> dict[str, Any]:
     return {
         "strategy": str(plan.strategy),
         "micro_batch": plan.batch.largest_micro_batch,

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from frugal import torch_internals
 from frugal.errors import RequestError
 from frugal.training.losses import predictions
-from frugal.training.models.tiling import logits_end
+from frugal.training.models.tiling import logits_end, slices
 
 MIN_TILES = 8
 """More where a tile would still have more positions than the model is wide: products reach what a device can do long
@@ -203,7 +203,7 @@ class _TiledCrossEntropy(torch.autograd.Function):
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None and need_bias else None
         _, num_positions, model_width = hidden.shape
         width = -(-num_positions // max(MIN_TILES, -(-num_positions // model_width)))
-        for start in range(0, hidden.shape[1], width):
+        for start in slices.starts(hidden, 1, width):
             tile = hidden[:, start : start + width].reshape(-1, hidden.shape[-1])
             labels = targets[:, start : start + width].reshape(-1, 1)
             kept = labels != IGNORED

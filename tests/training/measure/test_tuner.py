@@ -15,6 +15,7 @@ from frugal.config.run_settings import RunSettings
 from frugal.errors import RequestError
 from frugal.planning.batch import BatchPlan
 from frugal.planning.plan import Alternative, Plan
+from frugal.planning.search import measured_ways
 from frugal.training import loop
 from frugal.training.checkpoint import loading, manifest
 from frugal.training.checkpoint.held_folder import HeldFolder
@@ -172,6 +173,40 @@ def test_a_run_keeps_what_it_found_and_goes_on_with_it(tmp_path: Path, two_ranks
     assert manifest.read(tmp_path / "checkpoints" / "step-000060").plan_digest == kept.digest
     again, _ = two_ranks.run(a_run, tmp_path, plan, tune=True, steps=62, resume=True)
     assert (again["began with"], again["was tuned"]) == (kept.digest, False)
+
+
+def test_what_was_measured_is_kept_for_later_plans(
+    tmp_path: Path, two_ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = a_plan(2, (FULL, {"micro_batch": 4}))
+    settings = {"steps": 60, "save_every": 0, "calibrate": True}
+    for folder, tune in (("tuned", True), ("untuned", False)):
+        two_ranks.run(a_calibrated_run, tmp_path, folder, plan, {**settings, "tune": tune})
+    two_ranks.run(a_calibrated_run, tmp_path, "short", plan, {**settings, "tune": None, "steps": 5})
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "settings"))
+    (tuned, untuned), notes = measured_ways.known(plan.request, plan.cluster)
+    assert not notes and tuned.question == untuned.question
+    kept = Plan.read(tmp_path / "tuned" / "plan.json")
+    own, *others = tuned.ways
+    assert (own.strategy, own.batch, own.error is not None) == (plan.strategy, plan.batch, True)
+    assert [(each.strategy, each.batch) for each in others] == [
+        (each.strategy, each.batch) for each in plan.alternatives
+    ]
+    assert (kept.strategy, kept.batch) in [(each.strategy, each.batch) for each in tuned.ways]
+    steps = [each for each in records(tmp_path / "tuned") if each["event"] == "tuning" and each["is_planned"]]
+    assert min(each["seconds"] for each in steps) <= own.seconds <= max(each["seconds"] for each in steps)
+    (alone,) = untuned.ways
+    assert (alone.strategy, alone.batch) == (plan.strategy, plan.batch) and alone.error is not None
+    steps = [each for each in records(tmp_path / "untuned") if each["event"] == "step"][2:22]
+    seconds = [each["targets"] / each["tokens_per_second"] for each in steps]  # with what is waited for samples
+    assert 0.5 * min(seconds) <= alone.seconds <= max(seconds)
+
+
+def a_calibrated_run(folder: Path, name: str, plan: Plan, settings: dict[str, Any]) -> None:
+    """A run whose user has his settings beside it; runs on ranks."""
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("XDG_CONFIG_HOME", str(folder / "settings"))
+        a_run(folder / name, plan, **settings)
 
 
 def test_what_is_not_wanted_or_too_short_is_not_tuned(tmp_path: Path, two_ranks: Ranks) -> None:

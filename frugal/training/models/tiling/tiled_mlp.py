@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from frugal.deepspeed_adapter import zero3_graph
 from frugal.errors import RequestError
 from frugal.training.models.activation_checkpointing import repeated_layers
-from frugal.training.models.tiling import position_wise
+from frugal.training.models.tiling import position_wise, slices
 from frugal.training.models.tiling.position_wise import NotPositionWiseError
 
 MIN_TILES = 8
@@ -99,7 +99,7 @@ class _TiledRows(torch.autograd.Function):
         ctx.save_for_backward(hidden)
         flat = hidden.reshape(1, -1, hidden.shape[-1])
         result = torch.empty_like(flat)
-        for start in range(0, flat.shape[1], rows):
+        for start in slices.starts(flat, 1, rows):
             result[:, start : start + rows] = run(flat[:, start : start + rows])
         return result.view(hidden.shape)
 
@@ -111,7 +111,7 @@ class _TiledRows(torch.autograd.Function):
         trained = [parameter for parameter, needed in zip(ctx.parameters, needs, strict=True) if needed]
         sums = [torch.zeros_like(parameter, dtype=_summed_in(parameter.dtype)) for parameter in trained]
         grad_hidden = torch.empty_like(flat) if needs_hidden else None
-        for start in range(0, flat.shape[1], ctx.rows):
+        for start in slices.starts(flat, 1, ctx.rows):
             rows = slice(start, start + ctx.rows)
             tile = flat[:, rows].detach().requires_grad_(needs_hidden)
             with torch.enable_grad():

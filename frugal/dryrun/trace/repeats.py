@@ -1,0 +1,69 @@
+"""Slices of a tiled loss or MLP that do what another did, written instead of run.
+
+A sample of a million tokens has hundreds of slices in each layer, and all but the last are alike. The first three and
+the last are run. Where the third says what the second said, each about itself and the slice before it, all up to the
+last would say the same, since nothing they begin with differs: what is written is what would have been recorded, event
+for event.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from frugal.planning.memory.timeline import TimelineBuilder
+
+NUM_RUN = 3
+"""Slices that are run before others are written: the first is special, the third is held to the second."""
+
+
+@dataclass(frozen=True)
+class BetweenSlices:
+    """Where a recording stands between two slices.
+
+    Attributes:
+        event: number of the next event.
+        birth: number of the next storage.
+        counted: what ran so far, by its name.
+        elsewhere: whatever must not change in a slice: marks, and what lives on the host.
+    """
+
+    event: int
+    birth: int
+    counted: dict[str, int]
+    elsewhere: tuple[int, ...]
+
+    def counted_since(self, before: "BetweenSlices") -> dict[str, int]:
+        """What ran since then."""
+        return {name: number - before.counted.get(name, 0) for name, number in self.counted.items()}
+
+
+def are_alike(timeline: TimelineBuilder, places: Sequence[BetweenSlices]) -> bool:
+    """Whether the slices between three places did the same, and whatever begins in one ends in it or in the next."""
+    first, second, third = places
+    num_births = second.birth - first.birth
+    if third.birth - second.birth != num_births or third.event - second.event != second.event - first.event:
+        return False
+    if first.elsewhere != second.elsewhere or second.elsewhere != third.elsewhere:
+        return False
+    if second.counted_since(first) != third.counted_since(second):
+        return False
+    of_storages = (timeline.fixed, timeline.categories, timeline.operators, timeline.modules)
+    if any(values[first.birth : second.birth] != values[second.birth : third.birth] for values in of_storages):
+        return False
+    one, other = (timeline.events[a.event : b.event] for a, b in pairwise(places))
+    if [storage + num_births for storage in one] != other or min(other, default=first.birth) < first.birth:
+        return False
+    num_events = Counter(timeline.events[first.event : third.event])
+    return all(num_events[storage] == 2 for storage in range(first.birth, second.birth))
+
+
+def write(timeline: TimelineBuilder, places: Sequence[BetweenSlices], times: int) -> int:
+    """Write what the last slice said so many times more; by how much the storages that live now have moved."""
+    _, second, third = places
+    num_births = third.birth - second.birth
+    for values in (timeline.fixed, timeline.per_sample, timeline.categories, timeline.operators, timeline.modules):
+        values += values[second.birth : third.birth] * times
+    said = timeline.events[second.event : third.event]
+    timeline.events += [storage + i * num_births for i in range(1, times + 1) for storage in said]
+    return times * num_births
