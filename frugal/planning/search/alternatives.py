@@ -82,8 +82,6 @@ def _strategies(search: "Search", plan: Plan) -> Iterator[Strategy]:
     search.evaluation.evaluate(own)  # so that the work of a step is known
     is_tiled = own.mlp == "tiled"
     allowed = (each for level in search.levels for each in search.strategies(level, tiled_mlp=is_tiled))
-    if plan.request.lora is not None:  # once layers were recomputed, more stays live under adapters than is promised
-        allowed = (each for each in allowed if each.modes == own.modes)
     for strategy in dict.fromkeys(_made_alike(own, each) for each in allowed):
         if strategy != own and search.evaluation.best_case(strategy).seconds <= NEAR * plan.time.total_seconds:
             yield strategy

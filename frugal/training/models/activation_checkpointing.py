@@ -280,10 +280,17 @@ def apply(
 
 
 def _switch(model: nn.Module, mode: ActivationCheckpointing, of_layers: list[LayerMode], watch: Watch | None) -> None:
-    """`apply` to a model that has a switch. transformers' layers are run one by one; others only know on and off."""
+    """`apply` to a model that has a switch. transformers' layers are run one by one; others only know on and off.
+
+    When it switches on, transformers has the embeddings' output ask for a gradient, each time by another hook, and
+    leaves the hooks when it switches off. Where the embeddings are frozen, the first layer would then keep more than in
+    a model that was never switched on.
+    """
+    if getattr(model, "is_gradient_checkpointing", False):  # from another mode
+        model.gradient_checkpointing_disable()  # type: ignore[operator]  # a transformers model
+        if hasattr(model, "disable_input_require_grads"):
+            model.disable_input_require_grads()  # type: ignore[operator]  # a transformers model
     if mode == "off":
-        if getattr(model, "is_gradient_checkpointing", False):
-            model.gradient_checkpointing_disable()  # type: ignore[operator]  # a transformers model
         return
     model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]  # a transformers model
     runs = [None if each == "off" else _runner(each, number, watch) for number, each in enumerate(of_layers)]

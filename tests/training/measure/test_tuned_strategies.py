@@ -230,6 +230,7 @@ def peaks(text: bytes) -> list[int]:
                 (2, {"mem": "14M"}, "mixture"),
                 (2, {"mem": "16M", "zero_stage": 3}, "stage 3"),
                 (2, {"mem": "16M", "precision": "bf16"}, "bf16"),
+                (1, {"mem": "24M", "lora": "r=4"}, "adapters on one rank"),
                 (2, {"mem": "24M", "lora": "r=4"}, "adapters"),
                 (2, {"mem": "32M", "zero_stage": 2, "mlp": "tiled"}, "tiled MLP"),
                 (2, {"mem": "32M", "zero_stage": 3, "offload": "optimizer"}, "offloaded"),

@@ -9,12 +9,13 @@ from torch import nn
 
 from bench.plans import plan_by_hand
 from bench.ranks import Ranks
+from frugal.config.adapters import Lora
 from frugal.deepspeed_adapter.kernels import DTYPES
 from frugal.errors import RequestError
 from frugal.planning.strategy import LAYER_MODES, LayerMode
 from frugal.training.engine import initialize
 from frugal.training.measure.memory_watch import gauge
-from frugal.training.models import activation_checkpointing
+from frugal.training.models import activation_checkpointing, adapters
 from tests.dryrun.test_truth import FAMILIES
 from tests.training.small_models import SkipNet, points, ragged_samples, skip_net, tiny_gpt2
 
@@ -162,6 +163,20 @@ def test_off_takes_back_what_a_transformers_model_had_on() -> None:
     assert model.is_gradient_checkpointing
     activation_checkpointing.apply(model, "off")
     assert not model.is_gradient_checkpointing
+
+
+def test_off_keeps_no_more_under_adapters_than_in_a_model_that_was_never_switched() -> None:
+    kept = []
+    for modes in ((), ("full", "off"), ("full", "selective", "full", "off")):
+        model = adapters.add(tiny_gpt2(), Lora.of("r=2"), "causal-lm", dtype=torch.float32, device=torch.device("cpu"))
+        for mode in modes:
+            activation_checkpointing.apply(model, mode)
+        with gauge("cpu", holding=list(model.parameters())) as found:
+            out = model(input_ids=torch.ones(2, 16, dtype=torch.long))
+            kept.append(found.live_bytes)
+            assert not model.get_input_embeddings()(torch.ones(1, dtype=torch.long)).requires_grad
+            del out
+    assert len(set(kept)) == 1
 
 
 def test_off_gives_layers_their_own_forward_back() -> None:
