@@ -12,6 +12,7 @@ from typing import Any, TypedDict
 from frugal.config.adapters import Lora
 from frugal.config.hardware.build_cluster import Amounts
 from frugal.config.hardware.cluster import DeviceKind
+from frugal.config.layers import LayerModes
 from frugal.config.optimizers import OptimizerImplementation, OptimizerName, OptimizerStates, Rule
 from frugal.config.request import (
     AccumulationDtype,
@@ -42,6 +43,7 @@ class PlanArguments(TypedDict, total=False):
     even: bool | None
     zero_stage: int | None
     activation_checkpointing: ActivationCheckpointingChoice | None
+    layer_modes: LayerModes | str | None
     loss: LossChoice | None
     mlp: LossChoice | None
     offload: OffloadChoice | None

@@ -4,8 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from frugal.config import optimizers, tiled_mlp
+from frugal.config import layers, optimizers
 from frugal.config.adapters import Lora
+from frugal.config.layers import LayerModes
 from frugal.config.optimizers import (
     STATE_BYTES,
     OptimizerImplementation,
@@ -44,6 +45,13 @@ LENGTHS = Kind(
 
 LORA = Kind(
     str, "text such as r=16,alpha=32 or a table of these", lambda value: isinstance(value, str | Mapping | Lora)
+)
+
+
+LAYER_MODES = Kind(
+    str,
+    "text such as full:0-19,off:20-31 or pairs of a mode and a number of layers",
+    lambda value: isinstance(value, str | list | tuple | LayerModes),
 )
 
 
@@ -93,6 +101,12 @@ class Request:
         "Recompute activations in backward; `auto` and `budget`: in the layers where it is needed or pays.",
         "memory and speed",
     )
+    layer_modes: LayerModes | None = setting(
+        None,
+        "Pin the mode of activation checkpointing of every layer, numbered from 0 in the order in which they run.",
+        "memory and speed", kind=LAYER_MODES, metavar="full:0-19,off:20-31", is_expert=True,
+        shown_default="as --activation-checkpointing says",
+    )  # fmt: skip
     loss: LossChoice = setting(
         "auto",
         "`plain` holds the logits whole, `tiled` a slice at a time; `auto` takes what makes the step faster.",
@@ -122,7 +136,7 @@ class Request:
         None,
         "Pin how many ranks of a node keep ZeRO-3's parameters between them, so that later gathers of a step stay in "
         "the node (hpZ of ZeRO++); 1: none do.",
-        "memory and speed", least=1, is_expert=True, shown_default="with several nodes all of one, or none",
+        "memory and speed", least=1, is_expert=True, shown_default="with several nodes the fastest",
     )  # fmt: skip
     lora: Lora | None = setting(
         None,
@@ -285,7 +299,8 @@ class Request:
                 because="no node's disk is used unasked",
                 hint="name a folder on a fast local disk: --nvme-path /local/scratch",
             )
-        tiled_mlp.check(self.mlp, self.offload, self.activation_checkpointing)
+        layers.check_modes(self.layer_modes, self.activation_checkpointing)
+        layers.check_tiled_mlp(self.mlp, self.offload, self.activation_checkpointing, self.layer_modes)
         needed_stage = {"optimizer": (1, 2, 3), "all": (3,), "nvme": (3,)}.get(self.offload, (0, 1, 2, 3))
         if self.zero_stage is not None and self.zero_stage not in needed_stage:
             raise RequestError(

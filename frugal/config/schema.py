@@ -22,6 +22,7 @@ from frugal.config.adapters import Lora
 from frugal.config.hardware.build_cluster import ClusterSettings, build_cluster
 from frugal.config.hardware.calibration import Calibration
 from frugal.config.hardware.cluster import GENERIC, Card, Cluster
+from frugal.config.layers import LayerModes
 from frugal.config.request import Request
 from frugal.config.run_settings import LaunchSettings, RunSettings
 from frugal.config.setting import SettingRow, flag_of, settings_of, unknown_setting
@@ -67,6 +68,8 @@ def requested(settings: Mapping[str, Any]) -> tuple[Request, tuple[str, ...]]:
         given["lengths"] = sample_lengths.of(given["lengths"])
     if "lora" in given:
         given["lora"] = Lora.of(given["lora"])
+    if "layer_modes" in given:
+        given["layer_modes"] = LayerModes.of(given["layer_modes"])
     defaults = tuple(
         field.name
         for field in fields(Request)

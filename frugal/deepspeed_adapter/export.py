@@ -238,7 +238,10 @@ def evened(request: Request, strategy: Strategy) -> Request:
     """The request of a plan with equal micro-batches: a loss and an activation checkpointing that could be exported
     stay."""
     checkpointing = strategy.activation_checkpointing
-    return replace(request, even=True, loss=strategy.loss, activation_checkpointing=checkpointing)
+    layer_modes = request.layer_modes if strategy.layer_modes else None
+    return replace(
+        request, even=True, loss=strategy.loss, activation_checkpointing=checkpointing, layer_modes=layer_modes
+    )
 
 
 def check_all_but_cut(plan: Plan, target: Target) -> None:

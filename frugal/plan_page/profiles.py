@@ -208,7 +208,7 @@ def _points(plan: Plan, gpus: Sequence[int], seq_lens: Sequence[int], sources: "
 def _free(request: Request) -> Request:
     """The request without what pins its strategy, but for how many ranks share a sample."""
     pins = {"activation_checkpointing": "auto", "loss": "auto", "mlp": "auto", "offload": "auto"}
-    return replace(request, zero_stage=None, offload_ratio=None, secondary_partition=None, **pins)  # type: ignore[arg-type]  # literals, seen as text
+    return replace(request, zero_stage=None, offload_ratio=None, layer_modes=None, secondary_partition=None, **pins)  # type: ignore[arg-type]  # literals, seen as text
 
 
 class _Sources:

@@ -159,6 +159,8 @@ def _relaxed(request: Request) -> Iterator[tuple[str, Request]]:
         yield "--offload auto", replace(request, offload="auto")
     if request.activation_checkpointing in ("off", "selective"):
         yield "--activation-checkpointing auto", replace(request, activation_checkpointing="auto")
+    if request.layer_modes is not None:
+        yield "no --layer-modes", replace(request, layer_modes=None)
     if request.even:
         yield "no --even", replace(request, even=None)
     if request.zero_stage is not None:

@@ -314,7 +314,7 @@ MAX_LISTED_SIZES = 8192
 
 LATER = (
     "even", "adam_beta1", "adam_beta2", "adam_epsilon", "batch_norm", "lora", "optimizer_states", "quantize",
-    "offload_ratio", "secondary_partition", "sequence_parallel",
+    "offload_ratio", "secondary_partition", "sequence_parallel", "layer_modes",
 )  # fmt: skip
 """Settings of a request that plans of this schema did not have at first: not written where they are None, so that a
 plan which does not use them is the same, and has the same digest, as before there were any."""

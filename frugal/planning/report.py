@@ -47,6 +47,8 @@ def _sequence_parallel(request: Request, cluster: Cluster, result: SearchResult)
 def _activation_checkpointing(request: Request, result: SearchResult) -> str:
     taken, mode = result.chosen, result.chosen.strategy.activation_checkpointing
     word = "on" if mode == "full" else taken.strategy.checkpointing
+    if request.layer_modes is not None:
+        return f"activation checkpointing is {word}, as asked: {request.layer_modes}"
     if request.activation_checkpointing not in ("auto", "budget"):
         return f"activation checkpointing is {word}, as asked"
     others = _alternatives(result, lambda candidate: candidate.strategy.activation_checkpointing == "off")

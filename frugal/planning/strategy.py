@@ -6,12 +6,12 @@ from itertools import groupby, pairwise
 from typing import Literal
 
 from frugal.config import optimizers
+from frugal.config.layers import LayerMode
 from frugal.config.optimizers import OptimizerImplementation
 from frugal.config.request import Request
 from frugal.errors import RequestError
 
 Place = Literal["none", "cpu", "nvme"]
-LayerMode = Literal["off", "selective", "full", "offloaded"]
 ActivationCheckpointing = Literal["off", "selective", "full", "offloaded", "budget"]
 LAYER_MODES: tuple[LayerMode, ...] = ("offloaded", "full", "selective", "off")
 """What may become of a layer's activations, the least kept first."""
@@ -291,8 +291,20 @@ def _stages(request: Request, offload: Offload, world_size: int) -> tuple[int, .
     return tuple(range(lowest, 4)) if world_size > 1 else (lowest,)
 
 
-def _modes(request: Request, can_recompute: bool, on_gpus: bool) -> tuple[ActivationCheckpointing, ...]:
-    """The modes of activation checkpointing to try; `offloaded` on GPUs only: a CPU rank has nowhere else to go."""
+Modes = tuple[ActivationCheckpointing, tuple[tuple[LayerMode, int], ...]]
+"""`Strategy.activation_checkpointing` and `Strategy.layer_modes`."""
+
+
+def _modes(request: Request, can_recompute: bool, on_gpus: bool) -> list[Modes]:
+    """What of activation checkpointing to try, see `_modes_of_all`."""
+    if request.layer_modes is None:
+        return [(mode, ()) for mode in _modes_of_all(request, can_recompute, on_gpus)]
+    runs = request.layer_modes.runs
+    return [("budget", runs) if len(runs) > 1 else (runs[0][0], ())]
+
+
+def _modes_of_all(request: Request, can_recompute: bool, on_gpus: bool) -> tuple[ActivationCheckpointing, ...]:
+    """The modes for all layers; `offloaded` on GPUs only: a CPU rank has nowhere else to go."""
     if request.activation_checkpointing != "auto" and request.activation_checkpointing != "budget":
         return (request.activation_checkpointing,)
     if not can_recompute:
@@ -346,11 +358,12 @@ def allowed_strategies(
         stages = tuple(stage for stage in stages if stage)
     tiled_mlp = tiled_mlp or request.mlp == "tiled"
     if tiled_mlp:
-        modes = tuple(each for each in modes if each != "selective")
+        modes = [each for each in modes if "selective" not in (each[0], *(mode for mode, _ in each[1]))]
     strategies = (
         Strategy(
             zero_stage=stage,
             activation_checkpointing=mode,
+            layer_modes=runs,
             sequence_parallel=request.sequence_parallel or 1,
             loss=loss,
             mlp="tiled" if tiled_mlp else "plain",
@@ -369,7 +382,7 @@ def allowed_strategies(
             gradient_accumulation_dtype=request.gradient_accumulation_dtype or "fp32",
         )
         for stage in stages
-        for mode in modes
+        for mode, runs in modes
         for loss in _losses(request, can_tile)
         for optimizer, parameters in _places(offload)
     )

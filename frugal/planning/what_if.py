@@ -230,6 +230,7 @@ def shorter(plan: Plan) -> list[Case]:
             seq_len=request.seq_len // 2,
             zero_stage=strategy.zero_stage,
             activation_checkpointing=strategy.activation_checkpointing,
+            layer_modes=request.layer_modes if strategy.layer_modes else None,
             loss=strategy.loss,
             mlp=strategy.mlp,
         )
@@ -241,7 +242,8 @@ def shorter(plan: Plan) -> list[Case]:
 def _pins(plan: Plan) -> Iterator[tuple[str, dict[str, Any]]]:
     """What the user has decided and frugal might decide otherwise, and the request's fields without it."""
     request = plan.request
-    for field in ("max_samples_per_gpu", "max_tokens_per_gpu", "micro_batch", "accumulation_steps", "zero_stage"):
+    caps = ("max_samples_per_gpu", "max_tokens_per_gpu")
+    for field in (*caps, "micro_batch", "accumulation_steps", "zero_stage", "layer_modes"):
         if getattr(request, field) is not None:
             yield f"no --{field.replace('_', '-')}", {field: None}
     if request.even:

@@ -196,7 +196,7 @@ class Infeasible:
 
 
 CHECKPOINTING_ROUNDS: tuple[tuple[ActivationCheckpointing, ...], ...] = (
-    ("off",),
+    ("off", "budget"),  # a mixture only where it was pinned
     ("full", "selective"),
     ("offloaded",),
 )

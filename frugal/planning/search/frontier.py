@@ -123,7 +123,7 @@ def _mixed(
 
     With equal micro-batches bytes and seconds of a mixture are about on the line between those of its modes.
     """
-    if search.request.activation_checkpointing not in ("auto", "budget"):
+    if search.request.activation_checkpointing not in ("auto", "budget") or search.request.layer_modes is not None:
         return
     cuts: dict[Strategy, dict[tuple[int, int], FrontierPoint]] = {}
     for point in whole:

@@ -18,11 +18,14 @@ from dataclasses import dataclass, replace
 from itertools import combinations, pairwise
 from math import comb
 
+from frugal.config.layers import FLAG, LayerModes
+from frugal.errors import RequestError
 from frugal.planning import cost
 from frugal.planning.memory.loading import Packed
-from frugal.planning.search.candidate import TIE, Candidate, Profile, fastest_seconds
+from frugal.planning.search.candidate import TIE, Candidate, Profile, Source, fastest_seconds
 from frugal.planning.search.evaluate import StrategyEvaluation
 from frugal.planning.strategy import LAYER_MODES, LayerMode, Strategy
+from frugal.units import plural
 
 GAP = 1.005
 """A mixture that is not looked at is faster by 0.5 % at most."""
@@ -30,7 +33,8 @@ GAP = 1.005
 FEW = 40
 """Mixtures of three modes or more of which all are looked at, if there are no more."""
 
-LayerModes = tuple[tuple[LayerMode, int], ...]
+Runs = tuple[tuple[LayerMode, int], ...]
+"""`Strategy.layer_modes`."""
 
 Point = tuple[int, float, LayerMode]
 """Bytes, seconds, and the mode that takes them."""
@@ -53,12 +57,34 @@ def base_of(strategy: Strategy) -> Strategy:
     return replace(strategy, activation_checkpointing="off", layer_modes=())
 
 
-def mixture(base: Strategy, layer_modes: LayerModes) -> Strategy:
+def mixture(base: Strategy, layer_modes: Runs) -> Strategy:
     """`base` with these modes; runs of no layers are left out."""
     runs = tuple((mode, count) for mode, count in layer_modes if count)
     if len(runs) == 1:
         return replace(base, activation_checkpointing=runs[0][0], layer_modes=())
     return replace(base, activation_checkpointing="budget", layer_modes=runs)
+
+
+def check_pinned(modes: LayerModes, strategy: Strategy, source: Source) -> None:
+    """Whether the model has as many layers as modes were pinned, and they can be mixed; `strategy`: any with these.
+
+    Raises:
+        RequestError: it has not, or they cannot.
+    """
+    num_layers = source.num_layers(strategy)
+    if num_layers and num_layers != modes.num_layers:
+        raise RequestError(
+            f"{FLAG} gives modes to {plural(modes.num_layers, 'layer')}",
+            because=f"the model has {num_layers}",
+            hint=f"give modes to layers 0 to {num_layers - 1}",
+        )
+    why_not = source.why_not_mixed(strategy) if strategy.layer_modes else ""
+    if not num_layers or why_not:
+        raise RequestError(
+            f"{FLAG} {modes} is impossible for this model",
+            because=why_not or "its layers are not known",
+            hint="pin one mode for all layers: --activation-checkpointing full",
+        )
 
 
 def _is_added_to(strategy: Strategy) -> bool:
@@ -82,7 +108,7 @@ def _bases(candidates: Sequence[Candidate]) -> list[Strategy]:
     return [base for base in bases if not _is_added_to(base) or base in added[:1]]
 
 
-def all_mixtures(modes: Sequence[LayerMode], num_layers: int) -> Iterator[LayerModes]:
+def all_mixtures(modes: Sequence[LayerMode], num_layers: int) -> Iterator[Runs]:
     """Those in which layers that keep more come last; `modes`: the least kept first."""
     if len(modes) == 1:
         yield ((modes[0], num_layers),)
@@ -109,8 +135,9 @@ class Mixtures:
         None where a mode was pinned.
         """
         self.why_none = ""
-        is_free = self.evaluation.request.activation_checkpointing in ("auto", "budget")
-        if not is_free or not self.evaluation.facts.can_recompute:
+        request = self.evaluation.request
+        is_pinned = request.activation_checkpointing not in ("auto", "budget") or request.layer_modes is not None
+        if is_pinned or not self.evaluation.facts.can_recompute:
             return []
         fitting = [candidate for candidate in candidates if not candidate.is_draft]
         enough = fastest_seconds(fitting) / TIE

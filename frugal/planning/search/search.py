@@ -11,7 +11,6 @@ the dry run has shown.
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 
 from frugal.config.hardware.cluster import Cluster
 from frugal.config.pins import check_pins
@@ -33,7 +32,7 @@ from frugal.planning.search.candidate import (
     small_buckets_could_help,
 )
 from frugal.planning.search.evaluate import StrategyEvaluation
-from frugal.planning.search.mixtures import Mixtures
+from frugal.planning.search.mixtures import Mixtures, base_of, check_pinned
 from frugal.planning.strategy import Offload, Strategy, allowed_strategies, offload_levels
 
 Evaluate = Callable[[Sequence[Strategy], list[Candidate]], list[Candidate]]
@@ -69,6 +68,10 @@ class Search:
         self.facts = self.evaluation.facts
         self.can_tile = self.facts.can_tile
         self.can_tile_mlp = request.mlp != "plain"
+        if request.layer_modes is not None:
+            any_strategy = next((each for level in self.levels for each in self.strategies(level)), None)
+            if any_strategy is not None:
+                check_pinned(request.layer_modes, any_strategy, source)
 
     def run(self, on_draft: Callable[[SearchResult], None] = lambda _: None) -> SearchResult | Infeasible:
         """Choose, dry-run, and choose again until the two agree; the next level of offloading where nothing fits.
@@ -291,7 +294,7 @@ class Search:
 
         States, buffers and context are live at that moment of the step whether activations are kept or not.
         """
-        plain = replace(strategy, activation_checkpointing="off")
+        plain = base_of(strategy)
         without = next((candidate.memory for candidate in before if candidate.strategy == plain != strategy), None)
         if without is None:
             return None

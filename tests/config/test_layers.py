@@ -1,0 +1,80 @@
+"""`--layer-modes`: every layer has one mode, however it is written; what does not say that is refused."""
+
+from typing import Any
+
+import pytest
+
+from frugal.config.layers import LayerMode, LayerModes
+from frugal.config.request import Request
+from frugal.errors import RequestError
+
+SAME: tuple[tuple[LayerMode, int], ...] = (("full", 16), ("selective", 8), ("off", 8))
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        "full:0-15,selective:16-23,off:24-31",
+        " off : 24-31 , full:0-15,selective:16 - 23,",
+        "full:0-7,full:8-15,selective:16-23,off:24-31",
+        [["full", 16], ["selective", 8], ["off", 8]],
+        [("full", 10), ("full", 6), ("selective", 8), ("off", 8)],
+        LayerModes(SAME),
+    ],
+    ids=str,
+)
+def test_text_lists_and_values_say_the_same(written: Any) -> None:
+    modes = LayerModes.of(written)
+    assert modes.runs == SAME and modes.num_layers == 32
+    assert str(modes) == "full:0-15,selective:16-23,off:24-31"
+    assert LayerModes.of(str(modes)) == modes
+
+
+def test_one_layer_needs_one_number() -> None:
+    assert LayerModes.of("off:1,full:0").runs == (("full", 1), ("off", 1))
+
+
+@pytest.mark.parametrize(
+    ("written", "because"),
+    [
+        ("full:0-3,off:6-7", "layers 4 to 5 have no mode"),
+        ("full:1-3", "layer 0 has no mode"),
+        ("full:0-3,off:3-7", "layer 3 has two modes"),
+        ("full:0-7,off:2-3", "layers 2 to 3 have two modes"),
+        ("half:0-3", "`half` is no mode: there are off, selective, full, offloaded"),
+        ("full:3-0", "`full:3-0` ends before it begins"),
+        ("full", "`full` is no mode with the numbers of layers"),
+        ("full:a-3", "`full:a-3` is no mode with the numbers of layers"),
+        ("", "it names no layer"),
+        ([["full", 0]], "full is that of 0 layers, which must be a whole number, at least 1"),
+        ([["full", True]], "full is that of True layers, which must be a whole number, at least 1"),
+        ([["full", "3"]], "full is that of '3' layers, which must be a whole number, at least 1"),
+        (["full"], "runs are pairs of a mode and a number of layers"),
+        ("full:0-99999", "it names 100000 layers, and 10000 are the most"),
+    ],
+    ids=str,
+)
+def test_what_does_not_say_it_is_refused(written: Any, because: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        LayerModes.of(written)
+    assert caught.value.what == "--layer-modes does not give each layer one mode"
+    assert tuple(caught.value.because) == (because,)
+    assert caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("asked", "what"),
+    [
+        (
+            {"activation_checkpointing": "full"},
+            "--layer-modes was given together with --activation-checkpointing full",
+        ),
+        ({"mlp": "tiled"}, "--mlp tiled is impossible with --layer-modes full:0-15,selective:16-23,off:24-31"),
+    ],
+    ids=str,
+)
+def test_what_contradicts_it_is_refused(asked: dict[str, Any], what: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        Request(layer_modes=LayerModes(SAME), **asked)
+    assert caught.value.what == what
+    assert caught.value.because and caught.value.hint
