@@ -117,8 +117,9 @@ class RunSettings:
         "same curve.", "optimizer", least=1, shown_default="those of the run", is_expert=True,
     )  # fmt: skip
     tune: bool | None = setting(
-        None, "Take the first steps in several ways (micro-batches, activation checkpointing, tiled loss) and go on in "
-        "the fastest; --no-tune: as planned.", "run", shown_default="where the run is long enough to win by it",
+        None, "Take the first steps in several ways (micro-batches, activation checkpointing, tiled loss; in long runs "
+        "another ZeRO stage, offloading or buckets) and go on in the fastest; --no-tune: as planned.",
+        "run", shown_default="where the run is long enough to win by it",
     )  # fmt: skip
     calibrate: bool = setting(
         False,

@@ -23,7 +23,7 @@ from frugal.training.extensions.callbacks import Callbacks
 from frugal.training.extensions.metric import Metric
 from frugal.training.extensions.optimizer import MakeOptimizer, OwnOptimizer, ParameterGroups
 from frugal.training.losses.evaluation import Evaluation, evaluate
-from frugal.training.measure.tuner import Event, OwnSteps, Tuner
+from frugal.training.measure.tuner import Event, Tuner, Watcher
 from frugal.training.models import adapters, batch_norm, tiled_loss
 from frugal.training.models.loading import quantised
 from frugal.training.models.sequence.parts import parts_of
@@ -34,7 +34,7 @@ from frugal.training.train_step import Prepared, Stepper, StepResult, wrap
 class Engine(Stepper):
     """A model under a plan. Make it with `initialize`."""
 
-    tuner: Tuner | OwnSteps | None = None
+    tuner: Watcher | None = None
 
     def train_step(self, batch: Given | Prepared) -> StepResult:
         """One optimizer step on a global batch; see `frugal.training.train_step.Stepper.train_step`."""
@@ -45,7 +45,7 @@ class Engine(Stepper):
             tuner.before_step()
             result = super().train_step(batch)
             tuner.after_step(self.deepspeed.global_steps, batch.samples, is_finite=result.is_finite)
-            self.tuner = None if tuner.is_over else tuner
+            self.tuner = tuner.then if tuner.is_over else tuner
         self.callbacks.on_step(self, self.deepspeed.global_steps, result)
         return result
 

@@ -11,7 +11,17 @@ from frugal.config.sample_lengths import of_counts
 from frugal.launch.alternatives import for_run, most_steps
 from frugal.planning.plan import Alternative, Plan
 from frugal.planning.report import DROPOUT
-from frugal.planning.search.alternatives import LEAST_SECONDS, LEAST_STEPS, NEAR, changed_to, find, is_worth_it
+from frugal.planning.search.alternatives import (
+    LEAST_SECONDS,
+    LEAST_STEPS,
+    NEAR,
+    changed_to,
+    find,
+    find_of_other_engine,
+    is_worth_it,
+    needs_other_engine,
+    other_engine_may_pay,
+)
 from frugal.planning.search.search import Search
 from frugal.planning.strategy import Strategy
 from tests.planning.synthetic import SMALL, SyntheticSource, dry_running, planned
@@ -43,6 +53,38 @@ def test_they_fit_are_near_the_plan_and_differ_from_it_in_what_a_running_engine_
         assert (other.strategy, other.batch) != (plan.strategy, plan.batch)
     assert len({other.batch.micro_batch for other in others}) > 1
     assert len({other.strategy.activation_checkpointing for other in others}) > 1
+
+
+def of_other_engine(plan: Plan) -> tuple[Alternative, ...]:
+    source = SyntheticSource(plan.request, plan.cluster, MODEL)
+    return find_of_other_engine(Search(plan.request, plan.cluster, source), plan, dry_running(**MODEL))
+
+
+def test_the_one_that_needs_another_engine_has_another_stage_or_offloading_fits_and_is_near() -> None:
+    plan = planned(**CARDS, model=MODEL)
+    (other,) = of_other_engine(plan)
+    assert needs_other_engine(plan, other) and not any(needs_other_engine(plan, each) for each in alternatives(plan))
+    own, its = plan.strategy, other.strategy
+    assert (its.zero_stage, its.offload_optimizer, its.overlap_comm, its.small_buckets) != (
+        own.zero_stage, own.offload_optimizer, own.overlap_comm, own.small_buckets
+    )  # fmt: skip
+    assert its.gradient_accumulation_dtype == own.gradient_accumulation_dtype
+    assert other.memory.fits and other.batch.global_batch == plan.batch.global_batch
+    assert other.time.total_seconds <= NEAR * plan.time.total_seconds
+    richer = replace(plan, alternatives=(*alternatives(plan), other)).sealed()
+    assert Plan.from_json(richer.to_json()) == richer
+    pinned = planned(**CARDS, model=MODEL, zero_stage=plan.strategy.zero_stage, offload="none")
+    assert {each.strategy.zero_stage for each in of_other_engine(pinned)} <= {plan.strategy.zero_stage}
+
+
+def test_another_engine_is_looked_for_in_long_runs_on_one_node_with_states_that_can_be_resharded() -> None:
+    plan = planned(**CARDS, model=MODEL)
+    long = 1000 / plan.time.total_seconds
+    assert other_engine_may_pay(plan, 1.01 * long) and not other_engine_may_pay(plan, 0.99 * long)
+    in_blocks = replace(plan, request=replace(plan.request, optimizer="adamw-8bit"))
+    two_nodes = planned(**CARDS, nodes=2, model=MODEL)
+    assert not other_engine_may_pay(in_blocks, 9 * long)
+    assert not other_engine_may_pay(two_nodes, 9 * long)
 
 
 def test_what_is_pinned_is_not_varied() -> None:

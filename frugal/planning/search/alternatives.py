@@ -2,7 +2,8 @@
 
 The gradient of a global batch does not depend on how it is cut, so a step in another way is a step as good. Of all that
 the search weighs, these can change between two steps of one engine: the micro-batches, the mode of activation
-checkpointing, and whether the loss is tiled. ZeRO stage, offloading and buckets stay: the engine was made for them.
+checkpointing, and whether the loss is tiled. ZeRO stage, offloading and buckets need another engine, and so another
+process (`frugal.training.measure.engine_trial`): of these one alternative is looked for, where the run is long enough.
 
 An alternative is predicted to take at most `NEAR` times the plan's seconds, and was dry-run like the plan: it fits.
 What is pinned is not varied. Where the gradient does depend on the cut (dropout's masks, statistics of a micro-batch),
@@ -40,6 +41,15 @@ CUTS = (1, 2, 4)
 LEAST_STEPS, LEAST_SECONDS = 200, 300.0
 """Runs of fewer optimizer steps, or of less predicted time, are not tuned: they could not win back what it takes."""
 
+TRIAL_SHARE = 0.02
+"""Of the rest of a run that the trial of another engine may take at most, counting two restarts: there and back."""
+
+RESTART_SECONDS = 10.0
+"""That a restart takes at least: a process that imports torch and DeepSpeed, data, model, engine."""
+
+MOST_EVALUATED = 4
+"""Strategies of another engine that are evaluated, those with the best bounds."""
+
 OVERHEADS = (0.25, 4.0)
 """Times the predicted cost of a micro-step besides its tokens that are tried: less of it pads less, in more of them."""
 
@@ -50,6 +60,26 @@ JSON_ALONE = "ds_config.json alone"
 def is_worth_it(plan: Plan, steps: float) -> bool:
     """Whether a run of so many optimizer steps may win more by tuning than it costs."""
     return steps >= LEAST_STEPS and steps * plan.time.total_seconds >= LEAST_SECONDS
+
+
+def other_engine_may_pay(plan: Plan, steps: float) -> bool:
+    """Whether a run of so many optimizer steps is long enough to try another engine in it.
+
+    Left out: several nodes, whose hosts would have to agree on a start without a launcher; and states that no other
+    layout can read.
+    """
+    is_long = TRIAL_SHARE * steps * plan.time.total_seconds >= 2 * RESTART_SECONDS
+    return is_long and len(plan.cluster.nodes) == 1 and _can_be_resharded(plan, plan.strategy)
+
+
+def _can_be_resharded(plan: Plan, strategy: Strategy) -> bool:
+    on_disk = "nvme" in (strategy.offload_optimizer, strategy.offload_parameters)
+    return not on_disk and plan.request.optimizer != "adamw-8bit"
+
+
+def needs_other_engine(plan: Plan, alternative: Alternative) -> bool:
+    """Whether the plan's engine cannot change to it."""
+    return _made_alike(plan.strategy, alternative.strategy) != alternative.strategy
 
 
 def depends_on_cut(plan: Plan) -> bool:
@@ -69,6 +99,42 @@ def find(search: "Search", plan: Plan, open_source: OpenSource) -> tuple[Alterna
     by_time = sorted(alternatives.values(), key=lambda each: (each.time.total_seconds, each.strategy.num_mechanisms))
     proven = (dry_run for each in by_time for dry_run in _dry_run(search, plan, each, open_source))
     return tuple(islice(proven, MOST))
+
+
+def find_of_other_engine(search: "Search", plan: Plan, open_source: OpenSource) -> tuple[Alternative, ...]:
+    """The fastest by prediction of another ZeRO stage, offloading or size of buckets that was dry-run and fits, if any.
+
+    What decides about sums stays: the type in which gradients are accumulated. So do sequence parallelism, a tiled MLP,
+    and how segments grow.
+    """
+    own, evaluation, most = plan.strategy, search.evaluation, NEAR * plan.time.total_seconds
+    evaluation.evaluate(own)
+    allowed = (
+        each
+        for level in search.levels
+        for small in (False, True)
+        for each in search.strategies(level, small_buckets=small, tiled_mlp=own.mlp == "tiled")
+    )
+    kept = ("gradient_accumulation_dtype", "sequence_parallel", "mlp", "expandable_segments")
+    others = {
+        each: evaluation.best_case(each).seconds
+        for each in allowed
+        if _made_alike(own, each) != each
+        and _can_be_resharded(plan, each)
+        and all(getattr(each, name) == getattr(own, name) for name in kept)
+    }
+    near = [
+        each for each in sorted(others, key=lambda each: (others[each], each.num_mechanisms)) if others[each] <= most
+    ]
+    evaluated = [
+        each
+        for strategy in near[:MOST_EVALUATED]
+        for batch in _batches(search, plan, strategy)
+        for each in _near(search, plan, strategy, batch)
+    ]
+    evaluated.sort(key=lambda each: (each.time.total_seconds, each.strategy.num_mechanisms))
+    proven = (dry_run for each in evaluated for dry_run in _dry_run(search, plan, each, open_source))
+    return tuple(islice(proven, 1))
 
 
 def _strategies(search: "Search", plan: Plan) -> Iterator[Strategy]:
@@ -140,7 +206,7 @@ def _other_groups(plan: Plan) -> Iterator[BatchPlan]:
 def _near(search: "Search", plan: Plan, strategy: Strategy, batch: BatchPlan) -> Iterator[Alternative]:
     """The alternative, if it is near the plan's time and its profile says that it fits."""
     evaluation, accumulates = search.evaluation, batch.accumulation_steps > 1
-    is_offloaded = strategy.offload_optimizer != "none"
+    is_offloaded = strategy.offload_optimizer != "none" and _made_alike(plan.strategy, strategy) == strategy
     if is_offloaded and accumulates != (plan.batch.accumulation_steps > 1):
         return  # DeepSpeed makes its buffers on the host for the one or the other
     try:

@@ -1,5 +1,7 @@
 """A run that is tuned in its first steps: when it begins, what is kept of it, and how the run goes on when resumed.
 
+First what one engine can change to (`tuner`), then, in long runs, another engine (`engine_trial`).
+
 With --calibrate, what was measured is also kept for later plans (`frugal.planning.search.measured_ways`).
 """
 
@@ -13,15 +15,16 @@ from frugal import file_errors
 from frugal.config.hardware import local_host
 from frugal.config.hardware.cluster import recognise_card
 from frugal.config.run_settings import RunSettings
-from frugal.distributed import env
+from frugal.distributed import env, replacement
 from frugal.distributed.exchange import from_rank_0
 from frugal.errors import FrugalError, RequestError
 from frugal.planning.plan import Plan
-from frugal.planning.search import measured_ways
+from frugal.planning.search import alternatives, measured_ways
 from frugal.planning.search.alternatives import is_worth_it
 from frugal.planning.search.measured_ways import MeasuredDevice, MeasuredRun, MeasuredWay, question_of
 from frugal.training.checkpoint import run_folder
-from frugal.training.measure import tuner
+from frugal.training.measure import engine_trial, tuner
+from frugal.training.measure.engine_trial import EngineTrial
 from frugal.training.measure.race import ENOUGH
 from frugal.units import plural
 
@@ -38,6 +41,8 @@ SHARE_ASKED = 0.5
 
 def continued(plan: Plan, settings: RunSettings) -> Plan:
     """The plan that the run in this folder was tuned to, where it is started again with the one before. Collective."""
+    if replacement.this().is_trial:
+        return engine_trial.plan_of_trial(plan)
     if not settings.resume:
         return plan
     text = from_rank_0(_tuned_from(plan, settings.out / PLAN) if env.rank() == 0 else None, str | None)
@@ -52,13 +57,20 @@ def _tuned_from(plan: Plan, path: Path) -> str | None:
     return kept.to_json().decode() if kept.tuned_from == plan.digest else None
 
 
-def begin(engine: "Engine", held: "HeldFolder", log: "Log", steps_left: int) -> None:
+def begin(engine: "Engine", held: "HeldFolder", log: "Log", steps_left: int, first_step: int = 0) -> None:
     """Have the steps to come tuned, where that is wanted and may pay; what is found is in the run's folder. Collective.
 
     A run that is resumed in the midst of it begins again; one that has ended it goes on with what was found. With
     --calibrate, what was measured is kept for later plans, also of a run that is not tuned: its own steps.
+    `first_step`: steps done before.
     """
-    own, calibrates = engine.plan, held.settings.calibrate
+    own, calibrates, this = engine.plan, held.settings.calibrate, replacement.this()
+    if this.failed:
+        engine_trial.after_failure(engine, held, log, first_step)
+    if this.is_trial:
+        engine.tuner = EngineTrial(engine, held, log, steps_left)
+    if this.number:
+        return
 
     def on_event(values: dict[str, Any]) -> None:
         log.event(**values)
@@ -74,10 +86,15 @@ def begin(engine: "Engine", held: "HeldFolder", log: "Log", steps_left: int) -> 
             _keep(engine, own, engine.tuner.measured, held, log)
 
     why_not, most = _why_not(own, held.settings, steps_left)
-    if not why_not:
+    if not why_not and engine_trial.is_possible(engine, held.settings):
+        engine.tuner = EngineTrial(engine, held, log, steps_left)
+    trial = engine.tuner
+    if most:
         engine.tune(most, on_event)
+        assert engine.tuner is not None
+        engine.tuner.then = trial
         return
-    if why_not != UNWANTED:
+    if why_not and why_not != UNWANTED:
         log.say(f"tuning: {why_not}, so nothing is tried")
     if calibrates:
         number = min(tuner.OWN_STEPS, steps_left - tuner.FIRST_STEPS)
@@ -86,18 +103,21 @@ def begin(engine: "Engine", held: "HeldFolder", log: "Log", steps_left: int) -> 
             return
         log.say("--calibrate: the run is not tuned, so that only steps of its plan are measured")
         engine.tuner = tuner.OwnSteps(engine, number, lambda way: _keep(engine, own, (way,), held, log))
+        engine.tuner.then = trial
 
 
 UNWANTED = "it is not wanted"
 
 
 def _why_not(plan: Plan, settings: RunSettings, steps_left: int) -> tuple[str, int]:
-    """Why a run is not tuned, empty if it is; and the most steps that this may take."""
+    """Why a run is not tuned, empty if it is; and the most steps that this may take in one engine, which may be 0."""
     asked = settings.tune
     if asked is False or plan.tuned_from or not (asked or is_worth_it(plan, steps_left)):
         return UNWANTED, 0
     if not plan.alternatives:
         return "the plan lists no alternatives", 0
+    if all(alternatives.needs_other_engine(plan, other) for other in plan.alternatives):
+        return "", 0
     most = int(steps_left * (SHARE_ASKED if asked else tuner.SHARE)) - tuner.FIRST_STEPS
     return ("", most) if most >= tuner.LEAST_STEPS else (f"{steps_left} steps are too few", 0)
 

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -52,6 +52,22 @@ Event = Callable[[dict[str, Any]], None]
 """Told of what was tried and found, on all ranks alike; keys as in `metrics.jsonl`."""
 
 
+class Watcher(Protocol):
+    """What is told of an engine's steps until it `is_over`, and what is told `then`. Collective."""
+
+    then: "Watcher | None"
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has seen what it wanted to."""
+
+    def before_step(self) -> None:
+        """A step begins."""
+
+    def after_step(self, step: int, samples: Sequence[Any], *, is_finite: bool) -> None:
+        """Step number `step` is done, of these samples."""
+
+
 def switch(engine: "Stepper", plan: Plan) -> None:
     """Have the engine take its next steps as `plan` says, which is its own but for what an `Alternative` may change.
 
@@ -72,12 +88,15 @@ def switch(engine: "Stepper", plan: Plan) -> None:
 class Tuner:
     """Tunes one engine in the steps to come. `before_step` and `after_step` are called around each of them. Collective.
 
-    `first_steps`: steps that are left alone before. `is_over`: the engine has the fastest plan.
+    `first_steps`: steps that are left alone before. `is_over`: the engine has the fastest plan; `then` goes on.
     """
+
+    then: Watcher | None = None
 
     def __init__(self, engine: "Stepper", most_steps: int, on_event: Event, first_steps: int = FIRST_STEPS) -> None:
         """Raises RequestError: the plan has no alternatives, or `most_steps` are too few to compare two ways."""
-        own, others = engine.plan, engine.plan.alternatives
+        own = engine.plan
+        others = [each for each in own.alternatives if not alternatives.needs_other_engine(own, each)]
         number = most_contestants(most_steps, 1 + len(others))
         if number < 2:
             because = "its plan has no alternatives" if not others else f"{plural(most_steps, 'step')} are too few"
@@ -140,7 +159,7 @@ class Tuner:
         plan, contestant = self._plans[number], self._race.contestants[number]
         self._on_event({
             "event": "tuning", "step": self._step, "is_planned": number == 0, "seconds": seconds, "work": work,
-            "given_up": contestant.out, **_in_numbers(plan),
+            "given_up": contestant.out, **in_numbers(plan),
         })  # fmt: skip
 
     def _end(self, why: str = "") -> None:
@@ -154,13 +173,14 @@ class Tuner:
         num_others = plural(len(self._plans) - 1, "alternative")
         said = why or f"none of {num_others} is faster than the plan"
         if number:
-            said = f"{_in_words(plan)} takes {100 * gain:.1f} % less time than planned"
+            said = f"{in_words(plan)} takes {100 * gain:.1f} % less time than planned"
         self.measured = () if why else self._ways()
-        plan = replace(plan, alternatives=(), tuned_from=own.digest, why=(f"tuned while training: {said}", *own.why))
+        left = tuple(each for each in own.alternatives if alternatives.needs_other_engine(own, each))
+        plan = replace(plan, alternatives=left, tuned_from=own.digest, why=(f"tuned while training: {said}", *own.why))
         engine.plan = engine.recorded_plan = plan.sealed()
         self._say(f"tuning: {said}" + (f"; plan.json is {engine.plan.digest[:12]} from here on" if number else ""))
         self._on_event({
-            "event": "tuned", "step": self._step, "gain": gain, "plan_digest": engine.plan.digest, **_in_numbers(plan),
+            "event": "tuned", "step": self._step, "gain": gain, "plan_digest": engine.plan.digest, **in_numbers(plan),
         })  # fmt: skip
 
     def _ways(self) -> tuple[MeasuredWay, ...]:
@@ -187,6 +207,8 @@ class OwnSteps:
     `on_way`: told of the plan's way, on all ranks. `num_steps` are counted after the first ones; what is begun again
     because memory ran out is not.
     """
+
+    then: Watcher | None = None
 
     def __init__(self, engine: "Stepper", num_steps: int, on_way: Callable[[MeasuredWay], None]) -> None:
         self._engine, self._on_way = engine, on_way
@@ -241,7 +263,8 @@ def work_of(samples: Sequence[Any]) -> float:
     return float(len(samples) if lengths is None else sum(lengths))
 
 
-def _in_words(plan: Plan) -> str:
+def in_words(plan: Plan) -> str:
+    """The way of a plan, to be followed by a verb."""
     steps = plural(plan.batch.accumulation_steps, "micro-step")
     besides = (
         "" if plan.batch.overhead_tokens is None else f", grouped as if each took {plan.batch.overhead_tokens} tokens"
@@ -249,7 +272,8 @@ def _in_words(plan: Plan) -> str:
     return f"{plan.strategy}, micro-batch {plan.batch.largest_micro_batch} in {steps}{besides},"
 
 
-def _in_numbers(plan: Plan) -> dict[str, Any]:
+def in_numbers(plan: Plan) -> dict[str, Any]:
+    """The same for programs, with the keys of `metrics.jsonl`."""
     return {
         "strategy": str(plan.strategy),
         "micro_batch": plan.batch.largest_micro_batch,

@@ -22,8 +22,8 @@ Each line of `metrics.jsonl` is one JSON object with an `event`:
                  taken in one of several ways
     tuned        step, gain (part of the planned step's seconds), strategy, micro_batch, accumulation_steps,
                  overhead_tokens, plan_digest, time: the way in which the run goes on
-    end          step (the last that was done), status (done, stopped, interrupted, failed; lost: another rank was,
-                 whoever started the run knows why and adds its own), why, time
+    end          step (the last that was done), status (done, stopped, restarted, interrupted, failed; lost: another
+                 rank was, whoever started the run knows why and adds its own), why, time
 
 A resumed run appends, after dropping the records beyond the step it resumes from; what the run went through stays:
 starts, ends and recoveries. A number that is not finite is null.
