@@ -2,34 +2,43 @@
 
 The recipe is the one of DeepSpeed's tutorial of Arctic Long Sequence Training (deepspeed.ai/tutorials/
 ulysses-alst-sequence-parallelism): ZeRO-3, optimizer in host memory, activation checkpoints in host memory, tiled loss
-and tiled MLP, all GPUs sharing each sample. Here frugal predicts it like its own choice: same traces, same simulation,
-same card, same margin. frugal chooses by itself. Both find the longest length on a grid of steps of 6 to 13 %, which is
-then planned in full: the winner is dry-run, and what it says stands in the row. Positions of the models are raised, as
-long ones are: nothing else of them is changed.
+and tiled MLP, all GPUs sharing each sample, one sample at a time. Here frugal predicts it like its own choice: same
+traces, same simulation, same card, same margin, and whatever the recipe leaves open (buckets, segments) as frugal
+chooses it. What is called frugal's is the leanest of the strategies that it searches, which is what it comes to where
+nothing faster fits: parameters go to host memory, too, where that is needed. `--free` has it decide by itself at that
+length, with nothing pinned but the micro-batch.
 
-Nothing is trained. A row takes some ten minutes of a core, and more with more GPUs, whose samples are longer: traces
-grow with the number of slices. `python -m bench.emulated_gpu --strategies` runs such strategies on emulated cards.
+Both find the longest length on a grid of steps of 6 to 13 %: a line through two lengths, which is nearly exact, says
+where to begin. What fits is then dry-run, and what the dry run says stands in the row. Positions of the models are
+raised, as long ones are: nothing else of them is changed.
+
+Nothing is trained. A row takes one to three minutes of a core. `python -m bench.memory.long_emulated` runs the plans
+for real on emulated cards, at the length that fits and at the next one.
 """
 
 import argparse
+import functools
 import json
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import frugal
 from bench.environment import environment
 from bench.goals import report_goals
 from frugal.config.schema import understand
 from frugal.dryrun.cache import presets
-from frugal.dryrun.client import DryRunSource, workers
+from frugal.dryrun.client import DryRunSource
+from frugal.dryrun.planner import make_plan
+from frugal.dryrun.pool import Pool
 from frugal.errors import FrugalError
-from frugal.planning.search.candidate import Candidate, OpenSource
-from frugal.planning.what_if import Case, predicted, predicted_with_sharing
+from frugal.planning.plan import Plan
+from frugal.planning.search.candidate import Candidate
+from frugal.planning.what_if import Case, predicted
 
 RESULTS = Path(__file__).parents[1] / "results" / "long.json"
 CASES = (("tinyllama-1.1b", "rtx3060-12g"), ("qwen3-8b", "rtx3090-24g"), ("llama-3.1-8b", "h100-80g"))
@@ -42,6 +51,7 @@ RECIPE = {
     "mlp": "tiled",
     "offload": "optimizer",
 }
+LEANEST = (RECIPE, RECIPE | {"offload": "all"})
 POSITIONS = 1 << 26
 
 
@@ -50,53 +60,76 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", nargs="*", default=[], help="only these")
     parser.add_argument("--gpus", nargs="*", type=int, default=GPUS, help="numbers of GPUs")
+    parser.add_argument("--free", action="store_true", help="have frugal decide by itself at the length that was found")
+    parser.add_argument("--draft", action="store_true", help="predict, and dry-run nothing")
+    parser.add_argument("--plans", type=Path, help="keep the plans here, for bench.memory.long_emulated")
+    parser.add_argument("--workers", type=int, default=1, help="processes that trace  [default: 1]")
     parser.add_argument("--output", type=Path, default=RESULTS)
     arguments = parser.parse_args()
-    rows = []
-    with tempfile.TemporaryDirectory() as folder:
+    rows: list[dict[str, Any]] = []
+    reached = 1
+    with tempfile.TemporaryDirectory() as temporary, closing(Pool(arguments.workers)) as pool:
+        folder = arguments.plans or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
         for model, card in CASES:
             if arguments.models and model not in arguments.models:
                 continue
-            for row in rows_of(model, card, arguments.gpus, Path(folder)):
+            asked = Asked(arguments.gpus, folder, pool, arguments.free, arguments.draft)
+            for row in rows_of(model, card, asked):
                 print(line(row), flush=True)
                 rows.append(row)
+                reached = keep(rows, arguments.output)
+    return reached
+
+
+def keep(rows: list[dict[str, Any]], output: Path) -> int:
+    """Write what there is so far; 0 if all goals are reached, 1 if not."""
     goals = {
         "no recipe takes longer samples than frugal's plan": all(
             row["frugal"]["seq_len"] >= row["recipe"]["seq_len"] for row in rows
         ),
-        "all of them fit when dry-run": all(
+        "all of them fit when planned": all(
             row[who]["fits"] for row in rows for who in ("frugal", "recipe") if row[who]["seq_len"]
         ),
     }
     command = " ".join(["python -m bench.memory.long", *sys.argv[1:]])
     record = environment(command) | {"host": HOST, "global_batch": GLOBAL_BATCH, "rows": rows, "goals": goals}
-    return report_goals(record, arguments.output)
+    return report_goals(record, output)
 
 
-def rows_of(model: str, card: str, gpus: list[int], folder: Path) -> Iterator[dict[str, Any]]:
-    """For each number of GPUs what either takes. More GPUs take no shorter samples, so the last answer is a start."""
-    file = folder / f"{model}.json"
+@dataclass(frozen=True)
+class Asked:
+    """What all rows have in common: numbers of GPUs, where plans are kept, who traces; see `--free` and `--draft`."""
+
+    gpus: list[int]
+    folder: Path
+    pool: Pool
+    decides_freely: bool
+    only_drafts: bool
+
+
+def rows_of(model: str, card: str, asked: Asked) -> Iterator[dict[str, Any]]:
+    """For each number of GPUs what either takes."""
+    file = (asked.folder / f"{model}.json").absolute()
     preset = presets()[model]
     file.write_text(
         json.dumps({"model_type": preset["type"], **preset["config"], "max_position_embeddings": POSITIONS})
     )
-    at_own = 0
-    for number in gpus:
+    for number in asked.gpus:
         settings = {"model": str(file), "task": preset["task"], "gpus": number, "gpu": card, "host_mem": HOST}
-        settings |= {"global_batch": GLOBAL_BATCH}
-        with closing(workers()) as pool:
-            dry_run = partial(DryRunSource, pool=pool, will_dry_run=False)
-            pinned = settings | RECIPE | {"sequence_parallel": number}
-            recipe = partial(looked_at, pinned, dry_run, predicted)
-            own = partial(looked_at, settings, dry_run, predicted_with_sharing)
-            at_recipe = last(recipe, estimate(recipe))
-            at_own = last(own, max(at_recipe, at_own, 0))
-        yield {
-            "model": model,
-            "gpu": card,
-            "gpus": number,
-            "recipe": planned(pinned, at_recipe),
-            "frugal": planned(settings, at_own),
+        settings |= {"global_batch": GLOBAL_BATCH, "micro_batch": 1}
+        places = []
+        for pins in LEANEST:
+            look = functools.cache(partial(looked_at, settings | pins | {"sequence_parallel": number}, asked.pool))
+            places.append(last(look, estimate(look, number)))
+        own = LEANEST[max(range(len(places)), key=lambda i: (places[i], -i))]
+        shared = {"sequence_parallel": number}
+        plans = {"recipe": (RECIPE | shared, places[0]), "frugal": (own | shared, max(places))}
+        if asked.decides_freely:
+            plans["decides freely"] = ({}, max(places))
+        yield {"model": model, "gpu": card, "gpus": number} | {
+            who: planned(settings | pins, place, asked, asked.folder / f"{model}-{number}-{who.split()[-1]}.plan")
+            for who, (pins, place) in plans.items()
         }
 
 
@@ -104,31 +137,29 @@ Look = Callable[[int], Candidate | None]
 """What is predicted of samples as long as a place of the grid."""
 
 
-def looked_at(
-    settings: dict[str, Any],
-    dry_run: OpenSource,
-    predict: Callable[[list[Case], OpenSource], list[Candidate | None]],
-    i: int,
-) -> Candidate | None:
-    """A `Look`, but for its settings and what predicts."""
+def looked_at(settings: dict[str, Any], pool: Pool, i: int) -> Candidate | None:
+    """A `Look`, but for its settings and who traces."""
     request, cluster, _ = understand({**settings, "seq_len": tokens(i)})
-    (found,) = predict([Case(name=f"{tokens(i)} tokens", request=request, cluster=cluster)], dry_run)
-    return found
+    case = Case(name=f"{tokens(i)} tokens", request=request, cluster=cluster)
+    (prediction,) = predicted([case], partial(DryRunSource, pool=pool, will_dry_run=False))
+    return prediction
 
 
-def fits(found: Candidate | None) -> bool:
+def fits(prediction: Candidate | None) -> bool:
     """None is nothing that could be predicted."""
-    return found is not None and found.fits
+    return prediction is not None and prediction.fits
 
 
-def estimate(look: Look) -> int:
-    """The place at which a line through two short lengths reaches the card: where to begin, nothing more."""
-    places = (16, 24)
-    headrooms = [(found.headroom_bytes or 0) if (found := look(i)) else 0 for i in places]
-    (near, far), (more, less) = (tokens(i) for i in places), headrooms
+def estimate(look: Look, number: int) -> int:
+    """The place at which a line through two lengths reaches the card: where to begin, nothing more.
+
+    From 32,768 tokens a GPU on, slices of loss and MLP grow no more, and memory is a line.
+    """
+    near, far = (place + 8 * (number.bit_length() - 1) for place in (40, 48))
+    more, less = ((made.headroom_bytes or 0) if (made := look(place)) else 0 for place in (near, far))
     if more <= less:
         return 0
-    longest = near + more * (far - near) / (more - less)
+    longest = tokens(near) + more * (tokens(far) - tokens(near)) / (more - less)
     return max(i for i in range(160) if i == 0 or tokens(i) <= longest)
 
 
@@ -154,24 +185,46 @@ def last(look: Look, start: int) -> int:
     return low
 
 
-def planned(settings: dict[str, Any], place: int) -> dict[str, Any]:
-    """What a plan of samples of that length says, dry-run."""
-    if place < 0:
-        return {"seq_len": 0, "fits": False}
-    length = tokens(place)
-    try:
-        plan = frugal.plan(**settings, seq_len=length)
-    except FrugalError as error:
-        return {"seq_len": length, "fits": False, "why": str(error)}
-    return {
-        "seq_len": length,
-        "next_does_not_fit": tokens(place + 1),
-        "fits": True,
-        "strategy": str(plan.strategy),
-        "bytes": plan.memory.total_bytes,
-        "headroom_bytes": plan.memory.headroom_bytes,
-        "seconds": round(plan.time.total_seconds, 2),
-    }
+class DraftTakenError(Exception):
+    """A draft is enough."""
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__()
+        self.plan = plan
+
+
+def take(plan: Plan, _whole: Callable[[], Plan]) -> None:
+    """Be content with a draft."""
+    raise DraftTakenError(plan)
+
+
+def planned(settings: dict[str, Any], place: int, asked: Asked, file: Path) -> dict[str, Any]:
+    """What a plan of samples of that length says, dry-run; of the next shorter one where the dry run refuses it."""
+    refused = []
+    dry_run = partial(DryRunSource, pool=asked.pool, will_dry_run=not asked.only_drafts)
+    for i in range(place, max(place - 3, -1), -1):
+        request = understand(settings | {"seq_len": tokens(i)})
+        try:
+            plan = make_plan(*request, dry_run=dry_run, on_draft=take if asked.only_drafts else None)
+        except DraftTakenError as drafted:
+            plan = drafted.plan
+        except FrugalError as error:
+            refused.append({"seq_len": tokens(i), "why": str(error)})
+            continue
+        file.write_bytes(plan.to_json())
+        return {
+            "seq_len": tokens(i),
+            "next": tokens(i + 1),
+            "fits": True,
+            "dry-run": not asked.only_drafts,
+            "strategy": str(plan.strategy),
+            "bytes": plan.memory.total_bytes,
+            "headroom_bytes": plan.memory.headroom_bytes,
+            "host_bytes_per_node": plan.memory.host_bytes_per_node,
+            "seconds": round(plan.time.total_seconds, 2),
+            **({"refused by a dry run": refused} if refused else {}),
+        }
+    return {"seq_len": 0, "fits": False, **({"refused by a dry run": refused} if refused else {})}
 
 
 def line(row: dict[str, Any]) -> str:
