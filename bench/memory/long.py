@@ -43,7 +43,7 @@ from frugal.planning.what_if import Case, predicted
 RESULTS = Path(__file__).parents[1] / "results" / "long.json"
 CASES = (("tinyllama-1.1b", "rtx3060-12g"), ("qwen3-8b", "rtx3090-24g"), ("llama-3.1-8b", "h100-80g"))
 GPUS = (1, 2, 4, 8)
-GLOBAL_BATCH, HOST = 8, "1T"
+GLOBAL_BATCH, HOST = 8, "2T"
 RECIPE = {
     "zero_stage": 3,
     "activation_checkpointing": "offloaded",
@@ -64,9 +64,13 @@ def main() -> int:
     parser.add_argument("--draft", action="store_true", help="predict, and dry-run nothing")
     parser.add_argument("--plans", type=Path, help="keep the plans here, for bench.memory.long_emulated")
     parser.add_argument("--workers", type=int, default=1, help="processes that trace  [default: 1]")
+    parser.add_argument("--again", action="store_true", help="repeat rows that the output has already")
     parser.add_argument("--output", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     rows: list[dict[str, Any]] = []
+    if arguments.output.exists() and not arguments.again:
+        rows = json.loads(arguments.output.read_text())["rows"]
+    known = {(row["model"], row["gpus"]) for row in rows}
     reached = 1
     with tempfile.TemporaryDirectory() as temporary, closing(Pool(arguments.workers)) as pool:
         folder = arguments.plans or Path(temporary)
@@ -74,7 +78,8 @@ def main() -> int:
         for model, card in CASES:
             if arguments.models and model not in arguments.models:
                 continue
-            asked = Asked(arguments.gpus, folder, pool, arguments.free, arguments.draft)
+            missing = [number for number in arguments.gpus if (model, number) not in known]
+            asked = Asked(missing, folder, pool, arguments.free, arguments.draft)
             for row in rows_of(model, card, asked):
                 print(line(row), flush=True)
                 rows.append(row)
@@ -93,7 +98,7 @@ def keep(rows: list[dict[str, Any]], output: Path) -> int:
         ),
     }
     command = " ".join(["python -m bench.memory.long", *sys.argv[1:]])
-    record = environment(command) | {"host": HOST, "global_batch": GLOBAL_BATCH, "rows": rows, "goals": goals}
+    record = environment(command) | {"global_batch": GLOBAL_BATCH, "rows": rows, "goals": goals}
     return report_goals(record, output)
 
 
@@ -127,7 +132,7 @@ def rows_of(model: str, card: str, asked: Asked) -> Iterator[dict[str, Any]]:
         plans = {"recipe": (RECIPE | shared, places[0]), "frugal": (own | shared, max(places))}
         if asked.decides_freely:
             plans["decides freely"] = ({}, max(places))
-        yield {"model": model, "gpu": card, "gpus": number} | {
+        yield {"model": model, "gpu": card, "gpus": number, "host": HOST} | {
             who: planned(settings | pins, place, asked, asked.folder / f"{model}-{number}-{who.split()[-1]}.plan")
             for who, (pins, place) in plans.items()
         }

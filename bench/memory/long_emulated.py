@@ -18,7 +18,7 @@ from typing import Any
 
 from bench.emulated_gpu.cards import CARDS
 from bench.emulated_gpu.environment import environment as of_card
-from bench.environment import environment
+from bench.gpu.truth import environment
 from bench.memory.long import RESULTS
 from frugal.planning.plan import Plan
 from frugal.units import parse_bytes
@@ -58,7 +58,7 @@ def main() -> int:
             said["emulated"] = came
             all_as_said &= list(came.values()) == [FITS, TOO_LONG]
             print(f"{name:32} {came}  {time.monotonic() - start:.0f} s", flush=True)
-            record["emulated"] = environment(" ".join(["python -m bench.memory.long_emulated", *sys.argv[1:]]))
+            record["emulated"] = environment("emulated cards", "cuda", "bench.memory.long_emulated")
             asked.result.write_text(json.dumps(record, indent=2) + "\n")
     return int(not all_as_said)
 
