@@ -9,10 +9,12 @@ cases. On GPUs the cases are presets in bf16; that has not been run yet.
 `--unseen N` takes N models of random shapes and families that nobody has tuned for (`choice_random`), and a run with
 each plan is also tuned in its first steps. All that tuning may choose from is trained, too. Goals: in 80 % of cases the
 plan is within 5 % of the fastest of all, in 95 % what tuning goes on with is within 3 %. `lost_seconds` are what the
-steps of tuning took longer than steps of the plan would have.
+steps of tuning took longer than steps of the plan would have. `--ranks 1` and `--ranks 2` are halves of a table that
+takes most of an hour: with `--record` each replaces its own rows of the file.
 """
 
 import argparse
+import json
 import os
 import platform
 import statistics
@@ -197,7 +199,7 @@ def row(decision: Decision, timed: Timed) -> dict[str, Any]:
         tuned = {"tuned_ratio": best[0] / min(best)}
     return {
         **tuned,
-        "case": asdict(decision.case),
+        "case": asdict(decision.case) | {"model": decision.case.model.rpartition("/")[2]},
         "budget_bytes": decision.budget_bytes,
         "num_strategies": decision.num_strategies,
         "num_fitting": len(best),
@@ -260,6 +262,18 @@ def _environment(
     }
 
 
+def _joined(
+    before: dict[str, Any], ranks: int, environment: dict[str, Any], rows: list[dict[str, Any]], missing: list[str]
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """With what the file has of other numbers of ranks, measured with the same command; its probes, too."""
+    if (before["command"], before["device"]) != (environment["command"], environment["device"]):
+        return rows, missing
+    environment["probes"] = before["probes"] | environment["probes"]
+    kept = [each for each in before["rows"] if each["case"]["world_size"] != ranks]
+    absent = [name for name in before.get("not_measured", ()) if f" on {ranks}:" not in name]
+    return sorted([*kept, *rows], key=lambda each: each["case"]["world_size"]), [*absent, *missing]
+
+
 def _line(row: dict[str, Any]) -> str:
     chosen = row["strategies"][0]
     fastest = min(row["strategies"], key=lambda each: min(each["measured_seconds"]))
@@ -288,8 +302,7 @@ def _decided(
         return []
 
 
-def main() -> int:
-    """Plan, train, compare, print; 1 if the goal is missed."""
+def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m bench.planning.choice", description="The plan's choice against all others."
     )
@@ -300,7 +313,16 @@ def main() -> int:
     parser.add_argument("--unseen", type=int, metavar="N", help="N cases of random models, and tuning")
     parser.add_argument("--seed", type=int, metavar="DATE", help="of --unseen, such as 20261123: today's if left out")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--ranks", type=int, metavar="N", help="cases on so many ranks; others of the file stay")
     asked = parser.parse_args()
+    if asked.record and not (asked.quick or asked.only):
+        asked.out = RESULTS / f"choice-{'unseen-' if asked.unseen else ''}{asked.device}.json"
+    return asked
+
+
+def main() -> int:
+    """Plan, train, compare, print; 1 if the goal is missed."""
+    asked = _arguments()
     kind: DeviceKind = asked.device
     seed = asked.seed or int(datetime.now(UTC).strftime("%Y%m%d"))
     with TemporaryDirectory(prefix="frugal-") as folder, closing(workers()) as pool:
@@ -308,32 +330,35 @@ def main() -> int:
             cases = choice_random.cases(asked.unseen, seed, Path(folder) / "models")
         else:
             cases = choice_cases.CPU if kind == "cpu" else choice_cases.CUDA
-        cases = tuple(case for case in cases if (asked.only or "") in case.name)[:: QUICK if asked.quick else 1]
+        cases = tuple(
+            case for case in cases if (asked.only or "") in case.name and asked.ranks in (None, case.world_size)
+        )[:: QUICK if asked.quick else 1]
         calibrations = {ranks: calibrate(kind, ranks) for ranks in sorted({case.world_size for case in cases})}
-        for ranks, each in calibrations.items():
-            print(f"{ranks} ranks: {each.probe}", flush=True)
+        for ranks, calibration in calibrations.items():
+            print(f"{ranks} ranks: {calibration.probe}", flush=True)
         decisions = [decision for case in cases for decision in _decided(case, kind, calibrations, pool, folder, asked)]
         pool.close()
         timed = measure(decisions, kind, Path(folder))
     rows = [row(decision, timed[decision.case.name]) for decision in decisions if decision.case.name in timed]
+    missing = [case.name for case in cases if case.name not in timed]
+    environment = _environment(kind, calibrations, asked.unseen, seed)
+    if asked.ranks is not None and asked.out is not None and asked.out.exists():
+        rows, missing = _joined(json.loads(asked.out.read_bytes()), asked.ranks, environment, rows, missing)
     print(f"{'case and what binds':<56} {'fitting':>10}  ratio  ranks  pred.  choice")
     for each in rows:
         print(_line(each))
     if not rows:
         return 1
-    found = summary(rows) | {"failures": len(decisions) - len(rows), "left_out": len(cases) - len(decisions)}
+    found = summary(rows) | {"not_measured": missing}
     print("\n" + "\n".join(f"{name:<24} {value}" for name, value in found.items()))
-    content = msgspec.json.encode(_environment(kind, calibrations, asked.unseen, seed) | found | {"rows": rows})
-    if asked.record and not (asked.quick or asked.only):
-        RESULTS.mkdir(exist_ok=True)
-        asked.out = RESULTS / f"choice-{'unseen-' if asked.unseen else ''}{kind}.json"
     if asked.out is not None:
-        asked.out.write_bytes(msgspec.json.format(content) + b"\n")
+        asked.out.parent.mkdir(exist_ok=True)
+        asked.out.write_bytes(msgspec.json.format(msgspec.json.encode(environment | found | {"rows": rows})) + b"\n")
         print(f"\nwrote {asked.out}")
     if asked.unseen:
-        is_tuned_well = found.get("tuned_within_3_percent", 0) >= TUNED_SHARE * len(decisions)
-        return int(found["within_5_percent"] < UNSEEN_SHARE * len(decisions) or not is_tuned_well)
-    return int(found["within_5_percent"] < SHARE * len(cases))
+        is_tuned_well = found.get("tuned_within_3_percent", 0) >= TUNED_SHARE * len(rows)
+        return int(found["within_5_percent"] < UNSEEN_SHARE * len(rows) or not is_tuned_well)
+    return int(found["within_5_percent"] < SHARE * (len(rows) + len(missing)))
 
 
 if __name__ == "__main__":
