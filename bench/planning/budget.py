@@ -3,16 +3,16 @@
 A case has memory between what `full` and what `off` takes for all layers. frugal plans; the plan, the fastest
 strategies with one mode for all layers and the fastest of all mixtures that there are (by prediction, every one
 evaluated) really train on CPU ranks, in turns, as in `bench.planning.choice`. Goals: the plan is no slower than one
-mode for all layers but for noise, and within 2 % of the best mixture by prediction.
+mode for all layers but for noise, and within 2 % of the best mixture by prediction. `--ranks` as there.
 """
 
 import argparse
+import json
 import os
 import statistics
 import sys
 from contextlib import closing
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -27,7 +27,6 @@ from bench.planning.choice_cases import Case
 from bench.planning.choice_worker import Timed
 from frugal.cli.measure import calibrate
 from frugal.config.hardware.calibration import Calibration
-from frugal.config.hardware.local_host import cpu_name
 from frugal.config.schema import understand
 from frugal.dryrun.client import DryRunSource, workers
 from frugal.dryrun.pool import Pool
@@ -163,30 +162,33 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help=f"every {QUICK}th case; nothing is written")
     parser.add_argument("--only", metavar="TEXT", default="", help="cases whose name contains it; nothing is written")
     parser.add_argument("--record", action="store_true", help=f"write {RESULTS.name}/budget-cpu.json")
+    parser.add_argument("--ranks", type=int, metavar="N", help="cases on so many ranks; others of the file stay")
     asked = parser.parse_args()
-    cases = [case for case in _cases() if asked.only in case.name][:: QUICK if asked.quick else 1]
+    cases = [each for each in _cases() if asked.only in each.name and asked.ranks in (None, each.world_size)]
+    cases = cases[:: QUICK if asked.quick else 1]
+    out = RESULTS / "budget-cpu.json"
     with TemporaryDirectory(prefix="frugal-") as folder, closing(workers()) as pool:
         calibrations = {ranks: calibrate("cpu", ranks) for ranks in sorted({case.world_size for case in cases})}
         decided = [decide(case, calibrations[case.world_size], pool, Path(folder)) for case in cases]
         pool.close()
         timed = choice.measure([decision for decision, _ in decided], "cpu", Path(folder))
-    rows = [row(each, ratio, timed[each.case.name]) for each, ratio in decided if each.case.name in timed]
+    rows = [row(made, ratio, timed[made.case.name]) for made, ratio in decided if made.case.name in timed]
+    missing = [case.name for case in cases if case.name not in timed]
+    head = choice.environment("cpu", calibrations, "python -m bench.planning.budget")
+    if asked.record and asked.ranks is not None and out.exists():
+        rows, missing = choice.joined(json.loads(out.read_bytes()), asked.ranks, head, rows, missing)
     print("predicted by the best of all, by one mode; measured by one mode")
     for each in rows:
         ratios = (each["predicted_by_best_of_all"], each["predicted_by_one_mode"], each["measured_by_one_mode"])
         print(f"{each['name']:<60} " + " ".join(f"{ratio:6.3f}" for ratio in ratios) + f"  {each['plan']}")
     if not rows:
         return 1
-    totals = summary(rows) | {"failures": len(cases) - len(rows)}
+    totals = summary(rows) | {"not_measured": missing}
     print("\n" + "\n".join(f"{name:<36} {value}" for name, value in totals.items()))
     if asked.record and not (asked.quick or asked.only):
-        environment = {
-            "date": datetime.now(UTC).strftime("%Y-%m-%d"), "command": "python -m bench.planning.budget --record",
-            "device": f"{cpu_name()}, {os.cpu_count()} cores",
-        }  # fmt: skip
-        content = msgspec.json.encode(environment | totals | {"rows": rows})
-        (RESULTS / "budget-cpu.json").write_bytes(msgspec.json.format(content, indent=1) + b"\n")
-    is_met = totals["predicted_within_2_percent_of_all"] == len(rows) and not totals["failures"]
+        content = msgspec.json.encode(head | totals | {"rows": rows})
+        out.write_bytes(msgspec.json.format(content, indent=1) + b"\n")
+    is_met = totals["predicted_within_2_percent_of_all"] == len(rows) and not missing
     return 0 if is_met and totals["not_slower_than_one_mode"] >= 0.9 * len(rows) else 1
 
 

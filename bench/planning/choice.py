@@ -243,14 +243,11 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _environment(
-    kind: DeviceKind, calibrations: dict[int, Calibration], unseen: int | None, seed: int
-) -> dict[str, Any]:
+def environment(kind: DeviceKind, calibrations: dict[int, Calibration], command: str) -> dict[str, Any]:
+    """What a file of results begins with."""
     return {
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-        "command": "python -m bench.planning.choice"
-        + " --device cuda" * (kind == "cuda")
-        + (f" --unseen {unseen} --seed {seed}" if unseen else ""),
+        "command": command,
         "device": next(iter(calibrations.values())).device
         if kind == "cuda"
         else f"{cpu_name()}, {os.cpu_count()} cores",
@@ -262,15 +259,15 @@ def _environment(
     }
 
 
-def _joined(
-    before: dict[str, Any], ranks: int, environment: dict[str, Any], rows: list[dict[str, Any]], missing: list[str]
+def joined(
+    before: dict[str, Any], ranks: int, head: dict[str, Any], rows: list[dict[str, Any]], missing: list[str]
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """With what the file has of other numbers of ranks, measured with the same command; its probes, too."""
-    if (before["command"], before["device"]) != (environment["command"], environment["device"]):
+    if (before["command"], before["device"]) != (head["command"], head["device"]):
         return rows, missing
-    environment["probes"] = before["probes"] | environment["probes"]
+    head["probes"] = before["probes"] | head["probes"]
     kept = [each for each in before["rows"] if each["case"]["world_size"] != ranks]
-    absent = [name for name in before.get("not_measured", ()) if f" on {ranks}:" not in name]
+    absent = [name for name in before.get("not_measured", ()) if f" on {ranks}" not in name]
     return sorted([*kept, *rows], key=lambda each: each["case"]["world_size"]), [*absent, *missing]
 
 
@@ -341,9 +338,11 @@ def main() -> int:
         timed = measure(decisions, kind, Path(folder))
     rows = [row(decision, timed[decision.case.name]) for decision in decisions if decision.case.name in timed]
     missing = [case.name for case in cases if case.name not in timed]
-    environment = _environment(kind, calibrations, asked.unseen, seed)
+    command = "python -m bench.planning.choice" + " --device cuda" * (kind == "cuda")
+    command += f" --unseen {asked.unseen} --seed {seed}" if asked.unseen else ""
+    head = environment(kind, calibrations, command)
     if asked.ranks is not None and asked.out is not None and asked.out.exists():
-        rows, missing = _joined(json.loads(asked.out.read_bytes()), asked.ranks, environment, rows, missing)
+        rows, missing = joined(json.loads(asked.out.read_bytes()), asked.ranks, head, rows, missing)
     print(f"{'case and what binds':<56} {'fitting':>10}  ratio  ranks  pred.  choice")
     for each in rows:
         print(_line(each))
@@ -353,7 +352,7 @@ def main() -> int:
     print("\n" + "\n".join(f"{name:<24} {value}" for name, value in found.items()))
     if asked.out is not None:
         asked.out.parent.mkdir(exist_ok=True)
-        asked.out.write_bytes(msgspec.json.format(msgspec.json.encode(environment | found | {"rows": rows})) + b"\n")
+        asked.out.write_bytes(msgspec.json.format(msgspec.json.encode(head | found | {"rows": rows})) + b"\n")
         print(f"\nwrote {asked.out}")
     if asked.unseen:
         is_tuned_well = found.get("tuned_within_3_percent", 0) >= TUNED_SHARE * len(rows)
