@@ -120,6 +120,11 @@ def test_what_is_distrusted_is_profiled_by_dry_runs_to_the_byte(dry_runs: DryRun
     assert not made.distrust(STRATEGY)
 
 
+def test_the_layers_are_counted_whatever_their_mode(dry_runs: DryRunSource) -> None:
+    for mode in ("off", "full"):
+        assert dry_runs.num_layers(replace(STRATEGY, activation_checkpointing=mode)) == 2
+
+
 def test_a_draft_leaves_out_what_the_allocator_wastes(profile: MemoryProfile) -> None:
     whole, draft = profile.memory(7, device()), profile.draft.memory(7, device())
     assert draft.slack == 0 < whole.slack

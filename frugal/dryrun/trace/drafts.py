@@ -93,7 +93,8 @@ class Drafts:
 
     def num_layers(self, strategy: Strategy) -> int:
         """The layers of the model, as far as a trace that `strategy` needs knows of them. Raises as `trace`."""
-        trace = self._traced(strategy)["off"] if covers(self._request, strategy) else None
+        traced = self._traced(strategy) if covers(self._request, strategy) else {}
+        trace = next(iter(traced.values()), None)  # each has all layers
         if trace is None:
             return 0
         return len({mark.number for marks in trace.marks for mark in marks if mark.kind is MarkKind.LAYER})
