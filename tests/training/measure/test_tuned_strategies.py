@@ -228,11 +228,11 @@ def peaks(text: bytes) -> list[int]:
             for number, settings, name in (
                 (1, {"mem": "64M"}, "one rank"),
                 (2, {"mem": "14M"}, "mixture"),
-                (2, {"mem": "16M", "zero_stage": 3}, "stage 3"),
+                (2, {"mem": "32M", "zero_stage": 3}, "stage 3"),
                 (2, {"mem": "16M", "precision": "bf16"}, "bf16"),
                 (1, {"mem": "24M", "lora": "r=4"}, "adapters on one rank"),
                 (2, {"mem": "24M", "lora": "r=4"}, "adapters"),
-                (2, {"mem": "32M", "zero_stage": 2, "mlp": "tiled"}, "tiled MLP"),
+                (2, {"mem": "20M", "zero_stage": 2, "mlp": "tiled"}, "tiled MLP"),
                 (2, {"mem": "32M", "zero_stage": 3, "offload": "optimizer"}, "offloaded"),
                 (2, {"mem": "32M", "pack": True}, "packed"),
             )
