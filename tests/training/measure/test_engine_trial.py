@@ -220,7 +220,7 @@ def test_a_run_that_is_ended_at_any_moment_of_it_can_be_resumed(
     end(child)
     assert child.stdout is not None
     said = child.stdout.read()
-    child.wait(60)
+    child.wait(280)
     time.sleep(1)  # ranks end with their command, a moment later
     if end is end_softly and of_kind(tmp_path / "run", "step")[-1]["step"] != STEPS:
         assert child.returncode == 0, said
