@@ -20,7 +20,7 @@ import hashlib
 import os
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import sqrt
 from pathlib import Path
@@ -36,9 +36,10 @@ from frugal.planning.memory import breakdown
 from frugal.planning.plan import Alternative, Plan
 from frugal.planning.search import alternatives
 from frugal.planning.search.alternatives import NEAR, TRIAL_SHARE
+from frugal.planning.search.measured_ways import MeasuredWay
 from frugal.training.checkpoint import run_folder
 from frugal.training.measure.race import LEAST_GAIN, Contestant
-from frugal.training.measure.tuner import Watcher, in_numbers, in_words, wait_for, work_of
+from frugal.training.measure.tuner import Watcher, in_numbers, in_words, wait_for, way_of, work_of
 
 if TYPE_CHECKING:
     from frugal.training.checkpoint.held_folder import HeldFolder
@@ -77,14 +78,18 @@ def is_possible(engine: "Stepper", settings: RunSettings) -> bool:
 class EngineTrial:
     """Measures the steps to come, in the process before the restart and in the one after it, and decides. Collective.
 
-    `is_asked`: try whatever it costs. `is_over`: there is nothing more to do; `engine.restart` says whether to restart.
+    `on_ways`: told on rank 0 of what both engines took, once that is known. `is_over`: there is nothing more to do;
+    `engine.restart` says whether to restart.
     """
 
     then: Watcher | None = None
 
-    def __init__(self, engine: "Stepper", held: "HeldFolder", log: "Log", steps_left: int) -> None:
+    def __init__(
+        self, engine: "Stepper", held: "HeldFolder", log: "Log", steps_left: int,
+        on_ways: Callable[[tuple[MeasuredWay, ...]], None] = lambda _: None,
+    ) -> None:  # fmt: skip
         self._engine, self._held, self._log = engine, held, log
-        self._steps_left = steps_left
+        self._steps_left, self._on_ways = steps_left, on_ways
         self._own = engine.plan
         self._this = replacement.this()
         self._start_seconds = max(gather(replacement.start_seconds(), float, engine.votes))
@@ -128,6 +133,9 @@ class EngineTrial:
                 self._decide(step)
             else:
                 self._may_restart()
+                if self._engine.restart is None:
+                    own = _compared(self._rates, self._rates)
+                    self._on_ways((way_of(plan, median(self._seconds), own),))
 
     @property
     def _num_to_come(self) -> int:
@@ -186,6 +194,7 @@ class EngineTrial:
     def _decide(self, step: int) -> None:
         """Stay with what was tried, or go back."""
         before, now = (_compared(rates, self._this.seconds) for rates in (self._this.seconds, self._rates))
+        self._tell_ways(before, now)
         gain, noise = 1 - now.typical, 2 * sqrt(before.error**2 + now.error**2)
         is_faster = gain > max(LEAST_GAIN, noise)
         lost = self._num_to_come * median(self._seconds) * (1 - 1 / now.typical)  # by staying, where it is slower
@@ -196,6 +205,15 @@ class EngineTrial:
         if not self._is_asked and lost < self._this.restart_seconds:
             return self._stay(step, 0.0, f"{outcome}; it stays, as going back would take longer than that loses")
         return self._go_back(step, f"it {outcome}")
+
+    def _tell_ways(self, before: Contestant, now: Contestant) -> None:
+        """What both took, for the typical work of these steps. The former plan is the run's still."""
+        if self._engine.rank:
+            return
+        former, of_former = Plan.read(self._held.settings.out / PLAN), median(self._this.seconds)
+        seconds = of_former * median(each / rate for each, rate in zip(self._seconds, self._rates, strict=True))
+        plans = ((former, before), (self._engine.plan, now))
+        self._on_ways(tuple(way_of(plan, each.typical * seconds, each) for plan, each in plans))
 
     def _stay(self, step: int, gain: float, outcome: str) -> None:
         engine = self._engine

@@ -65,10 +65,15 @@ def begin(engine: "Engine", held: "HeldFolder", log: "Log", steps_left: int, fir
     `first_step`: steps done before.
     """
     own, calibrates, this = engine.plan, held.settings.calibrate, replacement.this()
+
+    def keep(ways: tuple[MeasuredWay, ...]) -> None:
+        if calibrates:
+            _keep(engine, own, ways, held, log)
+
     if this.failed:
         engine_trial.after_failure(engine, held, log, first_step)
     if this.is_trial:
-        engine.tuner = EngineTrial(engine, held, log, steps_left)
+        engine.tuner = EngineTrial(engine, held, log, steps_left, keep)
     if this.number:
         return
 
@@ -81,13 +86,12 @@ def begin(engine: "Engine", held: "HeldFolder", log: "Log", steps_left: int, fir
         except OSError as error:
             because, _ = file_errors.explain(error, held.settings.out)
             log.say(f"the tuned plan is not kept, a resumed run tunes again: {because}")
-        if calibrates:
-            assert isinstance(engine.tuner, tuner.Tuner)
-            _keep(engine, own, engine.tuner.measured, held, log)
+        assert isinstance(engine.tuner, tuner.Tuner)
+        keep(engine.tuner.measured)
 
     why_not, most = _why_not(own, held.settings, steps_left)
     if not why_not and engine_trial.is_possible(engine, held.settings):
-        engine.tuner = EngineTrial(engine, held, log, steps_left)
+        engine.tuner = EngineTrial(engine, held, log, steps_left, keep)
     trial = engine.tuner
     if most:
         engine.tune(most, on_event)
@@ -96,14 +100,13 @@ def begin(engine: "Engine", held: "HeldFolder", log: "Log", steps_left: int, fir
         return
     if why_not and why_not != UNWANTED:
         log.say(f"tuning: {why_not}, so nothing is tried")
-    if calibrates:
+    if calibrates and trial is None:  # which measures them, too
         number = min(tuner.OWN_STEPS, steps_left - tuner.FIRST_STEPS)
         if number < ENOUGH:
             log.say(f"--calibrate: {plural(steps_left, 'step')} are too few to measure one, so nothing is kept")
             return
         log.say("--calibrate: the run is not tuned, so that only steps of its plan are measured")
-        engine.tuner = tuner.OwnSteps(engine, number, lambda way: _keep(engine, own, (way,), held, log))
-        engine.tuner.then = trial
+        engine.tuner = tuner.OwnSteps(engine, number, lambda way: keep((way,)))
 
 
 UNWANTED = "it is not wanted"

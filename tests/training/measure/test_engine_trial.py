@@ -21,6 +21,7 @@ from bench.plans import plan_by_hand
 from bench.runs import command, environment, frugal_train, prepared, records, torchrun
 from frugal.planning.batch import BatchPlan
 from frugal.planning.plan import Alternative, Plan
+from frugal.planning.search import measured_ways
 from frugal.training.checkpoint import manifest
 
 STEPS = 24
@@ -105,12 +106,20 @@ def assert_kept(folder: Path, out: str, plan: str, untuned: list[float]) -> None
     assert (manifest.read(newest).zero_stage, manifest.read(newest).plan_digest) == (3, kept.digest)
 
 
-def test_a_faster_stage_is_kept_and_the_run_is_the_untuned_one(folder: Path, untuned: list[float]) -> None:
-    code, output, errors = frugal_train(folder, "--plan", "faster.json", *RUN, "--out", "kept")
+def test_a_faster_stage_is_kept_and_the_run_is_the_untuned_one(
+    folder: Path, untuned: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(folder / "settings"))
+    code, output, errors = frugal_train(folder, "--plan", "faster.json", *RUN, "--calibrate", "--out", "kept")
     assert (code, errors) == (0, "")
     assert TRYING in output
     assert re.search(r"ZeRO-3.* takes \d+\.\d % less time than before; the restart took \d+ s;", output), output
     assert_kept(folder, "kept", "faster.json", untuned)
+    plan = Plan.read(folder / "faster.json")
+    (measured,), notes = measured_ways.known(plan.request, plan.cluster)
+    before, after = measured.ways
+    assert [way.strategy.zero_stage for way in measured.ways] == [0, 3] and not notes
+    assert before.seconds > 1.1 * after.seconds and before.error is not None and after.error is not None
 
 
 @OFTEN
