@@ -16,7 +16,7 @@ from frugal.planning.memory_report import assumptions, binding, breakdown_table
 from frugal.planning.plan import Plan, Rejected, StepTime
 from frugal.planning.search.candidate import TIE, Candidate, SearchResult
 from frugal.planning.strategy import Strategy
-from frugal.planning.table import Table
+from frugal.planning.table import WIDE, Table
 from frugal.units import format_bytes, format_count, format_seconds, plural
 
 
@@ -409,8 +409,8 @@ def _list(title: str, lines: object) -> list[str]:
 HEAD = ("step", "", "batch", "peak", "headroom", "")
 
 
-def strategy_table(plan: Plan, *, shown: int | None = None) -> Table:
-    """The chosen strategy, then the others, fastest first; at most `shown` of these.
+def strategy_table(plan: Plan, *, shown: int | None = None, width: int | None = None) -> Table:
+    """The chosen strategy, then the others, fastest first; at most `shown` of these; `width` as of `Table`.
 
     A batch is micro-batch x accumulation steps.
     """
@@ -419,11 +419,14 @@ def strategy_table(plan: Plan, *, shown: int | None = None) -> Table:
     has_bounds = any(strategy.is_bound for strategy in rejected)
     notes = ["> lower bound, < upper bound: pruned, not fully evaluated"] if has_bounds else []
     notes += [f"{rest} more: `frugal explain`"] if rest else []
+    name = short_name if width is None else brief_name
+    notes += [] if width is None else [OF_LAYERS]
     return Table(
         title="strategies",
-        rows=(HEAD, _chosen(plan), *(_row(plan, strategy) for strategy in rejected)),
+        rows=(HEAD, _chosen(plan, name), *(_row(plan, strategy, name) for strategy in rejected)),
         note="; ".join(notes),
         has_head=True,
+        width=width,
     )
 
 
@@ -433,7 +436,17 @@ def short_name(strategy: Strategy) -> str:
     return str(strategy).replace(", activation checkpointing off", "") if plain else str(strategy)
 
 
-def _chosen(plan: Plan) -> tuple[str, ...]:
+OF_LAYERS = "of layers: their mode of activation checkpointing"
+"""What a table says that has `brief_name`."""
+
+
+def brief_name(strategy: Strategy) -> str:
+    """A strategy in few words, for narrow tables."""
+    in_full = short_name(strategy)
+    return in_full.replace("activation checkpointing ", "").replace(" in host memory", " on the host")
+
+
+def _chosen(plan: Plan, name: Callable[[Strategy], str]) -> tuple[str, ...]:
     batch, memory = plan.batch, plan.memory
     return (
         format_seconds(plan.time.total_seconds),
@@ -441,11 +454,11 @@ def _chosen(plan: Plan) -> tuple[str, ...]:
         f"{batch.largest_micro_batch} x {batch.accumulation_steps}",
         format_bytes(memory.total_bytes),
         format_bytes(memory.headroom_bytes),
-        f"{short_name(plan.strategy)}: chosen",
+        f"{name(plan.strategy)}: chosen",
     )
 
 
-def _row(plan: Plan, rejected: Rejected) -> tuple[str, ...]:
+def _row(plan: Plan, rejected: Rejected, name: Callable[[Strategy], str]) -> tuple[str, ...]:
     lower, upper = (">", "<") if rejected.is_bound else ("", "")
     seconds, headroom = rejected.step_seconds, rejected.headroom_bytes
     fits = seconds is not None and (headroom is None or headroom >= 0)
@@ -457,7 +470,7 @@ def _row(plan: Plan, rejected: Rejected) -> tuple[str, ...]:
         f"{rejected.micro_batch}{steps}",
         peak,
         f"{upper}{format_bytes(headroom)}" if headroom is not None else "",
-        f"{short_name(rejected.strategy)}: {_verdict(plan.time, rejected)}",
+        f"{name(rejected.strategy)}: {_verdict(plan.time, rejected)}",
     )
 
 
@@ -484,7 +497,7 @@ def explanation(plan: Plan, *, in_full: bool = False) -> list[Block]:
     reasoned: list[Block] = [
         binding(plan),
         ["why", *(f"  {sentence}" for sentence in plan.why[:-1])],
-        strategy_table(plan),
+        strategy_table(plan, width=WIDE),
     ]
     if not in_full:
         return [[plan.arithmetic, f"{plan.strategy}: {format_seconds(plan.time.total_seconds)} a step"], *reasoned]

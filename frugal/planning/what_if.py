@@ -7,18 +7,19 @@ Cases that differ in memory and links only share one source, whose profiles depe
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from textwrap import wrap
 from typing import Any
 
 from frugal.config.hardware.cluster import Cluster, resized
 from frugal.config.request import Request
 from frugal.errors import FrugalError, RequestError
 from frugal.planning.plan import Plan
-from frugal.planning.report import short_name
+from frugal.planning.report import OF_LAYERS, brief_name
 from frugal.planning.search import memory_for_time, sharing
 from frugal.planning.search.candidate import TIE, Candidate, OpenSource, SearchResult
 from frugal.planning.search.search import Search
 from frugal.planning.strategy import Strategy
-from frugal.planning.table import Table, aligned
+from frugal.planning.table import WIDE, Table, aligned
 from frugal.units import GIB, format_bytes, format_seconds, parse_bytes, plural
 
 AXES = ("gpus", "mem", "seq-len")
@@ -336,20 +337,21 @@ def improvements(plan: Plan, cases: Sequence[Case], predictions: Sequence[Candid
     before = plan.time.total_seconds / plan.request.seq_len
     rows = []
     for case, candidate in zip(cases, predictions, strict=True):
+        name = case.name.replace(f" ({CHANGES_NUMBERS})", " !")
         if candidate is None:
-            rows.append((case.name, "", "", "", "only a dry run could tell"))
+            rows.append((name, "", "", "", "only a dry run could tell"))
         elif not candidate.fits or candidate.batch is None:
-            rows.append(
-                (case.name, "-", "", "", f"does not fit, {format_bytes(-(candidate.headroom_bytes or 0))} short")
-            )
+            rows.append((name, "-", "", "", f"does not fit, {format_bytes(-(candidate.headroom_bytes or 0))} short"))
         else:
             change = 100 * (candidate.seconds / case.request.seq_len / before - 1)
             a_token = " a token" if case.request.seq_len != plan.request.seq_len else ""
             batch = f"{candidate.batch.largest_micro_batch} x {candidate.batch.accumulation_steps}"
             gain = f"{change:+.0f} %{a_token}" if abs(change) > 100 * (TIE - 1) else "no gain"
-            strategy = "same strategy" if candidate.strategy == plan.strategy else short_name(candidate.strategy)
-            rows.append((case.name, format_seconds(candidate.seconds), gain, batch, strategy))
-    return Table(title=f"what would help ({NOT_DRY_RUN})", rows=tuple(rows))
+            strategy = "same strategy" if candidate.strategy == plan.strategy else brief_name(candidate.strategy)
+            rows.append((name, format_seconds(candidate.seconds), gain, batch, strategy))
+    changing = [f"! {CHANGES_NUMBERS}"] if any(row[0].endswith(" !") for row in rows) else []
+    note = "; ".join([*changing, OF_LAYERS])
+    return Table(title=f"what would help ({NOT_DRY_RUN})", rows=tuple(rows), note=note, width=WIDE)
 
 
 NOTHING_HELPS = "nothing that was tried: settings, more devices and memory, faster links"
@@ -392,7 +394,7 @@ def what_if_table(
     all_fit = all(candidate is not None and candidate.fits for candidate in predictions.values())
     if len(axes["seq-len"]) > 1 and ("u" in used or not all_fit):
         lines += ["", *_longest(plan, axes, predictions)]
-    return [*lines, "", f"  {what_if_legend(used)}"]
+    return [*lines, "", *wrap(what_if_legend(used), WIDE, initial_indent="  ", subsequent_indent="  ")]
 
 
 def what_if_rows(

@@ -14,11 +14,11 @@ from itertools import pairwise, product
 from frugal.config.hardware.cluster import Device
 from frugal.errors import RequestError
 from frugal.planning.plan import Plan
-from frugal.planning.report import short_name
+from frugal.planning.report import OF_LAYERS, brief_name
 from frugal.planning.search.mixtures import base_of, mixture
 from frugal.planning.search.search import Search
 from frugal.planning.strategy import LAYER_MODES, Strategy
-from frugal.planning.table import Table
+from frugal.planning.table import NARROW, Table
 from frugal.units import format_bytes, format_seconds
 
 FASTER = 1.01
@@ -171,18 +171,12 @@ def frontier_table(plan: Plan, points: list[FrontierPoint]) -> Table:
                 f"{'' if point.fits else '!'}{format_bytes(point.total_bytes)}",
                 format_seconds(point.seconds),
                 f"{point.micro_batch} x {point.accumulation_steps}",
-                _brief(point.strategy),
+                brief_name(point.strategy),
             )
         )
     total = format_bytes(plan.memory.usable_bytes + plan.memory.context)
     note = (
-        f"! more than the {total} of a device that may be used. Of layers: their mode of activation checkpointing. "
+        f"! more than the {total} of a device that may be used. {OF_LAYERS.capitalize()}. "
         "Predicted, without what the allocator wastes, and not dry-run"
     )
-    return Table(title="memory against time", rows=tuple(rows), note=note, has_head=True, is_wrapped=True)
-
-
-def _brief(strategy: Strategy) -> str:
-    """A strategy in few words; the note of the table says what modes are of."""
-    in_full = short_name(strategy)
-    return in_full.replace("activation checkpointing ", "").replace(" in host memory", " on the host")
+    return Table(title="memory against time", rows=tuple(rows), note=note, has_head=True, width=NARROW)
