@@ -15,7 +15,7 @@ from frugal.config.request import QUANTIZATIONS, Request
 from frugal.planning.memory_report import assumptions, binding, breakdown_table
 from frugal.planning.plan import Plan, Rejected, StepTime
 from frugal.planning.search.candidate import TIE, Candidate, SearchResult
-from frugal.planning.strategy import Strategy
+from frugal.planning.strategy import MODES_NOTE, Strategy, brief_name, short_name
 from frugal.planning.table import WIDE, Table
 from frugal.units import format_bytes, format_count, format_seconds, plural
 
@@ -299,7 +299,7 @@ def summary_blocks(plan: Plan) -> list[Block]:
         breakdown_table(plan),
         _list("why", plan.why),
         _list("note", plan.warnings),
-        strategy_table(plan, shown=SHOWN_REJECTED) if plan.rejected else [],
+        strategy_table(plan, shown=SHOWN_REJECTED, width=WIDE) if plan.rejected else [],
         _list("defaults", [", ".join(_default(plan, name) for name in plan.defaults)] if plan.defaults else []),
         _list("assumed", assumptions(plan)),
     ]
@@ -420,7 +420,7 @@ def strategy_table(plan: Plan, *, shown: int | None = None, width: int | None = 
     notes = ["> lower bound, < upper bound: pruned, not fully evaluated"] if has_bounds else []
     notes += [f"{rest} more: `frugal explain`"] if rest else []
     name = short_name if width is None else brief_name
-    notes += [] if width is None else [OF_LAYERS]
+    notes += [] if width is None else [MODES_NOTE]
     return Table(
         title="strategies",
         rows=(HEAD, _chosen(plan, name), *(_row(plan, strategy, name) for strategy in rejected)),
@@ -428,22 +428,6 @@ def strategy_table(plan: Plan, *, shown: int | None = None, width: int | None = 
         has_head=True,
         width=width,
     )
-
-
-def short_name(strategy: Strategy) -> str:
-    """A strategy without what it does not do."""
-    plain = strategy.activation_checkpointing == "off"
-    return str(strategy).replace(", activation checkpointing off", "") if plain else str(strategy)
-
-
-OF_LAYERS = "of layers: their mode of activation checkpointing"
-"""What a table says that has `brief_name`."""
-
-
-def brief_name(strategy: Strategy) -> str:
-    """A strategy in few words, for narrow tables."""
-    in_full = short_name(strategy)
-    return in_full.replace("activation checkpointing ", "").replace(" in host memory", " on the host")
 
 
 def _chosen(plan: Plan, name: Callable[[Strategy], str]) -> tuple[str, ...]:
@@ -479,7 +463,7 @@ def _times(seconds: float, chosen: float) -> str:
 
 
 def _verdict(chosen: StepTime, rejected: Rejected) -> str:
-    """The reason in few words, and the part of the step that is longer."""
+    """The reason in few words: of what is slower, the part of the step that is longer."""
     if rejected.reason.startswith("cannot fit"):
         return "cannot fit"
     if rejected.time is None or not rejected.reason.startswith(("slower", "cannot be faster")):
@@ -489,7 +473,7 @@ def _verdict(chosen: StepTime, rejected: Rejected) -> str:
         for name in ("compute", "recompute", "communication", "offload", "optimizer")
     }
     longest = max(parts, key=lambda name: parts[name])
-    return f"{rejected.reason}, {longest} +{format_seconds(parts[longest])}" if parts[longest] > 0 else rejected.reason
+    return f"{longest} +{format_seconds(parts[longest])}" if parts[longest] > 0 else rejected.reason
 
 
 def explanation(plan: Plan, *, in_full: bool = False) -> list[Block]:

@@ -408,3 +408,19 @@ def in_part(strategy: Strategy, ratio: float, trainable_parameters: int, world_s
     of_rank = -(-trainable_parameters // world_size)
     most = max(1, min(strategy.sub_group_elements, of_rank // SUB_GROUPS_IN_PART))
     return replace(strategy, offload_ratio=ratio, sub_group_elements=most)
+
+
+def short_name(strategy: Strategy) -> str:
+    """A strategy without what it does not do."""
+    plain = strategy.activation_checkpointing == "off"
+    return str(strategy).replace(", activation checkpointing off", "") if plain else str(strategy)
+
+
+MODES_NOTE = "full, selective, offloaded: activation checkpointing"
+"""What a table says that has `brief_name`."""
+
+
+def brief_name(strategy: Strategy) -> str:
+    """A strategy in few words, for narrow tables."""
+    in_full = short_name(strategy)
+    return in_full.replace("activation checkpointing ", "").replace(" in host memory", " on the host")

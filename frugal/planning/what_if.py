@@ -14,11 +14,10 @@ from frugal.config.hardware.cluster import Cluster, resized
 from frugal.config.request import Request
 from frugal.errors import FrugalError, RequestError
 from frugal.planning.plan import Plan
-from frugal.planning.report import OF_LAYERS, brief_name
 from frugal.planning.search import memory_for_time, sharing
 from frugal.planning.search.candidate import TIE, Candidate, OpenSource, SearchResult
 from frugal.planning.search.search import Search
-from frugal.planning.strategy import Strategy
+from frugal.planning.strategy import LAYER_MODES, MODES_NOTE, Strategy, brief_name
 from frugal.planning.table import WIDE, Table, aligned
 from frugal.units import GIB, format_bytes, format_seconds, parse_bytes, plural
 
@@ -350,7 +349,8 @@ def improvements(plan: Plan, cases: Sequence[Case], predictions: Sequence[Candid
             strategy = "same strategy" if candidate.strategy == plan.strategy else brief_name(candidate.strategy)
             rows.append((name, format_seconds(candidate.seconds), gain, batch, strategy))
     changing = [f"! {CHANGES_NUMBERS}"] if any(row[0].endswith(" !") for row in rows) else []
-    note = "; ".join([*changing, OF_LAYERS])
+    has_modes = any(mode in row[-1] for row in rows for mode in LAYER_MODES[:-1])
+    note = "; ".join([*changing, *([MODES_NOTE] if has_modes else [])])
     return Table(title=f"what would help ({NOT_DRY_RUN})", rows=tuple(rows), note=note, width=WIDE)
 
 

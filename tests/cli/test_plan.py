@@ -99,18 +99,15 @@ does; --even is exact with both, 3 % slower
 strategies
     step           batch       peak   headroom
    2.3 s  1.00x  10 x 13  10.76 GiB  577.5 MiB  ZeRO-2: chosen
-  >2.5 s  1.05x      128                        ZeRO-3, activation checkpointing selective: cannot be faster, \
-recompute +551 ms
-   2.5 s  1.08x  10 x 13  10.59 GiB  754.9 MiB  ZeRO-3: slower, communication +193 ms
-  >2.6 s  1.11x      128                        ZeRO-2, activation checkpointing offloaded: cannot be faster, \
-recompute +676 ms
-  >2.6 s  1.11x      128                        ZeRO-3, activation checkpointing full: cannot be faster, \
-recompute +676 ms
-  >2.6 s  1.11x      128                        ZeRO-3, activation checkpointing offloaded: cannot be faster, \
-recompute +676 ms
-   2.6 s  1.12x   64 x 2   7.33 GiB   4.00 GiB  ZeRO-2, activation checkpointing full: slower, recompute +676 ms
-   2.8 s  1.20x  13 x 10  11.14 GiB  186.9 MiB  ZeRO-2, activation checkpointing selective: slower, recompute +559 ms
-  > lower bound, < upper bound: pruned, not fully evaluated
+  >2.5 s  1.05x      128                        ZeRO-3, selective: recompute +551 ms
+   2.5 s  1.08x  10 x 13  10.59 GiB  754.9 MiB  ZeRO-3: communication +193 ms
+  >2.6 s  1.11x      128                        ZeRO-2, offloaded: recompute +676 ms
+  >2.6 s  1.11x      128                        ZeRO-3, full: recompute +676 ms
+  >2.6 s  1.11x      128                        ZeRO-3, offloaded: recompute +676 ms
+   2.6 s  1.12x   64 x 2   7.33 GiB   4.00 GiB  ZeRO-2, full: recompute +676 ms
+   2.8 s  1.20x  13 x 10  11.14 GiB  186.9 MiB  ZeRO-2, selective: recompute +559 ms
+  > lower bound, < upper bound: pruned, not fully evaluated; full, selective, offloaded: activation
+  checkpointing
 
 defaults
   model gpt2, global batch 512, seq len 1024, activation checkpointing auto, loss auto, mlp auto, offload auto, \

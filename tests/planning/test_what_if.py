@@ -69,7 +69,7 @@ def test_what_would_help_is_computed_and_told_with_its_gain() -> None:
         gain = option.seconds / case.request.seq_len / (made.time.total_seconds / made.request.seq_len)
         assert (f"{100 * (gain - 1):+.0f} %" in change) == (abs(gain - 1) > 0.02)
     assert table.rows[-1][-1] == "same strategy"
-    assert table.note == "! changes the numbers; of layers: their mode of activation checkpointing"
+    assert table.note == "! changes the numbers; full, selective, offloaded: activation checkpointing"
 
 
 def test_in_a_pipe_its_tables_take_at_most_100_columns() -> None:

@@ -14,10 +14,9 @@ from itertools import pairwise, product
 from frugal.config.hardware.cluster import Device
 from frugal.errors import RequestError
 from frugal.planning.plan import Plan
-from frugal.planning.report import OF_LAYERS, brief_name
 from frugal.planning.search.mixtures import base_of, mixture
 from frugal.planning.search.search import Search
-from frugal.planning.strategy import LAYER_MODES, Strategy
+from frugal.planning.strategy import LAYER_MODES, MODES_NOTE, Strategy, brief_name
 from frugal.planning.table import NARROW, Table
 from frugal.units import format_bytes, format_seconds
 
@@ -176,7 +175,7 @@ def frontier_table(plan: Plan, points: list[FrontierPoint]) -> Table:
         )
     total = format_bytes(plan.memory.usable_bytes + plan.memory.context)
     note = (
-        f"! more than the {total} of a device that may be used. {OF_LAYERS.capitalize()}. "
+        f"! more than the {total} of a device that may be used. {MODES_NOTE.capitalize()}. "
         "Predicted, without what the allocator wastes, and not dry-run"
     )
     return Table(title="memory against time", rows=tuple(rows), note=note, has_head=True, width=NARROW)
