@@ -188,8 +188,9 @@ MUTANTS = (
     ),
     Mutant(
         "planning/search/candidate.py",
-        '    ("off",),\n    ("full", "selective"),\n    ("offloaded",),\n',
-        '    ("offloaded",),\n    ("full", "selective"),\n    ("off",),\n',
+        '    ("off", "budget"),  # a mixture only where it was pinned\n'
+        '    ("full", "selective"),\n    ("offloaded",),\n',
+        '    ("offloaded",),\n    ("full", "selective"),\n    ("off", "budget"),\n',
         "strategies that recompute are traced before those that do not",
     ),
     Mutant("planning/search/candidate.py", "TRUST = 0.01", "TRUST = 0.1", "a profile may be 10 % off its dry run"),
