@@ -124,10 +124,10 @@ def test_a_faster_stage_is_kept_and_the_run_is_the_untuned_one(
 
 @OFTEN
 def test_what_was_kept_goes_on_when_resumed_and_nothing_is_tried_again(folder: Path, untuned: list[float]) -> None:
-    run = ("--plan", "faster.json", *RUN, "--out", "resumed", "--schedule-steps", STEPS)
+    run = ("--plan", "faster.json", *RUN, "--out", "resumed")
     assert frugal_train(folder, *run)[0] == 0
     kept = (folder / "resumed" / "plan.json").read_bytes()
-    run = ("--plan", "faster.json", "--data", "text.jsonl", "--tune", "--out", "resumed", "--schedule-steps", STEPS)
+    run = ("--plan", "faster.json", "--data", "text.jsonl", "--tune", "--out", "resumed")
     code, output, errors = frugal_train(folder, *run, "--steps", STEPS + 14, "--resume")
     assert (code, errors) == (0, "") and "tuning" not in output
     assert (folder / "resumed" / "plan.json").read_bytes() == kept
