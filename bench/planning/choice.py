@@ -9,8 +9,10 @@ cases. On GPUs the cases are presets in bf16; that has not been run yet.
 `--unseen N` takes N models of random shapes and families that nobody has tuned for (`choice_random`), and a run with
 each plan is also tuned in its first steps. All that tuning may choose from is trained, too. Goals: in 80 % of cases the
 plan is within 5 % of the fastest of all, in 95 % what tuning goes on with is within 3 %. `lost_seconds` are what the
-steps of tuning took longer than steps of the plan would have. `--ranks 1` and `--ranks 2` are halves of a table that
-takes most of an hour: with `--record` each replaces its own rows of the file.
+steps of tuning took longer than steps of the plan would have.
+
+A table takes most of an hour. `--ranks 1` and `--ranks 2` are its halves, and `--rest` are the cases that the file does
+not have yet: with `--record` the others stay in it. Where ranks end early, what they have measured is kept.
 """
 
 import argparse
@@ -259,16 +261,24 @@ def environment(kind: DeviceKind, calibrations: dict[int, Calibration], command:
     }
 
 
-def joined(
-    before: dict[str, Any], ranks: int, head: dict[str, Any], rows: list[dict[str, Any]], missing: list[str]
-) -> tuple[list[dict[str, Any]], list[str]]:
-    """With what the file has of other numbers of ranks, measured with the same command; its probes, too."""
+def joined(before: dict[str, Any], head: dict[str, Any], rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """With the rows of a file that were not measured again, if the command was the same; its probes, too."""
     if (before["command"], before["device"]) != (head["command"], head["device"]):
-        return rows, missing
+        return rows
     head["probes"] = before["probes"] | head["probes"]
-    kept = [each for each in before["rows"] if each["case"]["world_size"] != ranks]
-    absent = [name for name in before.get("not_measured", ()) if f" on {ranks}" not in name]
-    return sorted([*kept, *rows], key=lambda each: each["case"]["world_size"]), [*absent, *missing]
+    again = {_name(each) for each in rows}
+    kept = [each for each in before["rows"] if _name(each) not in again]
+    return sorted([*kept, *rows], key=lambda each: each["case"]["world_size"])
+
+
+def rest(cases: Sequence[Case], out: Path) -> list[Case]:
+    """The cases that a file of results does not have."""
+    known = {_name(each) for each in json.loads(out.read_bytes())["rows"]} if out.exists() else set[str]()
+    return [case for case in cases if case.name not in known]
+
+
+def _name(row: dict[str, Any]) -> str:
+    return str(row.get("name") or Case(**row["case"]).name)
 
 
 def _line(row: dict[str, Any]) -> str:
@@ -310,7 +320,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--unseen", type=int, metavar="N", help="N cases of random models, and tuning")
     parser.add_argument("--seed", type=int, metavar="DATE", help="of --unseen, such as 20261123: today's if left out")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--ranks", type=int, metavar="N", help="cases on so many ranks; others of the file stay")
+    parser.add_argument("--ranks", type=int, metavar="N", help="cases on so many ranks")
+    parser.add_argument("--rest", action="store_true", help="cases that the file does not have yet")
     asked = parser.parse_args()
     if asked.record and not (asked.quick or asked.only):
         asked.out = RESULTS / f"choice-{'unseen-' if asked.unseen else ''}{asked.device}.json"
@@ -324,12 +335,13 @@ def main() -> int:
     seed = asked.seed or int(datetime.now(UTC).strftime("%Y%m%d"))
     with TemporaryDirectory(prefix="frugal-") as folder, closing(workers()) as pool:
         if asked.unseen:
-            cases = choice_random.cases(asked.unseen, seed, Path(folder) / "models")
+            all_cases = choice_random.cases(asked.unseen, seed, Path(folder) / "models")
         else:
-            cases = choice_cases.CPU if kind == "cpu" else choice_cases.CUDA
-        cases = tuple(
-            case for case in cases if (asked.only or "") in case.name and asked.ranks in (None, case.world_size)
-        )[:: QUICK if asked.quick else 1]
+            all_cases = choice_cases.CPU if kind == "cpu" else choice_cases.CUDA
+        cases = [
+            case for case in all_cases if (asked.only or "") in case.name and asked.ranks in (None, case.world_size)
+        ][:: QUICK if asked.quick else 1]
+        cases = rest(cases, asked.out) if asked.rest and asked.out is not None else cases
         calibrations = {ranks: calibrate(kind, ranks) for ranks in sorted({case.world_size for case in cases})}
         for ranks, calibration in calibrations.items():
             print(f"{ranks} ranks: {calibration.probe}", flush=True)
@@ -337,12 +349,13 @@ def main() -> int:
         pool.close()
         timed = measure(decisions, kind, Path(folder))
     rows = [row(decision, timed[decision.case.name]) for decision in decisions if decision.case.name in timed]
-    missing = [case.name for case in cases if case.name not in timed]
     command = "python -m bench.planning.choice" + " --device cuda" * (kind == "cuda")
     command += f" --unseen {asked.unseen} --seed {seed}" if asked.unseen else ""
     head = environment(kind, calibrations, command)
-    if asked.ranks is not None and asked.out is not None and asked.out.exists():
-        rows, missing = joined(json.loads(asked.out.read_bytes()), asked.ranks, head, rows, missing)
+    if asked.record and asked.out is not None and asked.out.exists():
+        rows = joined(json.loads(asked.out.read_bytes()), head, rows)
+    measured = {_name(each) for each in rows}
+    missing = [case.name for case in all_cases if case.name not in measured]
     print(f"{'case and what binds':<56} {'fitting':>10}  ratio  ranks  pred.  choice")
     for each in rows:
         print(_line(each))

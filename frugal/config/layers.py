@@ -16,7 +16,7 @@ LayerMode = Literal["off", "selective", "full", "offloaded"]
 
 FLAG = "--layer-modes"
 FORM = f"{FLAG} full:0-19,off:20-31"
-MOST_LAYERS = 10_000
+MOST_LAYERS, MOST_DIGITS = 10_000, 9
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ def _range(word: str) -> tuple[int, int, Any]:
     mode, is_given, numbers = (part.strip() for part in word.partition(":"))
     first, has_last, last = (part.strip() for part in numbers.partition("-"))
     last = last if has_last else first
-    if not is_given or not (first.isdecimal() and last.isdecimal()):
+    if not is_given or not all(number.isdecimal() and len(number) <= MOST_DIGITS for number in (first, last)):
         raise _wrong(f"`{word}` is no mode with the numbers of layers")
     if int(last) < int(first):
         raise _wrong(f"`{word}` ends before it begins")

@@ -6,13 +6,13 @@ table; a test holds the two equal.
 
 import inspect
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypedDict
 
 from frugal.config.adapters import Lora
 from frugal.config.hardware.build_cluster import Amounts
 from frugal.config.hardware.cluster import DeviceKind
-from frugal.config.layers import LayerModes
+from frugal.config.layers import LayerMode, LayerModes
 from frugal.config.optimizers import OptimizerImplementation, OptimizerName, OptimizerStates, Rule
 from frugal.config.request import (
     AccumulationDtype,
@@ -43,7 +43,7 @@ class PlanArguments(TypedDict, total=False):
     even: bool | None
     zero_stage: int | None
     activation_checkpointing: ActivationCheckpointingChoice | None
-    layer_modes: LayerModes | str | None
+    layer_modes: LayerModes | str | Sequence[tuple[LayerMode, int]] | None
     loss: LossChoice | None
     mlp: LossChoice | None
     offload: OffloadChoice | None

@@ -45,6 +45,7 @@ def test_one_layer_needs_one_number() -> None:
         ("full:3-0", "`full:3-0` ends before it begins"),
         ("full", "`full` is no mode with the numbers of layers"),
         ("full:a-3", "`full:a-3` is no mode with the numbers of layers"),
+        ("full:0-9999999999", "`full:0-9999999999` is no mode with the numbers of layers"),
         ("", "it names no layer"),
         ([["full", 0]], "full is that of 0 layers, which must be a whole number, at least 1"),
         ([["full", True]], "full is that of True layers, which must be a whole number, at least 1"),

@@ -93,6 +93,8 @@ class Drafts:
 
     def num_layers(self, strategy: Strategy) -> int:
         """The layers of the model, as far as a trace that `strategy` needs knows of them. Raises as `trace`."""
+        if self._kind == "cpu":
+            strategy = strategy.where_the_host_is_the_device
         traced = self._traced(strategy) if covers(self._request, strategy) else {}
         trace = next(iter(traced.values()), None)  # each has all layers
         if trace is None:

@@ -39,7 +39,7 @@ from frugal.planning.search.alternatives import NEAR, TRIAL_SHARE
 from frugal.planning.search.measured_ways import MeasuredWay
 from frugal.training.checkpoint import run_folder
 from frugal.training.measure.race import LEAST_GAIN, Contestant
-from frugal.training.measure.tuner import Watcher, in_numbers, in_words, wait_for, way_of, work_of
+from frugal.training.measure.tuner import TimedSteps, in_numbers, in_words, way_of
 
 if TYPE_CHECKING:
     from frugal.training.checkpoint.held_folder import HeldFolder
@@ -75,20 +75,19 @@ def is_possible(engine: "Stepper", settings: RunSettings) -> bool:
     return can_go_on and len(engine.plan.cluster.nodes) == 1 and alternative_of(engine.plan) is not None
 
 
-class EngineTrial:
+class EngineTrial(TimedSteps):
     """Measures the steps to come, in the process before the restart and in the one after it, and decides. Collective.
 
     `on_ways`: told on rank 0 of what both engines took, once that is known. `is_over`: there is nothing more to do;
     `engine.restart` says whether to restart.
     """
 
-    then: Watcher | None = None
-
     def __init__(
         self, engine: "Stepper", held: "HeldFolder", log: "Log", steps_left: int,
         on_ways: Callable[[tuple[MeasuredWay, ...]], None] = lambda _: None,
     ) -> None:  # fmt: skip
-        self._engine, self._held, self._log = engine, held, log
+        super().__init__(engine)
+        self._held, self._log = held, log
         self._steps_left, self._on_ways = steps_left, on_ways
         self._own = engine.plan
         self._this = replacement.this()
@@ -97,35 +96,25 @@ class EngineTrial:
         self._num_seen = 0
         self._rates: list[float] = []  # seconds for each token or sample
         self._seconds: list[float] = []
-        self._start, self._num_recoveries = 0.0, 0
         self.is_over = False
-
-    def before_step(self) -> None:
-        """A step begins."""
-        self._num_recoveries = self._engine.num_recoveries
-        wait_for(self._engine)
-        self._start = time.perf_counter()
 
     def after_step(self, step: int, samples: Sequence[Any], *, is_finite: bool) -> None:
         """Step number `step` is done, of these samples."""
-        wait_for(self._engine)
-        work = work_of(samples)
-        seconds = max(gather(time.perf_counter() - self._start, float, self._engine.votes))
+        took = self._took(samples)
         self._num_seen += 1
-        has_recovered = self._engine.num_recoveries > self._num_recoveries
-        if has_recovered or not is_finite:
+        if took.has_recovered or not is_finite:
             self.is_over = True
-            if has_recovered and self._this.is_trial:
+            if took.has_recovered and self._this.is_trial:
                 self._go_back(step, "memory ran out")
             return
         if self._num_seen <= LEFT_ALONE:
             return
-        self._rates.append(seconds / work)
-        self._seconds.append(seconds)
+        self._rates.append(took.seconds / took.work)
+        self._seconds.append(took.seconds)
         plan = self._engine.plan
         self._log.event(
             event="tuning", step=step, is_planned=_way(plan) == _way(self._own) and not self._this.is_trial,
-            seconds=seconds, work=work, given_up="", **in_numbers(plan),
+            seconds=took.seconds, work=took.work, given_up="", **in_numbers(plan),
         )  # fmt: skip
         if len(self._rates) == COUNTED:
             self.is_over = True

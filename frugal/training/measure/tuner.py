@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from statistics import median
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
@@ -68,6 +68,42 @@ class Watcher(Protocol):
         """Step number `step` is done, of these samples."""
 
 
+class Took(NamedTuple):
+    """What a step took: seconds of the slowest rank, the work that was done in them (`work_of`), and whether it was
+    begun again because memory ran out."""
+
+    seconds: float
+    work: float
+    has_recovered: bool
+
+
+class TimedSteps:
+    """The part of a `Watcher` that times the steps of an engine. Collective."""
+
+    then: Watcher | None = None
+
+    def __init__(self, engine: "Stepper") -> None:
+        self._engine = engine
+        self._start, self._num_recoveries = 0.0, 0
+
+    def before_step(self) -> None:
+        """A step begins."""
+        self._num_recoveries = self._engine.num_recoveries
+        self._wait()
+        self._start = time.perf_counter()
+
+    def _took(self, samples: Sequence[Any]) -> Took:
+        """The step of these samples is done."""
+        self._wait()
+        seconds = max(gather(time.perf_counter() - self._start, float, self._engine.votes))
+        return Took(seconds, work_of(samples), self._engine.num_recoveries > self._num_recoveries)
+
+    def _wait(self) -> None:
+        """Until the device has done all that it was told."""
+        if self._engine.device.type == "cuda":
+            torch.cuda.synchronize(self._engine.device)
+
+
 def switch(engine: "Stepper", plan: Plan) -> None:
     """Have the engine take its next steps as `plan` says, which is its own but for what an `Alternative` may change.
 
@@ -85,27 +121,25 @@ def switch(engine: "Stepper", plan: Plan) -> None:
     abandon(engine.zero)
 
 
-class Tuner:
+class Tuner(TimedSteps):
     """Tunes one engine in the steps to come. `before_step` and `after_step` are called around each of them. Collective.
 
     `first_steps`: steps that are left alone before. `is_over`: the engine has the fastest plan; `then` goes on.
     """
 
-    then: Watcher | None = None
-
     def __init__(self, engine: "Stepper", most_steps: int, on_event: Event, first_steps: int = FIRST_STEPS) -> None:
         """Raises RequestError: the plan has no alternatives, or `most_steps` are too few to compare two ways."""
+        super().__init__(engine)
         own = engine.plan
         others = [each for each in own.alternatives if not alternatives.needs_other_engine(own, each)]
         number = most_contestants(most_steps, 1 + len(others))
         if number < 2:
             because = "its plan has no alternatives" if not others else f"{plural(most_steps, 'step')} are too few"
             raise RequestError("there is nothing to tune", because=because)
-        self._engine, self._on_event = engine, on_event
+        self._on_event = on_event
         self._plans = [own, *(alternatives.changed_to(own, other) for other in others[: number - 1])]
         self._race = Race(number)
         self._left_alone = first_steps
-        self._start, self._num_recoveries = 0.0, 0
         self._step = 0
         self._work: list[float] = []
         self.measured: tuple[MeasuredWay, ...] = ()  # once it is over: what each way took
@@ -121,45 +155,33 @@ class Tuner:
         """The plan that the run began with."""
         return self._plans[0]
 
-    def before_step(self) -> None:
-        """A step begins."""
-        self._num_recoveries = self._engine.num_recoveries
-        wait_for(self._engine)
-        self._start = time.perf_counter()
-
     def after_step(self, step: int, samples: Sequence[Any], *, is_finite: bool) -> None:
-        """Step number `step` is done, of these samples: as much work as they have tokens, where that is known."""
-        wait_for(self._engine)
-        work = work_of(samples)
-        seconds = max(gather(time.perf_counter() - self._start, float, self._engine.votes))
+        """Step number `step` is done, of these samples."""
+        took = self._took(samples)
         self._step = step
-        if not is_finite or (self._has_recovered and self._race.current == 0):
+        if not is_finite or (took.has_recovered and self._race.current == 0):
             return self._end(f"ended, as {'memory ran out' if is_finite else 'a step was not finite'} in step {step}")
         if self._left_alone:
             self._left_alone -= 1
             return None
         number = self._race.current
-        self._work.append(work)
-        if self._has_recovered:
+        self._work.append(took.work)
+        if took.has_recovered:
             self._race.give_up("out of memory")
         else:
-            self._race.after_step(seconds / work)
-        self._tell(number, work, seconds)
+            self._race.after_step(took.seconds / took.work)
+        self._tell(number, took)
         if self._race.is_over:
             return self._end()
         if self._race.current != number:
             switch(self._engine, self._plans[self._race.current])
         return None
 
-    @property
-    def _has_recovered(self) -> bool:
-        return self._engine.num_recoveries > self._num_recoveries
-
-    def _tell(self, number: int, work: float, seconds: float) -> None:
+    def _tell(self, number: int, took: Took) -> None:
         plan, contestant = self._plans[number], self._race.contestants[number]
         self._on_event({
-            "event": "tuning", "step": self._step, "is_planned": number == 0, "seconds": seconds, "work": work,
-            "given_up": contestant.out, **in_numbers(plan),
+            "event": "tuning", "step": self._step, "is_planned": number == 0, "seconds": took.seconds,
+            "work": took.work, "given_up": contestant.out, **in_numbers(plan),
         })  # fmt: skip
 
     def _end(self, why: str = "") -> None:
@@ -201,19 +223,17 @@ OWN_STEPS = 20
 """Of a run that is not tuned: so many are measured."""
 
 
-class OwnSteps:
+class OwnSteps(TimedSteps):
     """Measures steps of a run that is not tuned, as a `Tuner` does that has nothing to choose from.
 
     `on_way`: told of the plan's way, on all ranks. `num_steps` are counted after the first ones; what is begun again
     because memory ran out is not.
     """
 
-    then: Watcher | None = None
-
     def __init__(self, engine: "Stepper", num_steps: int, on_way: Callable[[MeasuredWay], None]) -> None:
-        self._engine, self._on_way = engine, on_way
+        super().__init__(engine)
+        self._on_way = on_way
         self._left_alone, self._left = FIRST_STEPS, num_steps
-        self._start, self._num_recoveries = 0.0, 0
         self._rates = Contestant(0)
         self._work: list[float] = []
 
@@ -222,23 +242,16 @@ class OwnSteps:
         """Whether all steps were seen."""
         return not self._left
 
-    def before_step(self) -> None:
-        """A step begins."""
-        wait_for(self._engine)
-        self._num_recoveries = self._engine.num_recoveries
-        self._start = time.perf_counter()
-
     def after_step(self, step: int, samples: Sequence[Any], *, is_finite: bool) -> None:
         """It is done."""
-        wait_for(self._engine)
-        seconds, work = time.perf_counter() - self._start, work_of(samples)
+        took = self._took(samples)
         if self._left_alone:
             self._left_alone -= 1
             return
         self._left -= 1
-        if is_finite and self._engine.num_recoveries == self._num_recoveries:
-            self._rates.relative.append(seconds / work)
-            self._work.append(work)
+        if is_finite and not took.has_recovered:
+            self._rates.relative.append(took.seconds / took.work)
+            self._work.append(took.work)
         if self.is_over and len(self._work) >= ENOUGH:
             self._on_way(way_of(self._engine.plan, self._rates.typical * median(self._work), self._rates))
 
@@ -249,12 +262,6 @@ def way_of(plan: Plan, seconds: float, measured: Contestant) -> MeasuredWay:
     return MeasuredWay(
         strategy=plan.strategy, batch=plan.batch, seconds=seconds, error=error if math.isfinite(error) else None
     )
-
-
-def wait_for(engine: "Stepper") -> None:
-    """Until its device has done all that it was told."""
-    if engine.device.type == "cuda":
-        torch.cuda.synchronize(engine.device)
 
 
 def work_of(samples: Sequence[Any]) -> float:
