@@ -16,13 +16,12 @@ for others are not off by the same. See docs/decisions/tuning.md.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import hypot
 from statistics import median
 
 from frugal.errors import RequestError
 from frugal.planning.plan import StepTime
 from frugal.planning.search.candidate import Candidate, Profile, SearchResult
-from frugal.planning.search.measured_ways import LEAST_GAIN, MeasuredRun, MeasuredWay, newest_first, question_of
+from frugal.planning.search.measured_ways import LEAST_GAIN, MeasuredRun, MeasuredWay, newest_first, noise, question_of
 from frugal.planning.search.search import Search
 from frugal.units import format_seconds, plural
 
@@ -85,8 +84,8 @@ def _is_faster(each: _Known, own: _Known | None, expected: float) -> bool:
     """Whether it is, beyond what may be noise. `expected` are the seconds of the way that the search has chosen."""
     if each.way.error is None:
         return False
-    noise = 2 * hypot(each.way.error, (own.way.error if own is not None else None) or 0.0)
-    return 1 - each.way.seconds / expected > (max(LEAST_GAIN, noise) if own is not None else 0.0)
+    least = 0.0 if own is None else max(LEAST_GAIN, noise(each.way.error, own.way.error or 0.0))
+    return 1 - each.way.seconds / expected > least
 
 
 def _expected(search: Search, chosen: Candidate, known: dict[tuple[object, ...], _Known]) -> float:

@@ -11,6 +11,7 @@ it is, by plans and by runs.
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from math import hypot
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +35,16 @@ MOST_RUNS = 64
 LEAST_GAIN = 0.01
 """A way is only faster than another by more than this part of its seconds."""
 
+STANDARD_ERRORS = 3
+"""And by more than so many of the difference: few steps say what they are, and the best of several ways is taken."""
+
 NOT_TIMED = ("learning_rate", "reference_batch", "lr_rule", "adam_beta1", "adam_beta2", "adam_epsilon")
 """Settings of a request on which the seconds of a step do not depend."""
+
+
+def noise(first: float, second: float) -> float:
+    """What two ways may differ by though none is faster, from the standard errors of both."""
+    return STANDARD_ERRORS * hypot(first, second)
 
 
 @dataclass(frozen=True, kw_only=True)

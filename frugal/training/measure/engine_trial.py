@@ -22,7 +22,6 @@ import shutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from math import sqrt
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -36,9 +35,9 @@ from frugal.planning.memory import breakdown
 from frugal.planning.plan import Alternative, Plan
 from frugal.planning.search import alternatives
 from frugal.planning.search.alternatives import NEAR, TRIAL_SHARE
-from frugal.planning.search.measured_ways import MeasuredWay
+from frugal.planning.search.measured_ways import LEAST_GAIN, MeasuredWay, noise
 from frugal.training.checkpoint import run_folder
-from frugal.training.measure.race import LEAST_GAIN, Contestant
+from frugal.training.measure.race import Contestant
 from frugal.training.measure.tuner import TimedSteps, in_numbers, in_words, way_of
 
 if TYPE_CHECKING:
@@ -184,13 +183,13 @@ class EngineTrial(TimedSteps):
         """Stay with what was tried, or go back."""
         before, now = (_compared(rates, self._this.seconds) for rates in (self._this.seconds, self._rates))
         self._tell_ways(before, now)
-        gain, noise = 1 - now.typical, 2 * sqrt(before.error**2 + now.error**2)
-        is_faster = gain > max(LEAST_GAIN, noise)
+        gain, at_random = 1 - now.typical, noise(before.error, now.error)
+        is_faster = gain > max(LEAST_GAIN, at_random)
         lost = self._num_to_come * median(self._seconds) * (1 - 1 / now.typical)  # by staying, where it is slower
         outcome = f"takes {100 * abs(gain):.1f} % {'less' if gain >= 0 else 'more'} time than before"
         if is_faster:
             return self._stay(step, gain, outcome)
-        outcome += f", where noise is {100 * noise:.1f} %"
+        outcome += f", where noise is {100 * at_random:.1f} %"
         if not self._is_asked and lost < self._this.restart_seconds:
             return self._stay(step, 0.0, f"{outcome}; it stays, as going back would take longer than that loses")
         return self._go_back(step, f"it {outcome}")

@@ -6,10 +6,10 @@ left beside the plan; these two meet in `FINALS` rounds. What takes `FAR` times 
 step is given up at once.
 
 A step's time is divided by the median of the plan's steps in the same round, so that what the machine does besides
-changes all contestants of a round alike. A contestant's time is the median of these. The noise of a comparison is twice
-the standard error of both medians, each 1.2533 x 1.4826 x MAD / sqrt(n) as for a normal distribution. A contestant wins
-where it is faster by more than the noise and by `LEAST_GAIN`; the race ends early where none can, or one has won
-already against all others.
+changes all contestants of a round alike. A contestant's time is the median of these. The noise of a comparison is
+`STANDARD_ERRORS` of the difference of both medians, each of which has 1.2533 x 1.4826 x MAD / sqrt(n) as for a normal
+distribution. A contestant wins where it is faster by more than the noise and by `LEAST_GAIN`; the race ends early where
+none can, or one has won already against all others.
 
 Left out: drifts within a round.
 
@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from math import inf, sqrt
 from statistics import median
 
-from frugal.planning.search.measured_ways import LEAST_GAIN
+from frugal.planning.search.measured_ways import LEAST_GAIN, noise
 
 TURN = 3
 FINALS = 3
@@ -156,15 +156,12 @@ class Race:
         if all(1 - each.typical + self._noise(each) < LEAST_GAIN for each in running):
             return True
         best, *others = running
-        return self._is_faster(best) and all(other.typical - best.typical > 2 * _both(best, other) for other in others)
+        return self._is_faster(best) and all(
+            other.typical - best.typical > noise(best.error, other.error) for other in others
+        )
 
     def _is_faster(self, other: Contestant) -> bool:
         return other is not self.plan and 1 - other.typical > max(LEAST_GAIN, self._noise(other))
 
     def _noise(self, other: Contestant) -> float:
-        return 2 * _both(self.plan, other)
-
-
-def _both(first: Contestant, second: Contestant) -> float:
-    """Standard error of the difference of two contestants."""
-    return sqrt(first.error**2 + second.error**2)
+        return noise(self.plan.error, other.error)
