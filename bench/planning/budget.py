@@ -168,7 +168,8 @@ def main() -> int:
     cases = [each for each in _cases() if asked.only in each.name and asked.ranks in (None, each.world_size)]
     cases = cases[:: QUICK if asked.quick else 1]
     out = RESULTS / "budget-cpu.json"
-    cases = choice.rest(cases, out) if asked.rest else cases
+    before = json.loads(out.read_bytes()) if asked.record and out.exists() else {"rows": []}
+    cases = choice.rest(cases, before["rows"]) if asked.rest else cases
     with TemporaryDirectory(prefix="frugal-") as folder, closing(workers()) as pool:
         calibrations = {ranks: calibrate("cpu", ranks) for ranks in sorted({case.world_size for case in cases})}
         decided = [decide(case, calibrations[case.world_size], pool, Path(folder)) for case in cases]
@@ -176,8 +177,8 @@ def main() -> int:
         timed = choice.measure([decision for decision, _ in decided], "cpu", Path(folder))
     rows = [row(made, ratio, timed[made.case.name]) for made, ratio in decided if made.case.name in timed]
     head = choice.environment("cpu", calibrations, "python -m bench.planning.budget")
-    if asked.record and out.exists():
-        rows = choice.joined(json.loads(out.read_bytes()), head, rows)
+    if before["rows"]:
+        rows = choice.joined(before, head, rows)
     measured = {each["name"] for each in rows}
     missing = [each.name for each in _cases() if each.name not in measured]
     print("predicted by the best of all, by one mode; measured by one mode")

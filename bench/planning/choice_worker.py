@@ -3,7 +3,8 @@
 The plans of a job take turns, a few optimizer steps each, so that whatever else the machine does meets all of them;
 those near the fastest take more. Each turn makes its engine anew, because several engines in one process change each
 other: ZeRO-3 replaces functions of torch. A step is timed from a barrier to a barrier. Where the first plan of a job
-lists alternatives, a run with it is tuned, too.
+lists alternatives, a run with it is tuned, too. At last the first plan, the fastest other and what tuning went on with
+take turns once more: who seems the fastest of many is partly so by chance.
 """
 
 import gc
@@ -13,7 +14,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import torch
@@ -32,13 +33,22 @@ from frugal.training.objectives import Batch
 
 TURNS, STEPS, FAR = 3, 2, 1.5
 MORE_TURNS, NEAR = 4, 1.1
+AGAIN = 10
+
+
+Again = Literal["no", "too", "only"]
 
 
 class Job(msgspec.Struct, frozen=True):
-    """One case: the text of `plan.json` of each strategy."""
+    """One case: the text of `plan.json` of each strategy.
+
+    `again`: whether the first, the fastest other and what tuning went on with also take turns at the end, or all plans
+    only these.
+    """
 
     name: str
     plans: tuple[str, ...]
+    again: Again = "no"
 
 
 class Tuned(msgspec.Struct, frozen=True):
@@ -50,11 +60,15 @@ class Tuned(msgspec.Struct, frozen=True):
 
 
 class Timed(msgspec.Struct, frozen=True):
-    """What became of a job: seconds of every timed step of every plan, and of tuning where there was any."""
+    """What became of a job: seconds of every timed step of every plan, and of tuning where there was any.
+
+    `again`: number of a plan -> seconds of its best step in each turn at the end, all in the same turns.
+    """
 
     name: str
     seconds: tuple[tuple[float, ...], ...]
     tuned: Tuned | None = None
+    again: dict[int, tuple[float, ...]] = {}
 
 
 def timed(plans: Sequence[Plan], turns: int = TURNS, steps: int = STEPS) -> list[list[float]]:
@@ -72,6 +86,26 @@ def timed(plans: Sequence[Plan], turns: int = TURNS, steps: int = STEPS) -> list
             if before <= (FAR if turn < turns else NEAR) * min(best):
                 found += _turn(spec, plan, device, steps)
     return seconds
+
+
+def timed_again(plans: Sequence[Plan], numbers: Sequence[int]) -> dict[int, tuple[float, ...]]:
+    """`Timed.again` of these. Collective."""
+    device = process_group.use_device(plans[0].cluster.devices[0].kind)
+    spec = resolve(plans[0].request.model, plans[0].request.task)
+    turns = [{number: min(_turn(spec, plans[number], device, STEPS)) for number in numbers} for _ in range(AGAIN)]
+    return {number: tuple(turn[number] for turn in turns) for number in numbers} if len(numbers) > 1 else {}
+
+
+def _measured(job: Job) -> Timed:
+    plans = [Plan.from_json(text.encode()) for text in job.plans]
+    if job.again == "only":
+        return Timed(job.name, (), again=timed_again(plans, range(len(plans))))
+    seconds, kept = timed(plans), tuned(plans)
+    if job.again == "no":
+        return Timed(job.name, tuple(map(tuple, seconds)), kept)
+    fastest_other = min(range(1, len(plans)), key=lambda number: min(seconds[number]), default=0)
+    numbers = sorted({0, fastest_other, 0 if kept is None else kept.plan})
+    return Timed(job.name, tuple(map(tuple, seconds)), kept, timed_again(plans, from_rank_0(numbers, list[int])))
 
 
 def _turn(spec: ModelSpec, plan: Plan, device: torch.device, steps: int) -> list[float]:
@@ -149,12 +183,11 @@ def command(words: Sequence[str]) -> None:
     # Once: ranks that meet a second time find what they said of themselves, and of another plan, the first time.
     process_group.join(Plan.from_json(jobs[0].plans[0].encode()))
     for job in jobs:
-        plans = [Plan.from_json(text.encode()) for text in job.plans]
-        found = Timed(job.name, tuple(map(tuple, timed(plans))), tuned(plans))
+        found = _measured(job)
         if dist.get_rank() == 0:
             with given["out"].open("ab") as file:
                 file.write(msgspec.json.encode(found) + b"\n")
-            sys.stderr.write(f"{job.name}: {len(plans)} strategies timed\n")
+            sys.stderr.write(f"{job.name}: {len(job.plans)} strategies timed\n")
     dist.barrier()
     dist.destroy_process_group()
 
