@@ -1,7 +1,7 @@
 """A run that restarts to try another ZeRO stage trains the same, keeps what is faster, and survives what befalls it.
 
-Plans name the alternative, with micro-batches that make it surely faster or surely slower, as each forward pass waits
-a little; `--tune` has it tried whatever a restart costs.
+Plans name the alternative, with micro-batches that make it surely faster or surely slower, as the clock that steps are
+timed with goes by forward passes, whatever else the machine does; `--tune` has it tried whatever a restart costs.
 """
 
 import re
@@ -45,7 +45,12 @@ def make():
     none = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     return Model(GPT2Config(n_layer=2, n_embd=32, n_head=2, vocab_size=260, n_positions=64, **none)), CausalLM()
 """
-TAKES_LONG = "time.sleep(0.01)  # so that micro-steps decide which plan is faster, whatever else the machine does"
+CLOCK = """
+passes, perf_counter = 0, time.perf_counter
+time.perf_counter = lambda: passes + 1e-6 * perf_counter()
+"""
+COUNTS = """global passes
+        passes += 1"""
 FAILS = """is_trial = json.loads(os.environ.get("FRUGAL_REPLACED") or "{}").get("is_trial")
         if is_trial and os.environ["RANK"] == "1" and self.calls > WHEN:
             raise ValueError("no luck here")"""
@@ -71,7 +76,7 @@ def a_plan(folder: Path, world_size: int, micro_batch: int, other: int, model: s
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model, text, and plans whose alternative is faster, or slower."""
     made = prepared(tmp_path_factory.mktemp("trials"))
-    (made / "model.py").write_text(MODEL.replace("DO", TAKES_LONG))
+    (made / "model.py").write_text(MODEL.replace("DO", COUNTS) + CLOCK)
     (made / "faster.json").write_bytes(a_plan(made, 2, 1, 32).to_json())
     (made / "slower.json").write_bytes(a_plan(made, 2, 32, 1).to_json())
     (made / "faster1.json").write_bytes(a_plan(made, 1, 1, 64).to_json())

@@ -233,7 +233,7 @@ def peaks(text: bytes) -> list[int]:
                 (1, {"mem": "24M", "lora": "r=4"}, "adapters on one rank"),
                 (2, {"mem": "24M", "lora": "r=4"}, "adapters"),
                 (2, {"mem": "20M", "zero_stage": 2, "mlp": "tiled"}, "tiled MLP"),
-                (2, {"mem": "32M", "zero_stage": 3, "offload": "optimizer"}, "offloaded"),
+                (2, {"mem": "40M", "zero_stage": 3, "offload": "optimizer", "micro_batch": 2}, "offloaded"),
                 (2, {"mem": "32M", "pack": True}, "packed"),
             )
         ),
