@@ -350,6 +350,31 @@ class Zero3(Zero):
         coordinator.release_and_reset_all(model)
         put(coordinator, "_PartitionedParameterCoordinator__n_available_params", 0)
         parameter_offload.FWD_MODULE_STACK.clear()
+        self._record_whole_step(coordinator)
+
+    def _record_whole_step(self, coordinator: Any) -> None:
+        """Have all micro-steps up to the next optimizer step record the order of parameters, not only the first.
+
+        Small parameters, which usually stay whole, are let go while the order is recorded. The second micro-step would
+        gather all of them at once, in a buffer beside them that nobody has foreseen; the optimizer step does it one by
+        one as always.
+        """
+        if "reset_step" in vars(coordinator):  # has begun already
+            return
+        optimizer, reset_step, post_step = self.optimizer, coordinator.reset_step, self.optimizer._post_step
+
+        def record_again() -> None:
+            if coordinator.is_record_trace():
+                coordinator._invalidate_trace()
+            reset_step()
+
+        def end(*args: Any, **kwargs: Any) -> Any:
+            del coordinator.reset_step
+            put(optimizer, "_post_step", post_step)
+            return post_step(*args, **kwargs)
+
+        put(coordinator, "reset_step", record_again)
+        put(optimizer, "_post_step", end)
 
     def masters(self) -> list[Tensor]:
         if self.strategy.offload_optimizer == "nvme":  # they come from the disk and go back there, one by one
