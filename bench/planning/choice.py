@@ -393,7 +393,7 @@ def main() -> int:
     asked = _arguments()
     kind: DeviceKind = asked.device
     seed = asked.seed or int(datetime.now(UTC).strftime("%Y%m%d"))
-    before = json.loads(asked.out.read_bytes()) if asked.record and asked.out.exists() else {"rows": []}
+    before = json.loads(asked.out.read_bytes()) if asked.record and asked.out and asked.out.exists() else {"rows": []}
     with TemporaryDirectory(prefix="frugal-") as folder, closing(workers()) as pool:
         if asked.unseen:
             all_cases = choice_random.cases(asked.unseen, seed, Path(folder) / "models")

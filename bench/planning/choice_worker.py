@@ -35,7 +35,6 @@ TURNS, STEPS, FAR = 3, 2, 1.5
 MORE_TURNS, NEAR = 4, 1.1
 AGAIN = 10
 
-
 Again = Literal["no", "too", "only"]
 
 
@@ -88,11 +87,11 @@ def timed(plans: Sequence[Plan], turns: int = TURNS, steps: int = STEPS) -> list
     return seconds
 
 
-def timed_again(plans: Sequence[Plan], numbers: Sequence[int]) -> dict[int, tuple[float, ...]]:
+def timed_again(plans: Sequence[Plan], numbers: Sequence[int], num_turns: int = AGAIN) -> dict[int, tuple[float, ...]]:
     """`Timed.again` of these. Collective."""
     device = process_group.use_device(plans[0].cluster.devices[0].kind)
     spec = resolve(plans[0].request.model, plans[0].request.task)
-    turns = [{number: min(_turn(spec, plans[number], device, STEPS)) for number in numbers} for _ in range(AGAIN)]
+    turns = [{number: min(_turn(spec, plans[number], device, STEPS)) for number in numbers} for _ in range(num_turns)]
     return {number: tuple(turn[number] for turn in turns) for number in numbers} if len(numbers) > 1 else {}
 
 

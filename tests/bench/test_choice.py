@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from bench.planning import choice_random
-from bench.planning.choice_worker import timed, tuned
+from bench.planning.choice import measured_again
+from bench.planning.choice_worker import timed, timed_again, tuned
 from bench.plans import plan_by_hand
 from bench.ranks import Ranks
 from frugal.planning.plan import Alternative
@@ -31,6 +32,27 @@ def test_every_plan_is_trained_and_timed_on_all_ranks() -> None:
             assert found[1][0] > found[0][0]  # four micro-steps of one sample, against one of four
     finally:
         ranks.close()
+
+
+def test_the_chosen_and_the_fastest_other_take_turns_once_more(two_ranks: Ranks) -> None:
+    plans = [
+        plan_by_hand(
+            world_size=2, global_batch=8, micro_batch=micro, zero_stage=2,
+            request={"model": "bench/memory/families.py:llama", "seq_len": 16},
+        )
+        for micro in (1, 4, 2)
+    ]  # fmt: skip
+    for found in two_ranks.run(timed_again, plans, [0, 1], num_turns=2):
+        assert [len(found[number]) for number in (0, 1)] == [2, 2] and 2 not in found
+
+
+def test_ratios_are_those_of_the_turns_at_the_end() -> None:
+    row = {"ratio": 1.3, "tuned_ratio": 1.2, "tuning": {"plan": 4}}
+    again = measured_again(row, {0: (2.0, 4.0, 1.0), 3: (1.0, 2.0, 5.0), 4: (1.5, 3.0, 0.75)})
+    assert (again["ratio"], again["tuned_ratio"]) == (2.0, 1.5)
+    assert (again["ratio_at_first"], again["tuned_ratio_at_first"]) == (1.3, 1.2)
+    assert measured_again(row, {0: (1.0,), 4: (2.0,)})["ratio"] == 1.0  # the chosen one is faster now
+    assert measured_again(row, {}) == row
 
 
 def test_a_tuned_run_is_told_by_the_plan_it_goes_on_with(two_ranks: Ranks) -> None:

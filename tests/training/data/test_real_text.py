@@ -14,7 +14,7 @@ from tests.training.small_models import tiny_gpt2
 
 
 def perplexities(world_size: int, micro_batch: int, zero_stage: int) -> tuple[float, float]:
-    """On 50 validation samples, before and after 40 steps of 24 ragged samples. Runs on ranks."""
+    """On 50 validation samples, before and after 60 steps of 24 ragged samples. Runs on ranks."""
     corpus = data.load_corpus(
         ["stdlib"], tokenizer=tokenizer.byte_tokenizer(), task="causal-lm", seq_len=128, limit=40,
         validation_fraction=0.1,
@@ -29,7 +29,7 @@ def perplexities(world_size: int, micro_batch: int, zero_stage: int) -> tuple[fl
     engine = initialize(tiny_gpt2(vocab_size=260), plan, CausalLM())
     batches, position = GlobalBatches(corpus.train, global_batch=24, seed=1), Position()
     before = engine.evaluate(validation).perplexity
-    for _ in range(40):
+    for _ in range(60):
         batch = batches.at(position)
         engine.train_step(batch)
         position = batch.end
@@ -41,7 +41,7 @@ def perplexities(world_size: int, micro_batch: int, zero_stage: int) -> tuple[fl
 @pytest.fixture(scope="module")
 def alone(one_rank: Ranks) -> tuple[float, float]:
     ((before, after),) = one_rank.run(perplexities, 1, 8, 0)
-    assert after < before / 4
+    assert after < before / 5
     return before, after
 
 
