@@ -20,6 +20,7 @@ from frugal.deepspeed_adapter.json_config import deepspeed_config
 from frugal.planning.plan import Plan
 from tests.commands import with_formulas
 from tests.planning.synthetic import SMALL
+from tests.training.gradients import bound_of_losses
 
 TINY = {
     "model_type": "gpt2", "n_layer": 2, "n_embd": 32, "n_head": 2, "vocab_size": 260, "n_positions": 64,
@@ -142,6 +143,18 @@ def two_losses(folder: str, made: Plan) -> list[float]:
     return losses
 
 
+def bound(folder: Path, made: Plan) -> float:
+    """Return how far `two_losses` may be from others', relative."""
+    import torch
+
+    from frugal.training.models import resolve
+
+    spec = resolve.resolve(str(folder / "model"))
+    lines = (folder / "samples.jsonl").read_text().splitlines()[: made.batch.global_batch]
+    batches = [[json.loads(line) for line in lines]] * 2
+    return bound_of_losses(lambda: spec.build(dtype=torch.float32), batches, spec.objective(), learning_rate=1e-2)
+
+
 def started(
     folder: Path, capsys: pytest.CaptureFixture[str], target: str, made: Plan, changes: dict[str, str]
 ) -> dict[str, Any]:
@@ -200,7 +213,7 @@ def test_it_trains_as_frugal_does(
     theirs = started(folder, capsys, target, made, changes)
     (ours, _) = two_ranks.run(two_losses, str(folder), made)
     assert theirs["shape"] == [made.batch.largest_micro_batch, made.batch.accumulation_steps, 2]
-    assert theirs["losses"] == pytest.approx(ours, rel=2e-6)
+    assert theirs["losses"] == pytest.approx(ours, rel=bound(folder, made))
     changed = {name for name, value in deepspeed_config(made).items() if theirs["config"].get(name) != value}
     assert changed <= {"steps_per_print"}  # Accelerate writes it down as infinite
 
@@ -271,7 +284,7 @@ def test_pairs_are_trained_with_the_decoder_inputs_of_the_model(
     }
     theirs = started(pairs, capsys, target, made, changes[target])
     (ours, _) = two_ranks.run(two_losses, str(pairs), made)
-    assert theirs["losses"] == pytest.approx(ours, rel=2e-6)
+    assert theirs["losses"] == pytest.approx(ours, rel=bound(pairs, made))
 
 
 # What it says.

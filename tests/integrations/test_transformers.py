@@ -14,6 +14,7 @@ from bench.ranks import Ranks
 from frugal.config.adapters import Lora
 from frugal.errors import PlanMismatchError, RequestError
 from frugal.planning.plan import Plan
+from tests.training.gradients import bounds_of_run, relative_error
 
 TINY = {
     "model_type": "gpt2", "n_layer": 2, "n_embd": 32, "n_head": 2, "vocab_size": 260, "n_positions": 64,
@@ -135,6 +136,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
+def bounds(folder: str) -> tuple[float, float, float]:
+    """Return how far losses, norms and weights of such runs may be apart, relative."""
+    from transformers import AutoModelForCausalLM
+
+    from frugal.training.data.batches import GlobalBatches
+    from frugal.training.models import resolve
+
+    rows = samples()
+    drawn = GlobalBatches(rows, global_batch=5, lengths=[len(row["input_ids"]) for row in rows], seed=7).iterate()
+    return bounds_of_run(
+        lambda: AutoModelForCausalLM.from_pretrained(folder), [next(drawn)[:] for _ in range(STEPS)],
+        resolve.resolve(folder).objective(), learning_rate=1e-2,
+    )  # fmt: skip
+
+
 STRATEGIES = {
     "ZeRO-2": (2, {}),
     "ZeRO-3, full checkpointing, tiled loss": (3, {"activation_checkpointing": "full", "loss": "tiled"}),
@@ -150,7 +166,7 @@ def test_trainer_under_a_plan_has_the_losses_of_frugals_engine(
     made = plan(stage, **others)
     ((expected, _), _) = two_ranks.run(ours, folder, made)
     (losses, _) = two_ranks.run(theirs, folder, made, str(tmp_path))
-    assert losses == pytest.approx(expected, rel=3e-6)
+    assert losses == pytest.approx(expected, rel=bounds(folder)[0])
 
 
 LORA = "r=4,targets=c_attn"
@@ -165,11 +181,10 @@ def test_adapters_of_a_plan_are_trained_and_saved_as_by_frugals_engine(
     made = plan(stage, LORA, **others)
     ((expected, weights), _) = two_ranks.run(ours, folder, made)
     (losses, _) = two_ranks.run(theirs, folder, made, str(tmp_path), kind=kind)
-    assert losses == pytest.approx(expected, rel=3e-6)
+    assert losses == pytest.approx(expected, rel=bounds(folder)[0])
     saved = load_file(tmp_path / "adapter_model.safetensors")
     assert saved.keys() == weights.keys()
-    for name, weight in weights.items():
-        assert torch.allclose(saved[name], weight, rtol=1e-4, atol=1e-6), name
+    assert relative_error({name: part.double() for name, part in saved.items()}, weights) < bounds(folder)[2]
 
 
 @needs_trl
@@ -181,7 +196,7 @@ def test_sft_trainer_under_a_plan_has_the_losses_of_frugals_engine(
     made = plan(stage, **others)
     ((expected, _), _) = two_ranks.run(ours, folder, made)
     (losses, _) = two_ranks.run(theirs, folder, made, str(tmp_path), kind="SFTTrainer")
-    assert losses == pytest.approx(expected, rel=3e-6)
+    assert losses == pytest.approx(expected, rel=bounds(folder)[0])
 
 
 @pytest.mark.exhaustive
@@ -189,7 +204,7 @@ def test_a_resumed_trainer_draws_what_the_unstopped_one_draws(folder: str, two_r
     made = plan(2)
     ((expected, _), _) = two_ranks.run(ours, folder, made)
     (losses, _) = two_ranks.run(theirs, folder, made, str(tmp_path), 4)
-    assert losses == pytest.approx(expected, rel=3e-6)
+    assert losses == pytest.approx(expected, rel=bounds(folder)[0])
 
 
 def test_what_a_trainer_cannot_do_is_refused() -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from bench.reliability.hosts import SSH_PORT, Hosts, environment, plan, start
 from tests.multinode.conftest import RUN, by_hand, frugal, losses, train
+from tests.training.gradients import bound_of_command
 
 LAUNCH = Path(__file__).parents[2] / "launch"
 
@@ -182,7 +183,7 @@ def test_three_hosts_with_different_slots(three_hosts: Hosts) -> None:
     code, _, errors = train(three_hosts, plan(three_hosts, 1, 2, 1), "three")
     assert (code, errors) == (0, "")
     ours, theirs = losses(three_hosts.folder / "three"), losses(three_hosts.folder / "one")
-    assert ours == pytest.approx(theirs, rel=1e-6)
+    assert ours == pytest.approx(theirs, rel=bound_of_command(4, 1e-2))
 
 
 @pytest.mark.exhaustive

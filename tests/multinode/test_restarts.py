@@ -12,6 +12,7 @@ import pytest
 from bench.reliability.hosts import SSH_PORT, Hosts, plan, start
 from frugal.distributed.peer_watch import KEEPALIVE_SECONDS
 from tests.multinode.conftest import by_hand, frugal, losses
+from tests.training.gradients import bound_of_command
 
 RUN = ("--data", "text.jsonl", "--steps", "60", "--save-every", "10", "--eval-every", "0")
 ON = r"going on from step-0000[1-6]0\n"
@@ -91,7 +92,7 @@ def test_elastic_goes_on_with_the_host_that_is_left(hosts: Hosts, undisturbed: l
     assert re.search(rf"restart 1 of 3: .* after step \d+; {ON}{LEFT_OUT}", errors), errors
     resumed = r"^resumed at step \d+ of .*elastic: 2 ranks -> 1 rank.*; global batch, order"
     assert re.search(resumed, output, re.MULTILINE), output
-    assert losses(hosts.folder / "elastic") == pytest.approx(undisturbed, rel=1e-5)
+    assert losses(hosts.folder / "elastic") == pytest.approx(undisturbed, rel=bound_of_command(60, 1e-2))
     assert json.loads((hosts.folder / "elastic" / "plan.json").read_text())["batch"]["world_size"] == 1
 
 
@@ -104,7 +105,7 @@ def test_elastic_goes_on_without_a_host_that_is_cut_off(hosts: Hosts, undisturbe
     assert code == 0, output + errors
     assert f"error: rank 1 on n2 is gone\n  because its host has not answered for {KEEPALIVE_SECONDS} s\n" in errors
     assert re.search(rf"restart 1 of 3: rank 1 on n2 is gone after step \d+; {ON}{LEFT_OUT}", errors), errors
-    assert losses(hosts.folder / "cut off") == pytest.approx(undisturbed, rel=1e-5)
+    assert losses(hosts.folder / "cut off") == pytest.approx(undisturbed, rel=bound_of_command(60, 1e-2))
 
 
 @pytest.mark.exhaustive
@@ -125,7 +126,7 @@ def test_elastic_takes_a_host_again_that_is_back(hosts: Hosts, undisturbed: list
         hosts.open_to_ssh("n2")
     assert code == 0, output + errors
     assert "all 2 hosts are there again: going on as planned at first\n" in errors
-    assert losses(hosts.folder / "back") == pytest.approx(undisturbed, rel=1e-5)
+    assert losses(hosts.folder / "back") == pytest.approx(undisturbed, rel=bound_of_command(60, 1e-2))
 
 
 @pytest.mark.exhaustive

@@ -25,7 +25,16 @@ from frugal.training.models import adapters
 from frugal.training.models.resolve import resolve
 from frugal.training.objectives import CausalLM
 from tests.training.data.test_packing import documents, packed
-from tests.training.gradients import LEARNING_RATE, SGD, Gradient, relative_error, weights
+from tests.training.gradients import (
+    LEARNING_RATE,
+    SGD,
+    Gradient,
+    bound_by,
+    bound_of_losses,
+    relative_error,
+    weights,
+    with_bound,
+)
 from tests.training.small_models import TINY, ragged_samples
 
 LORA = "r=4,alpha=8"
@@ -49,14 +58,14 @@ def adapted(family: str = "llama", lora: str = LORA) -> Any:
     return model
 
 
-def reference_gradient(family: str, lora: str, global_batch: int) -> Gradient:
-    """Plain PyTorch and peft, one process, fp64, every sample by itself."""
+def reference_gradient(family: str, lora: str, global_batch: int, dtype: torch.dtype) -> Gradient:
+    """Plain PyTorch and peft, one process, every sample by itself."""
     config = peft.LoraConfig(
         r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM", use_dora="dora" in lora
     )
     model = peft.get_peft_model(base(family), config)
     model.load_state_dict(adapted(family, lora).state_dict())
-    model, objective = model.double(), CausalLM()
+    model, objective = model.to(dtype), CausalLM()
     batches = [objective.collate([sample]) for sample in ragged_samples(global_batch)]
     targets = sum(map(objective.count, batches))
     for batch in batches:
@@ -140,22 +149,22 @@ def test_the_gradient_is_that_of_plain_pytorch_and_peft_and_the_base_stays(
     request: pytest.FixtureRequest,
 ) -> None:  # fmt: skip
     ranks: Ranks = request.getfixturevalue(fixture)
-    reference = reference_gradient("llama", LORA, global_batch)
+    reference, bound = with_bound(reference_gradient, "llama", LORA, global_batch)
     for gradient, others in ranks.run(
         measured_gradient, "llama", LORA, zero_stage, global_batch, micro_batch, strategy
     ):
         assert others == []
         assert gradient.keys() == reference.keys()
-        assert relative_error(gradient, reference) < 1e-6
+        assert relative_error(gradient, reference) < bound
 
 
 @pytest.mark.parametrize(("family", "lora"), [("gpt2", LORA), ("llama", f"{LORA},dora")])
 @pytest.mark.parametrize("zero_stage", [pytest.param(2, marks=exhaustive), 3])
 def test_conv1d_and_dora_are_exact_too(family: str, lora: str, zero_stage: int, two_ranks: Ranks) -> None:
-    reference = reference_gradient(family, lora, 4)
+    reference, bound = with_bound(reference_gradient, family, lora, 4)
     ((gradient, others), _) = two_ranks.run(measured_gradient, family, lora, zero_stage, 4, 1, {})
     assert others == []
-    assert relative_error(gradient, reference) < 1e-6
+    assert relative_error(gradient, reference) < bound
 
 
 # Packed documents, each alone in plain PyTorch.
@@ -176,6 +185,17 @@ def packed_gradient(zero_stage: int, strategy: dict[str, Any]) -> Gradient:
     return {name: (before[name] - after[name]) / LEARNING_RATE for name in trained}
 
 
+def gradient_of_documents(dtype: torch.dtype) -> Gradient:
+    """The same by plain PyTorch, each document by itself."""
+    model = adapted().to(dtype)
+    targets = sum(len(document) - 1 for document in documents())
+    for document in documents():
+        tokens = torch.from_numpy(document).long()[None]
+        logits = model(input_ids=tokens).logits[0, :-1]
+        (torch.nn.functional.cross_entropy(logits, tokens[0, 1:], reduction="sum") / targets).backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+
+
 @pytest.mark.parametrize(
     ("zero_stage", "strategy"),
     [
@@ -186,16 +206,10 @@ def packed_gradient(zero_stage: int, strategy: dict[str, Any]) -> Gradient:
 def test_packed_documents_are_kept_apart_with_adapters(
     zero_stage: int, strategy: dict[str, Any], two_ranks: Ranks
 ) -> None:
-    model = adapted().double()
-    targets = sum(len(document) - 1 for document in documents())
-    for document in documents():
-        tokens = torch.from_numpy(document).long()[None]
-        logits = model(input_ids=tokens).logits[0, :-1]
-        (torch.nn.functional.cross_entropy(logits, tokens[0, 1:], reduction="sum") / targets).backward()
-    expected = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+    expected, bound = with_bound(gradient_of_documents)
     (gradient, _) = two_ranks.run(packed_gradient, zero_stage, strategy)
     assert gradient.keys() == expected.keys()
-    assert relative_error(gradient, expected) < 1e-6
+    assert relative_error(gradient, expected) < bound
 
 
 # Checkpoints hold adapters and their states, not the base.
@@ -250,9 +264,10 @@ def test_a_run_goes_on_from_a_checkpoint_without_the_base_on_any_layout(
     losses = two_ranks.run(interrupted, tmp_path, zero_stage, precision)[0]
     assert losses == sorted(losses, reverse=True)
     assert two_ranks.run(continued, tmp_path, zero_stage, precision)[0] == losses[3:]  # bit for bit
+    bound = bound_of_losses(adapted, [DATA] * 5, learning_rate=ADAM["learning_rate"])
     for fixture, other in others:
         ranks: Ranks = request.getfixturevalue(fixture)
-        tolerance = 1e-6 if precision == "fp32" else 2e-3
+        tolerance = bound if precision == "fp32" else 2**-8  # bf16 keeps 8 bits of each sum
         assert ranks.run(continued, tmp_path, other, precision)[0] == pytest.approx(losses[3:], rel=tolerance)
     for file in (tmp_path / "step-000003").glob("*model_states.pt"):
         states = checkpoint_files.read(file)
@@ -315,7 +330,8 @@ def test_peft_loads_the_final_folder_and_says_the_same(zero_stage: int, tmp_path
     with torch.no_grad():
         theirs = loaded(input_ids=torch.arange(16)[None]).logits
         before = base().eval()(input_ids=torch.arange(16)[None]).logits
-    assert torch.allclose(theirs, logits, atol=1e-6)
+        exact = {"logits": loaded.double()(input_ids=torch.arange(16)[None]).logits}
+    assert relative_error({"logits": logits}, exact) < bound_by({"logits": theirs}, exact)
     assert not torch.allclose(before, logits, atol=1e-3)
 
 

@@ -11,13 +11,13 @@ from bench.ranks import Ranks
 from frugal.errors import FrugalError
 from frugal.training.engine import initialize
 from frugal.training.objectives import CausalLM, SummedLoss
-from tests.training.gradients import SGD, Gradient, applied, relative_error, weights
+from tests.training.gradients import SGD, Gradient, applied, bound_by, relative_error, weights, with_bound
 from tests.training.small_models import NormedNet, points, ragged_samples, squared_error, tiny_gpt2
 
 
-def reference_gradient(global_batch: int) -> Gradient:
-    """Plain PyTorch, one process, fp64, every sample by itself."""
-    model, objective = tiny_gpt2().double(), CausalLM()
+def reference_gradient(global_batch: int, dtype: torch.dtype = torch.float64) -> Gradient:
+    """Plain PyTorch, one process, every sample by itself."""
+    model, objective = tiny_gpt2().to(dtype), CausalLM()
     batches = [objective.collate([sample]) for sample in ragged_samples(global_batch)]
     targets = sum(map(objective.count, batches))
     for batch in batches:
@@ -73,9 +73,9 @@ def test_fp32_gradient_is_that_of_plain_pytorch(
 ) -> None:
     ranks: Ranks = request.getfixturevalue({1: "one_rank", 2: "two_ranks", 3: "three_ranks"}[world_size])
     measured = ranks.run(measured_gradient, world_size, global_batch, micro_batch, zero_stage, "fp32")
-    reference = reference_gradient(global_batch)
+    reference, bound = with_bound(reference_gradient, global_batch)
     for gradient, loss in measured:
-        assert relative_error(gradient, reference) < 1e-6
+        assert relative_error(gradient, reference) < bound
         assert loss == measured[0][1]
 
 
@@ -94,7 +94,8 @@ def test_bf16_gradient_is_within_bf16_rounding(
 ) -> None:
     ranks: Ranks = request.getfixturevalue(fixture)
     ((gradient, _), *_) = ranks.run(measured_gradient, ranks.world_size, 16, micro_batch, zero_stage, "bf16")
-    assert relative_error(gradient, reference_gradient(16)) < 2e-2
+    reference = reference_gradient(16)
+    assert relative_error(gradient, reference) < bound_by(reference_gradient(16, torch.bfloat16), reference)
 
 
 def test_bf16_error_does_not_grow_with_accumulation(one_rank: Ranks) -> None:
@@ -103,33 +104,37 @@ def test_bf16_error_does_not_grow_with_accumulation(one_rank: Ranks) -> None:
         dtype: relative_error(one_rank.run(measured_gradient, 1, 256, 1, 2, "bf16", dtype)[0][0], reference)
         for dtype in ("fp32", "bf16")
     }
-    assert error["fp32"] < 1e-2
+    assert error["fp32"] < bound_by(reference_gradient(16, torch.bfloat16), reference_gradient(16))  # of fewer
     assert error["fp32"] < error["bf16"] / 2
 
 
 @pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
 def test_ranks_may_take_different_micro_batches(zero_stage: int, three_ranks: Ranks) -> None:
     ((gradient, _), *_) = three_ranks.run(measured_gradient, 3, 100, (6, 3, 1), zero_stage)
-    assert relative_error(gradient, reference_gradient(100)) < 1e-6
+    reference, bound = with_bound(reference_gradient, 100)
+    assert relative_error(gradient, reference) < bound
 
 
 @pytest.mark.parametrize("zero_stage", [1, 2, 3])
 @pytest.mark.parametrize("bucket", [1000, pytest.param(50_000, marks=pytest.mark.exhaustive)])
 def test_small_buckets_change_nothing(zero_stage: int, bucket: int, two_ranks: Ranks) -> None:
     ((gradient, _), *_) = two_ranks.run(measured_gradient, 2, 7, 2, zero_stage, reduce_bucket_elements=bucket)
-    assert relative_error(gradient, reference_gradient(7)) < 1e-6
+    reference, bound = with_bound(reference_gradient, 7)
+    assert relative_error(gradient, reference) < bound
 
 
 @pytest.mark.parametrize("zero_stage", [1, 2, 3])
 def test_the_optimizer_in_host_memory_changes_nothing(zero_stage: int, two_ranks: Ranks) -> None:
     ((gradient, _), *_) = two_ranks.run(measured_gradient, 2, 7, 2, zero_stage, offload_optimizer="cpu")
-    assert relative_error(gradient, reference_gradient(7)) < 1e-6
+    reference, bound = with_bound(reference_gradient, 7)
+    assert relative_error(gradient, reference) < bound
 
 
 @pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
 def test_the_tiled_loss_has_the_same_gradient(zero_stage: int, two_ranks: Ranks) -> None:
     ((gradient, _), *_) = two_ranks.run(measured_gradient, 2, 7, 2, zero_stage, loss="tiled")
-    assert relative_error(gradient, reference_gradient(7)) < 1e-6
+    reference, bound = with_bound(reference_gradient, 7)
+    assert relative_error(gradient, reference) < bound
 
 
 ADAM = {"learning_rate": 1e-2, "weight_decay": 0.1, "gradient_clipping": 0.0}
@@ -157,9 +162,10 @@ def after_three_steps(zero_stage: int) -> Gradient:
     return after
 
 
-def three_steps_of_torch() -> Gradient:
-    """The same by torch.optim.AdamW in one process."""
-    model, objective = tiny_gpt2(), CausalLM()
+def three_steps_of_torch(dtype: torch.dtype = torch.float64) -> Gradient:
+    """How far torch.optim.AdamW moves weights in three such steps, in one process."""
+    model, objective = tiny_gpt2().to(dtype), CausalLM()
+    before = weights(model)
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=1e-2, weight_decay=0.1, betas=(0.8, 0.999), eps=1e-6, foreach=False
     )
@@ -171,17 +177,16 @@ def three_steps_of_torch() -> Gradient:
         ).backward()
         optimizer.step()
         optimizer.zero_grad()
-    return {name: parameter.detach().double().view(-1) for name, parameter in model.named_parameters()}
+    return {name: (after - before[name]).view(-1) for name, after in weights(model).items()}
 
 
 @pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("fixture", ["one_rank", "two_ranks"])
 def test_betas_and_epsilon_are_those_asked_for(zero_stage: int, fixture: str, request: pytest.FixtureRequest) -> None:
-    reference, before = three_steps_of_torch(), weights(tiny_gpt2())
-    moved = {name: reference[name] - before[name].view(-1) for name in reference}
+    (moved, bound), before = with_bound(three_steps_of_torch), weights(tiny_gpt2())
     ranks: Ranks = request.getfixturevalue(fixture)
     for after in ranks.run(after_three_steps, zero_stage):
-        assert relative_error({name: after[name] - before[name].view(-1) for name in after}, moved) < 1e-4
+        assert relative_error({name: after[name] - before[name].view(-1) for name in after}, moved) < bound
 
 
 def normed_gradient(
@@ -201,18 +206,23 @@ def normed_gradient(
     return gradient, kept
 
 
+def gradient_of_normed_net(training: bool, dtype: torch.dtype) -> Gradient:
+    """Of all points at once, by plain PyTorch."""
+    model = NormedNet().to(dtype).train(training)
+    batch = torch.utils.data.default_collate(points(16))
+    (squared_error(model, {name: tensor.to(dtype) for name, tensor in batch.items()}) / 16).backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
 @pytest.mark.parametrize("zero_stage", [0, 3, *(pytest.param(s, marks=pytest.mark.exhaustive) for s in (1, 2))])
 @pytest.mark.parametrize(("fixture", "micro_batch"), [("one_rank", 8), ("two_ranks", 3)])
 def test_with_frozen_statistics_batch_norm_is_exact_for_any_split(
     fixture: str, micro_batch: int, zero_stage: int, request: pytest.FixtureRequest
 ) -> None:
-    model = NormedNet().double().eval()
-    batch = torch.utils.data.default_collate(points(16))
-    (squared_error(model, {name: tensor.double() for name, tensor in batch.items()}) / 16).backward()
-    reference = {name: parameter.grad for name, parameter in model.named_parameters()}
+    reference, bound = with_bound(gradient_of_normed_net, False)
     ranks: Ranks = request.getfixturevalue(fixture)
     for gradient, _ in ranks.run(normed_gradient, ranks.world_size, micro_batch, zero_stage, "frozen"):
-        assert relative_error(gradient, reference) < 1e-6
+        assert relative_error(gradient, reference) < bound
 
 
 def test_statistics_of_the_own_micro_batch_depend_on_the_split(one_rank: Ranks) -> None:
@@ -226,9 +236,10 @@ def test_synchronised_statistics_are_those_of_one_rank_with_the_same_micro_steps
     micro_batch: int, zero_stage: int, one_rank: Ranks, two_ranks: Ranks
 ) -> None:
     ((reference, kept),) = one_rank.run(normed_gradient, 1, micro_batch, 0, None)
+    bound = 2 * with_bound(gradient_of_normed_net, True)[1]  # both are in fp32
     for gradient, own in two_ranks.run(normed_gradient, 2, micro_batch // 2, zero_stage, "sync"):
-        assert relative_error(gradient, reference) < 1e-6
-        assert all(torch.allclose(own[name], kept[name], rtol=1e-5, atol=1e-6) for name in kept)
+        assert relative_error(gradient, reference) < bound
+        assert all(torch.allclose(own[name], kept[name], rtol=bound, atol=bound) for name in kept)
 
 
 def losses(zero_stage: int, activation_checkpointing: str, dropout: float) -> list[float]:

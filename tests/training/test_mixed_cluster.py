@@ -15,6 +15,7 @@ from frugal.training.engine import initialize
 from frugal.training.measure.memory_watch import gauge
 from frugal.training.measure.two_steps import settled_collectives
 from frugal.training.models.resolve import resolve
+from tests.training.gradients import bound_of_losses
 
 SEQ_LEN, GLOBAL_BATCH, STEPS = 64, 22, 4
 BUDGETS = ("4M", "9M")
@@ -42,14 +43,17 @@ def plan(model: Path) -> Plan:
     )  # fmt: skip
 
 
+def samples() -> list[dict[str, torch.Tensor]]:
+    tokens = torch.randint(0, 256, (GLOBAL_BATCH, SEQ_LEN), generator=torch.Generator().manual_seed(0))
+    return [{"input_ids": row, "labels": row.clone()} for row in tokens]
+
+
 def trained(plan: Plan, model: str) -> tuple[list[float], int]:
     """Losses of a few steps on the same full samples, and this rank's peak, bytes. Runs on ranks."""
     spec = resolve(model, None)
-    tokens = torch.randint(0, 256, (GLOBAL_BATCH, SEQ_LEN), generator=torch.Generator().manual_seed(0))
-    samples = [{"input_ids": row, "labels": row.clone()} for row in tokens]
     with settled_collectives(), gauge("cpu") as memory:
         engine = initialize(spec.build(dtype=torch.float32, seed=0), plan, spec.objective())
-        results = [engine.train_step(samples) for _ in range(STEPS)]
+        results = [engine.train_step(samples()) for _ in range(STEPS)]
         peak = memory.peak_bytes
     engine.destroy()
     del engine
@@ -71,9 +75,12 @@ def test_a_planned_mixed_cluster_trains_as_one_rank_does_and_each_rank_keeps_its
     )  # fmt: skip
     ((losses, _),) = one_rank.run(trained, alone, str(model))
     ranks = two_ranks.run(trained, plan, str(model))
+    bound = bound_of_losses(
+        lambda: resolve(str(model), None).build(dtype=torch.float32, seed=0), [samples()] * STEPS, learning_rate=1e-2
+    )
     assert losses[-1] < losses[0] - 0.1
     for ours, _ in ranks:
-        assert ours == pytest.approx(losses, rel=1e-5)
+        assert ours == pytest.approx(losses, rel=bound)
 
     budgets = [device.usable_bytes for device in plan.cluster.devices]
     peaks = [peak for _, peak in ranks]

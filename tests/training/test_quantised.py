@@ -23,7 +23,7 @@ from frugal.training.engine import Engine, initialize
 from frugal.training.models.loading import placed, quantised
 from frugal.training.models.resolve import resolve
 from frugal.training.objectives import CausalLM
-from tests.training.gradients import LEARNING_RATE, SGD, Gradient, relative_error, weights
+from tests.training.gradients import LEARNING_RATE, SGD, Gradient, bound_by, relative_error, weights
 from tests.training.small_models import TINY, ragged_samples
 
 LORA = "r=4,alpha=8"
@@ -66,10 +66,11 @@ def of_one_process(model: Path, asked: Any = ASKED) -> Any:
     return made.train(asked is not INT8)
 
 
-def reference_gradient(model: Path, global_batch: int, asked: Any = ASKED) -> Gradient:
-    """Sample by sample, in fp32."""
+def reference_gradient(model: Path, global_batch: int, asked: Any = ASKED, micro_batch: int = 1) -> Gradient:
+    """In fp32, sample by sample unless asked."""
     made, objective = of_one_process(model, asked), CausalLM()
-    batches = [objective.collate([sample]) for sample in ragged_samples(global_batch)]
+    samples = ragged_samples(global_batch)
+    batches = [objective.collate(samples[at : at + micro_batch]) for at in range(0, global_batch, micro_batch)]
     targets = sum(map(objective.count, batches))
     for batch in batches:
         logits = made(input_ids=batch["input_ids"]).logits[:, :-1]
@@ -78,6 +79,12 @@ def reference_gradient(model: Path, global_batch: int, asked: Any = ASKED) -> Gr
         )
         (loss / targets).backward()
     return {name: p.grad for name, p in made.named_parameters() if p.requires_grad}
+
+
+def with_bound(model: Path, global_batch: int, asked: Any = ASKED) -> tuple[Gradient, float]:
+    """As `gradients.with_bound`, of libraries that know no fp64: by how far two orders of their sums are apart."""
+    exact, other = (reference_gradient(model, global_batch, asked, size) for size in (1, global_batch))
+    return exact, 2 * bound_by(other, exact)
 
 
 def start(
@@ -155,20 +162,20 @@ def test_the_gradient_is_that_of_the_libraries_alone_also_after_an_evaluation(
     request: pytest.FixtureRequest,
 ) -> None:  # fmt: skip
     ranks: Ranks = request.getfixturevalue(fixture)
-    reference = reference_gradient(folders / "llama", global_batch)
+    reference, bound = with_bound(folders / "llama", global_batch)
     for gradient, others in ranks.run(
         measured_gradient, folders / "llama", zero_stage, global_batch, micro_batch, strategy
     ):
         assert others == []
         assert gradient.keys() == reference.keys()
-        assert relative_error(gradient, reference) < 1e-6
+        assert relative_error(gradient, reference) < bound
 
 
 def test_conv1d_is_exact_too(folders: Path, two_ranks: Ranks) -> None:
-    reference = reference_gradient(folders / "gpt2", 4)
+    reference, bound = with_bound(folders / "gpt2", 4)
     ((gradient, others), _) = two_ranks.run(measured_gradient, folders / "gpt2", 3, 4, 1, {})
     assert others == []
-    assert relative_error(gradient, reference) < 1e-6
+    assert relative_error(gradient, reference) < bound
 
 
 @pytest.mark.parametrize(
@@ -189,13 +196,13 @@ def test_in_8_bits_the_gradient_is_that_of_the_libraries_alone(
     folders: Path, request: pytest.FixtureRequest,
 ) -> None:  # fmt: skip
     ranks: Ranks = request.getfixturevalue(fixture)
-    reference = reference_gradient(folders / family, global_batch, INT8)
+    reference, bound = with_bound(folders / family, global_batch, INT8)
     for gradient, others in ranks.run(
         measured_gradient, folders / family, zero_stage, global_batch, micro_batch, strategy, "int8"
     ):
         assert others == []
         assert gradient.keys() == reference.keys()
-        assert relative_error(gradient, reference) < 1e-6
+        assert relative_error(gradient, reference) < bound
 
 
 # Checkpoints hold adapters and their states; the base is read and quantised again.
@@ -237,10 +244,12 @@ def test_a_run_goes_on_from_a_checkpoint_of_adapters_on_any_layout(
     losses = two_ranks.run(interrupted, folders / "llama", tmp_path, zero_stage, quantize)[0]
     assert losses == sorted(losses, reverse=True)
     assert two_ranks.run(continued, folders / "llama", tmp_path, zero_stage, quantize)[0] == losses[3:]  # bit for bit
+    asked = INT8 if quantize == "int8" else ASKED
+    bound = 5 * with_bound(folders / "llama", 4, asked)[1]  # as many steps
     for fixture, other in others:
         ranks: Ranks = request.getfixturevalue(fixture)
         found = ranks.run(continued, folders / "llama", tmp_path, other, quantize)[0]
-        assert found == pytest.approx(losses[3:], rel=1e-6)
+        assert found == pytest.approx(losses[3:], rel=bound)
     for file in (tmp_path / "step-000003").glob("*model_states.pt"):
         states = checkpoint_files.read(file)
         assert all("lora_" in name for name in states["module"])
@@ -303,7 +312,7 @@ def test_peft_loads_the_final_folder_around_the_quantised_base_and_says_the_same
     loaded = peft.PeftModel.from_pretrained(base, tmp_path / "model").eval()
     with torch.no_grad():
         theirs = loaded(input_ids=torch.arange(16)[None]).logits
-    assert torch.allclose(theirs, logits, atol=1e-6)
+    assert torch.allclose(theirs, logits, atol=64 * 2**-24)  # 64 products in a sum, each rounded; logits are below 1
 
 
 def test_a_run_takes_the_model_that_its_plan_is_for_whose_weights_are_counted_as_they_were(folders: Path) -> None:

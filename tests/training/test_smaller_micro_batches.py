@@ -11,6 +11,7 @@ from frugal.planning.strategy import Strategy
 from frugal.training.engine import initialize
 from frugal.training.models import tiled_loss
 from frugal.training.objectives import CausalLM
+from tests.training.gradients import bound_of_losses
 from tests.training.small_models import ragged_samples, tiny_gpt2
 
 SMALL = {
@@ -92,9 +93,10 @@ def all_rungs(zero_stage: int) -> dict[str, tuple[list[float], str]]:
 def test_every_rung_is_applied_and_trains_as_the_plain_run_does(zero_stage: int, two_ranks: Ranks) -> None:
     (plain, _) = two_ranks.run(trajectory, 0, {})[0]
     assert plain[-1] < plain[0]
+    bound = bound_of_losses(tiny_gpt2, [ragged_samples(7, seed=step) for step in range(4)], learning_rate=1e-3)
     for losses, differs in two_ranks.run(all_rungs, zero_stage)[0].values():
         assert differs == ""
-        assert losses == pytest.approx(plain, rel=1e-6)
+        assert losses == pytest.approx(plain, rel=bound)
 
 
 @pytest.mark.parametrize("zero_stage", [2, pytest.param(3, marks=pytest.mark.exhaustive)])
@@ -104,5 +106,5 @@ def test_gradients_summed_in_bf16_train_about_as_those_summed_in_fp32(zero_stage
         for dtype in ("fp32", "bf16")
     )
     assert differs == ""
-    assert short == pytest.approx(whole, rel=1e-3)
+    assert short == pytest.approx(whole, rel=2**-8)  # bf16 keeps 8 bits of each sum
     assert short != whole

@@ -1,6 +1,7 @@
 """Runs whose data is streamed: the same steps on 1, 2 and 3 ranks, killed and resumed on others."""
 
 import gc
+import itertools
 import os
 import signal
 import zlib
@@ -13,18 +14,31 @@ import torch
 from bench.plans import plan_by_hand
 from bench.ranks import Ranks
 from bench.runs import frugal_train, records
+from frugal.config.request import Request
 from frugal.config.run_settings import RunSettings
 from frugal.distributed import stop
 from frugal.training import loop
 from frugal.training.checkpoint import loading, random_state
 from frugal.training.checkpoint.progress import Progress
+from frugal.training.data.batches import Position
 from frugal.training.data.stream.samples import StreamBatches
 from frugal.training.engine import initialize
 from frugal.training.objectives import CausalLM
 from frugal.training.reports.metrics import Log
 from tests.training.corpora import write_jsonl
 from tests.training.data.stream.test_stream import chats, stream_of
+from tests.training.gradients import bound_of_command, bound_of_losses
 from tests.training.small_models import tiny_gpt2
+
+RATE = 1e-3  # with ten times that, plain fp32 on one processor is 1.6e-5 off after a step that goes too far
+
+
+def small() -> torch.nn.Module:
+    return tiny_gpt2(n_positions=256, vocab_size=260)
+
+
+def batches_of(data: Path) -> StreamBatches:
+    return StreamBatches(stream_of(f"{data}", shuffle_buffer=8), "causal-lm", global_batch=7)
 
 
 def train(
@@ -34,11 +48,11 @@ def train(
     settings = RunSettings(**{"steps": 8, "save_every": 2, "out": folder} | changes)
     plan = plan_by_hand(
         world_size=world_size, global_batch=7, micro_batch=micro_batch, zero_stage=2,
-        request={"learning_rate": 1e-2, "seq_len": 256},
+        request={"learning_rate": RATE, "seq_len": 256},
     )  # fmt: skip
     folder.mkdir(parents=True, exist_ok=True)
-    batches = StreamBatches(stream_of(f"{data}", shuffle_buffer=8), "causal-lm", global_batch=7)
-    engine = initialize(tiny_gpt2(n_positions=256, vocab_size=260), plan, CausalLM())
+    batches = batches_of(data)
+    engine = initialize(small(), plan, CausalLM())
     random_state.seed_all(0)
     start = loading.load(engine, settings.checkpoints).progress if settings.resume else Progress(step=0)
     drawn: list[list[int]] = []
@@ -68,18 +82,20 @@ def test_a_stream_trains_the_same_on_any_number_of_ranks_also_killed_and_resumed
 ) -> None:
     data = tmp_path / "chats.jsonl"
     write_jsonl(data, chats(40))
+    batches = [batch[:] for batch in itertools.islice(batches_of(data).iterate(Position()), 8)]
+    bound = bound_of_losses(small, batches, learning_rate=RATE)
     alone, drawn = one_rank.run(train, tmp_path / "1", data, 1, 2)[0]
     assert len(drawn) == 8 and len({number for batch in drawn for number in batch}) == 40, "it begins a second epoch"
     for world_size, ranks, micro_batch in ((2, two_ranks, 1), (3, three_ranks, 3)):
         answers = ranks.run(train, tmp_path / f"{world_size}", data, world_size, micro_batch)
         assert all(theirs == drawn for _, theirs in answers)
-        assert losses(answers[0][0]) == pytest.approx(losses(alone), rel=1e-5)
+        assert losses(answers[0][0]) == pytest.approx(losses(alone), rel=bound)
     with pytest.raises(AssertionError, match=r"died|failed"):
         three_ranks.run(train, tmp_path / "killed", data, 3, 3, die=True)
     resumed, rest = two_ranks.run(train, tmp_path / "killed", data, 2, 2, resume=True)[0]
     done = 8 - len(rest)
     assert done in (2, 4) and rest == drawn[done:]
-    assert losses(resumed) == pytest.approx(losses(alone), rel=1e-5)
+    assert losses(resumed) == pytest.approx(losses(alone), rel=bound)
 
 
 @pytest.fixture
@@ -112,4 +128,6 @@ def test_frugal_train_goes_on_with_a_stream_on_two_ranks(tmp_path: Path, words: 
         resume = ["--resume"] * (ranks == 2)
         code, _, errors = frugal_train(tmp_path, *words, "--ranks", ranks, "--out", out, *more, *resume)
         assert (code, errors) == (0, "")
-    assert losses(records(tmp_path / "parts")) == pytest.approx(losses(records(tmp_path / "whole")), rel=1e-5)
+    rate = Request().learning_rate
+    whole = losses(records(tmp_path / "whole"))
+    assert losses(records(tmp_path / "parts")) == pytest.approx(whole, rel=bound_of_command(12, rate, 6))

@@ -1,5 +1,6 @@
 """A run stopped anywhere goes on anywhere: on other ranks, under another ZeRO stage, with other things offloaded."""
 
+import functools
 import gc
 import itertools
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from frugal.training.data.batches import GlobalBatches, Position
 from frugal.training.engine import Engine, initialize
 from frugal.training.objectives import CausalLM
 from tests.kernels import needs_cpu_adam
+from tests.training.gradients import bounds_of_run
 from tests.training.small_models import ragged_samples, tiny_gpt2
 
 DATA = ragged_samples(14, longest=24)
@@ -38,6 +40,13 @@ def start(world_size: int, zero_stage: int, *, seed: int = 0, frozen: bool = Fal
     for name, parameter in model.named_parameters():
         parameter.requires_grad = not (frozen and "mlp" in name)
     return initialize(model, plan, CausalLM(), learning_rate_schedule=lambda step: 1 / (1 + step))
+
+
+@functools.cache
+def bounds() -> tuple[float, float, float]:
+    """Return how far losses, norms and weights of such runs may be apart, relative."""
+    batches = [batch[:] for batch in itertools.islice(GlobalBatches(DATA, global_batch=4).iterate(), END)]
+    return bounds_of_run(lambda: tiny_gpt2(n_layer=1, n_embd=40), batches, learning_rate=1e-2)
 
 
 def stop(engine: Engine) -> None:
@@ -98,15 +107,15 @@ def check(ranks: dict[int, Ranks], sources: list[Layout], targets: list[Layout],
     for world_size, zero_stages in by_world_size(sources):
         for run in ranks[world_size].run(stopped, folder, zero_stages, {})[0]:
             whole = whole or run
-            assert [loss for loss, _ in run] == pytest.approx([loss for loss, _ in whole], rel=1e-6)
+            assert [loss for loss, _ in run] == pytest.approx([loss for loss, _ in whole], rel=bounds()[0])
     assert whole is not None
     folders = [folder / f"{world_size}-{zero_stage}" for world_size, zero_stage in sources]
-    number = 0
+    number, of_losses = 0, bounds()[0]
     for world_size, zero_stages in by_world_size(targets):
         found = ranks[world_size].run(continued, folders, zero_stages, {}, timeout=900)[0]
         for (source, zero_stage), run in found.items():
             where = f"{source} -> {world_size}-{zero_stage}"
-            assert [loss for loss, _ in run] == pytest.approx([loss for loss, _ in whole[STOP:]], rel=1e-6), where
+            assert [loss for loss, _ in run] == pytest.approx([loss for loss, _ in whole[STOP:]], rel=of_losses), where
             assert [rate for _, rate in run] == [rate for _, rate in whole[STOP:]], where
             number += 1
     return number
@@ -179,7 +188,7 @@ def test_no_element_changes(variation: str, tmp_path: Path, one_rank: Ranks, two
     (found,) = one_rank.run(continued, [tmp_path / "2-2"], [3], after, save=True)
     (again, _) = two_ranks.run(continued, [tmp_path / "2-2-to-1-3"], [2], before)
     assert again["2-2-to-1-3", 2] == whole[STOP:]
-    tolerance = 1e-6 if before.get("request", {}).get("precision") is None else 1e-2
+    tolerance = bounds()[0] if before.get("request", {}).get("precision") is None else 4 * 2**-8  # of bf16's rounding
     assert [loss for loss, _ in found["2-2", 3]] == pytest.approx([loss for loss, _ in whole[STOP:]], rel=tolerance)
     was, now = states(tmp_path / "2-2"), states(tmp_path / "2-2-to-1-3")
     assert len({kind for _, kind in was} - {loading.MASTER, loading.FROZEN}) == num_states

@@ -15,7 +15,7 @@ from frugal.training.data.batches import MicroBatchLimits, share
 from frugal.training.engine import initialize
 from frugal.training.losses.evaluation import evaluate
 from frugal.training.objectives import CausalLM
-from tests.training.gradients import SGD, Gradient, applied, relative_error, weights
+from tests.training.gradients import SGD, Gradient, applied, relative_error, weights, with_bound
 from tests.training.small_models import ragged_samples, tiny_gpt2
 from tests.training.test_exactness import reference_gradient
 
@@ -72,14 +72,14 @@ def all_stages() -> list[tuple[Gradient, float, float, list[list[int]]]]:
 )
 def test_the_gradient_of_grouped_samples_is_that_of_plain_pytorch(fixture: str, request: pytest.FixtureRequest) -> None:
     ranks: Ranks = request.getfixturevalue(fixture)
-    reference = reference_gradient(GLOBAL_BATCH)
+    reference, bound = with_bound(reference_gradient, GLOBAL_BATCH)
     by_rank = ranks.run(all_stages)
     for stage in range(4):
         for results in by_rank:
             gradient, loss, evaluation, _ = results[stage]
-            assert relative_error(gradient, reference) < 1e-6
-            assert loss == pytest.approx(results[4][1], rel=1e-6)
-            assert evaluation == pytest.approx(loss, rel=1e-6)
+            assert relative_error(gradient, reference) < bound
+            assert loss == pytest.approx(results[4][1], rel=2 * bound)
+            assert evaluation == pytest.approx(loss, rel=2 * bound)
     shapes = [results[0][3] for results in by_rank]
     as_planned = [results[4][3] for results in by_rank]
     assert len({len(each) for each in shapes}) == 1, "as many micro-steps on every rank"

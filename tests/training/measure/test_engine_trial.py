@@ -23,6 +23,7 @@ from frugal.planning.batch import BatchPlan
 from frugal.planning.plan import Alternative, Plan
 from frugal.planning.search import measured_ways
 from frugal.training.checkpoint import manifest
+from tests.training.gradients import bound_of_command
 
 STEPS = 24
 OFTEN = pytest.mark.exhaustive
@@ -102,7 +103,7 @@ def of_kind(run: Path, kind: str) -> list[dict[str, Any]]:
 
 def assert_kept(folder: Path, out: str, plan: str, untuned: list[float]) -> None:
     run, kept = folder / out, Plan.read(folder / out / "plan.json")
-    assert losses(run) == pytest.approx(untuned, rel=1e-6)
+    assert losses(run) == pytest.approx(untuned, rel=bound_of_command(STEPS, 2.5e-3, 64))
     assert (kept.strategy.zero_stage, kept.tuned_from, kept.alternatives) == (3, Plan.read(folder / plan).digest, ())
     assert "takes" in kept.why[0] and "less time" in kept.why[0]
     assert [start["resumed"] for start in of_kind(run, "start")] == [False, True]
@@ -151,7 +152,7 @@ def test_a_slower_stage_is_tried_and_the_run_goes_back(folder: Path, untuned: li
 
 def assert_gone_back(run: Path, plan: Path, untuned: list[float], why: str) -> None:
     kept, own = Plan.read(run / "plan.json"), Plan.read(plan)
-    assert losses(run) == pytest.approx(untuned, rel=1e-6)
+    assert losses(run) == pytest.approx(untuned, rel=bound_of_command(STEPS, 2.5e-3, 64))
     assert (kept.strategy, kept.batch, kept.tuned_from, kept.alternatives) == (own.strategy, own.batch, own.digest, ())
     assert why in kept.why[0]
     assert of_kind(run, "tuned")[-1]["gain"] == 0
@@ -245,5 +246,5 @@ def test_a_run_that_is_ended_at_any_moment_of_it_can_be_resumed(
         return
     code, output, errors = frugal_train(folder, *run, "--resume")
     assert (code, errors) == (0, "") and TRYING not in output
-    assert losses(tmp_path / "run") == pytest.approx(untuned, rel=1e-6)
+    assert losses(tmp_path / "run") == pytest.approx(untuned, rel=bound_of_command(STEPS, 2.5e-3, 64))
     assert (tmp_path / "run" / "model").exists()

@@ -1,6 +1,6 @@
 """Steps taken in several ways are the steps of an untuned run, and the run goes on in the fastest."""
 
-import math
+import functools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from frugal.training.measure import tuned_run
 from frugal.training.measure.race import steps_needed
 from frugal.training.objectives import CausalLM
 from frugal.training.reports.metrics import Log
+from tests.training.gradients import bound_of_losses
 from tests.training.small_models import ragged_samples, tiny_gpt2
 
 STEPS = 34
@@ -70,6 +71,13 @@ def losses(plan: Plan, tune: bool, fail: str = "") -> dict[str, Any]:
     }
 
 
+@functools.cache
+def bound() -> float:
+    """Return how far such losses may be apart, relative."""
+    batches = [SAMPLES[8 * step : 8 * step + 8] for step in range(STEPS)]
+    return bound_of_losses(tiny_gpt2, batches, learning_rate=1e-2)
+
+
 def _run_out_once(engine: Engine, mode: str) -> None:
     """Rank 1 is out of memory in the first forward under this mode of activation checkpointing."""
     usual, failed = engine.accumulate, []
@@ -100,7 +108,7 @@ def test_a_tuned_run_is_the_untuned_one(zero_stage: int, two_ranks: Ranks) -> No
     assert (same["digest"], same["tuned_from"]) == (on_other_rank["digest"], same_sums.digest)
     assert same["is_over"] and same["events"][-1]["event"] == "tuned"
     other = two_ranks.run(losses, other_sums, True)[0]
-    assert max(map(math.dist, zip(other["losses"]), zip(untuned["losses"]))) < 1e-6 * max(untuned["losses"])
+    assert other["losses"] == pytest.approx(untuned["losses"], rel=bound())
     assert {event["micro_batch"] for event in other["events"]} == {1, 2, 4}
 
 
@@ -108,7 +116,7 @@ def test_a_way_in_which_memory_runs_out_is_given_up(two_ranks: Ranks) -> None:
     plan = a_plan(2, (FULL, SELECTIVE))
     untuned, _ = two_ranks.run(losses, plan, False)
     tuned, _ = two_ranks.run(losses, plan, True, "full")
-    assert tuned["losses"] == pytest.approx(untuned["losses"], rel=1e-6)
+    assert tuned["losses"] == pytest.approx(untuned["losses"], rel=bound())
     given_up = [event["strategy"] for event in tuned["events"] if event.get("given_up") == "out of memory"]
     assert given_up == [str(plan.alternatives[0].strategy)]
     assert tuned["sizes"] == plan.batch.micro_batch  # what was lowered in that step is as planned again

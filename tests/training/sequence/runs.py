@@ -69,6 +69,14 @@ def gradient(
     return taken, loss, evaluated
 
 
+def plain_gradient(kind: str, dtype: torch.dtype) -> Gradient:
+    """The same of ragged samples by PyTorch alone, in one batch."""
+    whole, objective = model(kind).to(dtype), CausalLM()
+    batch = objective.collate(samples(False))
+    (objective.loss_sum(whole, batch) / objective.count(batch)).backward()
+    return {name: parameter.grad for name, parameter in whole.named_parameters() if parameter.grad is not None}
+
+
 def gradients(
     kind: str, world_size: int, sequence_parallel: int, zero_stages: list[int]
 ) -> list[tuple[Gradient, float, float]]:

@@ -8,7 +8,7 @@ import pytest
 from bench.ranks import Ranks
 from frugal.training.models.sequence.parts import parts_of
 from frugal.training.objectives import CausalLM, tokens_and_positions
-from tests.training.gradients import relative_error
+from tests.training.gradients import bound_of_losses, relative_error, with_bound
 from tests.training.sequence import runs
 
 
@@ -22,10 +22,11 @@ def four_ranks() -> Iterator[Ranks]:
 
 def assert_as_whole(kind: str, zero_stages: list[int], ranks: Ranks, sequence_parallel: int, one_rank: Ranks) -> None:
     whole = one_rank.run(runs.gradients, kind, 1, 1, [0])[0]
+    bound = 2 * with_bound(runs.plain_gradient, kind)[1]  # both are in fp32
     for of_rank in ranks.run(runs.gradients, kind, ranks.world_size, sequence_parallel, zero_stages):
         for (gradient, loss, evaluated), expected in zip(of_rank, whole * len(zero_stages), strict=True):
-            assert relative_error(gradient, expected[0]) < 1e-6
-            assert (loss, evaluated) == pytest.approx(expected[1:], rel=1e-6)
+            assert relative_error(gradient, expected[0]) < bound
+            assert (loss, evaluated) == pytest.approx(expected[1:], rel=bound)
 
 
 @pytest.mark.parametrize(("kind", "zero_stages"), [("gpt2", [3]), ("llama", [2]), ("mistral", [0, 1])])
@@ -56,9 +57,15 @@ def test_the_parts_of_a_micro_batch_have_each_token_once_and_the_padding_that_is
         assert positions == len(taken) * -(-longest // size) * size
 
 
+def bound(steps: int) -> float:
+    """Return how far losses of `runs.losses` may be apart, relative."""
+    batches = [runs.samples(False, seed=step % 4) for step in range(steps)]
+    return bound_of_losses(lambda: runs.model("llama"), batches, learning_rate=1e-2)
+
+
 def test_losses_of_twenty_steps_are_those_of_one_process(two_ranks: Ranks, one_rank: Ranks) -> None:
     whole = one_rank.run(runs.losses, 1, 1, 0, steps=20)[0]
-    assert two_ranks.run(runs.losses, 2, 2, 2, steps=20)[0] == pytest.approx(whole, rel=2e-5)
+    assert two_ranks.run(runs.losses, 2, 2, 2, steps=20)[0] == pytest.approx(whole, rel=bound(20))
     assert whole[-1] < whole[0]
 
 
@@ -79,14 +86,14 @@ def test_recomputation_tiled_loss_and_adapters_change_nothing(
 ) -> None:
     lora = how.get("lora")
     whole = one_rank.run(runs.losses, 1, 1, 0, steps=3, lora=lora)[0]
-    assert two_ranks.run(runs.losses, 2, 2, zero_stage, steps=3, **how)[0] == pytest.approx(whole, rel=2e-6)
+    assert two_ranks.run(runs.losses, 2, 2, zero_stage, steps=3, **how)[0] == pytest.approx(whole, rel=bound(3))
 
 
 def test_without_memory_on_one_rank_all_run_the_same_samples_in_smaller_micro_batches(
     two_ranks: Ranks, one_rank: Ranks
 ) -> None:
     assert two_ranks.run(runs.interrupted, 2)[0] == pytest.approx(
-        one_rank.run(runs.losses, 1, 1, 0, steps=4)[0], rel=2e-6
+        one_rank.run(runs.losses, 1, 1, 0, steps=4)[0], rel=bound(4)
     )
 
 
@@ -95,7 +102,7 @@ def test_a_run_goes_on_where_other_numbers_of_ranks_share_samples(
     first: int, then: int, zero_stages: tuple[int, int], tmp_path: Path, two_ranks: Ranks, one_rank: Ranks
 ) -> None:
     whole = one_rank.run(runs.losses, 1, 1, 0, steps=4)[0]
-    assert two_ranks.run(runs.resumed, tmp_path, first, then, zero_stages)[0] == pytest.approx(whole, rel=2e-6)
+    assert two_ranks.run(runs.resumed, tmp_path, first, then, zero_stages)[0] == pytest.approx(whole, rel=bound(4))
 
 
 def test_a_metric_sees_each_sample_whole(two_ranks: Ranks, one_rank: Ranks) -> None:

@@ -1,5 +1,6 @@
 """What models do to their logits after the head is done to each slice of the tiled loss, exactly; or refused."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from frugal.training.engine import initialize
 from frugal.training.models import tiled_loss, transformers_internals
 from frugal.training.models.tiling import logits_end
 from frugal.training.objectives import CausalLM, Objective, Seq2Seq
-from tests.training.gradients import SGD, Gradient, applied, relative_error, weights
+from tests.training.gradients import SGD, Gradient, applied, bound_by, relative_error, weights, with_bound
 from tests.training.small_models import TINY, VOCABULARY, ragged_samples, tiny
 
 DECODER = {
@@ -86,13 +87,19 @@ def test_loss_and_gradient_are_those_of_the_models_own_loss(family: str, dtype: 
     model, objective = small(family).to(dtype), goal(family)
     (sample,) = ragged_samples(1, shortest=40, longest=61)
     batch = objective.collate([sample])
-    own = model(**{name: value for name, value in batch.items() if name != "decoder_input_ids"}).loss
-    theirs = loss_and_gradient(model, own * objective.count(batch))
+
+    def plain(of: torch.dtype) -> tuple[nn.Module, Tensor]:
+        whole = copy.deepcopy(model).to(of)
+        own = whole(**{name: value for name, value in batch.items() if name != "decoder_input_ids"}).loss
+        return whole, own * objective.count(batch)
+
+    theirs = loss_and_gradient(*plain(dtype))
     tiled_loss.apply(model)
     ours = loss_and_gradient(model, objective.loss_sum(model, batch))
-    assert ours[0] == pytest.approx(theirs[0], rel=1e-6)
+    bound = 2 * bound_by(theirs, loss_and_gradient(*plain(torch.float64)))  # neither is exact
+    assert ours[0] == pytest.approx(theirs[0], rel=bound)
     assert ours[1].keys() == theirs[1].keys()
-    assert relative_error(ours[1], theirs[1]) < (1e-6 if dtype == torch.float32 else 1e-2)
+    assert relative_error(ours[1], theirs[1]) < bound
 
 
 def test_an_evaluation_without_gradients_has_the_same_loss() -> None:
@@ -193,10 +200,15 @@ def measured_gradient(zero_stage: int) -> Gradient:
     return gradient
 
 
+def gradient_of_plain_pytorch(zero_stage: int, dtype: torch.dtype) -> Gradient:
+    """Of the same samples in one batch, with the plain loss."""
+    model, objective = small(FAMILY_OF_STAGE[zero_stage]).to(dtype), CausalLM()
+    batch = objective.collate(ragged_samples(7))
+    return loss_and_gradient(model, objective.loss_sum(model, batch) / objective.count(batch))[1]
+
+
 @pytest.mark.parametrize("zero_stage", FAMILY_OF_STAGE)
 def test_deepspeed_applies_the_gradient_of_plain_pytorch(zero_stage: int, two_ranks: Ranks) -> None:
-    model, objective, samples = small(FAMILY_OF_STAGE[zero_stage]).double(), CausalLM(), ragged_samples(7)
-    batch = objective.collate(samples)
-    _, reference = loss_and_gradient(model, objective.loss_sum(model, batch) / objective.count(batch))
+    reference, bound = with_bound(gradient_of_plain_pytorch, zero_stage)
     for gradient in two_ranks.run(measured_gradient, zero_stage):
-        assert relative_error(gradient, reference) < 1e-6
+        assert relative_error(gradient, reference) < bound
