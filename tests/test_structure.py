@@ -13,6 +13,7 @@ import pytest
 
 import frugal
 
+TESTS = Path(__file__).parent
 ROOT = Path(frugal.__file__).parent
 FLOORS = [
     "errors", "units", "file_errors", "temporary", "files", "imports", "required", "config", "planning", "html",
@@ -320,3 +321,16 @@ def test_no_two_classes_have_the_same_name() -> None:
             yield from (node.name for node in ast.walk(tree_of(path)) if isinstance(node, ast.ClassDef))
 
     assert not [name for name, number in Counter(classes()).items() if number > 1]
+
+
+def test_a_bound_of_rounding_is_measured_or_says_its_reason() -> None:
+    """One that a processor gave, another may miss: `tests.training.gradients` measures it where the test runs."""
+    bound = re.compile(r"((rel|abs|rtol|atol)=|< *)[\d.]+e-0?[5-8]\b")
+    arithmetic = [TESTS / folder for folder in ("config", "planning", "plan_page")]  # no tensors
+    paths = [path for path in TESTS.rglob("*.py") if not set(path.parents) & set(arithmetic)]
+    assert [
+        f"{path.relative_to(TESTS)}:{number}"
+        for path in paths
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if bound.search(line) and "#" not in line
+    ] == []

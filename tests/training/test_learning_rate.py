@@ -9,6 +9,7 @@ from bench.plans import plan_by_hand
 from bench.ranks import Ranks
 from frugal.training.engine import initialize
 from frugal.training.objectives import CausalLM
+from tests.training.gradients import bound_of_losses
 from tests.training.small_models import ragged_samples, tiny_gpt2
 
 SCALED = {"learning_rate": 0.05, "reference_batch": 3, "lr_rule": "linear"}
@@ -30,9 +31,10 @@ def two_steps(world_size: int, optimizer: dict[str, Any]) -> list[tuple[float, f
 def test_one_and_two_ranks_train_with_the_scaled_rate(one_rank: Ranks, two_ranks: Ranks) -> None:
     (alone,) = one_rank.run(two_steps, 1, SCALED)
     (by_hand,) = one_rank.run(two_steps, 1, {"learning_rate": 0.1})
+    bound = bound_of_losses(tiny_gpt2, [ragged_samples(6)] * 2, learning_rate=1e-3)
     together = two_ranks.run(two_steps, 2, SCALED)
     assert [rate for _, rate in alone] == [0.1, 0.1]
     assert alone == by_hand, "the same run as with the scaled rate itself"
     for losses_and_rates in together:
         assert [rate for _, rate in losses_and_rates] == [0.1, 0.1]
-        assert [loss for loss, _ in losses_and_rates] == pytest.approx([loss for loss, _ in alone], rel=1e-6)
+        assert [loss for loss, _ in losses_and_rates] == pytest.approx([loss for loss, _ in alone], rel=bound)

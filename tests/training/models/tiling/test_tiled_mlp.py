@@ -18,7 +18,17 @@ from frugal.training.engine import initialize
 from frugal.training.models import activation_checkpointing, adapters
 from frugal.training.models.tiling import tiled_mlp
 from frugal.training.objectives import CausalLM
-from tests.training.gradients import SGD, Gradient, applied, relative_error, weights, with_bound
+from tests.training.gradients import (
+    ROUNDINGS,
+    SGD,
+    ULP,
+    Gradient,
+    applied,
+    bound_of_losses,
+    relative_error,
+    weights,
+    with_bound,
+)
 from tests.training.small_models import ragged_samples, skip_net, tiny, tiny_gpt2
 
 
@@ -108,7 +118,7 @@ def test_a_plain_module_is_tiled_too() -> None:
     whole = objective.loss_sum(model, batch)
     tiled_mlp.apply(model)
     tiled = objective.loss_sum(model, batch)
-    assert tiled.item() == pytest.approx(whole.item(), rel=1e-6)
+    assert tiled.item() == pytest.approx(whole.item(), rel=2 * ROUNDINGS * ULP)
 
 
 # On real ranks.
@@ -225,4 +235,7 @@ def resumed(folder: Path, *how: tuple[int, str]) -> list[float]:
 def test_a_run_goes_on_with_other_mlps_and_another_stage(two_ranks: Ranks, tmp_path: Path) -> None:
     whole = two_ranks.run(resumed, tmp_path / "whole", *[(2, "plain")] * 4)[0]
     tiled = two_ranks.run(resumed, tmp_path / "tiled", (3, "plain"), (3, "tiled"), (2, "tiled"), (3, "tiled"))[0]
-    assert tiled == pytest.approx(whole, rel=1e-6)
+    batches = [ragged_samples(7, seed=step) for step in range(8)]
+    assert tiled == pytest.approx(
+        whole, rel=bound_of_losses(lambda: tiny("causal-lm", "llama"), batches, learning_rate=1e-2)
+    )
