@@ -1,8 +1,10 @@
 """Real ranks: processes joined by gloo that stay alive from call to call, so that imports are paid once."""
 
+import contextlib
 import gc
 import multiprocessing
 import os
+import random
 import socket
 import traceback
 from collections.abc import Callable
@@ -11,10 +13,12 @@ from typing import Any
 
 
 def free_port() -> int:
-    """A TCP port on loopback that nobody listens on now."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
+    """Return a TCP port on loopback that nobody listens on, and that Linux gives to no connection until it is used."""
+    while True:
+        port = random.SystemRandom().randrange(10_000, 32_768)  # ports of connections begin here
+        with socket.socket() as sock, contextlib.suppress(OSError):
+            sock.bind(("127.0.0.1", port))
+            return port
 
 
 def forks() -> multiprocessing.context.ForkServerContext:

@@ -21,7 +21,6 @@ from frugal.training.checkpoint import manifest, run_folder
 from frugal.training.engine import initialize
 from frugal.training.models import adapters
 from frugal.training.objectives import CausalLM
-from frugal.units import GIB
 from tests.training.small_models import ragged_samples, tiny_gpt2
 
 HUGE = 1 << 50
@@ -73,7 +72,7 @@ def test_each_host_is_held_against_what_its_ranks_will_take(two_ranks: Ranks, tm
 def test_what_is_left_is_no_more_than_the_machine_has() -> None:
     import psutil
 
-    assert GIB // 4 < available_bytes() <= psutil.virtual_memory().total
+    assert 0 < available_bytes() <= psutil.virtual_memory().total
 
 
 def saved(plan: Plan, folder: Path) -> tuple[list[int], int, int]:
