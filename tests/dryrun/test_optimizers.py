@@ -137,7 +137,7 @@ NUMBERS = {"learning_rate": 1e-3, "gradient_clipping": 0.0, "weight_decay": 0.1}
 
 
 def weights_of_plain_torch() -> torch.Tensor:
-    """All weights after `torch.optim.AdamW` has updated a bf16 model itself, in one process."""
+    """All weights after `torch.optim.AdamW` has updated a bf16 model itself. Runs on ranks."""
     from frugal.config.request import Request
 
     model, objective = tiny_gpt2().to(torch.bfloat16), CausalLM()
@@ -163,7 +163,7 @@ def test_with_states_in_bf16_weights_are_those_of_torchs_adamw_on_a_bf16_model(
     )  # fmt: skip
     (ours,) = one_rank.run(weights_after, plan)
     (with_fp32,) = one_rank.run(weights_after, replace(plan, request=replace(plan.request, optimizer_states=None)))
-    theirs = weights_of_plain_torch()
+    (theirs,) = one_rank.run(weights_of_plain_torch)  # a process with as many threads
     assert torch.equal(ours, theirs)
     assert not torch.equal(with_fp32, theirs)
 
@@ -177,7 +177,7 @@ def test_on_the_host_states_in_bf16_go_the_same_way(zero_stage: int, one_rank: R
     )  # fmt: skip
     (ours,) = one_rank.run(weights_after, plan)
     before = torch.cat([p.detach().bfloat16().float().flatten() for p in tiny_gpt2().parameters()])
-    theirs = weights_of_plain_torch()
+    (theirs,) = one_rank.run(weights_of_plain_torch)  # a process with as many threads
     assert (ours - theirs).norm() < 0.05 * (theirs - before).norm()
 
 
