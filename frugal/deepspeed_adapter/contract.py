@@ -24,6 +24,7 @@ _COORDINATOR = f"{_RUNTIME}.zero.partitioned_param_coordinator:PartitionedParame
 _OFFLOAD = f"{_RUNTIME}.zero.parameter_offload"
 _SPLITTING = f"{_RUNTIME}.zero.partition_parameters"
 _RESET = "reset after out of memory"
+_OWN = "no gradient of another step, or of another parameter"
 _CATEGORY = "counted as what it is kept for"
 _LAYOUT = "where states lie, for checkpoints"
 _SPLIT = "a parameter that is split"
@@ -166,6 +167,35 @@ NAMES = (
         "fp32_partitioned_groups_flat",
         "_offload_boundary_param_ids",
         "parameter_offload",
+    ),
+    # Gradients: the sum over this global batch, and none of an earlier one
+    *needed(
+        _ZERO3,
+        _OWN,
+        "independent_gradient_partition_epilogue(self)",
+        "_pre_step(self)",
+        "micro_step_id",
+        "__param_id_to_grad_partition",
+        "_offload_boundary_param_ids",
+        "offload_optimizer",
+        "norm_for_param_grads",
+        "reset_cpu_buffers(self)",
+        "get_param_id(self, param)",
+        "_offload_grad_partition_at_boundary(self, param, grad_buffer, offload_fp32_gradients, offload_fp32_offsets)",
+        "_swap_out_offload_fp32_gradients(self, offload_fp32_gradients, offload_fp32_offsets)",
+    ),
+    *needed(
+        _ZERO12,
+        _OWN,
+        "cpu_offload",
+        "step(self, closure)",
+        "async_accumulate_grad_in_cpu_via_gpu(self, param)",
+        "accumulated_grads_in_cpu",
+        "params_in_partition",
+        "grad_position",
+        "norm_for_param_grads",
+        "get_param_id(self, param)",
+        "_finalize_cpu_offload_gradient_accumulation(self)",
     ),
     *needed(_OFFLOAD, _RESET, "FWD_MODULE_STACK", "ZeROOrderedDict._in_forward"),
     *needed(

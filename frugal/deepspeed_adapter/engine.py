@@ -14,7 +14,7 @@ from deepspeed.utils import groups as process_groups
 from torch import Tensor, nn
 
 from frugal.config.request import Request
-from frugal.deepspeed_adapter import kernels, placement, stages
+from frugal.deepspeed_adapter import gradients, kernels, placement, stages
 from frugal.deepspeed_adapter.json_config import batch_config, strategy_config
 from frugal.deepspeed_adapter.stages import Zero
 from frugal.planning.batch import BatchPlan
@@ -64,6 +64,7 @@ def initialize(
     )
     if strategy.offload_ratio < 1:
         kernels.mend_partial_offload(engine.optimizer)
+    gradients.mend(engine.optimizer)
     return stages.of(engine, strategy)
 
 

@@ -328,6 +328,8 @@ class Zero3(Zero):
             put(optimizer, "averaged_gradients", {})
             for part in optimizer.fp32_partitioned_groups_flat:
                 part.grad = None
+        else:
+            optimizer.reset_cpu_buffers()
         put(optimizer, "_offload_boundary_param_ids", set())
         self._release_parameters()
 

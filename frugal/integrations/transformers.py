@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback
 
-from frugal.deepspeed_adapter import export
+from frugal.deepspeed_adapter import export, gradients
 from frugal.errors import PlanMismatchError, RequestError
 from frugal.integrations.arguments import training_arguments
 from frugal.integrations.micro_batches import Collated, PlannedBatches, WithDummies
@@ -78,6 +78,7 @@ class PlannedMixin:
             tiled_mlp.apply(trainer.model)
         trainer.loss_is_scaled_for_ga = True  # `compute_loss` divides by the targets of the global batch
         trainer.add_callback(_MemoryCheck(plan))
+        trainer.add_callback(_OwnGradients)
 
     @property
     def _is_causal(self) -> bool:
@@ -177,6 +178,13 @@ def _refuse_other_model(plan: Plan, model: nn.Module) -> None:
             f"{trained:,}",
             hint="plan again",
         )
+
+
+class _OwnGradients(TrainerCallback):
+    """Has each step take its own gradients alone, where a model does not use all parameters in all of them."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, optimizer: Any = None, **others: Any) -> None:
+        gradients.mend(getattr(optimizer, "optimizer", optimizer))  # accelerate wraps DeepSpeed's
 
 
 class _MemoryCheck(TrainerCallback):
