@@ -3,8 +3,12 @@
 DeepSpeed is imported by who calls, not by who imports this: a parent that starts ranks need not wait for it.
 """
 
+import hashlib
 import sys
-from collections.abc import Callable
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from frugal.required import put
@@ -78,3 +82,59 @@ def guard(guarded: Callable[[Collective], Collective]) -> None:
     for name in COLLECTIVES:
         vars(backend()).pop(name, None)  # an earlier one's, in front of the class's method
         put(backend(), name, guarded(getattr(backend(), name)))
+
+
+@dataclass(frozen=True)
+class Entering:
+    """A collective that a rank is about to enter.
+
+    Attributes:
+        what: words that go on with names, such as "reduces gradients of".
+        numbers: of the parameters that it takes, in an order that must be the same on all ranks.
+        name_of: finds the name that belongs to a number.
+    """
+
+    what: str
+    numbers: Sequence[int] = ()
+    name_of: Callable[[int], str] = str
+
+    def signature(self, sizes: Iterable[int] = ()) -> int:
+        """Return 62 bits that are the same on two ranks if they enter the same collective with the same."""
+        digest = hashlib.blake2b(self.what.encode(), digest_size=8)
+        digest.update(array("q", (*self.numbers, -1, *sizes)).tobytes())
+        return int.from_bytes(digest.digest(), "little") >> 2
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the parameters."""
+        return list(map(self.name_of, self.numbers))
+
+
+_entering: list[Entering] = []
+
+
+@contextmanager
+def entering(what: str, numbers: Sequence[int], name_of: Callable[[int], str]) -> Iterator[None]:
+    """Collectives inside the `with` block are of these parameters; see `Entering`."""
+    _entering.append(Entering(what, numbers, name_of))
+    try:
+        yield
+    finally:
+        _entering.pop()
+
+
+def entered(name: str, arguments: Iterable[Any]) -> tuple[Entering, int]:
+    """Return the collective that this rank is about to enter by the backend's method `name`, and its signature."""
+    next_ = _entering[-1] if _entering else Entering(f"calls {name}")
+    return next_, next_.signature(() if name.startswith("all_to_all") else _sizes(arguments))
+
+
+def _sizes(arguments: Iterable[Any]) -> Iterator[int]:
+    """Elements of tensors, and ranks; groups of ranks may exchange parts of samples of different lengths."""
+    for each in arguments:
+        if isinstance(each, int):
+            yield each
+        elif isinstance(each, list | tuple):
+            yield from _sizes(each)
+        elif hasattr(each, "numel"):
+            yield each.numel()

@@ -7,17 +7,26 @@ What a parameter without a gradient is updated with:
 - An optimizer in host memory gets a gradient only in the last micro-step, and only of parameters used in it. Others
   keep an earlier step's there, and lose what earlier micro-steps found. At ZeRO 1 and 2 their sum goes on, too.
 
+And what meets another parameter's gradient: ZeRO-2 reduces a bucket when it is full, in the order in which gradients
+arrive, so where micro-batches use other parameters, or in another order, ranks add up gradients of different ones.
+`announce` has each collective say which parameters it takes, so that ranks can tell before they enter it;
+`reduce_in_order` has them reduce all gradients in one order, at the end of backward.
+
 `mend` makes them the sum over the micro-steps of this global batch, and zero where there is none, whoever calls the
 engine: our own step, a recovery, transformers' Trainer. It takes no memory and writes nothing where all are used.
 """
 
 from typing import Any
 
+import torch
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.zero import partitioned_param_coordinator
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
-from torch import Tensor
+from torch import Tensor, nn
 
+from frugal.deepspeed_adapter.collectives import entering
 from frugal.required import put
 
 
@@ -25,8 +34,11 @@ def mend(optimizer: Any) -> None:
     """Have what `optimizer`, DeepSpeed's, updates parameters with be this global batch's gradients alone."""
     if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
         _mend_stage_3(optimizer)
-    elif isinstance(optimizer, DeepSpeedZeroOptimizer) and optimizer.cpu_offload:
-        _mend_host_optimizer(optimizer)
+    elif isinstance(optimizer, DeepSpeedZeroOptimizer):
+        if optimizer.cpu_offload:
+            _mend_host_optimizer(optimizer)
+        if optimizer.overlap_comm and not optimizer.partition_gradients:
+            _mend_overlapped_stage_1(optimizer)
 
 
 def _mend_stage_3(optimizer: Any) -> None:
@@ -90,3 +102,102 @@ def _mend_host_optimizer(optimizer: Any) -> None:
 
     put(optimizer, "async_accumulate_grad_in_cpu_via_gpu", add_to_this_batch)
     put(optimizer, "step", send_rest_and_step)
+
+
+def _mend_overlapped_stage_1(optimizer: Any) -> None:
+    """Reduce what only earlier micro-steps used, too: it is the last one's hooks that reduce."""
+    end_backward = optimizer.independent_gradient_partition_epilogue
+
+    def reduce_rest_and_end() -> None:
+        waiting = {number for bucket in optimizer.ipg_buckets.values() for *_, number in bucket.params}
+        for i, parameter in _trained(optimizer):
+            number = optimizer.get_param_id(parameter)
+            is_reduced = number in waiting or optimizer.params_already_reduced[number]
+            if not is_reduced and optimizer.get_gradient_for_reduction(parameter) is not None:
+                optimizer.reduce_ready_partitions_and_remove_grads(parameter, i)
+        end_backward()
+
+    put(optimizer, "independent_gradient_partition_epilogue", reduce_rest_and_end)
+
+
+def reduce_in_order(optimizer: Any) -> int | None:
+    """From here on have ZeRO-1's or 2's gradients wait for the end of backward and be reduced in the model's order.
+
+    Where this rank has none of a parameter, it is zero. Returns the bytes that gradients take at most meanwhile; None
+    where they are reduced so already, or it would not help.
+    """
+    if not isinstance(optimizer, DeepSpeedZeroOptimizer) or _REDUCE in vars(optimizer):
+        return None
+    reduce, end_backward = getattr(optimizer, _REDUCE), optimizer.independent_gradient_partition_epilogue
+
+    def reduce_and_end() -> None:
+        for i, parameter in _trained(optimizer):
+            if optimizer.get_gradient_for_reduction(parameter) is None:
+                if optimizer.use_grad_accum_attribute:
+                    parameter.grad_accum = torch.zeros_like(parameter, dtype=optimizer.gradient_accumulation_dtype)
+                else:
+                    parameter.grad = torch.zeros_like(parameter)
+            reduce(parameter, i)
+        end_backward()
+
+    put(optimizer, _REDUCE, lambda parameter, i: None)
+    put(optimizer, "independent_gradient_partition_epilogue", reduce_and_end)
+    return sum(parameter.numel() * parameter.element_size() for _, parameter in _trained(optimizer))
+
+
+_REDUCE = "reduce_ready_partitions_and_remove_grads"
+
+
+def _trained(optimizer: Any) -> list[tuple[int, Any]]:
+    """ZeRO-1's or 2's parameters with the number of their group."""
+    return [(i, parameter) for i, group in enumerate(optimizer.bit16_groups) for parameter in group]
+
+
+def announce(engine: Any) -> None:
+    """Have the engine's collectives say which parameters they take; see `collectives.entering`."""
+    optimizer, module = engine.optimizer, engine.module
+    if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
+        _announce_stage_3(optimizer, module)
+    elif isinstance(optimizer, DeepSpeedZeroOptimizer):
+        names = {optimizer.get_param_id(each): name for name, each in module.named_parameters() if each.requires_grad}
+        average = optimizer.average_tensor
+
+        def average_announced(tensor: Tensor, communication_data_type: torch.dtype) -> None:
+            numbers = [number for *_, number in optimizer.ipg_buckets[communication_data_type].params]
+            with entering(_REDUCES, numbers, names.__getitem__):
+                average(tensor, communication_data_type)
+
+        put(optimizer, "average_tensor", average_announced)
+
+
+_REDUCES = "reduces gradients of"
+
+
+def _announce_stage_3(optimizer: Any, module: nn.Module) -> None:
+    """Sets are compared, not orders: DeepSpeed sorts what goes through one collective."""
+    names = {each.ds_id: name for name, each in module.named_parameters()}  # type: ignore[attr-defined]  # DeepSpeed's
+    modules = {each.ds_id: name or type(each).__name__ for name, each in module.named_modules()}
+    coordinator = optimizer.parameter_offload.get_param_coordinator()
+    reduce = optimizer._DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads
+    gather = coordinator._PartitionedParameterCoordinator__all_gather_params
+
+    def reduce_announced(communication_data_type: torch.dtype) -> None:
+        numbers = sorted(each.ds_id for each in optimizer.ipg_buckets[communication_data_type].params)
+        with entering(_REDUCES, numbers, names.__getitem__):
+            reduce(communication_data_type)
+
+    def gather_announced(parameters: set[Any], forward: bool) -> None:
+        numbers = sorted(each.ds_id for each in parameters if each.ds_status == ZeroParamStatus.NOT_AVAILABLE)
+        with entering("gathers", numbers, names.__getitem__):
+            gather(parameters, forward)
+
+    def compare_announced(ints: list[int]) -> None:
+        with entering("has run modules in the order", ints, lambda number: modules.get(number, str(number))):
+            _COMPARE(ints)
+
+    put(optimizer, "_DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads", reduce_announced)
+    put(coordinator, "_PartitionedParameterCoordinator__all_gather_params", gather_announced)
+    put(partitioned_param_coordinator, "assert_ints_same_as_other_ranks", compare_announced)
+
+
+_COMPARE = partitioned_param_coordinator.assert_ints_same_as_other_ranks

@@ -1,4 +1,7 @@
-"""What all ranks decide together: a vote on one question.
+"""What all ranks decide together: a vote on one question, which says what the vote is for.
+
+Each rank sends beside its answer a number for what it is about to do. Where these differ, ranks would go on to other
+collectives than each other, or mix tensors in one: nobody goes on.
 
 Votes go over TCP connections from all ranks to rank 0, beside those of gloo and NCCL, through a gate that lets in who
 knows the run's secret and is closed once all ranks are in.
@@ -13,6 +16,7 @@ Left out: a tree. Rank 0 reads and writes once for each other rank, which must s
 
 import secrets
 import socket
+import struct
 from contextlib import suppress
 from queue import SimpleQueue
 
@@ -27,7 +31,12 @@ from frugal.distributed.exchange import from_rank_0, gather
 CONNECT_SECONDS = 10.0
 """For a rank to reach rank 0; after it all ranks use gloo."""
 
-_NO, _YES = b"\0", b"\1"
+_BALLOT = struct.Struct("<?Q")
+_NO, _YES, _DIFFERENT = b"\0", b"\1", b"\2"
+
+
+class DifferentError(Exception):
+    """No rank said yes, but ranks are about to do different things; raised on all of them."""
 
 
 class Vote:
@@ -43,25 +52,36 @@ class Vote:
         self._counts = is_alone or dist.get_rank(group) == 0
         self._peers = [] if is_alone else _connect_to_rank_0(group)
 
-    def any(self, mine: bool) -> bool:
-        """Whether any rank says yes.
+    def any(self, mine: bool, what: int = 0) -> bool:
+        """Return whether any rank says yes. `what`, of at most 62 bits, is for what this rank is about to do.
 
         Raises:
+            DifferentError: no rank says yes, and they are about to do different things.
             RuntimeError: a rank is gone, or has not come within DeepSpeed's timeout.
         """
         if self._peers is None:
-            vote = torch.tensor([mine], dtype=torch.uint8)
-            dist.all_reduce(vote, op=dist.ReduceOp.MAX, group=self._group)
-            return bool(vote.item())
-        try:
-            if self._counts:
-                answer = max([mine, *map(_receive, self._peers)])
-                _send(answer, self._peers)
-            else:
-                _send(mine, self._peers)
-                answer = max(map(_receive, self._peers))
-        except OSError as error:
-            raise RuntimeError(f"Connection to another rank was lost: {error}") from error
+            ballot = torch.tensor([mine, what, -what])
+            dist.all_reduce(ballot, op=dist.ReduceOp.MAX, group=self._group)
+            is_yes, highest, lowest = ballot.tolist()
+            answer = _YES if is_yes else _NO if highest == -lowest else _DIFFERENT
+        else:
+            try:
+                answer = self._answer(mine, what, self._peers)
+            except OSError as error:
+                raise RuntimeError(f"Connection to another rank was lost: {error}") from error
+        if answer == _DIFFERENT:
+            raise DifferentError
+        return answer == _YES
+
+    def _answer(self, mine: bool, what: int, peers: list[socket.socket]) -> bytes:
+        own = _BALLOT.pack(mine, what)
+        if not self._counts:
+            _send(own, peers)
+            return _receive(peers[0], 1)
+        ballots = [own, *(_receive(peer, _BALLOT.size) for peer in peers)]
+        is_yes = any(ballot[:1] == _YES for ballot in ballots)
+        answer = _YES if is_yes else _NO if all(ballot == own for ballot in ballots) else _DIFFERENT
+        _send(answer, peers)
         return answer
 
     def close(self) -> None:
@@ -70,16 +90,16 @@ class Vote:
             peer.close()
 
 
-def _send(answer: bool, peers: list[socket.socket]) -> None:
+def _send(message: bytes, peers: list[socket.socket]) -> None:
     for peer in peers:
-        peer.sendall(_YES if answer else _NO)
+        peer.sendall(message)
 
 
-def _receive(peer: socket.socket) -> bool:
-    answer = peer.recv(1)
-    if not answer:
+def _receive(peer: socket.socket, size: int) -> bytes:
+    message = peer.recv(size, socket.MSG_WAITALL)
+    if len(message) < size:
         raise ConnectionResetError("it was closed")
-    return answer == _YES
+    return message
 
 
 def _connect_to_rank_0(group: dist.ProcessGroup | None) -> list[socket.socket] | None:

@@ -2,7 +2,8 @@
 
 CUDA's allocator reports out-of-memory on the host, before the kernel is launched. So before each of DeepSpeed's
 collectives all ranks vote (`frugal.distributed.vote`); a rank that failed votes "failed" instead of entering, and no
-rank enters.
+rank enters. Each says with its vote which collective it means, of which parameters: where these differ, no rank
+enters either, and the step is given up on all of them; see `RanksDifferError`.
 Then every rank abandons what it accumulated, and the same global batch is run again in smaller micro-batches.
 
 The optimizer step takes one vote more, between all that it allocates and the first weight it writes: see `Update`.
@@ -32,9 +33,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from frugal.deepspeed_adapter import collectives, kernels
+from frugal.deepspeed_adapter.collectives import Entering
 from frugal.deepspeed_adapter.stages import Zero
 from frugal.distributed.exchange import gather
-from frugal.distributed.vote import Vote
+from frugal.distributed.vote import DifferentError, Vote
+from frugal.errors import RequestError
 from frugal.training.oom_limits import OutOfMemory, OutOfMemoryReport, is_out_of_memory, report_of
 
 T = TypeVar("T")
@@ -42,6 +45,31 @@ T = TypeVar("T")
 
 class _PeerFailedError(Exception):
     """Another rank is out of memory."""
+
+
+class RanksDifferError(RequestError):
+    """Ranks would have gone on to collectives of different parameters; none did, and no weight was changed."""
+
+    def __init__(self, about_to: list[tuple[str, list[str]]]) -> None:
+        super().__init__(
+            "in the same micro-step ranks use different parameters, or the same in another order",
+            because=tuple(_differing(about_to)),
+            hint="use --zero-stage 2, 1 or 0, where each micro-batch may use its own parameters; or have ZeRO-3 gather "
+            "what is chosen from at once: deepspeed.utils.set_z3_leaf_modules(model, [ClassAroundIt])",
+        )
+
+
+def _differing(about_to: list[tuple[str, list[str]]]) -> Iterator[str]:
+    """Say of each rank what it was about to do, in a line without the parameters that all ranks have there."""
+    shared = set.intersection(*(set(names) for _, names in about_to))
+    for rank, (what, names) in enumerate(about_to):
+        own = [name for name in names if name not in shared] or names
+        more = f", ... ({len(own)})" if len(own) > _NAMED else ""
+        yield f"rank {rank} {what} {', '.join(own[:_NAMED])}{more}".rstrip()
+
+
+_NAMED = 4
+_END, _STEP = Entering("has ended its micro-batches"), Entering("is at the optimizer step")
 
 
 def clean() -> None:
@@ -98,10 +126,22 @@ class Guard:
         self.watching = False
         self._is_agreed = False  # that the collectives which follow will be entered by all ranks
         self._votes_once = False
+        self._next = _END  # what the last vote was for
         collectives.guard(self._guarded)
 
     def attempt(self, work: Callable[[], T]) -> T | OutOfMemory:
-        """What `work` returns; on every rank the shortage, if any rank ran out of memory in it."""
+        """What `work` returns; on every rank the shortage, if any rank ran out of memory in it.
+
+        Raises:
+            RanksDifferError: ranks were about to enter different collectives; raised on all of them.
+        """
+        try:
+            return self._attempt(work)
+        except DifferentError:
+            about_to = gather((self._next.what, self._next.names), tuple[str, list[str]], self._group)
+        raise RanksDifferError(about_to)
+
+    def _attempt(self, work: Callable[[], T]) -> T | OutOfMemory:
         self.watching, own, told = True, None, False
         try:
             result = work()
@@ -113,14 +153,18 @@ class Guard:
             own = report_of(error, dist.get_rank())
         finally:
             self.watching = False
-        if not told and not self.vote.any(own is not None):
+        if not told and not self._vote(own is not None, _END, _END.signature()):
             return result
         reports = gather(own, OutOfMemoryReport | None, self._group)
         return OutOfMemory(tuple(each for each in reports if each is not None))
 
-    def agree(self) -> None:
+    def _vote(self, is_failed: bool, next_: Entering, signature: int) -> bool:
+        self._next = next_
+        return self.vote.any(is_failed, signature)
+
+    def agree(self, next_: Entering = _STEP, signature: int = _STEP.signature()) -> None:  # a number
         """Return on every rank, or where one ran out of memory on none: `attempt` ends."""
-        if self.vote.any(False):
+        if self._vote(False, next_, signature):
             raise _PeerFailedError
 
     def with_one_vote(self, work: Callable[..., T]) -> Callable[..., T]:
@@ -141,7 +185,7 @@ class Guard:
         def guarded(*args: Any, **kwargs: Any) -> Any:
             if not self.watching or self._is_agreed:
                 return collective(*args, **kwargs)
-            self.agree()
+            self.agree(*collectives.entered(collective.__name__, (*args, *kwargs.values())))
             self._is_agreed = True
             try:
                 return collective(*args, **kwargs)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from frugal.config.hardware import local_host
 from frugal.config.request import Request
-from frugal.deepspeed_adapter import engine
+from frugal.deepspeed_adapter import engine, gradients
 from frugal.deepspeed_adapter.stages import Zero
 from frugal.distributed import stop
 from frugal.distributed.replacement import Replaced
@@ -42,7 +42,8 @@ from frugal.training.models.sequence import attention
 from frugal.training.models.tiling import tiled_mlp
 from frugal.training.objectives import Batch, Objective, Sample, tokens_and_positions
 from frugal.training.oom_limits import AdaptiveLimits, OutOfMemory, recovery
-from frugal.training.oom_retry import CachedBlocks, Guard, Update, abandon
+from frugal.training.oom_retry import CachedBlocks, Guard, RanksDifferError, Update, abandon
+from frugal.units import format_bytes
 
 logger = logging.getLogger("frugal")
 
@@ -102,6 +103,7 @@ class Stepper:
         self.objective = objective
         self.votes = votes  # a gloo group: small sums between hosts, without touching the device
         self.guard = Guard(votes)
+        gradients.announce(zero.engine)
         self.update = Update(zero, self.guard, weight_decay.PartialDecay(zero, plan.request).apply)
         self.adaptive_limits = AdaptiveLimits(plan, zero.engine.module)
         self.num_recoveries = 0  # times that a step was begun again because memory ran out
@@ -158,6 +160,7 @@ class Stepper:
 
         Raises:
             RequestError: no sample, or no target in any of them.
+            RanksDifferError: ranks use different parameters, which ZeRO-3 cannot do; all is as it was.
             OutOfMemoryError: a single sample is too large, or the optimizer step. All is as it was after the last
                 step then, unless `update.is_begun`.
         """
@@ -176,11 +179,14 @@ class Stepper:
         learning_rate = self.deepspeed.get_lr()[0]
         before = generator_states(self.device)
         attempts = 0
-        while isinstance(done := self._try(batches, int(targets)), OutOfMemory):
-            attempts += 1
-            self.num_recoveries += 1
+        while not isinstance(done := self._try(batches, int(targets)), tuple):
             abandon(self.zero)
             restore_generators(before, self.device)
+            if isinstance(done, RanksDifferError):
+                self._reduce_in_order(done)
+                continue
+            attempts += 1
+            self.num_recoveries += 1
             self._say(self._make_room(done, samples, attempts), done)
             again = self.prepare(samples)
             batches = again.batches
@@ -209,10 +215,13 @@ class Stepper:
     def _is_asked_to_stop(self) -> bool:
         return self.wants_to_stop or stop.requested() is not None
 
-    def _try(self, batches: Sequence[Batch], targets: int) -> tuple[float, bool] | OutOfMemory:
+    def _try(self, batches: Sequence[Batch], targets: int) -> tuple[float, bool] | OutOfMemory | RanksDifferError:
         """A whole step: the loss summed over the ranks, and whether all numbers are finite. Collective."""
         self.update.is_begun = False
-        local_loss = self.guard.attempt(partial(self.accumulate, batches, targets))
+        try:
+            local_loss = self.guard.attempt(partial(self.accumulate, batches, targets))
+        except RanksDifferError as difference:
+            return difference
         if isinstance(local_loss, OutOfMemory):
             return local_loss
         loss_sum, num_told = self._sum(local_loss.item(), self._is_asked_to_stop)
@@ -225,6 +234,22 @@ class Stepper:
             return is_finite
         self.update.is_begun = False
         return loss_sum, is_finite
+
+    def _reduce_in_order(self, difference: RanksDifferError) -> None:
+        """After gradients arrived in other orders on other ranks: from here on reduce them in one, and say so.
+
+        Raises:
+            RanksDifferError: that cannot help.
+        """
+        kept_bytes = gradients.reduce_in_order(self.deepspeed.optimizer)
+        if kept_bytes is None:
+            raise difference
+        if self.rank == 0:
+            logger.warning(
+                "%s (%s): from here on gradients wait for the end of backward and are reduced in one order, for up to "
+                "%s more than planned; the global batch is run again",
+                difference.what, "; ".join(difference.because), format_bytes(kept_bytes),
+            )  # fmt: skip
 
     def _make_room(self, shortage: OutOfMemory, samples: Sequence[Sample], attempts: int) -> str:
         """After a global batch ran out of memory for the `attempts`-th time: change what may help, and say what."""
