@@ -153,9 +153,8 @@ def _trained(optimizer: Any) -> list[tuple[int, Any]]:
     return [(i, parameter) for i, group in enumerate(optimizer.bit16_groups) for parameter in group]
 
 
-def announce(engine: Any) -> None:
-    """Have the engine's collectives say which parameters they take; see `collectives.entering`."""
-    optimizer, module = engine.optimizer, engine.module
+def announce(optimizer: Any, module: nn.Module) -> None:
+    """Have collectives of DeepSpeed's `optimizer` say which parameters they take; see `collectives.entering`."""
     if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
         _announce_stage_3(optimizer, module)
     elif isinstance(optimizer, DeepSpeedZeroOptimizer):

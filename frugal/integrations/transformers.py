@@ -18,12 +18,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback
 
 from frugal.deepspeed_adapter import export, gradients
+from frugal.distributed.connections.listeners import closed_afterwards
 from frugal.errors import PlanMismatchError, RequestError
 from frugal.integrations.arguments import training_arguments
 from frugal.integrations.micro_batches import Collated, PlannedBatches, WithDummies
@@ -41,6 +43,7 @@ from frugal.training.models.loading import quantised
 from frugal.training.models.tiled_loss import IGNORED
 from frugal.training.models.tiling import tiled_mlp
 from frugal.training.objectives import summed_cross_entropy
+from frugal.training.oom_retry import Guard
 from frugal.units import format_bytes
 
 __all__ = ["PlannedMixin", "PlannedTrainer", "training_arguments"]
@@ -181,10 +184,26 @@ def _refuse_other_model(plan: Plan, model: nn.Module) -> None:
 
 
 class _OwnGradients(TrainerCallback):
-    """Has each step take its own gradients alone, where a model does not use all parameters in all of them."""
+    """Has each step take its own gradients alone where a model does not use all parameters in all of them.
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, optimizer: Any = None, **others: Any) -> None:
-        gradients.mend(getattr(optimizer, "optimizer", optimizer))  # accelerate wraps DeepSpeed's
+    What ranks use differently is refused: Trainer cannot run a global batch again.
+    """
+
+    def on_train_begin(
+        self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **others: Any
+    ) -> None:
+        deepspeeds = getattr(optimizer, "optimizer", optimizer)  # accelerate wraps it
+        gradients.mend(deepspeeds)
+        gradients.announce(deepspeeds, model)
+        is_nccl = dist.get_backend() == "nccl"
+        with closed_afterwards():
+            votes = dist.new_group(backend="gloo") if is_nccl else None
+        self._guard = Guard(votes)
+        self._guard.watch("use frugal train, or --zero-stage 0: Trainer cannot run a global batch again in one order")
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        self._guard.watching = False
+        self._guard.vote.close()
 
 
 class _MemoryCheck(TrainerCallback):

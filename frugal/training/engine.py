@@ -92,6 +92,7 @@ class Engine(Stepper):
 
     def destroy(self) -> None:
         """Free the engine's hooks and buffers, so that another can follow in this process."""
+        self.unused.close()
         engine.destroy(self.zero)
         self.guard.vote.close()
 

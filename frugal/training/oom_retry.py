@@ -47,15 +47,18 @@ class _PeerFailedError(Exception):
     """Another rank is out of memory."""
 
 
+_MENDS = "use --zero-stage 2, 1 or 0, where each micro-batch may use its own parameters"
+_LEAF = "have ZeRO-3 gather what is chosen from at once: deepspeed.utils.set_z3_leaf_modules(model, [ClassAroundIt])"
+
+
 class RanksDifferError(RequestError):
     """Ranks would have gone on to collectives of different parameters; none did, and no weight was changed."""
 
-    def __init__(self, about_to: list[tuple[str, list[str]]]) -> None:
+    def __init__(self, about_to: list[tuple[str, list[str]]], remedy: str = f"{_MENDS}; or {_LEAF}") -> None:
         super().__init__(
             "in the same micro-step ranks use different parameters, or the same in another order",
             because=tuple(_differing(about_to)),
-            hint="use --zero-stage 2, 1 or 0, where each micro-batch may use its own parameters; or have ZeRO-3 gather "
-            "what is chosen from at once: deepspeed.utils.set_z3_leaf_modules(model, [ClassAroundIt])",
+            hint=remedy,
         )
 
 
@@ -127,6 +130,7 @@ class Guard:
         self._is_agreed = False  # that the collectives which follow will be entered by all ranks
         self._votes_once = False
         self._next = _END  # what the last vote was for
+        self._remedy: str | None = None  # of somebody else's loop
         collectives.guard(self._guarded)
 
     def attempt(self, work: Callable[[], T]) -> T | OutOfMemory:
@@ -138,8 +142,15 @@ class Guard:
         try:
             return self._attempt(work)
         except DifferentError:
-            about_to = gather((self._next.what, self._next.names), tuple[str, list[str]], self._group)
-        raise RanksDifferError(about_to)
+            raise RanksDifferError(self._about_to()) from None
+
+    def watch(self, remedy: str) -> None:
+        """Have ranks vote before all collectives from here on, in a loop of somebody else's, which no attempt is in."""
+        self.watching, self._remedy = True, remedy
+
+    def _about_to(self) -> list[tuple[str, list[str]]]:
+        """What each rank's last vote was for. Collective."""
+        return gather((self._next.what, self._next.names), tuple[str, list[str]], self._group)
 
     def _attempt(self, work: Callable[[], T]) -> T | OutOfMemory:
         self.watching, own, told = True, None, False
@@ -162,9 +173,15 @@ class Guard:
         self._next = next_
         return self.vote.any(is_failed, signature)
 
-    def agree(self, next_: Entering = _STEP, signature: int = _STEP.signature()) -> None:  # a number
+    def agree(self, next_: Entering = _STEP, signature: int = _STEP.signature()) -> None:
         """Return on every rank, or where one ran out of memory on none: `attempt` ends."""
-        if self._vote(False, next_, signature):
+        try:
+            is_failed = self._vote(False, next_, signature)
+        except DifferentError:
+            if self._remedy is None:
+                raise
+            raise RanksDifferError(self._about_to(), self._remedy) from None
+        if is_failed:
             raise _PeerFailedError
 
     def with_one_vote(self, work: Callable[..., T]) -> Callable[..., T]:

@@ -43,6 +43,7 @@ from frugal.training.models.tiling import tiled_mlp
 from frugal.training.objectives import Batch, Objective, Sample, tokens_and_positions
 from frugal.training.oom_limits import AdaptiveLimits, OutOfMemory, recovery
 from frugal.training.oom_retry import CachedBlocks, Guard, RanksDifferError, Update, abandon
+from frugal.training.unused_parameters import UnusedParameters
 from frugal.units import format_bytes
 
 logger = logging.getLogger("frugal")
@@ -103,7 +104,8 @@ class Stepper:
         self.objective = objective
         self.votes = votes  # a gloo group: small sums between hosts, without touching the device
         self.guard = Guard(votes)
-        gradients.announce(zero.engine)
+        gradients.announce(zero.engine.optimizer, zero.engine.module)
+        self.unused = UnusedParameters(zero, plan.request, votes)
         self.update = Update(zero, self.guard, weight_decay.PartialDecay(zero, plan.request).apply)
         self.adaptive_limits = AdaptiveLimits(plan, zero.engine.module)
         self.num_recoveries = 0  # times that a step was begun again because memory ran out
@@ -159,11 +161,12 @@ class Stepper:
         Where loss or gradient are not finite, nothing is updated, and the result says so. Collective.
 
         Raises:
-            RequestError: no sample, or no target in any of them.
+            RequestError: no sample, or no target in any of them; or parameters were frozen since the engine was made.
             RanksDifferError: ranks use different parameters, which ZeRO-3 cannot do; all is as it was.
             OutOfMemoryError: a single sample is too large, or the optimizer step. All is as it was after the last
                 step then, unless `update.is_begun`.
         """
+        self.unused.refuse_frozen()
         samples = batch.samples if isinstance(batch, Prepared) else as_samples(batch, self.objective)
         if len(samples) == 0:
             raise RequestError("the global batch is empty", hint="pass at least one sample")
@@ -218,17 +221,20 @@ class Stepper:
     def _try(self, batches: Sequence[Batch], targets: int) -> tuple[float, bool] | OutOfMemory | RanksDifferError:
         """A whole step: the loss summed over the ranks, and whether all numbers are finite. Collective."""
         self.update.is_begun = False
+        self.unused.begin()
         try:
             local_loss = self.guard.attempt(partial(self.accumulate, batches, targets))
         except RanksDifferError as difference:
             return difference
         if isinstance(local_loss, OutOfMemory):
             return local_loss
-        loss_sum, num_told = self._sum(local_loss.item(), self._is_asked_to_stop)
+        loss_sum, num_told, use_all = self._sum(local_loss.item(), self._is_asked_to_stop, self.unused.uses_all)
         self.is_to_stop = num_told > 0
         if not math.isfinite(loss_sum):
             abandon(self.zero)
             return loss_sum, self.update.leave_out()
+        if not use_all:
+            self.unused.leave_alone()
         is_finite = self.guard.attempt(self.update.update)
         if isinstance(is_finite, OutOfMemory):
             return is_finite

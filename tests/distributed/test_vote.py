@@ -7,7 +7,7 @@ import pytest
 import torch.distributed as dist
 
 from bench.ranks import Ranks
-from frugal.distributed.vote import Vote
+from frugal.distributed.vote import DifferentError, Vote
 
 
 def answers(rank_0: str) -> tuple[bool, list[bool]]:
@@ -59,3 +59,23 @@ def error_where_a_rank_is_gone(gone: int) -> str:
 def test_a_rank_that_is_gone_is_no_answer(gone: int, three_ranks: Ranks) -> None:
     errors = three_ranks.run(error_where_a_rank_is_gone, gone, timeout=30)
     assert all(errors[rank].startswith("Connection to another rank was lost: ") for rank in range(3) if rank != gone)
+
+
+def outcomes_of_different_aims(rank_0: str) -> list[str]:
+    """What comes of votes in which ranks are about to do the same, different things, and different ones but one has
+    failed; runs on ranks."""
+    with patch.dict(os.environ, {"MASTER_ADDR": rank_0, "LOCAL_SIZE": "1"}):
+        vote = Vote(None)
+    outcomes = []
+    for mine, what in ((False, 2**61), (False, 2**61 + dist.get_rank()), (dist.get_rank() == 1, dist.get_rank())):
+        try:
+            outcomes.append(str(vote.any(mine, what)))
+        except DifferentError:
+            outcomes.append("different")
+    vote.close()
+    return outcomes
+
+
+@pytest.mark.parametrize("rank_0", ["127.0.0.1", "nobody.invalid"])
+def test_ranks_about_to_do_different_things_are_told_unless_one_failed(rank_0: str, three_ranks: Ranks) -> None:
+    assert three_ranks.run(outcomes_of_different_aims, rank_0) == [["False", "different", "True"]] * 3

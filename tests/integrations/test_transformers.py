@@ -103,6 +103,45 @@ def theirs(folder: str, made: Plan, out: str, resume_at: int = 0, kind: str = "T
             state._reset_state()
 
 
+def refused_in_trainer(folder: str, made: Plan, out: str) -> tuple[str, bool]:
+    """What a rank is told of which another half of the model's ways is taken, and whether its weights are as they
+    were."""
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+    from transformers import AutoModelForCausalLM, TrainingArguments
+    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+    from frugal.integrations.transformers import PlannedTrainer, training_arguments
+
+    args = training_arguments(made, out, TrainingArguments, max_steps=2, seed=7, report_to=[], disable_tqdm=True)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    rank = torch.distributed.get_rank()
+    model.transformer.h[0].forward = model.transformer.h[1 - rank].forward  # of two layers one, another on each rank
+    model.transformer.h[1].forward = lambda hidden, *_, **__: hidden
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    trainer = PlannedTrainer(model=model, args=args, plan=made, train_dataset=samples(), data_collator=collate)
+    try:
+        trainer.train()
+    except RequestError as error:
+        return str(error), all(torch.equal(before[name], each) for name, each in model.named_parameters())
+    finally:  # the ranks are shared with other tests
+        unset_hf_deepspeed_config()
+        for state in (AcceleratorState, GradientState, PartialState):
+            state._reset_state()
+    return "", False
+
+
+def test_ranks_that_use_different_parameters_in_a_trainer_are_refused(
+    folder: str, two_ranks: Ranks, tmp_path: Path
+) -> None:
+    for text, is_as_before in two_ranks.run(refused_in_trainer, folder, plan(2), str(tmp_path)):
+        assert text.startswith("in the same micro-step ranks use different parameters, or the same in another order\n")
+        assert "rank 0 reduces gradients of transformer.h.1." in text
+        assert text.endswith(
+            "use frugal train, or --zero-stage 0: Trainer cannot run a global batch again in one order"
+        )
+        assert is_as_before
+
+
 def of_transformers() -> tuple[Any, Any, dict[str, Any]]:
     from transformers import TrainingArguments
 

@@ -120,9 +120,9 @@ def test_the_first_step_in_which_orders_differ_says_so_and_is_done_again_in_one_
     ((said, error), (silent, _)) = two_ranks.run(said_and_error, (2, "heads", "sgd", 6, ()), OTHER_WAYS)
     assert said == [
         "in the same micro-step ranks use different parameters, or the same in another order (rank 0 reduces gradients "
-        "of ways.0.bias, ways.0.weight; rank 1 reduces gradients of ways.1.bias, ways.1.weight): from here on gradients "
-        "wait for the end of backward and are reduced in one order, for up to 2.8 KiB more than planned; the global "
-        "batch is run again"
+        "of ways.0.bias, ways.0.weight; rank 1 reduces gradients of ways.1.bias, ways.1.weight): from here on "
+        "gradients wait for the end of backward and are reduced in one order, for up to 2.8 KiB more than planned; "
+        "the global batch is run again"
     ]
     assert silent == []
     assert error <= 4 * fp32_error("heads", OTHER_WAYS)
@@ -186,3 +186,90 @@ def test_under_zero_3_ranks_that_use_other_parameters_are_refused_by_name_on_all
         )
         assert is_as_before
         assert error <= 4 * fp32_error(kind, batches[1:])
+
+
+@pytest.mark.parametrize("optimizer", ["momentum", "adamw"])
+@pytest.mark.parametrize("fixture", ["one_rank", "two_ranks"])
+def test_at_zero_0_an_unused_parameter_stays_as_in_plain_pytorch(
+    optimizer: str, fixture: str, request: pytest.FixtureRequest
+) -> None:
+    ranks: Ranks = request.getfixturevalue(fixture)
+    cases: list[Case] = [(0, kind, optimizer, 2, ()) for kind in KINDS]
+    for found in ranks.run(errors, cases, [*ALIKE, *OTHER_WAYS]):
+        for (_, kind, *_), error in zip(cases, found, strict=True):
+            assert error <= 4 * fp32_error(kind, [*ALIKE, *OTHER_WAYS], optimizer)
+
+
+def test_under_zero_an_unused_parameter_is_named_once_where_its_update_goes_on(one_rank: Ranks) -> None:
+    cases: list[Case] = [(2, "heads", optimizer, 12, ()) for optimizer in ("sgd", "momentum", "adamw")]
+    ((sgd, momentum, adamw),) = one_rank.run(warnings, cases, ALIKE)
+    unused = (
+        "4 trained parameters got no gradient on any rank in this step: ways.1.weight, ways.1.bias, ways.2.weight, "
+    )
+    assert sgd == []
+    assert momentum == [
+        f"{unused}ways.2.bias, ... PyTorch leaves them as they are; under ZeRO-2 weight decay of 0.01 and momentum of "
+        "earlier gradients go on. Freeze them if they are never used, or use --zero-stage 0"
+    ]
+    assert adamw == [momentum[0].replace("0.01", "0.1")]
+
+
+def warnings(cases: Sequence[Case], batches: Sequence[str]) -> list[list[str]]:
+    """What each case warns of. Runs on ranks."""
+    return [said_and_error(case, batches)[0] for case in cases]
+
+
+def error_of_freezing(zero_stage: int) -> str:
+    """What a step says after a parameter was frozen. Runs on ranks."""
+    with starting((zero_stage, "heads", "sgd", 12, ()), 12) as engine:
+        engine.train_step(routed_points(ALIKE[0]))
+        engine.module.ways[1].requires_grad_(False)
+        with pytest.raises(RequestError) as error:
+            engine.train_step(routed_points(ALIKE[0]))
+        engine.module.ways[1].requires_grad_(True)
+        engine.train_step(routed_points(ALIKE[0]))
+        return str(error.value)
+
+
+@pytest.mark.parametrize("zero_stage", [0, pytest.param(2, marks=pytest.mark.exhaustive), 3])
+def test_freezing_after_the_engine_was_made_is_refused(zero_stage: int, one_rank: Ranks) -> None:
+    assert one_rank.run(error_of_freezing, zero_stage) == [
+        "requires_grad was changed after the engine was made, which has no effect on what it updates\n"
+        "  because 2 parameters: ways.1.weight, ways.1.bias\n\n"
+        "hint: change it before frugal.initialize; to change it later, keep the weights and make a new engine"
+    ]
+
+
+def recovered_error(zero_stage: int, place: tuple[tuple[str, Any], ...]) -> tuple[int, float]:
+    """Recoveries, and how far the weights are off, where memory runs out once in the last of several steps, in whose
+    smaller micro-batches other ones use each head. Runs on ranks."""
+    case: Case = (zero_stage, "heads", "sgd", 6, place)
+    batches = [ALIKE[0], IN_TURNS, IN_TURNS[::-1]]
+    with starting(case, 12) as engine:
+        for step, ways in enumerate(batches):
+            if step == 2 and engine.rank == engine.world_size - 1:
+                fail_once(engine.module.ways[1])
+            engine.train_step(routed_points(ways, seed=step))
+        error = update_error(gathered_weights(engine), plain("heads", batches, "sgd"), "heads")
+        return engine.num_recoveries, error
+
+
+def fail_once(module: torch.nn.Module) -> None:
+    """Have the next forward of `module` find no memory."""
+    left = [1]
+
+    def hook(_module: torch.nn.Module, _inputs: Any) -> None:
+        if left.pop() if left else 0:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    module.register_forward_pre_hook(hook)
+
+
+@pytest.mark.parametrize("zero_stage", [pytest.param(1, marks=pytest.mark.exhaustive), 2, 3])
+@pytest.mark.parametrize("place", [(), OFFLOADED])
+def test_a_recovery_from_out_of_memory_leaves_no_gradient_of_another_step(
+    zero_stage: int, place: Any, one_rank: Ranks
+) -> None:
+    ((recoveries, error),) = one_rank.run(recovered_error, zero_stage, place)
+    assert recoveries == 1
+    assert error <= 4 * fp32_error("heads", [ALIKE[0], IN_TURNS, IN_TURNS[::-1]])

@@ -46,6 +46,8 @@ class PartialDecay:
         with torch.no_grad():
             for group in self._inner.param_groups:
                 for flat in group["params"]:
+                    if flat.grad is None:  # not used, at stage 0
+                        continue
                     elements: Any = flat.data.view(-1)
                     for begin, end in self._runs[id(flat)]:
                         elements[begin:end].mul_(1 - group["lr"] * self._decay)

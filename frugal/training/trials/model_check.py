@@ -20,6 +20,9 @@ from frugal.training.objectives import Objective, Sample
 from frugal.training.trials import probe
 from frugal.training.trials.probe import FEW_SAMPLES, NUM_SAMPLES, Dependence
 from frugal.training.trials.small_model import NoSmallModelError, small_models
+from frugal.units import plural
+
+_NAMED = 4
 
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
 
@@ -37,12 +40,14 @@ class ModelTrial:
             split matters already.
         later_tokens: see `probe.on_later_tokens`; None: nothing that predicts the next token.
         has_dropout: whether training draws dropout's masks.
+        unused: trained parameters of an own model that get no gradient from a batch.
     """
 
     split: Dependence
     has_dropout: bool
     padding: Dependence | None = None
     later_tokens: float | None = None
+    unused: tuple[str, ...] = ()
 
     @property
     def is_causal(self) -> bool:
@@ -59,7 +64,8 @@ def trial(
     if task == OWN:
         batch = probe.example(objective, tokens.shape[1])
         split = probe.on_split(model, objective, batch)
-        return ModelTrial(split=split, has_dropout=probe.draws_masks(model, objective, batch))
+        unused = probe.unused(model, objective, batch)
+        return ModelTrial(split=split, has_dropout=probe.draws_masks(model, objective, batch), unused=unused)
     later_tokens = probe.on_later_tokens(model, tokens[:FEW_SAMPLES], vocab_size) if task == "causal-lm" else None
     samples = [_sample(task, objective, row) for row in tokens]
     batch = objective.collate(samples)
@@ -126,7 +132,17 @@ def check_model(spec: ModelSpec, choice: BatchNormChoice | None = None) -> tuple
         )
     if done.has_dropout:
         notes.append(DROPOUT)
+    if done.unused:
+        notes.append(_unused_note(done.unused))
     return tuple(notes)
+
+
+def _unused_note(names: tuple[str, ...]) -> str:
+    few = ", ".join(names[:_NAMED]) + (", ..." if len(names) > _NAMED else "")
+    return (
+        f"{plural(len(names), 'trained parameter')} ({few}) got no gradient from a batch of {NUM_SAMPLES} samples: "
+        "PyTorch and ZeRO-0 leave what a whole global batch does not use, ZeRO-1 to 3 go on with its weight decay and momentum"
+    )
 
 
 def _other_inputs(spec: ModelSpec) -> list[str]:

@@ -145,6 +145,12 @@ def gradient(model: nn.Module, objective: Objective, batches: Sequence[Batch]) -
     return gradient
 
 
+def unused(model: nn.Module, objective: Objective, batch: Batch) -> tuple[str, ...]:
+    """The trained parameters that get no gradient from `batch`."""
+    used = gradient(model, objective, [batch])
+    return tuple(name for name, each in model.named_parameters() if each.requires_grad and name not in used)
+
+
 def difference(one: Gradient, other: Gradient) -> float:
     """The norm of the difference of two gradients, by that of the larger."""
     zero = torch.zeros(())

@@ -261,3 +261,22 @@ def test_trying_a_model_does_not_change_it() -> None:
     assert done.is_causal and not done.split and not done.padding
     assert model.training
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+class WithSpare(nn.Module):
+    """A layer, and one that no sample uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.spare = nn.Linear(4, 2), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`(samples, 4)` to `(samples, 2)`."""
+        return self.used(x)
+
+
+def test_parameters_that_a_batch_does_not_use_are_named() -> None:
+    assert check_model(of_factory(WithSpare(), squares)) == (
+        "2 trained parameters (spare.weight, spare.bias) got no gradient from a batch of 8 samples: PyTorch and ZeRO-0 "
+        "leave what a whole global batch does not use, ZeRO-1 to 3 go on with its weight decay and momentum",
+    )

@@ -1,0 +1,99 @@
+"""Trained parameters to which no sample of a global batch leads, on any rank; their gradient is None in plain PyTorch.
+
+Its optimizers leave such a parameter as it is, bit for bit. So does stage 0 here. Under ZeRO-1 to 3 an optimizer
+updates flat tensors of many parameters, and takes a gradient of zero for these: weight decay and momentum go on, and
+Adam counts the step. That is said once, with their names. SGD without either changes nothing, as in PyTorch.
+
+Which there are costs one number more in the sum that a step takes over the ranks anyway: how many ranks have used all.
+"""
+
+import logging
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from frugal.config.request import Request
+from frugal.deepspeed_adapter.stages import Zero
+from frugal.errors import RequestError
+from frugal.units import plural
+
+logger = logging.getLogger("frugal")
+
+_NAMED = 4
+
+
+class UnusedParameters:
+    """The trained parameters of an engine, and which of them this rank has used since `begin`."""
+
+    def __init__(self, zero: Zero, request: Request, votes: dist.ProcessGroup | None) -> None:
+        self._all = [(name, each, each.requires_grad) for name, each in zero.engine.module.named_parameters()]
+        self._trained = [(name, each) for name, each, is_trained in self._all if is_trained]
+        self._stage, self._request, self._votes = zero.strategy.zero_stage, request, votes
+        self._used: set[int] = set()
+        self._is_said = False
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(partial(self._note, number))
+            for number, (_, parameter) in enumerate(self._trained)
+        ]
+
+    def _note(self, number: int, _: Tensor) -> None:
+        self._used.add(number)
+
+    def close(self) -> None:
+        """Look at the parameters no longer."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def begin(self) -> None:
+        """A global batch begins, for the first time or again."""
+        self._used.clear()
+
+    def refuse_frozen(self) -> None:
+        """Refuse to train on if parameters were frozen or unfrozen since the engine was made.
+
+        Raises:
+            RequestError: with their names.
+        """
+        if changed := [name for name, each, was in self._all if each.requires_grad is not was]:
+            raise RequestError(
+                "requires_grad was changed after the engine was made, which has no effect on what it updates",
+                because=f"{plural(len(changed), 'parameter')}: {_few(changed)}",
+                hint="change it before frugal.initialize; to change it later, keep the weights and make a new engine",
+            )
+
+    @property
+    def uses_all(self) -> bool:
+        """Whether this rank has used every trained parameter."""
+        return len(self._used) == len(self._trained)
+
+    def leave_alone(self) -> None:
+        """Some rank has not used all, and no rank all alone: keep what none has used from the update. Collective."""
+        used = torch.zeros(len(self._trained), dtype=torch.uint8)
+        used[list(self._used)] = 1
+        dist.all_reduce(used, op=dist.ReduceOp.MAX, group=self._votes)
+        unused = [self._trained[number] for number in (used == 0).nonzero().flatten().tolist()]
+        if self._stage == 0:
+            for _, parameter in unused:
+                parameter.grad = None  # DeepSpeed has made one of zeros
+        elif unused and not self._is_said and (goes_on := self._goes_on()):
+            self._is_said = True
+            if dist.get_rank() == 0:
+                logger.warning(
+                    "%s got no gradient on any rank in this step: %s. PyTorch leaves them as they are; under ZeRO-%d "
+                    "%s. Freeze them if they are never used, or use --zero-stage 0",
+                    plural(len(unused), "trained parameter"), _few([name for name, _ in unused]), self._stage, goes_on,
+                )  # fmt: skip
+
+    def _goes_on(self) -> str:
+        """What an update with a gradient of zero does all the same."""
+        request = self._request
+        is_plain = request.optimizer == "sgd" and not request.momentum
+        parts = [f"weight decay of {request.weight_decay:g}"] if request.weight_decay else []
+        parts += [] if is_plain else ["momentum of earlier gradients"]
+        return f"{' and '.join(parts)} {'goes' if len(parts) == 1 else 'go'} on" if parts else ""
+
+
+def _few(names: list[str]) -> str:
+    return ", ".join(names[:_NAMED]) + (", ..." if len(names) > _NAMED else "")
