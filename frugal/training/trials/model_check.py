@@ -141,7 +141,8 @@ def _unused_note(names: tuple[str, ...]) -> str:
     few = ", ".join(names[:_NAMED]) + (", ..." if len(names) > _NAMED else "")
     return (
         f"{plural(len(names), 'trained parameter')} ({few}) got no gradient from a batch of {NUM_SAMPLES} samples: "
-        "PyTorch and ZeRO-0 leave what a whole global batch does not use, ZeRO-1 to 3 go on with its weight decay and momentum"
+        "PyTorch and ZeRO-0 leave what a whole global batch does not use, ZeRO-1 to 3 go on with its weight decay and "
+        "momentum"
     )
 
 
