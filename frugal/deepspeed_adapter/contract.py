@@ -61,6 +61,15 @@ NAMES = (
         "global_samples",
         "skipped_steps",
     ),
+    *needed(_ENGINE, "parameters without dimensions are sent to all ranks, too", "_broadcast_model(self)"),
+    *needed(_ENGINE, "a gradient of the model's output is refused", "_backward_prologue(self)"),
+    *needed("deepspeed.utils.torch", "transforms of torch.func are refused", "is_functorch_transforming()"),
+    *needed(
+        f"{_OFFLOAD}:DeepSpeedZeRoOffload",
+        "uses of a module that ZeRO-3 cannot differentiate are refused",
+        "pre_sub_module_forward_function(self, sub_module)",
+        "pre_sub_module_backward_function(self, sub_module)",
+    ),
     *needed(
         f"{_RUNTIME}.fp16.unfused_optimizer:FP16_UnfusedOptimizer",
         "stage 0 in half precision, in dry runs",

@@ -14,7 +14,7 @@ from deepspeed.utils import groups as process_groups
 from torch import Tensor, nn
 
 from frugal.config.request import Request
-from frugal.deepspeed_adapter import gradients, kernels, placement, stages
+from frugal.deepspeed_adapter import gradients, kernels, placement, refusals, stages
 from frugal.deepspeed_adapter.json_config import batch_config, strategy_config
 from frugal.deepspeed_adapter.stages import Zero
 from frugal.planning.batch import BatchPlan
@@ -43,6 +43,7 @@ def initialize(
         RequestError: the device cannot do the precision, or its optimizer's library, a compiler or the disk is missing.
     """
     kernels.check_precision(request.precision)
+    refusals.refuse(model, strategy.zero_stage)
     if kernels.uses_nvme(strategy):
         strategy = replace(strategy, nvme_path=str(kernels.own_nvme_folder(strategy, votes)))
     config = batch_config(batch) | strategy_config(request, strategy)
@@ -50,8 +51,13 @@ def initialize(
     optimizer = make_optimizer or kernels.ready_made(request, strategy)
     if make_optimizer is not None:
         config.pop("optimizer", None)
+    dtype = kernels.DTYPES[request.precision]
+    for parameter in model.parameters():
+        if not placement.is_split(parameter):
+            takes_dtype = parameter.is_floating_point() and (parameter.requires_grad or strategy.zero_stage == 3)
+            parameter.data = (parameter.data.to(dtype) if takes_dtype else parameter.data).contiguous()
     if strategy.zero_stage == 3:
-        _partition(model, config, kernels.DTYPES[request.precision])
+        _partition(model, config, dtype)
     scheduler = None
     if learning_rate_schedule is not None:
 
@@ -59,13 +65,17 @@ def initialize(
             return torch.optim.lr_scheduler.LambdaLR(optimizer, learning_rate_schedule)
 
     trainable: list[Any] = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    engine, *_ = deepspeed.initialize(
-        model=model, optimizer=optimizer, model_parameters=groups or trainable, lr_scheduler=scheduler, config=config
-    )
+    with _scalars_sent():
+        engine, *_ = deepspeed.initialize(
+            model=model, optimizer=optimizer, model_parameters=groups or trainable, lr_scheduler=scheduler,
+            config=config,
+        )  # fmt: skip
     if strategy.offload_ratio < 1:
         kernels.mend_partial_offload(engine.optimizer)
     gradients.mend(engine.optimizer)
-    return stages.of(engine, strategy)
+    zero = stages.of(engine, strategy)
+    refusals.refuse_while_running(zero)
+    return zero
 
 
 def destroy(zero: Zero) -> None:
@@ -78,15 +88,26 @@ def destroy(zero: Zero) -> None:
         kernels.remove_nvme_folder(zero.strategy)
 
 
+@contextmanager
+def _scalars_sent() -> Iterator[None]:
+    """Have an engine that is made in the `with` block also send parameters without dimensions to all ranks."""
+    send = deepspeed.DeepSpeedEngine._broadcast_model
+
+    def send_all(engine: deepspeed.DeepSpeedEngine) -> None:
+        with placement.as_vectors(engine.module.parameters()):
+            send(engine)
+
+    with patch.object(deepspeed.DeepSpeedEngine, "_broadcast_model", send_all):
+        yield
+
+
 def _partition(model: nn.Module, config: dict[str, Any], dtype: torch.dtype) -> None:
     """Split the parameters over the ranks one by one, so that no device ever holds the whole model.
 
     `deepspeed.initialize` alone would move all of it to every device first.
     """
-    for parameter in model.parameters():
-        if parameter.is_floating_point() and not placement.is_split(parameter):
-            parameter.data = parameter.data.to(dtype)
-    zero = placement.splitting(model, config, dtype)
+    with placement.as_vectors(model.parameters()):
+        zero = placement.splitting(model, config, dtype)
     for module in model.modules():  # DeepSpeed leaves the buffers of a partitioned model where they are
         for name, buffer in module.named_buffers(recurse=False):
             module._buffers[name] = buffer.to(zero.local_device)

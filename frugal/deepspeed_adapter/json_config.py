@@ -106,7 +106,7 @@ def _zero(strategy: Strategy) -> dict[str, Any]:
         "overlap_comm": strategy.overlap_comm,
         "contiguous_gradients": True,
         "reduce_bucket_size": strategy.reduce_bucket_elements,
-        "allgather_bucket_size": strategy.reduce_bucket_elements,
+        "allgather_bucket_size": strategy.reduce_bucket_elements + strategy.reduce_bucket_elements % 2,  # else refused
     }
     if strategy.zero_stage == 3:
         zero |= {

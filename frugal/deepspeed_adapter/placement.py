@@ -5,7 +5,7 @@ each rank takes its part of what it has itself, or of what rank 0 has, one param
 more of a model than its own part and one parameter.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,6 +21,7 @@ from frugal.deepspeed_adapter import kernels
 from frugal.deepspeed_adapter.json_config import batch_config, strategy_config
 from frugal.planning.batch import BatchPlan
 from frugal.planning.strategy import Strategy
+from frugal.required import put
 
 
 class Placement:
@@ -40,8 +41,9 @@ class Placement:
             parameter.data = parameter.data.to(self._device, copy=True)
             return
         parameter.data = self._as_trained(parameter.data)
-        self._splitting._convert_to_deepspeed_param(parameter)
-        parameter.partition()  # type: ignore[attr-defined]  # DeepSpeed's
+        with as_vectors([parameter]):
+            self._splitting._convert_to_deepspeed_param(parameter)
+            parameter.partition()  # type: ignore[attr-defined]  # DeepSpeed's
         parameter.data = parameter.data.to(self._splitting.local_device)  # nothing is left in it but where it will be
 
     @contextmanager
@@ -75,7 +77,8 @@ class Placement:
         else:
             parameter.data = data.to(self._device)
         if self._splitting is not None:
-            self._splitting._zero_init_param(parameter)  # sends it
+            with as_vectors([parameter]):
+                self._splitting._zero_init_param(parameter)  # sends it
         return parameter  # otherwise the engine sends it
 
     def _filled(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -83,13 +86,27 @@ class Placement:
         return torch.empty_like(tensor, device=self._device) if tensor.is_meta else tensor.to(self._device)
 
     def _as_trained(self, data: torch.Tensor) -> torch.Tensor:
-        return data.to(self._dtype) if data.is_floating_point() else data
+        return (data.to(self._dtype) if data.is_floating_point() else data).contiguous()
 
 
 def splitting(module: nn.Module, config: dict[str, Any], dtype: torch.dtype) -> Any:
     """What splits the parameters of `module`. Groups of ranks for hpZ are made once: DeepSpeed refuses to again."""
     within = groups._get_zero_param_intra_parallel_group()
     return Init(module=module, config_dict_or_path=config, dtype=dtype, zero_param_parallel_group=within)
+
+
+@contextmanager
+def as_vectors(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Give parameters without dimensions one inside the `with` block: DeepSpeed sends each as a vector of bytes."""
+    scalars = [parameter for parameter in parameters if parameter.ndim == 0]
+    for parameter in scalars:
+        parameter.data = parameter.data.view(1)
+    yield
+    for parameter in scalars:
+        if is_split(parameter):
+            put(parameter, "ds_shape", torch.Size())
+        else:
+            parameter.data = parameter.data.view(())
 
 
 def is_split(parameter: nn.Parameter) -> bool:

@@ -319,15 +319,17 @@ def _losses(request: Request, can_tile: bool) -> tuple[Literal["plain", "tiled"]
 
 
 def _buckets(request: Request, trainable_parameters: int, small: bool) -> tuple[int, int, int]:
-    """Elements of the bucket of gradients, of that of parameters ahead of their use, and gathered at most."""
+    """Return the elements of the bucket of gradients, of that of parameters ahead of their use, and gathered at most.
+
+    The bucket of gradients is even, because DeepSpeed starts the ranks' parts of it at multiples of two elements.
+    """
     usual, live = min(BUCKET_ELEMENTS, max(1, trainable_parameters)), Strategy.max_live_elements
-    bucket = usual
     if small:
         usual, live = max(1, usual // SMALLER), live // SMALLER
-        bucket = -(-usual // 2) * 2
+    bucket = usual
     if request.reduce_bucket_elements:
         bucket = min(request.reduce_bucket_elements, max(1, trainable_parameters))
-    return bucket, usual, live
+    return bucket + bucket % 2, usual, live
 
 
 def allowed_strategies(

@@ -47,6 +47,17 @@ def test_small_buckets_are_an_eighth_and_are_named() -> None:
     assert str(small) == "ZeRO-3, activation checkpointing off, small buckets"
 
 
+@pytest.mark.parametrize("asked", [None, 1_000_000])
+@pytest.mark.parametrize("small", [False, True])
+def test_the_bucket_of_an_odd_number_of_parameters_is_even(small: bool, asked: int | None) -> None:
+    request = Request(precision="bf16", reduce_bucket_elements=asked)
+    for number in (1, 171, 19_999_999):
+        made = allowed_strategies(
+            request, world_size=2, offload="none", trainable_parameters=number, small_buckets=small
+        )
+        assert all(strategy.reduce_bucket_elements % 2 == 0 for strategy in made)
+
+
 def test_gradients_are_summed_in_fp32_unless_bf16_is_asked_for() -> None:
     def dtypes(**asked: object) -> set[str]:
         request = Request(**asked)  # type: ignore[arg-type]  # any field

@@ -1,33 +1,61 @@
-"""Experts that are modules of their own run in every micro-batch, also where no token chose them.
+"""Modules that run for some samples only run in every micro-batch: experts that are modules, and LED's padding.
 
 Switch Transformers and NLLB-MoE run only the experts that some token has chosen. Then the graph of a micro-batch
 depends on its data: ranks would reduce other gradients than each other, and ZeRO-3 would wait for parameters that
 another rank never fetches. Here the rest run on no token, which adds a gradient of zero. What comes out is the same.
 
 Other mixtures hold all experts of a layer in one parameter, and need nothing.
+
+LED fills a micro-batch up to a multiple of its window, and embeds that padding in a second call of its embedding,
+unless there is nothing to fill up. Here it embeds no token then.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-FORWARDS = {
-    "SwitchTransformersExperts": lambda experts, hidden, chosen, weights: _run(
-        experts, hidden, chosen.permute(2, 1, 0), weights
+METHODS: dict[str, tuple[str, Callable[..., Any]]] = {
+    "SwitchTransformersExperts": (
+        "forward",
+        lambda experts, hidden, chosen, weights: _run(experts, hidden, chosen.permute(2, 1, 0), weights),
     ),
-    "NllbMoeExperts": lambda experts, hidden, chosen, weights: _run(
-        experts, hidden, nn.functional.one_hot(chosen, num_classes=experts.num_experts).permute(2, 1, 0), weights
+    "NllbMoeExperts": (
+        "forward",
+        lambda experts, hidden, chosen, weights: _run(
+            experts, hidden, nn.functional.one_hot(chosen, num_classes=experts.num_experts).permute(2, 1, 0), weights
+        ),
+    ),
+    "LEDEncoder": (
+        "_pad_to_window_size",
+        lambda encoder, input_ids, attention_mask, inputs_embeds, pad_token_id: _fill_up(
+            encoder, input_ids, attention_mask, inputs_embeds, pad_token_id
+        ),
     ),
 }
-"""Classes of experts, and what they run instead."""
+"""Classes, and what they run instead of a method."""
 
 
 def always_run(model: nn.Module) -> None:
-    """Have the experts of `model` all run, if it has such; its class keeps that for all models of this process."""
+    """Have such modules of `model` always run; their classes keep that for all models of this process."""
     for kind in {type(module) for module in model.modules()}:
-        if kind.__name__ in FORWARDS and kind.__module__.startswith("transformers."):
-            kind.forward = FORWARDS[kind.__name__]
+        if kind.__name__ in METHODS and kind.__module__.startswith("transformers."):
+            setattr(kind, *METHODS[kind.__name__])
+
+
+def _fill_up(
+    encoder: Any, input_ids: Tensor | None, attention_mask: Tensor, inputs_embeds: Tensor, pad_token_id: int
+) -> tuple[int, Tensor | None, Tensor, Tensor]:
+    """Return how many positions are added to a multiple of the window, and tokens, mask and embeddings with them."""
+    windows = encoder.config.attention_window
+    samples, length = inputs_embeds.shape[:2]
+    added = -length % (windows if isinstance(windows, int) else max(windows))
+    padding = inputs_embeds.new_full((samples, added), pad_token_id, dtype=torch.long)
+    if input_ids is not None:
+        input_ids = torch.cat([input_ids, padding], dim=1)
+    filled = torch.cat([inputs_embeds, encoder.embed_tokens(padding)], dim=1)
+    return added, input_ids, nn.functional.pad(attention_mask, (0, added), value=False), filled
 
 
 def _run(experts: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:

@@ -20,7 +20,12 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_buffer_registration_hook,
+    register_module_parameter_registration_hook,
+)
+from torch.utils.weak import WeakIdKeyDictionary
 
 from frugal.errors import FrugalError, RequestError, first_line
 from frugal.training.objectives import Objective
@@ -95,7 +100,7 @@ def _importable(folder: Path) -> Iterator[None]:
 def make_model(reference: str, factory: Factory, device: torch.device) -> tuple[nn.Module, Objective | None]:
     """The module and, if it gives one, the objective that a factory makes on `device`."""
     try:
-        with torch.device(device), _importable(Path.cwd()):
+        with on_device(device), _importable(Path.cwd()):
             returned = factory()
     except FrugalError:
         raise
@@ -114,6 +119,44 @@ def make_model(reference: str, factory: Factory, device: torch.device) -> tuple[
             hint="return a torch.nn.Module, or (module, objective)",
         )
     return module, objective
+
+
+@contextmanager
+def on_device(device: torch.device) -> Iterator[None]:
+    """Have all parameters and buffers made on `device` inside the `with` block.
+
+    `torch.Tensor(8)` and its like make a tensor on the host whatever the default device is. What becomes a parameter
+    or a buffer goes to `device` there and then, before anything is written to it: on meta its memory is never touched.
+    """
+    moved = WeakIdKeyDictionary()
+
+    def moved_parameter(_module: nn.Module, _name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+        if parameter is None or not _is_elsewhere(parameter, device):
+            return parameter
+        if parameter not in moved:  # one that has two names stays one
+            moved[parameter] = nn.Parameter(parameter.detach().to(device), parameter.requires_grad)
+            moved[parameter].__dict__.update(parameter.__dict__)
+        made: nn.Parameter = moved[parameter]
+        return made
+
+    def moved_buffer(_module: nn.Module, _name: str, buffer: Tensor | None) -> Tensor | None:
+        return buffer.to(device) if buffer is not None and _is_elsewhere(buffer, device) else buffer
+
+    handles = (
+        register_module_parameter_registration_hook(moved_parameter),
+        register_module_buffer_registration_hook(moved_buffer),
+    )
+    try:
+        with device:
+            yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _is_elsewhere(tensor: Tensor, device: torch.device) -> bool:
+    """Whether a tensor on the host has to go to another device. A plain one: others know themselves where they are."""
+    return tensor.device.type == "cpu" != device.type and type(tensor) in (Tensor, nn.Parameter)
 
 
 _SHAPES_ONLY = "_frugal_shapes_only"

@@ -160,7 +160,7 @@ class ModelSpec:
             import transformers
 
             auto = getattr(transformers, _AUTO[self.task][0])
-            with torch.device(device), self._configuration_errors():
+            with factories.on_device(device), self._configuration_errors():
                 module = auto.from_config(
                     self._config_to_build(), dtype=dtype, trust_remote_code=self.trust_remote_code
                 )

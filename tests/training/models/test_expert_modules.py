@@ -1,4 +1,4 @@
-"""Experts that are modules all run, and what comes out is what transformers computes."""
+"""Modules that run for some samples only always run, and what comes out is what transformers computes."""
 
 from typing import Any
 
@@ -32,7 +32,7 @@ def test_loss_and_gradient_are_transformers_own_and_every_expert_has_one(
     model = transformers.AutoModelForSeq2SeqLM.from_config(
         transformers.AutoConfig.for_model(model_type, **values), dtype=torch.float64
     ).eval()
-    (experts,) = {type(module) for module in model.modules() if type(module).__name__ in expert_modules.FORWARDS}
+    (experts,) = {type(module) for module in model.modules() if type(module).__name__ in expert_modules.METHODS}
     tokens = torch.randint(3, 64, (1, 3))  # fewer than experts
 
     def asked() -> tuple[float, dict[str, Any]]:
@@ -54,3 +54,35 @@ def test_loss_and_gradient_are_transformers_own_and_every_expert_has_one(
         other = torch.zeros_like(gradient) if theirs[name] is None else theirs[name]
         assert torch.allclose(gradient, other, rtol=0, atol=1e-12), name  # of fp64, which rounds at 1e-16
     assert any(gradient is None for gradient in theirs.values())
+
+
+@pytest.mark.parametrize("length", [8, 5])
+def test_led_embeds_its_padding_in_every_micro_batch(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    import transformers
+    from transformers.models.led.modeling_led import LEDEncoder
+
+    values = {name: value for name, value in BART_LIKE.items() if "expert" not in name and "sparse" not in name}
+    torch.manual_seed(0)
+    model = transformers.AutoModelForSeq2SeqLM.from_config(
+        transformers.AutoConfig.for_model("led", attention_window=4, **values)
+    ).eval()
+    tokens = torch.randint(3, 64, (2, length))
+    calls: list[int] = []
+    model.led.encoder.embed_tokens.register_forward_hook(lambda _module, inputs, _: calls.append(inputs[0].shape[1]))
+
+    def asked() -> tuple[float, torch.Tensor]:
+        model.zero_grad(set_to_none=True)
+        loss = model(input_ids=tokens, decoder_input_ids=tokens.flip(1), labels=tokens).loss
+        loss.backward()
+        return loss.item(), model.led.shared.weight.grad.clone()
+
+    original = vars(LEDEncoder)["_pad_to_window_size"]
+    if original.__module__ == expert_modules.__name__:
+        pytest.skip("another test has replaced it already")  # for good: it is what training runs
+    loss, theirs = asked()
+    monkeypatch.setattr(LEDEncoder, "_pad_to_window_size", original)  # put back after this test
+    calls.clear()
+    expert_modules.always_run(model)
+    same, ours = asked()
+    assert (same, calls) == (loss, [length, -length % 4])
+    assert torch.equal(ours, theirs)

@@ -1,13 +1,16 @@
 """Models by name, file or factory, and the objectives that go with them."""
 
 import json
+import resource
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from frugal.training.data.tokenizer import byte_tokenizer
+from frugal.training.models import factories
 from frugal.training.models import spec as model_spec
 from frugal.training.models.resolve import presets, resolve
 from frugal.training.models.spec import heads
@@ -240,3 +243,41 @@ def test_one_model_with_two_kinds_of_padding_has_one_objective_for_each() -> Non
 def test_every_task_has_its_class_in_transformers() -> None:
     for task in model_spec.TASKS:
         assert heads(task)
+
+
+class Legacy(nn.Module):
+    """Parameters and buffers as they were made before torch had a default device; one has two names."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.weight = self.again = nn.Parameter(torch.Tensor(width))
+        nn.init.normal_(self.weight)
+        self.frozen = nn.Parameter(torch.LongTensor([3, 1]), requires_grad=False)
+        self.register_buffer("scale", torch.FloatTensor(4).fill_(2))
+        self.layers = nn.ParameterList([nn.Parameter(torch.from_numpy(np.ones(3)))])
+
+
+def test_tensors_that_ignore_the_default_device_are_moved_and_stay_tied() -> None:
+    with factories.on_device(torch.device("meta")):
+        model = Legacy()
+    assert all(tensor.is_meta for tensor in model.state_dict().values())
+    assert model.weight is model.again
+    assert [parameter.requires_grad for parameter in model.parameters()] == [True, False, True]
+    assert not nn.Linear(2, 2).weight.is_meta  # the hooks are gone
+    with factories.on_device(torch.device("cpu")):
+        assert Legacy().scale.tolist() == [2.0] * 4
+
+
+def test_a_large_model_of_such_tensors_takes_no_host_memory() -> None:
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with factories.on_device(torch.device("meta")):
+        Legacy(1 << 28)  # 1 GiB, on which `normal_` writes otherwise
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 128 << 10  # KiB
+
+
+def test_a_small_diffllama_is_on_meta_as_a_whole(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "diffllama", **TINY["llama"], "num_key_value_heads": 2})
+    )
+    model = resolve("config.json").build(dtype=torch.bfloat16, device="meta")
+    assert all(parameter.is_meta for parameter in model.parameters())

@@ -1,0 +1,161 @@
+"""What DeepSpeed trains wrongly, or dies of: it is refused by name, in a dry run as in training.
+
+What a module consists of is refused before its engine is made. What it does is seen where DeepSpeed's hooks see it, in
+the first forward: `tests/deepspeed_adapter/test_refusals.py` has what each of these did before it was refused.
+"""
+
+from collections.abc import Callable, Iterator
+from itertools import combinations
+from typing import Any
+
+import torch
+from deepspeed.utils.torch import is_functorch_transforming
+from torch import Tensor, nn
+
+from frugal import torch_internals
+from frugal.deepspeed_adapter import placement
+from frugal.deepspeed_adapter.stages import Zero
+from frugal.errors import RequestError
+from frugal.required import put
+
+_LOWER = "use --zero-stage 2 or lower"
+
+
+def refuse(model: nn.Module, zero_stage: int) -> None:
+    """Refuse a module with parameters that cannot be trained, or not under this stage.
+
+    Raises:
+        RequestError: with the name of the first.
+    """
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter.is_complex():
+            raise RequestError(
+                f"the parameter `{name}` cannot be trained",
+                because=f"it is complex ({_short(parameter)}), and DeepSpeed adds up real gradients only",
+                hint="keep its real and imaginary parts in a real parameter of shape (..., 2), and take "
+                "torch.view_as_complex of it in the forward",
+            )
+        if zero_stage == 3 and not placement.num_elements(parameter):
+            raise RequestError(
+                f"ZeRO-3 cannot gather the parameter `{name}`",
+                because=f"it has no elements (shape {tuple(parameter.shape)})",
+                hint=f"leave the parameter out, or {_LOWER}",
+            )
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad:
+            raise RequestError(
+                f"the gradient of `{name}` cannot be added up over ranks",
+                because=f"{type(module).__name__}(sparse=True) makes it sparse, and DeepSpeed's buckets are dense",
+                hint="use sparse=False: its gradient has the same values",
+            )
+        if zero_stage == 3 and "_orig_mod" in dict(module.named_children()):
+            raise RequestError(
+                f"ZeRO-3 cannot gather the parameters of `{name or 'the model'}`",
+                because="it is a wrapper that torch.compile made, whose parameters DeepSpeed's hooks do not find",
+                hint=f"compile it in place: module.compile() instead of torch.compile(module); or {_LOWER}",
+            )
+    for one, other in _overlapping(model):
+        raise RequestError(
+            f"the parameters `{one}` and `{other}` are two, but lie in the same memory",
+            because="DeepSpeed moves each to a place of its own, where they would be trained apart",
+            hint=f"to tie them, assign the parameter itself ({other} = {one}); otherwise clone the second one",
+        )
+
+
+def _overlapping(model: nn.Module) -> Iterator[tuple[str, str]]:
+    """Yield the names of parameters that share memory, one of which is trained."""
+    by_storage: dict[int, dict[str, nn.Parameter]] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.numel() and parameter.layout is torch.strided:
+            by_storage.setdefault(torch_internals.address(parameter.data), {})[name] = parameter
+    for kept in by_storage.values():
+        for (name, one), (other_name, other) in combinations(kept.items(), 2):
+            if (one.requires_grad or other.requires_grad) and _share(one, other):
+                yield name, other_name
+
+
+def _share(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors of one storage have an element in common."""
+    (first, end), (other_first, other_end) = _extent(one), _extent(other)
+    if one.dtype != other.dtype or first >= other_end or other_first >= end:
+        return first < other_end and other_first < end
+    with torch_internals.without_modes():
+        taken = torch.zeros(max(end, other_end), dtype=torch.bool, device="cpu")
+        taken.as_strided(one.shape, one.stride(), one.storage_offset()).fill_(True)
+        return bool(taken.as_strided(other.shape, other.stride(), other.storage_offset()).any())
+
+
+def _extent(tensor: Tensor) -> tuple[int, int]:
+    """Return the place of the first element in the storage, and the one behind the last."""
+    first = tensor.storage_offset()
+    return first, first + 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def _short(parameter: nn.Parameter) -> str:
+    return str(parameter.dtype).removeprefix("torch.")
+
+
+def refuse_while_running(zero: Zero) -> None:
+    """From now on refuse what a forward does that this stage cannot differentiate."""
+    engine = zero.engine
+    prologue = engine._backward_prologue
+
+    def begin_backward() -> None:
+        if not engine._running_engine_backward and not is_functorch_transforming():
+            raise RequestError(
+                "the loss takes a gradient of the model's output before the step's backward pass (a gradient penalty?)",
+                because="DeepSpeed takes that for the backward pass: it divides its gradients, or dies",
+                hint="take it inside the module's forward, which may return a penalty beside its output, under "
+                "ZeRO-0 to 2",
+            )
+        prologue()
+
+    put(engine, "_backward_prologue", begin_backward)
+    if zero.strategy.zero_stage == 3:
+        offload = zero.optimizer.parameter_offload
+        put(offload, "pre_sub_module_forward_function", _forward(zero, offload.pre_sub_module_forward_function))
+        put(offload, "pre_sub_module_backward_function", _backward(zero, offload.pre_sub_module_backward_function))
+
+
+def _forward(zero: Zero, gather: Callable[[nn.Module], Any]) -> Callable[[nn.Module], Any]:
+    """Return `gather`, which refuses a module that runs inside a transform of torch.func, or with others' tensors."""
+
+    def gather_for_forward(module: nn.Module) -> Any:
+        if is_functorch_transforming():
+            raise RequestError(
+                f"ZeRO-3 cannot run {_named(zero, module)} inside a transform of torch.func",
+                because="vmap, grad and their like do not see the hooks that gather its parameters",
+                hint=_LOWER,
+            )
+        try:
+            return gather(module)
+        except AttributeError:
+            if all(hasattr(each, "ds_status") for each in module.parameters(recurse=False)):
+                raise
+            raise RequestError(
+                f"ZeRO-3 cannot run {_named(zero, module)} with other tensors than its parameters",
+                because="torch.func.functional_call has put some in their place, and DeepSpeed gathers only parameters",
+                hint=_LOWER,
+            ) from None
+
+    return gather_for_forward
+
+
+def _backward(zero: Zero, gather: Callable[[nn.Module], Any]) -> Callable[[nn.Module], Any]:
+    """Return `gather`, which refuses a gradient of which another is to be taken."""
+
+    def gather_for_backward(module: nn.Module) -> Any:
+        if torch.is_grad_enabled() and not zero.engine._running_engine_backward:
+            raise RequestError(
+                f"ZeRO-3 cannot differentiate {_named(zero, module)} twice",
+                because="a gradient is taken with create_graph=True, and its parameters are let go after the first",
+                hint=_LOWER,
+            )
+        return gather(module)
+
+    return gather_for_backward
+
+
+def _named(zero: Zero, module: nn.Module) -> str:
+    name = next((name for name, each in zero.engine.module.named_modules() if each is module), "")
+    return f"`{name}` ({type(module).__name__})" if name else f"the model ({type(module).__name__})"

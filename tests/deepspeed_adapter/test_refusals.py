@@ -1,0 +1,73 @@
+"""What DeepSpeed trains wrongly or dies of is refused by name, in a dry run and in training, with a way out.
+
+Before, on two ranks: a gradient penalty was 68 % off under ZeRO-1, two parameters of one memory were trained apart, and
+the rest died in a traceback in the first step.
+"""
+
+import pytest
+import torch
+
+from bench.ranks import Ranks
+from frugal.dryrun.run import dry_run
+from frugal.errors import RequestError
+from tests.training import unusual_modules
+from tests.training.test_unusual_parameters import plan_for, trained
+from tests.training.unusual_modules import OBJECTIVE
+
+CASES = [
+    ("GradientPenalty", 1, "takes a gradient of the model's output before the step's backward pass"),
+    ("GradientPenalty", 3, "takes a gradient of the model's output before the step's backward pass"),
+    ("Sparse", 2, "the gradient of `table` cannot be added up over ranks"),
+    ("Complex", 1, "the parameter `phase` cannot be trained"),
+    ("SharedMemory", 2, "the parameters `one.weight` and `other.weight` are two, but lie in the same memory"),
+    ("Empty", 3, "ZeRO-3 cannot gather the parameter `nothing`"),
+    ("OtherFunctional", 3, "ZeRO-3 cannot run `inner.0` \\(Linear\\) with other tensors than its parameters"),
+    ("Vmapped", 3, "ZeRO-3 cannot run `inner` \\(Sequential\\) inside a transform of torch.func"),
+    ("TwiceDifferentiated", 3, "ZeRO-3 cannot differentiate `inner` \\(Sequential\\) twice"),
+    ("Compiled", 3, "ZeRO-3 cannot gather the parameters of `inner`"),
+]
+
+
+@pytest.mark.parametrize(("kind", "zero_stage", "message"), CASES)
+def test_a_dry_run_refuses_it(kind: str, zero_stage: int, message: str) -> None:
+    plan = plan_for(zero_stage, "fp32")
+
+    def build() -> torch.nn.Module:
+        with torch.device("meta"):
+            return getattr(unusual_modules, kind)()
+
+    with pytest.raises(RequestError, match=message) as caught:
+        dry_run(
+            build, OBJECTIVE, plan.request, plan.strategy, micro_batch=2, accumulation_steps=2, world_size=2, rank=0,
+            kind="cpu",
+        )  # fmt: skip
+    assert "hint: " in str(caught.value)
+
+
+def refused(kinds: list[tuple[str, int]]) -> list[str]:
+    """What training says of each, under a stage. Runs on ranks."""
+    said = []
+    for kind, zero_stage in kinds:
+        try:
+            trained((kind,), zero_stage, "fp32")
+        except RequestError as error:
+            said.append(str(error))
+    return said
+
+
+def test_training_refuses_it_on_all_ranks(two_ranks: Ranks) -> None:
+    by_rank = two_ranks.run(refused, [(kind, zero_stage) for kind, zero_stage, _ in CASES])
+    for said in by_rank:
+        assert len(said) == len(CASES)
+        for text, (_, _, message) in zip(said, CASES, strict=True):
+            assert message.replace("\\", "") in text
+
+
+def test_parameters_side_by_side_in_one_memory_are_no_tied_ones() -> None:
+    from frugal.deepspeed_adapter import refusals
+
+    rows = torch.randn(4, 6)
+    module = torch.nn.ParameterList([rows[:, ::2], rows[:, 1::2], rows.clone()])
+    refusals.refuse(module, 2)
+    with pytest.raises(RequestError, match="the parameters `0` and `1` are two"):
+        refusals.refuse(torch.nn.ParameterList([rows[:3], rows[2:]]), 2)
