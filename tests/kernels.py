@@ -42,7 +42,7 @@ def main() -> None:
         print("no C++ compiler or no ninja: tests of DeepSpeed's CPUAdam will be skipped")
         return
     os.environ.update(DS_ACCELERATOR="cpu", TORCH_EXTENSIONS_DIR=str(FOLDER))
-    from frugal.deepspeed_adapter.compiled import compile_adam  # after the device was chosen
+    from frugal.deepspeed_adapter.kernels import compile_adam  # after the device was chosen
 
     compile_adam(on_host=True)
 

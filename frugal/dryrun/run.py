@@ -14,7 +14,7 @@ from frugal import torch_internals
 from frugal.config.hardware.cluster import ASSUMED_CAPABILITY, Capability, DeviceKind
 from frugal.config.request import Request
 from frugal.deepspeed_adapter.engine import destroy, told_of_arrivals
-from frugal.deepspeed_adapter.fake_device import pretend
+from frugal.deepspeed_adapter.simulate.fake_device import pretend
 from frugal.deepspeed_adapter.stages import Zero
 from frugal.distributed import process_group
 from frugal.dryrun.messages import DryRun

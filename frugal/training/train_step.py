@@ -40,10 +40,10 @@ from frugal.training.models import (
 from frugal.training.models.loading import quantised
 from frugal.training.models.sequence import attention
 from frugal.training.models.tiling import tiled_mlp
+from frugal.training.models.unused_parameters import UnusedParameters
 from frugal.training.objectives import Batch, Objective, Sample, tokens_and_positions
 from frugal.training.oom_limits import AdaptiveLimits, OutOfMemory, recovery
 from frugal.training.oom_retry import CachedBlocks, Guard, RanksDifferError, Update, abandon
-from frugal.training.unused_parameters import UnusedParameters
 from frugal.units import format_bytes
 
 logger = logging.getLogger("frugal")

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 from threading import Thread
 
-from frugal.deepspeed_adapter.compiled import wait_for_compiler
+from frugal.deepspeed_adapter.kernels import wait_for_compiler
 
 COMPILES = """
 import sys

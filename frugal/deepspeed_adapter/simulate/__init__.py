@@ -1,1 +1,1 @@
-"""DeepSpeed's ZeRO optimizers as arithmetic over the trace of a model, instead of a dry run of the engine."""
+"""DeepSpeed without a device: its engine on one that pretends, and its ZeRO optimizers as arithmetic over a trace."""

@@ -194,7 +194,7 @@ MIRRORED = (
     ),
     *_mirrored(
         "zero.partition_parameters",
-        "fake_device.SideStreams",
+        "simulate.fake_device.SideStreams",
         free_param="96cebaaa66079050",
     ),
     *_mirrored(

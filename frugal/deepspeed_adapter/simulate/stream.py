@@ -231,7 +231,7 @@ class Setting:
     def make_states(self, elements: int, place: Stream | PinnedBlocks) -> list[int]:
         """The optimizer makes the states of a tensor at its first step; their storages.
 
-        8-bit AdamW as in `frugal.deepspeed_adapter.fake_device.AdamW8bit`. Left out: its two maps of 1 KiB.
+        8-bit AdamW as in `frugal.deepspeed_adapter.simulate.fake_device.AdamW8bit`. Left out: its two maps of 1 KiB.
         """
         if self.optimizer == "sgd":
             return []

@@ -11,7 +11,7 @@ from torch import nn
 from frugal.config.hardware.cluster import ASSUMED_CAPABILITY, Cluster, Device
 from frugal.config.schema import understand
 from frugal.deepspeed_adapter import stages
-from frugal.deepspeed_adapter.fake_device import pretend
+from frugal.deepspeed_adapter.simulate.fake_device import pretend
 from frugal.dryrun.compare import predicted
 from frugal.dryrun.figures import Figures
 from frugal.dryrun.loop.card import pretended_card

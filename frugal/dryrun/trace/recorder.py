@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from frugal import torch_internals
 from frugal.config.hardware.cluster import ASSUMED_CAPABILITY, Capability, DeviceKind
-from frugal.deepspeed_adapter.fake_device import SideStreams
+from frugal.deepspeed_adapter.simulate.fake_device import SideStreams
 from frugal.dryrun.trace import kernel_memory, operators, repeats
 from frugal.dryrun.trace.operators import HostMemory
 from frugal.planning.cost import Counts

@@ -40,7 +40,7 @@ from torch import Tensor
 
 from frugal import temporary, torch_internals
 from frugal.config.optimizers import EIGHT_BIT_BLOCK, SMALLEST_EIGHT_BIT
-from frugal.deepspeed_adapter import compiled, contract, kernels, zero3_graph
+from frugal.deepspeed_adapter import contract, kernels, zero3_graph
 from frugal.planning.memory.host_allocator import HostAllocator
 
 SideStream = Callable[[str], AbstractContextManager[Any]]
@@ -327,7 +327,7 @@ def without_kernels() -> Iterator[None]:
     """Neither a library nor a compiler is needed inside the `with` block."""
     with ExitStack() as stack:
         stack.enter_context(patch.object(kernels, "adamw_8bit", lambda: AdamW8bit))
-        stack.enter_context(patch.object(compiled, "compile_adam", lambda **_: None))
+        stack.enter_context(patch.object(kernels, "compile_adam", lambda **_: None))
         stack.enter_context(patch("deepspeed.ops.adam.fused_adam.FusedAdamBuilder", _Compiled))
         stack.enter_context(patch("deepspeed.ops.adam.cpu_adam.CPUAdamBuilder", _Compiled))
         for module in ("partitioned_optimizer_swapper", "partitioned_param_swapper"):
