@@ -6,7 +6,7 @@ gradients over ranks, so the W cancels and what remains is the exact mean over T
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -271,7 +271,10 @@ class Stepper:
 
     def accumulate(self, batches: Sequence[Batch], targets: int) -> Tensor:
         """Forward and backward over this rank's micro-batches; see `accumulate`."""
-        return accumulate(self.deepspeed, self.objective, batches, targets)
+        return accumulate(self.deepspeed, self.objective, batches, targets, self._before_micro_batch)
+
+    def _before_micro_batch(self, batch: Batch) -> None:
+        self.unused.expect(self.objective.count(batch))
 
     def _sum(self, *values: float) -> list[float]:
         """Each value summed over the ranks, in fp64."""
@@ -297,14 +300,21 @@ def wrap(model: nn.Module, request: Request, strategy: Strategy, batch: BatchPla
     return zero
 
 
-def accumulate(deepspeed: Any, objective: Objective, batches: Sequence[Batch], targets: int) -> Tensor:
+def accumulate(
+    deepspeed: Any,
+    objective: Objective,
+    batches: Sequence[Batch],
+    targets: int,
+    before_each: Callable[[Batch], None] = lambda _: None,
+) -> Tensor:
     """Forward and backward over this rank's micro-batches; the loss summed over them, fp64, shape `()`.
 
-    `targets` counts those of the global batch. The gradients are reduced after the last micro-batch. Collective.
+    `targets` counts those of the global batch. `before_each` is called with each micro-batch. The gradients are reduced after the last micro-batch. Collective.
     """
     device, world_size = torch.device(deepspeed.device), dist.get_world_size()
     total = torch.zeros((), dtype=torch.float64, device=device)
     for i, batch in enumerate(batches):
+        before_each(batch)
         deepspeed.set_gradient_accumulation_boundary(i == len(batches) - 1)
         on_device = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
         loss = objective.loss_sum(deepspeed, on_device)

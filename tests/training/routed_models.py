@@ -11,7 +11,14 @@ KINDS = ("heads", "experts", "adapters", "order", "skip")
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "sgd": {"optimizer": "sgd", "learning_rate": 0.02, "weight_decay": 0.0},
     "momentum": {"optimizer": "sgd", "learning_rate": 0.02, "weight_decay": 0.01, "momentum": 0.9},
-    "adamw": {"optimizer": "adamw", "learning_rate": 0.01, "weight_decay": 0.1, "adam_epsilon": 1e-3},
+    "adamw": {
+        "optimizer": "adamw",
+        "learning_rate": 0.01,
+        "weight_decay": 0.1,
+        "adam_epsilon": 1e-3,
+        "adam_beta1": 0.9,
+        "adam_beta2": 0.999,
+    },
 }
 WIDTH, NUM_WAYS = 24, 3
 

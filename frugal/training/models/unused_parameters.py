@@ -32,14 +32,19 @@ class UnusedParameters:
         self._trained = [(name, each) for name, each, is_trained in self._all if is_trained]
         self._stage, self._request, self._votes = zero.strategy.zero_stage, request, votes
         self._used: set[int] = set()
-        self._is_said = False
+        self._has_targets, self._is_said = True, False
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(partial(self._note, number))
             for number, (_, parameter) in enumerate(self._trained)
         ]
 
     def _note(self, number: int, _: Tensor) -> None:
-        self._used.add(number)
+        if self._has_targets:
+            self._used.add(number)
+
+    def expect(self, num_targets: int) -> None:
+        """A micro-batch of so many targets comes; one of none is a dummy, whose gradient of zero is none."""
+        self._has_targets = num_targets > 0
 
     def close(self) -> None:
         """Look at the parameters no longer."""
