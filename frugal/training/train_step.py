@@ -309,7 +309,8 @@ def accumulate(
 ) -> Tensor:
     """Forward and backward over this rank's micro-batches; the loss summed over them, fp64, shape `()`.
 
-    `targets` counts those of the global batch. `before_each` is called with each micro-batch. The gradients are reduced after the last micro-batch. Collective.
+    `targets` counts those of the global batch. `before_each` is called with each micro-batch. The
+    gradients are reduced after the last micro-batch. Collective.
     """
     device, world_size = torch.device(deepspeed.device), dist.get_world_size()
     total = torch.zeros((), dtype=torch.float64, device=device)
