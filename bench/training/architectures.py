@@ -12,7 +12,9 @@ alone` if it is exact, but padding matters to the model itself, which `frugal pl
 transformers builds no small one here. Mixtures of experts are asked once more with `output_router_logits`; their
 own loss is then that of the same micro-batch, because it is no sum over samples.
 
-    python -m bench.training.architectures [MODEL_TYPE ...]
+With `--ranks`, each is trained a step on two ranks under ZeRO-2 and ZeRO-3 besides, see `architectures_on_ranks`.
+
+    python -m bench.training.architectures [--ranks] [MODEL_TYPE ...]
 """
 
 import json
@@ -34,6 +36,8 @@ from torch import Tensor, nn
 
 from bench.environment import environment
 from bench.goals import report_goals
+from bench.ranks import Ranks
+from bench.training import architectures_on_ranks
 from bench.training.small_configs import small_config
 from frugal.errors import FrugalError
 from frugal.training.losses.decoder_inputs import decoder_inputs
@@ -265,10 +269,16 @@ def main() -> None:
     logging.getLogger("transformers").setLevel(logging.CRITICAL)
     transformers_internals.always_use()
     torch.set_num_threads(1)
-    kept = json.loads(RESULTS.read_text())["pairs"] if sys.argv[1:] else []
+    model_types = [word for word in sys.argv[1:] if word != "--ranks"]
+    ranks = Ranks(architectures_on_ranks.WORLD_SIZE) if "--ranks" in sys.argv else None
+    kept = json.loads(RESULTS.read_text())["pairs"] if model_types else []
     records = {(record["task"], record["model_type"], record["routers"]): record for record in kept}
-    for pair in pairs(sys.argv[1:]):
-        record = records[pair] = measure(pair[0], pair[1], routers=pair[2])
+    for pair in pairs(model_types):
+        record = measure(pair[0], pair[1], routers=pair[2])
+        if ranks is not None and "loss_error" in record and not pair[2]:
+            of_task = samples_of(pair[0])
+            record["ranks"] = architectures_on_ranks.measure(ranks, _spec(*pair), of_task, ours)
+        records[pair] = record
         print(told(record), flush=True)
         keep(list(records.values()))
     goals = reached(list(records.values()))
@@ -306,6 +316,8 @@ taken out of encoder-decoders (`causal-lm`) are given labels that are moved by o
 - **not run**: the model's own loss of text fails, and so does a dry run, which says so.
 - *routers*: with `output_router_logits`, against the model's own loss of the same micro-batch.
 - *tiled*: the tiled loss is exact, or refused with the reason, and then the plain one is planned.
+- *2 ranks*: a step under ZeRO-2 and ZeRO-3, every sample a micro-batch, against the same in one process in fp64, and
+  its dry run. Empty: not measured.
 
 {counts}.
 """
@@ -317,7 +329,7 @@ def table(records: list[Record]) -> str:
     counts = ", ".join(f"{number} {verdict}" for verdict, number in verdicts.most_common())
     lines = [_HEAD.format(version=environment("")["versions"]["transformers"], counts=counts)]
     for task in TASKS:
-        lines += [f"## {task}\n", "| model type | | loss | gradient | tiled |", "|---|---|---|---|---|"]
+        lines += [f"## {task}\n", "| model type | | loss | gradient | tiled | 2 ranks |", "|---|---|---|---|---|---|"]
         for record in records:
             if record["task"] == task and record["verdict"] != "not built":
                 lines.append(_row(record))
@@ -333,9 +345,21 @@ def table(records: list[Record]) -> str:
 def _row(record: Record) -> str:
     name = f"{record['model_type']}{', *routers*' if record['routers'] else ''}"
     if "loss_error" not in record:
-        return f"| {name} | {record['verdict']}: {record['reason'].replace('|', '/')} | | | |"
+        return f"| {name} | {record['verdict']}: {record['reason'].replace('|', '/')} | | | | |"
     loss, gradient = (_power(record[f"{which}_error"]) for which in ("loss", "gradient"))
-    return f"| {name} | {record['verdict']} | {loss} | {gradient} | {record['tiled'] or ''} |"
+    cells = (name, record["verdict"], loss, gradient, record["tiled"] or "", _on_ranks(record))
+    return f"| {' | '.join(cells)} |"
+
+
+def _on_ranks(record: Record) -> str:
+    """In few words: `exact` where both stages are, and both dry runs run."""
+    said = {}
+    for stage, each in record.get("ranks", {}).items():
+        dry = "" if each.get("dry_run", "runs") == "runs" else f", dry run: {each['dry_run']}"
+        said[stage.replace("zero", "ZeRO-")] = f"{each['verdict']}{dry}".replace("|", "/")
+    if len(set(said.values())) == 1:
+        return next(iter(said.values()))
+    return "; ".join(f"{stage} {verdict}" for stage, verdict in said.items())
 
 
 def _power(value: float) -> str:
@@ -352,7 +376,8 @@ def told(record: Record) -> str:
     if "loss_error" not in record:
         return f"{name}{record['verdict']}: {record['reason']}"
     errors = f"loss {record['loss_error']:.1e}  gradient {record['gradient_error']:.1e}"
-    return f"{name}{record['verdict']:12} {errors}  tiled: {record['tiled']}"
+    ranks = f"  2 ranks: {_on_ranks(record)}" if "ranks" in record else ""
+    return f"{name}{record['verdict']:12} {errors}  tiled: {record['tiled']}{ranks}"
 
 
 if __name__ == "__main__":

@@ -173,7 +173,7 @@ def own_names() -> set[str]:
 
 
 OF_OTHERS = {
-    "_cdata", "_C", "_DisableTorchDispatch", "_buffers", "_parameters",  # torch
+    "_cdata", "_C", "_DisableTorchDispatch", "_buffers", "_orig_mod", "_parameters",  # torch
     "_fields",  # named tuples
     "_getframe",  # sys
 }  # fmt: skip

@@ -203,14 +203,14 @@ def loss(model: Any, batch: dict[str, Tensor]) -> Tensor:
 OBJECTIVE = SummedLoss(loss, example=points(1)[0])
 
 
-def reference(make: Callable[[], nn.Module], number: int) -> dict[str, Tensor]:
-    """The gradient of the mean loss over `number` samples: plain torch, fp64, every sample by itself."""
+def reference(make: Callable[[], nn.Module], number: int, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
+    """The gradient of the mean loss over `number` samples: plain torch, every sample by itself."""
     model = make()
     for parameter in model.parameters():
         if parameter.is_floating_point():
-            parameter.data = parameter.data.double()
+            parameter.data = parameter.data.to(dtype)
     for sample in points(number):
-        batch = {name: value[None].double() for name, value in sample.items()}
+        batch = {name: value[None].to(dtype) for name, value in sample.items()}
         (loss(model, batch) / number).backward()
     return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
 

@@ -130,16 +130,15 @@ def on_device(device: torch.device) -> Iterator[None]:
     """
     moved = WeakIdKeyDictionary()
 
-    def moved_parameter(_module: nn.Module, _name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+    def moved_parameter(_module: nn.Module, _name: str, parameter: nn.Parameter | None) -> Any:
         if parameter is None or not _is_elsewhere(parameter, device):
             return parameter
         if parameter not in moved:  # one that has two names stays one
             moved[parameter] = nn.Parameter(parameter.detach().to(device), parameter.requires_grad)
             moved[parameter].__dict__.update(parameter.__dict__)
-        made: nn.Parameter = moved[parameter]
-        return made
+        return moved[parameter]
 
-    def moved_buffer(_module: nn.Module, _name: str, buffer: Tensor | None) -> Tensor | None:
+    def moved_buffer(_module: nn.Module, _name: str, buffer: Tensor | None) -> Any:
         return buffer.to(device) if buffer is not None and _is_elsewhere(buffer, device) else buffer
 
     handles = (
