@@ -3,9 +3,11 @@
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from frugal.check import known_faults
 from frugal.check.batch import Arithmetic
 from frugal.check.readers.deepspeed_json import REMOVED, Resolved
 from frugal.check.settings import AUTO, Finding, Settings
+from frugal.config.hardware import local_host
 from frugal.units import format_bytes, plural
 
 LARGE_BUCKET_BYTES = 500_000_000
@@ -195,6 +197,26 @@ def _wrong_options(settings: Settings, deepspeed: Resolved, arithmetic: Arithmet
         )
 
 
+def _known_faults(settings: Settings, deepspeed: Resolved, arithmetic: Arithmetic) -> Iterator[Finding]:
+    """`frugal.check.known_faults`, of the version that is installed."""
+    version = local_host.versions()["deepspeed"]
+    has = {
+        "half": deepspeed.precision == "bf16",
+        "accumulation": arithmetic.accumulation_steps > 1,
+        "ranks": arithmetic.world_size > 1,
+        "overlap": bool(deepspeed.zero["overlap_comm"]),
+    }
+    for fault in known_faults.of_version(version):
+        if deepspeed.zero["stage"] in fault.stages and all(has[need] for need in fault.needs):
+            yield Finding(
+                "wrong-gradients",
+                "error",
+                f"DeepSpeed {version} computes wrong gradients here ({fault.thread}): {fault.what}",
+                settings.place("json.zero_optimization.stage", "json.zero_optimization"),
+                fault.remedy + (f"; mended in DeepSpeed {fault.until}" if fault.until else ""),
+            )
+
+
 # Of any tool
 
 
@@ -293,5 +315,5 @@ _OF_ANY: tuple[Callable[[Settings, Arithmetic], Iterator[Finding]], ...] = (
     _checkpointing, _packing, _evaluation, _of_trainer,
 )  # fmt: skip
 _OF_DEEPSPEED: tuple[Callable[[Settings, Resolved, Arithmetic], Iterator[Finding]], ...] = (
-    _low_stages, _bf16_sums, _buckets, _auto_of_nobody, _loss_scaling, _offloading, _wrong_options,
+    _known_faults, _low_stages, _bf16_sums, _buckets, _auto_of_nobody, _loss_scaling, _offloading, _wrong_options,
 )  # fmt: skip

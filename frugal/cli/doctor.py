@@ -9,6 +9,7 @@ from typing import get_args
 import click
 import msgspec
 
+from frugal.check import known_faults
 from frugal.config.hardware import build_cluster
 from frugal.config.hardware.build_cluster import HostfileEntry
 from frugal.config.hardware.cluster import DeviceKind
@@ -49,7 +50,7 @@ def command(
     else:
         named = build_cluster.read_hostfile(path)
         reports = ssh.collect_reports(named, access, folder, kind)
-    problems = ssh.problems(named, reports, access, kind)
+    problems = ssh.problems(named, reports, access, kind) + _wrong_gradients(named, reports)
     if path is not None and shutil.which("pdsh") is None:
         problems.append("this machine has no pdsh, with which `frugal train --hostfile` starts the ranks")
     if as_json:
@@ -93,6 +94,19 @@ def _table(
         f"; no {', '.join(missing)}: DeepSpeed's own operators cannot be compiled, NVMe needs them" if missing else ""
     )
     yield f"  compilers  {has}{without}"
+
+
+def _wrong_gradients(hosts: Sequence[HostfileEntry], reports: Sequence[HostReport | UnreachableHost]) -> list[str]:
+    """Return a line for each fault that a host's DeepSpeed is known to have."""
+    lines = []
+    for host, report in zip(hosts, reports, strict=True):
+        version = "" if isinstance(report, UnreachableHost) else report.versions.get("deepspeed", "")
+        lines += [
+            f"{host.name} has DeepSpeed {version}, which computes wrong gradients ({fault.thread}, {fault.versions}): "
+            f"{fault.what}; {fault.remedy}"
+            for fault in known_faults.of_version(version)
+        ]
+    return lines
 
 
 def _gpus(report: HostReport) -> str:

@@ -132,7 +132,8 @@ def _check(question: AskCheck) -> tuple[str, ...]:
         packing_check.check_packing(spec)
     if (shared_by := question.request.sequence_parallel or 1) > 1:
         sequence_check.check_sequence_parallel(spec, shared_by, pack=bool(question.request.pack))
-    return model_check.check_model(spec, question.request.batch_norm)
+    has_low_stage = question.request.zero_stage in (0, 1)
+    return model_check.check_model(spec, question.request.batch_norm, has_low_stage=has_low_stage)
 
 
 @functools.lru_cache(maxsize=1)

@@ -271,6 +271,8 @@ def _does_not_fit(candidates: list[Candidate]) -> str:
 SPLIT_MATTERS = "the gradient depends on how a global batch is split"
 PADDING_MATTERS = "the gradient depends on padding"
 DROPOUT = "dropout draws its masks for each rank and micro-step: another split of a global batch draws others"
+LAYER_DROP = "LayerDrop is off"
+DRAWN_PARTS = "which parameters are used is drawn at random"
 ADDED_LOSS = "its loss is more than a sum over targets"
 """How the warnings of a plan begin that training repeats; dropout's is ordinary, so it does not."""
 

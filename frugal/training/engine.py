@@ -29,6 +29,7 @@ from frugal.training.models.loading import quantised
 from frugal.training.models.sequence.parts import parts_of
 from frugal.training.objectives import Objective
 from frugal.training.train_step import Prepared, Stepper, StepResult, wrap
+from frugal.training.trials import model_check
 
 
 class Engine(Stepper):
@@ -137,6 +138,7 @@ def initialize(
     _refuse_different_plans(plan, votes)
     model = adapters.as_planned(quantised.as_planned(model, plan), plan)
     batch_norm.apply_planned(model, plan)
+    model_check.say_of_objective(model, objective, plan, dist.get_rank())
     if any(other.strategy.loss == "tiled" for other in plan.alternatives):
         tiled_loss.prepare(model)
     own = OwnOptimizer.of(model, plan, optimizer, parameter_groups)

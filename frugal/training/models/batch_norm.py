@@ -17,7 +17,7 @@ from torch.distributed.nn.functional import all_reduce
 from frugal.config.request import BatchNormChoice
 from frugal.errors import RequestError
 from frugal.planning.plan import Plan
-from frugal.planning.report import SPLIT_MATTERS
+from frugal.planning.report import DRAWN_PARTS, SPLIT_MATTERS
 
 logger = logging.getLogger("frugal")
 
@@ -69,7 +69,10 @@ def apply(model: nn.Module, choice: BatchNormChoice | None) -> None:
 
 def apply_planned(model: nn.Module, plan: Plan) -> None:
     """BatchNorm as planned; where it makes the gradient depend on the split, that is said. Raises as `apply`."""
-    choice, notes = plan.request.batch_norm, [note for note in plan.warnings if note.startswith(SPLIT_MATTERS)]
+    choice, notes = (
+        plan.request.batch_norm,
+        [note for note in plan.warnings if note.startswith((SPLIT_MATTERS, DRAWN_PARTS))],
+    )
     said_elsewhere = notes and plan.model.task != "own"  # by `frugal train`, which trains the other tasks
     if choice is None and not notes and (own := modules(model)):
         notes.append(

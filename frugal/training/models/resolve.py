@@ -190,6 +190,7 @@ def _from_config(
     for part in {id(config): config, id(text): text}.values():
         if getattr(part, "use_cache", False):
             part.use_cache = False
+    layer_drop = _without_layer_drop(config)
     if chosen == "sequence-classification":
         if num_labels is not None:
             config.num_labels = num_labels
@@ -206,8 +207,25 @@ def _from_config(
         own_tokenizer=own_tokenizer,
         kind_of_reference="configuration",
         uses_cache=uses_cache,
+        layer_drop=layer_drop,
         trust_remote_code=trust_remote_code,
     )
+
+
+def _without_layer_drop(config: Any) -> tuple[tuple[str, float], ...]:
+    """Set a configuration's LayerDrop to 0 (https://arxiv.org/abs/1909.11556); return the settings that were not.
+
+    Ranks draw from generators of their own, so that they would train different layers in the same micro-step. ZeRO-2
+    and 3 reduce gradients in the order in which they arrive, and would mix those of different parameters.
+    """
+    found = []
+    parts = (config, *(getattr(config, name, None) for name in getattr(config, "sub_configs", ())))
+    for part in {id(part): part for part in parts if part is not None}.values():
+        for name, value in list(vars(part).items()):
+            if "layerdrop" in name and isinstance(value, float | int) and value > 0:
+                found.append((name, float(value)))
+                setattr(part, name, 0.0)
+    return tuple(found)
 
 
 def _listed(tasks: list[str]) -> str:

@@ -62,6 +62,7 @@ class ModelSpec:
         lora: adapters that are trained instead of it; None: it is trained itself.
         quantize: in what the frozen weights under adapters are kept; None: in the run's precision.
         uses_cache: what its configuration says of `use_cache`, which is off while it trains.
+        layer_drop: settings of LayerDrop that its configuration had, by which ranks would leave out different layers.
     """
 
     reference: str
@@ -73,6 +74,7 @@ class ModelSpec:
     own_tokenizer: str | None = None
     kind_of_reference: str = "factory"
     uses_cache: bool | None = None
+    layer_drop: tuple[tuple[str, float], ...] = ()
     trust_remote_code: bool = False
     factory: factories.Factory | None = None
     structure: str = ""

@@ -10,7 +10,7 @@ from frugal.config.hardware.cluster import unlike
 from frugal.config.request import QUANTIZATIONS
 from frugal.config.run_settings import RunSettings
 from frugal.planning.plan import Plan
-from frugal.planning.report import PADDING_MATTERS, SPLIT_MATTERS
+from frugal.planning.report import DRAWN_PARTS, LAYER_DROP, PADDING_MATTERS, SPLIT_MATTERS
 from frugal.training.checkpoint.loading import describe_changes
 from frugal.training.data.mixture import Mixture, epoch_indices
 from frugal.training.data.stream.samples import SampleStream
@@ -99,7 +99,8 @@ def record(plan: Plan, changes: tuple[str, ...], *, is_resumed: bool) -> dict[st
 def remarks(plan: Plan, data: "RunData", device: "torch.device", rank: int) -> Iterator[str]:
     """What else is to be known before the first step."""
     yield from _rows(data)
-    yield from (f"note: {note}" for note in plan.warnings if note.startswith((SPLIT_MATTERS, PADDING_MATTERS)))
+    said = (SPLIT_MATTERS, PADDING_MATTERS, LAYER_DROP, DRAWN_PARTS)
+    yield from (f"note: {note}" for note in plan.warnings if note.startswith(said))
     yield from _not_as_planned(plan, data)
     yield from _other_segments(plan)
     yield from _other_gpu(plan, device, rank)

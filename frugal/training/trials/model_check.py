@@ -4,7 +4,9 @@ A small model of its kind is tried (see `probe`). What makes training worthless 
 """
 
 import copy
-from dataclasses import dataclass, replace
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -12,17 +14,20 @@ from torch import Tensor, nn
 
 from frugal.config.request import BatchNormChoice
 from frugal.errors import RequestError, first_line
-from frugal.planning.report import DROPOUT, PADDING_MATTERS, SPLIT_MATTERS
+from frugal.planning.plan import Plan
+from frugal.planning.report import DRAWN_PARTS, DROPOUT, LAYER_DROP, PADDING_MATTERS, SPLIT_MATTERS
 from frugal.training.losses import loss_check, own_loss
 from frugal.training.models import batch_norm, transformers_internals
 from frugal.training.models.spec import OWN, ModelSpec, heads
-from frugal.training.objectives import Objective, Sample
+from frugal.training.objectives import CausalLM, MaskedLM, Objective, Sample, Seq2Seq, SequenceClassification
 from frugal.training.trials import probe
 from frugal.training.trials.probe import FEW_SAMPLES, NUM_SAMPLES, Dependence
-from frugal.training.trials.small_model import NoSmallModelError, small_models
+from frugal.training.trials.small_model import NoSmallModelError, is_small, small_models
 from frugal.units import plural
 
 _NAMED = 4
+
+logger = logging.getLogger("frugal")
 
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
 
@@ -36,6 +41,9 @@ class ModelTrial:
 
     Attributes:
         split: whether the gradient depends on how a batch is split.
+        forwards: whether it depends on the forwards that were done before.
+        drawn: parameters that random draws leave out of a micro-batch.
+        reused: parameters whose gradient arrives more than once in a backward, see `probe.arriving_twice`.
         padding: whether it depends on padding; None: not tried, because an objective makes its own batches, or the
             split matters already.
         later_tokens: see `probe.on_later_tokens`; None: nothing that predicts the next token.
@@ -45,6 +53,9 @@ class ModelTrial:
 
     split: Dependence
     has_dropout: bool
+    forwards: Dependence = field(default_factory=lambda: Dependence(0.0))
+    drawn: Sequence[str] = ()
+    reused: Sequence[str] = ()
     padding: Dependence | None = None
     later_tokens: float | None = None
     unused: tuple[str, ...] = ()
@@ -62,19 +73,28 @@ def trial(
     transformers_internals.always_use()
     tokens = _tokens(vocab_size, max_positions)
     if task == OWN:
-        batch = probe.example(objective, tokens.shape[1])
-        split = probe.on_split(model, objective, batch)
-        unused = probe.unused(model, objective, batch)
-        return ModelTrial(split=split, has_dropout=probe.draws_masks(model, objective, batch), unused=unused)
+        batches = probe.examples(model, objective, tokens.shape[1])
+        splits, batch = [probe.on_split(model, objective, each) for each in batches], batches[0]
+        return ModelTrial(
+            split=next(filter(None, splits), splits[0]),
+            has_dropout=probe.draws_masks(model, objective, batch),
+            forwards=probe.on_forwards(model, objective, batch),
+            drawn=probe.on_draws(model, objective, batch),
+            reused=probe.arriving_twice(model, objective, batch),
+            unused=probe.unused(model, objective, batch),
+        )
     later_tokens = probe.on_later_tokens(model, tokens[:FEW_SAMPLES], vocab_size) if task == "causal-lm" else None
     samples = [_sample(task, objective, row) for row in tokens]
     batch = objective.collate(samples)
-    split, has_dropout = probe.on_split(model, objective, batch), probe.draws_masks(model, objective, batch)
-    if split:
-        return ModelTrial(split=split, has_dropout=has_dropout, later_tokens=later_tokens)
+    done = ModelTrial(
+        split=probe.on_split(model, objective, batch), has_dropout=probe.draws_masks(model, objective, batch),
+        forwards=probe.on_forwards(model, objective, batch), drawn=probe.on_draws(model, objective, batch),
+        later_tokens=later_tokens,
+    )  # fmt: skip
+    if done.split:
+        return done
     ragged = [_sample(task, objective, row[:length]) for row, length in zip(tokens, _LENGTHS, strict=False)]
-    padding = probe.on_padding(model, objective, ragged)
-    return ModelTrial(split=split, has_dropout=has_dropout, padding=padding, later_tokens=later_tokens)
+    return replace(done, padding=probe.on_padding(model, objective, ragged))
 
 
 def _tokens(vocab_size: int, max_positions: int | None) -> Tensor:
@@ -94,22 +114,28 @@ def _sample(task: str, objective: Any, tokens: Tensor) -> Sample:
     return {"input_ids": row}
 
 
-def check_model(spec: ModelSpec, choice: BatchNormChoice | None = None) -> tuple[str, ...]:
+def check_model(
+    spec: ModelSpec, choice: BatchNormChoice | None = None, *, has_low_stage: bool = False
+) -> tuple[str, ...]:
     """What is to be said of a model before it is trained, for people; `choice`: whose statistics BatchNorm takes.
 
-    What adapters are put into is tried without them: they change nothing of it but by their dropout.
+    `has_low_stage`: it will be trained under ZeRO-0 or 1. What adapters are put into is tried without them: they change
+    nothing of it but by their dropout.
 
     Raises:
         RequestError: it cannot be trained for its task.
     """
     if spec.lora is not None:
-        notes_of_base = check_model(replace(spec, lora=None, quantize=None), choice)
+        notes_of_base = check_model(replace(spec, lora=None, quantize=None), choice, has_low_stage=has_low_stage)
         drops = spec.lora.dropout > 0 and DROPOUT not in notes_of_base
         return (*notes_of_base, DROPOUT) if drops else notes_of_base
     whole = spec.build(dtype=torch.float32, device="meta")
     if choice is not None:
         batch_norm.check(whole, choice)
     notes = _other_inputs(spec)
+    if spec.layer_drop:
+        settings = " and ".join(f"{name} {share:g}" for name, share in spec.layer_drop)
+        notes.append(f"{LAYER_DROP}: {settings} set to 0, because ranks would leave out different layers")
     if spec.has_own_loss() and (added := own_loss.depends_on_split(spec.config)) is not None:
         notes.append(f"{SPLIT_MATTERS}: {added}")
     try:
@@ -120,11 +146,14 @@ def check_model(spec: ModelSpec, choice: BatchNormChoice | None = None) -> tuple
         return (*notes, *_by_its_modules(normalising, str(error)), *([DROPOUT] if draws else []))
     if not done.is_causal:
         raise _not_causal(spec, done)
+    if not has_low_stage:
+        _refuse_reuse(spec.reference, done)
     if spec.task != OWN:
         objective, tokens = small.objective(), _tokens(small.vocab_size or 2, small.max_positions)
         loss_check.check_loss(small, model, objective, [_sample(spec.task, objective, row) for row in tokens[:1]])
     if done.split:
         notes.append(_split_note(done.split) + (_remedy(spec, choice) if batch_norm.modules(whole) else ""))
+    notes += _notes_of_forwards(done)
     if done.padding:
         notes.append(
             f"{PADDING_MATTERS}: that of a small model of this kind for samples of {_LENGTHS[0]} and {_LENGTHS[1]} "
@@ -144,6 +173,42 @@ def _unused_note(names: tuple[str, ...]) -> str:
         "PyTorch and ZeRO-0 leave what a whole global batch does not use, ZeRO-1 to 3 go on with its weight decay and "
         "momentum"
     )
+
+
+def say_of_objective(model: nn.Module, objective: Objective, plan: Plan, rank: int) -> None:
+    """Warn of what the gradient of a caller's own objective depends on, where the plan was made for another task.
+
+    A copy of the model is tried if it is small and on the CPU. The ranks come to the same.
+
+    Raises:
+        RequestError: it cannot be trained under the planned stage.
+    """
+    parameters = list(model.parameters())
+    is_known = plan.model.task == OWN or isinstance(objective, CausalLM | MaskedLM | Seq2Seq | SequenceClassification)
+    if is_known or {parameter.device.type for parameter in parameters} != {"cpu"} or not is_small(model):
+        return
+    try:
+        own = copy.deepcopy(model).float().train()
+        done = trial(own, objective, task=OWN, vocab_size=2, max_positions=plan.request.seq_len)
+    except Exception:  # whatever a model trips over; its training will say it better
+        return
+    if plan.strategy.zero_stage > 1:
+        _refuse_reuse(type(model).__name__, done)
+    is_said = bool(batch_norm.modules(model))  # by `batch_norm.apply_planned`
+    for note in [_split_note(done.split)] * bool(done.split and not is_said) + _notes_of_forwards(done):
+        if rank == 0:
+            logger.warning(note)
+
+
+def _refuse_reuse(reference: str, done: ModelTrial) -> None:
+    """Raises: RequestError."""
+    if done.reused:
+        raise RequestError(
+            f"{reference} cannot be trained under ZeRO-2 or 3",
+            because=f"the gradient of `{done.reused[0]}` arrives more than once in a backward: reentrant activation "
+            "checkpointing of a module that is used several times; DeepSpeed reduces a gradient when it arrives",
+            hint="checkpoint(..., use_reentrant=False), or --zero-stage 1 --precision fp32",
+        )
 
 
 def _other_inputs(spec: ModelSpec) -> list[str]:
@@ -184,6 +249,24 @@ def _split_note(split: Dependence) -> str:
     if split.modules is None:
         return f"{SPLIT_MATTERS}: its loss is not a sum over samples; {apart}"
     return f"{SPLIT_MATTERS}: in {_which(*split.modules)} samples of a micro-batch change each other; {apart}"
+
+
+def _notes_of_forwards(done: ModelTrial) -> list[str]:
+    """Return what is to be said of forwards that change the next one, or that leave parameters out."""
+    notes = []
+    if done.forwards.modules is not None:
+        notes.append(
+            f"{SPLIT_MATTERS}: in {_which(*done.forwards.modules)} a forward changes what the next one computes, so "
+            "the number of micro-batches matters; the gradient of the same samples and weights in a small model of "
+            f"this kind differs by {_percent(done.forwards.difference)} after {NUM_SAMPLES // FEW_SAMPLES} of them"
+        )
+    if done.drawn:
+        others = f" and {len(done.drawn) - 1} more" if len(done.drawn) > 1 else ""
+        notes.append(
+            f"{DRAWN_PARTS}: each rank leaves out `{done.drawn[0]}`{others} or not in each micro-batch; ZeRO-2 and 3 "
+            "need the same parameters on all ranks: draw from the batch, or use --zero-stage 1 --precision fp32"
+        )
+    return notes
 
 
 def _which(name: str, kind: str, number: int) -> str:

@@ -1,25 +1,30 @@
 """What a model's gradient depends on besides its samples: a small one of its kind is run, no list of names consulted.
 
-Three questions, each of one micro-batch cut or filled up in two ways, with every random draw replaced by its mean:
+Five questions, each of one micro-batch cut or filled up in two ways, with every random draw replaced by its mean:
 
-- Does it matter how a batch is split? With statistics over a micro-batch (BatchNorm) or experts of limited capacity it
-  does: samples change each other's outputs.
+- Does it matter how a batch is split? With statistics over a micro-batch (BatchNorm), experts of limited capacity or a
+  loss that compares samples it does: samples change each other's outputs.
+- Does it matter how many forwards there are? With power iterations (spectral norm), queues and moving averages that a
+  forward changes it does.
+- Do random draws decide which parameters are used? With LayerDrop they do, and ranks then use other ones.
 - Does padding matter? Where no mask keeps it out, a sample's gradient depends on the longest one beside it.
 - Do later tokens change what a model says of earlier ones? Then it cannot be trained to predict the next token.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from frugal.training.measure.memory_watch import tensors_in
+from frugal.training.models.tiled_loss import IGNORED
 from frugal.training.objectives import Batch, Objective, Sample
+from frugal.training.trials import held_still
 
 NUM_SAMPLES, FEW_SAMPLES = 8, 2
 """Samples of a batch that is run whole, and of the micro-batches it is cut into."""
@@ -29,6 +34,13 @@ MOST_TOKENS = 32
 
 MOST_DIFFERENCE = 1e-3
 """Relative; what more is no rounding."""
+
+MOST_CARRIED = 1e-5
+"""Relative, of gradients of the same micro-batch before and after others: they are computed alike, bit for bit."""
+
+MOVED = 0.1
+"""How far weights are moved before forwards are counted, as a part of their size: a power iteration has converged for
+weights that have not moved."""
 
 MOST_LEAKAGE = 1e-4
 """What later tokens may change in what is said of earlier ones, as a part of what they change at all."""
@@ -60,12 +72,59 @@ class Dependence:
 
 def on_split(model: nn.Module, objective: Objective, batch: Batch) -> Dependence:
     """How the gradient of `batch`, of `NUM_SAMPLES` samples, changes in micro-batches of `FEW_SAMPLES`."""
-    parts = [_slice(batch, start, start + FEW_SAMPLES) for start in range(0, NUM_SAMPLES, FEW_SAMPLES)]
+    parts = _parts(batch)
     _refuse_costly(model, objective, parts[0])
     apart = difference(gradient(model, objective, [batch]), gradient(model, objective, parts))
     if apart <= MOST_DIFFERENCE:
         return Dependence(apart)
     return Dependence(apart, _responsible(model, objective, batch, parts))
+
+
+def on_forwards(model: nn.Module, objective: Objective, batch: Batch) -> Dependence:
+    """Compare the gradients of a micro-batch before and after those of others, with the same weights.
+
+    Where nothing that a module keeps changes in a forward they are not computed again.
+    """
+    generator, first, *others = torch.Generator().manual_seed(0), *_parts(batch)
+    with held_still.restored(model):
+        with torch.no_grad():
+            for parameter in filter(lambda each: each.requires_grad, model.parameters()):
+                noise = torch.randn(parameter.shape, generator=generator).to(parameter)
+                parameter.add_(noise * MOVED * parameter.square().mean().sqrt())
+        before = held_still.kept(model)
+        was = gradient(model, objective, [first], restore=False)
+        changed = {
+            name
+            for name, module in model.named_modules()
+            if held_still.differs(before[name], held_still.kept_by(module))
+        }
+        if not changed:
+            return Dependence(0.0)
+        gradient(model, objective, others, restore=False)
+        after = held_still.kept(model)
+        apart = difference(was, gradient(model, objective, [first]))
+        if apart <= MOST_CARRIED:
+            return Dependence(apart)
+        modules = dict(model.named_modules())
+        for name in (name for name in modules if name in changed):
+            alike = [other for other in changed if type(modules[other]) is type(modules[name])]
+            for other in modules:
+                held_still.put(modules[other], (after if other in alike else before)[other])
+            if difference(was, gradient(model, objective, [first])) > MOST_CARRIED:
+                return Dependence(apart, (name, type(modules[name]).__name__, len(alike)))
+    return Dependence(apart)
+
+
+def on_draws(model: nn.Module, objective: Objective, batch: Batch) -> list[str]:
+    """Return the parameters that get a gradient with some random draws and none with others."""
+    used = []
+    part = _parts(batch)[0]
+    for share in (0.001, 0.999, None):
+        try:
+            used.append(gradient(model, objective, [part], share=share).keys())
+        except Exception:  # extreme draws may be senseless for a model
+            continue
+    return [name for name, _ in model.named_parameters() if len({name in each for each in used}) > 1]
 
 
 def on_padding(model: nn.Module, objective: Objective, samples: Sequence[Sample]) -> Dependence:
@@ -86,7 +145,7 @@ def on_later_tokens(model: nn.Module, tokens: Tensor, vocab_size: int) -> float:
     was_training = model.training
     model.eval()
     try:
-        with torch.no_grad(), without_randomness():
+        with torch.no_grad(), held_still.without_randomness():
             before, after = (model(input_ids=each).logits.float() for each in (tokens, changed))
     finally:
         model.train(was_training)
@@ -97,26 +156,86 @@ def on_later_tokens(model: nn.Module, tokens: Tensor, vocab_size: int) -> float:
 
 def draws_masks(model: nn.Module, objective: Objective, batch: Batch) -> bool:
     """Whether dropout leaves anything out in training."""
-    with torch.no_grad(), _Means() as means:
+    with torch.no_grad(), held_still.restored(model), held_still.FixedDraws(0.5) as fixed:
         objective.loss_sum(model, batch)
-    return means.has_dropout
+    return fixed.has_dropout
 
 
-def example(objective: Objective, seq_len: int) -> Batch:
-    """A batch of `NUM_SAMPLES` that differ in their numbers; whole numbers are those of the objective's example."""
+def arriving_twice(model: nn.Module, objective: Objective, batch: Batch) -> list[str]:
+    """Return the parameters whose gradient is complete more than once in one backward.
+
+    Reentrant activation checkpointing runs a backward of its own for each use of a module.
+    """
+    arrived: list[str] = []
+    hooks = [
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: arrived.append(name))
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    ]
+    try:
+        gradient(model, objective, _parts(batch)[:1])
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return [name for name, number in Counter(arrived).items() if number > 1]
+
+
+def examples(model: nn.Module, objective: Objective, seq_len: int) -> list[Batch]:
+    """Return batches of `NUM_SAMPLES` that differ in their numbers, as far as the model and its loss take them.
+
+    A second one has targets of `IGNORED` in some samples, where they are taken.
+    """
     generator = torch.Generator().manual_seed(0)
-    batch = objective.example(NUM_SAMPLES, seq_len)
-    return {
+    batch = {
         name: tensor + torch.randn(tensor.shape, generator=generator, dtype=torch.float32).to(tensor.dtype)
         if tensor.is_floating_point() and tensor.ndim
         else tensor
-        for name, tensor in batch.items()
+        for name, tensor in objective.example(NUM_SAMPLES, seq_len).items()
     }
+    whole = [name for name, tensor in batch.items() if _is_whole(tensor)]
+    for name in whole:
+        tensor = batch[name]
+        numbers = torch.randint(0, 16, tensor.shape, generator=generator)
+        if tensor.ndim == 1:  # a class, so that some are the same
+            numbers = torch.arange(NUM_SAMPLES) % 2
+        ways = [numbers, numbers % 2, -(numbers % 2)]
+        for added in reversed(ways) if (tensor == 1).all() else ways:  # ones may be a mask
+            varied = batch | {name: tensor + added.to(tensor.dtype)}
+            if _can_run(model, objective, varied):
+                batch = varied
+                break
+    ignoring = batch
+    for name in whole:
+        if (tensor := batch[name].clone()).ndim > 1:
+            tensor[1:3, ..., tensor.shape[-1] // 2 :] = IGNORED
+            if _can_run(model, objective, ignoring | {name: tensor}):
+                ignoring = ignoring | {name: tensor}
+    return [batch] if ignoring is batch else [batch, ignoring]
+
+
+def _is_whole(tensor: Tensor) -> bool:
+    """Tell whether it has whole numbers, of each sample its own."""
+    kinds = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+    return tensor.dtype in kinds and tensor.ndim > 0 and len(tensor) == NUM_SAMPLES
+
+
+def _can_run(model: nn.Module, objective: Objective, batch: Batch) -> bool:
+    """Tell whether the loss of a batch is a finite number."""
+    try:
+        with torch.no_grad(), held_still.restored(model), held_still.without_randomness():
+            return bool(objective.loss_sum(model, batch).isfinite())
+    except Exception:  # what is out of range raises in many ways
+        return False
 
 
 def _refuse_costly(model: nn.Module, objective: Objective, part: Batch) -> None:
     """Raises: TooCostlyError."""
-    with FlopCounterMode(display=False) as counter, torch.no_grad(), without_randomness():
+    with (
+        FlopCounterMode(display=False) as counter,
+        torch.no_grad(),
+        held_still.restored(model),
+        held_still.without_randomness(),
+    ):
         objective.loss_sum(model, part)
     # every sample twice, forward and backward, which takes twice as long
     flops = counter.get_total_flops() * 3 * 2 * NUM_SAMPLES / FEW_SAMPLES
@@ -132,11 +251,24 @@ def _slice(batch: Batch, start: int, end: int) -> Batch:
     }
 
 
-def gradient(model: nn.Module, objective: Objective, batches: Sequence[Batch]) -> Gradient:
-    """Of the loss summed over `batches`."""
+def _parts(batch: Batch) -> list[Batch]:
+    """Cut a batch into micro-batches of `FEW_SAMPLES`."""
+    return [_slice(batch, start, start + FEW_SAMPLES) for start in range(0, NUM_SAMPLES, FEW_SAMPLES)]
+
+
+def gradient(
+    model: nn.Module, objective: Objective, batches: Sequence[Batch], *, share: float | None = 0.5, restore: bool = True
+) -> Gradient:
+    """Return the gradient of the loss summed over `batches`; `share`: see `held_still.without_randomness`.
+
+    `restore`: each starts from the buffers and other values that the model's modules keep now, and leaves them so.
+    """
     model.zero_grad(set_to_none=True)
-    with without_randomness():
-        for batch in batches:
+    for batch in batches:
+        with ExitStack() as stack:
+            if restore:
+                stack.enter_context(held_still.restored(model))
+            stack.enter_context(held_still.without_randomness(share))
             objective.loss_sum(model, batch).backward()
     gradient = {
         name: parameter.grad.double() for name, parameter in model.named_parameters() if parameter.grad is not None
@@ -198,56 +330,9 @@ def _outputs(model: nn.Module, objective: Objective, batch: Batch) -> dict[tuple
         for name, module in model.named_modules()
     ]
     try:
-        with torch.no_grad(), without_randomness():
+        with torch.no_grad(), held_still.restored(model), held_still.without_randomness():
             objective.loss_sum(model, batch)
     finally:
         for hook in hooks:
             hook.remove()
     return outputs
-
-
-class _Means(TorchFunctionMode):
-    """Every random draw gives its mean, and dropout its input; `has_dropout`: whether that would have been another."""
-
-    has_dropout = False
-
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        name = getattr(func, "__name__", "")
-        if name == "scaled_dot_product_attention":
-            self.has_dropout |= bool(_argument(args, kwargs, 4, 0.0, "dropout_p"))
-            if len(args) > 4:
-                args = (*args[:4], 0.0, *args[5:])
-            return func(*args, **(kwargs | ({"dropout_p": 0.0} if "dropout_p" in kwargs else {})))
-        if "dropout" in name:
-            is_training = _argument(args, kwargs, 2, True, "training", "train")
-            self.has_dropout |= bool(is_training and _argument(args, kwargs, 1, 0.5, "p"))
-            return args[0] if args else kwargs["input"]
-        if name == "bernoulli":
-            return (args[0] if args else kwargs["input"]).round()
-        result = func(*args, **kwargs)
-        if name in _MEANS:
-            result.fill_(_MEANS[name](*args[1:], **kwargs))
-        return result
-
-
-def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], index: int, default: Any, *names: str) -> Any:
-    """What a function of torch was given for a parameter, which it may spell in one of several ways."""
-    return args[index] if index < len(args) else next((kwargs[name] for name in names if name in kwargs), default)
-
-
-_MEANS: dict[str, Callable[..., float]] = {
-    "rand": lambda *_, **__: 0.5,
-    "rand_like": lambda *_, **__: 0.5,
-    "randn": lambda *_, **__: 0.0,
-    "randn_like": lambda *_, **__: 0.0,
-    "uniform_": lambda low=0.0, high=1.0, **named: (named.get("from", low) + named.get("to", high)) / 2,
-    "normal_": lambda mean=0.0, std=1.0, **_: mean,
-    "exponential_": lambda lambd=1.0, **_: 1 / lambd,
-}
-"""What is drawn, and its mean by the arguments after the first."""
-
-
-def without_randomness() -> AbstractContextManager[Any]:
-    """Inside, no random numbers make a forward differ from another: samples alone make its outputs."""
-    return _Means()

@@ -62,7 +62,7 @@ def small_models(spec: ModelSpec) -> Iterator[tuple[ModelSpec, nn.Module]]:
         except Exception as error:  # each configuration checks its values in its own way
             because = error.because if isinstance(error, RequestError) else ()
             reason = because[0] if because else first_line(error)
-    if _is_small(whole):
+    if is_small(whole):
         itself = replace(spec, weights=None)
         yield itself, itself.build(dtype=torch.float32)
     elif not number:
@@ -79,7 +79,7 @@ def _smallest(spec: ModelSpec, sizes: dict[str, int], whole: nn.Module) -> Model
             max_positions=max_positions_of(config), factory=spec.factory and _factory(whole, config),
         )  # fmt: skip
         on_meta = small.build(dtype=torch.float32, device="meta")
-        if not _is_small(on_meta):
+        if not is_small(on_meta):
             break
         smallest = small
         if kinds <= set(map(type, on_meta.modules())):
@@ -93,7 +93,8 @@ def _factory(whole: Any, config: Any) -> factories.Factory:
     return lambda: type(model)(config)
 
 
-def _is_small(model: nn.Module) -> bool:
+def is_small(model: nn.Module) -> bool:
+    """Tell whether it can be tried as it is."""
     return sum(parameter.numel() for parameter in model.parameters()) <= MOST_PARAMETERS
 
 
