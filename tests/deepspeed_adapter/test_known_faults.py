@@ -4,16 +4,22 @@ All threads are reproduced by one call of two ranks: through DeepSpeed alone, an
 """
 
 import functools
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from bench.plans import plan_by_hand
 from bench.ranks import Ranks
-from frugal.check import known_faults
+from frugal.check import known_faults, traps
+from frugal.check.gather import gather
+from frugal.check.verdict import resolved
+from frugal.cli import doctor
 from frugal.config.hardware import local_host
 from frugal.config.request import Request
 from frugal.errors import RequestError
@@ -21,6 +27,7 @@ from frugal.training.engine import initialize
 from frugal.training.objectives import SummedLoss
 from tests.training.gradients import SGD, Gradient, applied, relative_error, weights
 
+TINY = str(Path(__file__).parents[1] / "check" / "configs" / "tiny-llama.json")
 WIDTH, NUM_SAMPLES = 16, 16
 
 
@@ -209,3 +216,40 @@ def test_versions_that_have_it_are_known(version: str, threads: set[str]) -> Non
 def test_versions_are_told_in_words(thread: str, words: str) -> None:
     (fault,) = (fault for fault in known_faults.FAULTS if fault.thread == thread)
     assert fault.versions == words
+
+
+def test_doctor_names_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    installed = local_host.versions()
+    monkeypatch.setattr(local_host, "versions", lambda: installed | {"deepspeed": "0.18.4"})
+    told = CliRunner().invoke(doctor.command, ["--device", "cpu", "--out", str(tmp_path)], standalone_mode=False)
+    assert told.return_value == doctor.NOT_READY
+    assert (
+        " has DeepSpeed 0.18.4, which computes wrong gradients (deepspeed#8224, from 0.18.3 to 0.19.6, exclusive): "
+        "ZeRO-2 with bf16 on several ranks loses a part of the gradient of a module that is used twice in a step; "
+        "ZeRO-3, or use each module once in a step\n" in told.output
+    )
+
+
+@pytest.mark.parametrize(
+    ("version", "stage", "threads"),
+    [
+        ("0.18.2", 2, ["deepspeed#7718", "accelerate#3877"]),
+        ("0.18.4", 2, ["deepspeed#8224"]),
+        ("0.18.2", 3, []),
+        ("0.19.8", 2, []),
+    ],
+)
+def test_check_names_those_that_a_configuration_meets(
+    version: str, stage: int, threads: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(local_host, "versions", lambda: {"deepspeed": version})
+    file = tmp_path / "acc.yaml"
+    file.write_text(
+        "distributed_type: DEEPSPEED\nmixed_precision: bf16\nnum_processes: 2\n"
+        f"deepspeed_config:\n  zero_stage: {stage}\n  gradient_accumulation_steps: 4\n"
+    )
+    settings, _ = gather([file], {"model": TINY, "micro_batch": 1})
+    assert settings.deepspeed is not None
+    settings.deepspeed["zero_optimization"]["overlap_comm"] = False
+    found = [each.text for each in traps.traps(settings, *resolved(settings, 2)) if each.rule == "wrong-gradients"]
+    assert [re.search(r"\((.*?)\)", text).group(1) for text in found] == threads  # type: ignore[union-attr]
