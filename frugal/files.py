@@ -27,15 +27,15 @@ import shutil
 import stat
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from io import BufferedReader
 from pathlib import Path
 from typing import IO
 
 
-def write_file(path: Path, data: bytes, *, durable: bool = True) -> None:
-    """Replace the content of `path`, or create it.
+def write_file(path: Path, data: bytes | Iterable[bytes], *, durable: bool = True) -> None:
+    """Replace the content of `path`, or create it, with `data`, which may come in parts.
 
     Raises:
         OSError: it cannot be written; `path` is what it was, and the error names it.
@@ -43,7 +43,7 @@ def write_file(path: Path, data: bytes, *, durable: bool = True) -> None:
     temporary = path.with_name(f".{path.name}.tmp-{secrets.token_hex(4)}")
     try:
         with temporary.open("xb") as file:
-            file.write(data)
+            file.writelines((data,) if isinstance(data, bytes) else data)
             if durable:
                 file.flush()
                 os.fsync(file.fileno())
@@ -90,6 +90,22 @@ def read_regular(path: Path, most_bytes: int = 1 << 30) -> bytes:
     if len(content) > most_bytes:
         raise OSError(errno.EFBIG, f"it has more than {most_bytes} bytes", str(path))
     return content
+
+
+LONGEST_LINE_BYTES = 1 << 24
+"""Of a file of records: most have a few hundred bytes, a list of samples a few MiB."""
+
+
+def read_lines(path: Path) -> Iterator[bytes]:
+    """Yield the lines of a regular file with their ends, one in memory at a time.
+
+    Of a line longer than `LONGEST_LINE_BYTES` the beginning alone comes, without an end. Raises as `read_regular`.
+    """
+    with open_regular(path) as file:
+        while line := file.readline(LONGEST_LINE_BYTES):
+            yield line
+            while len(line) == LONGEST_LINE_BYTES and line[-1:] != b"\n":
+                line = file.readline(LONGEST_LINE_BYTES)
 
 
 def open_regular(path: Path) -> BufferedReader:
@@ -184,6 +200,14 @@ def new_folder(final: Path) -> Iterator[Path]:
                 raise
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def flush_all(folder: Path) -> None:
+    """Wait until the disk has a folder with all that is in it."""
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            flush(Path(parent, name))
+        flush(Path(parent))
 
 
 def flush(path: Path) -> None:

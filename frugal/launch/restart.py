@@ -9,18 +9,18 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import msgspec
-
-from frugal.config.run_settings import METRICS, RunSettings
+from frugal.config.run_settings import RunSettings
 from frugal.distributed import stop
 from frugal.distributed.first_failure import FailureReport
 from frugal.distributed.rank_logs import to_console
-from frugal.errors import INTERRUPTED, CheckpointError
+from frugal.errors import INTERRUPTED, CheckpointError, RequestError
 from frugal.planning.plan import Plan
 from frugal.report import after_run
+from frugal.report.records import read_history
 from frugal.training.checkpoint.held_folder import HeldFolder
 from frugal.training.checkpoint.manifest import newest_checkpoint
 from frugal.training.checkpoint.run_folder import make_folder
@@ -92,7 +92,7 @@ def supervise(
 def judge(code: int, report: FailureReport | None, settings: RunSettings) -> RunEnd:
     """What an exit code and the report of the rank that failed first amount to."""
     saved = newest_checkpoint(settings.checkpoints)
-    step, checkpoint = _last_step(settings.out / METRICS), None if saved is None else saved.name
+    step, checkpoint = _last_step(settings.out), None if saved is None else saved.name
     if code == 0:
         return RunEnd(0, "", True, step, checkpoint)
     if report is not None and (report.code in FINAL_CODES or report.code > 128):  # a signal to stop, or a second one
@@ -124,17 +124,12 @@ def _why(report: FailureReport) -> str:
     return f"rank {report.rank} failed ({lines[max(0, len(lines) - 2)]})"
 
 
-def _last_step(metrics: Path) -> int:
-    """The last step that was done; 0 if none was."""
-    step = 0
-    if metrics.exists():
-        for line in metrics.read_bytes().splitlines():
-            try:
-                record = msgspec.json.decode(line)
-                step = max(step, int(record["step"]) if record["event"] == "step" else 0)
-            except (msgspec.DecodeError, KeyError):  # half a line, of a run that was killed
-                continue
-    return step
+def _last_step(out: Path) -> int:
+    """Return the last step that was done; 0 if no record tells of one."""
+    with suppress(RequestError):
+        steps = read_history(out).steps
+        return steps[-1].step if steps else 0
+    return 0
 
 
 def signal_of(code: int) -> signal.Signals | None:

@@ -62,9 +62,10 @@ def note_end(folder: Path, since: float, why: str) -> None:
 
 def _append(path: Path, line: bytes) -> None:
     """Append a line, behind the end of one that was cut off."""
-    is_whole = files.read_regular(path)[-1:] in (b"", b"\n")
     descriptor = files.append(path)
     try:
+        size = os.fstat(descriptor).st_size
+        is_whole = not size or os.pread(descriptor, 1, size - 1) == b"\n"
         os.write(descriptor, line if is_whole else b"\n" + line)
     finally:
         os.close(descriptor)

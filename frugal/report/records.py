@@ -4,6 +4,7 @@ Whatever can be read is read: a line that a killed run left half written, or tha
 left out.
 """
 
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from math import prod
@@ -94,17 +95,23 @@ class RunRecord(msgspec.Struct, kw_only=True):
 class History:
     """All records of a run. `steps` has one of each step, in order; the others are in the order of the file.
 
-    `num_broken`: lines that could not be read, without a last one that is not complete.
+    `num_broken`: lines that could not be read, without a last one that is not complete. `num_left_out`: records beyond
+    `MOST_RECORDS` of a kind, of which evenly spread steps and the newest others are kept.
     """
 
     steps: tuple[RunRecord, ...]
     others: tuple[RunRecord, ...]
     num_broken: int = 0
+    num_left_out: int = 0
     by_event: dict[str, list[RunRecord]] = field(default_factory=dict)
 
     def of(self, event: str) -> list[RunRecord]:
         """The records of one event other than `step`."""
         return self.by_event.get(event, [])
+
+
+MOST_RECORDS = 100_000
+"""Of steps, and of all else, that are kept in memory: a file of records may have any size."""
 
 
 def read_history(folder: Path) -> History:
@@ -114,37 +121,53 @@ def read_history(folder: Path) -> History:
         RequestError: there is no such file, it cannot be read, or no line of it is a record.
     """
     path = folder / METRICS
+    steps: dict[int, RunRecord] = {}
+    others: deque[RunRecord] = deque(maxlen=MOST_RECORDS)
+    last: RunRecord | None = None
+    num_broken = num_steps = num_others = 0  # in the file
+    stride = 1
     try:
-        text = files.read_regular(path)
+        for record in _decoded(path):
+            if record is None:
+                num_broken += 1
+            elif record.event != "step":
+                num_others += 1
+                others.append(record)
+            else:
+                num_steps += 1
+                last = record if last is None or record.step >= last.step else last
+                if (record.step - 1) % stride == 0:
+                    steps[record.step] = record
+                while len(steps) > MOST_RECORDS:
+                    stride *= 2
+                    steps = {step: kept for step, kept in steps.items() if (step - 1) % stride == 0}
     except OSError as error:
         raise RequestError(
             f"cannot read the records of {folder}", because=f"{path}: {error.strerror}", hint="is it a run's folder?"
         ) from None
-    steps: dict[int, RunRecord] = {}
-    others: list[RunRecord] = []
-    num_broken = 0
-    for record in _decoded(text):
-        if record is None:
-            num_broken += 1
-        elif record.event == "step":
-            steps[record.step] = record
-        else:
-            others.append(record)
-    if text and not steps and not others:
+    if last is not None:
+        steps[last.step] = last
+    elif not others and path.stat().st_size:
         raise RequestError(f"no line of {path} is a record of a run", hint="see `frugal report --help`")
     by_event: dict[str, list[RunRecord]] = {}
     for record in others:
         by_event.setdefault(record.event, []).append(record)
     ordered = tuple(steps[step] for step in sorted(steps))
-    return History(steps=ordered, others=tuple(others), num_broken=num_broken, by_event=by_event)
+    num_left_out = num_others - len(others) + (num_steps - len(steps) if stride > 1 else 0)
+    return History(
+        steps=ordered, others=tuple(others), num_broken=num_broken, num_left_out=num_left_out, by_event=by_event
+    )
 
 
-def _decoded(text: bytes) -> Iterator[RunRecord | None]:
-    """Each line; None for one that is no record. The last is left out where it has no end yet."""
+def _decoded(path: Path) -> Iterator[RunRecord | None]:
+    """Yield the record of each line; None for one that is no record. A last line without an end is left out."""
     decoder = msgspec.json.Decoder(RunRecord)
-    lines = text.split(b"\n")
-    for line in lines[:-1]:
-        if not line.strip():
+    cut = False
+    for line in files.read_lines(path):
+        if cut:
+            yield None
+        cut = not line.endswith(b"\n")
+        if cut or not line.strip():
             continue
         try:
             yield decoder.decode(line)

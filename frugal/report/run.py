@@ -321,6 +321,11 @@ def _missing(history: History) -> list[str]:
     if history.num_broken:
         lines = "line" if history.num_broken == 1 else "lines"
         notes.append(f"{history.num_broken} {lines} of {METRICS} cannot be read, and are left out")
+    if history.num_left_out:
+        notes.append(
+            f"{METRICS} has {history.num_left_out:,} records more than are kept in memory: sums, medians and curves "
+            "are of steps evenly spread"
+        )
     if not history.of("start"):
         notes.append("the run is of a version that did not record starts, ends, recoveries and padding")
     if history.steps and not history.of("memory"):

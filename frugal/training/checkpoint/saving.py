@@ -386,6 +386,7 @@ def write_model(
     aside = folder.with_name(folder.name + ".tmp")
     with _caching(module, uses_cache):
         _write(module, weights, aside, tokenizer)
+    files.flush_all(aside)
     files.replace_folder(aside, folder)
 
 

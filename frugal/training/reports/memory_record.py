@@ -6,8 +6,8 @@ from pathlib import Path
 
 import msgspec
 
-from frugal import files
-from frugal.config.run_settings import METRICS
+from frugal.errors import RequestError
+from frugal.report.records import read_history
 
 FULL = 0.98
 """Of a planned micro-batch's tokens: padding to the longest sample rarely fills the last ones."""
@@ -33,13 +33,15 @@ class MemoryRecord(msgspec.Struct, kw_only=True):
 
 def memory_record(folder: Path) -> MemoryRecord | None:
     """The one of the run in `folder`; None where it has none that can be read."""
-    made, times = None, []
-    with suppress(OSError, msgspec.DecodeError, UnicodeDecodeError):
-        for line in files.read_regular(folder / METRICS).splitlines():
-            record = msgspec.json.decode(line)
-            times.append(record["time"])
-            if record["event"] == "memory":
-                made = msgspec.convert(record, MemoryRecord)
-    if made is not None:
-        made.run_seconds = max(times) - min(times)
-    return made
+    with suppress(RequestError):
+        history = read_history(folder)
+        found = [record for record in history.of("memory") if record.measured_bytes is not None]
+        if found:
+            times = [record.time for record in (*history.others, *history.steps) if record.time is not None]
+            return MemoryRecord(
+                measured_bytes=found[-1].measured_bytes or 0,
+                planned_micro_batch=found[-1].planned_micro_batch,
+                largest_micro_batch=found[-1].largest_micro_batch,
+                run_seconds=max(times) - min(times) if times else 0.0,
+            )
+    return None

@@ -28,18 +28,15 @@ Each line of `metrics.jsonl` is one JSON object with an `event`:
 A resumed run appends, after dropping the records beyond the step it resumes from; what the run went through stays:
 starts, ends and recoveries. A number that is not finite is null.
 
-The file is never shortened in place: what is dropped at a resume is left out of a new file, which replaces the old one
-when it is on the disk. It is flushed (fsync) before each checkpoint, so that whoever has a checkpoint has the records
-of its steps. Where the disk is full, records wait in memory for room until the next checkpoint.
+The file is flushed (fsync) before each checkpoint, so that whoever has a checkpoint has the records of its steps. How
+it is written: `metrics_file`.
 """
 
 import logging
 import math
-import os
 import time
 from collections import deque
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeGuard
@@ -49,15 +46,15 @@ from rich.console import Console
 from rich.progress import Progress, ProgressColumn, Task
 from rich.text import Text
 
-from frugal import file_errors, files
 from frugal.config.run_settings import METRICS
 from frugal.distributed import rank_logs
 from frugal.distributed.first_failure import LostRankError, lost_connection
-from frugal.errors import CheckpointError, FrugalError, first_line
+from frugal.errors import FrugalError, first_line
 from frugal.training.losses.evaluation import Evaluation
 from frugal.training.measure.run_gauge import EVALUATION, PhasePeak
 from frugal.training.reports import progress_line
 from frugal.training.reports.memory_record import FULL
+from frugal.training.reports.metrics_file import Records
 from frugal.training.reports.trackers import Trackers
 from frugal.training.train_step import StepResult
 from frugal.units import format_bytes
@@ -366,100 +363,3 @@ def _phase(peak: PhasePeak | None) -> dict[str, int | None]:
 def _told(evaluation: Evaluation) -> dict[str, dict[str, float]]:
     """What a metric of the user's own says, where there is one."""
     return {"metrics": evaluation.metrics} if evaluation.metrics else {}
-
-
-class Records:
-    """`metrics.jsonl`, open to append to, without records of steps after `last_step` or half a record.
-
-    Raises:
-        CheckpointError: it cannot be read or written; it is what it was.
-    """
-
-    def __init__(self, path: Path, last_step: int) -> None:
-        self._path = path
-        self._unwritten = bytearray()
-        self._is_failing = False
-        try:
-            self._descriptor = files.append(path)  # first, as it refuses what is not a file
-            kept, is_all, newest = _records_until(files.read_regular(path), last_step)
-            self.dropped_steps = max(0, newest - last_step)
-            if not is_all:
-                os.close(self._descriptor)
-                files.write_file(path, kept)
-                self._descriptor = files.append(path)
-        except OSError as error:
-            raise _cannot_write(path, error) from None
-
-    def add(self, line: bytes) -> None:
-        """Append a record, or keep it until there is room."""
-        self._unwritten += line
-        try:
-            self._write()
-            self._is_failing = False
-        except OSError as error:
-            if not self._is_failing:
-                because, remedy = file_errors.explain(error, self._path)
-                logger.warning("cannot write %s, it is kept for the next checkpoint: %s; %s", METRICS, because, remedy)
-            self._is_failing = True
-
-    def sync(self, path: Path) -> None:
-        """Have all on the disk, under the name `path`. A file that was deleted is made again, with all its records.
-
-        Raises:
-            OSError: it cannot be written.
-        """
-        self._path = path
-        try:
-            self._write()
-            os.fsync(self._descriptor)
-            if not path.exists():
-                files.write_file(path, Path(f"/proc/self/fd/{self._descriptor}").read_bytes())
-                os.close(self._descriptor)
-                self._descriptor = files.append(path)
-                logger.warning("%s is written anew, with all records of this run: the file was deleted", path)
-        except OSError as error:
-            error.filename = error.filename or str(path)
-            raise
-
-    def close(self, *, in_error: bool) -> None:
-        """The end, with what was kept; an error that is on its way is the one to tell."""
-        try:
-            self._write()
-        except OSError as error:
-            if not in_error:
-                raise _cannot_write(self._path, error) from None
-        finally:
-            os.close(self._descriptor)
-
-    def _write(self) -> None:
-        """A disk that is nearly full takes a part; the next part is appended to it."""
-        while self._unwritten:
-            del self._unwritten[: os.write(self._descriptor, self._unwritten)]
-
-
-class _Record(msgspec.Struct):
-    step: int
-    event: str = ""
-
-
-_HISTORY = ("start", "end", "recovery")
-"""Events that stay, whatever becomes of their step: they did happen."""
-
-
-def _records_until(text: bytes, last_step: int) -> tuple[bytes, bool, int]:
-    """The records of steps up to `last_step` and of what the run went through, whether that is all, the newest step."""
-    kept, newest = [], 0
-    lines = text.splitlines(keepends=True)
-    for line in lines:
-        with suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):  # half a line, killed in it
-            record = msgspec.json.decode(line, type=_Record)
-            if record.event == "step":
-                newest = max(newest, record.step)
-            if (record.step <= last_step or record.event in _HISTORY) and line.endswith(b"\n"):
-                kept.append(line)
-    return b"".join(kept), len(kept) == len(lines), newest
-
-
-def _cannot_write(path: Path, error: OSError) -> CheckpointError:
-    because, remedy = file_errors.explain(error, path)
-    return CheckpointError(f"cannot write {path}", because=because, hint=file_errors.then_resume(remedy))

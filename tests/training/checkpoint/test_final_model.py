@@ -1,12 +1,14 @@
 """What a run leaves in the end is a model as any other."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 import torch
 
 from bench.ranks import Ranks
+from frugal.training.checkpoint import saving
 from frugal.training.checkpoint.saving import save_model
 from frugal.training.losses.evaluation import evaluate
 from tests.training.checkpoints import plan_for, start, steps, stop
@@ -65,3 +67,26 @@ def test_the_final_model_loads_with_from_pretrained_and_has_the_same_loss(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= {path.name for path in folder.iterdir()}
     assert json.loads((folder / "config.json").read_text())["architectures"] == ["GPT2LMHeadModel"]
+
+
+def test_a_model_is_on_the_disk_before_the_one_before_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[tuple[str, str]] = []
+    fsync, rename = os.fsync, Path.rename
+
+    def note_fsync(descriptor: int) -> None:
+        done.append(("flush", Path(f"/proc/self/fd/{descriptor}").readlink().name))
+        fsync(descriptor)
+
+    def note_rename(path: Path, target: Path) -> Path:
+        done.append(("rename", path.name))
+        return rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", note_fsync)
+    monkeypatch.setattr(Path, "rename", note_rename)
+    module = torch.nn.Linear(3, 2)
+    for _ in range(2):
+        done.clear()
+        saving.write_model(module, dict(module.state_dict()), tmp_path / "model", None)
+    before = done[: done.index(("rename", "model"))]
+    assert sorted(before) == [("flush", "model.safetensors"), ("flush", "model.tmp")]
+    assert done[-1] == ("flush", tmp_path.name)
