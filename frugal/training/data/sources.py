@@ -7,12 +7,16 @@ Rows are read by our own loops rather than by `datasets`, because a message abou
 import codecs
 import glob
 import hashlib
+import logging
 import os
+import stat
 import sysconfig
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from itertools import chain
+from itertools import chain, dropwhile
 from pathlib import Path
 from typing import Any, Protocol, Self
 
@@ -21,6 +25,9 @@ from frugal.errors import FrugalError, RequestError, first_line
 from frugal.training.data.chat import formats
 from frugal.training.data.rows import BadRow, Columns, Row, read, shown, type_in_words
 from frugal.training.models import factories
+from frugal.units import plural
+
+logger = logging.getLogger("frugal")
 
 STDLIB = "stdlib"
 
@@ -59,6 +66,7 @@ def find_sources(sources: Sequence[str]) -> list[DocumentSource]:
     if not sources:
         raise RequestError("no data was given", hint=f"pass --data PATH, or --data {STDLIB} for Python's own library")
     everything = [each for _, parts in find_named(sources, _hub_dataset) for each in parts]
+    tell_repeated(each for each in everything if isinstance(each, Path))
     with ThreadPoolExecutor(min(len(os.sched_getaffinity(0)), MAX_THREADS)) as pool:  # reading files for their hashes
         hashed = pool.map(_file, (each for each in everything if isinstance(each, Path)))
         return [next(hashed) if isinstance(each, Path) else each for each in everything]
@@ -106,14 +114,14 @@ def _find(source: str, from_hub: Callable[[str], DocumentSource]) -> list[Path] 
     if path.is_dir():
         if any((path / name).exists() for name in ("state.json", "dataset_dict.json")):
             return [_saved(source, path)]
-        within = _inside(path)
+        within = _each_once(source, _inside(path))
         if not within:
             raise RequestError(f"the folder {source} is empty", because="it has no file that is not hidden")
         return within
     if path.exists():
         raise _not_a_file(source, next((kind for is_kind, kind in _NO_FILES.items() if is_kind(path)), "no file"))
     if glob.has_magic(source):
-        matches = sorted(p for p in map(Path, glob.glob(str(path), recursive=True)) if p.is_file())  # noqa: PTH207  # absolute patterns
+        matches = _each_once(source, map(Path, set(_matches(str(path)))))
         if not matches:
             raise RequestError(f"no file matches {source}", because=f"it was looked for from {Path.cwd()}")
         return matches
@@ -141,21 +149,87 @@ def _not_a_file(source: str, what: str) -> RequestError:
     )
 
 
+def _matches(pattern: str) -> Iterator[str]:
+    """Yield the paths that a pattern matches. Below `**` each folder is entered once, however many links lead to it."""
+    parts = pattern.split("/")
+    if "**" not in parts:
+        yield from glob.iglob(pattern)  # noqa: PTH207  # absolute patterns
+        return
+    place = parts.index("**")
+    after = list(dropwhile("**".__eq__, parts[place:])) or ["*"]
+    bases = sorted(glob.iglob("/".join(parts[:place]) + "/")) if place else ["./"]  # noqa: PTH207  # as above
+    seen: set[tuple[int, int]] = set()
+    for folder in chain.from_iterable(_folders(base, seen) for base in bases):
+        yield from _matches("/".join([glob.escape(folder.rstrip("/")), *after]))
+
+
+def _folders(base: str, seen: set[tuple[int, int]], *, follows_links: bool = True) -> Iterator[str]:
+    """Yield a folder and those below it that are not hidden and not `seen`; those that links lead to come last.
+
+    Raises:
+        OSError: without links, a folder cannot be read.
+    """
+    folders, links = deque([base]), deque[str]()
+    while folders or links:
+        folder = folders.popleft() if folders else links.popleft()
+        try:
+            status = os.stat(folder)  # noqa: PTH116  # strings: a tree may have millions
+            entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
+        except OSError:
+            if follows_links:  # as glob does: it was not named, and may be lost+found
+                continue
+            raise
+        if (identity := (status.st_dev, status.st_ino)) in seen:
+            continue
+        seen.add(identity)
+        yield folder
+        for entry in entries:
+            is_linked = entry.is_symlink()
+            if not entry.name.startswith(".") and os.path.isdir(entry.path) and (follows_links or not is_linked):  # noqa: PTH112  # as above
+                (links if is_linked else folders).append(entry.path)
+
+
+def _each_once(source: str, paths: Iterable[Path]) -> list[Path]:
+    """Return the regular files among `paths`, sorted, each under one name: not that of a link, if it has another."""
+    same = _by_file(paths)
+    repeated = [sorted(names, key=lambda path: (path.is_symlink(), path)) for names in same if len(names) > 1]
+    if repeated:
+        logger.warning(
+            "%s has %s under several names, such as %s: each is read once",
+            shown(source), plural(len(repeated), "file"), " and ".join(map(shown, repeated[0][:2])),
+        )  # fmt: skip
+    return sorted([names[0] for names in same if len(names) == 1] + [names[0] for names in repeated])
+
+
+def tell_repeated(paths: Iterable[Path]) -> None:
+    """Say which files are named several times. They are read as often: whoever lists a file twice may want it so."""
+    repeated = [names for names in _by_file(paths) if len(names) > 1]
+    if repeated:
+        logger.warning(
+            "%s named several times, such as %s: each is read as often as it is named",
+            "1 file is" if len(repeated) == 1 else f"{len(repeated)} files are", shown(repeated[0][0]),
+        )  # fmt: skip
+
+
+def _by_file(paths: Iterable[Path]) -> list[list[Path]]:
+    """Return the regular files among `paths`, those together that are the same by device and inode."""
+    names: dict[tuple[int, int], list[Path]] = {}
+    for path in paths:
+        with suppress(OSError):  # a link that leads nowhere
+            status = path.stat()
+            if stat.S_ISREG(status.st_mode):
+                names.setdefault((status.st_dev, status.st_ino), []).append(path)
+    return list(names.values())
+
+
 def _inside(folder: Path) -> list[Path]:
-    """The files in a folder and below it that are not hidden, sorted.
+    """Return what is in a folder and below it that is not hidden, without what links to folders lead to.
 
     Raises:
         OSError: a folder cannot be read.
     """
-
-    def refuse(error: OSError) -> None:
-        raise error
-
-    within: list[Path] = []
-    for parent, folders, names in os.walk(folder, onerror=refuse):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        within += [Path(parent, name) for name in names if not name.startswith(".")]
-    return sorted(path for path in within if path.is_file())
+    below = _folders(str(folder), set(), follows_links=False)
+    return [Path(entry) for each in below for entry in os.scandir(each) if not entry.name.startswith(".")]
 
 
 def kind_of(path: Path) -> str:

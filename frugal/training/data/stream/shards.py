@@ -13,7 +13,7 @@ import hashlib
 import pickle
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -82,10 +82,12 @@ def find_streams(names: Sequence[str], columns: Columns, held_out: HeldOut | Non
         raise RequestError("no data was given", hint="pass --data PATH")
     streams: list[StreamSource] = []
     number = 0
-    for name in names:
+    parts = [list(_parts(name)) for name in names]
+    documents.tell_repeated(each for each, _ in chain.from_iterable(parts) if isinstance(each, Path))
+    for name, its_parts in zip(names, parts, strict=True):
         shards: list[Shard] = []
         prints: list[str] = []
-        for each, kind in _parts(name):
+        for each, kind in its_parts:
             if isinstance(each, Path):
                 its_shards, its_print = _of_file(each, kind, number, columns)
             else:
