@@ -11,7 +11,7 @@ import shutil
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from frugal.distributed import env, first_failure, parent, rank_logs
 from frugal.errors import CheckpointError, FrugalError, NothingFitsError, RequestError
 from frugal.planning.memory import breakdown
 from frugal.planning.plan import Plan
-from frugal.training.checkpoint import manifest
+from frugal.training.checkpoint import held_folder, manifest
 from frugal.units import format_bytes
 
 START = ".start-"
@@ -94,25 +94,31 @@ def in_use(settings: RunSettings, newest: Path) -> RequestError:
 def locked(settings: RunSettings) -> Iterator[int]:
     """Lock the run's folder for this run; the kernel unlocks it when the process ends, however that comes about.
 
-    A descriptor of it, for `HeldFolder`.
+    Where locks fail, and against runs on other hosts, a file says that it is in use (`held_folder.marked`). Yields a
+    descriptor of the folder, for `HeldFolder`.
     """
     folder = os.open(settings.out, os.O_RDONLY)
     try:
-        is_locked = _try_lock(folder)
-        if not is_locked and settings.resume and parent.is_over_ssh():
+        is_locked = _try_lock(folder, settings.out)
+        if is_locked is False and settings.resume and parent.is_over_ssh():
             rank_logs.to_console(f"waiting for {settings.out}, which another run still holds")
             end = time.monotonic() + LOCK_SECONDS
-            while not is_locked and time.monotonic() < end:
+            while is_locked is False and time.monotonic() < end:
                 time.sleep(1)
-                is_locked = _try_lock(folder)
-        if not is_locked:
+                is_locked = _try_lock(folder, settings.out)
+        if is_locked is False:
             raise RequestError(
                 f"another run is writing to {settings.out}",
                 because="two runs in one folder would overwrite each other's checkpoints",
                 hint="wait for it to end, or choose another folder with --out",
             )
-        _remove_abandoned(settings)
-        yield folder
+        with ExitStack() as marked:
+            try:
+                marked.enter_context(held_folder.marked(settings.out, folder, is_locked=bool(is_locked)))
+            except OSError as error:
+                raise _cannot_write(settings, error) from None
+            _remove_abandoned(settings)
+            yield folder
     finally:
         os.close(folder)
 
@@ -124,14 +130,18 @@ def _remove_abandoned(settings: RunSettings) -> None:
         files.remove_unfinished(folder)
 
 
-def _try_lock(folder: int) -> bool:
-    """Lock an open folder, unless another process has."""
+def _try_lock(folder: int, out: Path) -> bool | None:
+    """Lock an open folder, unless another process has (False); None: its file system has no locks, which is said."""
     try:
         fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
-    except OSError:  # a file system without locks, as NFS may be: the run goes on without one
-        pass
+    except OSError as error:
+        rank_logs.to_console(
+            f"{out} cannot be locked ({error.strerror}): that a second run uses it is noticed by its file "
+            f"{held_folder.MARK}, within {held_folder.STALE_SECONDS:.0f} s"
+        )
+        return None
     return True
 
 
