@@ -38,7 +38,7 @@ from frugal.planning.plan import Plan
 from frugal.training.data import tokenizer as tokenizing
 from frugal.training.data.batches import permutation
 from frugal.training.data.build import SampleMaker, write_samples
-from frugal.training.data.chat import marks
+from frugal.training.data.chat import marks, rendering
 from frugal.training.data.chat.template import BUILT_IN, missing_tokens, read_template
 from frugal.training.data.mixture import Mixture, epoch_indices, shares
 from frugal.training.data.report import BuildReport, joined
@@ -277,6 +277,7 @@ def read_samples(plan: Plan, settings: RunSettings) -> RunData:
     spec = resolve.resolve_request(plan.request)
     tokenizer, tokens = tokenizer_for(spec, settings)
     corpora = _on_each_node(lambda: _load(spec, tokenizer, plan.request.seq_len, bool(plan.request.pack), settings))
+    rendering.end_all()
     num_parts = len(shares(settings.data)) or 1
     corpus, others = _joined(corpora[:num_parts], settings), iter(corpora[num_parts:])
     validation, test = (next(others).train if paths else () for paths in (settings.validation_data, settings.test_data))
@@ -435,6 +436,7 @@ def read_training_data(request: Request, settings: RunSettings) -> tuple[tuple[A
     seq_len = min(request.seq_len, spec.max_positions or request.seq_len)
     tokenizer, words = tokenizer_for(spec, settings)
     corpora = _load(spec, tokenizer, seq_len, bool(request.pack), settings)
+    rendering.end_all()
     return (tokenizer, words), _joined(corpora[: len(shares(settings.data)) or 1], settings)
 
 

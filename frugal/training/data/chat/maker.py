@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from frugal.training.data import tokenizer as tokenizing
+from frugal.training.data.chat import rendering
 from frugal.training.data.chat.formats import Chat, Prompted, TokenIds, Whole
 from frugal.training.data.chat.template import ChatTemplate, Rendered
 from frugal.training.data.rows import BadRow
@@ -40,7 +41,7 @@ class WholeRows:
         Raises:
             RequestError: as `ChatTemplate`.
         """
-        parts = [self._texts(row, where) for where, row in rows]
+        parts = self._parts(rows)
         texts = [text for part in parts for text in _texts_of(part)]
         encoded = iter(tokenizing.encode(self.tokenizer, texts))
         for (_, row), part in zip(rows, parts, strict=True):
@@ -53,13 +54,23 @@ class WholeRows:
             else:
                 yield self._prompted([next(encoded) for _ in part])
 
-    def _texts(self, row: Whole, where: str) -> Rendered | BadRow | list[str]:
-        """What is to be tokenised of it: a chat as `Rendered`, of others their texts."""
-        if isinstance(row, Chat):
-            self.check(where)
+    def _parts(self, rows: Sequence[tuple[str, Whole]]) -> list[Rendered | BadRow | list[str]]:
+        """Return what is to be tokenised of each row: a chat as `Rendered`, of others their texts."""
+        chats = [(where, row) for where, row in rows if isinstance(row, Chat)]
+        rendered: Iterator[Rendered | BadRow] = iter(())
+        if chats:
+            self.check(chats[0][0])
             assert self.template is not None
-            return self.template.render(row, where, train_on_all=self.train_on_all)
-        return [row.prompt, row.prompt + row.completion] if isinstance(row, Prompted) else []
+            process = rendering.process_for(self.template, self.tokenizer)
+            rendered = iter(list(process.render(chats, train_on_all=self.train_on_all)))
+        return [
+            next(rendered)
+            if isinstance(row, Chat)
+            else [row.prompt, row.prompt + row.completion]
+            if isinstance(row, Prompted)
+            else []
+            for _, row in rows
+        ]
 
     def _prompted(self, encoded: Sequence[NDArray[np.int32]]) -> Trained:
         """The whole text's tokens between the tokenizer's first and the end token. The completion begins where they are

@@ -56,6 +56,9 @@ _FIRST_TOKEN = {"chatml": "<|im_start|>", "llama3": "<|start_header_id|>"}
 DATE = "26 Jul 2024"
 """What Llama 3.1's template says where it is not told the day: the same samples today and tomorrow."""
 
+MOST_BYTES = 1 << 20
+"""Of a file with a template; the longest that models come with have some 10 KiB."""
+
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -72,7 +75,7 @@ def read_template(reference: str) -> str:
         return BUILT_IN[reference]
     path = Path(reference).expanduser()
     try:
-        text = files.read_regular(path).decode()
+        text = files.read_regular(path, MOST_BYTES).decode()
     except OSError as error:
         because = error.strerror or str(error)
         hint = f"give a file, or {' or '.join(BUILT_IN)}"
@@ -147,7 +150,7 @@ class ChatTemplate:
         """
         try:
             return self._render(chat, where, train_on_all)
-        except RequestError:
+        except (RequestError, MemoryError):
             raise
         except Exception as error:  # a template raises what it likes
             import jinja2

@@ -1,0 +1,88 @@
+"""Templates of strangers: what runs or grows without end is ended with a message, in this process nothing happens."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from frugal.errors import RequestError
+from frugal.training.data import corpus
+from frugal.training.data.chat import rendering
+from frugal.training.data.tokenizer import load_tokenizer
+
+CHAT = {"messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]}
+HINT = "hint: give the template that the model was trained with: --chat-template FILE"
+
+
+def read(folder: Path, template: str, chats: int = 3) -> corpus.Corpus:
+    import copy
+
+    tokenizer = copy.deepcopy(load_tokenizer())
+    tokenizer.chat_template = template
+    (folder / "chats.jsonl").write_text((json.dumps(CHAT) + "\n") * chats)
+    return corpus.load_corpus(
+        [str(folder / "chats.jsonl")], tokenizer=tokenizer, task="causal-lm", seq_len=256, cache_dir=folder / "cache"
+    )
+
+
+@pytest.fixture(autouse=True)
+def no_process_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendering, "SECONDS", 1.0)
+    rendering.end_all()
+
+
+NESTED = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+POWER = "{% set n = 9 ** 9 ** 9 %}"
+DOUBLED = "{% set ns = namespace(s='x') %}{% for i in range(60) %}{% set ns.s = ns.s + ns.s %}{% endfor %}{{ ns.s }}"
+MANY = "{% for i in range(99999) %}{{ 'x' * 10 ** 6 }}{% endfor %}"
+
+
+@pytest.mark.parametrize("template", [NESTED, pytest.param(POWER, marks=pytest.mark.exhaustive)])
+def test_a_template_that_runs_without_end_is_ended(template: str, tmp_path: Path) -> None:
+    with pytest.raises(RequestError) as raised:
+        read(tmp_path, template)
+    assert str(raised.value) == (
+        f"the chat template does not come to an end\n"
+        f"  because {tmp_path}/chats.jsonl:1: one chat of 7 characters has taken 1 s\n\n{HINT}"
+    )
+
+
+@pytest.mark.parametrize(
+    "template",
+    ["{{ 'x' * 10 ** 10 }}", *(pytest.param(each, marks=pytest.mark.exhaustive) for each in (
+        DOUBLED, MANY, "{{ '%10000000000d' % 1 }}", "{{ 'x' | center(10 ** 10) }}", "{{ 'x'.ljust(10 ** 10) }}"
+    ))],
+)  # fmt: skip
+def test_a_template_that_writes_without_end_is_ended(template: str, tmp_path: Path) -> None:
+    with pytest.raises(RequestError) as raised:
+        read(tmp_path, template)
+    assert str(raised.value) == (
+        f"the chat template writes without end\n"
+        f"  because {tmp_path}/chats.jsonl:1: one chat of 7 characters has taken 1.00 GiB of memory\n\n{HINT}"
+    )
+
+
+@pytest.mark.parametrize(
+    "template", ["{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "{% for i in range(10 ** 9) %}{% endfor %}"]
+)
+def test_what_jinja_refuses_is_a_row_that_cannot_be_read(template: str, tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match="the chat template refuses it: "):
+        read(tmp_path, template)
+
+
+def test_one_process_renders_all_chats_and_ends(tmp_path: Path) -> None:
+    template = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
+    assert read(tmp_path, template, chats=5).report.samples == 5
+    (process,) = rendering._processes.values()
+    rendering.end_all()
+    with pytest.raises(ProcessLookupError):
+        os.kill(process._pid, 0)
+
+
+def test_a_template_of_a_mib_is_refused(tmp_path: Path) -> None:
+    from frugal.training.data.chat.template import read_template
+
+    (tmp_path / "long.jinja").write_bytes(b" " * (1 << 20) + b"x")
+    with pytest.raises(RequestError, match="it has more than 1048576 bytes"):
+        read_template(str(tmp_path / "long.jinja"))
