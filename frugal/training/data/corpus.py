@@ -163,7 +163,8 @@ def load_corpus(
             pack=pack, limit=limit, skip_bad_rows=skip_bad_rows, validation_fraction=held_out,
         )  # fmt: skip
 
-    folder, report = _stored(cache_dir, f"{key[:32]}-{_FORMAT}", write)
+    with rendering.ended_afterwards():
+        folder, report = _stored(cache_dir, f"{key[:32]}-{_FORMAT}", write)
     if not skip_bad_rows:
         report.refuse_bad_rows()
     counts = {"documents": report.documents, "samples": report.samples, "tokens": report.tokens}
@@ -277,7 +278,6 @@ def read_samples(plan: Plan, settings: RunSettings) -> RunData:
     spec = resolve.resolve_request(plan.request)
     tokenizer, tokens = tokenizer_for(spec, settings)
     corpora = _on_each_node(lambda: _load(spec, tokenizer, plan.request.seq_len, bool(plan.request.pack), settings))
-    rendering.end_all()
     num_parts = len(shares(settings.data)) or 1
     corpus, others = _joined(corpora[:num_parts], settings), iter(corpora[num_parts:])
     validation, test = (next(others).train if paths else () for paths in (settings.validation_data, settings.test_data))
@@ -436,7 +436,6 @@ def read_training_data(request: Request, settings: RunSettings) -> tuple[tuple[A
     seq_len = min(request.seq_len, spec.max_positions or request.seq_len)
     tokenizer, words = tokenizer_for(spec, settings)
     corpora = _load(spec, tokenizer, seq_len, bool(request.pack), settings)
-    rendering.end_all()
     return (tokenizer, words), _joined(corpora[: len(shares(settings.data)) or 1], settings)
 
 

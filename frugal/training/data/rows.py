@@ -7,11 +7,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, AnyStr
 
 import msgspec
 
+from frugal.config.hardware.local_host import available_bytes
+from frugal.errors import RequestError
 from frugal.training.data.long_text import PIECE_BYTES, LongText
+from frugal.units import format_bytes
 
 STRETCH_BYTES = 1 << 16
 """Of a text file: a document, up to the end of a line."""
@@ -80,11 +83,32 @@ def shown(path: str | Path) -> str:
     return os.fsencode(path).decode("utf-8", "backslashreplace")
 
 
+def most_bytes() -> int:
+    """Return what of a file may be in memory at once: a quarter of what is free, as what is made of it takes more."""
+    return available_bytes() // 4
+
+
+def read_line(file: IO[AnyStr], where: str, most: int) -> AnyStr:
+    """Return the next line.
+
+    Raises:
+        RequestError: it is longer than `most`.
+    """
+    line = file.readline(most + 1)
+    if len(line) > most:
+        raise RequestError(
+            f"{where} cannot be read",
+            because=f"the line has more than {format_bytes(most)}, a quarter of the memory that is free here",
+            hint="cut it into several lines",
+        )
+    return line
+
+
 def _read_text(path: Path, kind: str, columns: Columns) -> Iterator[Row]:
-    name, line = shown(path), 1
+    name, line, most = shown(path), 1, most_bytes()
     with path.open("rb") as file:
         while piece := file.read(STRETCH_BYTES):
-            piece += file.readline()
+            piece += read_line(file, f"{name}:{line}", most)
             where, num_lines = f"{name}:{line}", piece.count(10)
             line += num_lines
             yield text_row(piece, kind, columns, where, name, line - num_lines)
@@ -107,27 +131,34 @@ def text_row(piece: bytes, kind: str, columns: Columns, where: str, name: str, l
 
 
 def _read_jsonl(path: Path, kind: str, columns: Columns) -> Iterator[Row]:
-    name = shown(path)
+    name, most = shown(path), most_bytes()
     with path.open("rb") as file:
-        line = file.readline().removeprefix(codecs.BOM_UTF8)
+        line = read_line(file, f"{name}:1", most).removeprefix(codecs.BOM_UTF8)
         for number in count(1):
             row = json_row(line) if line and not line.isspace() else None
             del line  # it may be long, and so may be the next
             if row is not None:
                 yield f"{name}:{number}", row
             del row
-            line = file.readline()
+            line = read_line(file, f"{name}:{number + 1}", most)
             if not line:
                 return
 
 
 def _read_json(path: Path, kind: str, columns: Columns) -> Iterator[Row]:
     """An array of objects, or jsonl with the wrong suffix."""
-    data, name = path.read_bytes().removeprefix(codecs.BOM_UTF8), shown(path)
-    if not data.lstrip().startswith(b"["):
-        del data
-        yield from _read_jsonl(path, kind, columns)
-        return
+    name, most = shown(path), most_bytes()
+    with path.open("rb") as file:
+        if not file.read(STRETCH_BYTES).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
+            yield from _read_jsonl(path, kind, columns)
+            return
+    if (size := path.stat().st_size) > most:
+        raise RequestError(
+            f"{name} cannot be read",
+            because=f"it is one array of {format_bytes(size)}; {format_bytes(most)} are a quarter of the free memory",
+            hint=f"write an object a line: jq -c '.[]' {name} > text.jsonl",
+        )
+    data = path.read_bytes().removeprefix(codecs.BOM_UTF8)
     try:
         items = msgspec.json.decode(data, type=list[msgspec.Raw])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -162,9 +193,10 @@ def _json_value(raw: msgspec.Raw) -> Any:
 
 def _read_csv(path: Path, kind: str, columns: Columns) -> Iterator[Row]:
     csv.field_size_limit(1 << 30)  # a text longer than csv's default of 128 KiB is no mistake
-    name = shown(path)
+    name, most = shown(path), most_bytes()
     with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
-        reader = csv.DictReader(file, delimiter="\t" if kind == "tsv" else ",")
+        lines = iter(lambda: read_line(file, name, most), "")
+        reader = csv.DictReader(lines, delimiter="\t" if kind == "tsv" else ",")
         while True:
             where = f"{name}:{reader.line_num + 1 if reader.line_num else 2}"
             try:

@@ -23,9 +23,9 @@ from typing import Any, Protocol, Self
 from frugal import files
 from frugal.errors import FrugalError, RequestError, first_line
 from frugal.training.data.chat import formats
-from frugal.training.data.rows import BadRow, Columns, Row, read, shown, type_in_words
+from frugal.training.data.rows import BadRow, Columns, Row, most_bytes, read, shown, type_in_words
 from frugal.training.models import factories
-from frugal.units import plural
+from frugal.units import GIB, format_bytes, plural
 
 logger = logging.getLogger("frugal")
 
@@ -329,6 +329,10 @@ def _hub_dataset(source: str) -> DocumentSource:
 
 def _dataset(name: str, dataset: Any) -> DocumentSource:
     def rows(columns: Columns) -> Iterator[Row]:
+        try:
+            dataset.data.validate(full=True)  # lengths beyond the file would be read from other memory
+        except (ValueError, OSError) as error:  # pyarrow's own are these
+            raise RequestError(f"the dataset {name} is damaged", because=first_line(error)) from None
         for i, row in enumerate(dataset):
             yield f"{name}:row {i + 1}", row
 
@@ -344,8 +348,43 @@ def _dataset(name: str, dataset: Any) -> DocumentSource:
     )
 
 
-def _parquet(path: Path, digest: str) -> DocumentSource:
+_MOST_EXPANDED, _LEAST_EXPANDED_BYTES = 1000, GIB
+"""How many times a parquet file's size may come out of it: text is compressed by 3 to 10, the same rows by some 100."""
+
+
+def parquet_batches(file: Any, path: Path, columns: Sequence[str] | None, groups: Sequence[int]) -> Iterator[Any]:
+    """Yield the rows of some row groups in batches that fit into memory, by what its metadata say of their sizes.
+
+    Raises:
+        RequestError: far more comes out of it than a file of texts has.
+    """
+    size, num_bytes, num_rows = path.stat().st_size, 0, 0
+    largest = max((file.metadata.row_group(group).total_byte_size for group in groups), default=0)
+    rows = min(256, max(1, most_bytes() // max(largest, 1)))  # one may have nearly all of a group
+    for batch in file.iter_batches(batch_size=rows, row_groups=list(groups), columns=columns):
+        num_bytes, num_rows = num_bytes + sum(map(_expanded_bytes, batch.columns)), num_rows + batch.num_rows
+        if num_bytes > max(_LEAST_EXPANDED_BYTES, _MOST_EXPANDED * size):
+            raise RequestError(
+                f"{shown(path)} expands to more than {_MOST_EXPANDED:,} times its size",
+                because=f"of its {format_bytes(size)} {num_rows:,} rows have become {format_bytes(num_bytes)}",
+                hint="if that is meant, write it plainly: pyarrow.parquet.write_table(table, FILE, compression='none', "
+                "use_dictionary=False)",
+            )
+        yield batch
+
+
+def _expanded_bytes(column: Any) -> int:
+    """Return the bytes of a column's values, those of a dictionary as often as they are used."""
     import pyarrow as pa  # type: ignore[import-untyped]  # it has no type hints
+    import pyarrow.compute as pc  # type: ignore[import-untyped]  # as above
+
+    if pa.types.is_dictionary(column.type) and pa.types.is_string(column.type.value_type):
+        return pc.sum(pc.take(pc.binary_length(column.dictionary), column.indices)).as_py() or 0
+    return int(column.nbytes)
+
+
+def _parquet(path: Path, digest: str) -> DocumentSource:
+    import pyarrow as pa
     import pyarrow.parquet as pq  # type: ignore[import-untyped]  # as above
 
     shown_name = shown(path)
@@ -359,7 +398,7 @@ def _parquet(path: Path, digest: str) -> DocumentSource:
         wanted = [name for name in names if name in formats.COLUMNS or name in asdict(columns).values()]
         try:
             with pq.ParquetFile(path) as file:
-                for batch in file.iter_batches(batch_size=256, columns=wanted):
+                for batch in parquet_batches(file, path, wanted, range(file.metadata.num_row_groups)):
                     for row in batch.to_pylist():
                         number += 1
                         yield f"{shown_name}:row {number}", row

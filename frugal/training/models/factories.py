@@ -4,6 +4,7 @@ A factory is `package.module:name` or `path/to/file.py:name`, a callable that ma
 asked only where its host has an address, so that a typo costs no half minute of retries.
 """
 
+import contextvars
 import difflib
 import functools
 import importlib
@@ -12,10 +13,13 @@ import os
 import pickle
 import socket
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
@@ -181,8 +185,109 @@ def refuse_shapes_only(reference: str, module: nn.Module) -> None:
 
 
 def hub_is_reachable() -> bool:
-    """Whether the hub can be asked."""
-    return hub_unreachable_because() is None
+    """Whether the hub can be asked, which is then given up where it does not answer."""
+    if hub_unreachable_because() is not None:
+        return False
+    _limit_patience()
+    return True
+
+
+_LEAST_BYTES = 1 << 10
+"""Of an answer, within the time that the hub has for it: one that comes byte by byte comes in days."""
+
+_ONLY_SLOW_BYTES = 1 << 20
+"""A hub that has sent so much is there, and its silence may pass."""
+
+_silent: list[str] = []
+"""What the hub did not do in time, once it has not."""
+
+
+@functools.cache
+def _limit_patience() -> None:
+    """Have the hub's client wait for an answer, and for each part of it, only so long; its own waits for ever.
+
+    The hub's library has a limit on each read of a download, HF_HUB_DOWNLOAD_TIMEOUT: 10 seconds. Three times that is
+    for an answer to begin, and for each `_LEAST_BYTES` of it. Left out: uploads, and what is downloaded by hf_xet.
+    """
+    from huggingface_hub import constants, get_session, set_client_factory
+
+    set_client_factory(_Patience(get_session(), 3.0 * constants.HF_HUB_DOWNLOAD_TIMEOUT).make_client)
+
+
+class _Patience:
+    """Makes clients like `session` that give up after so many seconds."""
+
+    def __init__(self, session: Any, seconds: float) -> None:
+        self._kind, self._hooks, self._seconds = type(session), session.event_hooks, seconds
+        self._library = importlib.import_module(self._kind.__module__.partition(".")[0])  # httpx, or its successor
+        self._num_received = 0
+
+    def make_client(self) -> Any:
+        """Return one, whose `send` all of its requests go through."""
+        client = self._kind(event_hooks=self._hooks, follow_redirects=True, timeout=None)
+        client.send = functools.partial(self._send, client.send)
+        return client
+
+    def _send(self, send: Callable[..., Any], request: Any, *, stream: bool = False, **options: Any) -> Any:
+        if request.method not in ("GET", "HEAD"):
+            return send(request, stream=stream, **options)
+        if _silent:
+            self._give_up(_silent[0], request)
+        limits = request.extensions.get("timeout", {})
+        request.extensions["timeout"] = {
+            name: self._seconds if limits.get(name) is None else limits[name]
+            for name in ("connect", "read", "write", "pool")
+        }
+        answer: Future[Any] = Future()
+        asked = functools.partial(contextvars.copy_context().run, _answer, answer, send, request, options)
+        threading.Thread(target=asked, daemon=True).start()
+        try:
+            response = answer.result(self._seconds)
+        except (TimeoutError, self._library.TimeoutException):
+            self._give_up(f"{request.url.host} does not answer within {self._seconds:.0f} s; {self._remedy}", request)
+        body = response.stream
+        methods = {"__iter__": lambda _: self._parts(body, request), "close": lambda _: body.close()}
+        response.stream = type("Body", (self._library.SyncByteStream,), methods)()
+        if not stream:
+            try:
+                response.read()
+            finally:
+                response.close()
+        return response
+
+    def _parts(self, body: Any, request: Any) -> Iterator[bytes]:
+        """Yield the parts of a body, unless it comes too slowly; what is done with them takes no time of it."""
+        waited, num_bytes, begin = 0.0, 0, time.monotonic()
+        for part in body:
+            waited, num_bytes = waited + time.monotonic() - begin, num_bytes + len(part)
+            self._num_received += len(part)
+            if num_bytes >= _LEAST_BYTES:
+                waited, num_bytes = 0.0, 0
+            elif waited > self._seconds:
+                told = f"{request.url.host} has sent {num_bytes} bytes in {self._seconds:.0f} s; {self._remedy}"
+                self._give_up(told, request)
+            yield part
+            begin = time.monotonic()
+
+    @property
+    def _remedy(self) -> str:
+        return f"HF_HUB_DOWNLOAD_TIMEOUT={self._seconds:.0f} waits longer"
+
+    def _give_up(self, told: str, request: Any) -> NoReturn:
+        from huggingface_hub.errors import OfflineModeIsEnabled
+
+        if self._num_received > _ONLY_SLOW_BYTES:
+            raise self._library.ReadTimeout(told, request=request)  # which the hub's library tries again
+        _silent[:] = [told]
+        raise OfflineModeIsEnabled(told)
+
+
+def _answer(answer: "Future[Any]", send: Callable[..., Any], request: Any, options: dict[str, Any]) -> None:
+    """Ask, on a thread that may never come back, and set what is answered, without its body."""
+    try:
+        answer.set_result(send(request, stream=True, **options))
+    except BaseException as error:  # it is raised where it is waited for
+        answer.set_exception(error)
 
 
 @functools.cache
@@ -211,6 +316,8 @@ def use_hub_cache_only() -> None:
 
 def why_hub_failed(error: Exception) -> str:
     """One line about a failed look-up."""
+    if _silent:
+        return f"the hub cannot be asked ({_silent[0]}), and its local cache does not have it"
     if (reason := hub_unreachable_because()) is not None:
         return f"the hub cannot be asked ({reason}), and its local cache does not have it"
     return f"the hub answers: {first_line(error)}"

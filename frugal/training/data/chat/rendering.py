@@ -11,7 +11,7 @@ import resource
 import signal
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -27,18 +27,30 @@ if TYPE_CHECKING:
 SECONDS, SECONDS_PER_CHARACTER = 30.0, 1e-5
 MEMORY_BYTES, BYTES_PER_CHARACTER = GIB, 256
 
-_processes: dict[int, "RenderingProcess"] = {}  # by the tokenizer, which they keep
+_processes: dict[tuple[int, str], "RenderingProcess"] = {}  # by the tokenizer, which they keep, and its template
 
 
 def process_for(template: "ChatTemplate", tokenizer: Any) -> "RenderingProcess":
     """Return the process that renders a tokenizer's chats, which is started where there is none."""
-    if id(tokenizer) not in _processes:
-        _processes[id(tokenizer)] = RenderingProcess(template)
-    return _processes[id(tokenizer)]
+    key = id(tokenizer), str(tokenizer.chat_template)
+    if key not in _processes:
+        _processes[key] = RenderingProcess(template)
+    return _processes[key]
+
+
+@contextmanager
+def ended_afterwards() -> Iterator[None]:
+    """End what is started in the block. A stream's are started before it trains, and stay."""
+    before = set(_processes)
+    try:
+        yield
+    finally:
+        for key in _processes.keys() - before:
+            _processes.pop(key).end()
 
 
 def end_all() -> None:
-    """End all of them: what was to be read is."""
+    """End all of them."""
     for process in _processes.values():
         process.end()
     _processes.clear()

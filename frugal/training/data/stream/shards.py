@@ -20,7 +20,19 @@ from typing import Any
 from frugal.errors import RequestError, first_line
 from frugal.training.data import sources as documents
 from frugal.training.data.chat import formats
-from frugal.training.data.rows import STRETCH_BYTES, BadRow, Columns, Row, json_row, not_text, read, shown, text_row
+from frugal.training.data.rows import (
+    STRETCH_BYTES,
+    BadRow,
+    Columns,
+    Row,
+    json_row,
+    most_bytes,
+    not_text,
+    read,
+    read_line,
+    shown,
+    text_row,
+)  # fmt: skip
 from frugal.training.data.sources import DocumentSource
 
 SHARD_BYTES = 64 << 20
@@ -211,17 +223,17 @@ def _examples(shard: Shard) -> Iterator[dict[str, Any]]:
 def _stretches(shard: Shard) -> Iterator[tuple[str, bytes | BadRow]]:
     """The lines of a shard of jsonl, or the documents of a text: those that begin in it."""
     path, place, line = Path(shard.name), shard.begin, 1
-    name = shown(path)
+    name, most = shown(path), most_bytes()
     if place == 0 and (wrong := not_text(path)) is not None:
         yield wrong
         return
     with path.open("rb") as file:
         if place:  # behind the line that begins before
             file.seek(place - 1)
-            place += len(file.readline()) - 1
+            place += len(read_line(file, f"{name}, byte {place - 1}", most)) - 1
         while place < shard.end:
             piece = b"" if shard.kind == "jsonl" else file.read(min(STRETCH_BYTES, shard.end - place))
-            piece += file.readline()
+            piece += read_line(file, f"{name}, byte {place}", most)
             where = f"{name}:{line}" if shard.begin == 0 else f"{name}, byte {place}"
             if not piece:
                 return
@@ -245,7 +257,7 @@ def _row_groups(shard: Shard) -> Iterator[tuple[str, dict[str, Any]]]:
             wanted = [column for column in file.schema_arrow.names if column in known] or None
             groups = list(range(shard.begin, shard.end))
             number = sum(file.metadata.row_group(group).num_rows for group in range(shard.begin))
-            for batch in file.iter_batches(batch_size=256, row_groups=groups, columns=wanted):
+            for batch in documents.parquet_batches(file, Path(shard.name), wanted, groups):
                 for row in batch.to_pylist():
                     number += 1
                     yield f"{name}:row {number}", row

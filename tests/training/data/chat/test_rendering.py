@@ -71,13 +71,14 @@ def test_what_jinja_refuses_is_a_row_that_cannot_be_read(template: str, tmp_path
         read(tmp_path, template)
 
 
-def test_one_process_renders_all_chats_and_ends(tmp_path: Path) -> None:
+def test_one_process_renders_all_chats_and_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     template = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
+    forked: list[int] = []
+    monkeypatch.setattr(os, "fork", lambda fork=os.fork: forked.append(pid := fork()) or pid)
     assert read(tmp_path, template, chats=5).report.samples == 5
-    (process,) = rendering._processes.values()
-    rendering.end_all()
+    assert len(forked) == 1
     with pytest.raises(ProcessLookupError):
-        os.kill(process._pid, 0)
+        os.kill(forked[0], 0)
 
 
 def test_a_template_of_a_mib_is_refused(tmp_path: Path) -> None:
