@@ -17,16 +17,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 
-from frugal.distributed.connections.handshake import Introduction
+from frugal.distributed.connections.handshake import KEEPALIVE_SECONDS, Introduction
 from frugal.distributed.first_failure import LostRankError
-
-IDLE_SECONDS, PROBE_SECONDS, PROBES = 10, 2, 7
-KEEPALIVE_SECONDS = IDLE_SECONDS + PROBE_SECONDS * PROBES
-"""24 s, of the minute in which a run has to know that a host is gone. The kernel of a host that is busy,
-swaps or is out of threads still answers. Every outage below `PROBE_SECONDS * PROBES` = 14 s is waited out: a bond or a
-spanning tree of today heals within 6 s. Where the network drops packets, seven probes in a row have to be lost or
-their answers: at a loss of 1 % once in 10^12 tries, one every 10 s.
-"""
 
 _ARRIVAL_SECONDS = 0.2  # between looks for ranks that have come
 _GOODBYE = b"."
@@ -50,7 +42,7 @@ class PeerWatch:
             sock, host = to_rank_0()
             self._add(sock, 0, host)
         num_peers = world_size - 1 if rank == 0 else 1
-        threading.Thread(target=self._watch, args=(num_peers,), name="peer watch", daemon=True).start()
+        threading.Thread(target=self._watch, args=(num_peers,), name="frugal peer watch", daemon=True).start()
 
     def close(self) -> None:
         """Say goodbye: what closes from now on is no loss. After a barrier, so that no rank is still at work."""
@@ -60,7 +52,6 @@ class PeerWatch:
                 sock.sendall(_GOODBYE)
 
     def _add(self, sock: socket.socket, rank: int, host: str) -> None:
-        _keep_alive(sock)
         sock.setblocking(True)
         self._peers[sock] = rank, host
 
@@ -103,10 +94,3 @@ class PeerWatch:
             is_elsewhere=host != socket.gethostname(),
             is_unreachable=is_unreachable,
         )
-
-
-def _keep_alive(sock: socket.socket) -> None:
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in (("IDLE", IDLE_SECONDS), ("INTVL", PROBE_SECONDS), ("CNT", PROBES)):
-        if hasattr(socket, f"TCP_KEEP{option}"):  # Linux has them all
-            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, f"TCP_KEEP{option}"), value)

@@ -109,21 +109,19 @@ def _connect_to_rank_0(group: dist.ProcessGroup | None) -> list[socket.socket] |
     if rank == 0:
         with suppress(OSError):
             server = gate.listen(0, world_size)
-            port = server.getsockname()[1]
+            port, key = server.getsockname()[1], (secret.of_run() or b"") + own
+            door = Gate(server, key, world_size, {"vote": lambda sock, _: arrived.put(sock)}, world_size - 1)
+            door.open()
     port, only_of_these = from_rank_0((port, own), tuple[int, bytes], group)
-    key = (secret.of_run() or b"") + only_of_these
-    if server is not None:
-        door = Gate(server, key, world_size, {"vote": lambda sock, _: arrived.put(sock)}, world_size - 1)
-        door.open()
-    elif port:
-        address = gate.address_of_rank_0()
+    if rank != 0 and port:
+        address, key = gate.address_of_rank_0(), (secret.of_run() or b"") + only_of_these
         with suppress(OSError):
             socket.getaddrinfo(address, port)  # a name that nobody has is not tried for long
             peers = [handshake.connect(lambda: (address, port), key, "vote", rank, CONNECT_SECONDS)]
     connected = gather(bool(server or peers), bool, group)
     if server is not None:
-        door.close()
         peers = [arrived.get(timeout=CONNECT_SECONDS) for _ in connected[1:]] if all(connected) else []
+        door.close()
     if not all(connected):
         return None
     for peer in peers:

@@ -26,7 +26,7 @@ def commands(out: Path) -> None:
 
 
 def wire(port: int, out: Path) -> None:
-    """An introduction is longer than what the stranger says, and begins with its length and a list of five."""
+    """An introduction begins with what it is for."""
     with socket.socket(socket.AF_PACKET, socket.SOCK_DGRAM, socket.htons(0x0800)) as packets:
         while True:
             packet = packets.recv(65536)
@@ -35,7 +35,7 @@ def wire(port: int, out: Path) -> None:
             header = (packet[0] & 15) * 4
             to = int.from_bytes(packet[header + 2 : header + 4], "big")
             payload = packet[header + (packet[header + 12] >> 4) * 4 : int.from_bytes(packet[2:4], "big")]
-            if to == port and payload[4:5] == b"\x95" and b"store" in payload[:20]:
+            if to == port and payload.startswith(b"store\0"):
                 out.write_bytes(payload)
                 return
 

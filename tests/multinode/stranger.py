@@ -2,7 +2,7 @@
 
 It connects before the run does, holds connections open, floods, dribbles, sends garbage, pickles, forged values for
 the store and the introduction that `RECORDING` has of a rank, once there is one. It prints how often each was tried
-and how many connections were made, and whatever it was sent back that is longer than a challenge.
+and how many connections were made, and whatever it was sent back that is neither a challenge nor a refusal.
 """
 
 import contextlib
@@ -20,8 +20,8 @@ from pathlib import Path
 
 HELD = 300
 told = threading.Event()
-CHALLENGE_BYTES = 4 + 2 + 32  # length, MessagePack's, the challenge
-REFUSAL_BYTES = 4
+CHALLENGE_BYTES = 32
+REFUSAL = bytes(32)
 
 
 class Payload:
@@ -45,6 +45,7 @@ def forged(key: bytes, value: bytes) -> bytes:
 def messages(recording: Path) -> dict[str, bytes]:
     """What is sent, by name."""
     said = {
+        "nested": framed(b"\x96\xa1w\x01\xa1h\xc4\x00\xc4\x00" + b"\x91" * 1005 + b"\x90"),
         "garbage": random.randbytes(900),
         "pickle": framed(pickle.dumps(Payload())),
         "huge": struct.pack("!I", 2**32 - 1) + bytes(1000),
@@ -100,7 +101,7 @@ class Stranger:
                     sock.shutdown(socket.SHUT_WR)
                     while part := sock.recv(1000):
                         answer += part
-                if len(answer) > CHALLENGE_BYTES + REFUSAL_BYTES:
+                if answer[CHALLENGE_BYTES:] not in (b"", REFUSAL):
                     self.answers.add(f"{name}: {answer!r}")
 
     def flood(self) -> None:

@@ -1,11 +1,14 @@
 """Rank 0's listening socket: it lets in ranks that prove themselves (`handshake`), whatever else connects to it.
 
 All connections are served by one thread, which never waits for one of them. Who has not proven itself within
-`HANDSHAKE_SECONDS` is dropped, however slowly its bytes come; of more than `MOST_PENDING` the oldest goes, of the
-address that has the most, so that who floods drops its own. Once all ranks are in, nothing listens any more.
+`HANDSHAKE_SECONDS` is dropped, however slowly its bytes come. Of more than `MOST_PENDING` the oldest goes: of an
+address that has more than there are ranks, so that who floods drops its own, otherwise of all. The fastest flood takes
+`MOST_PENDING` / `_ACCEPTED_AT_ONCE` * `_PAUSE_SECONDS` = 0.16 s to push out a rank that does not answer, which then
+tries again. Once all ranks are in, nothing listens any more.
 """
 
 import atexit
+import math
 import os
 import resource
 import selectors
@@ -17,7 +20,6 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-import msgspec
 import psutil  # type: ignore[import-untyped]  # has no types
 
 from frugal.distributed import env
@@ -25,8 +27,8 @@ from frugal.distributed.connections import handshake
 from frugal.distributed.connections.handshake import Introduction
 
 HANDSHAKE_SECONDS = 10.0
-MOST_PENDING = 256
-_ACCEPTED_AT_ONCE, _PAUSE_SECONDS = 128, 0.01  # a flood leaves the rank's other threads most of their time
+MOST_PENDING = 1024
+_ACCEPTED_AT_ONCE, _PAUSE_SECONDS = 64, 0.01  # a flood leaves the rank's other threads most of their time
 _LOOK_SECONDS = 0.2  # between looks at who is late
 
 Admit = Callable[[socket.socket, Introduction], None]
@@ -45,7 +47,7 @@ def listen(port: int, world_size: int) -> socket.socket:
     as on Debian, it is on all of them.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft < (wanted := 8 * world_size + 1024) and hard > soft:  # also of gloo, NCCL, the store
+    if soft < (wanted := 8 * world_size + 2 * MOST_PENDING) and hard > soft:  # also of gloo, NCCL, the store
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(wanted, hard) if hard > 0 else wanted, hard))
     named = address_of_rank_0()
     family, _, _, _, resolved = socket.getaddrinfo(named, port, type=socket.SOCK_STREAM)[0]
@@ -59,12 +61,16 @@ def listen(port: int, world_size: int) -> socket.socket:
 
 @dataclass
 class _Pending:
-    """A connection that has not proven itself: who it is from, until when it may, what it was sent and has sent."""
+    """A connection that is not let in yet: where it is from, until when it may wait, what it was sent and has sent.
+
+    `said`: what it has proven, once it has; it is let in when it confirms that it was welcomed.
+    """
 
     address: str
     end: float
     challenge: bytes
     received: bytearray = field(default_factory=bytearray)
+    said: Introduction | None = None
 
 
 class Gate:
@@ -87,7 +93,7 @@ class Gate:
         """Begin."""
         self._server.setblocking(False)
         self.selector.register(self._server, selectors.EVENT_READ, self._accept)
-        thread = threading.Thread(target=self._run, name="gate", daemon=True)
+        thread = threading.Thread(target=self._run, name="frugal gate", daemon=True)
         thread.start()
         atexit.register(self._end, thread)  # a thread that wakes up while the interpreter is taken down ends it badly
 
@@ -100,6 +106,14 @@ class Gate:
         thread.join(10 * _LOOK_SECONDS)
 
     def _run(self) -> None:
+        try:
+            self._serve()
+        except BaseException:  # it ends the run, and nobody is to wait for an answer meanwhile
+            for key in self.selector.get_map().values():
+                key.fileobj.close()  # type: ignore[union-attr]  # only sockets are registered
+            raise
+
+    def _serve(self) -> None:
         while self.selector.get_map() and not self._is_over:
             for key, _ in self.selector.select(_LOOK_SECONDS):
                 key.data(key.fileobj)
@@ -122,12 +136,12 @@ class Gate:
             except OSError:  # it has gone again, or there are no descriptors left
                 break
             if len(self._pending) >= MOST_PENDING:
-                self._drop_oldest()
+                self._make_room()
             pending = _Pending(str(address[0]), time.monotonic() + HANDSHAKE_SECONDS, handshake.new_challenge())
             sock.setblocking(False)
             try:
-                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                sock.send(handshake.frame(pending.challenge))
+                handshake.keep_alive(sock)
+                sock.send(pending.challenge)
             except OSError:
                 sock.close()
                 continue
@@ -135,10 +149,14 @@ class Gate:
             self.selector.register(sock, selectors.EVENT_READ, self._read)
         time.sleep(_PAUSE_SECONDS)
 
-    def _drop_oldest(self) -> None:
-        """Of the address that has most."""
-        ((most, _),) = Counter(pending.address for pending in self._pending.values()).most_common(1)
-        self._drop(next(sock for sock, pending in self._pending.items() if pending.address == most))
+    def _make_room(self) -> None:
+        """Drop the oldest that has proven nothing, of an address that has more than there are ranks if there is one."""
+        unproven = {sock: pending.address for sock, pending in self._pending.items() if pending.said is None}
+        ((most, number),) = Counter(unproven.values()).most_common(1) or [("", 0)]
+        for sock, address in unproven.items():
+            if address == most or number <= self._world_size:
+                self._drop(sock)
+                return
 
     def _drop(self, sock: socket.socket) -> None:
         del self._pending[sock]
@@ -147,37 +165,43 @@ class Gate:
 
     def _read(self, sock: socket.socket) -> None:
         """Take in what came on a pending connection; it is dropped for anything but a proven introduction."""
-        if sock not in self._pending:  # dropped for another that was ready at the same time
+        pending = self._pending.get(sock)
+        if pending is None:  # dropped for another that was ready at the same time
             return
-        pending = self._pending[sock]
+        missing = handshake.INTRODUCTION_BYTES - len(pending.received) or len(handshake.CONFIRMATION)
         try:
-            part = sock.recv(handshake.MOST_BYTES)
-            pending.received += part
-            message = handshake.first_frame(pending.received, handshake.MOST_BYTES)
-            if message is None and part:
-                return
-            said = msgspec.msgpack.decode(message or b"", type=Introduction)
+            part = sock.recv(missing)  # not beyond it, which is for whom it is let in to
         except BlockingIOError:
             return
-        except (OSError, ValueError, msgspec.DecodeError):
+        except OSError:
+            part = b""
+        if not part:
             self._drop(sock)
-            return
-        is_proven = said.is_proven(self._secret, pending.challenge)
-        if not (is_proven and said.purpose in self._admit and 0 <= said.rank < self._world_size):
+        elif pending.said is not None:
+            self._let_in(sock, pending.said)
+        else:
+            pending.received += part
+            if len(part) == missing:
+                self._answer(sock, pending)
+
+    def _answer(self, sock: socket.socket, pending: _Pending) -> None:
+        """Welcome or refuse who has introduced itself."""
+        message = bytes(pending.received)
+        said = handshake.proven(self._secret, pending.challenge, message)
+        if said is None or said.purpose not in self._admit or not 0 <= said.rank < self._world_size:
             with suppress(OSError):
                 sock.send(handshake.REFUSAL)
             self._drop(sock)
             return
-        self._let_in(sock, said, pending)
+        pending.said, pending.end = said, math.inf  # from here on a rank, whose kernel says when it is gone
+        try:
+            sock.send(handshake.welcome(self._secret, pending.challenge, message))
+        except OSError:
+            self._drop(sock)
 
-    def _let_in(self, sock: socket.socket, said: Introduction, pending: _Pending) -> None:
+    def _let_in(self, sock: socket.socket, said: Introduction) -> None:
         del self._pending[sock]
         self.selector.unregister(sock)
-        try:
-            sock.send(handshake.frame(said.proof_of("rank 0", self._secret, pending.challenge)))
-        except OSError:
-            sock.close()
-            return
         self._admit[said.purpose](sock, said)
         self._expected -= 1
         if not self._expected:

@@ -2,7 +2,7 @@
 
 torch's own TCPStore lets in everyone who reaches its port. Who is in may set the addresses that gloo connects to, read
 what NCCL's connections are proven by, and delete what others wait for. This one has the same methods on connections
-that have proven to know the run's secret.
+that have proven to know the run's secret; a message is its length in 4 bytes, and msgspec's MessagePack.
 
 Left out: what frugal, gloo, NCCL and DeepSpeed do not use, such as queues.
 """
@@ -10,6 +10,7 @@ Left out: what frugal, gloo, NCCL and DeepSpeed do not use, such as queues.
 import queue
 import selectors
 import socket
+import struct
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -27,6 +28,7 @@ CONNECTIONS_OF_A_RANK = 2
 """So that one thread is answered while another waits for a key."""
 
 MOST_BYTES = 16 * 2**20
+_LENGTH = struct.Struct("!I")
 _ANSWER_SECONDS = 300.0
 """Beyond what was asked to be waited, for rank 0's process to come to answer: others hold the interpreter."""
 
@@ -47,6 +49,32 @@ class StoreReply(msgspec.Struct, array_like=True):
     values: list[bytes] = []
     number: int = 0
     is_late: bool = False
+
+
+def _frame(value: StoreRequest | StoreReply) -> bytes:
+    message = msgspec.msgpack.encode(value)
+    return _LENGTH.pack(len(message)) + message
+
+
+def _message_bytes(length: bytes | bytearray) -> int:
+    """Return the bytes of a message that begins so.
+
+    Raises:
+        ValueError: they are more than may be.
+    """
+    (number,) = _LENGTH.unpack_from(length)
+    if number > MOST_BYTES:
+        raise ValueError(f"a message of {number} bytes, where {MOST_BYTES} are the most")
+    return int(number)
+
+
+def _first_message(received: bytearray) -> bytearray | None:
+    """Take the first message out of what was received; None: it is not complete yet. Raises as `_message_bytes`."""
+    if len(received) < _LENGTH.size or len(received) < (end := _LENGTH.size + _message_bytes(received)):
+        return None
+    message = received[_LENGTH.size : end]
+    del received[:end]
+    return message
 
 
 class StoreServer:
@@ -75,11 +103,13 @@ class StoreServer:
                 self._reply(sock, StoreReply(is_late=True))
 
     def _read(self, sock: socket.socket) -> None:
-        received = self._received[sock]
+        received = self._received.get(sock)
+        if received is None:  # forgotten while another was served that was ready at the same time
+            return
         try:
             part = sock.recv(2**16)
             received += part
-            message = handshake.first_frame(received, MOST_BYTES)
+            message = _first_message(received)
             if message is None and part:
                 return
             request = msgspec.msgpack.decode(message or b"", type=StoreRequest)
@@ -89,7 +119,7 @@ class StoreServer:
                 self._reply(sock, self._do(request))
         except BlockingIOError:
             return
-        except (OSError, ValueError, IndexError, msgspec.DecodeError):
+        except (OSError, ValueError, IndexError, RecursionError, msgspec.DecodeError):
             self._forget(sock)
         self.look()
 
@@ -123,7 +153,7 @@ class StoreServer:
         self._waiting.pop(sock, None)
         try:
             sock.settimeout(1.0)  # a rank that asked reads what it asked for
-            sock.sendall(handshake.frame(reply))
+            sock.sendall(_frame(reply))
             sock.setblocking(False)
         except OSError:
             self._forget(sock)
@@ -151,9 +181,10 @@ class RankStore(Store):
         sock = self._idle.get()
         try:
             sock.settimeout(_ANSWER_SECONDS)
-            sock.sendall(handshake.frame(request))
-            reply = handshake.receive(sock, StoreReply, end, MOST_BYTES)
-        except (OSError, ValueError) as error:
+            sock.sendall(_frame(request))
+            number = _message_bytes(handshake.receive(sock, _LENGTH.size, end))
+            reply = msgspec.msgpack.decode(handshake.receive(sock, number, end), type=StoreReply)
+        except (OSError, ValueError, msgspec.DecodeError) as error:
             sock.close()  # an answer that came now would be taken for that to the next request
             raise DistNetworkError(f"Connection to rank 0's store was lost: {error}") from None
         finally:

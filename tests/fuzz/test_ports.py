@@ -1,0 +1,108 @@
+"""Whatever comes to whichever port of a run, from whoever does not know its secret: the run goes on, and is right."""
+
+import multiprocessing.process
+import os
+import signal
+import sys
+import time
+from collections import Counter
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from bench.ranks import forks, free_port
+from bench.runs import prepared, records
+from tests.fuzz.packets import attack
+
+LISTENING = "0A"  # TCP_LISTEN of the kernel
+
+
+def rank(number: int, port: int, folder: Path, out: str) -> None:
+    """A rank of a run on two, as `frugal train` starts it."""
+    os.environ.update(
+        RANK=str(number), LOCAL_RANK=str(number), WORLD_SIZE="2", LOCAL_SIZE="2", MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port), FRUGAL_SECRET="known to the ranks alone", XDG_CACHE_HOME=str(folder / "cache"),
+        OMP_NUM_THREADS="1",
+    )  # fmt: skip
+    os.chdir(folder)
+    with (folder / f"{out}-{number}").open("wb") as said:
+        for stream in (1, 2):
+            os.dup2(said.fileno(), stream)
+    sys.argv[1:] = [
+        "--plan", "plan2.json", "--data", "text.jsonl", "--steps", "2", "--save-every", "0", "--eval-every", "0",
+        "--out", out,
+    ]  # fmt: skip
+    from frugal.distributed import first_failure
+    from frugal.training import run
+
+    first_failure.run_command(run.command)
+
+
+def start(number: int, *about: object) -> multiprocessing.process.BaseProcess:
+    process = forks().Process(target=rank, args=(number, *about), daemon=True)
+    process.start()
+    return process
+
+
+def tell(process: multiprocessing.process.BaseProcess, number: signal.Signals) -> None:
+    with suppress(ProcessLookupError):  # it has ended
+        os.kill(process.pid or 0, number)
+
+
+def listening(process: multiprocessing.process.BaseProcess) -> set[int]:
+    """The ports at which a rank listens, without gloo's: who connects there until a group is formed can take the place
+    of a rank (`frugal.distributed.connections.listeners`). Of all sockets only gloo's are not closed by exec."""
+    inodes = set()
+    with suppress(OSError):  # it has ended
+        for path in Path(f"/proc/{process.pid}/fd").iterdir():
+            with suppress(OSError):
+                flags = Path(f"/proc/{process.pid}/fdinfo/{path.name}").read_text().split()[3]
+                if int(flags, 8) & os.O_CLOEXEC:
+                    inodes.add(str(path.readlink()).removeprefix("socket:[").removesuffix("]"))
+    lines = [line.split() for kind in ("tcp", "tcp6") for line in Path(f"/proc/net/{kind}").read_text().splitlines()]
+    return {int(words[1].rpartition(":")[2], 16) for words in lines if words[3] == LISTENING and words[9] in inodes}
+
+
+def losses(folder: Path) -> list[float]:
+    return [record["loss"] for record in records(folder) if record["event"] == "step"]
+
+
+def said(folder: Path, out: str) -> str:
+    return "".join((folder / f"{out}-{number}").read_text() for number in range(2))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model, text, a plan, and what a run on two ranks gives that nobody attacks."""
+    folder = prepared(tmp_path_factory.mktemp("ports"), 2)
+    port = free_port()
+    ranks = [start(number, port, folder, "undisturbed") for number in range(2)]
+    for each in ranks:
+        each.join(120)
+    assert [each.exitcode for each in ranks] == [0, 0], said(folder, "undisturbed")
+    return folder
+
+
+@pytest.mark.parametrize("number", [1000, pytest.param(100_000, marks=pytest.mark.exhaustive)])
+def test_a_run_whose_ports_are_attacked_is_the_undisturbed_one(number: int, folder: Path) -> None:
+    """Rank 0 waits for rank 1, which starts once the port where they meet has had all its packets, and stands still
+    while a port that is open for a moment has its own: votes have one."""
+    port, out, taken, is_long = free_port(), f"attacked-{number}", Counter[int](), number > 1000
+    ranks = [start(0, port, folder, out)]
+    end = time.monotonic() + 60
+    while port not in listening(ranks[0]):
+        assert ranks[0].is_alive() and time.monotonic() < end, (folder / f"{out}-0").read_text()
+        time.sleep(0.01)
+    taken[port] = attack(port, number)
+    assert taken[port] == number, (folder / f"{out}-0").read_text()
+    ranks.append(start(1, port, folder, out))
+    while any(each.is_alive() for each in ranks):
+        tell(ranks[1], signal.SIGSTOP)
+        for new in listening(ranks[0]) - set(taken):
+            taken[new] = attack(new, number, seed=new)
+        tell(ranks[1], signal.SIGCONT)
+        time.sleep(0.003 if is_long and len(taken) == 1 else 0.03)
+    print(f"packets taken by port: {dict(taken)}; the first is where ranks meet")
+    assert [each.exitcode for each in ranks] == [0, 0], said(folder, out)
+    assert losses(folder / out) == losses(folder / "undisturbed")
