@@ -51,6 +51,10 @@ class LostRankError(RuntimeError):
         self.is_elsewhere, self.is_unreachable = is_elsewhere, is_unreachable
 
 
+class ServiceError(Exception):
+    """A thread that the whole run relies on has failed."""
+
+
 class FailureReport(msgspec.Struct):
     """How a run failed: the rank that failed first, its host, its exit code, and what it printed."""
 
@@ -88,6 +92,7 @@ def read_report(folder: Path) -> FailureReport | None:
 
 def run_command(command: Callable[[Sequence[str]], None]) -> NoReturn:
     """Run `command` with the process's arguments as a rank, and end the process; for an error as `end_rank` does."""
+    end_for_threads()
     parent.end_with_parent(deliver)
     # Not as an exception, which is lost where it meets a finalizer.
     signal.signal(signal.SIGINT, lambda _number, _frame: end_rank(KeyboardInterrupt()))
@@ -100,6 +105,21 @@ def run_command(command: Callable[[Sequence[str]], None]) -> NoReturn:
     except BaseException as error:  # whatever it is, the other ranks must not wait for this one
         end_rank(error)
     os._exit(0)  # a thread of C++ that asks the store while the interpreter is taken down would end it with SIGABRT
+
+
+def end_for_threads() -> None:
+    """From now on an exception on a thread of frugal's ends this rank, and is not only printed while others wait."""
+    threading.excepthook = _end_for_thread
+
+
+def _end_for_thread(failed: threading.ExceptHookArgs) -> None:
+    name = "" if failed.thread is None else failed.thread.name
+    if not name.startswith("frugal "):  # a library's: transformers has some that fail without harm
+        threading.__excepthook__(failed)
+        return
+    error = ServiceError(f"thread `{name}`: {failed.exc_type.__name__}: {failed.exc_value}")
+    error.__cause__ = failed.exc_value
+    end_rank(error)
 
 
 def deliver(number: int) -> None:
@@ -166,6 +186,8 @@ def _wait_for_launcher(code: int = 1) -> None:
 def _may_print(error: BaseException) -> bool:
     """Whether this rank failed first, or reports the loss of rank 0, on whose host the store was."""
     claimed = _claim_first_failure()
+    if claimed is None and isinstance(error, ServiceError):  # it may be what serves the store
+        return True
     if claimed is None:
         return isinstance(error, LostRankError) and error.is_elsewhere and _reports_loss_of_rank_0(error)
     return claimed
@@ -220,10 +242,15 @@ def _print(error: BaseException, code: int) -> None:
             sys.stdout.write("\x1b[?25h\n")  # the cursor, which the progress bar had hidden
         sys.stdout.flush()
     rank_logs.to_console(text)
+    report(code, text)
+
+
+def report(code: int, text: str) -> None:
+    """Leave how the run failed for whoever started it, if that reads it."""
     if (folder := report_folder()) is not None:
-        report = FailureReport(env.rank(), socket.gethostname(), code, text)
+        failed = FailureReport(env.rank(), socket.gethostname(), code, text)
         with suppress(OSError):
-            (folder / _FAILURE).write_bytes(msgspec.json.encode(report))
+            (folder / _FAILURE).write_bytes(msgspec.json.encode(failed))
 
 
 def _message(error: BaseException) -> str:

@@ -54,7 +54,7 @@ def set_death_signal(number: signal.Signals) -> None:
 
 
 def _on_thread(wait: Callable[..., None], *arguments: object) -> None:
-    threading.Thread(target=wait, args=arguments, name="parent", daemon=True).start()
+    threading.Thread(target=wait, args=arguments, name="frugal parent", daemon=True).start()
 
 
 def _wait_for_end(pipe: int, events: int) -> None:

@@ -116,7 +116,7 @@ class _Listener:
         self._received = Received()
         self._heard, self.wakeup = socket.socketpair()
         self.wakeup.setblocking(False)
-        self._thread = threading.Thread(target=self._listen, name="signals", daemon=True)
+        self._thread = threading.Thread(target=self._listen, name="frugal signals", daemon=True)
         self._thread.start()
 
     def tell(self, number: int) -> None:
