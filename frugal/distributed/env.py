@@ -8,11 +8,12 @@ import logging
 import os
 import socket
 import warnings
+from typing import NoReturn
 
 import psutil  # type: ignore[import-untyped]  # has no types
 
 from frugal.config.hardware import cuda_allocator
-from frugal.config.hardware.cluster import Cluster
+from frugal.config.hardware.cluster import MOST_RANKS, Cluster
 from frugal.errors import RequestError
 
 _LAUNCHERS = (  # variables for: rank, world size, rank on its node, ranks on its node
@@ -26,38 +27,91 @@ DEFAULT_PORT = 29500
 """Of the rendezvous, if none is given; torch's and DeepSpeed's default, too."""
 
 
+_LEAST_AND_MOST = {
+    "RANK": (0, MOST_RANKS - 1), "WORLD_SIZE": (1, MOST_RANKS), "LOCAL_RANK": (0, MOST_RANKS - 1),
+    "LOCAL_SIZE": (1, MOST_RANKS), "LOCAL_WORLD_SIZE": (1, MOST_RANKS), "CROSS_RANK": (0, MOST_RANKS - 1),
+    "MASTER_PORT": (1, 65535),
+}  # fmt: skip
+"""The numbers that launchers set."""
+
+
 def rank() -> int:
     """This process's rank; 0 before it is one of several."""
-    return int(os.environ.get("RANK", "0"))
+    return _number("RANK") or 0
 
 
 def local_rank() -> int:
     """This process's rank on its node."""
-    return int(os.environ.get("LOCAL_RANK", "0"))
+    return _number("LOCAL_RANK") or 0
 
 
 def ranks_on_node() -> int | None:
     """How many ranks this node has; None where the launcher does not say."""
-    number = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE")
-    return int(number) if number else None
+    return _number("LOCAL_WORLD_SIZE") or _number("LOCAL_SIZE")
+
+
+def _number(name: str) -> int | None:
+    """Return a launcher's number; None where it is not set, or is what `check` refuses."""
+    text = os.environ.get(name, "").strip()
+    least, most = _LEAST_AND_MOST[name]
+    if not (text.isascii() and text.isdecimal() and len(text) < 10):
+        return None
+    return int(text) if least <= int(text) <= most else None
+
+
+def check() -> None:
+    """Refuse an environment that is no rank's place in a run.
+
+    Raises:
+        RequestError: a variable is no number or none that can be, or there is none that says where rank 0 is.
+    """
+    for name, (least, most) in _LEAST_AND_MOST.items():
+        if name in os.environ and _number(name) is None:
+            _refuse(name, f"it is a number from {least} to {most}, which the launcher sets for each rank")
+    world_size, on_node = _number("WORLD_SIZE") or 1, ranks_on_node()
+    if "RANK" in os.environ and rank() >= world_size:
+        _refuse("RANK", f"ranks count from 0, and WORLD_SIZE is {os.environ.get('WORLD_SIZE', 'not set')}")
+    if on_node is not None and local_rank() >= on_node:
+        _refuse("LOCAL_RANK", f"a node's ranks count from 0, and this one has {on_node}")
+    for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if world_size > 1 else ():
+        if not os.environ.get(name, "").strip():
+            _refuse(name, f"there are {world_size} ranks, as WORLD_SIZE says, which meet at rank 0's host")
+    try:
+        os.environ.get("MASTER_ADDR", "").encode("idna")
+    except UnicodeError as error:
+        _refuse("MASTER_ADDR", f"no host has such a name: {error}")
+
+
+def _refuse(name: str, why: str) -> NoReturn:
+    value = os.environ.get(name)
+    os.environ["LOCAL_RANK"] = "0"  # each rank that is told something wrong says so itself
+    told = "not set" if value is None else f"`{value if len(value) <= 40 else value[:40] + '...'}`"
+    raise RequestError(
+        f"the environment variable {name} is {told}", because=why,
+        hint=f"leave it to the launcher (frugal train, torchrun, deepspeed, srun, mpirun), or: unset {name}",
+    )  # fmt: skip
 
 
 def is_restarted_by_torchrun() -> bool:
     """Whether torchrun has started its ranks before, with the same arguments (--max-restarts)."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "") not in ("", "0")
 
 
 def adopt_launcher_variables() -> None:
     """Set torch's variables from those of OpenMPI, MPICH or SLURM, where one of them started more than one rank.
 
     Raises:
-        RequestError: MASTER_ADDR is not set.
+        RequestError: MASTER_ADDR is not set, or what the launcher says is no place in a run.
     """
-    if "RANK" in os.environ:
-        return
+    if "RANK" not in os.environ:
+        _adopt_other_names()
+    check()
+
+
+def _adopt_other_names() -> None:
     for names in _LAUNCHERS:
         rank, world_size, local_rank, local_size = (os.environ.get(name) for name in names)
-        if rank is None or world_size is None or int(world_size) <= 1:
+        if rank is None or world_size in (None, "", "0", "1"):
             continue
         if "MASTER_ADDR" not in os.environ:
             raise RequestError(
@@ -65,9 +119,8 @@ def adopt_launcher_variables() -> None:
                 because=f"the launcher says that this is rank {rank} of {world_size}, and not where rank 0 is",
                 hint="export MASTER_ADDR=HOST, the address of rank 0's host, to all ranks",
             )
-        assert local_rank is not None, names
         os.environ |= {
-            "RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": local_rank,
+            "RANK": rank, "WORLD_SIZE": world_size or "", "LOCAL_RANK": local_rank or "",
             "LOCAL_SIZE": (local_size or "1").partition("(")[0],  # SLURM: 4(x2) is 4 on each of 2 nodes
         }  # fmt: skip
         os.environ.setdefault("MASTER_PORT", str(DEFAULT_PORT))
@@ -80,7 +133,7 @@ def correct_local_rank(cluster: Cluster) -> None:
     The launcher takes the rank modulo the slots of the node (0.19.8, launch.py): with 1 and 2 slots, the ranks of the
     second node come out as 1 and 0, and a node whose GPUs differ would run each micro-batch on the wrong one.
     """
-    node = int(os.environ.get("CROSS_RANK", "0"))
+    node = _number("CROSS_RANK") or 0
     if 0 < node < len(cluster.nodes):
         before = sum(len(other.devices) for other in cluster.nodes[:node])
         os.environ["LOCAL_RANK"] = str(int(os.environ["RANK"]) - before)

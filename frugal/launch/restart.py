@@ -98,7 +98,7 @@ def judge(code: int, report: FailureReport | None, settings: RunSettings) -> Run
     if report is not None and (report.code in FINAL_CODES or report.code > 128):  # a signal to stop, or a second one
         return RunEnd(report.code, "", True, step, checkpoint)
     if number := signal_of(code):
-        return RunEnd(128 + number, f"a rank was ended by {number.name}", False, step, checkpoint)
+        return RunEnd(128 + number, f"a rank was ended by {name_signal(number)}", False, step, checkpoint)
     if report is not None:
         return RunEnd(report.code, _why(report), False, step, checkpoint)
     if code in FINAL_CODES:  # refused before there was a rank
@@ -112,7 +112,7 @@ def how_it_ended(code: int, report: FailureReport | None = None) -> str:
         return _why(report)
     number = signal_of(code)
     if number is not None:
-        return f"a rank was ended by {number.name}"
+        return f"a rank was ended by {name_signal(number)}"
     return after_run.INTERRUPTED if code == INTERRUPTED else f"exit code {code}"
 
 
@@ -132,11 +132,23 @@ def _last_step(out: Path) -> int:
     return 0
 
 
-def signal_of(code: int) -> signal.Signals | None:
-    """The signal that ended a process with this exit code, as Python, the shell or `sys.exit(-n)` say it."""
+_ENDS_A_RANK = {signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS} | set(
+    range(signal.SIGRTMIN, signal.SIGRTMAX + 1)
+)
+
+
+def signal_of(code: int) -> int | None:
+    """Return the number of the signal that ended a process with this exit code, as Python, the shell or `sys.exit(-n)`
+    say it; None where none did."""
     if code < 0:
-        return signal.Signals(-code)
-    for number in (256 - code, code - 128):
-        if number in (signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS):
-            return signal.Signals(number)
-    return None
+        return -code
+    return next((number for number in (256 - code, code - 128) if number in _ENDS_A_RANK), None)
+
+
+def name_signal(number: int) -> str:
+    """Return a signal's name; of the real-time ones Python names only the first and the last."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        offset = number - signal.SIGRTMIN
+        return f"SIGRTMIN+{offset}" if 0 < offset < signal.SIGRTMAX - signal.SIGRTMIN else f"signal {number}"

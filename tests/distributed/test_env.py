@@ -2,14 +2,20 @@
 
 import os
 import socket
+import subprocess
+import sys
+from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
 from bench.plans import plan_by_hand
+from frugal.config.hardware.cluster import MOST_RANKS
 from frugal.config.schema import understand
 from frugal.distributed import env
 from frugal.errors import RequestError
+from frugal.planning.plan import Plan
 
 
 @pytest.fixture
@@ -53,6 +59,74 @@ def test_one_that_does_not_say_where_rank_0_is_is_refused(bare: pytest.MonkeyPat
         "MASTER_ADDR is not set\n  because the launcher says that this is rank 3 of 4, and not where rank 0 is\n\n"
         "hint: export MASTER_ADDR=HOST, the address of rank 0's host, to all ranks"
     )
+
+
+PLACE = {
+    "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29500",
+}  # fmt: skip
+HINT = "\n\nhint: leave it to the launcher (frugal train, torchrun, deepspeed, srun, mpirun), or: unset "
+
+
+@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT"])
+@pytest.mark.parametrize("value", ["abc", "-1", "", " ", "1e3", "0x1", "\u0661", "99999999", "9" * 5000])
+def test_what_is_no_number_of_a_rank_is_refused_and_can_be_said(
+    name: str, value: str, bare: pytest.MonkeyPatch
+) -> None:
+    for variable, told in (PLACE | {name: value}).items():
+        bare.setenv(variable, told)
+    with pytest.raises(RequestError) as caught:
+        env.adopt_launcher_variables()
+    shown = value if len(value) <= 40 else value[:40] + "..."
+    assert str(caught.value).startswith(f"the environment variable {name} is `{shown}`\n  because it is a number from ")
+    assert str(caught.value).endswith(HINT + name)
+    assert env.local_rank() == 0, "it says so itself"
+    assert env.rank() in (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "what"),
+    [
+        ("RANK", "2", "RANK is `2`\n  because ranks count from 0, and WORLD_SIZE is 2"),
+        ("LOCAL_RANK", "2", "LOCAL_RANK is `2`\n  because a node's ranks count from 0, and this one has 2"),
+        ("RANK", None, "RANK is not set\n  because there are 2 ranks, as WORLD_SIZE says, which meet at rank 0's host"),
+        (
+            "MASTER_ADDR",
+            "",
+            "MASTER_ADDR is ``\n  because there are 2 ranks, as WORLD_SIZE says, which meet at rank 0's",
+        ),
+        ("MASTER_ADDR", "n" * 300, f"MASTER_ADDR is `{'n' * 40}...`\n  because no host has such a name: "),
+        ("MASTER_ADDR", "n1..lan", "MASTER_ADDR is `n1..lan`\n  because no host has such a name: "),
+        ("MASTER_PORT", None, "MASTER_PORT is not set\n  because there are 2 ranks"),
+    ],
+)
+def test_a_place_that_cannot_be_is_refused(name: str, value: str | None, what: str, bare: pytest.MonkeyPatch) -> None:
+    for variable, told in (PLACE | {name: value}).items():
+        if told is not None:
+            bare.setenv(variable, told)
+    with pytest.raises(RequestError) as caught:
+        env.adopt_launcher_variables()
+    assert str(caught.value).startswith(f"the environment variable {what}")
+
+
+def test_a_rank_with_a_wrong_place_ends_with_one_message(bare: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    plan = tmp_path / "plan.json"
+    plan.write_bytes(sealed(plan_by_hand(world_size=2, global_batch=2, micro_batch=1, zero_stage=2)).to_json())
+    done = subprocess.run(
+        [sys.executable, "-m", "frugal.training.run", "--plan", plan, "--data", "stdlib", "--steps", "1",
+         "--out", tmp_path / "run"],
+        env=dict(os.environ) | PLACE | {"LOCAL_RANK": "abc"}, capture_output=True, text=True, timeout=100,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == (
+        "error: the environment variable LOCAL_RANK is `abc`\n"
+        f"  because it is a number from 0 to {MOST_RANKS - 1}, which the launcher sets for each rank{HINT}LOCAL_RANK\n"
+    )
+
+
+def sealed(plan: Plan) -> Plan:
+    """With its digest, and numbers as a file has them."""
+    return msgspec.convert(msgspec.to_builtins(plan), Plan).sealed()
 
 
 def test_a_batch_script_that_starts_a_run_itself_is_no_task_of_srun(bare: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 """`frugal train --max-restarts`: what is started again, what is not, and what is said."""
 
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import pytest
 from bench.plans import plan_by_hand
 from frugal.config.run_settings import RunSettings
 from frugal.distributed.first_failure import FailureReport
-from frugal.launch import local, restart
+from frugal.launch import local, node, restart
 from frugal.launch.restart import RunEnd, judge
 
 
@@ -29,6 +30,11 @@ FULL = said(1, 6, "error: cannot write the checkpoint")
         (1, None, (1, "the run ended without a message from its ranks", False)),
         (247, LOST, (137, "a rank was ended by SIGKILL", False)),
         (-9, None, (137, "a rank was ended by SIGKILL", False)),
+        (-35, None, (163, "a rank was ended by SIGRTMIN+1", False)),
+        (221, LOST, (163, "a rank was ended by SIGRTMIN+1", False)),
+        (163, None, (163, "a rank was ended by SIGRTMIN+1", False)),
+        (-64, None, (192, "a rank was ended by SIGRTMAX", False)),
+        (-33, None, (161, "a rank was ended by signal 33", False)),
         (1, BUG, (1, "rank 1 failed (KeyError: 3)", False)),
         (1, LOST, (1, "rank 1 is gone", False)),
         (1, FULL, (6, "", True)),
@@ -109,3 +115,21 @@ def test_a_run_is_started_again_as_often_as_it_may(
     assert capsys.readouterr().err == "".join(line + "\n" for line in said)
     assert next(coming, None) is None
     assert resumed == [False, *(end.checkpoint is not None for end in ends[:-1])]
+
+
+def test_a_rank_that_is_ended_by_a_signal_without_a_name_is_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(node, "LEAVE_SECONDS", 0.1)
+    plan = plan_by_hand(world_size=2, global_batch=2, micro_batch=1, zero_stage=2)
+    started = []
+
+    def start(_plan: Any, _settings: RunSettings) -> tuple[int, None]:
+        started.append(local.start_ranks("cpu", 2, "tests.launch.rank_program", ["1"]) if not started else 0)
+        return started[-1], None
+
+    assert restart.supervise(start, plan, RunSettings(out=tmp_path), 2, lambda before: before) == 0
+    assert started == [-(signal.SIGRTMIN + 1), 0]
+    assert capfd.readouterr().err == (
+        "restart 1 of 2: a rank was ended by SIGRTMIN+1 after step 0; starting anew, as there is no checkpoint\n"
+    )
