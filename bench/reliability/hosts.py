@@ -4,8 +4,9 @@
     n2 ── p2 ┤ bridge in a namespace of its own, 10.77.0.0/24
     n3 ── p3 ┘
 
-All see the same files; each has its own /run, /dev/shm, /etc/hosts and /etc/ssh. No namespace has a name, so nothing is
-left when the processes that hold them are gone, and these are killed with the process that started them. Needs root.
+Each also has an address in fd77::/64. All see the same files; each has its own /run, /dev/shm, /etc/hosts and /etc/ssh.
+No namespace has a name, so nothing is left when the processes that hold them are gone, and these are
+killed with the process that started them. Needs root.
 """
 
 import os
@@ -63,6 +64,10 @@ class Hosts:
         """Of a host, on the network they share."""
         return f"10.77.0.{name.removeprefix('n')}"
 
+    def address6(self, name: str) -> str:
+        """Of a host, in IPv6."""
+        return f"fd77::{name.removeprefix('n')}"
+
     def inside(self, name: str, *words: object) -> list[str]:
         """The words that run a program on a host."""
         enter = ["nsenter", "-t", str(self._inits[name]), "-n", "-u", "-i", "-p", "-m", f"--wd={self.folder}"]
@@ -104,7 +109,8 @@ class Hosts:
         _call("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", own / "hostkey")
         key = " ".join((own / "hostkey.pub").read_text().split()[:2])
         with (self.folder / "known_hosts").open("a") as known:
-            known.write(f"[{name}]:{SSH_PORT},[{self.address(name)}]:{SSH_PORT} {key}\n")
+            places = (name, self.address(name), self.address6(name))
+            known.write(f"{','.join(f'[{place}]:{SSH_PORT}' for place in places)} {key}\n")
         (own / "sshd_config").write_text(
             f"Port {SSH_PORT}\nHostKey {own}/hostkey\nPidFile none\nAuthorizedKeysFile {self.folder}/id.pub\n"
             "StrictModes no\nUsePAM no\nPasswordAuthentication no\nKbdInteractiveAuthentication no\n"
@@ -138,7 +144,10 @@ class Hosts:
         port = f"p{name.removeprefix('n')}"
         _call("ip", "link", "add", "eth0", "netns", init, "type", "veth", "peer", "name", port, "netns", self._switch)
         _call("nsenter", "-t", self._switch, "-n", "ip", "link", "set", port, "master", "br0", "up")
-        for words in ("link set lo up", f"addr add {self.address(name)}/24 dev eth0", "link set eth0 up"):
+        for words in (
+            "link set lo up", f"addr add {self.address(name)}/24 dev eth0",
+            f"addr add {self.address6(name)}/64 dev eth0 nodad", "link set eth0 up",
+        ):  # fmt: skip
             _call("nsenter", "-t", init, "-n", "ip", *words.split())
 
     def _start(self, *words: object, output: Any = subprocess.DEVNULL) -> subprocess.Popen[bytes]:

@@ -1,5 +1,6 @@
 """How ranks come together."""
 
+import errno
 import os
 import resource
 import socket
@@ -123,11 +124,14 @@ def form() -> None:
     import torch.distributed as dist
 
     from frugal.deepspeed_adapter import contract
-    from frugal.distributed import rendezvous
+    from frugal.distributed import first_failure, rendezvous
     from frugal.distributed.connections import listeners
 
+    first_failure.end_for_threads()
     contract.verify()  # before modules are imported that name what may be missing
 
+    if not dist.is_initialized():
+        env.check()
     alone = {
         "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_SIZE": os.environ.get("LOCAL_WORLD_SIZE", "1"),
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()),
@@ -143,7 +147,29 @@ def form() -> None:
 
 
 def free_port() -> int:
-    """A TCP port on loopback that nobody listens on now."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
+    """A TCP port that is in use on no address of this host now."""
+    with hold_port("", 0) as sock:
         return int(sock.getsockname()[1])
+
+
+def hold_port(address: str, port: int) -> socket.socket:
+    """Bind a port (0: any that is free) without listening: nobody else gets it but a rank 0 that then listens there.
+
+    Raises:
+        RequestError: it is in use, or may not be used.
+    """
+    sock = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as rank 0's has
+    for own in (address, ""):  # the address may be another's, which passes on to this host
+        try:
+            sock.bind((own, port))
+            return sock
+        except OSError as error:
+            why = error
+            if error.errno in (errno.EADDRINUSE, errno.EACCES):
+                break
+    sock.close()
+    raise RequestError(
+        f"port {port} cannot be used", because=why.strerror or str(why),
+        hint="leave --master-port out",
+    )  # fmt: skip

@@ -214,12 +214,15 @@ def _open_gate(secret_of_run: bytes, world_size: int) -> None:
     try:
         server = gate.listen(port, world_size)
     except OSError as error:
-        if error.errno != errno.EADDRINUSE:
-            raise
-        raise RequestError(f"port {port} is in use", hint="choose another port with --master-port") from None
+        if error.errno == errno.EADDRINUSE:
+            raise RequestError(f"port {port} is in use", hint="choose another port with --master-port") from None
+        raise RequestError(
+            f"rank 0 cannot listen at {gate.address_of_rank_0()}, port {port}", because=error.strerror or str(error),
+            hint="MASTER_ADDR is the address of rank 0's host, and --master-port a port that it may use",
+        ) from None  # fmt: skip
     if agent is not None:
         port = server.getsockname()[1]
-        agent.set(_gate_key(), msgspec.json.encode((port, _signature(secret_of_run, port))).decode())
+        agent.set(_gate_key(), f"{port} {_signature(secret_of_run, port)}")
     run_store.serve(server, secret_of_run, world_size, lambda sock, said: watched.put((sock, said)))
 
 
@@ -262,15 +265,16 @@ def _port_told(agent: TCPStore, secret_of_run: bytes) -> int:
     """Where rank 0 says that its gate is. Raises OSError where it has not said so, or another has."""
     try:
         agent.wait([_gate_key()], timedelta(seconds=NOTICE_SECONDS))
-        port, signature = msgspec.json.decode(agent.get(_gate_key()), type=tuple[int, str])
-    except (DistStoreError, DistNetworkError, msgspec.DecodeError) as error:
+        told = agent.get(_gate_key())
+    except (DistStoreError, DistNetworkError) as error:
         raise ConnectionError(f"torchrun's store does not tell its port: {str(error).splitlines()[0]}") from None
-    if not hmac.compare_digest(signature.encode(), _signature(secret_of_run, port).encode()):
+    port, _, signature = told.partition(b" ")
+    if not hmac.compare_digest(signature, _signature(secret_of_run, port.decode(errors="replace")).encode()):
         raise handshake.RefusedError("what torchrun's store says of it is not signed with this run's secret")
-    return port
+    return int(port)
 
 
-def _signature(secret_of_run: bytes, port: int) -> str:
+def _signature(secret_of_run: bytes, port: int | str) -> str:
     return hmac.digest(secret_of_run, f"gate at port {port}".encode(), "sha256").hex()
 
 

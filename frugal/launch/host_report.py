@@ -15,6 +15,7 @@ import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from ipaddress import ip_address
 from pathlib import Path
 
 import msgspec
@@ -24,6 +25,9 @@ from frugal.config.hardware import local_host
 from frugal.config.schema import parse
 from frugal.distributed.process_group import free_port
 from frugal.units import MIB
+
+_OWN_LINK = ("::1", "fe80:")
+"""IPv6 addresses that mean something else on another host begin so."""
 
 
 class Gpu(msgspec.Struct):
@@ -40,7 +44,8 @@ class HostReport(msgspec.Struct):
     Attributes:
         host: its own name.
         address: by which ssh reached it; empty where it was not asked over ssh.
-        networks: addresses with their prefix, such as `10.0.0.1/24`, by interface; without loopback.
+        networks: addresses with their prefix, such as `10.0.0.1/24`, by interface; without loopback. IPv6 where an
+            interface has no other.
         speeds: megabits/s of each interface; 0 where it does not say.
         cores: that may be used.
         memory_bytes: of the host.
@@ -80,8 +85,13 @@ def collect(folder: Path, token: Path | None, *, cuda: bool, probe: bool = False
     networks = {}
     for name, addresses in psutil.net_if_addrs().items():
         ipv4 = [each for each in addresses if each.family == socket.AF_INET and not each.address.startswith("127.")]
-        if ipv4:
-            networks[name] = [f"{each.address}/{_prefix_length(each.netmask)}" for each in ipv4]
+        ipv6 = [
+            each
+            for each in addresses
+            if each.family == socket.AF_INET6 and not each.address.startswith(("::1", "fe80:"))
+        ]
+        if used := ipv4 or ipv6:
+            networks[name] = [f"{each.address}/{_prefix_length(each.netmask)}" for each in used]
     stats = psutil.net_if_stats()
     content = None
     if token is not None:
@@ -110,7 +120,7 @@ def collect(folder: Path, token: Path | None, *, cuda: bool, probe: bool = False
 
 
 def _prefix_length(netmask: str | None) -> int:
-    return sum(bin(int(part)).count("1") for part in (netmask or "255.255.255.255").split("."))
+    return int(ip_address(netmask or "255.255.255.255")).bit_count()
 
 
 def _gpus() -> list[Gpu]:

@@ -1,7 +1,6 @@
 """Runs on this machine: what could not start is refused, and a run is judged by how its ranks ended."""
 
 import os
-import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -13,13 +12,13 @@ from frugal.deepspeed_adapter import collectives
 from frugal.deepspeed_adapter.json_config import write_plan
 from frugal.distributed import first_failure
 from frugal.distributed.connections import secret
-from frugal.distributed.process_group import check_descriptors, free_port
+from frugal.distributed.process_group import check_descriptors, hold_port
 from frugal.distributed.rank_logs import to_console
-from frugal.errors import PlanMismatchError, RequestError
+from frugal.errors import PlanMismatchError
 from frugal.launch import node
 from frugal.launch.host_report import working_gpus
 from frugal.launch.node import LaunchedNode
-from frugal.launch.restart import Start, signal_of
+from frugal.launch.restart import Start, name_signal, signal_of
 from frugal.planning.plan import Plan
 from frugal.training.checkpoint.manifest import newest_checkpoint
 from frugal.training.checkpoint.run_folder import START, make_folder
@@ -47,14 +46,7 @@ def check_machine(plan: Plan, master_port: int | None) -> None:
             )
     check_descriptors(plan.batch.world_size)
     if master_port is not None:
-        with socket.socket() as sock:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                sock.bind(("", master_port))
-            except OSError as error:
-                raise RequestError(
-                    f"port {master_port} cannot be used", because=str(error.strerror), hint="leave --master-port out"
-                ) from None
+        hold_port("", master_port).close()
 
 
 def launch(plan: Plan, plan_path: Path, settings: RunSettings, master_port: int | None) -> int:
@@ -66,7 +58,7 @@ def launch(plan: Plan, plan_path: Path, settings: RunSettings, master_port: int 
         return code
     saved = newest_checkpoint(settings.checkpoints)
     hint = f"\n\nhint: continue from {saved.name} with --resume" if saved is not None else ""
-    to_console(f"error: a rank was ended by {number.name}{hint}")
+    to_console(f"error: a rank was ended by {name_signal(number)}{hint}")
     return 128 + number
 
 
@@ -120,7 +112,7 @@ def start_ranks(
     devices = list(range(num_ranks)) if kind == "cpu" else visible_gpus()[:num_ranks]
     environment.setdefault("OMP_NUM_THREADS", str(max(1, _cores() // num_ranks)))
     return node.run(
-        LaunchedNode(devices=[devices], port=master_port or free_port()),
+        LaunchedNode(devices=[devices], port=master_port or 0),
         module,
         arguments,
         environment,

@@ -10,6 +10,7 @@ Each rank leads a session of its own, so that Ctrl-C reaches it through us alone
 """
 
 import argparse
+import errno
 import json
 import os
 import signal
@@ -18,12 +19,17 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FrameType
 
-from frugal.distributed import parent, stop
+from frugal.distributed import first_failure, parent, stop
+from frugal.distributed.process_group import hold_port
+from frugal.errors import RequestError
 
 POLL_SECONDS = 0.1
+
+PORT_TAKEN = errno.EADDRINUSE
+"""Exit code on another host whose port, where ranks were to meet, is in use."""
 
 LEAVE_SECONDS = 10.0
 """For the others to note in their logs what they saw, once a rank has failed, and for all after a second signal."""
@@ -33,7 +39,7 @@ LEAVE_SECONDS = 10.0
 class LaunchedNode:
     """One of a run's nodes, by its `number`; `devices` has the numbers or names of each node's, one a rank.
 
-    `address` and `port`: where all ranks meet.
+    `address` and `port`: where all ranks meet; port 0: on the only node, any that is free.
     """
 
     devices: Sequence[Sequence[int | str]]
@@ -48,6 +54,7 @@ class LaunchedNode:
         for local_rank in range(len(own)):
             yield {
                 "RANK": str(before + local_rank), "LOCAL_RANK": str(local_rank), "LOCAL_SIZE": str(len(own)),
+                "LOCAL_WORLD_SIZE": str(len(own)),
                 "WORLD_SIZE": str(sum(map(len, self.devices))), "CROSS_RANK": str(self.number),
                 "CROSS_SIZE": str(len(self.devices)), "MASTER_ADDR": self.address, "MASTER_PORT": str(self.port),
                 "CUDA_VISIBLE_DEVICES": ",".join(map(str, own)),
@@ -74,9 +81,21 @@ def run(
 
     Signals to stop are passed on to the ranks, and Ctrl-C is. `to_stderr`: what ranks print goes to our standard error.
 
+    Where ranks meet is held for rank 0, which listens there seconds later, and again where ranks replace themselves.
+
     Raises:
+        RequestError: the port is in use.
         KeyboardInterrupt: a second Ctrl-C.
     """
+    if node.number == 0:
+        with hold_port(node.address, node.port) as held:
+            return _run(replace(node, port=held.getsockname()[1]), module, arguments, environment, to_stderr)
+    return _run(node, module, arguments, environment, to_stderr)
+
+
+def _run(
+    node: LaunchedNode, module: str, arguments: Sequence[str], environment: Mapping[str, str], to_stderr: bool
+) -> int:
     with _Ranks() as ranks, stop.handled(stop.SIGNALS, ranks.pass_on):
         with stop.handled([signal.SIGINT], ranks.pass_on):  # in the midst of a start it would leave ranks behind
             ranks.start(node, module, arguments, environment, stdout=2 if to_stderr else None)
@@ -178,7 +197,11 @@ def main() -> None:
     node = LaunchedNode(
         devices=given.devices, number=given.node_rank, address=given.master_addr, port=given.master_port
     )
-    sys.exit(run(node, given.module, given.arguments, os.environ))
+    try:
+        sys.exit(run(node, given.module, given.arguments, os.environ))
+    except RequestError as error:  # `frugal train` says so, or chooses another port
+        first_failure.report(PORT_TAKEN, f"error: {error}")
+        sys.exit(PORT_TAKEN)
 
 
 if __name__ == "__main__":

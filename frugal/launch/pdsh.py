@@ -7,6 +7,7 @@ A run that has failed is started again on all of its hosts, or with --elastic on
 """
 
 import os
+import random
 import re
 import shlex
 import shutil
@@ -22,6 +23,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO
 
+import msgspec
 import psutil  # type: ignore[import-untyped]  # has no types
 
 from frugal import temporary
@@ -37,7 +39,7 @@ from frugal.distributed.rank_logs import to_console
 from frugal.errors import FrugalError, PlanMismatchError, RequestError
 from frugal.launch import ssh
 from frugal.launch.host_report import HostReport
-from frugal.launch.node import LaunchedNode
+from frugal.launch.node import PORT_TAKEN, LaunchedNode
 from frugal.launch.restart import judge
 from frugal.launch.ssh import Access, EnvironmentFiles, ReadyHost, UnreachableHost
 from frugal.planning.plan import Plan
@@ -119,10 +121,24 @@ def run(
 ) -> tuple[int, first_failure.FailureReport | None]:
     """Train on these hosts; 0 if the run came to its end, otherwise an exit code and the first failed rank's report.
 
-    Prints an error where there is no report.
+    Prints an error where there is no report. A port that was free and is taken before ranks meet there is chosen anew,
+    below those that Linux gives to connections.
     """
-    address = ssh.rendezvous_address([host.report for host in hosts], access)
     port = master_port or hosts[0].report.free_port
+    while True:
+        code, report = _run_at(port, plan, hosts, access, settings)
+        if report is None or report.code != PORT_TAKEN:
+            return code, report
+        if master_port is not None:
+            to_console(report.text)
+            return RequestError.exit_code, msgspec.structs.replace(report, code=RequestError.exit_code)
+        port = random.randrange(20_000, 32_768)
+
+
+def _run_at(
+    port: int, plan: Plan, hosts: Sequence[ReadyHost], access: Access, settings: RunSettings
+) -> tuple[int, first_failure.FailureReport | None]:
+    address = ssh.rendezvous_address([host.report for host in hosts], access)
     # In the run's folder, which all nodes see; its name is that of this start in every command line on them.
     with temporary.folder(settings.out, START) as folder:
         written, _ = write_plan(plan, folder)
@@ -253,8 +269,9 @@ class RemoteRanks:
             if _PDSH_EXIT.match(line):
                 self.pdsh_messages.append(line.decode(errors="replace").strip())
             else:
-                sys.stderr.buffer.write(line)
-                sys.stderr.flush()
+                with suppress(OSError):  # nobody reads it any more; pdsh must not wait for us
+                    sys.stderr.buffer.write(line)
+                    sys.stderr.flush()
 
     @contextmanager
     def _forwarded_signals(self) -> Iterator[None]:
@@ -275,7 +292,16 @@ def pdsh_command(hosts: Sequence[HostfileEntry], command: str) -> list[str]:
 
     In `command`, `%n` is the number of the host in `hosts`; see `escape`.
     """
-    return ["pdsh", "-R", "ssh", "-S", "-N", "-f", str(FAN_OUT), "-w", ",".join(h.name for h in hosts), command]
+    names = ",".join(_name_for_pdsh(host.name) for host in hosts)
+    return ["pdsh", "-R", "ssh", "-S", "-N", "-f", str(FAN_OUT), "-w", names, command]
+
+
+def _name_for_pdsh(name: str) -> str:
+    """Return a host's name as pdsh takes it: of `2001:db8::1` it takes `2001` for how to reach `db8::1`."""
+    if ":" not in name:
+        return name
+    user, at, address = name.rpartition("@")
+    return f"ssh:{user}{at}{'0' if address.startswith(':') else ''}{address}"
 
 
 def escape(command: str) -> str:

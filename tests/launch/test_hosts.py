@@ -1,6 +1,8 @@
 """What `frugal train` prints for other launchers, and what is wrong with what hosts answer."""
 
 import dataclasses
+import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -15,7 +17,7 @@ from frugal.config.hardware.build_cluster import parse_hostfile
 from frugal.config.hardware.cluster import Cluster, Node
 from frugal.config.hardware.local_host import versions
 from frugal.errors import RequestError
-from frugal.launch import host_report, pdsh, ssh
+from frugal.launch import host_report, local, pdsh, ssh
 from frugal.launch.host_report import Gpu, HostReport
 from frugal.launch.ssh import Access, UnreachableHost
 from frugal.planning.plan import Plan
@@ -206,3 +208,23 @@ def test_doctor_ends_with_2_where_something_would_stop_a_run(
     output = capsys.readouterr().out
     assert "nowhere.invalid\n  reached    no: " in output
     assert "what would stop a run\n  nowhere.invalid " in output
+
+
+@pytest.mark.skipif(shutil.which("pdsh") is None, reason="pdsh is not installed (.ci/packages)")
+def test_pdsh_reaches_addresses_of_ipv6(tmp_path: Path) -> None:
+    """A program in ssh's place says where it was sent."""
+    (tmp_path / "ssh").write_text('#!/bin/sh\necho "$*"\n')
+    (tmp_path / "ssh").chmod(0o755)
+    hosts = parse_hostfile("2001:db8::1 slots=1\n[::1] slots=1\nme@[2001:db8::2] slots=1\nn1 slots=1\n")
+    environment = pdsh._pdsh_environment(Access()) | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = subprocess.run(
+        pdsh.pdsh_command(hosts, "is %n"), env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    sent = sorted(line.partition(" -2 -a -x ")[2] for line in done.stdout.splitlines())
+    assert sent == ["-lme 2001:db8::2 is 2", "0::1 is 1", "2001:db8::1 is 0", "n1 is 3"]
+    assert all("-o BatchMode=yes" in line for line in done.stdout.splitlines())
+
+
+def test_rank_0_listens_at_the_port_that_was_chosen_though_others_want_it() -> None:
+    assert local.start_ranks("cpu", 2, "tests.launch.rank_program", ["meet"]) == 0

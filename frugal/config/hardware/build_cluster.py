@@ -14,6 +14,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from frugal.config.setting import SIZE, SIZES, check_sizes, setting
 from frugal.errors import RequestError
 from frugal.units import MIB, parse_bytes, plural
 
-_NAME = re.compile(r"\w[\w.@:-]*", re.ASCII)  # also an address, or user@host
+_NAME = re.compile(r"(\w[\w.-]*@)?(\w[\w.-]*|[\da-fA-F:.]+(%\w[\w.-]*)?)", re.ASCII)  # also an address, or user@host
 KEYS = ("mem", "gpu", "host-mem", "disk")
 
 
@@ -81,7 +82,8 @@ def parse_hostfile(text: str, *, source: str = "hostfile") -> tuple[HostfileEntr
 def _host(line: str, place: str) -> HostfileEntry:
     launcher, _, comment = line.partition("#")
     name, *words = launcher.split()
-    if not _NAME.fullmatch(name):
+    name = re.sub(r"\[([\da-fA-F:.%\w-]+)\]$", r"\1", name)  # [2001:db8::1], as URLs have it
+    if not _NAME.fullmatch(name) or not _has_no_port(name.rpartition("@")[2]):
         raise RequestError(
             f"{place}: `{name}` is no name of a host", because="ssh and pdsh would take it for something else"
         )
@@ -122,6 +124,14 @@ def _host(line: str, place: str) -> HostfileEntry:
                 because="it has one for all GPUs of the node, or one for each",
             )
     return host
+
+
+def _has_no_port(host: str) -> bool:
+    """Return whether a host has no colons but those of an IPv6 address."""
+    try:
+        return ":" not in host or bool(ip_address(host))
+    except ValueError:
+        return False
 
 
 def _pairs(words: list[str]) -> Iterator[tuple[str, str]]:

@@ -93,6 +93,10 @@ BAD = {
         "hosts, line 1: `-oProxyCommand=rm` is no name of a host\n"
         "  because ssh and pdsh would take it for something else",
     ),
+    "a name with a port": (
+        "n1:2222 slots=1",
+        "hosts, line 1: `n1:2222` is no name of a host\n  because ssh and pdsh would take it for something else",
+    ),
     "nobody": ("# nobody\n", "hosts names no host\n\nhint: write a line `NAME slots=GPUS` for each node"),
 }
 
@@ -103,6 +107,12 @@ def test_what_is_wrong_is_said_with_its_line(case: str) -> None:
     with pytest.raises(RequestError) as caught:
         parse_hostfile(text, source="hosts")
     assert str(caught.value) == message
+
+
+def test_a_host_may_be_an_address_of_ipv6() -> None:
+    text = "::1 slots=2\n[2001:db8::1] slots=1\nme@[2001:db8::2] slots=1\nfe80::1%eth0 slots=1\n10.0.0.1 slots=1\n"
+    names = [host.name for host in parse_hostfile(text)]
+    assert names == ["::1", "2001:db8::1", "me@2001:db8::2", "fe80::1%eth0", "10.0.0.1"]
 
 
 def test_a_file_that_is_not_there_is_refused_in_words() -> None:
