@@ -15,7 +15,7 @@ from frugal.training.measure.two_steps import trial
 from frugal.training.models.loading import quantised
 from frugal.training.models.resolve import resolve
 from frugal.training.objectives import CausalLM
-from tests.dryrun.test_truth import FAMILIES, TOLERANCE, plan_for
+from tests.dryrun.test_truth import FAMILIES, TOLERANCE, once_more, plan_for
 from tests.training.small_models import ragged_samples
 
 
@@ -103,6 +103,7 @@ def measured(name: str, zero_stage: int, precision: str, mode: str) -> list[tupl
         pytest.param("int8", 3, "fp32", "full", marks=pytest.mark.exhaustive),
     ],
 )
+@once_more
 def test_frozen_parameters_are_as_dry_run(
     world_size: int, name: str, zero_stage: int, precision: str, mode: str, request: pytest.FixtureRequest
 ) -> None:

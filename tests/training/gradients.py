@@ -103,7 +103,7 @@ def bounds_of_run(
         optimizer = torch.optim.AdamW(parameters, lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.01)
         for samples in global_batches:
             cut = [goal.collate(samples[at : at + micro_batch]) for at in range(0, len(samples), micro_batch)]
-            parts = [goal.loss_sum(trainee, cell) / sum(map(goal.count, cut)) for cell in cut]
+            parts = [goal.loss_sum(trainee, each) / sum(map(goal.count, cut)) for each in cut]
             torch.stack(parts).sum().backward()
             norms.append(torch.nn.utils.clip_grad_norm_(parameters, 1.0).item())
             optimizer.step()
