@@ -325,7 +325,7 @@ def test_no_two_classes_have_the_same_name() -> None:
 
 def test_a_bound_of_rounding_is_measured_or_says_its_reason() -> None:
     """One that a processor gave, another may miss: `tests.training.gradients` measures it where the test runs."""
-    bound = re.compile(r"((rel|abs|rtol|atol)=|< *)[\d.]+e-0?[5-8]\b")
+    bound = re.compile(r"((rel|abs|rtol|atol)=|< \(?)[\d.]+e-0?[5-8]\b")
     arithmetic = [TESTS / folder for folder in ("config", "planning", "plan_page")]  # no tensors
     paths = [path for path in TESTS.rglob("*.py") if not set(path.parents) & set(arithmetic)]
     assert [

@@ -3,6 +3,7 @@
 A bound of rounding is measured where the test runs: kernels sum in another order on another processor.
 """
 
+import copy
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
@@ -51,6 +52,14 @@ def relative_error(gradient: Gradient, reference: Gradient) -> float:
     """The norm of the difference, by that of the reference."""
     difference = sum(float(((gradient[n] - reference[n]) ** 2).sum()) for n in reference)
     return float((difference / sum(float((g**2).sum()) for g in reference.values())) ** 0.5)
+
+
+def in_dtype(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Return a copy of a model of transformers in another dtype; kernels of experts in groups know no fp64."""
+    copied: Any = copy.deepcopy(model).to(dtype)
+    if dtype == torch.float64:
+        copied.set_experts_implementation("eager")
+    return copied
 
 
 def bound_by(short: Any, exact: Any) -> float:

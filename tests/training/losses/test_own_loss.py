@@ -1,6 +1,5 @@
 """What a model adds to the cross entropy is trained with it, tiled or not, and padding is left out of it."""
 
-import copy
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ from frugal.training.models import tiled_loss
 from frugal.training.models.spec import ModelSpec
 from frugal.training.objectives import CausalLM
 from frugal.training.trials.model_check import check_model
-from tests.training.gradients import bound_by, relative_error
+from tests.training.gradients import bound_by, in_dtype, relative_error
 
 TINY = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -43,7 +42,7 @@ def test_the_loss_of_routers_is_the_models_own_without_padding() -> None:
     theirs.loss.backward()
     gradient = model.model.layers[0].mlp.gate.weight.grad.clone() * objective.count(batch)
     loss, ours = trained(model, objective)
-    exact = trained(copy.deepcopy(model).double(), objective)
+    exact = trained(in_dtype(model, torch.float64), objective)
     bound = 2 * bound_by((theirs.loss.item(), {"gate": gradient}), (exact[0], {"gate": exact[1]}))
     assert loss == pytest.approx(theirs.loss.item(), rel=bound)
     assert relative_error({"gate": ours.double()}, {"gate": gradient}) < bound

@@ -1,6 +1,5 @@
 """What models do to their logits after the head is done to each slice of the tiled loss, exactly; or refused."""
 
-import copy
 from typing import Any
 
 import pytest
@@ -22,6 +21,7 @@ from tests.training.gradients import (
     Gradient,
     applied,
     bound_by,
+    in_dtype,
     relative_error,
     weights,
     with_bound,
@@ -99,14 +99,14 @@ def test_loss_and_gradient_are_those_of_the_models_own_loss(family: str, dtype: 
     batch = objective.collate([sample])
 
     def plain(of: torch.dtype) -> tuple[nn.Module, Tensor]:
-        whole = copy.deepcopy(model).to(of)
+        whole = in_dtype(model, of)
         own = whole(**{name: value for name, value in batch.items() if name != "decoder_input_ids"}).loss
         return whole, own * objective.count(batch)
 
-    theirs = loss_and_gradient(*plain(dtype))
+    theirs, exact = loss_and_gradient(*plain(dtype)), loss_and_gradient(*plain(torch.float64))
     tiled_loss.apply(model)
     ours = loss_and_gradient(model, objective.loss_sum(model, batch))
-    bound = 2 * bound_by(theirs, loss_and_gradient(*plain(torch.float64)))  # neither is exact
+    bound = 2 * bound_by(theirs, exact)  # neither is exact
     assert ours[0] == pytest.approx(theirs[0], rel=bound)
     assert ours[1].keys() == theirs[1].keys()
     assert relative_error(ours[1], theirs[1]) < bound
