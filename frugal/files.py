@@ -10,6 +10,9 @@ Safe from what others put in the way: nothing is written through a symbolic link
 of another user in the place of a folder, and nothing but regular files is read. A pipe would be waited for, a device
 read for ever.
 
+Only what frugal wrote does it remove: a folder that things are removed from by their names has a record of the names
+that were written there (`WRITTEN`), and what has such a name without being in the record is moved aside.
+
 Bounded: a folder of things that can be made again keeps at most so many bytes, and nothing unused for long.
 
 An entry is a file or a folder. It was last used when it was last modified, which `touch` sets. Once a day, after
@@ -21,7 +24,10 @@ import codecs
 import contextlib
 import errno
 import fcntl
+import json
+import logging
 import os
+import re
 import secrets
 import shutil
 import stat
@@ -32,6 +38,14 @@ from contextlib import contextmanager
 from io import BufferedReader
 from pathlib import Path
 from typing import IO
+
+logger = logging.getLogger("frugal")
+
+WRITTEN = "written.json"
+"""The record of the names in its folder that frugal wrote."""
+
+_UNFINISHED = re.compile(r"\.?(.+)\.tmp-[0-9a-f]{8}")
+"""Names of what `unfinished` names, and of files that `write_file` has not renamed yet."""
 
 
 def write_file(path: Path, data: bytes | Iterable[bytes], *, durable: bool = True) -> None:
@@ -57,11 +71,20 @@ def write_file(path: Path, data: bytes | Iterable[bytes], *, durable: bool = Tru
         raise
 
 
-def remove_unfinished(folder: Path) -> None:
-    """Remove what `write_file` has left of files in `folder` where it was killed. Nobody may write to it meanwhile."""
+def remove_unfinished(folder: Path, names: Iterable[str]) -> None:
+    """Remove what a killed process has left of the files and folders `names`, which it was writing in `folder`.
+
+    Nobody may write to the folder meanwhile.
+    """
     with contextlib.suppress(OSError):
-        for path in folder.glob(".*.tmp-*"):
-            path.unlink(missing_ok=True)
+        for path in list(folder.iterdir()):
+            if (match := _UNFINISHED.fullmatch(path.name)) and match[1] in names:
+                remove(path)
+
+
+def unfinished(final: Path) -> Path:
+    """Return a new name beside `final` for a folder that is written there and renamed when it is complete."""
+    return final.with_name(f"{final.name}.tmp-{secrets.token_hex(4)}")
 
 
 def append(path: Path) -> int:
@@ -181,6 +204,67 @@ def replace_folder(temporary: Path, final: Path) -> None:
     flush(final.parent)
     with contextlib.suppress(OSError):
         remove(old)
+
+
+def written(folder: Path) -> set[str]:
+    """Return the names in `folder` that frugal wrote, by its record; none where that is missing or cannot be read."""
+    try:
+        names = json.loads(read_regular(folder / WRITTEN, 1 << 20))
+    except (OSError, ValueError, RecursionError):
+        return set()
+    return {name for name in names if isinstance(name, str)} if isinstance(names, list) else set()
+
+
+def record_written(folder: Path, names: Iterable[str]) -> None:
+    """Make `names` the record of what frugal wrote in `folder`.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    write_file(folder / WRITTEN, (json.dumps(sorted(names)) + "\n").encode())
+
+
+def move_aside(path: Path) -> None:
+    """Rename a file or folder that frugal did not write and whose name it needs; nothing, if there is none."""
+    if not os.path.lexists(path):
+        return
+    kept = path.with_name(f"{path.name}.kept")
+    while os.path.lexists(kept):
+        kept = path.with_name(f"{path.name}.kept-{secrets.token_hex(4)}")
+    path.rename(kept)
+    logger.warning("%s was not written by this run, and was moved to %s", path, kept.name)
+
+
+def replace_own_folder(temporary: Path, final: Path) -> None:
+    """Give a complete folder its final name as `replace_folder` does, and record it as written.
+
+    A folder of that name that is not in the record is moved aside, not removed.
+    """
+    folder, old, ours = final.parent, final.with_name(f"{final.name}.old"), written(final.parent)
+    is_foreign = os.path.lexists(final) and final.name not in ours
+    if old.name not in ours:
+        move_aside(old)
+    record_written(folder, {*ours, final.name} | (set() if is_foreign else {old.name}))
+    if is_foreign:
+        final.rename(old)  # which a run still finds, if this is as far as it gets
+        temporary.rename(final)
+        flush(folder)
+        move_aside(old)
+    else:
+        replace_folder(temporary, final)
+    record_written(folder, {*ours, final.name} - {old.name})
+
+
+def name_folder(temporary: Path, final: Path) -> None:
+    """Give a complete folder a name that nothing has yet; durable.
+
+    Raises:
+        OSError: something has it.
+    """
+    if os.path.lexists(final):
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(final))
+    temporary.rename(final)
+    flush(final.parent)
 
 
 @contextmanager

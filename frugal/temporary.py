@@ -6,6 +6,7 @@ locked is nobody's any more. On a file system without such locks nothing can be,
 
 import fcntl
 import os
+import re
 import secrets
 import shutil
 import tempfile
@@ -14,6 +15,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 PREFIX = "frugal-tmp-"
+
+_RANDOM = r"[a-z0-9_]{8}[0-9a-f]{8}"
+"""The end of a folder's name: tempfile's part, and ours."""
 
 
 @contextmanager
@@ -36,13 +40,13 @@ def folder(parent: Path | None = None, prefix: str = PREFIX) -> Iterator[Path]:
 
 
 def remove_abandoned(parent: Path, prefix: str, *, but: Path | None = None) -> None:
-    """Remove the user's folders `PREFIX...` in `parent` that no process has locked, and not `but`.
+    """Remove the user's folders in `parent` that `folder` made and no process has locked, and not `but`.
 
     What cannot be removed stays: it is no error.
     """
     with suppress(OSError):
-        for path in parent.glob(f"{prefix}*"):
-            if path != but:
+        for path in list(parent.iterdir()):
+            if path != but and re.fullmatch(re.escape(prefix) + _RANDOM, path.name):
                 _remove_unlocked(path)
 
 

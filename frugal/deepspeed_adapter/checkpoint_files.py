@@ -16,10 +16,12 @@ Parameters without gradients are in no slot: stages 0 to 2 keep them whole, stag
 """
 
 import copy
+import pickle
 import shutil
 import zipfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 from unittest.mock import patch
@@ -42,8 +44,24 @@ from frugal import files, torch_internals
 from frugal.errors import first_line
 from frugal.units import format_bytes
 
-OF_DEEPSPEED = [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]
-"""Of DeepSpeed 0.19.8: each file of states has its loss scaler, also where nothing is scaled."""
+def _stage_by_name(of: Any, name: Any) -> ZeroStageEnum:
+    """Return a ZeRO stage as Python 3.11.2 pickles it, `getattr(ZeroStageEnum, "weights")`, and nothing else.
+
+    Raises:
+        pickle.UnpicklingError: another attribute is asked for.
+    """
+    if of is not ZeroStageEnum or not isinstance(name, str) or name not in ZeroStageEnum.__members__:
+        raise pickle.UnpicklingError("it asks for an attribute that is no ZeRO stage")
+    return ZeroStageEnum[name]
+
+
+OF_DEEPSPEED: list[Any] = [
+    DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address, (_stage_by_name, "builtins.getattr")
+]  # fmt: skip
+"""Of DeepSpeed 0.19.8: each file of states has its loss scaler, also where nothing is scaled.
+
+Its enum is in checkpoints of earlier versions of frugal alone. Python 3.11.2, which Debian 12 has, pickles it by name.
+"""
 
 
 def foreign(path: Path) -> list[str]:
@@ -231,7 +249,7 @@ class CheckpointWriter(CheckpointEngine):
                 return
             with path.open("xb", buffering=0) as file:
                 target = _Target(file)
-                torch.save(state_dict, target)  # type: ignore[arg-type]  # it only writes
+                torch.save(_without_enums(state_dict), target)  # type: ignore[arg-type]  # it only writes
             target.check()
         except RuntimeError as error:  # memory that is not there
             free = shutil.disk_usage(path.parent).free
@@ -294,6 +312,17 @@ class _Target:
         """Raise the first failure."""
         if self._failure is not None:
             raise self._failure
+
+
+def _without_enums(states: Any) -> Any:
+    """Return nested states with the values of enums in their place: how those are pickled depends on the Python."""
+    if isinstance(states, Enum):
+        return states.value
+    if type(states) is dict:
+        return {name: _without_enums(value) for name, value in states.items()}
+    if type(states) in (list, tuple):
+        return type(states)(_without_enums(value) for value in states)
+    return states  # other containers have tensors alone, and attributes that are to stay
 
 
 def _copied(state_dict: Any) -> Any:

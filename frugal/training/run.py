@@ -144,7 +144,7 @@ def train(plan: Plan, settings: RunSettings, device: "torch.device") -> Path | N
         objective = data.spec.objective(data.tokenizer, seed=settings.seed, pack=bool(plan.request.pack))
         engine = initialize(model, plan, objective, learning_rate_schedule=curve.factor, callbacks=callbacks)
         random_state.seed_all(settings.seed * 1_000_003 + rank)
-        start, changes = _start(engine, settings, data.provenance, curve)
+        start, changes = _start(engine, settings, data.provenance, curve, total_steps)
         if rank == 0 and not replacement.this().is_trial:
             run_folder.record(plan, settings)
         with closing.page_afterwards(held, rank), _log(plan, settings, rank, start.step, total_steps) as log:
@@ -257,15 +257,25 @@ def _refuse_other_model(plan: Plan, model: "torch.nn.Module") -> None:
 
 
 def _start(
-    engine: "Engine", settings: RunSettings, data: "Provenance", curve: "Curve"
+    engine: "Engine", settings: RunSettings, data: "Provenance", curve: "Curve", total_steps: int
 ) -> "tuple[Progress, tuple[str, ...]]":
-    """Where to begin, and what is not as it was when the run stopped."""
+    """Where to begin, and what is not as it was when the run stopped.
+
+    Raises:
+        RequestError: it is further than it is to go; and as `loading.load`, `on_data`.
+    """
     from frugal.training.checkpoint import loading
     from frugal.training.checkpoint.progress import Progress
 
     if not settings.resume:
         return Progress(step=0, seed=settings.seed, data=data, learning_rate=curve), ()
     loaded = loading.load(engine, settings.checkpoints)
+    if loaded.progress.step > total_steps:
+        raise RequestError(
+            f"the run in {settings.out} is at step {loaded.progress.step} already",
+            because=f"it was to end at step {total_steps}",
+            hint=f"go on with --steps {loaded.progress.step + 1} or more; `frugal model` makes a model of a checkpoint",
+        )
     start, data_changes = loading.on_data(loaded.progress, data, settings)
     start, rate_changes = loading.on_curve(start, curve)
     return start, loaded.changes + data_changes + rate_changes

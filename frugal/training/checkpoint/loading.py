@@ -28,9 +28,9 @@ What a run that continues may change and what it may not is checked by `resume_c
 import logging
 from collections import defaultdict
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -46,8 +46,8 @@ from frugal.deepspeed_adapter.stages import Zero
 from frugal.distributed.exchange import from_rank_0, gather
 from frugal.errors import CheckpointError, PlanMismatchError, RequestError
 from frugal.training.checkpoint import frozen_base, manifest, other_states, random_state, resume_checks
-from frugal.training.checkpoint.manifest import File, Manifest
-from frugal.training.checkpoint.progress import EXTRA, Progress, read_progress
+from frugal.training.checkpoint.manifest import File, Manifest, OutOfReachError
+from frugal.training.checkpoint.progress import EXTRA, TRAINING, Progress, read_progress
 from frugal.training.data.batches import Position
 from frugal.training.data.sources import Provenance
 from frugal.training.train_step import Stepper
@@ -112,6 +112,7 @@ class Saved:
             if self._stage == 3 or rank == 0:
                 for piece in kept.frozen:
                     self._pieces[piece.name, True].append((piece, rank, -1))
+        self._read: dict[tuple[int, str], Any] = {}  # let go with this object, so that nothing stays mapped
         self.common, self.module = self._of(0).common, self._of(0).module
 
     def copy(self, name: str, first: int, into: Tensor, state: str = MASTER) -> None:
@@ -152,13 +153,13 @@ class Saved:
             return files.slot(slot)[state].view(-1)
         return files.master(slot) if self._stage else self.module[name].view(-1)
 
-    @cache  # noqa: B019  # gone with the one call of `restore`
     def _of(self, rank: int) -> StateFiles:
         return StateFiles(self._stage, partial(self._load, rank))
 
-    @cache  # noqa: B019  # as above
     def _load(self, rank: int, kind: str) -> Any:
-        return checkpoint_files.read(self._files[rank, kind], mmap=True)
+        if (rank, kind) not in self._read:
+            self._read[rank, kind] = checkpoint_files.read(self._files[rank, kind], mmap=True)
+        return self._read[rank, kind]
 
 
 def _fill_slots(zero: Zero, saved: Saved) -> None:
@@ -200,13 +201,18 @@ def load(engine: Stepper, folder: Path, *, only: str | None = None) -> Loaded:
     known = [path.name for path in manifest.checkpoints_in(folder)]
     names = from_rank_0(known if only is None else [only], list[str], engine.votes)
     refused: list[str] = []
+    out_of_reach: list[str] = []
     for path in (folder / name for name in names):
-        damage = [reason for reason in gather(_damage(engine, path), str | None, engine.votes) if reason]
+        damage = [each for each in gather(_damage(engine, path), Damage | None, engine.votes) if each]
         if damage:
-            refused.append(damage[0])
+            refused.append(damage[0].reason)
             if engine.rank == 0:
-                logger.warning("refused a checkpoint: %s", damage[0])
+                logger.warning("refused a checkpoint: %s", damage[0].reason)
+            if any(each.is_for_now for each in damage):
+                out_of_reach.append(path.name)
             continue
+        if engine.rank == 0:
+            _give_away(folder, out_of_reach)
         made_by, this = manifest.read(path), origin(engine, 0, {})
         resume_checks.check_resume(path, made_by, this)
         with other_states.named(path):
@@ -216,8 +222,9 @@ def load(engine: Stepper, folder: Path, *, only: str | None = None) -> Loaded:
         )
     if refused:
         raise CheckpointError(
-            f"no checkpoint in {folder} is whole", because=refused, hint="start again with another --out"
-        )
+            f"no checkpoint in {folder} is whole", because=refused,
+            hint="try again with --resume once the disk can be read" if out_of_reach else "start again with another --out",
+        )  # fmt: skip
     raise CheckpointError(f"there is no checkpoint in {folder}", hint="start without --resume")
 
 
@@ -243,18 +250,37 @@ def origin(engine: Stepper, step: int, listed: dict[str, File]) -> Manifest:
     )
 
 
-def _damage(engine: Stepper, path: Path) -> str | None:
+class Damage(NamedTuple):
+    """A reason why a rank cannot use a checkpoint. `is_for_now`: its disk could not be read; it may be whole."""
+
+    reason: str
+    is_for_now: bool
+
+
+def _damage(engine: Stepper, path: Path) -> Damage | None:
     """Why this rank cannot use the checkpoint, or None."""
     try:
-        made_by = manifest.read(path)
-        read_progress(path)
+        made_by, progress = manifest.read(path), read_progress(path)
+        damage = (
+            manifest.first_damage(path, made_by, engine.rank, engine.world_size)
+            or lacking(path, made_by)
+            or foreign(path, made_by, engine.rank, engine.world_size)
+        )
     except ValueError as error:
-        return str(error)
-    return (
-        manifest.first_damage(path, made_by, engine.rank, engine.world_size)
-        or lacking(path, made_by)
-        or foreign(path, made_by, engine.rank, engine.world_size)
-    )
+        return Damage(str(error), isinstance(error, OutOfReachError))
+    if damage is None and progress.step != made_by.step:
+        damage = f"{path / TRAINING} is of step {progress.step}, and {manifest.MANIFEST} of step {made_by.step}"
+    return None if damage is None else Damage(damage, is_for_now=False)
+
+
+def _give_away(folder: Path, names: list[str]) -> None:
+    """Take checkpoints that cannot be read for the moment from what this run may remove: they may be good."""
+    if not names:
+        return
+    try:
+        files.record_written(folder, files.written(folder) - set(names))
+    except OSError as error:
+        logger.warning("cannot note that %s is to be kept: %s", ", ".join(names), error.strerror)
 
 
 def lacking(path: Path, made_by: Manifest) -> str | None:
@@ -279,6 +305,8 @@ def foreign(path: Path, made_by: Manifest, rank: int, world_size: int) -> str | 
         if name.endswith(".pt") and file.rank % world_size == rank:
             try:
                 names = checkpoint_files.foreign(path / name)
+            except OSError as error:
+                raise manifest.unreadable(error, path / name) from None
             except Exception as error:  # whatever torch's unpickler makes of a file that it did not write
                 return f"{path / name} cannot be read: {type(error).__name__}: {error}"
             if names:

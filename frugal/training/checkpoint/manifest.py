@@ -5,6 +5,7 @@ last, then the folder is renamed to `NAME` and the pointer `latest` replaced. A 
 checkpoint and its pointer as they were.
 """
 
+import errno
 import hashlib
 import os
 import re
@@ -23,8 +24,23 @@ POINTER = "latest"
 MOST_BYTES = 1 << 30
 """Of the files that are read as a whole. Ten thousand ranks have a manifest of 6 MB."""
 
-_NAME = re.compile(r"step-\d+(\.old)?")
+_NAME = re.compile(r"step-(\d{6,})(\.old)?")
+_MOST_DIGITS = 15
 _FILE = re.compile(r"\w[\w.-]{,200}", re.ASCII)
+
+
+_NEVER_READABLE = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EINVAL, errno.EFBIG, errno.ELOOP}
+"""What is wrong with the file itself; any other error may be gone at the next attempt, as EIO and ESTALE."""
+
+
+class OutOfReachError(ValueError):
+    """A file that cannot be read for the moment; nothing is known of its content."""
+
+
+def unreadable(error: OSError, path: Path) -> ValueError:
+    """Return the error, with its reason, of a file of a checkpoint that cannot be read."""
+    kind = ValueError if error.errno in _NEVER_READABLE else OutOfReachError
+    return kind(file_errors.explain(error, path).because)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +89,14 @@ def digest_of(shapes: Sequence[tuple[str, tuple[int, ...]]]) -> str:
     return hashlib.sha256(repr(list(shapes)).encode()).hexdigest()
 
 
+def step_of(name: str) -> int | None:
+    """Return the step of the checkpoint that has this name; None for any other name."""
+    match = _NAME.fullmatch(name)
+    if match is None or not match[1].isascii() or len(match[1]) > _MOST_DIGITS or f"{int(match[1]):06d}" != match[1]:
+        return None
+    return int(match[1])
+
+
 def checkpoints_in(folder: Path) -> list[Path]:
     """The checkpoints by their names, unread: first the one that `latest` names, then the others from new to old.
 
@@ -88,7 +112,8 @@ def checkpoints_in(folder: Path) -> list[Path]:
     except OSError as error:
         because, remedy = file_errors.explain(error, folder)
         raise CheckpointError(f"cannot look for checkpoints in {folder}", because=because, hint=remedy) from None
-    paths = sorted((entry for entry in entries if _NAME.fullmatch(entry.name)), reverse=True)
+    steps = {entry: step for entry in entries if (step := step_of(entry.name)) is not None}
+    paths = sorted(steps, key=lambda path: (-steps[path], path.suffix))
     try:
         latest = files.read_regular(folder / POINTER, MOST_BYTES).decode().strip()
     except (OSError, UnicodeDecodeError):
@@ -118,7 +143,7 @@ def publish(temporary: Path, manifest: Manifest) -> Path:
     final = temporary.with_suffix("")
     manifest_json = msgspec.json.format(msgspec.json.encode(manifest), indent=2) + b"\n"
     files.write_file(temporary / MANIFEST, manifest_json)
-    files.replace_folder(temporary, final)
+    files.replace_own_folder(temporary, final)
     files.write_file(final.parent / POINTER, final.name.encode() + b"\n")
     return final
 
@@ -133,7 +158,7 @@ def read(folder: Path) -> Manifest:
     try:
         manifest = msgspec.json.decode(files.read_regular(path, MOST_BYTES), type=Manifest, strict=True)
     except OSError as error:
-        raise ValueError(file_errors.explain(error, path).because) from None
+        raise unreadable(error, path) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"{path} is not a manifest: {error}") from None
     if manifest.schema != SCHEMA:
@@ -144,7 +169,11 @@ def read(folder: Path) -> Manifest:
 
 
 def first_damage(folder: Path, manifest: Manifest, rank: int, world_size: int) -> str | None:
-    """What is wrong with the files this rank answers for, or None. Over all ranks every file is checked once."""
+    """What is wrong with the files this rank answers for, or None. Over all ranks every file is checked once.
+
+    Raises:
+        OutOfReachError: one cannot be read for the moment.
+    """
     for name, file in manifest.files.items():
         if file.rank % world_size != rank:
             continue
@@ -159,5 +188,7 @@ def first_damage(folder: Path, manifest: Manifest, rank: int, world_size: int) -
         except FileNotFoundError:
             return f"{path} is not there; rank {file.rank} of {manifest.world_size} wrote it"
         except OSError as error:
-            return file_errors.explain(error, path).because
+            if isinstance(reason := unreadable(error, path), OutOfReachError):
+                raise reason from None
+            return str(reason)
     return None

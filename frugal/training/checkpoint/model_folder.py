@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from frugal import file_errors
+from frugal import file_errors, files
 from frugal.config.run_settings import RunSettings, earlier_settings, run_settings
 from frugal.deepspeed_adapter.kernels import DTYPES
 from frugal.errors import CheckpointError, PlanMismatchError, RequestError
@@ -123,7 +123,7 @@ def write(checkpoint: Path, out: Path, *, merge: bool = False) -> str:
     elif not is_adapter:
         kind = f"the model of step {run.made_by.step}"
     with _explained(out):
-        saving.write_model(module, weights, out, tokenizer, uses_cache=spec.uses_cache)
+        saving.write_model(module, weights, out, tokenizer, uses_cache=spec.uses_cache, place=files.name_folder)
     return kind
 
 

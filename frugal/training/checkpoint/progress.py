@@ -1,17 +1,19 @@
 """How far a run is: what a checkpoint keeps of it beside weights and optimizer states."""
 
-from dataclasses import dataclass, field
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 from torch import Tensor
 
-from frugal import file_errors, files
+from frugal import files
 from frugal.config.learning_rate import Curve
 from frugal.errors import RequestError
 from frugal.training.checkpoint import manifest
-from frugal.training.data.batches import Position
+from frugal.training.data.batches import MicroBatchLimits, Position
 from frugal.training.data.sources import Provenance
 from frugal.training.oom_limits import LearntLimits
 
@@ -67,11 +69,72 @@ def read_progress(path: Path) -> Progress:
         ValueError: its record cannot be read; the message says why.
     """
     try:
-        return msgspec.json.decode(files.read_regular(path / TRAINING, manifest.MOST_BYTES), type=Progress)
+        progress = msgspec.json.decode(files.read_regular(path / TRAINING, manifest.MOST_BYTES), type=Progress)
     except OSError as error:
-        raise ValueError(file_errors.explain(error, path / TRAINING).because) from None
+        raise manifest.unreadable(error, path / TRAINING) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"{path / TRAINING} is no record of a run: {error}") from None
+    if (beyond := _beyond_sense(progress)) is not None:
+        raise ValueError(f"{path / TRAINING} is no record of a run: {beyond}")
+    return progress
+
+
+def finite(progress: Progress) -> Progress:
+    """Return the record without NaN and infinite numbers, which JSON does not have."""
+    best = progress.best if progress.best is None or math.isfinite(progress.best.value) else None
+    metrics = {name: value for name, value in progress.metrics.items() if math.isfinite(value)}
+    return replace(progress, best=best, metrics=metrics)
+
+
+MOST = 1 << 53
+"""No count of a run is larger: steps, samples, tokens."""
+
+
+def _beyond_sense(progress: Progress) -> str | None:
+    """Return which number cannot be one of a run, and why; None where all can."""
+    counts = msgspec.to_builtins(replace(progress, extra=None))
+    for name, value in _numbers(counts):
+        if isinstance(value, int) and not 0 <= value <= (MOST if name != "seed" else value):
+            return f"{name} is {value}"
+        if name.partition(".")[0] == "learning_rate" and value < 0:
+            return f"{name} is {value:g}"
+    best, curve, learnt = progress.best, progress.learning_rate, progress.learnt
+    if best is not None and best.step > progress.step:
+        return f"best.step is {best.step}, and step is {progress.step}"
+    if curve is not None and curve.warmup_steps + curve.decay_steps > max(curve.total_steps, curve.warmup_steps):
+        return f"learning_rate.total_steps is {curve.total_steps}, and warmup and decay have more"
+    if learnt is None:
+        return None
+    if learnt.patience < 1:
+        return f"learnt.patience is {learnt.patience}"
+    for name, limits in (
+        ("limits", learnt.limits), ("evaluation", learnt.evaluation), *(("larger", each) for each in learnt.larger)
+    ):  # fmt: skip
+        if limits is not None and not _is_within(limits, learnt.planned):
+            return f"learnt.{name} is not within learnt.planned"
+    return None
+
+
+def _is_within(limits: MicroBatchLimits, planned: MicroBatchLimits) -> bool:
+    """Whether limits may have come from the plan's by halving."""
+    return (
+        (limits.seq_len, limits.overhead) == (planned.seq_len, planned.overhead)
+        and limits.shortest in (planned.shortest, planned.seq_len)
+        and len(limits.max_samples) == len(planned.max_samples)
+        and all(1 <= each <= max(cap, 1) for each, cap in zip(limits.max_samples, planned.max_samples, strict=True))
+    )
+
+
+def _numbers(value: Any, name: str = "") -> Iterator[tuple[str, int | float]]:
+    """Yield the numbers in nested dicts and lists, with their names: `position.offset`."""
+    if isinstance(value, dict):
+        for key, each in value.items():
+            yield from _numbers(each, f"{name}.{key}" if name else str(key))
+    elif isinstance(value, list | tuple):
+        for place, each in enumerate(value):
+            yield from _numbers(each, f"{name}[{place}]")
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        yield name, value
 
 
 def check_plain(extra: Any, name: str = "extra") -> None:

@@ -29,6 +29,11 @@ from frugal.units import format_bytes
 START = ".start-"
 """How a folder of temporary files in the run's folder begins: one for each start."""
 
+_FILES = (
+    "plan.json", "ds_config.json", "trackers.json", "report.html", "arguments", "model", RECORD, METRICS, files.WRITTEN,
+)  # fmt: skip
+"""Names of what a run replaces in its folder."""
+
 LOCK_SECONDS = 120.0
 """A resumed run on several hosts waits this long for the lock of its folder: a cluster's file system keeps the locks of
 a host that is gone for a minute or two."""
@@ -126,8 +131,8 @@ def locked(settings: RunSettings) -> Iterator[int]:
 def _remove_abandoned(settings: RunSettings) -> None:
     """Remove what starts have left that were killed; with the folder locked, no other writes in it."""
     temporary.remove_abandoned(settings.out, START, but=first_failure.report_folder())
-    for folder in (settings.out, settings.checkpoints):
-        files.remove_unfinished(folder)
+    files.remove_unfinished(settings.out, _FILES)
+    files.remove_unfinished(settings.checkpoints, (manifest.POINTER, files.WRITTEN))
 
 
 def _try_lock(folder: int, out: Path) -> bool | None:
@@ -247,9 +252,10 @@ def copied_bytes(plan: Plan, num_ranks: int, *, has_rank_0: bool) -> int:
 def saved_bytes(plan: Plan, settings: RunSettings) -> int:
     """What the run will add to its folder: as many checkpoints as are kept and one in the making, and the model.
 
-    Left out: the best checkpoint, where it is not among the newest.
+    Left out: the best checkpoint, where it is not among the newest. Only checkpoints that this run wrote make room for
+    later ones: others stay, see `files.written`.
     """
-    existing = len(manifest.checkpoints_in(settings.checkpoints))
+    existing = sum(path.name in files.written(path.parent) for path in manifest.checkpoints_in(settings.checkpoints))
     copies = max(1, (settings.keep + 1 if settings.save_every else 1) - existing)
     weights = _weight_bytes(plan) * breakdown.saved_parameters(plan.request, plan.model)
     return copies * breakdown.checkpoint_bytes(plan.request, plan.strategy, plan.model) + weights

@@ -39,8 +39,8 @@ from frugal.planning.plan import Plan
 from frugal.training.checkpoint import frozen_base, loading, manifest, random_state, run_folder
 from frugal.training.checkpoint.held_folder import HeldFolder
 from frugal.training.checkpoint.loading import origin
-from frugal.training.checkpoint.manifest import File, Manifest
-from frugal.training.checkpoint.progress import EXTRA, TRAINING, Progress, read_progress
+from frugal.training.checkpoint.manifest import File, Manifest, OutOfReachError
+from frugal.training.checkpoint.progress import EXTRA, TRAINING, Progress, finite, read_progress
 from frugal.training.train_step import Stepper
 
 Score = Callable[[Progress], float | None]
@@ -158,8 +158,12 @@ class Saver:
         """A new folder of rank 0's for a checkpoint, of which nothing was there before."""
         self._before(aside.parents[1])
         files.refuse_foreign_link(aside.parent)
-        files.remove(aside)
-        aside.mkdir(parents=True)
+        aside.parent.mkdir(parents=True, exist_ok=True)
+        if aside.name in (ours := files.written(aside.parent)):
+            files.remove(aside)
+        files.move_aside(aside)
+        files.record_written(aside.parent, {*ours, aside.name})
+        aside.mkdir()
 
     def _follow(self, progress: Progress) -> None:
         """Learn where the run's folder is now. Collective.
@@ -210,7 +214,7 @@ class Saver:
         try:
             yield
         except RanksFailed as failed:
-            if self._engine.rank == 0:
+            if self._engine.rank == 0 and aside.name in files.written(aside.parent):
                 shutil.rmtree(aside, ignore_errors=True)
             last = self.newest()
             raise CheckpointError(
@@ -264,8 +268,8 @@ def _collect(engine: Stepper, writer: CheckpointWriter, aside: Path, progress: P
     writer.save(random_state.generator_states(engine.device), aside / f"rng_rank_{engine.rank}.pt")
     writer.write(msgspec.json.encode(engine.zero.layout()), aside / loading.file_name(engine.rank))
     if engine.rank == 0:
-        learnt = replace(progress, learnt=engine.adaptive_limits.learnt(), extra=None)
-        writer.write(msgspec.json.encode(learnt), aside / TRAINING)
+        record = replace(finite(progress), learnt=engine.adaptive_limits.learnt(), extra=None)
+        writer.write(msgspec.json.encode(record), aside / TRAINING)
         if progress.extra is not None:
             writer.save(progress.extra, aside / EXTRA)
     if writer.failure is not None:
@@ -282,15 +286,30 @@ def _publish(aside: Path, made_by: Manifest, keep: int, score: Score) -> None:
 
 
 def _prune(current: Path, keep: int, score: Score) -> None:
-    """Remove all but the `keep` newest and the best, and whatever lies beyond `current`: a future given up."""
-    past = sorted(
-        (path for path in current.parent.glob("step-*") if not path.suffix and path.name <= current.name), reverse=True
-    )
+    """Remove all but the `keep` newest and the best, and whatever lies beyond `current`: a future given up.
+
+    Only what frugal wrote in this folder, by its record. What cannot be read for the moment stays: it may be the best.
+    """
+    folder, ours = current.parent, files.written(current.parent)
+    steps = {name: step for name in ours if (step := manifest.step_of(name)) is not None and not name.endswith(".old")}
+    newest = sorted((name for name in steps if steps[name] <= steps[current.name]), key=lambda name: -steps[name])
+    past = [folder / name for name in newest]
     best = best_of(past, score)
     kept = {*past[: max(keep, 1)], *([] if best is None else [best])}
-    for path in current.parent.glob("step-*"):
-        if path not in kept:
+    for path in (folder / name for name in ours if name not in steps or folder / name not in kept):
+        if not _is_out_of_reach(path):
             shutil.rmtree(path, ignore_errors=True)
+    files.record_written(folder, (name for name in ours if os.path.lexists(folder / name)))
+
+
+def _is_out_of_reach(path: Path) -> bool:
+    try:
+        read_progress(path)
+    except OutOfReachError:
+        return True
+    except ValueError:
+        pass
+    return False
 
 
 def best_of(checkpoints: Iterable[Path], score: Score) -> Path | None:
@@ -309,13 +328,12 @@ def save_model(engine: Stepper, folder: Path, tokenizer: Any = None, *, uses_cac
     `uses_cache`: what its configuration said of `use_cache`, which is off in training. A transformers model becomes
     what `from_pretrained` loads; any other module a `model.safetensors` for `load_state_dict`; of a model with peft's
     adapters these are saved, for `PeftModel.from_pretrained`, and the name of its base. An earlier model in
-    `folder` is replaced at the end, not before.
+    `folder` is replaced at the end, not before; a folder that frugal did not write is moved aside.
 
     Raises:
         CheckpointError: the folder cannot be written.
     """
     folder = folder.absolute()
-    aside = folder.with_name(folder.name + ".tmp")
     is_adapter = frozen_base.is_left_out(engine.plan)
     weights = _whole_weights(engine.zero, engine.module, keep=engine.rank == 0, only_trained=is_adapter)
     try:
@@ -328,8 +346,6 @@ def save_model(engine: Stepper, folder: Path, tokenizer: Any = None, *, uses_cac
             engine.votes,
         )
     except RanksFailed as failed:
-        if engine.rank == 0:
-            shutil.rmtree(aside, ignore_errors=True)
         raise CheckpointError(
             f"cannot write the model to {folder}",
             because=failed.reasons,
@@ -376,23 +392,35 @@ def _whole_weights(zero: Zero, module: nn.Module, *, keep: bool, only_trained: b
 
 
 def write_model(
-    module: nn.Module, weights: dict[str, Tensor], folder: Path, tokenizer: Any, *, uses_cache: bool | None = None
+    module: nn.Module,
+    weights: dict[str, Tensor],
+    folder: Path,
+    tokenizer: Any,
+    *,
+    uses_cache: bool | None = None,
+    place: Callable[[Path, Path], None] = files.replace_own_folder,
 ) -> None:
     """Write `weights` as those of `module`, and the tokenizer; see `save_model`. In this process alone.
+
+    `place` gives the complete folder, its first argument, the name `folder`.
 
     Raises:
         OSError: the folder cannot be written.
     """
-    aside = folder.with_name(folder.name + ".tmp")
-    with _caching(module, uses_cache):
-        _write(module, weights, aside, tokenizer)
-    files.flush_all(aside)
-    files.replace_folder(aside, folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    aside = files.unfinished(folder)
+    try:
+        with _caching(module, uses_cache):
+            _write(module, weights, aside, tokenizer)
+        files.flush_all(aside)
+        place(aside, folder)
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
 
 
 def _write(module: nn.Module, weights: dict[str, Tensor], aside: Path, tokenizer: Any) -> None:
-    files.remove(aside)
-    aside.mkdir(parents=True)
+    aside.mkdir()
     try:
         if hasattr(module, "peft_config"):  # without a look at the hub, whether it knows a larger vocabulary
             module.save_pretrained(aside, state_dict=weights, save_embedding_layers=False)  # type: ignore[operator]
