@@ -20,7 +20,7 @@ import pickle
 import shutil
 import zipfile
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -42,7 +42,9 @@ from deepspeed.utils.tensor_fragment import fragment_address
 
 from frugal import files, torch_internals
 from frugal.errors import first_line
+from frugal.required import put
 from frugal.units import format_bytes
+
 
 def _stage_by_name(of: Any, name: Any) -> ZeroStageEnum:
     """Return a ZeRO stage as Python 3.11.2 pickles it, `getattr(ZeroStageEnum, "weights")`, and nothing else.
@@ -91,13 +93,26 @@ def read(path: str | Path, map_location: Any = "cpu", *, mmap: bool = False) -> 
         return torch.load(path, map_location=map_location, mmap=mmap, weights_only=True)
 
 
+_OF_STEPS = ("params", "step")
+"""What an optimizer keeps in its groups that is no setting."""
+
+
 def load(deepspeed_engine: Any, folder: Path, *, without_frozen: bool = False) -> None:
     """Have the engine read a checkpoint that was written on its own layout. Collective.
 
+    The optimizer's settings stay the engine's, which may be others than those that were saved.
+
     `without_frozen`: what is not trained is not in it, and stays as it is.
     """
+    optimizer = deepspeed_engine.optimizer
+    clip = getattr(optimizer, "clip_grad", None)
+    settings = [dict(group, params=None) for group in optimizer.param_groups]
     with patch.object(deepspeed_engine.checkpoint_engine, "load", read):
         deepspeed_engine.load_checkpoint(str(folder.parent), tag=folder.name, load_module_strict=not without_frozen)
+    if clip is not None:
+        put(optimizer, "clip_grad", clip)
+    for group, own in zip(optimizer.param_groups, settings, strict=True):
+        group.update({name: value for name, value in own.items() if name not in _OF_STEPS})
 
 
 class StateFiles:
@@ -121,13 +136,19 @@ class StateFiles:
         """Parameters and buffers of the model; under stage 3 buffers alone."""
         return self.common["module"]
 
+    def optimizer(self) -> dict[str, Any]:
+        """Return the inner optimizer's states and groups."""
+        if self._stage == 0:
+            return self.common["optimizer"]
+        return self._of_zero()[OPTIMIZER_STATE_DICT if self._stage == 3 else BASE_OPTIMIZER_STATE]
+
     def slot(self, slot: int) -> dict[str, Any]:
         """The optimizer's states of one slot; empty before its first step."""
-        if self._stage == 0:
-            states = self.common["optimizer"]
-        else:
-            states = self._of_zero()[OPTIMIZER_STATE_DICT if self._stage == 3 else BASE_OPTIMIZER_STATE]
-        return states["state"].get(slot, {})
+        return self.optimizer()["state"].get(slot, {})
+
+    def num_masters(self) -> int:
+        """Return the number of slots that have fp32 weights, from stage 1 on."""
+        return len(self._of_zero()[FP32_FLAT_GROUPS if self._stage == 3 else SINGLE_PARTITION_OF_FP32_GROUPS])
 
     def master(self, slot: int) -> torch.Tensor:
         """The fp32 weights of one slot, from stage 1 on."""
@@ -157,10 +178,15 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class StateLayout:
-    """What one rank keeps: the pieces in each slot, in the optimizer's order, and those of frozen parameters."""
+    """What one rank keeps: the pieces in each slot, in the optimizer's order, and those of frozen parameters.
+
+    `states`: names and kinds of the optimizer's states in each slot, in words, as they were saved; None in checkpoints
+    that are older than this record.
+    """
 
     slots: tuple[tuple[Piece, ...], ...]
     frozen: tuple[Piece, ...] = ()
+    states: tuple[dict[str, str], ...] | None = field(default=None, compare=False)
 
 
 def whole(parameters: Iterable[Any], names: dict[int, str]) -> tuple[Piece, ...]:

@@ -47,6 +47,7 @@ from frugal.distributed.exchange import from_rank_0, gather
 from frugal.errors import CheckpointError, PlanMismatchError, RequestError
 from frugal.training.checkpoint import frozen_base, manifest, other_states, random_state, resume_checks
 from frugal.training.checkpoint.manifest import File, Manifest, OutOfReachError
+from frugal.training.checkpoint.other_states import Expected
 from frugal.training.checkpoint.progress import EXTRA, TRAINING, Progress, read_progress
 from frugal.training.data.batches import Position
 from frugal.training.data.sources import Provenance
@@ -67,12 +68,12 @@ def read_layout(folder: Path, rank: int) -> StateLayout:
     return msgspec.json.decode(files.read_regular(folder / file_name(rank)), type=StateLayout)
 
 
-def restore(engine: Stepper, folder: Path, made_by: Manifest) -> None:
+def restore(engine: Stepper, saved: "Saved") -> None:
     """Bring weights, optimizer and counters of the engine to the checkpoint's, whatever its layout. Collective.
 
     Ranks meet only where ZeRO-3 gathers its small parameters at the end.
     """
-    saved, zero = Saved(folder, made_by), engine.zero
+    zero = engine.zero
     with zero.opened(), torch.no_grad():
         _fill_slots(zero, saved)
         zero.fill_weights(
@@ -104,8 +105,8 @@ class Saved:
                     self._files[file.rank, kind] = folder / name
         num_writers = made_by.world_size if self._stage else 1  # without ZeRO all ranks hold the same
         self._pieces: dict[tuple[str, bool], list[tuple[Piece, int, int]]] = defaultdict(list)
-        for rank in range(num_writers):
-            kept = read_layout(folder, rank)
+        self._layouts = [read_layout(folder, rank) for rank in range(num_writers)]
+        for rank, kept in enumerate(self._layouts):
             for slot, pieces in enumerate(kept.slots):
                 for piece in pieces:
                     self._pieces[piece.name, False].append((piece, rank, slot))
@@ -126,6 +127,15 @@ class Saved:
                 into[begin - first : end - first].copy_(elements)
                 done += end - begin
         assert done == len(into), f"{name}: {done} of {len(into)} elements are in the checkpoint"
+
+    def first_wrong(self, expected: Expected, rank: int = 0, world_size: int = 1) -> str | None:
+        """Return what is not as expected in the files that this rank answers for; None where all is."""
+        for writer in range(rank, len(self._layouts), world_size):
+            has_model = self._stage == 3 or writer == 0
+            wrong = other_states.first_wrong(self._of(writer), self._layouts[writer], expected, has_model=has_model)
+            if wrong is not None:
+                return wrong if len(self._layouts) == 1 else f"rank {writer}: {wrong}"
+        return other_states.wrong_tiling(self._layouts, expected) if rank == 0 else None
 
     def parameters(self, *, frozen: bool) -> dict[str, int]:
         """Elements of each parameter that was trained, or that was not."""
@@ -222,8 +232,9 @@ def load(engine: Stepper, folder: Path, *, only: str | None = None) -> Loaded:
         )
     if refused:
         raise CheckpointError(
-            f"no checkpoint in {folder} is whole", because=refused,
-            hint="try again with --resume once the disk can be read" if out_of_reach else "start again with another --out",
+            f"no checkpoint in {folder} is whole",
+            because=refused,
+            hint="try again once the disk can be read" if out_of_reach else "start again with another --out",
         )  # fmt: skip
     raise CheckpointError(f"there is no checkpoint in {folder}", hint="start without --resume")
 
@@ -315,23 +326,53 @@ def foreign(path: Path, made_by: Manifest, rank: int, world_size: int) -> str | 
 
 
 def _restore(engine: Stepper, path: Path, made_by: Manifest, this: Manifest) -> Progress:
-    if all(gather(_fits(engine, path, made_by, this), bool, engine.votes)):
+    is_same = all(gather(_fits(engine, path, made_by, this), bool, engine.votes))
+    if not is_same and (refusal := resume_checks.refuse_other_layout(path, made_by, this)) is not None:
+        raise refusal
+    saved = Saved(path, made_by)
+    generators = _generators(path, engine.rank) if made_by.world_size == this.world_size else None
+    wrong = saved.first_wrong(_expected(engine, made_by, is_same=is_same), engine.rank, engine.world_size)
+    if wrong is None and generators is not None:
+        wrong = other_states.wrong_generators(generators)
+    if reasons := [reason for reason in gather(wrong, str | None, engine.votes) if reason]:
+        raise other_states.refusal(path, reasons[0])
+    if is_same:
+        del saved
         checkpoint_files.load(engine.deepspeed, path, without_frozen=made_by.base is not None)
         engine.zero.forget_copies()
-    elif (refusal := resume_checks.refuse_other_layout(path, made_by, this)) is not None:
-        raise refusal
     else:
-        restore(engine, path, made_by)
+        restore(engine, saved)
     _follow_plan(engine)
     progress = read_progress(path)
     if EXTRA in made_by.files:
         progress = replace(progress, extra=checkpoint_files.read(path / EXTRA))
     engine.adaptive_limits.recall(progress.learnt)
-    if made_by.world_size == this.world_size:
-        random_state.restore_generators(checkpoint_files.read(path / f"rng_rank_{engine.rank}.pt"), engine.device)
+    if generators is not None:
+        random_state.restore_generators(generators, engine.device)
     else:  # nobody's generators are this rank's, so it gets some that no rank had
         random_state.seed_all((progress.seed * 1_000_003 + progress.step) * 65_537 + engine.rank)
     return progress
+
+
+def _generators(path: Path, rank: int) -> Any:
+    return checkpoint_files.read(path / f"rng_rank_{rank}.pt")
+
+
+def _expected(engine: Stepper, made_by: Manifest, *, is_same: bool) -> Expected:
+    """Return how this engine has what it is going to read."""
+    zero, request = engine.zero, engine.plan.request
+    is_adam = engine.own_optimizer is None and request.optimizer == "adamw"
+    return Expected(
+        zero_stage=made_by.zero_stage,
+        world_size=made_by.world_size,
+        has_base=made_by.base is None,
+        masters=kernels.DTYPES[request.optimizer_states or "fp32"],
+        moments=kernels.DTYPES[request.optimizer_states or "fp32"] if is_adam else None,
+        scheduler=engine.deepspeed.lr_scheduler,
+        slots=tuple(flat.numel() for flat in zero.flat_tensors()) if is_same else None,
+        scaler=zero.optimizer.loss_scaler if made_by.zero_stage and engine.plan.strategy.zero_stage else None,
+        **other_states.of_module(engine.module, {name: zero.shape(p) for name, p in engine.module.named_parameters()}),
+    )
 
 
 def _fits(engine: Stepper, path: Path, made_by: Manifest, this: Manifest) -> bool:

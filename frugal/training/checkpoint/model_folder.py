@@ -111,6 +111,7 @@ def write(checkpoint: Path, out: Path, *, merge: bool = False) -> str:
     with other_states.named(checkpoint):
         saved = Saved(checkpoint, run.made_by)
         spec, module = _empty(spec.for_tokenizer(tokenizer), run, saved)
+        _refuse_other_states(module, run, saved)
         weights = _weights(module, saved)
     kind = f"the adapters of step {run.made_by.step}, whose base is {spec.weights or spec.reference}"
     if merge:
@@ -167,6 +168,28 @@ def _empty(spec: ModelSpec, run: Run, saved: Saved) -> tuple[ModelSpec, nn.Modul
             hint="give the model as it was when the run was started",
         )
     return spec, module
+
+
+def _refuse_other_states(module: nn.Module, run: Run, saved: Saved) -> None:
+    """Refuse a checkpoint whose tensors are not those of the module.
+
+    Raises:
+        CheckpointError: it names the first that is not.
+    """
+    shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
+    model = other_states.of_module(module, shapes)
+    model |= {
+        kind: {name: (shape, None) for name, (shape, _) in model[kind].items()} for kind in ("parameters", "buffers")
+    }
+    expected = other_states.Expected(
+        zero_stage=run.made_by.zero_stage,
+        world_size=run.made_by.world_size,
+        has_base=saved.has_base,
+        masters=DTYPES[run.plan.request.optimizer_states or "fp32"],
+        **model | {"trained": frozenset(saved.parameters(frozen=False))},
+    )
+    if (wrong := saved.first_wrong(expected)) is not None:
+        raise other_states.refusal(run.path, wrong)
 
 
 def _sizes(module: nn.Module) -> dict[str, int]:

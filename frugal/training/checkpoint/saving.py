@@ -36,7 +36,7 @@ from frugal.distributed.connections.listeners import closed_afterwards
 from frugal.distributed.exchange import RanksFailed, together
 from frugal.errors import CheckpointError
 from frugal.planning.plan import Plan
-from frugal.training.checkpoint import frozen_base, loading, manifest, random_state, run_folder
+from frugal.training.checkpoint import frozen_base, loading, manifest, other_states, random_state, run_folder
 from frugal.training.checkpoint.held_folder import HeldFolder
 from frugal.training.checkpoint.loading import origin
 from frugal.training.checkpoint.manifest import File, Manifest, OutOfReachError
@@ -266,7 +266,9 @@ def _collect(engine: Stepper, writer: CheckpointWriter, aside: Path, progress: P
     """Give this rank's states to the writer."""
     writer.collect(engine.deepspeed, aside, without_frozen=frozen_base.is_left_out(engine.plan))
     writer.save(random_state.generator_states(engine.device), aside / f"rng_rank_{engine.rank}.pt")
-    writer.write(msgspec.json.encode(engine.zero.layout()), aside / loading.file_name(engine.rank))
+    kept = [engine.zero.inner.state.get(flat, {}) for flat in engine.zero.flat_tensors()]
+    layout = replace(engine.zero.layout(), states=tuple(map(other_states.describe, kept)))
+    writer.write(msgspec.json.encode(layout), aside / loading.file_name(engine.rank))
     if engine.rank == 0:
         record = replace(finite(progress), learnt=engine.adaptive_limits.learnt(), extra=None)
         writer.write(msgspec.json.encode(record), aside / TRAINING)
