@@ -112,7 +112,9 @@ def load(deepspeed_engine: Any, folder: Path, *, without_frozen: bool = False) -
     if clip is not None:
         put(optimizer, "clip_grad", clip)
     for group, own in zip(optimizer.param_groups, settings, strict=True):
-        group.update({name: value for name, value in own.items() if name not in _OF_STEPS})
+        counts = {name: group[name] for name in _OF_STEPS if name in group}
+        group.clear()
+        group.update(own | counts)
 
 
 class StateFiles:

@@ -142,6 +142,18 @@ def test_a_wrong_resume_is_said_once_through_the_launcher(folder: Path, on_two_r
     assert lines[3:] == ["", "hint: restore it, start anew with another --out, or go on with --accept-changed-data"]
 
 
+def test_a_run_that_is_further_than_it_is_to_go_is_refused_and_stays_as_it_was(
+    folder: Path, on_two_ranks: tuple[int, str, str]
+) -> None:
+    before = (folder / "two" / "train.json").read_bytes()
+    assert frugal_train(folder, "--resume", "--out", "two", "--steps", 5) == (
+        2, "",
+        "error: the run in two is at step 6 already\n  because it was to end at step 5\n\n"
+        "hint: go on with --steps 7 or more; `frugal model` makes a model of a checkpoint\n",
+    )  # fmt: skip
+    assert (folder / "two" / "train.json").read_bytes() == before
+
+
 def test_a_run_goes_on_with_what_there_is(folder: Path, on_two_ranks: tuple[int, str, str]) -> None:
     shutil.copytree(folder / "two", folder / "elsewhere")
     code, output, errors = frugal_train(

@@ -196,6 +196,8 @@ def _check_scaler(saved: Mapping[str, Any], own: Any) -> None:
             raise _OtherError(f"{name} is {saved.get(name)!r}")
     if own is None:
         return
+    if saved["dynamic_loss_scale"] != own.dynamic:
+        raise _OtherError(f"dynamic_loss_scale is {saved['dynamic_loss_scale']}")
     scaler = saved.get("loss_scaler")
     if type(scaler) is not type(own):
         raise _OtherError(f"loss_scaler is a {type(scaler).__name__}, and must be a {type(own).__name__}")

@@ -92,7 +92,10 @@ def test_the_last_checkpoint_s_folder_is_that_of_the_run(
     make_base(tmp_path / "base")
     out = tmp_path / "run"
     two_ranks.run(run, tmp_path / "base", out, zero_stage, precision, lora)
+    for own in ("last.tmp", "last.old"):  # folders of the user's
+        (tmp_path / own).mkdir()
     assert model(out, "-o", tmp_path / "last") == 0
+    assert (tmp_path / "last.tmp").exists() and (tmp_path / "last.old").exists()
     assert_same_files(tmp_path / "last", out / "model")
     if lora is None:
         return

@@ -89,6 +89,7 @@ def continued(
         engine = start(world_size, zero_stage, seed=1, **how)  # other weights: all must come from the checkpoint
         for folder in folders:
             progress = loading.load(engine, folder).progress
+            assert str(folder) not in Path("/proc/self/maps").read_text(), "nothing stays mapped"
             if save:
                 saving.save(engine, folder.with_name(f"{folder.name}-to-{world_size}-{zero_stage}"), progress)
             found[folder.name, zero_stage], _ = steps(engine, progress.position, END - progress.step)

@@ -59,7 +59,7 @@ def test_a_run_goes_on_in_a_folder_that_was_moved(later: bool, tmp_path: Path, t
     out.mkdir()
     answers = two_ranks.run(folder_gone, out, elsewhere, deleted=False, later=later)
     assert answers == [("saved", [], 2)] * 2
-    names = {path.name for path in (elsewhere / "checkpoints").iterdir()}
+    names = {path.name for path in (elsewhere / "checkpoints").iterdir()} - {"written.json"}
     assert names - {"step-000001.tmp"} in ({"latest", "step-000001", "step-000002"}, {"latest", "step-000002"})
     assert later or len(names) == 3
 
@@ -190,11 +190,14 @@ def test_what_killed_starts_have_left_is_removed_by_the_next_and_a_live_one_keep
     left = [tmp_path / ".plan.json.tmp-0a1b2c3d", settings.checkpoints / ".latest.tmp-0a1b2c3d"]
     for path in left:
         path.touch()
-    (tmp_path / ".start-killed").mkdir()
-    (tmp_path / ".start-killed" / "plan.json").touch()
-    (tmp_path / ".mine").touch()
+    (tmp_path / ".start-0a1b2c3d0a1b2c3d").mkdir()
+    (tmp_path / ".start-0a1b2c3d0a1b2c3d" / "plan.json").touch()
+    (tmp_path / "model.tmp-0a1b2c3d").mkdir()
+    own = {".mine", ".start-mine", ".notes.tmp-old", ".notes.tmp-0a1b2c3d", "model.tmp"}
+    for name in own:
+        (tmp_path / name).mkdir()
     with temporary.folder(tmp_path, run_folder.START) as live, run_folder.locked(settings):
-        assert {path.name for path in tmp_path.iterdir()} == {"checkpoints", ".mine", live.name}
+        assert {path.name for path in tmp_path.iterdir()} == {"checkpoints", live.name} | own
         assert not list(settings.checkpoints.iterdir())
 
 

@@ -3,19 +3,22 @@
 import errno
 import os
 import re
+import shutil
 import threading
 import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
 from bench.ranks import Ranks
+from frugal import files
 from frugal.deepspeed_adapter.checkpoint_files import CheckpointWriter
 from frugal.errors import CheckpointError
-from frugal.training.checkpoint import loading
-from frugal.training.checkpoint.progress import Progress
+from frugal.training.checkpoint import loading, manifest, saving
+from frugal.training.checkpoint.progress import TRAINING, BestSoFar, Progress, finite, read_progress
 from frugal.training.checkpoint.saving import Saver
 from tests.training.checkpoints import plan_for, start, steps, stop, weights
 
@@ -124,3 +127,88 @@ def test_a_disk_that_is_full_in_the_background_ends_the_run_on_all_ranks_at_the_
     assert "the last good checkpoint is step-000001" in message
     assert (message, done, is_good) == other
     assert is_good
+
+
+def saved_beside(folder: Path) -> tuple[list[str], list[str]]:
+    """Names after saving beside a user's own copies, and after step numbers have grown a digit; runs on ranks."""
+    engine = start(plan_for(2, world_size=1))
+    saving.save(engine, folder, Progress(step=1))
+    for name in OWN:
+        shutil.copytree(folder / "step-000001", folder / name)
+    for step in (2, 3, 4):
+        saving.save(engine, folder, Progress(step=step))
+    names = sorted(path.name for path in folder.iterdir())
+    for step in (999_998, 999_999, 1_000_000):
+        saving.save(engine, folder, Progress(step=step))
+    newest = [path.name for path in manifest.checkpoints_in(folder)]
+    stop(engine)
+    return names, newest
+
+
+OWN = ["step-000001-good", "step-000001.keep", "step-000003", "step-000004.tmp", "step-000004.old", "step-000009"]
+
+
+def test_a_user_s_own_copies_stay_and_step_numbers_are_compared_as_numbers(tmp_path: Path, one_rank: Ranks) -> None:
+    ((names, newest),) = one_rank.run(saved_beside, tmp_path)
+    moved = {"step-000003": "step-000003.old.kept", "step-000004.tmp": "step-000004.tmp.kept"}
+    moved["step-000004.old"] = "step-000004.old.kept"
+    kept = [moved.get(name, name) for name in OWN]
+    assert names == sorted(["latest", "written.json", "step-000003", "step-000004", *kept])
+    assert newest == ["step-1000000", "step-999999", "step-000009"]
+
+
+def not_readable_now(folder: Path) -> tuple[int, list[str], list[str], int]:
+    """The step loaded while the newest cannot be read, what is there two saves later, and what may go; on ranks."""
+    engine = start(plan_for(2, world_size=1))
+    for step in (1, 5):
+        saving.save(engine, folder, Progress(step=step))
+    os_open = os.open
+
+    def fail(path: Any, *rest: Any, **options: Any) -> int:
+        if str(path) == str(folder / "step-000005" / "training.json"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return os_open(path, *rest, **options)
+
+    os.open = fail
+    found = loading.load(engine, folder).progress.step
+    os.open = os_open
+    for step in (2, 3):
+        saving.save(engine, folder, Progress(step=step))
+    names = sorted(path.name for path in folder.iterdir())
+    good = loading.load(engine, folder, only="step-000005").progress.step
+    stop(engine)
+    return found, names, sorted(files.written(folder)), good
+
+
+def test_a_checkpoint_that_cannot_be_read_for_the_moment_is_kept(tmp_path: Path, one_rank: Ranks) -> None:
+    ((found, names, ours, good),) = one_rank.run(not_readable_now, tmp_path)
+    assert (found, good) == (1, 5)
+    assert names == ["latest", "step-000002", "step-000003", "step-000005", "written.json"]
+    assert ours == ["step-000002", "step-000003"]
+
+
+def test_what_json_does_not_have_is_no_number_of_a_checkpoint(tmp_path: Path) -> None:
+    best = BestSoFar(by="max", value=float("inf"), step=1, num_since=0)
+    progress = finite(Progress(step=1, best=best, metrics={"f1": float("nan"), "loss": 2.0}))
+    (tmp_path / TRAINING).write_bytes(msgspec.json.encode(progress))
+    assert read_progress(tmp_path) == Progress(step=1, metrics={"loss": 2.0})
+
+
+@pytest.mark.parametrize(
+    ("record", "named"),
+    [
+        ({"step": -3}, "step is -3"),
+        ({"step": 1 << 60}, f"step is {1 << 60}"),
+        ({"step": True}, "Expected `int`, got `bool` - at `$.step`"),
+        ({"step": "7"}, "Expected `int`, got `str` - at `$.step`"),
+        ({"step": 7, "position": {"epoch": 0, "offset": -1}}, "position.offset is -1"),
+        ({"step": 7, "data": {"tokens": -1}}, "data.tokens is -1"),
+        ({"step": 7, "best": {"by": "min", "value": 1.0, "step": 8, "num_since": 0}}, "best.step is 8, and step is 7"),
+        ({"step": 7, "learning_rate": {"peak": -1.0, "schedule": "linear", "warmup_steps": 0, "total_steps": 9}},
+         "learning_rate.peak is -1"),
+    ],
+)  # fmt: skip
+def test_a_number_beyond_sense_is_refused_by_name(record: dict[str, Any], named: str, tmp_path: Path) -> None:
+    (tmp_path / TRAINING).write_bytes(msgspec.json.encode(record))
+    with pytest.raises(ValueError, match=re.escape(f"{tmp_path / TRAINING} is no record of a run: {named}")):
+        read_progress(tmp_path)
