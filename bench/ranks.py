@@ -6,9 +6,10 @@ import multiprocessing
 import os
 import random
 import socket
+import time
 import traceback
 from collections.abc import Callable
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 
@@ -47,22 +48,24 @@ class Ranks:
             self._start()
         for connection in self._connections:
             connection.send((function, args, kwargs))
-        results: list[Any] = []
-        for rank, connection in enumerate(self._connections):
-            try:
-                if not connection.poll(timeout):
-                    raise AssertionError(f"rank {rank} of {self.world_size} did not answer within {timeout} s")
-                ok, value = connection.recv()
-            except (EOFError, ConnectionResetError):
-                ok, value = False, "the process died"
-            except AssertionError:
+        waiting, results = dict(enumerate(self._connections)), dict[int, Any]()
+        until = time.monotonic() + timeout
+        while waiting:  # whoever answers first: a rank that failed leaves the others waiting for it
+            ready = wait(list(waiting.values()), max(0.0, until - time.monotonic()))
+            if not ready:
                 self.close()
-                raise
-            if not ok:
-                self.close()
-                raise AssertionError(f"rank {rank} of {self.world_size} failed:\n{value}")
-            results.append(value)
-        return results
+                missing = " and ".join(map(str, waiting))
+                raise AssertionError(f"rank {missing} of {self.world_size} did not answer within {timeout} s")
+            for rank in [rank for rank, connection in waiting.items() if connection in ready]:
+                try:
+                    ok, value = waiting.pop(rank).recv()
+                except (EOFError, ConnectionResetError):
+                    ok, value = False, "the process died"
+                if not ok:
+                    self.close()
+                    raise AssertionError(f"rank {rank} of {self.world_size} failed:\n{value}")
+                results[rank] = value
+        return [results[rank] for rank in sorted(results)]
 
     def close(self) -> None:
         """End the processes."""
