@@ -448,7 +448,7 @@ def draw_case(seed: int) -> Case:
     request, strategy = _ways(draw, zero_stage)
     if "sparse" in names:  # with others torch has no step
         request |= {"optimizer": "sgd", "weight_decay": 0.0, "gradient_clipping": 0.0}
-        request = {name: value for name, value in request.items() if name not in ("momentum", "adam_epsilon")}
+        request = {name: value for name, value in request.items() if not name.startswith(("momentum", "adam_"))}
     return Case(
         seed=seed, parts=(*dict.fromkeys((*parts, *names)),), world_size=world_size, zero_stage=zero_stage,
         global_batch=global_batch, micro_batch=micro_batch, request=request, strategy=strategy, steps=steps,
@@ -479,7 +479,14 @@ def _ways(draw: random.Random, zero_stage: int) -> tuple[dict[str, Any], dict[st
         (
             {"optimizer": "sgd", "learning_rate": 0.05, "weight_decay": draw.choice((0.0, 0.1))},
             {"optimizer": "sgd", "learning_rate": 0.05, "weight_decay": 0.0, "momentum": 0.9},
-            {"optimizer": "adamw", "learning_rate": 0.01, "weight_decay": 0.1, "adam_epsilon": 1e-3},
+            {
+                "optimizer": "adamw",
+                "learning_rate": 0.01,
+                "weight_decay": 0.1,
+                "adam_epsilon": 1e-3,
+                "adam_beta1": 0.9,
+                "adam_beta2": 0.99,
+            },
         )
     )
     half = draw.random() < 0.1 and zero_stage in (2, 3)

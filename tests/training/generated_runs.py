@@ -11,6 +11,7 @@ import gc
 import logging
 import sys
 import time
+import traceback
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -115,7 +116,9 @@ def by_torch(case: Case, dtype: torch.dtype, sizes: Sequence[int]) -> tuple[Weig
     if settings["optimizer"] == "sgd":
         make: Any = partial(torch.optim.SGD, momentum=settings.get("momentum", 0.0))
     else:
-        make = partial(torch.optim.AdamW, eps=settings["adam_epsilon"])
+        make = partial(
+            torch.optim.AdamW, eps=settings["adam_epsilon"], betas=(settings["adam_beta1"], settings["adam_beta2"])
+        )
     optimizer = make(
         [parameter for parameter in model.parameters() if parameter.requires_grad],
         lr=settings["learning_rate"], weight_decay=settings["weight_decay"], foreach=False,
@@ -155,29 +158,32 @@ def judge(case: Case, ranks: Ranks, timeout: float = 120) -> Verdict:
         runs: list[Trained] = ranks.run(train, case.seed, timeout=timeout)
     except AssertionError as error:
         return Verdict(case.seed, "failed", str(error))
-    if runs[0].refusal is not None or any(run.refusal for run in runs):
+    if any(run.refusal for run in runs):
         ranks.close()  # what a refused step leaves behind must not be found by the next case
         if len({run.refusal for run in runs}) > 1:
             return Verdict(case.seed, "failed", f"refused unevenly: {[run.refusal for run in runs]}")
         return Verdict(case.seed, "refused", str(runs[0].refusal))
+    try:
+        notes = check_model(spec_of(case))
+    except FrugalError as error:  # nobody gets a plan for it
+        return Verdict(case.seed, "refused", str(error))
     if case.request["precision"] != "fp32":
-        return Verdict(case.seed, "exact", "bf16: runs")
+        return Verdict(case.seed, "exact", "as far as bf16 tells")
     if any(not torch.equal(runs[0].weights[n], run.weights[n]) for run in runs for n in run.weights):
-        return Verdict(case.seed, "failed", "wrong: ranks have other weights")
-    together = [case.global_batch]
-    alone = [1] * case.global_batch
-    planned = [n for steps in plan_of(case).batch.micro_steps for _ in range(steps.count) for n in steps.samples if n]
+        return Verdict(case.seed, "failed", "wrong: ranks have other weights than rank 0")
+    together, alone = [case.global_batch], [1] * case.global_batch
     error = _compared(case, runs[0], together, [together] if case.compares else [together, alone])
     if error is None:
         return Verdict(case.seed, "exact", "")
-    notes = notes_of(case)
-    if case.compares and any(note.startswith(SPLIT_MATTERS) for note in notes):
-        if "spectral norm" in case.parts:  # each rank has its own vectors
-            return Verdict(case.seed, "said", "; ".join(notes))
-        apart = _compared(case, runs[0], planned, [planned])
-        return Verdict(case.seed, "said", "; ".join(notes)) if apart is None else Verdict(case.seed, "failed", apart)
-    said = [note for note in (*notes, *runs[0].warnings) if "gradient" in note]
-    return Verdict(case.seed, "failed", f"{error}; notes: {notes}; warnings: {said}")
+    split = [note for note in notes if note.startswith(SPLIT_MATTERS)]
+    if case.compares and split:
+        planned = plan_of(case).batch.micro_steps
+        sizes = [size for steps in planned for _ in range(steps.count) for size in steps.samples if size]
+        if "spectral norm" not in case.parts:  # each rank has vectors of its own
+            error = _compared(case, runs[0], sizes, [sizes])
+        if "spectral norm" in case.parts or error is None:
+            return Verdict(case.seed, "said", split[0])
+    return Verdict(case.seed, "failed", f"{error}; notes: {notes}; warnings: {runs[0].warnings}")
 
 
 def _compared(case: Case, run: Trained, sizes: list[int], orders: list[list[int]]) -> str | None:
@@ -209,16 +215,12 @@ def _farthest(losses: Sequence[float], exact: Sequence[float]) -> float:
     return max(abs(one - other) for one, other in zip(losses, exact, strict=True))
 
 
-def notes_of(case: Case) -> tuple[str, ...]:
-    """Return what the trial of a model says before it is planned; also where it refuses it."""
-    spec = ModelSpec(
+def spec_of(case: Case) -> ModelSpec:
+    """Return the model of a case as it is planned for."""
+    return ModelSpec(
         reference="generated", task=OWN, max_positions=None, vocab_size=None, own_objective=case.objective(),
         factory=lambda: (case.make(), case.objective()), structure=str(case.seed),
     )  # fmt: skip
-    try:
-        return check_model(spec)
-    except FrugalError as error:
-        return (f"refused: {error}",)
 
 
 def run_cases(seeds: Sequence[int], timeout: float = 120) -> Iterator[tuple[Case, Verdict]]:
@@ -227,7 +229,11 @@ def run_cases(seeds: Sequence[int], timeout: float = 120) -> Iterator[tuple[Case
     try:
         for seed in seeds:
             case = draw_case(seed)
-            yield case, judge(case, of_size[case.world_size], timeout)
+            try:
+                verdict = judge(case, of_size[case.world_size], timeout)
+            except Exception:  # of the trial
+                verdict = Verdict(seed, "failed", traceback.format_exc())
+            yield case, verdict
     finally:
         for ranks in of_size.values():
             ranks.close()
@@ -240,7 +246,7 @@ def main() -> None:
     for case, verdict in run_cases(range(first, first + number)):
         kinds[verdict.kind] += 1
         if number == 1 or verdict.kind != "exact":
-            reason = verdict.reason if number == 1 else " | ".join(verdict.reason.split("\n"))[-400:]
+            reason = verdict.reason if number == 1 else " | ".join(verdict.reason.split("\n"))[-500:]
             print(f"{case.seed} {verdict.kind}: {reason}\n    {case}", flush=True)
     print(f"{number} cases in {time.perf_counter() - begin:.0f} s: {dict(kinds)}")
 
