@@ -1,7 +1,7 @@
 """The DeepSpeed engine of a strategy, made and taken down."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -17,6 +17,7 @@ from frugal.config.request import Request
 from frugal.deepspeed_adapter import gradients, kernels, placement, refusals, stages
 from frugal.deepspeed_adapter.json_config import batch_config, strategy_config
 from frugal.deepspeed_adapter.stages import Zero
+from frugal.deepspeed_adapter.zero3_graph import SplitReads
 from frugal.planning.batch import BatchPlan
 from frugal.planning.strategy import Strategy
 from frugal.required import put
@@ -131,3 +132,9 @@ def told_of_arrivals(arrive: Callable[[Tensor], None]) -> Iterator[None]:
 
     with patch.object(Init, "_zero_init_param", arrive_and_split):
         yield
+
+
+def split_reads_refused(zero: Zero, *, is_first: bool) -> AbstractContextManager[Any]:
+    """Return what in a first step refuses reads of parameters that are split; see `SplitReads`."""
+    is_split = is_first and zero.strategy.zero_stage == 3
+    return SplitReads(zero.engine.module) if is_split else nullcontext()

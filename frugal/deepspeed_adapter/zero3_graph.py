@@ -10,9 +10,12 @@ To gather parameters and to scatter gradients DeepSpeed makes a view for each ra
 a device and takes minutes to dry-run for a thousand ranks. The functions here allocate and free the same storages in
 the same order as `partition_parameters.AllGatherCoalescedHandle.wait` and `coalesced_collectives.
 reduce_scatter_coalesced` of DeepSpeed 0.19.8; a test holds them against those.
+
+What reads a parameter where it is split is refused: see `SplitReads`.
 """
 
 import math
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -24,11 +27,14 @@ import torch.nn.functional as F
 from deepspeed import comm
 from deepspeed.runtime.zero import stage3
 from deepspeed.runtime.zero.partition_parameters import AllGatherCoalescedHandle, ZeroParamStatus
+from deepspeed.runtime.zero.utils import is_zero_param
 from deepspeed.utils import set_z3_leaf_module, z3_leaf_module
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from frugal import torch_internals
 from frugal.deepspeed_adapter.simulate import mirrored
+from frugal.errors import RequestError
 from frugal.planning.memory.timeline import MarkKind
 from frugal.required import put
 
@@ -333,3 +339,56 @@ def _missing(elements: int, chunk: int, world_size: int) -> Iterator[int]:
     """The padding of each rank whose part is not full, elements."""
     for rank in range(elements // chunk, world_size):
         yield chunk - max(0, min(chunk, elements - rank * chunk))
+
+
+class SplitReads(TorchFunctionMode):
+    """Refuses inside its `with` block what reads a parameter of `model` while ZeRO-3 has it split, and so empty.
+
+    A module's parameters are whole in its forward. A loss that adds the norm of `model.parameters()`, or multiplies by
+    one's norm or size, would be trained without it: DeepSpeed 0.19.8 says nothing, or dies in backward. Each operation
+    takes microseconds more, so it is for a first step.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._model = model
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.compiler.is_compiling():
+            return func(*args, **kwargs)
+        operation = func.__self__.__name__ if func.__name__ in ("__get__", "__set__") else func.__name__
+        if operation not in _NO_VALUES:
+            for each in (*args, *kwargs.values()):
+                for one in each if isinstance(each, list | tuple) else (each,):
+                    if isinstance(one, nn.Parameter) and _is_away(one) and not _asks_itself():
+                        self._refuse(one, operation)
+        return func(*args, **kwargs)
+
+    def _refuse(self, parameter: nn.Parameter, operation: str) -> None:
+        name = next((name for name, each in self._model.named_parameters() if each is parameter), "of no module")
+        raise RequestError(
+            f"ZeRO-3 has the parameter `{name}` split where it is read",
+            because=f"`{operation}` takes it outside the forward of its module, such as in the loss, where it is empty",
+            hint="read it in that module's forward, or use --zero-stage 2 or lower",
+        )
+
+
+_NO_VALUES = frozenset(
+    {
+        "dtype", "device", "requires_grad", "requires_grad_", "grad", "grad_fn", "is_leaf", "layout", "type", "is_cuda",
+        "is_cpu", "is_meta", "is_sparse", "is_quantized", "is_nested", "is_floating_point", "is_complex", "get_device",
+        "element_size", "itemsize", "_version", "__hash__", "__repr__", "register_hook", "retain_grad",
+        "register_post_accumulate_grad_hook",
+    }
+)  # fmt: skip
+"""What a split parameter says as a whole one does."""
+
+
+def _is_away(parameter: nn.Parameter) -> bool:
+    return is_zero_param(parameter) and parameter.ds_status != ZeroParamStatus.AVAILABLE  # type: ignore[attr-defined]
+
+
+def _asks_itself() -> bool:
+    """Return whether it is DeepSpeed's or our own code that runs the operation."""
+    return sys._getframe(2).f_globals.get("__name__", "").startswith(("deepspeed.", "frugal."))

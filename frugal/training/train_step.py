@@ -116,6 +116,7 @@ class Stepper:
         self.rank = dist.get_rank()
         self.group = plan.batch.group_of(self.rank)
         self.world_size = dist.get_world_size()
+        self._is_first = True  # what a model does in its first step is looked at more closely
         self.device = torch.device(zero.engine.device)
         self.cache = CachedBlocks(self.device)
         self.own_optimizer: OwnOptimizer | None = None
@@ -271,7 +272,9 @@ class Stepper:
 
     def accumulate(self, batches: Sequence[Batch], targets: int) -> Tensor:
         """Forward and backward over this rank's micro-batches; see `accumulate`."""
-        return accumulate(self.deepspeed, self.objective, batches, targets, self._before_micro_batch)
+        is_first, self._is_first = self._is_first, False
+        with engine.split_reads_refused(self.zero, is_first=is_first):
+            return accumulate(self.deepspeed, self.objective, batches, targets, self._before_micro_batch)
 
     def _before_micro_batch(self, batch: Batch) -> None:
         self.unused.expect(self.objective.count(batch))

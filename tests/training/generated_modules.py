@@ -328,6 +328,12 @@ def regularised(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return squared_error(model, batch) + 0.1 * len(batch["x"]) * norm
 
 
+def scaled(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """Return the error in units of a weight's size, which is read as a constant."""
+    weight = next(iter(model.parameters())).detach()
+    return squared_error(model, batch) * weight.square().mean() * 10
+
+
 def penalised(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     """Return the error with the norm of its gradient at the inputs."""
     x = batch["x"].requires_grad_()
@@ -339,7 +345,8 @@ def penalised(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 LOSSES: dict[str, tuple[float, Callable[..., Tensor]]] = {
     "squared error": (30, squared_error),
     "contrastive": (1, contrastive),
-    "regularised": (2, regularised),
+    "regularised": (1, regularised),
+    "scaled": (0.6, scaled),
     "gradient penalty": (0.6, penalised),
 }  # fmt: skip
 """Losses by name, summed over samples: how often each is drawn, and the function."""

@@ -201,8 +201,8 @@ def _compared(case: Case, run: Trained, sizes: list[int], orders: list[list[int]
     if not apart(run.weights) <= FACTOR * unit:
         worst = max(exact, key=lambda name: float((exact[name] - run.weights[name]).norm()))
         return (
-            f"wrong: weights are off by {apart(run.weights) / scale:.2g} of the movement, {apart(run.weights) / unit:.3g} "
-            f"times plain fp32's; most in {worst}"
+            f"wrong: weights are off by {apart(run.weights) / scale:.2g} of the movement, "
+            f"{apart(run.weights) / unit:.3g} times plain fp32's; most in {worst}"
         )
     loss_scale = max(map(abs, exact_losses))
     loss_unit = max([*(_farthest(losses, exact_losses) for _, losses in plain), 2 * LEAST * loss_scale])
