@@ -4,7 +4,8 @@
 
 Each case ends in a verdict: `exact` (the weights after several steps are off fp64's by at most `FACTOR` times what
 plain torch's in fp32 are on this machine), `refused` (all ranks raise the same FrugalError, and live), `said` (a note
-of the trial says that the cut matters, and the weights are exactly those of the planned micro-batches), or `failed`.
+of the trial says that the cut matters, or a warning that unused parameters decay or move on, and the weights are
+exactly those that this gives in plain torch), or `failed`.
 """
 
 import gc
@@ -33,6 +34,9 @@ from tests.training.generated_modules import Case, draw_case
 FACTOR = 4
 LEAST = 2.0**-24
 """Relative; by chance plain fp32 may be off by less than its rounding of a single number."""
+
+UNUSED = "got no gradient on any rank"
+"""In the warning that optimizers go on to update what a step does not use."""
 
 Weights = dict[str, Tensor]
 
@@ -109,8 +113,13 @@ class _Heard(logging.Handler):
         self.messages.append(record.getMessage())
 
 
-def by_torch(case: Case, dtype: torch.dtype, sizes: Sequence[int]) -> tuple[Weights, list[float]]:
-    """Return the weights and losses of a plain loop in one process over micro-batches of `sizes`."""
+def by_torch(
+    case: Case, dtype: torch.dtype, sizes: Sequence[int], *, zeros: bool = False
+) -> tuple[Weights, list[float]]:
+    """Return the weights and losses of a plain loop in one process over micro-batches of `sizes`.
+
+    `zeros`: parameters without a gradient get one of zero, as DeepSpeed has it.
+    """
     model = _of(case.make(), dtype)
     settings = case.request
     if settings["optimizer"] == "sgd":
@@ -133,6 +142,9 @@ def by_torch(case: Case, dtype: torch.dtype, sizes: Sequence[int]) -> tuple[Weig
             loss = case.loss(model, batch | {"x": batch["x"].to(dtype)}) / len(samples)
             loss.backward()
             total, begin = total + loss.item(), begin + size
+        for parameter in model.parameters():
+            if zeros and parameter.requires_grad and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
         if settings["gradient_clipping"]:
             nn.utils.clip_grad_norm_(model.parameters(), settings["gradient_clipping"])
         optimizer.step()
@@ -172,25 +184,26 @@ def judge(case: Case, ranks: Ranks, timeout: float = 120) -> Verdict:
     if any(not torch.equal(runs[0].weights[n], run.weights[n]) for run in runs for n in run.weights):
         return Verdict(case.seed, "failed", "wrong: ranks have other weights than rank 0")
     together, alone = [case.global_batch], [1] * case.global_batch
-    error = _compared(case, runs[0], together, [together] if case.compares else [together, alone])
+    error = _compared(case, runs[0], [together] if case.compares else [together, alone])
     if error is None:
         return Verdict(case.seed, "exact", "")
-    split = [note for note in notes if note.startswith(SPLIT_MATTERS)]
-    if case.compares and split:
+    split = [note for note in notes if note.startswith(SPLIT_MATTERS) and case.compares]
+    unused = [warning for warning in runs[0].warnings if UNUSED in warning]
+    if split or unused:
         planned = plan_of(case).batch.micro_steps
         sizes = [size for steps in planned for _ in range(steps.count) for size in steps.samples if size]
-        if "spectral norm" not in case.parts:  # each rank has vectors of its own
-            error = _compared(case, runs[0], sizes, [sizes])
-        if "spectral norm" in case.parts or error is None:
-            return Verdict(case.seed, "said", split[0])
+        has_own_state = "spectral norm" in case.parts and split  # each rank's vectors are its own
+        order = sizes if split else together
+        if has_own_state or _compared(case, runs[0], [order], zeros=bool(unused)) is None:
+            return Verdict(case.seed, "said", (*split, *unused)[0])
     return Verdict(case.seed, "failed", f"{error}; notes: {notes}; warnings: {runs[0].warnings}")
 
 
-def _compared(case: Case, run: Trained, sizes: list[int], orders: list[list[int]]) -> str | None:
+def _compared(case: Case, run: Trained, orders: list[list[int]], *, zeros: bool = False) -> str | None:
     """Return how far a run is off; None: no farther than plain fp32 in the worst of `orders`, by `FACTOR`."""
     before = {name: _exact(parameter) for name, parameter in case.make().named_parameters()}
-    exact, exact_losses = by_torch(case, torch.float64, sizes)
-    plain = [by_torch(case, torch.float32, order) for order in orders]
+    exact, exact_losses = by_torch(case, torch.float64, orders[0], zeros=zeros)
+    plain = [by_torch(case, torch.float32, order, zeros=zeros) for order in orders]
     scale = sum(float((exact[name] - before[name]).square().sum()) for name in exact) ** 0.5
     size = max(float(each.abs().max()) for each in exact.values() if each.numel())
 
