@@ -287,7 +287,7 @@ class Net(nn.Module):
         self.blocks = nn.ModuleList(blocks)
         heads = len(paths) if how["own_heads"] else 1
         self.heads = nn.ModuleList(nn.Linear(width, OUTPUTS, bias=i > 0) for i in range(heads))
-        self.paths, self.how = paths, how
+        self.paths, self.how = dict(enumerate(paths)), how  # there is no route -1
         self.auxiliary = nn.Linear(width, 2) if how["unused_output"] else None
         self.unused = nn.Parameter(torch.ones(5)) if how["unused"] else None
 

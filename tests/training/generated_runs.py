@@ -166,6 +166,11 @@ def _of(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 def judge(case: Case, ranks: Ranks, timeout: float = 120) -> Verdict:
     """Train a case on `ranks` and compare."""
+    stage = {"has_low_stage": True} if case.zero_stage < 2 else {}
+    try:
+        notes = check_model(spec_of(case), **stage)
+    except FrugalError as error:  # nobody gets a plan for it
+        return Verdict(case.seed, "refused", str(error))
     try:
         runs: list[Trained] = ranks.run(train, case.seed, timeout=timeout)
     except AssertionError as error:
@@ -175,10 +180,6 @@ def judge(case: Case, ranks: Ranks, timeout: float = 120) -> Verdict:
         if len({run.refusal for run in runs}) > 1:
             return Verdict(case.seed, "failed", f"refused unevenly: {[run.refusal for run in runs]}")
         return Verdict(case.seed, "refused", str(runs[0].refusal))
-    try:
-        notes = check_model(spec_of(case))
-    except FrugalError as error:  # nobody gets a plan for it
-        return Verdict(case.seed, "refused", str(error))
     if case.request["precision"] != "fp32":
         return Verdict(case.seed, "exact", "as far as bf16 tells")
     if any(not torch.equal(runs[0].weights[n], run.weights[n]) for run in runs for n in run.weights):
