@@ -191,8 +191,13 @@ def judge(case: Case, ranks: Ranks, timeout: float = 120) -> Verdict:
     split = [note for note in notes if note.startswith(SPLIT_MATTERS) and case.compares]
     unused = [warning for warning in runs[0].warnings if UNUSED in warning]
     if split or unused:
-        planned = plan_of(case).batch.micro_steps
-        sizes = [size for steps in planned for _ in range(steps.count) for size in steps.samples if size]
+        planned = plan_of(case).batch
+        cut = sorted(
+            place
+            for rank in range(case.world_size)
+            for place in zip(planned.starts_of(rank), planned.sizes_of(rank), strict=True)
+        )
+        sizes = [size for _, size in cut if size]
         has_own_state = "spectral norm" in case.parts and split  # each rank's vectors are its own
         order = sizes if split else together
         if has_own_state or _compared(case, runs[0], [order], zeros=bool(unused)) is None:
