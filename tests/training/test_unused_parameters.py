@@ -221,12 +221,12 @@ def test_under_zero_an_unused_parameter_is_named_once_where_its_update_goes_on(o
     cases: list[Case] = [(2, "heads", optimizer, 12, ()) for optimizer in ("sgd", "momentum", "adamw")]
     ((sgd, momentum, adamw),) = one_rank.run(warnings, cases, ALIKE[1:])
     unused = (
-        "4 trained parameters got no gradient on any rank in this step (ways.1.weight, ways.1.bias, ways.2.weight, "
+        "6 trained parameters got no gradient on any rank in this step (ways.1.weight, ways.1.bias, ways.2.weight, "
     )
     assert sgd == []
     assert momentum == [
-        f"{unused}ways.2.bias, ...): PyTorch leaves them as they are, but under ZeRO-2 weight decay of 0.01 and momentum "
-        "of earlier gradients go on. Freeze them if they are never used, or use --zero-stage 0"
+        f"{unused}ways.2.bias, ...): PyTorch leaves them as they are, but under ZeRO-2 weight decay of 0.01 and "
+        "momentum of earlier gradients go on. Freeze them if they are never used, or use --zero-stage 0"
     ]
     assert adamw == [momentum[0].replace("0.01", "0.1")]
 

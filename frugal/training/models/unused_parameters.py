@@ -91,8 +91,8 @@ class UnusedParameters:
             self._is_said = True
             if dist.get_rank() == 0:
                 logger.warning(
-                    "%s got no gradient on any rank in this step (%s): PyTorch leaves them as they are, but under ZeRO-%d "
-                    "%s. Freeze them if they are never used, or use --zero-stage 0",
+                    "%s got no gradient on any rank in this step (%s): PyTorch leaves them as they are, but "
+                    "under ZeRO-%d %s. Freeze them if they are never used, or use --zero-stage 0",
                     plural(len(unused), "trained parameter"), _few([name for name, _ in unused]), self._stage, goes_on,
                 )  # fmt: skip
 
