@@ -85,7 +85,7 @@ def attack(port: int, number: int, *, seed: int = 0) -> int:
     for packet in packets(number, seed=seed):
         source = (f"127.{chosen.randrange(2, 250)}.{chosen.randrange(250)}.1", 0)
         try:
-            sock = socket.create_connection(("127.0.0.1", port), timeout=5, source_address=source)
+            sock = socket.create_connection(("127.0.0.1", port), timeout=30, source_address=source)
         except OSError:
             break
         taken += 1

@@ -79,7 +79,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     port = free_port()
     ranks = [start(number, port, folder, "undisturbed") for number in range(2)]
     for each in ranks:
-        each.join(120)
+        each.join(300)
     assert [each.exitcode for each in ranks] == [0, 0], said(folder, "undisturbed")
     return folder
 
@@ -90,7 +90,7 @@ def test_a_run_whose_ports_are_attacked_is_the_undisturbed_one(number: int, fold
     while a port that is open for a moment has its own: votes have one."""
     port, out, taken, is_long = free_port(), f"attacked-{number}", Counter[int](), number > 1000
     ranks = [start(0, port, folder, out)]
-    end = time.monotonic() + 60
+    end = time.monotonic() + 300
     while port not in listening(ranks[0]):
         assert ranks[0].is_alive() and time.monotonic() < end, (folder / f"{out}-0").read_text()
         time.sleep(0.01)
