@@ -5,6 +5,7 @@ A bound of rounding is measured where the test runs: kernels sum in another orde
 
 import copy
 import functools
+import random
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 
 from bench.runs import TINY
+from frugal.config.learning_rate import Curve
 from frugal.training.engine import Engine
 from frugal.training.objectives import CausalLM, Objective
 
@@ -99,6 +101,7 @@ def bounds_of_run(
     objective: Objective | None = None,
     *,
     learning_rate: float,
+    schedule: Callable[[int], float] = lambda step: 1.0,
 ) -> tuple[float, float, float]:
     """Return how far losses, norms of gradients and last weights of two right runs with AdamW in fp32 may be apart.
 
@@ -110,7 +113,8 @@ def bounds_of_run(
         trainee, losses, norms = model().to(dtype), [], []
         parameters = [parameter for parameter in trainee.parameters() if parameter.requires_grad]
         optimizer = torch.optim.AdamW(parameters, lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.01)
-        for samples in global_batches:
+        for step, samples in enumerate(global_batches):
+            optimizer.param_groups[0]["lr"] = learning_rate * schedule(step)
             cut = [goal.collate(samples[at : at + micro_batch]) for at in range(0, len(samples), micro_batch)]
             parts = [goal.loss_sum(trainee, each) / sum(map(goal.count, cut)) for each in cut]
             torch.stack(parts).sum().backward()
@@ -128,7 +132,7 @@ def bounds_of_run(
 
 @functools.cache
 def bound_of_command(num_steps: int, learning_rate: float, global_batch: int = 8) -> float:
-    """Return `bound_of_losses` for `bench.runs.TINY` without dropout, on text such as that of `bench.runs.prepared`."""
+    """Return `bound_of_losses` under a cosine for the model of `bench.runs` without dropout, on text as there."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     def model() -> nn.Module:
@@ -138,6 +142,8 @@ def bound_of_command(num_steps: int, learning_rate: float, global_batch: int = 8
         ).eval()
 
     texts = [f"line {i}: " + "to be or not to be, " * (i % 7) for i in range(num_steps * global_batch)]
+    random.Random(0).shuffle(texts)
     samples = [{"input_ids": list(text.encode())[:64]} for text in texts]
     batches = [samples[at : at + global_batch] for at in range(0, len(samples), global_batch)]
-    return bound_of_losses(model, batches, learning_rate=learning_rate)
+    cosine = Curve(peak=learning_rate, schedule="cosine", warmup_steps=0, total_steps=num_steps).factor
+    return bounds_of_run(model, batches, learning_rate=learning_rate, schedule=cosine)[0]
