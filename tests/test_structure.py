@@ -286,8 +286,15 @@ def test_only_one_module_knows_deepspeeds_spelling() -> None:
 # How large and how named
 
 
-def test_the_package_has_few_enough_modules() -> None:
-    assert len(modules()) < MOST_MODULES
+def statements(tree: ast.Module) -> int:
+    """Count the statements of a module, docstrings apart."""
+    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.stmt)]
+    texts = [each for each in nodes if isinstance(each, ast.Expr) and isinstance(each.value, ast.Constant)]
+    return len(nodes) - sum(isinstance(each.value.value, str) for each in texts)  # type: ignore[attr-defined]
+
+
+def test_the_package_has_few_enough_statements() -> None:
+    assert sum(statements(tree_of(path)) for path in modules().values()) <= MOST_STATEMENTS
 
 
 @pytest.mark.parametrize("folder", sorted({path.parent for path in modules().values()} - {ROOT}), ids=named)
