@@ -30,7 +30,8 @@ START = ".start-"
 """How a folder of temporary files in the run's folder begins: one for each start."""
 
 _FILES = (
-    "plan.json", "ds_config.json", "trackers.json", "report.html", "arguments", "model", RECORD, METRICS, files.WRITTEN,
+    "plan.json", "ds_config.json", "trackers.json", "report.html", "arguments", "model", RECORD, METRICS,
+    files.WRITTEN, held_folder.MARK,
 )  # fmt: skip
 """Names of what a run replaces in its folder."""
 
