@@ -278,6 +278,7 @@ NAMES = (
     ),
     # Checkpoints: what lies where, and in which files
     *needed(_ZERO12, _LAYOUT, "bit16_groups", "_hp_optimizer_states_linked"),
+    *needed(_ZERO12, "settings that stay when states are read", "clip_grad"),
     *needed("deepspeed.utils.mixed_precision_linkage", _LAYOUT, "_init_lp_to_hp_mapping:_hp_mapping"),
     *needed(
         "deepspeed.utils.tensor_fragment",
