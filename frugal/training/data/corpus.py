@@ -163,8 +163,7 @@ def load_corpus(
             pack=pack, limit=limit, skip_bad_rows=skip_bad_rows, validation_fraction=held_out,
         )  # fmt: skip
 
-    with rendering.ended_afterwards():
-        folder, report = _stored(cache_dir, f"{key[:32]}-{_FORMAT}", write)
+    folder, report = _stored(cache_dir, f"{key[:32]}-{_FORMAT}", write)
     if not skip_bad_rows:
         report.refuse_bad_rows()
     counts = {"documents": report.documents, "samples": report.samples, "tokens": report.tokens}
@@ -193,6 +192,7 @@ def _stored(cache_dir: Path | None, name: str, write: Callable[[Path], BuildRepo
     In `cache_dir`, or the user's cache, or if that cannot be written to, in a folder of the temporary folder.
     """
     failures = []
+    write = rendering.ended_afterwards()(write)
     for find in (_user_cache, _temporary_cache) if cache_dir is None else (lambda: cache_dir,):
         place = "the cache folder"
         try:

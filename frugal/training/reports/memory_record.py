@@ -35,13 +35,13 @@ def memory_record(folder: Path) -> MemoryRecord | None:
     """The one of the run in `folder`; None where it has none that can be read."""
     with suppress(RequestError):
         history = read_history(folder)
-        found = [record for record in history.of("memory") if record.measured_bytes is not None]
-        if found:
+        records = [record for record in history.of("memory") if record.measured_bytes is not None]
+        if records:
             times = [record.time for record in (*history.others, *history.steps) if record.time is not None]
             return MemoryRecord(
-                measured_bytes=found[-1].measured_bytes or 0,
-                planned_micro_batch=found[-1].planned_micro_batch,
-                largest_micro_batch=found[-1].largest_micro_batch,
+                measured_bytes=records[-1].measured_bytes or 0,
+                planned_micro_batch=records[-1].planned_micro_batch,
+                largest_micro_batch=records[-1].largest_micro_batch,
                 run_seconds=max(times) - min(times) if times else 0.0,
             )
     return None
