@@ -197,11 +197,7 @@ def test_what_killed_starts_have_left_is_removed_by_the_next_and_a_live_one_keep
     for name in own:
         (tmp_path / name).mkdir()
     with temporary.folder(tmp_path, run_folder.START) as live, run_folder.locked(settings):
-<<<<<<< HEAD
-        assert {path.name for path in tmp_path.iterdir()} == {"checkpoints", live.name} | own
-=======
-        assert {path.name for path in tmp_path.iterdir()} == {"checkpoints", ".mine", ".running", live.name}
->>>>>>> 5082aaf (Names, a shorter function, and the number of modules)
+        assert {path.name for path in tmp_path.iterdir()} == {"checkpoints", ".running", live.name} | own
         assert not list(settings.checkpoints.iterdir())
 
 
