@@ -158,8 +158,8 @@ def announce(optimizer: Any, module: nn.Module) -> None:
     if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
         _announce_stage_3(optimizer, module)
     elif isinstance(optimizer, DeepSpeedZeroOptimizer):
-        trained = {name: each for name, each in module.named_parameters() if each.requires_grad and each.numel()}
-        names = {optimizer.get_param_id(each): name for name, each in trained.items()}
+        own = {id(each): name for name, each in module.named_parameters()}  # also those without elements
+        names = {optimizer.get_param_id(each): own[id(each)] for _, each in _trained(optimizer)}
         average = optimizer.average_tensor
 
         def average_announced(tensor: Tensor, communication_data_type: torch.dtype) -> None:
