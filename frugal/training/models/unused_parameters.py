@@ -31,7 +31,7 @@ class UnusedParameters:
         self._all = [(name, each, each.requires_grad) for name, each in zero.engine.module.named_parameters()]
         self._trained = [(name, each) for name, each, is_trained in self._all if is_trained]
         self._stage, self._request, self._votes = zero.strategy.zero_stage, request, votes
-        self._states, defaults = zero.inner.state, getattr(zero.inner, "defaults", {})
+        self._inner, defaults = zero.inner, getattr(zero.inner, "defaults", {})
         # torch's fused SGD dies where some of what it updates has no momentum yet
         self._takes_all_momenta = bool(defaults.get("fused") and defaults.get("momentum"))
         self._used: set[int] = set()
@@ -86,7 +86,7 @@ class UnusedParameters:
             for _, parameter in unused:
                 parameter.grad = None  # DeepSpeed has made one of zeros
                 if self._takes_all_momenta:
-                    self._states[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))
+                    self._inner.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))
         elif unused and not self._is_said and (goes_on := self._goes_on()):
             self._is_said = True
             if dist.get_rank() == 0:
