@@ -61,7 +61,12 @@ NAMES = (
         "global_samples",
         "skipped_steps",
     ),
-    *needed(_ENGINE, "parameters without dimensions are sent to all ranks, too", "_broadcast_model(self)"),
+    *needed(
+        _ENGINE,
+        "parameters without dimensions are sent to all ranks, too",
+        "_broadcast_model(self)",
+        "clip_fp32_gradients(self)",
+    ),
     *needed(_ENGINE, "a gradient of the model's output is refused", "_backward_prologue(self)"),
     *needed("deepspeed.utils.torch", "transforms of torch.func are refused", "is_functorch_transforming()"),
     *needed(

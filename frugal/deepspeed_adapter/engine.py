@@ -74,6 +74,8 @@ def initialize(
     if strategy.offload_ratio < 1:
         kernels.mend_partial_offload(engine.optimizer)
     gradients.mend(engine.optimizer)
+    if strategy.zero_stage == 0:
+        _clip_scalars_too(engine)
     zero = stages.of(engine, strategy)
     refusals.refuse_while_running(zero)
     return zero
@@ -87,6 +89,17 @@ def destroy(zero: Zero) -> None:
     )  # else every engine after it would have hpZ, or fail to
     if kernels.uses_nvme(zero.strategy):
         kernels.remove_nvme_folder(zero.strategy)
+
+
+def _clip_scalars_too(engine: Any) -> None:
+    """Have stage 0 clip gradients without dimensions, too: DeepSpeed multiplies each by a vector of one element."""
+    clip = engine.clip_fp32_gradients
+
+    def clip_all() -> None:
+        with placement.as_vectors([each.grad for each in engine.module.parameters() if each.grad is not None]):
+            clip()
+
+    put(engine, "clip_fp32_gradients", clip_all)
 
 
 @contextmanager
