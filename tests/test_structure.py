@@ -27,7 +27,10 @@ PUBLIC = (ROOT / "__init__.py", ROOT / "__main__.py")
 
 HEAVY = {"torch", "deepspeed", "transformers", "datasets", "accelerate"}
 
-MOST_MODULES, MOST_LINES, MOST_FUNCTION_LINES, FILES_OF_A_FOLDER = 329, 500, 60, range(3, 13)
+MOST_LINES, MOST_FUNCTION_LINES, FILES_OF_A_FOLDER = 500, 60, range(3, 13)
+
+MOST_STATEMENTS = 31_262
+"""Of the package, docstrings apart. It only falls: a feature in, a feature out."""
 
 READ_THE_ENVIRONMENT = {
     "frugal.deepspeed_adapter.kernels": "torch is told by TORCH_EXTENSIONS_DIR where to compile",

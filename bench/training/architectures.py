@@ -347,8 +347,8 @@ def _row(record: Record) -> str:
     if "loss_error" not in record:
         return f"| {name} | {record['verdict']}: {record['reason'].replace('|', '/')} | | | | |"
     loss, gradient = (_power(record[f"{which}_error"]) for which in ("loss", "gradient"))
-    cells = (name, record["verdict"], loss, gradient, record["tiled"] or "", _on_ranks(record))
-    return f"| {' | '.join(cells)} |"
+    columns = (name, record["verdict"], loss, gradient, record["tiled"] or "", _on_ranks(record))
+    return f"| {' | '.join(columns)} |"
 
 
 def _on_ranks(record: Record) -> str:

@@ -88,7 +88,8 @@ def _share(one: Tensor, other: Tensor) -> bool:
 def _extent(tensor: Tensor) -> tuple[int, int]:
     """Return the place of the first element in the storage, and the one behind the last."""
     first = tensor.storage_offset()
-    return first, first + 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return int(first), int(first) + 1 + sum((int(size) - 1) * int(step) for size, step in steps)
 
 
 def _short(parameter: nn.Parameter) -> str:

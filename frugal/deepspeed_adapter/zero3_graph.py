@@ -378,7 +378,7 @@ _NO_VALUES = frozenset(
     {
         "dtype", "device", "requires_grad", "requires_grad_", "grad", "grad_fn", "is_leaf", "layout", "type", "is_cuda",
         "is_cpu", "is_meta", "is_sparse", "is_quantized", "is_nested", "is_floating_point", "is_complex", "get_device",
-        "element_size", "itemsize", "_version", "__hash__", "__repr__", "register_hook", "retain_grad",
+        "element_size", "itemsize", "__hash__", "__repr__", "register_hook", "retain_grad",
         "register_post_accumulate_grad_hook",
     }
 )  # fmt: skip

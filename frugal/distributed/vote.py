@@ -31,7 +31,7 @@ from frugal.distributed.exchange import from_rank_0, gather
 CONNECT_SECONDS = 10.0
 """For a rank to reach rank 0; after it all ranks use gloo."""
 
-_BALLOT = struct.Struct("<?Q")
+_VOTE = struct.Struct("<?Q")
 _NO, _YES, _DIFFERENT = b"\0", b"\1", b"\2"
 
 
@@ -60,9 +60,9 @@ class Vote:
             RuntimeError: a rank is gone, or has not come within DeepSpeed's timeout.
         """
         if self._peers is None:
-            ballot = torch.tensor([mine, what, -what])
-            dist.all_reduce(ballot, op=dist.ReduceOp.MAX, group=self._group)
-            is_yes, highest, lowest = ballot.tolist()
+            vote = torch.tensor([mine, what, -what])
+            dist.all_reduce(vote, op=dist.ReduceOp.MAX, group=self._group)
+            is_yes, highest, lowest = vote.tolist()
             answer = _YES if is_yes else _NO if highest == -lowest else _DIFFERENT
         else:
             try:
@@ -74,13 +74,13 @@ class Vote:
         return answer == _YES
 
     def _answer(self, mine: bool, what: int, peers: list[socket.socket]) -> bytes:
-        own = _BALLOT.pack(mine, what)
+        own = _VOTE.pack(mine, what)
         if not self._counts:
             _send(own, peers)
             return _receive(peers[0], 1)
-        ballots = [own, *(_receive(peer, _BALLOT.size) for peer in peers)]
-        is_yes = any(ballot[:1] == _YES for ballot in ballots)
-        answer = _YES if is_yes else _NO if all(ballot == own for ballot in ballots) else _DIFFERENT
+        votes = [own, *(_receive(peer, _VOTE.size) for peer in peers)]
+        is_yes = any(vote[:1] == _YES for vote in votes)
+        answer = _YES if is_yes else _NO if all(vote == own for vote in votes) else _DIFFERENT
         _send(answer, peers)
         return answer
 

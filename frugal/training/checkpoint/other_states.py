@@ -157,10 +157,10 @@ def _kind(value: Any) -> str:
 
 
 def _check(value: Any, shape: tuple[int, ...], dtype: torch.dtype | None, what: str) -> None:
-    found = "missing" if value is None else _kind(value)
+    kind = "missing" if value is None else _kind(value)
     wanted = _kind(torch.empty(shape, dtype=dtype or getattr(value, "dtype", None), device="meta"))
-    if found != wanted or value.layout != torch.strided:
-        raise _OtherError(f"{what} is {found}, and must be {wanted}")
+    if kind != wanted or value.layout != torch.strided:
+        raise _OtherError(f"{what} is {kind}, and must be {wanted}")
 
 
 def _length(value: Any) -> int:
@@ -199,15 +199,15 @@ def _check_scaler(saved: Mapping[str, Any], own: Any) -> None:
     if saved["dynamic_loss_scale"] != own.dynamic:
         raise _OtherError(f"dynamic_loss_scale is {saved['dynamic_loss_scale']}")
     scaler = saved.get("loss_scaler")
-    if type(scaler) is not type(own):
+    if scaler is None or type(scaler) is not type(own):
         raise _OtherError(f"loss_scaler is a {type(scaler).__name__}, and must be a {type(own).__name__}")
     if vars(scaler).keys() != vars(own).keys():
         raise _OtherError(f"loss_scaler has {', '.join(sorted(vars(scaler)))}")
     for name, value in vars(own).items():
-        found = vars(scaler)[name]
-        _check_like(found, value, f"{name} of loss_scaler")
-        if (not own.dynamic and found != value) or (name == "cur_scale" and found <= 0):
-            raise _OtherError(f"{name} of loss_scaler is {found!r}")
+        kept = vars(scaler)[name]
+        _check_like(kept, value, f"{name} of loss_scaler")
+        if (not own.dynamic and kept != value) or (name == "cur_scale" and kept <= 0):
+            raise _OtherError(f"{name} of loss_scaler is {kept!r}")
 
 
 def _check_like(value: Any, own: Any, what: str) -> None:
@@ -229,7 +229,7 @@ def wrong_tiling(layouts: Sequence[StateLayout], expected: Expected) -> str | No
 
     `layouts`: of the ranks that keep parts, one where each keeps all.
     """
-    found: dict[tuple[str, bool], list[tuple[int, int]]] = {}
+    extents: dict[tuple[str, bool], list[tuple[int, int]]] = {}
     for rank, layout in enumerate(layouts):
         for is_frozen, slots in ((False, layout.slots), (True, (layout.frozen,))):
             if is_frozen and rank > 0 and expected.zero_stage < 3:
@@ -240,18 +240,18 @@ def wrong_tiling(layouts: Sequence[StateLayout], expected: Expected) -> str | No
                     if piece.number < 0 or (piece.place < end and not is_frozen):
                         return f"{piece.name} is kept in place {piece.place}, which is another's"
                     end = piece.place + piece.number
-                    found.setdefault((piece.name, is_frozen), []).append((piece.first, piece.number))
+                    extents.setdefault((piece.name, is_frozen), []).append((piece.first, piece.number))
     for name, (shape, _) in expected.parameters.items():
         is_frozen, end = name not in expected.trained, 0
         if is_frozen and not expected.has_base:
             continue
-        for first, number in sorted(found.pop((name, is_frozen), [])):
+        for first, number in sorted(extents.pop((name, is_frozen), [])):
             if first != end:
                 break
             end += number
         if end != torch.Size(shape).numel():
             return f"of {name}, elements up to {end} of {torch.Size(shape).numel()} are kept once"
-    others = [name for name, is_frozen in found if expected.has_base or not is_frozen]
+    others = [name for name, is_frozen in extents if expected.has_base or not is_frozen]
     return f"{others[0]} is none of the model's parameters" if others else None
 
 

@@ -218,14 +218,14 @@ def _without_layer_drop(config: Any) -> tuple[tuple[str, float], ...]:
     Ranks draw from generators of their own, so that they would train different layers in the same micro-step. ZeRO-2
     and 3 reduce gradients in the order in which they arrive, and would mix those of different parameters.
     """
-    found = []
+    changed = []
     parts = (config, *(getattr(config, name, None) for name in getattr(config, "sub_configs", ())))
     for part in {id(part): part for part in parts if part is not None}.values():
         for name, value in list(vars(part).items()):
             if "layerdrop" in name and isinstance(value, float | int) and value > 0:
-                found.append((name, float(value)))
+                changed.append((name, float(value)))
                 setattr(part, name, 0.0)
-    return tuple(found)
+    return tuple(changed)
 
 
 def _listed(tasks: list[str]) -> str:
