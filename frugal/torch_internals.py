@@ -23,6 +23,7 @@ NAMES = (
     *needed("torch", "storages are told apart by their address", "UntypedStorage._cdata"),
     *needed("torch", "who else holds a gradient", "_C._storage_Use_Count", "Tensor._use_count"),
     *needed("torch", "whether a tensor was written to", "Tensor._version"),
+    *needed("torch.nn:Module", "buffers that are not saved", "_non_persistent_buffers_set"),
     *needed("torch", "work that no mode is to see", "_C._DisableTorchDispatch"),
     *needed("torch", "writes count in a mode", "_C._SetExcludeDispatchKeyGuard", "_C.DispatchKey.ADInplaceOrView"),
     *needed("torch", "segments as planned, also once CUDA is in use", "_C._accelerator_setAllocatorSettings"),
@@ -114,6 +115,16 @@ def uses(tensor: Tensor) -> int:
 def version(tensor: Tensor) -> int:
     """How often a tensor was written to."""
     return tensor._version
+
+
+def saved_buffers(module: torch.nn.Module) -> dict[str, Tensor]:
+    """Return the buffers that are in the module's state dict, without making it: quantised weights cannot on meta."""
+    return {
+        f"{prefix}.{name}" if prefix else name: buffer
+        for prefix, part in module.named_modules(remove_duplicate=False)
+        for name, buffer in part.named_buffers(recurse=False)
+        if name not in part._non_persistent_buffers_set
+    }
 
 
 def schema(operator: Any) -> Any:

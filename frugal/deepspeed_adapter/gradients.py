@@ -176,7 +176,8 @@ _REDUCES = "reduces gradients of"
 def _announce_stage_3(optimizer: Any, module: nn.Module) -> None:
     """Sets are compared, not orders: DeepSpeed sorts what goes through one collective."""
     names = {each.ds_id: name for name, each in module.named_parameters()}  # type: ignore[attr-defined]  # DeepSpeed's
-    modules = {each.ds_id: name or type(each).__name__ for name, each in module.named_modules()}
+    numbered = {name: each for name, each in module.named_modules() if hasattr(each, "ds_id")}  # not within one as one
+    modules = {each.ds_id: name or type(each).__name__ for name, each in numbered.items()}
     coordinator = optimizer.parameter_offload.get_param_coordinator()
     reduce = optimizer._DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads
     gather = coordinator._PartitionedParameterCoordinator__all_gather_params

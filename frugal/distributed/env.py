@@ -68,10 +68,11 @@ def check() -> None:
     for name, (least, most) in _LEAST_AND_MOST.items():
         if name in os.environ and _number(name) is None:
             _refuse(name, f"it is a number from {least} to {most}, which the launcher sets for each rank")
-    world_size, on_node = _number("WORLD_SIZE") or 1, ranks_on_node()
+    world_size = _number("WORLD_SIZE") or 1
+    on_node = max(_number("LOCAL_WORLD_SIZE") or 0, _number("LOCAL_SIZE") or 0)  # accelerate sets the first to 1 itself
     if "RANK" in os.environ and rank() >= world_size:
         _refuse("RANK", f"ranks count from 0, and WORLD_SIZE is {os.environ.get('WORLD_SIZE', 'not set')}")
-    if on_node is not None and local_rank() >= on_node:
+    if on_node and local_rank() >= on_node:
         _refuse("LOCAL_RANK", f"a node's ranks count from 0, and this one has {on_node}")
     for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if world_size > 1 else ():
         if not os.environ.get(name, "").strip():

@@ -107,6 +107,7 @@ def initialize(
     callbacks: Callbacks | Sequence[Any] = (),
     optimizer: MakeOptimizer | None = None,
     parameter_groups: ParameterGroups | None = None,
+    is_tried: bool = False,
 ) -> Engine:
     """An engine that trains `model` as `plan` says. Collective: every rank calls it.
 
@@ -116,7 +117,7 @@ def initialize(
     `on_save`; see `frugal.training.extensions.callbacks`. `optimizer` makes an optimizer of a list of parameter groups,
     in place of the planned one, whose settings it does not take; `parameter_groups` are settings by a pattern of names,
     or by a function of name and parameter. The schedule is a factor on the `lr` of each group. See
-    `frugal.training.extensions.optimizer`.
+    `frugal.training.extensions.optimizer`. `is_tried`: what the gradient of `objective` depends on is known already.
 
     Raises:
         PlanMismatchError: the plan is for another number of ranks, or ranks hold different plans; or `optimizer` needs
@@ -138,7 +139,8 @@ def initialize(
     _refuse_different_plans(plan, votes)
     model = adapters.as_planned(quantised.as_planned(model, plan), plan)
     batch_norm.apply_planned(model, plan)
-    model_check.say_of_objective(model, objective, plan, dist.get_rank())
+    if not is_tried:
+        model_check.say_of_objective(model, objective, plan, dist.get_rank())
     if any(other.strategy.loss == "tiled" for other in plan.alternatives):
         tiled_loss.prepare(model)
     own = OwnOptimizer.of(model, plan, optimizer, parameter_groups)

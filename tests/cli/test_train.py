@@ -73,7 +73,7 @@ def test_a_run_leaves_plan_record_metrics_checkpoints_and_model(
     run = folder / "two"
     assert sorted(path.name for path in run.iterdir()) == [
         "checkpoints", "ds_config.json", "logs", "metrics.jsonl", "model", "plan.json", "report.html", "tensorboard",
-        "trackers.json", "train.json",
+        "trackers.json", "train.json", "written.json",
     ]  # fmt: skip
     assert (run / "logs" / "rank_0.log").read_text().splitlines() == on_two_ranks[1].splitlines()
     assert (run / "logs" / "rank_1.log").exists()

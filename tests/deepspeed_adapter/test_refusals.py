@@ -59,7 +59,9 @@ def test_training_refuses_it_on_all_ranks(two_ranks: Ranks) -> None:
     by_rank = two_ranks.run(refused, [(kind, zero_stage) for kind, zero_stage, _ in CASES])
     for said in by_rank:
         assert len(said) == len(CASES)
-        for text, (_, _, message) in zip(said, CASES, strict=True):
+        for text, (kind, _, message) in zip(said, CASES, strict=True):
+            if kind == "OtherFunctional":  # makes its tensors of split parameters, which is noticed before
+                message = "ZeRO-3 has the parameter `inner.0.weight` split where it is read"
             assert message.replace("\\", "") in text
 
 

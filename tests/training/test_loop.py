@@ -105,7 +105,7 @@ def test_a_killed_run_continues_as_if_nothing_had_been(
     resumed = two_ranks.run(train, tmp_path / "killed", 2, zero_stage, resume=True)[0]
     assert trajectory(resumed) == whole
     left = sorted(path.name for path in (tmp_path / "killed" / "checkpoints").iterdir())
-    assert left == ["latest", "step-000006", "step-000008"]
+    assert left == ["latest", "step-000006", "step-000008", "written.json"]
 
 
 def test_one_rank_told_to_stop_ends_all_after_the_step_with_nothing_lost(tmp_path: Path, two_ranks: Ranks) -> None:

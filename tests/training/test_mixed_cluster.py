@@ -50,10 +50,10 @@ def samples() -> list[dict[str, torch.Tensor]]:
 
 def trained(plan: Plan, model: str) -> tuple[list[float], int]:
     """Losses of a few steps on the same full samples, and this rank's peak, bytes. Runs on ranks."""
-    spec = resolve(model, None)
+    spec, batch = resolve(model, None), samples()
     with settled_collectives(), gauge("cpu") as memory:
         engine = initialize(spec.build(dtype=torch.float32, seed=0), plan, spec.objective())
-        results = [engine.train_step(samples()) for _ in range(STEPS)]
+        results = [engine.train_step(batch) for _ in range(STEPS)]
         peak = memory.peak_bytes
     engine.destroy()
     del engine

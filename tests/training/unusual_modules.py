@@ -46,7 +46,8 @@ class Unusual(Plain):
         self.conv = nn.Conv2d(2, 2, 3, padding=1).to(memory_format=torch.channels_last)
         self.tied, self.same = nn.Linear(8, 7, bias=False), nn.Linear(8, 7, bias=False)
         self.same.weight = self.tied.weight
-        self.listed = nn.ParameterList([nn.Parameter(torch.randn(8)), nn.Parameter(torch.tensor(0.5))])
+        scalars = [nn.Parameter(torch.tensor(0.5)), nn.Parameter(torch.tensor(1.1))]
+        self.listed = nn.ParameterList([nn.Parameter(torch.randn(8)), *scalars])
         self.named = nn.ParameterDict({"x": nn.Parameter(torch.randn(8)), "y": nn.Parameter(torch.randn(1))})
         self.places = nn.Parameter(torch.arange(8).flip(0), requires_grad=False)
         self.small = nn.Parameter(torch.arange(8, dtype=torch.int8), requires_grad=False)
@@ -63,7 +64,7 @@ class Unusual(Plain):
         x = (x * self.view * self.legacy * self.fp64 * self.fp16).to(dtype)
         x = x + self.conv(x.view(-1, 2, 2, 2)).flatten(1) + F.linear(self.same(self.tied(x)[:, :7] @ self.same.weight),
                                                                     self.tied.weight.t())  # fmt: skip
-        x = x * self.listed[0] * self.listed[1] + self.named["x"] * self.named["y"]
+        x = x * self.listed[0] * self.listed[1] * self.listed[2] + self.named["x"] * self.named["y"]
         numbers = (self.small + self.shorts + self.octets.sum()).to(dtype) / 30
         return (x[:, self.places].masked_fill(self.mask, 0.5) * numbers).masked_fill(~self.ones, 0)
 

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from frugal import torch_internals
 from frugal.deepspeed_adapter.checkpoint_files import StateFiles, StateLayout
 from frugal.distributed.first_failure import lost_connection
 from frugal.errors import CheckpointError, first_line
@@ -271,12 +272,11 @@ def wrong_generators(saved: Any) -> str | None:
 def of_module(module: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
     """Return what `Expected` has of a model, whose parameters are of these `shapes`."""
     first = {id(parameter): name for name, parameter in module.named_parameters()}
-    saved = module.state_dict(keep_vars=True).keys()
     return {
         "parameters": {name: (shapes[name], parameter.dtype) for name, parameter in module.named_parameters()},
         "names": {name: first[id(each)] for name, each in module.named_parameters(remove_duplicate=False)},
         "trained": frozenset(name for name, parameter in module.named_parameters() if parameter.requires_grad),
-        "buffers": {name: (tuple(b.shape), b.dtype) for name, b in module.named_buffers() if name in saved},
+        "buffers": {name: (tuple(b.shape), b.dtype) for name, b in torch_internals.saved_buffers(module).items()},
     }
 
 

@@ -95,7 +95,7 @@ def watched(
             gc.collect()
             memory.mark(phase)
 
-        engine = initialize(build(), plan, objective)
+        engine = initialize(build(), plan, objective, is_tried=True)  # a trial takes memory of its own
         engine.objective = mark_phases(engine.deepspeed, parts, mark)
         for _ in range(NUM_STEPS):
             batches = [{name: tensor.clone() for name, tensor in example.items()} for _ in range(micro_steps)]

@@ -76,7 +76,7 @@ def test_a_full_disk_on_one_rank_is_an_error_on_all_and_the_last_checkpoint_stay
             lines[4],
         ]
         assert re.fullmatch(r"hint: make room at /.*, then continue with --resume", lines[4]), lines[4]
-        assert names == ["latest", left, "step-000003"]
+        assert names == ["latest", left, "step-000003", "written.json"]
         assert loaded
 
 
