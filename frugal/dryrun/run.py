@@ -6,6 +6,7 @@ Where the model's forward fails on the inputs of a dry run, the error says whose
 import gc
 import traceback
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 from torch import nn
@@ -98,26 +99,27 @@ def _dry_run(
         kernels_of(kind, tracker.capability),
         not_collected(),
     ):
-        with tracker:
-            model = build()
-            tracker.watch(model)
-            if strategy.zero_stage < 3:
+        with ExitStack() as engines:  # one that is refused in its forward leaves nothing behind in this process
+            with tracker:
+                model = build()
+                tracker.watch(model)
+                if strategy.zero_stage < 3:
+                    tracker.arrive(*model.parameters(), *model.buffers(), *quantised.scales(model))
+                with told_of_arrivals(tracker.arrive):
+                    process_group.form()
+                    zero = wrap(model, request, strategy, batch)
+                    engines.callback(destroy, zero)
                 tracker.arrive(*model.parameters(), *model.buffers(), *quantised.scales(model))
-            with told_of_arrivals(tracker.arrive):
-                process_group.form()
-                zero = wrap(model, request, strategy, batch)
-            tracker.arrive(*model.parameters(), *model.buffers(), *quantised.scales(model))
-            gc.collect()
-            tracker.relabel(zero.kept())
-            counts = _train(tracker, zero, objective, micro_batch, micro_steps, request.seq_len)
-        recorded = DryRun(
-            timeline=tracker.timeline(),
-            micro_batch=micro_batch,
-            host_bytes=tracker.host.peak_bytes,
-            notes=tracker.notes,
-            counts=counts,
-        )
-        destroy(zero)
+                gc.collect()
+                tracker.relabel(zero.kept())
+                counts = _train(tracker, zero, objective, micro_batch, micro_steps, request.seq_len)
+            recorded = DryRun(
+                timeline=tracker.timeline(),
+                micro_batch=micro_batch,
+                host_bytes=tracker.host.peak_bytes,
+                notes=tracker.notes,
+                counts=counts,
+            )
         del zero, model
         gc.collect()
     return recorded

@@ -45,9 +45,11 @@ def trained(kinds: tuple[str, ...], zero_stage: int, precision: str, world_size:
         plan = plan_for(zero_stage, precision, world_size)
         before = weights(getattr(unusual_modules, kind)())
         engine, _ = start(kind, plan)
-        engine.train_step(points(8))
-        gradients.append(applied(engine, before))
-        engine.destroy()
+        try:
+            engine.train_step(points(8))
+            gradients.append(applied(engine, before))
+        finally:
+            engine.destroy()
         gc.collect()
     return gradients
 
