@@ -29,7 +29,7 @@ HEAVY = {"torch", "deepspeed", "transformers", "datasets", "accelerate"}
 
 MOST_LINES, MOST_FUNCTION_LINES, FILES_OF_A_FOLDER = 500, 60, range(3, 13)
 
-MOST_STATEMENTS = 31_262
+MOST_STATEMENTS = 31_165
 """Of the package, docstrings apart. It only falls: a feature in, a feature out."""
 
 READ_THE_ENVIRONMENT = {

@@ -1,7 +1,7 @@
 """What DeepSpeed trains wrongly or dies of is refused by name, in a dry run and in training, with a way out.
 
-Before, on two ranks: a gradient penalty was 68 % off under ZeRO-1, two parameters of one memory were trained apart, and
-the rest died in a traceback in the first step.
+Before, on two ranks: a gradient penalty was 68 % off under ZeRO-1, and most others died in a traceback in the first
+step.
 """
 
 import pytest
