@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -47,6 +48,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return len(SLOWEST) + (path.parts[0] in FASTEST)
 
     items.sort(key=place)
+
+
+@pytest.fixture(autouse=True)
+def _no_process_group_is_left() -> Iterator[None]:
+    """Fail the test that leaves a process group, rather than a later one of the same worker."""
+    yield
+    if (torch := sys.modules.get("torch")) and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+        pytest.fail("left torch's process group initialized")
 
 
 @pytest.fixture(scope="session")
