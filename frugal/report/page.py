@@ -28,7 +28,7 @@ def page(runs: Sequence[RecordedRun]) -> str:
         *(chart.html for chart in drawn if chart.is_wide),
         element("div", *(chart.html for chart in drawn if not chart.is_wide), class_="pairs"),
         _memory(runs),
-        *_tuning(runs),
+        *_tuned(runs),
         _events(runs),
         _settings(runs),
         *([_steps_table(runs[0])] if is_one else []),
@@ -106,15 +106,14 @@ def _bars(row: words.PhaseRow, top: int) -> Html:
     )  # fmt: skip
 
 
-def _tuning(runs: Sequence[RecordedRun]) -> list[Html]:
-    """What was tried in the first steps of each run that was tuned."""
+def _tuned(runs: Sequence[RecordedRun]) -> list[Html]:
     parts = []
     for run in runs:
-        if run.tuning is not None:
+        if run.tuned is not None:
             of = "" if len(runs) == 1 else f" of {run.name}"
-            rows = [[row[-1], *row[:-1]] for row in words.tried(run.tuning)]
+            rows = [[row[-1], *row[:-1]] for row in words.tried(run.tuned)]
             head = [words.TRIED[-1], *words.TRIED[:-1]]
-            parts.append(table(f"Ways of taking a step{of}: {words.tuning_note(run.tuning)}", head, rows,
+            parts.append(table(f"Ways of taking a step{of}, until step {run.tuned.step:,}", head, rows,
                                numbers=range(1, 5)))  # fmt: skip
     return [element("section", element("h2", "Tuning"), *parts)] if parts else []
 

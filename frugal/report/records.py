@@ -26,6 +26,18 @@ class PhaseRecord(msgspec.Struct, kw_only=True):
     reserved_bytes: int | None = None
 
 
+class TriedWay(msgspec.Struct, kw_only=True):
+    """A way of taking steps that tuning tried; `seconds` of a step are None if none was timed."""
+
+    strategy: str
+    micro_batch: int
+    accumulation_steps: int
+    num_steps: int
+    seconds: float | None
+    is_kept: bool
+    dropped: str
+
+
 class RunRecord(msgspec.Struct, kw_only=True):
     """One line, of any event; a field is None where the event has none, or an older version did not write it."""
 
@@ -64,14 +76,11 @@ class RunRecord(msgspec.Struct, kw_only=True):
     ranks: list[int] = []
     why: str = ""
     status: str = ""
-    # tuning, tuned
-    work: float | None = None
+    # tuned
     micro_batch: int | None = None
     accumulation_steps: int | None = None
-    overhead_tokens: int | None = None
-    is_planned: bool = False
-    given_up: str = ""
     gain: float | None = None
+    ways: list[TriedWay] = []
     # memory
     planned_bytes: int | None = None
     measured_bytes: int | None = None

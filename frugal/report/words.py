@@ -6,8 +6,8 @@ from typing import Any
 
 from frugal.planning.memory.timeline import BACKWARD, FORWARD
 from frugal.report.compare import speaks_one_unit
+from frugal.report.records import RunRecord
 from frugal.report.run import RecordedRun, RunEvent
-from frugal.report.tuning import Tuning
 from frugal.units import format_bytes, format_seconds, plural
 
 NONE = "-"
@@ -162,34 +162,22 @@ def comparison(runs: Sequence[RecordedRun]) -> list[list[str]]:
     return rows
 
 
-def tried(tuning: Tuning) -> list[list[str]]:
-    """Rows of what was tried: how long a step took, how often, what became of it, and which way it was."""
-    planned = next((each.rate for each in tuning.ways if each.is_planned), None)
-    return [
-        [
-            duration(way.seconds),
-            NONE if planned is None else f"{100 * (way.rate / planned - 1):+.1f} %",
-            str(way.num_steps),
-            f"{way.micro_batch or NONE} x {way.accumulation_steps or NONE}",
-            way.outcome if tuning.is_over or way.given_up else "planned" if way.is_planned else "being tried",
-            way.name,
-        ]
-        for way in tuning.ways
-    ]
+def tried(tuned: RunRecord) -> list[list[str]]:
+    """Return rows of the ways that tuning tried, as `TRIED` names their columns."""
+    planned = tuned.ways[0].seconds
+    rows = []
+    for way in tuned.ways:
+        outcome = "kept" if way.is_kept else f"given up: {way.dropped}" if way.dropped else "not kept"
+        difference = NONE if planned is None or way.seconds is None else f"{100 * (way.seconds / planned - 1):+.1f} %"
+        rows.append([
+            NONE if way.seconds is None else duration(way.seconds), difference, str(way.num_steps),
+            f"{way.micro_batch} x {way.accumulation_steps}", f"planned, {outcome}" if way is tuned.ways[0] else outcome,
+            way.strategy,
+        ])  # fmt: skip
+    return rows
 
 
 TRIED = ("a step", "of planned", "tried", "micro-batch x steps", "outcome", "strategy")
-"""The head of `tried`."""
-
-
-def tuning_note(tuning: Tuning) -> str:
-    """In which steps it was, and what it cost."""
-    where = f"steps {tuning.first_step:,} to {tuning.last_step:,}"
-    if tuning.lost_seconds is None:
-        return f"{where}; what it cost is not known, as no step of the way that was kept was recorded"
-    than = "in the way that was kept" if tuning.is_over else "as planned; it has not ended"
-    more = "longer" if tuning.lost_seconds >= 0 else "less"
-    return f"{where}, which took {duration(abs(tuning.lost_seconds))} {more} than {than}"
 
 
 def when(event: RunEvent) -> str:
@@ -201,7 +189,6 @@ _MARKS = {
     "restart": "restart",
     "recovery": "out of memory",
     "left_out": "left out",
-    "tuning": "tuning",
     "tuned": "tuned",
     "failed": "failed",
     "interrupted": "interrupted",
@@ -210,7 +197,6 @@ _DASHES = {
     "restart": [6, 3],
     "recovery": [2, 3],
     "left_out": [1, 4],
-    "tuning": [4, 2],
     "tuned": [4, 2],
     "failed": [],
     "interrupted": [],
