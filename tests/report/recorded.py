@@ -86,20 +86,18 @@ def tuned(folder: Path) -> Path:
     made = plan()
     folder.mkdir(parents=True)
     run_folder.write_record(made, RunSettings(out=folder, steps=12, data=("text.jsonl",)))
-    slow = {"strategy": str(made.strategy), "micro_batch": 2, "accumulation_steps": 2, "is_planned": True}
-    fast = {"strategy": "ZeRO-2, tiled loss", "micro_batch": 4, "accumulation_steps": 1, "is_planned": False}
-    large = {"strategy": "ZeRO-2", "micro_batch": 8, "accumulation_steps": 1, "is_planned": False}
+    fast = {"strategy": "ZeRO-2, tiled loss", "micro_batch": 4, "accumulation_steps": 1}
+    ways = [
+        {"strategy": str(made.strategy), "micro_batch": 2, "accumulation_steps": 2, "num_steps": 3, "seconds": 0.4},
+        {**fast, "num_steps": 5, "seconds": 0.3, "is_kept": True},
+        {"strategy": "ZeRO-2", "micro_batch": 8, "accumulation_steps": 1, "num_steps": 1, "dropped": "out of memory"},
+    ]
     with log_of(folder, made, 12) as log:
         log.start(**opening.record(made, (), is_resumed=False))
-        for step in (1, 2):
+        for step in range(1, 12):
             log.step(step, result(step), seconds=0.4)
-        for step, way in enumerate([slow] * 3 + [fast] * 3 + [large] + [fast] * 2, 3):
-            log.step(step, result(step), seconds=0.5)
-            out = "out of memory" if way is large else ""
-            seconds = 0.4 if way is slow else 0.9 if way is large else 0.3
-            log.event(event="tuning", step=step, seconds=seconds, work=1000.0, given_up=out, **way)
-        numbers = {name: value for name, value in fast.items() if name != "is_planned"}
-        log.event(event="tuned", step=11, gain=0.25, plan_digest="", **numbers)
+        usual = {"seconds": None, "is_kept": False, "dropped": ""}
+        log.event(event="tuned", step=11, gain=0.25, plan_digest="", **fast, ways=[usual | way for way in ways])
         log.step(12, result(12), seconds=0.3)
         log.ends("done")
     return folder
