@@ -47,7 +47,7 @@ def train(
     The first step has no optimizer states before it, so memory is compared with the plan after the second.
     """
     now, held, best = start, held or HeldFolder(settings), best or Best(settings, start)
-    gauge = gauge or RunGauge(engine.device)
+    gauge = gauge or RunGauge(engine)
     to_come = islice(batches.iterate(start.position), total_steps - start.step)
     prepared = prefetch(((batch, engine.prepare(batch)) for batch in to_come), engine.device)
     saver = Saver(

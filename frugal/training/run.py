@@ -134,7 +134,11 @@ def train(plan: Plan, settings: RunSettings, device: "torch.device") -> Path | N
             said = opening.lines(plan, settings, data, model, total_steps, start.step, changes)
             for line in (*said, *opening.remarks(plan, data, device, rank)):
                 log.say(line)
-            run_gauge = RunGauge.of_run(engine, gauge, measuring, is_resumed=settings.resume)
+            if settings.resume and device.type == "cpu":
+                measuring.close()  # no operator makes storages that are read from a checkpoint: it would miss them
+                run_gauge = RunGauge(engine)
+            else:
+                run_gauge = RunGauge(engine, gauge, measuring)
             tuner.begin(engine, held, log, total_steps - start.step)
             best = Best(settings, start)
             done = loop.train(

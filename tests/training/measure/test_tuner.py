@@ -35,7 +35,7 @@ SAMPLES = ragged_samples(STEPS * 8, longest=32)
 
 def raced(seconds: list[float], *, noise: float = 0.0, seed: int = 0, drift: float = 0.0) -> tuple[int, list[int]]:
     """Return the winner of a race and who took each step; a step takes its way's seconds and what chance adds."""
-    ways = [Way(plan_by_hand()) for _ in seconds]
+    ways = [Way(a_plan(0, ())) for _ in seconds]
     chance, ran, running = random.Random(seed), list[int](), race(ways)
     way = next(running)
     while True:
@@ -74,7 +74,7 @@ def test_a_race_takes_no_step_that_cannot_change_its_result() -> None:
 
 
 def test_a_way_that_runs_out_of_memory_is_dropped_and_the_others_race_on() -> None:
-    ways = [Way(plan_by_hand()) for _ in range(3)]
+    ways = [Way(a_plan(0, ())) for _ in range(3)]
     running, took = race(ways), {id(ways[0]): 1.0, id(ways[1]): None, id(ways[2]): 0.7}
     way = next(running)
     with pytest.raises(StopIteration) as end:
