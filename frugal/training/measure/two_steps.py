@@ -67,7 +67,7 @@ def trial(
 
 @dataclass(frozen=True)
 class Watched:
-    """The memory of two optimizer steps: every phase, fields of `RankMeasurement` that only a GPU has, every storage."""
+    """The memory of two optimizer steps: every phase, the GPU's fields of `RankMeasurement`, every storage."""
 
     intervals: list[Interval]
     of_gpu: dict[str, int]
