@@ -143,7 +143,7 @@ def _run_out_once(engine: Engine, mode: str) -> None:
 
 
 FULL, SELECTIVE = {"activation_checkpointing": "full"}, {"activation_checkpointing": "selective"}
-OTHER_SUMS = ({"micro_batch": 4}, {"micro_batch": 1}, {"loss": "tiled"}, {"loss": "tiled", **FULL, "micro_batch": 4})
+OTHER_SUMS = ({"micro_batch": 1}, {"loss": "tiled"}, {"loss": "tiled", **FULL, "micro_batch": 4})
 
 
 @pytest.mark.parametrize("zero_stage", [*(pytest.param(stage, marks=pytest.mark.exhaustive) for stage in (0, 2)), 3])
