@@ -30,19 +30,15 @@ def with_alternatives(plan: Plan) -> Plan:
     key = digest("dry-run alternatives", model_key(plan.request), plan.digest)
     others = cache.read(key, tuple[Alternative, ...])
     if others is None:
-        others = _find(plan)
+        from frugal.dryrun.client import DryRunSource, workers  # a tenth of a second that kept ones do not need
+        from frugal.planning.search.search import Search
+
+        with closing(workers()) as pool:
+            open_source = partial(DryRunSource, pool=pool, will_dry_run=False)
+            with open_source(plan.request, plan.cluster) as source:
+                others = alternatives.find(Search(plan.request, plan.cluster, source), plan, open_source)
         cache.write(key, others)
     return replace(plan, alternatives=others).sealed() if others else plan
-
-
-def _find(plan: Plan) -> tuple[Alternative, ...]:
-    from frugal.dryrun.client import DryRunSource, workers  # a tenth of a second that kept alternatives do not need
-    from frugal.planning.search.search import Search
-
-    with closing(workers()) as pool:
-        open_source = partial(DryRunSource, pool=pool, will_dry_run=False)
-        with open_source(plan.request, plan.cluster) as source:
-            return alternatives.find(Search(plan.request, plan.cluster, source), plan, open_source)
 
 
 def for_run(plan: Plan, settings: RunSettings) -> Plan:

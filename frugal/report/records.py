@@ -26,18 +26,6 @@ class PhaseRecord(msgspec.Struct, kw_only=True):
     reserved_bytes: int | None = None
 
 
-class TriedWay(msgspec.Struct, kw_only=True):
-    """A way of taking steps that tuning tried; `seconds` of a step are None if none was timed."""
-
-    strategy: str
-    micro_batch: int
-    accumulation_steps: int
-    num_steps: int
-    seconds: float | None
-    is_kept: bool
-    dropped: str
-
-
 class RunRecord(msgspec.Struct, kw_only=True):
     """One line, of any event; a field is None where the event has none, or an older version did not write it."""
 
@@ -80,7 +68,6 @@ class RunRecord(msgspec.Struct, kw_only=True):
     micro_batch: int | None = None
     accumulation_steps: int | None = None
     gain: float | None = None
-    ways: list[TriedWay] = []
     # memory
     planned_bytes: int | None = None
     measured_bytes: int | None = None

@@ -167,11 +167,6 @@ class RecordedRun:
         """From out of memory."""
         return [each for each in self.history.of("recovery") if each.phase is not None]
 
-    @property
-    def tuned(self) -> RunRecord | None:
-        """The record of the ways that were tried in the first steps, if any were."""
-        return next((each for each in self.history.of("tuned") if each.ways), None)
-
     @cached_property
     def begin(self) -> float | None:
         """Unix seconds of its first record."""

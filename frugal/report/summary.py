@@ -3,13 +3,10 @@
 from collections.abc import Sequence
 from typing import Any
 
-from msgspec import to_builtins
-
 from frugal.planning.report import Block
 from frugal.planning.table import Table
 from frugal.report import words
 from frugal.report.compare import differing
-from frugal.report.records import RunRecord
 from frugal.report.run import RecordedRun
 
 MOST_EVENTS = 12
@@ -40,16 +37,9 @@ def _of_one(run: RecordedRun) -> list[Block]:
         ],
         Table(title="in short", rows=facts),
         *([_memory(run)] if words.phase_rows(run) else []),
-        *([_tuned(run.tuned)] if run.tuned is not None else []),
         *([Table(title="starts, tuning, restarts and recoveries", rows=shown, note=note)] if shown else []),
         *([[f"with   {versions}"]] if versions else []),
     ]
-
-
-def _tuned(record: RunRecord) -> Block:
-    rows = [(*numbers, f"{strategy}: {outcome}") for *numbers, outcome, strategy in words.tried(record)]
-    head = ("a step", "of planned", "tried", "batch", "")
-    return Table(title="tuning", rows=(head, *rows), has_head=True, note=f"until step {record.step:,}")
 
 
 def _memory(run: RecordedRun) -> Block:
@@ -108,7 +98,6 @@ def _data(run: RecordedRun) -> dict[str, Any]:
              "reserved_bytes": row.reserved}
             for row in words.phase_rows(run)
         ],
-        "tuning": None if run.tuned is None else {"last_step": run.tuned.step, "ways": to_builtins(run.tuned.ways)},
         "restarts": len(run.restarts),
         "recoveries": len(run.recoveries),
         "events": [

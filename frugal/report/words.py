@@ -6,7 +6,6 @@ from typing import Any
 
 from frugal.planning.memory.timeline import BACKWARD, FORWARD
 from frugal.report.compare import speaks_one_unit
-from frugal.report.records import RunRecord
 from frugal.report.run import RecordedRun, RunEvent
 from frugal.units import format_bytes, format_seconds, plural
 
@@ -160,24 +159,6 @@ def comparison(runs: Sequence[RecordedRun]) -> list[list[str]]:
     rows.append(["restarts", *(str(len(run.restarts)) for run in runs)])
     rows.append(["recoveries", *(str(len(run.recoveries)) for run in runs)])
     return rows
-
-
-def tried(tuned: RunRecord) -> list[list[str]]:
-    """Return rows of the ways that tuning tried, as `TRIED` names their columns."""
-    planned = tuned.ways[0].seconds
-    rows = []
-    for way in tuned.ways:
-        outcome = "kept" if way.is_kept else f"given up: {way.dropped}" if way.dropped else "not kept"
-        difference = NONE if planned is None or way.seconds is None else f"{100 * (way.seconds / planned - 1):+.1f} %"
-        rows.append([
-            NONE if way.seconds is None else duration(way.seconds), difference, str(way.num_steps),
-            f"{way.micro_batch} x {way.accumulation_steps}", f"planned, {outcome}" if way is tuned.ways[0] else outcome,
-            way.strategy,
-        ])  # fmt: skip
-    return rows
-
-
-TRIED = ("a step", "of planned", "tried", "micro-batch x steps", "outcome", "strategy")
 
 
 def when(event: RunEvent) -> str:

@@ -65,7 +65,7 @@ def train(
                 log.takes(gauge.so_far)
                 log.step(step, result, time.perf_counter() - step_start)
                 finite_check.after_step(step, result, batch)
-                if gauge.after_step(cut.largest) == 2 and gauge.is_measuring_steps:
+                if gauge.after_step(cut.largest):
                     _tell_memory(step, gauge, log, engine, start)
                 now = replace(now, step=step, position=batch.end, validation_loss=None, metrics={})
                 is_best = False

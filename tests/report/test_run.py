@@ -48,17 +48,11 @@ def test_memory_is_told_by_phase_as_it_was_recorded(tmp_path: Path) -> None:
     assert (run.phases["evaluation"].measured_bytes, run.phases["checkpoint"].planned_bytes) == (150 * MIB, None)
 
 
-def test_the_ways_that_tuning_tried_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_tuned_run_is_reported_with_the_way_that_it_kept(tmp_path: Path) -> None:
     folder = tuned(tmp_path / "run")
     assert kinds(folder) == [("start", 0), ("tuned", 11), ("done", 12)]
-    code, out, _ = frugal(capsys, "report", str(folder))
-    assert code == 0 and "ZeRO-2, tiled loss: kept" in out and "ZeRO-2: given up: out of memory" in out
-    code, out, _ = frugal(capsys, "report", str(folder), "--json")
-    tuning = json.loads(out)["runs"][0]["tuning"]
-    assert code == 0 and tuning["last_step"] == 11
-    assert [(way["num_steps"], way["seconds"], way["is_kept"]) for way in tuning["ways"]] == [
-        (3, 0.4, False), (5, 0.3, True), (1, None, False),
-    ]  # fmt: skip
+    (event,) = [each for each in read_run(folder).events if each.kind == "tuned"]
+    assert "ZeRO-2, tiled loss, micro-batch 4 x 1: 25 % less" in event.words
 
 
 def test_lines_that_cannot_be_read_are_left_out_and_counted(tmp_path: Path) -> None:

@@ -313,11 +313,6 @@ class Gauge:
         """The most bytes of the allocator's segments in each phase; empty on CPU ranks, where nothing is cached."""
         return {}
 
-    @property
-    def timeline(self) -> Timeline:
-        """Every storage from birth to death, without its purpose, if it was asked for."""
-        raise NotImplementedError
-
 
 class CudaGauge(Gauge):
     """The caching allocator's counts: requested bytes rounded up to its blocks, as `max_memory_allocated`."""
@@ -343,11 +338,6 @@ class CudaGauge(Gauge):
     def timeline(self) -> Timeline:
         """Every block of the allocator since the beginning, without its purpose, if it was asked for."""
         return _timeline(torch_internals.memory_history(self._device), self._begins)
-
-    @property
-    def reserved_bytes(self) -> int:
-        """The most bytes of the allocator's segments, as `max_memory_reserved`."""
-        return max(self.reserved_phases.values())
 
     @property
     def reserved_phases(self) -> dict[str, int]:
@@ -438,7 +428,7 @@ class HostGauge(StorageWatch, Gauge):
 @contextmanager
 def gauge(
     device: torch.device | str, holding: Iterable[Tensor] = (), *, keeps_timeline: bool = False
-) -> Iterator[Gauge]:
+) -> Iterator[CudaGauge | HostGauge]:
     """Measure the tensors on `device` inside the `with` block.
 
     `holding`: tensors to count that exist already; CUDA counts everything anyway. `keeps_timeline`: record every

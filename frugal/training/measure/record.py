@@ -98,22 +98,18 @@ class Measured:
         phases = {name: max(rank.phases[name] for rank in ranks) for name in ranks[0].phases}
         phase = max(phases, key=phases.__getitem__)
         allocated = phases[phase]
-        host = {
-            "host_bytes_per_node": sum(max(0, rank.rss_peak_bytes - rank.rss_before_bytes) for rank in ranks),
-            "host_before_bytes_per_node": sum(rank.rss_before_bytes for rank in ranks),
-        }
-        if kind == "cpu":
-            return cls(
-                peak_allocated_bytes=allocated, peak_reserved_bytes=allocated, phases=phases, phase=phase, **host
-            )
+        on_gpu = kind == "cuda"
         return cls(
             peak_allocated_bytes=allocated,
-            peak_reserved_bytes=max(rank.reserved_bytes or 0 for rank in ranks),
+            peak_reserved_bytes=max(rank.reserved_bytes or 0 for rank in ranks) if on_gpu else allocated,
             phases=phases,
             phase=phase,
-            context_bytes=max(rank.outside_bytes or 0 for rank in ranks),
-            device_bytes=max((rank.reserved_bytes or 0) + (rank.outside_bytes or 0) for rank in ranks),
-            **host,
+            host_bytes_per_node=sum(max(0, rank.rss_peak_bytes - rank.rss_before_bytes) for rank in ranks),
+            host_before_bytes_per_node=sum(rank.rss_before_bytes for rank in ranks),
+            context_bytes=max(rank.outside_bytes or 0 for rank in ranks) if on_gpu else None,
+            device_bytes=max((rank.reserved_bytes or 0) + (rank.outside_bytes or 0) for rank in ranks)
+            if on_gpu
+            else None,
         )
 
 

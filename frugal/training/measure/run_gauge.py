@@ -16,6 +16,9 @@ from torch import Tensor
 from frugal.planning.memory.timeline import BACKWARD, FORWARD, OPTIMIZER_STEP
 from frugal.training.measure.memory_watch import Gauge
 
+NUM_STEPS = 2
+"""Optimizer steps until everything that a plan counts was allocated: the first one makes the optimizer's states."""
+
 EVALUATION, CHECKPOINT = "evaluation", "checkpoint"
 """Phases of a run that no plan has: they take less than a step."""
 
@@ -52,16 +55,11 @@ class RunGauge:
         if self._first_steps is not None and self._is_in_step:
             self._first_steps.mark(phase)
 
-    def after_step(self, largest: tuple[int, int] | None) -> int:
-        """Take note of a global batch whose largest micro-batch has this size; return the number of steps so far."""
+    def after_step(self, largest: tuple[int, int] | None) -> bool:
+        """Take note of a global batch whose largest micro-batch has this size; return whether it is time to `stop`."""
         self.largest = max(filter(None, (self.largest, largest)), key=math.prod, default=None)
         self._num_steps += 1
-        return self._num_steps
-
-    @property
-    def is_measuring_steps(self) -> bool:
-        """Whether the first steps are still measured by phase."""
-        return self._first_steps is not None
+        return self._num_steps == NUM_STEPS and self._first_steps is not None
 
     def stop(self) -> int:
         """Stop measuring steps by phase and return the peak of the first ones, bytes."""

@@ -21,9 +21,9 @@ runs out of memory or a step is not finite.
 import logging
 import time
 from collections.abc import Callable, Generator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from math import hypot, inf, sqrt
-from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -89,7 +89,7 @@ class Way:
 
 
 def steps_needed(num_ways: int) -> int:
-    """Return the most steps that a race of this many ways takes, the plan among them."""
+    """Return the most steps that a race of this many ways takes after `FIRST_STEPS`, the plan's among them."""
     return TURN * sum(_round_sizes(num_ways))
 
 
@@ -108,6 +108,8 @@ def race(ways: Sequence[Way]) -> Generator[Way, float | None, Way]:
     The first way is the plan. A time is in seconds for a fixed amount of work.
     """
     plan, *running = ways
+    for _ in range(FIRST_STEPS):
+        yield plan
     for size in _round_sizes(len(ways)):
         running = sorted(running, key=lambda way: way.typical)[: size - 1]
         of_plan = yield from _turn(plan, inf)
@@ -164,11 +166,11 @@ def switch(engine: "Stepper", plan: Plan) -> None:
 class Tuner:
     """A race between the ways of one engine. Call `before_step` and `after_step` around each step. Collective.
 
-    `on_end` receives the event `tuned` of `metrics.jsonl` on all ranks, when `engine.plan` is the fastest and `is_over`
-    is true.
+    At the end `engine.plan` is the fastest, `engine.tuner` None, and `on_end` receives the event `tuned` of
+    `metrics.jsonl`, on all ranks.
     """
 
-    def __init__(self, engine: "Stepper", most_steps: int, on_end: Callable[[dict[str, Any]], None]) -> None:
+    def __init__(self, engine: "Engine", most_steps: int, on_end: Callable[[dict[str, Any]], None]) -> None:
         """Raises RequestError: the plan has no alternatives, or `most_steps` are too few to compare two ways."""
         own = engine.plan
         ways = [Way(own), *(Way(change_to(own, other)) for other in own.alternatives)]
@@ -181,10 +183,8 @@ class Tuner:
         self._engine, self._on_end = engine, on_end
         self._ways, self._race = ways, race(ways)
         self._current = next(self._race)
-        self._num_left_alone = FIRST_STEPS
         self._seconds_of_plan: list[float] = []
         self._start, self._num_recoveries = 0.0, 0
-        self.is_over = False
         of = f" of {num_known}" if len(ways) - 1 < num_known else ""
         _say(
             engine,
@@ -207,9 +207,6 @@ class Tuner:
         if not is_finite or (has_recovered and self._current is plan):
             why = f"ended, as {'memory ran out' if is_finite else 'a step was not finite'} in step {step}"
             return self._end(step, plan, why)
-        if self._num_left_alone:
-            self._num_left_alone -= 1
-            return None
         self._current.num_steps += 1
         if self._current is plan:
             self._seconds_of_plan.append(seconds)
@@ -224,8 +221,8 @@ class Tuner:
 
     def _end(self, step: int, way: Way, why: str = "") -> None:
         """Continue in this way, and report what was found."""
-        self.is_over = True
         engine, plan = self._engine, self._ways[0]
+        engine.tuner = None
         if engine.plan is not way.plan:  # limits that were lowered under the plan itself stay lowered
             switch(engine, way.plan)
         gain = 0.0 if way is plan else 1 - way.typical
@@ -254,7 +251,7 @@ class Tuner:
             torch.cuda.synchronize(self._engine.device)
 
 
-def _say(engine: "Stepper", text: str) -> None:
+def _say(engine: "Engine", text: str) -> None:
     if engine.rank == 0:
         logger.warning("tuning: %s", text)
 
@@ -280,16 +277,13 @@ def plan_to_resume(plan: Plan, settings: RunSettings) -> Plan:
     """
     if not settings.resume:
         return plan
-    text = from_rank_0(_tuned_from(plan, settings.out / PLAN) if env.rank() == 0 else None, str | None)
-    return plan if text is None else Plan.from_json(text.encode())
-
-
-def _tuned_from(plan: Plan, path: Path) -> str | None:
-    try:
-        kept = Plan.read(path)
-    except FrugalError:  # it is written anew
-        return None
-    return kept.to_json().decode() if kept.tuned_from == plan.digest else None
+    kept = None
+    if env.rank() == 0:
+        with suppress(FrugalError):  # it cannot be read, and is written anew
+            tuned = Plan.read(settings.out / PLAN)
+            kept = tuned.to_json().decode() if tuned.tuned_from == plan.digest else None
+    kept = from_rank_0(kept, str | None)
+    return plan if kept is None else Plan.from_json(kept.encode())
 
 
 def begin(engine: "Engine", held: "HeldFolder", log: "Log", steps_left: int) -> None:

@@ -34,9 +34,9 @@ from frugal.planning.memory.timeline import Interval, Timeline, phase_peaks
 from frugal.planning.plan import Plan
 from frugal.training.engine import initialize
 from frugal.training.measure import memory_watch
-from frugal.training.measure.memory_watch import CudaGauge, gauge
+from frugal.training.measure.memory_watch import gauge
 from frugal.training.measure.record import ModelDefinition, RankMeasurement, Trial, timeline_name
-from frugal.training.measure.run_gauge import mark_phases
+from frugal.training.measure.run_gauge import NUM_STEPS, mark_phases
 from frugal.training.models.loading import placed
 from frugal.training.models.resolve import resolve_request
 from frugal.training.models.sequence.parts import parts_of
@@ -44,7 +44,6 @@ from frugal.training.models.spec import ModelSpec
 from frugal.training.objectives import Objective, SummedLoss
 
 WARM_UP_ELEMENTS = 1_000
-NUM_STEPS = 2  # as in a dry run: the first one allocates the optimizer states
 
 _TORCH = ("broadcast", "all_reduce", "all_gather", "reduce", "reduce_scatter", "_all_gather_base")
 _SECONDS = 0.001
@@ -104,22 +103,19 @@ def watched(
             engine.deepspeed.step()
         gc.collect()
         intervals = memory.intervals
-        of_gpu = _gpu_bytes(memory, device) if isinstance(memory, CudaGauge) else {}
+        of_gpu: dict[str, int] = {}
+        if device.type == "cuda":  # before any memory is released
+            of_gpu = {
+                "reserved_bytes": max(memory.reserved_phases.values()),
+                "outside_bytes": memory_watch.outside_bytes(device),
+                "device_bytes": torch.cuda.mem_get_info(device)[1],
+            }
         watching = Watched(intervals, of_gpu, memory.timeline if keeps_timeline else None)
     engine.destroy()
     del engine
     gc.collect()
     gc.unfreeze()
     return watching
-
-
-def _gpu_bytes(gauge: CudaGauge, device: torch.device) -> dict[str, int]:
-    """Return the counts of allocator and driver at the end of a run, before any memory is released."""
-    return {
-        "reserved_bytes": gauge.reserved_bytes,
-        "outside_bytes": memory_watch.outside_bytes(device),
-        "device_bytes": torch.cuda.mem_get_info(device)[1],
-    }
 
 
 @contextmanager
