@@ -46,6 +46,7 @@ class Engine(Stepper):
             tuner.before_step()
             result = super().train_step(batch)
             tuner.after_step(self.deepspeed.global_steps, batch.samples, is_finite=result.is_finite)
+            self.tuner = None if tuner.is_over else tuner
         self.callbacks.on_step(self, self.deepspeed.global_steps, result)
         return result
 

@@ -139,7 +139,7 @@ def train(plan: Plan, settings: RunSettings, device: "torch.device") -> Path | N
                 run_gauge = RunGauge(engine)
             else:
                 run_gauge = RunGauge(engine, gauge, measuring)
-            tuner.begin(engine, held, log, total_steps - start.step)
+            engine.tuner = tuner.tuner_of_run(engine, held, log, total_steps - start.step)
             best = Best(settings, start)
             done = loop.train(
                 engine, batches, data.validation, settings, log,

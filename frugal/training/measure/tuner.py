@@ -44,7 +44,6 @@ from frugal.units import plural
 
 if TYPE_CHECKING:
     from frugal.training.checkpoint.held_folder import HeldFolder
-    from frugal.training.engine import Engine
     from frugal.training.reports.metrics import Log
     from frugal.training.train_step import Stepper
 
@@ -166,11 +165,11 @@ def switch(engine: "Stepper", plan: Plan) -> None:
 class Tuner:
     """A race between the ways of one engine. Call `before_step` and `after_step` around each step. Collective.
 
-    At the end `engine.plan` is the fastest, `engine.tuner` None, and `on_end` receives the event `tuned` of
-    `metrics.jsonl`, on all ranks.
+    When it `is_over`, `engine.plan` is the fastest, and `on_end` received the event `tuned` of `metrics.jsonl`, on all
+    ranks.
     """
 
-    def __init__(self, engine: "Engine", most_steps: int, on_end: Callable[[dict[str, Any]], None]) -> None:
+    def __init__(self, engine: "Stepper", most_steps: int, on_end: Callable[[dict[str, Any]], None]) -> None:
         """Raises RequestError: the plan has no alternatives, or `most_steps` are too few to compare two ways."""
         own = engine.plan
         ways = [Way(own), *(Way(change_to(own, other)) for other in own.alternatives)]
@@ -185,6 +184,7 @@ class Tuner:
         self._current = next(self._race)
         self._seconds_of_plan: list[float] = []
         self._start, self._num_recoveries = 0.0, 0
+        self.is_over = False
         of = f" of {num_known}" if len(ways) - 1 < num_known else ""
         _say(
             engine,
@@ -221,8 +221,8 @@ class Tuner:
 
     def _end(self, step: int, way: Way, why: str = "") -> None:
         """Continue in this way, and report what was found."""
+        self.is_over = True
         engine, plan = self._engine, self._ways[0]
-        engine.tuner = None
         if engine.plan is not way.plan:  # limits that were lowered under the plan itself stay lowered
             switch(engine, way.plan)
         gain = 0.0 if way is plan else 1 - way.typical
@@ -251,7 +251,7 @@ class Tuner:
             torch.cuda.synchronize(self._engine.device)
 
 
-def _say(engine: "Engine", text: str) -> None:
+def _say(engine: "Stepper", text: str) -> None:
     if engine.rank == 0:
         logger.warning("tuning: %s", text)
 
@@ -286,14 +286,14 @@ def plan_to_resume(plan: Plan, settings: RunSettings) -> Plan:
     return plan if kept is None else Plan.from_json(kept.encode())
 
 
-def begin(engine: "Engine", held: "HeldFolder", log: "Log", steps_left: int) -> None:
-    """Tune the steps to come if --tune asks for it or the run is long enough to gain by it. Collective.
+def tuner_of_run(engine: "Stepper", held: "HeldFolder", log: "Log", steps_left: int) -> Tuner | None:
+    """Return a tuner of the steps to come if --tune asks for it or the run is long enough to gain by it. Collective.
 
     The plan found goes into the run's folder. A run that is resumed before tuning has ended tunes again.
     """
     plan, asked = engine.plan, held.settings.tune
     if asked is False or plan.tuned_from or not (asked or is_worth_it(plan, steps_left)):
-        return
+        return None
 
     def on_end(values: dict[str, Any]) -> None:
         log.event(**values)
@@ -306,6 +306,7 @@ def begin(engine: "Engine", held: "HeldFolder", log: "Log", steps_left: int) -> 
             log.say(f"the tuned plan is not saved, a resumed run tunes again: {because}")
 
     try:
-        engine.tune(int(steps_left * (SHARE_ASKED if asked else SHARE)) - FIRST_STEPS, on_end)
+        return Tuner(engine, int(steps_left * (SHARE_ASKED if asked else SHARE)) - FIRST_STEPS, on_end)
     except RequestError as error:
         log.say(f"tuning: {error.because[0]}, so nothing is tried")
+        return None

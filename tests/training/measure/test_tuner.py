@@ -207,7 +207,7 @@ def a_run(folder: Path, plan: Plan, **changes: Any) -> dict[str, Any]:
     total_steps = loop.num_steps(batches, settings)
     with Log(folder, rank=engine.rank, planned_bytes=1, total_steps=total_steps, first_step=start.step) as log:
         held = HeldFolder(settings)
-        tuner.begin(engine, held, log, total_steps - start.step)
+        engine.tuner = tuner.tuner_of_run(engine, held, log, total_steps - start.step)
         was_tuned = engine.tuner is not None
         loop.train(engine, batches, SAMPLES[:5], settings, log, start=start, total_steps=total_steps, held=held)
     engine.destroy()
