@@ -328,24 +328,6 @@ def lock(file: Path) -> IO[bytes]:
     return locked
 
 
-@contextmanager
-def alone(file: Path) -> Iterator[None]:
-    """Be the only process in blocks of this file, which is made if there is none; others wait.
-
-    On a file system without locks nobody waits.
-
-    Raises:
-        OSError: it cannot be made.
-    """
-    descriptor = append(file)
-    try:
-        with contextlib.suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
-
-
 def prune(folder: Path, limit_bytes: int, unused_seconds: float = UNUSED_SECONDS) -> None:
     """Remove the entries of `folder` that were not used for `unused_seconds`, and what is beyond `limit_bytes`.
 

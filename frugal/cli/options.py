@@ -205,15 +205,10 @@ def planned(
                 hint="leave one of them out",
             )
         request = with_lengths(request, values, file)
-    wanted = values.get("calibration")
-    wanted = file.plan.get("calibration") if wanted is None else wanted
-    return planned_for(request, cluster, defaults, on_draft, is_calibrated=wanted is not False)
+    return planned_for(request, cluster, defaults, on_draft)
 
 
-def planned_for(
-    request: Request, cluster: Cluster, defaults: tuple[str, ...], on_draft: OnDraft | None = None, *,
-    is_calibrated: bool = False,
-) -> Plan:  # fmt: skip
+def planned_for(request: Request, cluster: Cluster, defaults: tuple[str, ...], on_draft: OnDraft | None = None) -> Plan:
     """`make_plan_here` while people wait."""
     with waiting(f"planning {request.model}") as line:
 
@@ -223,7 +218,7 @@ def planned_for(
                     on_draft(plan, whole)
             line.says(f"dry-running {request.model}")
 
-        return make_plan_here(request, cluster, defaults, drafted, is_calibrated=is_calibrated)
+        return make_plan_here(request, cluster, defaults, drafted)
 
 
 def collect(values: Mapping[str, Any], file: TomlFile | None = None) -> tuple[Request, Cluster, tuple[str, ...]]:

@@ -117,16 +117,9 @@ class RunSettings:
         "same curve.", "optimizer", least=1, shown_default="those of the run", is_expert=True,
     )  # fmt: skip
     tune: bool | None = setting(
-        None, "Take the first steps in several ways (micro-batches, activation checkpointing, tiled loss; in long runs "
-        "another ZeRO stage, offloading or buckets) and go on in the fastest; --no-tune: as planned.",
-        "run", shown_default="where the run is long enough to win by it",
+        None, "Take the first steps in several ways (micro-batches, activation checkpointing, tiled loss) and continue "
+        "in the fastest; --no-tune: as planned.", "run", shown_default="if the run is long enough to gain by it",
     )  # fmt: skip
-    calibrate: bool = setting(
-        False,
-        "Keep the seconds that the first steps took, in each way that was tried, for later plans of this training on "
-        "such devices.",
-        "run",
-    )
     eval_every: int | None = setting(
         None, "Optimizer steps between evaluations; 0: never.", "run", least=0, shown_default="at the end"
     )

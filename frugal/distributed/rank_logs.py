@@ -67,15 +67,6 @@ def redirect(folder: Path, rank: int) -> None:
             os.dup2(_file.fileno(), 2)
 
 
-def release() -> None:
-    """Give stderr back to the console, for a process that takes the place of this one."""
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):
-            stream.flush()
-    if _console is not None:
-        os.dup2(_console, 2)
-
-
 def _append(path: str, _flags: int) -> int:
     return files.append(Path(path))
 

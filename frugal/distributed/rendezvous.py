@@ -21,7 +21,7 @@ import msgspec
 from torch.distributed import DistNetworkError, DistStoreError, HashStore, Store, TCPStore, register_rendezvous_handler
 
 from frugal.config.hardware.local_host import versions
-from frugal.distributed import env, rank_logs, replacement
+from frugal.distributed import env, rank_logs
 from frugal.distributed.connections import gate, handshake, secret
 from frugal.distributed.connections import store as run_store
 from frugal.distributed.connections.handshake import Introduction
@@ -89,7 +89,7 @@ def join_store(wait_seconds: float = WAIT_SECONDS) -> Store:
                     f"no {secret.SECRET_FILE} is given: whoever reaches port {os.environ['MASTER_PORT']} could join "
                     "this run or end it (SECURITY.md)"
                 )
-            _open_gate(_secret_of_start(), world_size)
+            _open_gate(secret.of_run() or b"", world_size)
         _store = run_store.RankStore(
             [_connect(run_store.PURPOSE, wait_seconds) for _ in range(run_store.CONNECTIONS_OF_A_RANK)]
         )
@@ -190,19 +190,6 @@ def ranks_in_words(ranks: Iterable[int]) -> str:
     return f"rank{'' if len(runs) == 1 and runs[0][0] == runs[0][1] else 's'} {words}"
 
 
-def _secret_of_start() -> bytes:
-    """The run's secret, another one for each time that its ranks replaced their processes: those of two starts, of
-    which one may end later than the other, never meet."""
-    own, number = secret.of_run() or b"", replacement.this().number
-    return hmac.digest(own, f"start {number}".encode(), "sha256") if number else own
-
-
-def _gate_key() -> str:
-    """Where torchrun's store, which outlives such a start, says where its gate is."""
-    number = replacement.this().number
-    return f"{_GATE}/{number}" if number else _GATE
-
-
 def _open_gate(secret_of_run: bytes, world_size: int) -> None:
     """On rank 0: let the others in at MASTER_PORT; where torchrun serves a store of its own there, at a port it tells.
 
@@ -222,7 +209,7 @@ def _open_gate(secret_of_run: bytes, world_size: int) -> None:
         ) from None  # fmt: skip
     if agent is not None:
         port = server.getsockname()[1]
-        agent.set(_gate_key(), f"{port} {_signature(secret_of_run, port)}")
+        agent.set(_GATE, f"{port} {_signature(secret_of_run, port)}")
     run_store.serve(server, secret_of_run, world_size, lambda sock, said: watched.put((sock, said)))
 
 
@@ -232,7 +219,7 @@ def _connect(purpose: str, seconds: float) -> socket.socket:
     Raises:
         RequestError: there is none after `seconds`.
     """
-    secret_of_run, address = _secret_of_start(), gate.address_of_rank_0()
+    secret_of_run, address = secret.of_run() or b"", gate.address_of_rank_0()
     port, agent = int(os.environ["MASTER_PORT"]), _store_of_torchrun()
 
     def where() -> tuple[str, int]:
@@ -264,8 +251,8 @@ def _store_of_torchrun() -> TCPStore | None:
 def _port_told(agent: TCPStore, secret_of_run: bytes) -> int:
     """Where rank 0 says that its gate is. Raises OSError where it has not said so, or another has."""
     try:
-        agent.wait([_gate_key()], timedelta(seconds=NOTICE_SECONDS))
-        told = agent.get(_gate_key())
+        agent.wait([_GATE], timedelta(seconds=NOTICE_SECONDS))
+        told = agent.get(_GATE)
     except (DistStoreError, DistNetworkError) as error:
         raise ConnectionError(f"torchrun's store does not tell its port: {str(error).splitlines()[0]}") from None
     port, _, signature = told.partition(b" ")

@@ -18,8 +18,6 @@ from frugal.config.schema import understand
 from frugal.dryrun.cache import Cache, digest, model_key
 from frugal.errors import RequestError
 from frugal.planning.plan import OnDraft, Plan
-from frugal.planning.search import measured_ways
-from frugal.planning.search.measured_ways import MeasuredRun
 
 if TYPE_CHECKING:
     from frugal.planning.search.candidate import OpenSource
@@ -65,58 +63,49 @@ def _plan(objective: "Objective | None", **settings: Any) -> Plan:
     for note in notes:
         logger.warning(note)
     request, cluster, defaults = understand(settings, calibration)
-    return make_plan_here(request, cluster, defaults, is_calibrated=settings.get("calibration") is not False)
+    return make_plan_here(request, cluster, defaults)
 
 
 def make_plan_here(
-    request: Request, cluster: Cluster, defaults: tuple[str, ...], on_draft: OnDraft | None = None, *,
-    is_calibrated: bool = False,
-) -> Plan:  # fmt: skip
-    """`make_plan` with what this environment says of torch's allocator; what no plan knows of that is a warning.
-
-    `is_calibrated`: with what runs have measured on this machine, too.
-    """
+    request: Request, cluster: Cluster, defaults: tuple[str, ...], on_draft: OnDraft | None = None
+) -> Plan:
+    """`make_plan` with what this environment says of torch's allocator; what no plan knows of that is a warning."""
     request = cuda_allocator.planned(request, cluster, os.environ)
     notes = cuda_allocator.notes(request.expandable_segments is not False, cluster, os.environ)
-    measured, damaged = measured_ways.known(request, cluster) if is_calibrated else ((), [])
-    return make_plan(request, cluster, defaults, warnings=[*notes, *damaged], on_draft=on_draft, measured=measured)
+    return make_plan(request, cluster, defaults, warnings=notes, on_draft=on_draft)
 
 
 def make_plan(
     request: Request, cluster: Cluster, defaults: tuple[str, ...] = (), *, warnings: Sequence[str] = (),
-    dry_run: "OpenSource | None" = None, on_draft: OnDraft | None = None, measured: Sequence[MeasuredRun] = (),
+    dry_run: "OpenSource | None" = None, on_draft: OnDraft | None = None,
 ) -> Plan:  # fmt: skip
     """The plan for a request; `defaults` names its fields that nobody set, `dry-run` where profiles come from.
 
     Plans are kept in the user's cache, except where `dry-run` is given. `warnings` are of this machine, and added.
     `on_draft`: see `frugal.planning.plan.OnDraft`; a plan that is kept is told of by nothing but the result.
-    `measured`: see `frugal.planning.planner.decide`.
 
     Raises: as `plan`.
     """
     if dry_run is not None:
         from frugal.planning.planner import decide
 
-        return decide(request, cluster, defaults, dry_run, on_draft, measured)
+        return decide(request, cluster, defaults, dry_run, on_draft)
     cache = Cache.of_user()
-    key = digest("plan", model_key(request), request, cluster, defaults, *measured)
+    key = digest("plan", model_key(request), request, cluster, defaults)
     kept = cache.read(key, Plan)
     if kept is None or kept.digest != kept.compute_digest():
         with replays_known(cache, request):
-            kept = _decided(request, cluster, defaults, on_draft, measured)
+            kept = _decided(request, cluster, defaults, on_draft)
         cache.write(key, kept)
     return replace(kept, warnings=(*kept.warnings, *warnings)).sealed() if warnings else kept
 
 
-def _decided(
-    request: Request, cluster: Cluster, defaults: tuple[str, ...], on_draft: OnDraft | None,
-    measured: Sequence[MeasuredRun],
-) -> Plan:  # fmt: skip
+def _decided(request: Request, cluster: Cluster, defaults: tuple[str, ...], on_draft: OnDraft | None) -> Plan:
     from frugal.dryrun.client import DryRunSource, workers
     from frugal.planning.planner import decide  # a tenth of a second that a kept plan does not need
 
     with closing(workers()) as pool:
-        return decide(request, cluster, defaults, partial(DryRunSource, pool=pool), on_draft, measured)
+        return decide(request, cluster, defaults, partial(DryRunSource, pool=pool), on_draft)
 
 
 @contextmanager

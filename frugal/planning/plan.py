@@ -119,9 +119,8 @@ class Rejected:
 class Alternative:
     """Another way to take the same optimizer steps: it fits, and may turn out faster than the plan.
 
-    It differs from its plan in micro-batches, in the mode of activation checkpointing, or in the loss; or, where it
-    needs another engine, also in the ZeRO stage, offloading or buckets. `memory` and `time` are predicted like the
-    plan's. See `frugal.planning.search.alternatives`.
+    It differs from its plan in micro-batches, in the mode of activation checkpointing, or in the loss. `memory` and
+    `time` are predicted like the plan's. See `frugal.planning.search.alternatives`.
     """
 
     strategy: Strategy

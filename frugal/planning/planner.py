@@ -1,6 +1,6 @@
 """From a request to a plan: a search over dry runs and arithmetic, or the proof that nothing fits."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 
@@ -16,10 +16,9 @@ from frugal.planning.memory import breakdown
 from frugal.planning.memory_report import beyond_the_device
 from frugal.planning.plan import OnDraft, Plan
 from frugal.planning.report import reasons
-from frugal.planning.search import by_measurement, sharing
+from frugal.planning.search import sharing
 from frugal.planning.search.candidate import Infeasible, OpenSource, SearchResult, fastest_seconds
 from frugal.planning.search.evaluate import StrategyEvaluation
-from frugal.planning.search.measured_ways import MeasuredRun
 from frugal.planning.search.search import Search
 from frugal.planning.what_if import offers
 from frugal.units import format_bytes, plural
@@ -30,11 +29,9 @@ MAX_LISTED_GPUS = 8
 
 def decide(
     request: Request, cluster: Cluster, defaults: tuple[str, ...], dry_run: OpenSource,
-    on_draft: OnDraft | None = None, measured: Sequence[MeasuredRun] = (),
+    on_draft: OnDraft | None = None,
 ) -> Plan:  # fmt: skip
     """The fastest plan that fits; `defaults` names the request's fields that nobody set.
-
-    `measured`: what runs have measured of ways to train this model, which then counts more than what is predicted.
 
     Raises:
         RequestError: the request contradicts itself or its model.
@@ -52,7 +49,7 @@ def decide(
 
         def drafted(search: Search) -> Callable[[SearchResult], None]:
             def tell(result: SearchResult) -> None:
-                if on_draft is not None and not by_measurement.has_answers(search, result, measured):
+                if on_draft is not None:
                     on_draft(planned(search.request, result), lambda: planned(search.request, _whole(search, result)))
 
             return tell
@@ -65,7 +62,6 @@ def decide(
                 raise nothing_fits(request, cluster, result, ways, why_not_shared=shared)
             search, result = shared
             request = search.request
-        result = by_measurement.fastest(search, result, measured)
         if request.lengths is not None:
             result = _proven(search, result, dry_run)
         result = _whole(search, result)

@@ -23,7 +23,6 @@ from frugal.units import format_bytes, format_count, format_seconds, plural
 def reasons(request: Request, cluster: Cluster, result: SearchResult) -> tuple[str, ...]:
     """The sentences of `Plan.why`; the last is about what binds."""
     return (
-        result.measured_because,
         _sequence_parallel(request, cluster, result),
         _activation_checkpointing(request, result),
         _loss(request, result),
@@ -209,8 +208,6 @@ def _micro_batch(request: Request, cluster: Cluster, result: SearchResult) -> st
         return f"the {pinned} is as asked"
     if batch.accumulation_steps == 1:
         return "nothing binds: the whole global batch fits into one micro-step"
-    if result.instead_of is not None and micro < candidate.largest_micro_batch:
-        return f"nothing binds: micro-batch {candidate.largest_micro_batch} fits, {micro} is as was measured"
     if candidate.shortfall_of_next_bytes is None:
         cap = request.micro_batch_cap
         samples = candidate.largest_micro_batch

@@ -64,13 +64,9 @@ class RunRecord(msgspec.Struct, kw_only=True):
     ranks: list[int] = []
     why: str = ""
     status: str = ""
-    # tuning, tuned
-    work: float | None = None
+    # tuned
     micro_batch: int | None = None
     accumulation_steps: int | None = None
-    overhead_tokens: int | None = None
-    is_planned: bool = False
-    given_up: str = ""
     gain: float | None = None
     # memory
     planned_bytes: int | None = None

@@ -40,14 +40,14 @@ def train(
 ) -> Progress:
     """Train from `start` to `total_steps` optimizer steps, or `best` is over, or a rank is told to stop. Collective.
 
-    A run that is told to stop, is to restart, or is out of memory beyond recovery, saves a checkpoint first. So does
+    A run that is told to stop, or is out of memory beyond recovery, saves a checkpoint first. So does
     one whose folder, `held`, is deleted: into a new one.
 
     The next global batch is collated while the engine works on the last; a step's time includes what it waits for it.
     The first step has no optimizer states before it, so memory is compared with the plan after the second.
     """
     now, held, best = start, held or HeldFolder(settings), best or Best(settings, start)
-    gauge = gauge or RunGauge(engine.device)
+    gauge = gauge or RunGauge(engine)
     to_come = islice(batches.iterate(start.position), total_steps - start.step)
     prepared = prefetch(((batch, engine.prepare(batch)) for batch in to_come), engine.device)
     saver = Saver(
@@ -65,7 +65,7 @@ def train(
                 log.takes(gauge.so_far)
                 log.step(step, result, time.perf_counter() - step_start)
                 finite_check.after_step(step, result, batch)
-                if gauge.after_step(cut.largest) == 2 and gauge.is_measuring_steps:
+                if gauge.after_step(cut.largest):
                     _tell_memory(step, gauge, log, engine, start)
                 now = replace(now, step=step, position=batch.end, validation_loss=None, metrics={})
                 is_best = False
@@ -74,7 +74,7 @@ def train(
                     is_best = best.after(step, evaluation) and settings.save_best_model
                     now = replace(now, validation_loss=evaluation.loss, metrics=evaluation.metrics, best=best.so_far)
                     engine.agree_to_stop()  # an evaluation may be long
-                is_last = engine.is_to_stop or best.is_over or engine.restart is not None
+                is_last = engine.is_to_stop or best.is_over
                 if is_last or is_best or _is_due(step, settings.save_every, total_steps):
                     _save(saver, now, gauge, log)
                 if is_last:

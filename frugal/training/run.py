@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from frugal.config.run_settings import RunSettings, run_settings
 from frugal.config.schema import parse
 from frugal.config.setting import settings_of
-from frugal.distributed import env, first_failure, process_group, rank_logs, replacement, stop
+from frugal.distributed import env, first_failure, process_group, rank_logs, stop
 from frugal.errors import FrugalError, PlanMismatchError, RequestError
 from frugal.imports import collected_seldom
 from frugal.planning.plan import Plan
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
     from frugal.config.learning_rate import Curve
     from frugal.distributed.peer_watch import PeerWatch
-    from frugal.training.checkpoint.held_folder import HeldFolder
     from frugal.training.checkpoint.progress import Progress
     from frugal.training.data.batches import GlobalBatches
     from frugal.training.data.corpus import RunData
@@ -45,14 +44,8 @@ def run(plan: Plan, settings: RunSettings) -> None:
         FrugalError: the plan, the data, the folder or the memory does not allow it.
     """
     rank_logs.guard_console()
-    replacement.note_start()
     with stop.heed_stop_signals(settings.grace, partial(_end_without_saving, settings)):
-        replacement.hear_stop_signals()
-        try:
-            _run(plan, settings)
-        except Exception as error:
-            _fall_back(error)
-            raise
+        _run(plan, settings)
         if stop.requested() is not None:
             stop.ignore()
 
@@ -75,8 +68,7 @@ def _run(plan: Plan, settings: RunSettings) -> None:
     try:
         model_folder = train(plan, settings, device)
         dist.barrier()
-        if not replacement.is_due():
-            first_failure.report_done()
+        first_failure.report_done()
         if peer_watch is not None:
             peer_watch.close()
     except BaseException:
@@ -84,7 +76,6 @@ def _run(plan: Plan, settings: RunSettings) -> None:
             dist.destroy_process_group()
         raise
     dist.destroy_process_group()
-    replacement.replace_if_due()
     if model_folder is not None and settings.push_to_hub is not None and env.rank() == 0:  # the others need not wait
         hub.push(model_folder, settings.push_to_hub)
 
@@ -95,18 +86,9 @@ def _watch_peers() -> "PeerWatch":
     from frugal.distributed import rendezvous
     from frugal.distributed.peer_watch import PeerWatch
 
-    return PeerWatch(dist.get_rank(), dist.get_world_size(), _lost, rendezvous.watched, rendezvous.connect_to_watch)
-
-
-def _lost(error: first_failure.LostRankError) -> None:
-    _fall_back(error)
-    first_failure.end_rank(error)
-
-
-def _fall_back(error: Exception) -> None:
-    """Go on under the plan before, where another was being tried; otherwise return."""
-    is_lost = isinstance(error, first_failure.LostRankError) or first_failure.lost_connection(error)
-    replacement.fall_back(error, is_lost=is_lost)
+    return PeerWatch(
+        dist.get_rank(), dist.get_world_size(), first_failure.end_rank, rendezvous.watched, rendezvous.connect_to_watch
+    )
 
 
 def train(plan: Plan, settings: RunSettings, device: "torch.device") -> Path | None:
@@ -119,14 +101,14 @@ def train(plan: Plan, settings: RunSettings, device: "torch.device") -> Path | N
         from frugal.training.extensions.best import Best
         from frugal.training.extensions.callbacks import Callbacks
         from frugal.training.extensions.metric import Metric
-        from frugal.training.measure import memory_watch, tuned_run
+        from frugal.training.measure import memory_watch, tuner
         from frugal.training.measure.run_gauge import RunGauge
         from frugal.training.models.loading import placed
         from frugal.training.reports import closing, opening
     rank = _check_services(settings)
     metric, callbacks = Metric.load(settings.metric), Callbacks.load(settings.callback)
     settings = run_folder.create(settings)
-    plan = tuned_run.continued(plan, settings)
+    plan = tuner.plan_to_resume(plan, settings)
     run_folder.check_space(plan, settings)
     data = _read_samples(plan, settings)
     _check_validation(settings, data)
@@ -145,15 +127,19 @@ def train(plan: Plan, settings: RunSettings, device: "torch.device") -> Path | N
         engine = initialize(model, plan, objective, learning_rate_schedule=curve.factor, callbacks=callbacks)
         random_state.seed_all(settings.seed * 1_000_003 + rank)
         start, changes = _start(engine, settings, data.provenance, curve, total_steps)
-        if rank == 0 and not replacement.this().is_trial:
+        if rank == 0:
             run_folder.record(plan, settings)
         with closing.page_afterwards(held, rank), _log(plan, settings, rank, start.step, total_steps) as log:
             log.start(**opening.record(plan, changes, is_resumed=settings.resume))
             said = opening.lines(plan, settings, data, model, total_steps, start.step, changes)
             for line in (*said, *opening.remarks(plan, data, device, rank)):
                 log.say(line)
-            run_gauge = RunGauge.of_run(engine, gauge, measuring, is_resumed=settings.resume)
-            tuned_run.begin(engine, held, log, total_steps - start.step, start.step)
+            if settings.resume and device.type == "cpu":
+                measuring.close()  # no operator makes storages that are read from a checkpoint: it would miss them
+                run_gauge = RunGauge(engine)
+            else:
+                run_gauge = RunGauge(engine, gauge, measuring)
+            engine.tuner = tuner.tuner_of_run(engine, held, log, total_steps - start.step)
             best = Best(settings, start)
             done = loop.train(
                 engine, batches, data.validation, settings, log,
@@ -165,21 +151,11 @@ def train(plan: Plan, settings: RunSettings, device: "torch.device") -> Path | N
                 final_model.finish(engine, held, data, done.step, best, log, metric)
                 log.ends("done", best.why_over if best.is_over else "")
             else:
-                _end_early(engine, held, log, done.step)
+                saved = f"step {done.step} is saved in {held.settings.checkpoints}"
+                log.say(f"told to stop: {saved}, continue with --resume")
+                log.ends("stopped")
         engine.destroy()
     return held.settings.out / "model" if is_done else None
-
-
-def _end_early(engine: "Engine", held: "HeldFolder", log: "Log", step: int) -> None:
-    """The run goes on in other processes, or is over for now."""
-    from frugal.training.measure import engine_trial
-
-    if engine.restart is not None and not engine.is_to_stop:
-        replacement.plan_next(engine_trial.words_to_resume(held.settings), engine.restart)
-        log.ends("restarted", "to go on with another ZeRO stage, offloading or buckets")
-    else:
-        log.say(f"told to stop: step {step} is saved in {held.settings.checkpoints}, continue with --resume")
-        log.ends("stopped")
 
 
 def _check_services(settings: RunSettings) -> int:

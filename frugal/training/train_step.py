@@ -20,7 +20,6 @@ from frugal.config.request import Request
 from frugal.deepspeed_adapter import engine, gradients
 from frugal.deepspeed_adapter.stages import Zero
 from frugal.distributed import stop
-from frugal.distributed.replacement import Replaced
 from frugal.errors import RequestError
 from frugal.planning.batch import BatchPlan
 from frugal.planning.plan import Plan
@@ -111,7 +110,6 @@ class Stepper:
         self.num_recoveries = 0  # times that a step was begun again because memory ran out
         self.callbacks = Callbacks()
         self.wants_to_stop = False  # for a reason of this rank's own
-        self.restart: Replaced | None = None  # what new processes are told in which to go on; equal on all ranks
         self.is_to_stop = False  # whether any rank wants or was told to; equal on all ranks, after each step
         self.rank = dist.get_rank()
         self.group = plan.batch.group_of(self.rank)

@@ -20,7 +20,6 @@ SOME = RunSettings(
     source_column="s", target_column="g", schedule_steps=8, track=("wandb",), format="messages",
     chat_template="chatml", train_on="all", callback=("c.py:C",), push_to_hub="me/mine",
     metric="m.py:f1", best="loss", best_mode="max", patience=3, save_best_model=True, tune=False,
-    calibrate=True,
 )  # fmt: skip
 
 

@@ -112,9 +112,7 @@ class SearchResult:
     """The strategy that was chosen. `memory` is that of its dry run; `candidates` are all, the chosen one included.
 
     `in_other_segments`: what it would take with expandable segments where it has none, or without; None on CPU ranks.
-    `shared_because`: why ranks share samples, where nobody asked for it. `measured_because`: what was measured of the
-    chosen way on this machine, where something was. `instead_of`: the way predicted to be the fastest, where another
-    was measured to be.
+    `shared_because`: why ranks share samples, where nobody asked for it.
     """
 
     chosen: Candidate
@@ -124,8 +122,6 @@ class SearchResult:
     warnings: tuple[str, ...]
     in_other_segments: MemoryBreakdown | None = None
     shared_because: str = ""
-    measured_because: str = ""
-    instead_of: Candidate | None = None
 
     @property
     def rejected(self) -> tuple[Rejected, ...]:
@@ -159,8 +155,6 @@ class SearchResult:
             return "does not fit into host memory" if candidate.host_shortfall_bytes else "does not fit"
         if candidate.seconds > self.chosen.seconds * TIE:
             return "slower"
-        if self.instead_of is not None:
-            return "not as fast, by what was measured here"
         return f"not faster by {100 * (TIE - 1):.0f} %, and less simple"
 
 

@@ -17,13 +17,11 @@ Each line of `metrics.jsonl` is one JSON object with an `event`:
     memory       step, planned_bytes, measured_bytes (rank 0's peak over initialisation and two steps),
                  planned_micro_batch, largest_micro_batch (samples and tokens: planned, and run so far), phases (by
                  name: planned_bytes, null where the plan has none; measured_bytes, reserved_bytes), time
-    tuning       step, seconds, work (tokens, or samples), strategy, micro_batch, accumulation_steps, overhead_tokens
-                 (what samples were grouped by, else null), is_planned, given_up (why, if it is), time: this step was
-                 taken in one of several ways
     tuned        step, gain (part of the planned step's seconds), strategy, micro_batch, accumulation_steps,
-                 overhead_tokens, plan_digest, time: the way in which the run goes on
-    end          step (the last that was done), status (done, stopped, restarted, interrupted, failed; lost: another
-                 rank was, whoever started the run knows why and adds its own), why, time
+                 plan_digest, time: the way in which the run continues; ways (each way that was tried, the plan's first:
+                 strategy, micro_batch, accumulation_steps, num_steps, seconds of a step or null, is_kept, dropped: why)
+    end          step (the last that was done), status (done, stopped, interrupted, failed; lost: another rank was,
+                 whoever started the run knows why and adds its own), why, time
 
 A resumed run appends, after dropping the records beyond the step it resumes from; what the run went through stays:
 starts, ends and recoveries. A number that is not finite is null.

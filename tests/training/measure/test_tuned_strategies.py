@@ -44,7 +44,6 @@ OFF: Way = {"activation_checkpointing": "off", "layer_modes": ()}
 MIXED: Way = {"activation_checkpointing": "budget", "layer_modes": (("full", 1), ("selective", 1), ("off", 1))}
 TILED: Way = {"loss": "tiled"}
 SMALLER: Way = {"micro_batch": 1}
-REGROUPED: Way = {"overhead_tokens": 2}
 SAME_SUMS: tuple[Way, ...] = (MIXED, SELECTIVE, FULL, OFF)
 OTHER_SUMS: tuple[Way, ...] = (TILED, {**FULL, **TILED, "micro_batch": 4}, SMALLER)
 
@@ -75,23 +74,21 @@ def global_batches(kind: str, number: int) -> list[Any]:
 
 
 def hand_plan(world_size: int, zero_stage: int, ways: tuple[Way, ...], how: dict[str, Any], kind: str) -> Plan:
-    """Micro-batches of 2 samples of 64 tokens; `ways` are fields of the strategy and of the batch."""
+    """Micro-batches of 2 samples of 64 tokens; `ways` are fields of the strategy, and `micro_batch`."""
     plan = plan_by_hand(
         world_size=world_size, global_batch=8, micro_batch=2, zero_stage=zero_stage,
         request={"learning_rate": 1e-2, **how.get("request", {})}, strategy=how.get("strategy"),
     )  # fmt: skip
     of_lengths: dict[str, Any] = {"shortest": 8, "overhead_tokens": 50} if kind in ("lengths", "tokens") else {}
     plan = replace(plan, batch=replace(plan.batch, **of_lengths))
-    own = ("micro_batch", "overhead_tokens")
 
     def batch(way: Way) -> BatchPlan:
         caps = (way.get("micro_batch", 2),) * len(plan.batch.micro_batch)
-        made = BatchPlan.of(8, caps, sequence_parallel=plan.batch.sequence_parallel)
-        return replace(made, **of_lengths | {name: way[name] for name in own[1:] if name in way})
+        return replace(BatchPlan.of(8, caps, sequence_parallel=plan.batch.sequence_parallel), **of_lengths)
 
     others = tuple(
         Alternative(
-            strategy=replace(plan.strategy, **{name: value for name, value in way.items() if name not in own}),
+            strategy=replace(plan.strategy, **{name: value for name, value in way.items() if name != "micro_batch"}),
             batch=batch(way),
             memory=plan.memory,
             time=plan.time,
@@ -108,7 +105,7 @@ def small() -> torch.nn.Module:
 def losses(plan: Plan, kind: str, changing: bool) -> list[tuple[float, float | None]]:
     """Loss and norm of a step under the plan, one in each other way, and two under the plan again; on ranks."""
     in_part = plan.strategy.offload_ratio < 1
-    others = [alternatives.changed_to(plan, other) for other in plan.alternatives]
+    others = [alternatives.change_to(plan, other) for other in plan.alternatives]
     ways = (plan, *others, plan, plan)
     with device_that_is_no_host() if in_part else nullcontext():
         engine = initialize(small(), plan, CausalLM(packed=kind == "packed"))
@@ -167,7 +164,7 @@ def test_changing_ways_trains_the_same_on_one_rank(how: dict[str, Any], kind: st
 
 def assert_the_same(ranks: Ranks, world_size: int, zero_stage: int, how: dict[str, Any], kind: str) -> None:
     """Bit for bit while only activation checkpointing changes."""
-    ways = (*SAME_SUMS, *OTHER_SUMS, *((REGROUPED,) if kind in ("lengths", "tokens") else ()))
+    ways = (*SAME_SUMS, *OTHER_SUMS)
     if how.get("strategy", {}).get("mlp") == "tiled":  # it is no selective one's
         ways = tuple(way for way in ways if way not in (MIXED, SELECTIVE))
     plan = hand_plan(world_size, zero_stage, ways, how, kind)
@@ -215,7 +212,7 @@ def peaks(text: bytes) -> list[int]:
         engine = initialize(placed.build(spec, plan, torch.device("cpu"), seed=0), plan, objective)
         for other in (None, *plan.alternatives):
             if other is not None:
-                tuner.switch(engine, alternatives.changed_to(plan, other))
+                tuner.switch(engine, alternatives.change_to(plan, other))
                 gc.collect()
                 memory.mark("a way")
             for _ in range(2):
