@@ -86,7 +86,7 @@ def decide(case: BudgetCase, calibration: Calibration | None, pool: Pool, folder
     request, cluster, _ = understand(choice.settings(case, "cpu", budget), calibration)
     with DryRunSource(request, cluster, folder, pool=pool) as source:
         search = Search(request, cluster, source)
-        result = search.run()
+        *_, result = search.run()
         assert isinstance(result, SearchResult), f"nothing fits: {case.name}"
         evaluated = [search.evaluation.evaluate(strategy) for strategy in search.strategies("none")]
         whole = sorted((each for each in evaluated if each.fits), key=lambda each: each.seconds)

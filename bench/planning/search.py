@@ -43,8 +43,7 @@ from typing import Any
 from frugal.config.schema import understand
 from frugal.dryrun.client import DryRunSource
 from frugal.dryrun.trace.drafts import MIXTURES
-from frugal.planning.memory.allocator import KNOWN
-from frugal.planning.search.candidate import Candidate, SearchResult
+from frugal.planning.search.candidate import Candidate
 from frugal.planning.search.search import Search
 from frugal.planning.what_if import offers
 
@@ -154,7 +153,6 @@ def beyond_tracing(repeats: int, case: dict[str, Any]) -> dict[str, Any]:
     request, cluster, _ = understand({"model": "llama-3.1-8b", "gpus": GPUS, **case})
     runs: Seconds = {}
     for _ in range(repeats):
-        KNOWN.clear()
         MIXTURES.clear()
         with DryRunSource(request, cluster, cache=False, will_dry_run=False) as source:
             search = Search(request, cluster, source)
@@ -164,13 +162,9 @@ def beyond_tracing(repeats: int, case: dict[str, Any]) -> dict[str, Any]:
             with timed("search", runs):
                 chosen, candidates = _chosen(search)
             with timed("cheaper states", runs):
-                assert chosen.memory is not None
                 offers(
                     search,
-                    SearchResult(
-                        chosen=chosen, memory=chosen.memory, model=search._model(chosen),
-                        candidates=tuple(candidates), warnings=(),
-                    ),
+                    search._draft_of(chosen, tuple(candidates), []),
                     partial(DryRunSource, cache=False, will_dry_run=False),
                 )  # fmt: skip
     seconds = medians(runs)
@@ -192,9 +186,8 @@ def _chosen(search: Search) -> tuple[Candidate, list[Candidate]]:
 
 def forget_replays(source: DryRunSource) -> None:
     """The same profiles, as they are before the allocator is replayed over any."""
-    KNOWN.clear()
     for key, profile in source._profiles.items():
-        source._profiles[key] = replace(profile, ranks=tuple(replace(rank) for rank in profile.ranks))
+        source._profiles[key] = replace(profile, ranks=tuple(replace(rank, known={}) for rank in profile.ranks))
 
 
 def deepspeed_estimates(search: Search) -> dict[str, Any]:

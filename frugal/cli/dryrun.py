@@ -207,10 +207,10 @@ def _simplest(request: Request, cluster: Cluster, defaults: tuple[str, ...], sou
     check_pins(request, cluster.world_size)
     strategies = allowed_strategies(
         request,
+        replace(facts, can_recompute=True, can_tile=False),
         world_size=cluster.world_size,
         offload=offload_levels(request)[0],
         on_gpus=cluster.devices[0].kind == "cuda",
-        trainable_parameters=facts.trainable_parameters,
     )
     micro_batch, shared_by = request.micro_batch or 1, request.sequence_parallel or 1
     num_takers = cluster.world_size // shared_by  # of samples: ranks, or groups that share theirs

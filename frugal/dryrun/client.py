@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 from frugal.config.hardware.cluster import ASSUMED_CAPABILITY, CARDS, Cluster, Device
 from frugal.config.request import Request
@@ -25,17 +24,18 @@ from frugal.dryrun.messages import (
     AskFacts,
     DryRun,
     DryRunBreakdown,
-    ModelFacts,
     WarmUp,
 )
 from frugal.dryrun.pool import Pool, workers
 from frugal.dryrun.trace.drafts import Drafts
-from frugal.planning.cost import between
+from frugal.planning.cost import ModelCosts, Work, between
+from frugal.planning.memory.allocator import KnownReplays
 from frugal.planning.memory.breakdown import MemoryBreakdown
 from frugal.planning.memory.loading import Loading, loading_of
 from frugal.planning.memory.profile import MemoryProfile, RankMemory, fullest
 from frugal.planning.memory.timeline import MICRO_BATCHES, NotAffineError, Timeline
 from frugal.planning.memory.workspaces import with_scratch, with_workspaces, workspace_bytes
+from frugal.planning.model_facts import ModelFacts
 from frugal.planning.strategy import Strategy
 
 SAMPLED_MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
@@ -44,6 +44,10 @@ SAMPLED_MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
 MAX_RANKS_SEARCHED, MAX_RANKS_DRY_RUN, MAX_RANKS_DRAFTED = 2, 4, 2
 """Ranks that a profile is made of, those of one exact dry run (see `frugal.dryrun.figures`), and how many of these
 are left where arithmetic tells which are the fullest (`fullest_drafted`)."""
+
+
+MOST_REPLAYS = 2000
+"""Streams whose replays are kept for the next plan of a model, some 200 bytes each; a plan takes about thirty."""
 
 
 class DryRunSource:
@@ -84,6 +88,9 @@ class DryRunSource:
         self._distrusted: set[Strategy] = set()
         self.notes: tuple[str, ...] = ()
         self._profiles: dict[tuple[Strategy, bool], MemoryProfile] = {}
+        self._replays_key = digest("replays", self._model)
+        self._replays: KnownReplays = self._cache.read(self._replays_key, KnownReplays) or {}
+        self._num_kept = _number(self._replays)
 
     def __enter__(self) -> "DryRunSource":
         return self
@@ -94,7 +101,9 @@ class DryRunSource:
         self.close()
 
     def close(self) -> None:
-        """End the worker processes, unless they are shared."""
+        """Keep what the allocator's replays have shown, and end the worker processes, unless they are shared."""
+        if _number(self._replays) > self._num_kept:
+            self._cache.write(self._replays_key, dict(list(self._replays.items())[-MOST_REPLAYS:]))
         if self._own_pool:
             self._pool.close()
 
@@ -106,6 +115,7 @@ class DryRunSource:
         assert (cluster.devices[0].kind, cluster.kernel_class) == (self.kind, self.capability), "other kernels"
         source = DryRunSource(self.request, cluster, pool=self._pool, will_dry_run=self._will_dry_run)
         source._cache, source._drafts, source._facts = self._cache, self._drafts, self._facts
+        source._replays = self._replays
         return source
 
     def prepare(self, strategies: Sequence[Strategy]) -> None:
@@ -142,7 +152,10 @@ class DryRunSource:
                     costs = self._profile_by_dry_runs(strategy, accumulates)
                     self._cache.write(key, costs)
             self._profiles[strategy, accumulates] = replace(
-                costs, ranks_per_node=self._ranks_per_node, loading=self._loading(strategy)
+                costs,
+                ranks=tuple(replace(rank, known=self._replays) for rank in costs.ranks),
+                ranks_per_node=self._ranks_per_node,
+                loading=self._loading(strategy),
             )
         return self._profiles[strategy, accumulates]
 
@@ -277,12 +290,8 @@ class DryRunSource:
             )
             for rank in ranks
         ]
-        return self._profile(
-            strategy,
-            accumulates,
-            work=trace.work,
-            ranks=tuple(replace(each, timeline=self._with_workspaces(each.timeline)) for each in simulated),
-        )
+        ranks = tuple(replace(each, timeline=self._with_workspaces(each.timeline)) for each in simulated)
+        return self._profile(strategy, trace.work, ranks)
 
     def _profile_by_dry_runs(self, strategy: Strategy, accumulates: bool) -> MemoryProfile:
         """A profile by dry runs at a few micro-batches."""
@@ -305,30 +314,18 @@ class DryRunSource:
             sampled = SAMPLED_MICRO_BATCHES
             ranks = rank_memories(self._dry_run(strategy, sampled, steps, numbers), numbers)
             ranks = tuple(replace(each, timeline=self._with_workspaces(each.timeline)) for each in ranks)
-        return self._profile(
-            strategy,
-            accumulates,
-            work=between(small.counts, large.counts, MICRO_BATCHES),
-            ranks=ranks,
-            sampled=sampled,
-        )
+        return self._profile(strategy, between(small.counts, large.counts, MICRO_BATCHES), ranks, sampled)
 
-    def _profile(self, strategy: Strategy, accumulates: bool, **costs: Any) -> MemoryProfile:
-        facts = self.facts()
+    def _profile(
+        self, strategy: Strategy, work: Work, ranks: tuple[RankMemory, ...], sampled: tuple[int, ...] = ()
+    ) -> MemoryProfile:
         return MemoryProfile(
             strategy=strategy,
-            world_size=self.cluster.world_size,
             ranks_per_node=self._ranks_per_node,
-            accumulates=accumulates,
             kind=self.kind,
-            task=facts.task,
-            max_positions=facts.max_positions,
-            parameters=facts.parameters,
-            trainable_parameters=facts.trainable_parameters,
-            largest_parameter=facts.largest_parameter,
-            trainable_sizes=facts.trainable_sizes,
-            packed=facts.packed,
-            **costs,
+            costs=ModelCosts(facts=self.facts(), work=work, gathers=ranks[0].gathers),
+            ranks=ranks,
+            sampled=sampled,
         )
 
     def _dry_run(
@@ -404,6 +401,10 @@ class DryRunSource:
     @property
     def _ranks_per_node(self) -> int:
         return max(len(node.devices) for node in self.cluster.nodes)
+
+
+def _number(replays: KnownReplays) -> int:
+    return sum(map(len, replays.values()))
 
 
 def _answered(answer: Answer) -> DryRun:

@@ -1,19 +1,16 @@
 """The decision: the interface between planning and training.
 
 `plan.json` is this module's `Plan`, encoded. Everything needed to run it is in it; DeepSpeed's JSON is a print-out. It
-differs from the dataclasses in four places:
+differs from the dataclasses in two places:
 
-    cluster.nodes             equal nodes that follow each other are one entry, with their `count`
-    batch.micro_batch_sizes   written for other programs, never read: samples of each rank in each micro-step, up to
-                              `MAX_LISTED_SIZES` of them; beyond that null, because `batch.micro_steps` says the same
-                              for a thousand ranks and micro-steps in a few numbers
-    request                   without those settings of `LATER` that nobody asked for
-    alternatives, tuned_from  left out where there are none
+    cluster.nodes             consecutive equal nodes are one entry, with their `count`
+    batch.micro_batch_sizes   written for other programs, never read: samples of each rank in each micro-step, or null
+                              where these are more than `MAX_LISTED_SIZES`
 """
 
 import hashlib
-from collections.abc import Callable
 from dataclasses import dataclass, replace
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +26,10 @@ from frugal.planning.memory.breakdown import MemoryBreakdown
 from frugal.planning.strategy import Strategy
 from frugal.units import format_bytes, format_count, format_seconds
 
-SCHEMA = 4
+SCHEMA = 5
+
+UNPROVEN = "a draft: its memory is arithmetic, and no dry run has proven it"
+"""The warning of a draft plan."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,11 +88,18 @@ class StepTime:
     total_seconds: float
 
     def __post_init__(self) -> None:
-        parts = (
-            self.compute_seconds, self.recompute_seconds, self.communication_seconds,
-            self.offload_seconds, self.optimizer_seconds,
-        )  # fmt: skip
-        assert abs(sum(parts) - self.total_seconds) <= 1e-6 * self.total_seconds
+        assert abs(sum(self.parts.values()) - self.total_seconds) <= 1e-6 * self.total_seconds
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """The seconds of each part by name."""
+        return {
+            "compute": self.compute_seconds,
+            "recompute": self.recompute_seconds,
+            "communication": self.communication_seconds,
+            "offload": self.offload_seconds,
+            "optimizer": self.optimizer_seconds,
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,13 +184,18 @@ class Plan:
         """The global batch in one line: `512 samples = 4 GPUs x micro-batch 8 x 16 accumulation steps`."""
         return self.batch.arithmetic(self.cluster.rank_noun, self.counted)
 
+    @property
+    def is_draft(self) -> bool:
+        """Whether the plan has not been dry-run: its memory is arithmetic, and a dry run may still refuse it."""
+        return UNPROVEN in self.warnings
+
     def __str__(self) -> str:
-        """The verdict, in a few lines; `frugal.planning.report.summary` has all of it."""
+        """Return the verdict, in a few lines; `frugal.planning.report.summary` has all of it."""
         return verdicts.text(self.verdict)
 
     def _repr_html_(self) -> str:
-        """The verdict as a notebook shows it, with a bar of the memory."""
-        return verdicts.html(self.verdict)
+        """Return the verdict for a notebook."""
+        return f"<pre>{escape(str(self))}</pre>"
 
     @property
     def verdict(self) -> verdicts.PlanVerdict:
@@ -228,15 +240,9 @@ class Plan:
     @property
     def _speed(self) -> str:
         time, samples = self.time, self.batch.global_batch if self.grouping is None else self.grouping.step_samples
-        parts = {
-            "compute": time.compute_seconds,
-            "recompute": time.recompute_seconds,
-            "communication": time.communication_seconds,
-            "offload": time.offload_seconds,
-            "optimizer": time.optimizer_seconds,
-        }
         total = time.total_seconds
-        shares = ", ".join(f"{name} {100 * part / total:.0f} %" for name, part in parts.items() if part >= total / 100)
+        parts = ((name, part) for name, part in time.parts.items() if part >= total / 100)
+        shares = ", ".join(f"{name} {100 * part / total:.0f} %" for name, part in parts)
         rate = f"{samples / total:,.0f}" if samples >= 100 * total else f"{samples / total:.3g}"
         return f"{format_seconds(total)} estimated, {rate} samples/s: {shares}"
 
@@ -252,7 +258,7 @@ class Plan:
 
     def compute_digest(self) -> str:
         """SHA-256 of the plan without its digest, hexadecimal."""
-        return hashlib.sha256(msgspec.json.encode(_as_written(replace(self, digest="")))).hexdigest()
+        return hashlib.sha256(msgspec.json.encode(replace(self, digest=""))).hexdigest()
 
     def to_json(self) -> bytes:
         """The text of `plan.json`."""
@@ -260,7 +266,7 @@ class Plan:
 
     def _compact_json(self) -> bytes:
         is_short = self.batch.world_size * self.batch.accumulation_steps <= MAX_LISTED_SIZES
-        return msgspec.json.encode(_compacted(_as_written(self), self.batch.sizes if is_short else None))
+        return msgspec.json.encode(_compacted(msgspec.to_builtins(self), self.batch.sizes if is_short else None))
 
     @classmethod
     def read(cls, path: Path) -> "Plan":
@@ -305,42 +311,8 @@ class Plan:
         return plan
 
 
-OnDraft = Callable[[Plan, Callable[[], Plan]], None]
-"""Is told of a plan that is about to be dry-run, and of a function that adds what its verdict need not wait for: what
-other segments and equal micro-batches would change. Its memory is what arithmetic found; it may still be refused."""
-
 MAX_LISTED_SIZES = 8192
 """Micro-batch sizes that `plan.json` lists one by one."""
-
-
-LATER = (
-    "even", "adam_beta1", "adam_beta2", "adam_epsilon", "batch_norm", "lora", "optimizer_states", "quantize",
-    "offload_ratio", "secondary_partition", "sequence_parallel", "layer_modes",
-)  # fmt: skip
-"""Settings of a request that plans of this schema did not have at first: not written where they are None, so that a
-plan which does not use them is the same, and has the same digest, as before there were any."""
-
-
-LATER_IN_STRATEGIES = ("layer_modes", "offload_ratio", "secondary_partition", "sequence_parallel")
-"""The same of a strategy: not written where they have their defaults."""
-
-
-def _as_written(plan: Plan) -> dict[str, Any]:
-    """A plan in plain types, without what `LATER` and `LATER_IN_STRATEGIES` name and nobody asked for, and without
-    empty parts of tuning."""
-    plain: dict[str, Any] = msgspec.to_builtins(plan)
-    plain = {name: value for name, value in plain.items() if value or name not in ("alternatives", "tuned_from")}
-    request = plain["request"]
-    kept = {name: value for name, value in request.items() if name not in LATER or value is not None}
-    for holder in (plain, *plain["rejected"], *plain.get("alternatives", ())):
-        for name in LATER_IN_STRATEGIES:  # msgspec leaves out defaults of a strategy that it has read
-            default = msgspec.to_builtins(getattr(Strategy, name))
-            if holder["strategy"].get(name, default) == default:
-                holder["strategy"].pop(name, None)
-    for holder in (plain, *plain.get("alternatives", ())):
-        if holder["batch"].get("sequence_parallel", 1) == 1:
-            holder["batch"].pop("sequence_parallel", None)
-    return plain | {"request": kept}
 
 
 def _compacted(plan: dict[str, Any], sizes: tuple[tuple[int, ...], ...] | None) -> dict[str, Any]:

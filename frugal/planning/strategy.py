@@ -10,6 +10,7 @@ from frugal.config.layers import LayerMode
 from frugal.config.optimizers import OptimizerImplementation
 from frugal.config.request import Request
 from frugal.errors import RequestError
+from frugal.planning.model_facts import ModelFacts
 
 Place = Literal["none", "cpu", "nvme"]
 ActivationCheckpointing = Literal["off", "selective", "full", "offloaded", "budget"]
@@ -37,8 +38,6 @@ class Strategy:
         offload_parameters: where parameters live between uses (ZeRO-3 only).
         nvme_path: the folder of what lives on NVMe.
         nvme_buffer_elements: of one of the host's buffers for parameters on NVMe; it holds a rank's part of any.
-        secondary_partition: ZeRO-3, ranks of a node that keep all parameters between them from the first use in a step
-            to its update, so that later gathers stay inside the node (hpZ of ZeRO++); 1: none do.
         gradient_accumulation_dtype: of the gradient summed over micro-steps.
         reduce_bucket_elements: gradient elements that travel together; a buffer of this size is allocated.
         prefetch_bucket_elements: ZeRO-3, parameter elements gathered ahead of their use.
@@ -61,7 +60,6 @@ class Strategy:
     offload_parameters: Place = "none"
     nvme_path: str | None = None
     nvme_buffer_elements: int = 0
-    secondary_partition: int = 1
     gradient_accumulation_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
     reduce_bucket_elements: int = 20_000_000
     prefetch_bucket_elements: int = 20_000_000
@@ -81,8 +79,6 @@ class Strategy:
         assert self.offload_optimizer == "none" or self.zero_stage >= 1
         is_in_part = self.zero_stage == 3 and self.offload_optimizer == "cpu" and self.offload_parameters == "none"
         assert self.offload_ratio == 1 or (is_in_part and 0 < self.offload_ratio < 1)
-        can_keep = self.zero_stage == 3 and self.offload_parameters == "none"
-        assert self.secondary_partition == 1 or (can_keep and self.secondary_partition > 1)
         assert self.offload_parameters == "none" or (self.zero_stage == 3 and self.offload_optimizer != "none")
         on_disk = "nvme" in (self.offload_optimizer, self.offload_parameters)
         assert not on_disk or (self.zero_stage == 3 and self.nvme_path)
@@ -131,7 +127,6 @@ class Strategy:
             + (self.mlp == "tiled")
             + (self.offload_optimizer != "none")
             + (self.offload_ratio < 1)
-            + (self.secondary_partition > 1)
             + (self.offload_parameters != "none")
             + (self.offload_optimizer == "nvme")
             + (self.offload_parameters == "nvme")
@@ -177,8 +172,6 @@ class Strategy:
             words.append(f"{100 * self.offload_ratio:.3g} % of the optimizer in host memory")
         elif self.offload_optimizer != "none":
             words.append("optimizer in host memory")
-        if self.secondary_partition > 1:
-            words.append(f"parameters kept within {self.secondary_partition} ranks of a node (hpZ)")
         if self.small_buckets:
             words.append("small buckets")
         if self.overlap_comm:
@@ -242,8 +235,6 @@ def offload_levels(request: Request, *, on_gpus: bool = True) -> tuple[Offload, 
                 hint="leave --offload-ratio out",
             )
         return ("optimizer",)
-    if request.offload == "auto" and (request.secondary_partition or 1) > 1:
-        return ("none", "optimizer")
     if request.offload != "auto":
         return (request.offload,)
     can_be_on_host = optimizers.states_can_be_on_host(
@@ -283,7 +274,7 @@ def _stages(request: Request, offload: Offload, world_size: int) -> tuple[int, .
     under fp32 accumulation. On one GPU the stages split nothing, so the lowest is enough.
     """
     needed = {"none": 0, "optimizer": 1, "all": 3, "nvme": 3}[offload]
-    if request.offload_ratio not in (None, 1) or (request.secondary_partition or 1) > 1:
+    if request.offload_ratio not in (None, 1):
         needed = 3
     if request.zero_stage is not None:
         return (request.zero_stage,) if request.zero_stage >= needed else ()
@@ -334,28 +325,25 @@ def _buckets(request: Request, trainable_parameters: int, small: bool) -> tuple[
 
 def allowed_strategies(
     request: Request,
+    facts: ModelFacts,
     *,
     world_size: int,
     offload: Offload,
     on_gpus: bool = True,
-    trainable_parameters: int,
-    can_recompute: bool = True,
-    can_tile: bool = False,
-    largest_parameter: int = 0,
     small_buckets: bool = False,
     tiled_mlp: bool = False,
 ) -> tuple[Strategy, ...]:
-    """The strategies a request and its model allow at one level of offloading, simplest first.
+    """Return the strategies a request and its model allow at one level of offloading, simplest first.
 
     Overlapped communication is for those who ask: what it holds back on CUDA's streams has not been measured on a GPU,
     and a plan that does not fit is worse than one that is slower.
 
-    Only these: `small_buckets`, for where the usual ones take much of the memory, and not for stage 0; a `tiled_mlp`,
-    not for selective checkpointing.
+    `small_buckets`: for where the usual ones take much of the memory; not with stage 0. `tiled_mlp`: with one; not with
+    selective checkpointing.
     """
     stages = _stages(request, offload, world_size)
-    modes = _modes(request, can_recompute, on_gpus)
-    bucket, usual, live = _buckets(request, trainable_parameters, small_buckets)
+    modes = _modes(request, facts.can_recompute, on_gpus)
+    bucket, usual, live = _buckets(request, facts.trainable_parameters, small_buckets)
     if small_buckets:
         stages = tuple(stage for stage in stages if stage)
     tiled_mlp = tiled_mlp or request.mlp == "tiled"
@@ -372,8 +360,7 @@ def allowed_strategies(
             offload_optimizer=optimizer,
             offload_parameters=parameters,
             nvme_path=request.nvme_path if offload == "nvme" else None,
-            secondary_partition=request.secondary_partition or 1,
-            nvme_buffer_elements=-(-largest_parameter // world_size) if parameters == "nvme" else 0,
+            nvme_buffer_elements=-(-facts.largest_parameter // world_size) if parameters == "nvme" else 0,
             reduce_bucket_elements=bucket,
             # A gathered parameter keeps its buffer for the way from disk, and DeepSpeed fails when it runs out of them.
             prefetch_bucket_elements=0 if parameters == "nvme" else usual,
@@ -385,11 +372,12 @@ def allowed_strategies(
         )
         for stage in stages
         for mode, runs in modes
-        for loss in _losses(request, can_tile)
+        for loss in _losses(request, facts.can_tile)
         for optimizer, parameters in _places(offload)
     )
     if request.offload_ratio not in (None, 1):
-        strategies = (in_part(each, request.offload_ratio, trainable_parameters, world_size) for each in strategies)
+        number = facts.trainable_parameters
+        strategies = (in_part(each, request.offload_ratio, number, world_size) for each in strategies)
     return tuple(sorted(strategies, key=lambda strategy: strategy.num_mechanisms))
 
 

@@ -94,9 +94,9 @@ def test_devices_that_differ_share_nothing() -> None:
 
 def exchange_seconds(on: Cluster, size: int) -> float:
     batch = BatchPlan.of(4, (1,) * (on.world_size // size), sequence_parallel=size)
-    model = test_cost.Model(work=test_cost.work(exchanged_per_sample=8e9, num_exchanges=100))
+    model = test_cost.model(work_of=test_cost.work(exchanged_per_sample=8e9, num_exchanges=100))
     strategy = Strategy(zero_stage=2, sequence_parallel=size)
-    alone = test_cost.Model(work=test_cost.work())
+    alone = test_cost.model()
     return (
         test_cost.cost.step_time(model, strategy, batch, on, test_cost.Request()).communication_seconds
         - test_cost.cost.step_time(alone, strategy, batch, on, test_cost.Request()).communication_seconds

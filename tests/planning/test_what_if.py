@@ -13,7 +13,7 @@ from frugal.errors import NothingFitsError, RequestError
 from frugal.planning.memory_report import binding
 from frugal.planning.plan import Plan, StepTime
 from frugal.planning.report import explanation, strategy_table
-from frugal.planning.table import WIDE, Table
+from frugal.planning.table import Table
 from frugal.planning.what_if import (
     NOTHING_HELPS,
     axes_around,
@@ -76,8 +76,7 @@ def test_in_a_pipe_its_tables_take_at_most_100_columns() -> None:
     mixed = {**SMALL, "num_layers": 12, "drafts": True, "bytes_per_token": 3_000_000}
     made = plan(mixed, gpus=2, nodes=2, mem="12G")
     cases = [*changes(made), *shorter(made)]
-    tables = [strategy_table(made, width=WIDE), improvements(made, cases, predicted(cases, dry_running(**mixed)))]
-    assert max(map(len, strategy_table(made).lines)) > 100, "as they were"
+    tables = [strategy_table(made), improvements(made, cases, predicted(cases, dry_running(**mixed)))]
     for table in tables:
         assert max(map(len, table.lines)) <= 100
         assert "".join("".join(table.lines).split()).count("ZeRO-") == sum("ZeRO-" in row[-1] for row in table.rows)
@@ -131,7 +130,7 @@ def test_the_table_has_an_entry_for_every_case() -> None:
     assert axes == {"gpus": (1, 4), "mem": (2 * GIB, 12 * GIB), "seq-len": (512, 1024)}
     cases = grid(made, axes)
     found = dict(zip(cases, predicted(list(cases.values()), dry_running(**SMALL)), strict=True))
-    lines = what_if_table(made, axes, cases, found)
+    lines = what_if_table(made, axes, found)
     assert lines[0] == "what if: a step of 64 samples (predicted, not dry-run)"
     assert [line for line in lines if line.startswith("samples of")] == [
         "samples of 512 tokens",
@@ -145,21 +144,6 @@ def test_the_table_has_an_entry_for_every_case() -> None:
         option.fits for option in found.values() if option
     )
     assert "o optimizer in host memory" in lines[-1], "2 GiB are too little without"
-
-
-def test_where_some_samples_fit_nowhere_the_longest_that_do_are_told() -> None:
-    made = plan(gpus=1, mem="12G", global_batch=8)
-    axes = parse_axes(["gpus=1", "mem=2G,12G", "seq-len=1024,8192,65536"])
-    cases = grid(made, axes)
-    predictions = dict(zip(cases, predicted(list(cases.values()), dry_running(**SMALL)), strict=True))
-    fit = {memory: [key[2] for key, each in predictions.items() if key[1] == memory and each and each.fits]
-           for memory in axes["mem"]}  # fmt: skip
-    lines = what_if_table(made, axes, cases, predictions)
-    assert [line for line in lines if line.startswith("  longest")] == [
-        f"  longest samples of these that fit {memory // GIB}.00 GiB: 1 GPU {max(lengths)} tokens"
-        for memory, lengths in fit.items()
-    ]
-    assert any(len(lengths) < 3 for lengths in fit.values())
 
 
 def test_a_cluster_of_other_size_has_margin_and_context_of_that_size() -> None:

@@ -151,7 +151,6 @@ def simulate(
         offloads_optimizer=strategy.offload_optimizer == "cpu",
         offload_ratio=strategy.offload_ratio,
         offloads_parameters=strategy.offload_parameters == "cpu",
-        secondary_partition=strategy.secondary_partition,
         world_size=world_size,
         rank=rank,
     )

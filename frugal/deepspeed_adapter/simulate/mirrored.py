@@ -159,7 +159,6 @@ MIRRORED = (
         _INIT,
         "simulate.zero3.SimulatedZero3.initialise",
         _zero_init_param="2930fbd6b94e89a5",
-        _partition_param_sec="962ba1ded0ca5df6",
         _convert_to_deepspeed_param="77281d2526a148fb",
     ),
     *_mirrored(

@@ -10,7 +10,7 @@ from collections import defaultdict, deque
 from collections.abc import Collection
 
 from frugal.deepspeed_adapter.simulate.stream import Setting, Stream
-from frugal.planning.memory.timeline import COMMUNICATION, PARAMETERS, ModuleParameters
+from frugal.planning.memory.timeline import COMMUNICATION, ModuleParameters
 
 SPLIT, IN_FLIGHT, GATHERED = range(3)
 NEVER = -(10**10)
@@ -42,7 +42,6 @@ class SimulatedPrefetch:
         self._is_persistent = [n <= setting.persistence_elements for n in elements]
         self._status = [SPLIT] * len(elements)
         self._storage = [-1] * len(elements)
-        self._secondary = [-1] * len(elements)  # what a rank keeps for its group of ranks
         self._active: list[set[int]] = [set() for _ in elements]  # modules that use the parameter now
         self._in_flight: dict[int, _Gather] = {}
         self._available = 0  # elements
@@ -158,19 +157,6 @@ class SimulatedPrefetch:
         for parameter in persistent:
             self._status[parameter] = GATHERED
 
-    def keep_secondary(self, parameter: int) -> None:
-        """A whole parameter is about to go: its group of ranks keeps it between them (`Init._partition_param_sec`)."""
-        if self._setting.secondary_partition > 1 and self._secondary[parameter] < 0:
-            size_bytes = self._setting.secondary_bytes(parameter)
-            self._secondary[parameter] = self._stream.born(size_bytes, "aten.empty.memory_format", PARAMETERS)
-
-    def forget_secondary(self) -> None:
-        """After the update what groups keep is old; not of frozen parameters (`invalidate_secondary_tensor`)."""
-        for parameter, is_trained in enumerate(self._setting.trainable):
-            if is_trained:
-                self._stream.dies(self._secondary[parameter])
-                self._secondary[parameter] = -1
-
     def _buffers(self, parameters: list[int]) -> list[int]:
         if len(parameters) == 1:
             return [self._stream.born(self._whole_bytes[parameters[0]], "aten.empty.memory_format", COMMUNICATION)]
@@ -196,16 +182,7 @@ class SimulatedPrefetch:
             self._storage[parameter] = copy
 
     def _gather(self, parameters: list[int]) -> None:
-        """From groups of ranks what they keep, the rest from all (`__all_gather_params_`)."""
-        if self._setting.secondary_partition == 1:
-            self._gather_at_once(parameters)
-            return
-        self._gather_at_once([parameter for parameter in parameters if self._secondary[parameter] >= 0])
-        self._gather_at_once([parameter for parameter in parameters if self._secondary[parameter] < 0])
-
-    def _gather_at_once(self, parameters: list[int]) -> None:
-        if not parameters:
-            return
+        """Gather split parameters together (`__all_gather_params_`)."""
         self.num_gathers += 1
         gathered_bytes = 0
         for parameter in parameters:
@@ -248,7 +225,6 @@ class SimulatedPrefetch:
 
     def _drop(self, parameter: int) -> None:
         if self._status[parameter] == GATHERED and not self._active[parameter]:
-            self.keep_secondary(parameter)
             self._stream.dies(self._storage[parameter])
             self._storage[parameter] = -1
             self._status[parameter] = SPLIT

@@ -199,7 +199,6 @@ class Setting:
         offloads_optimizer: whether optimizer states live on the host.
         offload_ratio: the share of the sub-groups that are updated on the host, where the optimizer lives there.
         offloads_parameters: whether parameters live on the host, too, between uses.
-        secondary_partition: ZeRO-3, ranks that keep all parameters together between the forward and the step; 1: none.
         world_size: ranks.
         rank: this one.
     """
@@ -220,7 +219,6 @@ class Setting:
     offloads_optimizer: bool
     offload_ratio: float
     offloads_parameters: bool
-    secondary_partition: int
     world_size: int
     rank: int
 
@@ -244,10 +242,6 @@ class Setting:
     def part_bytes(self, parameter: int) -> int:
         """Of the same."""
         return self.part_elements(parameter) * self.item_bytes[parameter]
-
-    def secondary_bytes(self, parameter: int) -> int:
-        """Of one of the parts that the ranks of a group keep between them."""
-        return self.whole_bytes(parameter) // self.secondary_partition
 
     def whole_bytes(self, parameter: int) -> int:
         """Of one parameter put together from equal parts."""

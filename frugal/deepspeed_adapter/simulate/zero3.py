@@ -63,7 +63,6 @@ class SimulatedZero3:
         there = [] if one_by_one else [stream.born(size_bytes, "building", PARAMETERS) for size_bytes in sizes]
         for i, (size_bytes, is_trained) in enumerate(zip(sizes, setting.trainable, strict=True)):
             whole = stream.born(size_bytes, "to device", PARAMETERS) if one_by_one else there[i]
-            self._gathering.keep_secondary(i)
             part_bytes = setting.part_bytes(i)
             if setting.offloads_parameters:
                 part = self._host.pinned(self._host.born(part_bytes, "aten.empty.memory_format", PARAMETERS))
@@ -178,7 +177,6 @@ class SimulatedZero3:
         if self._setting.offloads_optimizer:
             self._step_on_host()
             self._gathering.gather_persistent()
-            self._gathering.forget_secondary()
             return
         for norm in [stream.norm(part) for part in self._parts]:
             stream.dies(norm)
@@ -194,7 +192,6 @@ class SimulatedZero3:
             stream.dies(gradient)
         self._has_states = True
         self._gathering.gather_persistent()
-        self._gathering.forget_secondary()
 
     def _step_on_host(self) -> None:
         if not self._has_states:

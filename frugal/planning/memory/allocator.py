@@ -24,8 +24,7 @@ A search replays streams of ten thousand storages dozens of times, so
 - What a limit decides is which new memory is granted. Two limits that grant and refuse the same requests lead through
   the same replay, which is done once. No limit that is asked for is below the live bytes of the peak, so replays of a
   stream under several limits have their beginning in common, up to the first request that those bytes alone refuse.
-- A replay is known again by what was replayed (`KNOWN`), so another plan of the same model, or another process that
-  was given what this one knows, need not do it again.
+- Results are kept by what was replayed (`KnownReplays`), so another plan of the same model need not replay it again.
 
 The tests have an allocator of linked blocks, as torch's is, and hold these replays to it.
 """
@@ -66,8 +65,8 @@ class Replay:
         return max(self.granted_bytes, self.peak_reserved_bytes)
 
 
-KNOWN: dict[str, list[Replay]] = {}
-"""What replays have shown, by the SHA-256 of what was replayed."""
+KnownReplays = dict[str, list[Replay]]
+"""Results of replays, by the SHA-256 of the stream that was replayed."""
 
 
 class Replays:
@@ -85,12 +84,14 @@ class Replays:
         *,
         expandable_segments: bool = False,
         least_bytes: int = ENDLESS,
+        known: KnownReplays | None = None,
     ) -> None:
         self._sizes = array("q", sizes)  # a fifth of a list, and there is one for each micro-batch
         self._events = events
         self._empties = empties
         self._expandable_segments = expandable_segments
         self._least_bytes = least_bytes
+        self._all_known: KnownReplays = {} if known is None else known
 
     @cached_property
     def _known(self) -> list[Replay]:
@@ -98,7 +99,7 @@ class Replays:
         for part in (self._sizes, array("q", self._events), array("q", self._empties)):
             stream.update(f"{len(part)} ".encode())
             stream.update(part)
-        return KNOWN.setdefault(stream.hexdigest(), [])
+        return self._all_known.setdefault(stream.hexdigest(), [])
 
     def under(self, limit_bytes: int = ENDLESS) -> Replay:
         """The replay on a device with `limit_bytes` for segments."""
