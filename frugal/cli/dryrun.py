@@ -74,8 +74,7 @@ class _Answer:
 @click.option(
     "--timeline",
     type=click.Path(path_type=Path),
-    help="Write what lives after every event: a .csv or .json table, a .pickle for torch's memory_viz, or a "
-    ".trace.json for Perfetto.",
+    help="Write the live bytes after every event: a .csv table, or a .pickle for torch's memory_viz.",
 )
 @click.option(
     "--steps", "num_steps", type=click.IntRange(1, 100),
