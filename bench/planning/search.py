@@ -34,7 +34,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import replace
 from datetime import UTC, datetime
-from functools import partial
 from importlib.metadata import version
 from itertools import product
 from pathlib import Path
@@ -45,7 +44,6 @@ from frugal.dryrun.client import DryRunSource
 from frugal.dryrun.trace.drafts import MIXTURES
 from frugal.planning.search.candidate import Candidate
 from frugal.planning.search.search import Search
-from frugal.planning.what_if import offers
 
 RESULTS = Path(__file__).parents[1] / "results" / "search.json"
 CASES = (
@@ -149,7 +147,7 @@ def measured(repeats: int, model: str, global_batch: int, *cards: str) -> dict[s
 
 
 def beyond_tracing(repeats: int, case: dict[str, Any]) -> dict[str, Any]:
-    """CPU seconds of the search and of what cheaper states would bring, traces apart; medians of several runs."""
+    """CPU seconds of the search, traces apart; medians of several runs."""
     request, cluster, _ = understand({"model": "llama-3.1-8b", "gpus": GPUS, **case})
     runs: Seconds = {}
     for _ in range(repeats):
@@ -160,13 +158,7 @@ def beyond_tracing(repeats: int, case: dict[str, Any]) -> dict[str, Any]:
             with timed("reading traces", runs):
                 source.prepare([strategy for level in levels.values() for strategy in level])
             with timed("search", runs):
-                chosen, candidates = _chosen(search)
-            with timed("cheaper states", runs):
-                offers(
-                    search,
-                    search._draft_of(chosen, tuple(candidates), []),
-                    partial(DryRunSource, cache=False, will_dry_run=False),
-                )  # fmt: skip
+                chosen, _ = _chosen(search)
     seconds = medians(runs)
     total = sum(of_part["cpu_seconds"] for of_part in seconds.values())
     print(f"{case}: {total:.2f} s of CPU time, {chosen.strategy}")

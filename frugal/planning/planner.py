@@ -19,7 +19,6 @@ from frugal.planning.report import reasons
 from frugal.planning.search import sharing
 from frugal.planning.search.candidate import Infeasible, OpenSource, SearchResult
 from frugal.planning.search.search import Search
-from frugal.planning.what_if import offers
 from frugal.units import format_bytes, plural
 
 MAX_LISTED_GPUS = 8
@@ -53,9 +52,7 @@ def decide(request: Request, cluster: Cluster, defaults: tuple[str, ...], dry_ru
                 because="a rank that gets no sample in a micro-step has no statistics to add",
                 hint=f"use a --global-batch that is a multiple of {cluster.world_size}",
             )
-        yield _plan(
-            search, result, defaults, [*notes, *sharing.notes(search, result), *offers(search, result, dry_run)]
-        )
+        yield _plan(search, result, defaults, notes)
 
 
 Results = Generator[tuple[Search, SearchResult], None, Infeasible | None]

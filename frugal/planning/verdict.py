@@ -4,7 +4,7 @@ A terminal adds a bar of what fills the memory. Each part of it has a letter and
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from frugal.planning.memory.breakdown import MemoryBreakdown
 from frugal.units import format_bytes
@@ -53,10 +53,6 @@ class PlanVerdict:
     notes: tuple[str, ...]
     memory: MemoryBreakdown
     device_bytes: int
-
-    def with_rows(self, *rows: tuple[str, str]) -> "PlanVerdict":
-        """Return the verdict with more rows; empty ones are left out."""
-        return replace(self, rows=(*self.rows, *(row for row in rows if row[1])))
 
     @property
     def parts(self) -> list[BarPart]:

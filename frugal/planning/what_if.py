@@ -11,8 +11,8 @@ from frugal.config.hardware.cluster import Cluster, resized
 from frugal.config.request import Request
 from frugal.errors import FrugalError, RequestError
 from frugal.planning.plan import Plan
-from frugal.planning.search import memory_for_time, sharing
-from frugal.planning.search.candidate import TIE, Candidate, OpenSource, SearchResult
+from frugal.planning.search import sharing
+from frugal.planning.search.candidate import TIE, Candidate, OpenSource
 from frugal.planning.search.search import Search
 from frugal.planning.strategy import LAYER_MODES, MODES_NOTE, Strategy, brief_name
 from frugal.planning.table import WIDE, Table, aligned
@@ -33,9 +33,6 @@ CHANGES_NUMBERS = "changes the numbers"
 WHAT_BF16_LOSES = "updates below 1/256 of a weight may be lost"
 """Half the distance of two values of bf16, which has 8 significant bits. Those below 1/512 are lost for certain: up to
 the next power of two a weight doubles, and the distance stays as it is."""
-
-OFFERED_GAIN = 0.1
-"""Of a step's seconds: what cheaper optimizer states must save to be offered."""
 
 NOT_DRY_RUN = "predicted, not dry-run"
 
@@ -139,49 +136,6 @@ def cheaper_states(request: Request) -> Iterator[tuple[str, Request]]:
 def what_changes(request: Request) -> str:
     """Describe what cheaper states change: `changes the numbers: updates below ... may be lost`."""
     return CHANGES_NUMBERS + (f": {WHAT_BF16_LOSES}" if request.optimizer_states == "bf16" else "")
-
-
-def offers(search: Search, result: SearchResult, dry_run: OpenSource) -> list[str]:
-    """Note each of the cheaper states that would make a step much shorter; predicted, not dry-run.
-
-    Skipped where the step has little besides forward and backward to save. Also skipped if freeing that memory would
-    not speed up any evaluated strategy by at least half of `OFFERED_GAIN`.
-    """
-    chosen = result.chosen
-    assert chosen.time is not None
-    most = chosen.seconds * (1 - OFFERED_GAIN)
-    if chosen.time.compute_seconds > most:
-        return []
-    cases = [
-        Case(name=flag, request=cheaper, cluster=search.cluster) for flag, cheaper in cheaper_states(search.request)
-    ]
-    if not cases or _without_states(search, result) > chosen.seconds * (1 - OFFERED_GAIN / 2):
-        return []
-    return [
-        f"with {case.name} a step would take {format_seconds(candidate.seconds)} instead of "
-        f"{format_seconds(chosen.seconds)}, {100 * (1 - candidate.seconds / chosen.seconds):.0f} % less "
-        f"({NOT_DRY_RUN}); not taken unasked, because it {what_changes(case.request)}"
-        for case, candidate in zip(cases, predicted(cases, dry_run), strict=True)
-        if candidate is not None and candidate.fits and candidate.seconds <= most
-    ]
-
-
-def _without_states(search: Search, result: SearchResult) -> float:
-    """Return the seconds of the fastest evaluated strategy if the optimizer took no memory and no time."""
-    request, evaluation, chosen = search.request, search.evaluation, result.chosen
-    assert chosen.time is not None
-    element_bytes = request.master_bytes_per_element + request.state_bytes_per_element + 4  # with the gradient
-    sharded_by = search.cluster.world_size if chosen.strategy.zero_stage else 1
-    kept_bytes = element_bytes * search.facts.trainable_parameters / sharded_by
-    looked_at = [candidate.strategy for candidate in result.candidates if candidate.memory is not None]
-    drafts = [(strategy, search.source.draft(strategy, True)) for strategy in looked_at]
-    seconds = [
-        memory_for_time.seconds_beside(evaluation, strategy, profile, -kept_bytes)
-        for strategy, profile in drafts
-        if profile is not None
-    ]
-    of_states = chosen.time.optimizer_seconds + chosen.time.offload_seconds
-    return min(seconds, default=0.0) - of_states
 
 
 def changes(plan: Plan) -> list[Case]:

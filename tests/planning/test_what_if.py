@@ -29,7 +29,7 @@ from frugal.planning.what_if import (
     with_gpus,
     with_memory,
 )
-from frugal.units import GIB, MIB, format_seconds
+from frugal.units import GIB, MIB
 from tests.planning.synthetic import dry_running
 
 SMALL = {"parameters": 124_000_000, "flops_per_token": 8e8, "num_operators": 2500, "drafts": True}
@@ -219,34 +219,6 @@ def test_an_explanation_needs_nothing_but_the_plan() -> None:
 
 
 BILLION = {"parameters": 1_000_000_000, "flops_per_token": 6e9, "num_operators": 3000, "drafts": True}
-
-
-def offered(made: Plan) -> list[str]:
-    return [note for note in made.warnings if "not taken unasked" in note]
-
-
-def test_cheaper_states_that_make_a_step_much_shorter_are_offered_and_not_taken() -> None:
-    small: dict[str, Any] = {"gpus": 1, "mem": "18G", "host_mem": "64G", "global_batch": 16}
-    made = plan(BILLION, **small)
-    assert made.strategy.offload_optimizer == "cpu" and made.request.optimizer_states is None
-    asked = plan(BILLION, **small, optimizer_states="bf16")
-    assert asked.strategy.offload_optimizer == "none"
-    gain = 100 * (1 - asked.time.total_seconds / made.time.total_seconds)
-    seconds = [format_seconds(each.time.total_seconds) for each in (asked, made)]
-    assert gain > 10
-    assert offered(made)[1] == (
-        f"with --optimizer-states bf16 a step would take {seconds[0]} instead of {seconds[1]}, {gain:.0f} % less "
-        "(predicted, not dry-run); not taken unasked, because it changes the numbers: updates below 1/256 of a weight "
-        "may be lost"
-    )
-    assert offered(made)[0].startswith("with --optimizer adamw-8bit a step would take ")
-    assert offered(made)[0].endswith("because it changes the numbers")
-    assert offered(asked) == [], "who has chosen is offered nothing"
-
-
-@pytest.mark.parametrize("settings", [{"mem": "80G"}, {"optimizer": "adamw-8bit", "mem": "18G"}])
-def test_nothing_is_offered_where_it_would_not_pay_or_was_chosen(settings: dict[str, Any]) -> None:
-    assert offered(plan(BILLION, gpus=1, host_mem="64G", **settings)) == []
 
 
 def test_states_that_cannot_be_had_are_not_offered() -> None:

@@ -153,7 +153,7 @@ def _initialised(
     if not arrives:
         stream.flash(trace.building_bytes, "building", PARAMETERS)
     if setting.strategy.zero_stage == 3:
-        split = SimulatedZero3(stream, host, setting, trace.modules)
+        split = SimulatedZero3(stream, host, setting, trace)
         split.initialise(one_by_one=arrives)
         for size_bytes in trace.buffer_bytes:
             stream.born(size_bytes, "to device", PARAMETERS)

@@ -10,7 +10,7 @@ from collections import defaultdict, deque
 from collections.abc import Collection
 
 from frugal.deepspeed_adapter.simulate.stream import Setting, Stream
-from frugal.planning.memory.timeline import COMMUNICATION, ModuleParameters
+from frugal.planning.memory.timeline import COMMUNICATION, ModelTrace
 
 SPLIT, IN_FLIGHT, GATHERED = range(3)
 NEVER = -(10**10)
@@ -30,11 +30,11 @@ class _Gather:
 class SimulatedPrefetch:
     """The coordinator of one rank."""
 
-    def __init__(self, stream: Stream, setting: Setting, modules: ModuleParameters) -> None:
+    def __init__(self, stream: Stream, setting: Setting, trace: ModelTrace) -> None:
         self._stream = stream
         self._setting = setting
-        self._modules = modules
-        self._own = modules.gathered
+        self._trace = trace
+        self._own = trace.gathered
         elements = setting.all_elements
         self._elements = elements
         self._full_bytes = [n * item_bytes for n, item_bytes in zip(elements, setting.item_bytes, strict=True)]
@@ -274,7 +274,8 @@ class SimulatedPrefetch:
             }
             passed = 0
             # DeepSpeed asks of every module that comes what this one gathers: what it owns, or all within
-            seen = self._modules.within if module in self._modules.as_one else self._modules.own
+            is_one = module in self._trace.gathered_as_one
+            seen = self._trace.parameters_within if is_one else self._trace.own_parameters
             for step in range(self._step, len(self._order)):
                 if passed >= self._setting.strategy.max_live_elements or not going:
                     break

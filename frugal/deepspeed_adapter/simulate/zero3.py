@@ -16,7 +16,7 @@ from frugal.planning.memory.timeline import (
     PARAMETERS,
     TEMPORARY,
     MarkKind,
-    ModuleParameters,
+    ModelTrace,
 )
 from frugal.planning.strategy import num_groups_on_device, sub_groups
 
@@ -24,13 +24,13 @@ from frugal.planning.strategy import num_groups_on_device, sub_groups
 class SimulatedZero3:
     """The ZeRO-3 optimizer of one rank."""
 
-    def __init__(self, stream: Stream, host: PinnedBlocks, setting: Setting, modules: ModuleParameters) -> None:
+    def __init__(self, stream: Stream, host: PinnedBlocks, setting: Setting, trace: ModelTrace) -> None:
         self._stream = stream
         self._host = host
         self._micro_step = 0
         self._is_boundary = True
         self._setting = setting
-        self._gathering = SimulatedPrefetch(stream, setting, modules)
+        self._gathering = SimulatedPrefetch(stream, setting, trace)
         self._parts = [-(-n // setting.world_size) for n in setting.elements]
         self._groups = sub_groups(self._parts, setting.strategy.sub_group_elements)
         self._on_device = num_groups_on_device(

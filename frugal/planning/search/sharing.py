@@ -8,10 +8,8 @@ from collections.abc import Iterator
 
 from frugal.config.hardware.cluster import Cluster
 from frugal.config.request import Request
-from frugal.planning import cost
-from frugal.planning.search.candidate import Candidate, Infeasible, SearchResult
-from frugal.planning.search.search import Search
-from frugal.units import format_bytes, format_seconds, plural
+from frugal.planning.search.candidate import Candidate, Infeasible
+from frugal.units import format_bytes, plural
 
 MOST_SHARING = 64
 """Ranks that share a sample at most where nobody asked: a model rarely has more attention heads that could be split."""
@@ -33,23 +31,6 @@ def could_help(candidate: Candidate, number: int) -> bool:
         return False
     per_sample = memory.activations + memory.logits + memory.temporary + memory.slack
     return per_sample - per_sample // number > -(candidate.headroom_bytes or 0)
-
-
-def notes(search: Search, result: SearchResult) -> list[str]:
-    """Note what sharing costs the samples that do not need it, where their lengths are known."""
-    chosen, request = result.chosen, search.request
-    lengths, strategy = request.lengths, chosen.strategy
-    if lengths is None or strategy.sequence_parallel == 1 or chosen.batch is None:
-        return []
-    part = chosen.batch.part_of(request.seq_len)
-    short = sum(count for tokens, count in zip(lengths.tokens, lengths.counts, strict=True) if tokens <= part)
-    profile = search.source.profile(strategy, True)
-    seconds = cost.exchange_seconds(profile.costs, strategy, chosen.batch, search.cluster)
-    share = f"{100 * short / lengths.num_samples:.0f} %"
-    return [
-        f"all samples are shared, also those of at most {part} tokens, which are {share}: at full length all-to-alls "
-        f"take {format_seconds(seconds)} of {format_seconds(chosen.seconds)}"
-    ]
 
 
 def why(request: Request, cluster: Cluster, alone: Infeasible) -> str:
