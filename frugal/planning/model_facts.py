@@ -19,7 +19,9 @@ class Reading:
     keeping_bytes: int
 
     def keeping(self, kept_bytes: int, whole_bytes: int) -> int:
-        """Where `kept_bytes` of a model of `whole_bytes` stay: no more than this, as each moment's bytes are affine."""
+        """Return the bytes where `kept_bytes` of a model of `whole_bytes` stay: an upper bound, as each moment's bytes
+        are affine.
+        """
         return self.passing_bytes + (self.keeping_bytes - self.passing_bytes) * kept_bytes // max(1, whole_bytes)
 
 
@@ -43,7 +45,7 @@ class Packed:
     scales_bytes: int = 0
 
     def weight_bytes(self, parameters: int, element_bytes: int) -> int:
-        """All of a model's `parameters`, without the scales."""
+        """Return the bytes of all of a model's `parameters`, without the scales."""
         return element_bytes * (parameters - self.elements) + self.packed_bytes
 
 
@@ -52,7 +54,7 @@ NOT_PACKED = Packed()
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFacts:
-    """What is known of a model before it runs. Parameters are counted in elements.
+    """The facts about a model before it runs. Parameters are counted in elements.
 
     Attributes:
         task: what is trained.

@@ -45,7 +45,7 @@ class ModelSummary:
 
 @dataclass(frozen=True, kw_only=True)
 class Grouping:
-    """What the data comes to where the plan knows how long its samples are, as `Lengths` of the request say.
+    """The samples of the data and of a typical global batch, where the request knows their lengths.
 
     Attributes:
         num_samples: in the data.
@@ -176,7 +176,7 @@ class Plan:
 
     @property
     def counted(self) -> str:
-        """What a global batch of tokens counts, in words."""
+        """The words for what a global batch of tokens counts."""
         return "target tokens" if self.model.task == "seq2seq" else "tokens"
 
     @property
@@ -186,7 +186,7 @@ class Plan:
 
     @property
     def is_draft(self) -> bool:
-        """Whether the plan has not been dry-run: its memory is arithmetic, and a dry run may still refuse it."""
+        """True if the plan has not been dry-run: its memory is arithmetic, and a dry run may still refuse it."""
         return UNPROVEN in self.warnings
 
     def __str__(self) -> str:
@@ -199,7 +199,7 @@ class Plan:
 
     @property
     def verdict(self) -> verdicts.PlanVerdict:
-        """What runs, what it takes and how long, and what binds."""
+        """The plan in short: what runs, its memory and time, and what binds."""
         request, model = self.request, self.model
         trained = ""
         if model.trainable_parameters != model.parameters:
@@ -248,20 +248,22 @@ class Plan:
 
     @property
     def _device_bytes(self) -> int:
-        """Of the device that `memory` is of."""
+        """The memory of the device that `memory` describes."""
         return self.memory.device_in(self.cluster).memory_bytes
 
     def sealed(self) -> "Plan":
-        """The same plan with its digest, in the types it has when it is read: a whole number of seconds is a float."""
+        """Return the plan with its digest, in the types that it has when it is read: a whole number of seconds is a
+        float.
+        """
         as_read = msgspec.convert(msgspec.to_builtins(self), type(self))
         return replace(as_read, digest=as_read.compute_digest())
 
     def compute_digest(self) -> str:
-        """SHA-256 of the plan without its digest, hexadecimal."""
+        """Return the SHA-256 of the plan without its digest, hexadecimal."""
         return hashlib.sha256(msgspec.json.encode(replace(self, digest=""))).hexdigest()
 
     def to_json(self) -> bytes:
-        """The text of `plan.json`."""
+        """Return the text of `plan.json`."""
         return msgspec.json.format(self._compact_json(), indent=2) + b"\n"
 
     def _compact_json(self) -> bytes:
@@ -270,7 +272,7 @@ class Plan:
 
     @classmethod
     def read(cls, path: Path) -> "Plan":
-        """The plan in a file.
+        """Read the plan in a file.
 
         Raises:
             RequestError: no such file, no JSON, or not a plan.
@@ -286,7 +288,7 @@ class Plan:
 
     @classmethod
     def from_json(cls, data: bytes, *, source: str = "plan.json") -> "Plan":
-        """The plan in the text of a `plan.json`; `source` names it in messages. Raises as `read`."""
+        """Return the plan in the text of a `plan.json`; `source` names it in messages. Raises as `read`."""
         hint = "make a new one with `frugal plan -o DIR`"
         try:
             raw = msgspec.json.decode(files.without_bom(data))
@@ -316,7 +318,7 @@ MAX_LISTED_SIZES = 8192
 
 
 def _compacted(plan: dict[str, Any], sizes: tuple[tuple[int, ...], ...] | None) -> dict[str, Any]:
-    """`plan` as it is written; `sizes` are those of its micro-batches, None where they are too many."""
+    """Return `plan` as it is written; `sizes` are those of its micro-batches, None where they are too many."""
     nodes: list[dict[str, Any]] = []
     for node in plan["cluster"]["nodes"]:
         if nodes and node == {name: value for name, value in nodes[-1].items() if name != "count"}:
@@ -328,7 +330,7 @@ def _compacted(plan: dict[str, Any], sizes: tuple[tuple[int, ...], ...] | None) 
 
 
 def _expanded(raw: Any) -> Any:
-    """What `_compacted` has written. Anything else is left as it is, for the types to complain about."""
+    """Undo `_compacted`. Anything else is left as it is, for the types to complain about."""
     if not isinstance(raw, dict) or not isinstance(raw.get("cluster"), dict) or not isinstance(raw.get("batch"), dict):
         return raw
     cluster = raw["cluster"]
@@ -340,7 +342,7 @@ def _expanded(raw: Any) -> Any:
 
 
 def _repeated(node: Any) -> list[Any]:
-    """A node as often as it says."""
+    """Repeat a node as often as its count says."""
     count = node.get("count") if isinstance(node, dict) else None
     if type(count) is not int or not 1 <= count <= MOST_RANKS:
         return [node]

@@ -40,7 +40,7 @@ class BarPart:
 
     @property
     def is_free(self) -> bool:
-        """Whether it is free memory."""
+        """True if it is free memory."""
         return self.name in ("headroom", "margin")
 
 

@@ -48,7 +48,7 @@ class SimulatedZero0:
             self._gradients[parameter] = storage
 
     def module(self, kind: MarkKind, number: int, hold: int) -> None:
-        """Modules have their parameters at hand."""
+        """Do nothing: modules have their parameters at hand."""
 
     def end(self) -> None:
         """End backward: all-reduce gradients, several in one (`DeepSpeedEngine.allreduce_no_retain`)."""

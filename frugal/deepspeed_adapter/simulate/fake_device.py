@@ -139,7 +139,7 @@ def pretend(
     pinning: Pinning | None = None,
     empty_cache: Callable[[], None] | None = None,
 ) -> Iterator[None]:
-    """Be `rank` of `world_size`, on a meta device, inside the `with` block.
+    """Pretend to be `rank` of `world_size` on a meta device inside the `with` block.
 
     `side_stream`: entered where the engine works on a stream beside the computing one; None: it has only one.
     `pinning`: entered where pinned host memory is made; None: the host pins nothing.

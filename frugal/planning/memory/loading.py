@@ -1,4 +1,4 @@
-"""What a model takes before its weights are where they are trained.
+"""The memory of loading a model's weights.
 
 Pretrained weights are read tensor by tensor, each put in its place before the next: a rank's host holds what becomes of
 one tensor, or of those that are put together, and the pages of the files they are in, which the kernel can take back.
@@ -35,7 +35,7 @@ class Loading:
 
 
 def way_of(strategy: Strategy, origin: Origin, *, is_quantised: bool = False) -> Way:
-    """How ranks get weights of this origin. With parameters on NVMe DeepSpeed splits only what every rank has.
+    """Return how ranks get weights of this origin. With parameters on NVMe DeepSpeed splits only what every rank has.
 
     Random weights that are quantised, which nobody trains, are made by every rank: scales are not sent.
     """
@@ -56,7 +56,7 @@ def loading_of(
     kind: str,
     packed: Packed = NOT_PACKED,
 ) -> Loading:
-    """What loading takes of a model with so many elements, and so many in its largest parameter.
+    """Return the memory that loading takes of a model with `parameters` elements.
 
     Left out: buffers, and what DeepSpeed makes of parameters afterwards, which is part of training's first phase.
     """

@@ -166,7 +166,7 @@ class Timeline:
 
     @cached_property
     def is_birth(self) -> "npt.NDArray[np.bool_]":
-        """Whether a storage begins at each event; otherwise one ends."""
+        """True at each event where a storage begins; otherwise one ends."""
         import numpy as np
 
         events = self._arrays.events
@@ -298,7 +298,7 @@ class TimelineBuilder:
     """A timeline while it is written, with its fields as lists that may be appended to."""
 
     def __init__(self, names: Iterable[str] = ("",)) -> None:
-        """`names`: operators and modules that have a number already."""
+        """Begin a timeline; `names`: operators and modules that have a number already."""
         self.fixed: list[int] = []
         self.per_sample: list[int] = []
         self.categories: list[int] = []
@@ -451,7 +451,7 @@ class ModelTrace:
 
     @cached_property
     def has_all_gradients(self) -> bool:
-        """Whether backward reaches every trainable parameter, once."""
+        """True if backward reaches every trainable parameter exactly once."""
         reached = [mark.number for marks in self.marks for mark in marks if mark.kind is MarkKind.GRADIENT]
         return sorted(reached) == sorted(self.trainable_index)
 

@@ -91,7 +91,7 @@ class Mixtures:
         self.why_none = ""
 
     def faster(self, candidates: Sequence[Candidate]) -> list[Candidate]:
-        """Mixtures that fit, evaluated in full, and are faster than all `candidates` by more than a tie.
+        """Return mixtures that fit, evaluated in full, and are faster than all `candidates` by more than a tie.
 
         None where a mode was pinned.
         """
