@@ -279,8 +279,9 @@ class DryRunSource:
         trace = self._drafts.trace(strategy)
         if trace is None:
             return None
-        simulated = [
-            simulate(
+        memories = []
+        for rank in ranks:
+            memory = simulate(
                 trace,
                 self.request,
                 strategy,
@@ -290,10 +291,8 @@ class DryRunSource:
                 kind=self.kind,
                 by_tensor=self._is_by_tensor(strategy),
             )
-            for rank in ranks
-        ]
-        ranks = tuple(replace(each, timeline=self._with_workspaces(each.timeline)) for each in simulated)
-        return self._profile(strategy, trace.work, ranks)
+            memories.append(replace(memory, timeline=self._with_workspaces(memory.timeline)))
+        return self._profile(strategy, trace.work, tuple(memories))
 
     def _profile_by_dry_runs(self, strategy: Strategy, accumulates: bool) -> MemoryProfile:
         """Return a profile by dry runs at a few micro-batches."""

@@ -194,10 +194,10 @@ def without_pins(request: Request) -> Iterator[tuple[str, Request]]:
     caps = ("max_samples_per_gpu", "max_tokens_per_gpu")
     for field in (*caps, "micro_batch", "accumulation_steps", "zero_stage", "layer_modes", "even"):
         if getattr(request, field):
-            yield f"no --{field.replace('_', '-')}", replace(request, **{field: None})
+            yield f"no --{field.replace('_', '-')}", replace(request, **{field: None})  # type: ignore[arg-type]  # its type as it is
     for field in ("activation_checkpointing", "loss", "mlp", "offload"):
         if getattr(request, field) != "auto":
-            yield f"--{field.replace('_', '-')} auto", replace(request, **{field: "auto"})
+            yield f"--{field.replace('_', '-')} auto", replace(request, **{field: "auto"})  # type: ignore[arg-type]  # as above
 
 
 def parse_axes(words: Sequence[str]) -> dict[str, tuple[int, ...]]:

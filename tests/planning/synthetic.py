@@ -178,7 +178,7 @@ class SyntheticSource:
     def prepare(self, strategies: Sequence[Strategy]) -> None:
         """Formulas need no preparation."""
 
-    def draft(self, strategy: Strategy, accumulates: bool) -> SyntheticProfile | None:
+    def draft(self, strategy: Strategy, accumulates: bool) -> Any:
         """There is no allocator to leave out; the model says whether it `drafts` all the same."""
         return self._checked(strategy) if self.model.get("drafts") else None
 
@@ -200,7 +200,7 @@ class SyntheticSource:
     def distrust(self, strategy: Strategy) -> bool:
         return False
 
-    def profile(self, strategy: Strategy, accumulates: bool) -> SyntheticProfile:
+    def profile(self, strategy: Strategy, accumulates: bool) -> Any:
         self.profiled.append(strategy)
         profile = self._checked(strategy)
         if strategy.loss == "tiled" and profile.changes_logits:
@@ -239,7 +239,7 @@ def dry_running(error: float = 1.0, **model: int | float) -> OpenSource:
     ) -> Iterator[SyntheticSource]:
         yield SyntheticSource(request, cluster, model, error)
 
-    return dry_run  # type: ignore[return-value]  # its profiles are formulas, no `MemoryProfile`
+    return dry_run
 
 
 def planned(*, error: float = 1.0, model: dict[str, Any] | None = None, **settings: Any) -> Plan:

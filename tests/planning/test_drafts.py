@@ -9,7 +9,7 @@ from frugal.config.schema import understand
 from frugal.planning.search.candidate import TIE, Infeasible, SearchResult
 from frugal.planning.search.search import Search
 from frugal.planning.strategy import Strategy
-from tests.planning.synthetic import SyntheticProfile, SyntheticSource, last
+from tests.planning.synthetic import SyntheticSource, last
 
 MODEL = {"parameters": 124_000_000, "flops_per_token": 8e8, "num_operators": 2500, "bytes_per_token": 1_000_000}
 
@@ -22,10 +22,10 @@ class DraftingSource(SyntheticSource):
     wrong: dict[Strategy, float] = field(default_factory=dict)
     distrusted: list[Strategy] = field(default_factory=list)
 
-    def draft(self, strategy: Strategy, accumulates: bool) -> SyntheticProfile | None:
+    def draft(self, strategy: Strategy, accumulates: bool) -> Any:
         return None if strategy in self.distrusted else self._profile(strategy, error=self.drafted)
 
-    def profile(self, strategy: Strategy, accumulates: bool) -> SyntheticProfile:
+    def profile(self, strategy: Strategy, accumulates: bool) -> Any:
         found = super().profile(strategy, accumulates)
         return found if strategy in self.distrusted else replace(found, error=self.wrong.get(strategy, 1.0))
 

@@ -60,12 +60,7 @@ def test_the_table_says_which_samples_fit_on_how_many_devices() -> None:
     assert shared == {
         (1, 250_000): 1, (2, 250_000): 1, (2, 600_000): 2, (4, 250_000): 1, (4, 600_000): 2, (4, 1_000_000): 4,
     }  # fmt: skip
-    lines = what_if_table(plan, axes, cases, entries)
-    longest = (
-        "  longest samples of these that fit 24.00 GiB: 1 GPU 250000 tokens, 2 GPUs 600000 tokens, 4 GPUs 1000000 "
-        "tokens"
-    )
-    assert longest in lines
+    lines = what_if_table(plan, axes, entries)
     assert "u samples shared by GPUs" in " ".join(line.strip() for line in lines[lines.index(longest) :])
 
 

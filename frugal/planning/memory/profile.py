@@ -165,7 +165,7 @@ def breakdown(
         replays = rank.replays(micro_batch, expandable_segments=expandable_segments)
         slack = replays.smallest_capacity(device.usable_bytes) - peak.total_bytes
     return MemoryBreakdown(
-        **peak.categories,
+        **peak.categories,  # type: ignore[arg-type]  # which have no `phase_peaks` and no `loading`
         slack=slack,
         context=device.context_bytes,
         total_bytes=peak.total_bytes + slack + device.context_bytes,
