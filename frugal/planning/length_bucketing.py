@@ -51,7 +51,7 @@ MOST_SAMPLES = 4096
 
 @dataclass(frozen=True, kw_only=True)
 class TokenBudget:
-    """The padded `tokens` that each rank may take in a micro-batch, where a sample counts at least `shortest` tokens."""
+    """The padded `tokens` of each rank in a micro-batch, where a sample counts at least `shortest` tokens."""
 
     tokens: tuple[int, ...]
     shortest: int

@@ -1,19 +1,19 @@
 """Mixtures of modes of activation checkpointing: the fastest is chosen, and most are not looked at."""
 
-from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
 
+from bench.plans import all_mixtures
 from frugal.config.schema import understand
 from frugal.errors import RequestError
 from frugal.planning.plan import Plan
 from frugal.planning.search import mixtures
 from frugal.planning.search.candidate import TIE
 from frugal.planning.search.evaluate import StrategyEvaluation
-from frugal.planning.search.mixtures import Runs, base_of, mixture
+from frugal.planning.search.mixtures import base_of, mixture
 from frugal.planning.search.search import Search
-from frugal.planning.strategy import LAYER_MODES, LayerMode, Strategy
+from frugal.planning.strategy import LAYER_MODES, Strategy
 from tests.planning.synthetic import SyntheticSource, planned
 
 DEEP: dict[str, Any] = {"num_layers": 24, "drafts": True, "bytes_per_token": 2_000_000, "num_operators": 500}
@@ -27,16 +27,6 @@ CASES: list[dict[str, Any]] = [
     {"gpus": 1, "mem": "24G", "global_batch": 12, "micro_batch": 2},
     {"mem": "24G,16G", "global_batch": 64},
 ]
-
-
-def all_mixtures(modes: Sequence[LayerMode], num_layers: int) -> Iterator[Runs]:
-    """Those in which layers that keep more come last; `modes`: the least kept first."""
-    if len(modes) == 1:
-        yield ((modes[0], num_layers),)
-        return
-    for count in range(num_layers + 1):
-        for others in all_mixtures(modes[1:], num_layers - count):
-            yield ((modes[0], count), *others)
 
 
 def exhaustive_seconds(settings: dict[str, Any], model: dict[str, Any]) -> float:

@@ -248,7 +248,7 @@ def _is_simulated(folder: Path) -> bool:
 
 
 def changed(folder: Path, ours: str = "") -> list[Mirrored]:
-    """Return what differs in a package's folder from what ours repeat, limited to names of ours that begin with `ours`."""
+    """Return what differs in a package's folder from what ours repeat, of names of ours that begin with `ours`."""
     return [each for each in MIRRORED if each.ours.startswith(ours) and each.is_changed(folder)]
 
 
