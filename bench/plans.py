@@ -1,5 +1,6 @@
 """Plans made by hand, to run a strategy rather than choose one."""
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from frugal.config.hardware.cluster import Cluster, Device, Node
