@@ -74,8 +74,7 @@ class _Answer:
 @click.option(
     "--timeline",
     type=click.Path(path_type=Path),
-    help="Write what lives after every event: a .csv or .json table, a .pickle for torch's memory_viz, or a "
-    ".trace.json for Perfetto.",
+    help="Write the live bytes after every event: a .csv table, or a .pickle for torch's memory_viz.",
 )
 @click.option(
     "--steps", "num_steps", type=click.IntRange(1, 100),
@@ -207,10 +206,10 @@ def _simplest(request: Request, cluster: Cluster, defaults: tuple[str, ...], sou
     check_pins(request, cluster.world_size)
     strategies = allowed_strategies(
         request,
+        replace(facts, can_recompute=True, can_tile=False),
         world_size=cluster.world_size,
         offload=offload_levels(request)[0],
         on_gpus=cluster.devices[0].kind == "cuda",
-        trainable_parameters=facts.trainable_parameters,
     )
     micro_batch, shared_by = request.micro_batch or 1, request.sequence_parallel or 1
     num_takers = cluster.world_size // shared_by  # of samples: ranks, or groups that share theirs

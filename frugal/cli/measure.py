@@ -52,8 +52,7 @@ RECORDS = Path("tests/measured")
 @click.option(
     "--timeline",
     type=click.Path(path_type=Path),
-    help="Write what lives after every event, predicted and measured: a .pickle for torch's memory_viz, or a "
-    ".trace.json for Perfetto.",
+    help="Write the live bytes after every event, predicted and measured, as a .pickle for torch's memory_viz.",
 )
 @click.option("--calibrate", "calibrating", is_flag=True, help="Keep what this machine can do, for the next plans.")
 @click.option("--device", type=click.Choice(get_args(DeviceKind)), help="What to calibrate without a plan.")
@@ -75,7 +74,7 @@ def command(
     """
     _check(path, record=record, capped=capped, timeline=timeline, calibrating=calibrating, device=device, gpus=gpus)
     if timeline is not None:
-        timeline_files.check_file(timeline, has_tables=False)
+        timeline_files.check_file(timeline, has_table=False)
     measurement: Measurement | None = None
     written: list[Path] = []
     calibration: Calibration | None = None

@@ -1,9 +1,9 @@
 """Flags from the table of settings, and `--help` in groups: what people need first, the rest behind `--help-all`.
 
-`planned` goes from a command's flags to a plan: settings, this machine's devices, the lengths of the data, `make_plan`.
+`plans` goes from a command's flags to a plan: settings, this machine's devices, the lengths of the data, the search.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -19,9 +19,9 @@ from frugal.config.request import Request
 from frugal.config.run_settings import SAMPLE_NAMES, run_settings
 from frugal.config.schema import PLAN_SETTINGS, SETTINGS, TomlFile, read_toml, understand
 from frugal.config.setting import LENGTH, Group, SettingRow, answer, settings_of
-from frugal.dryrun.planner import make_plan_here
+from frugal.dryrun.planner import plans_here
 from frugal.errors import RequestError
-from frugal.planning.plan import OnDraft, Plan
+from frugal.planning.plan import Plan
 
 FIRST = "What most runs need"
 OWN = "this command"
@@ -187,13 +187,16 @@ def _normalised(word: str) -> str:
     return word.replace("_", "-")
 
 
-def planned(
-    values: Mapping[str, Any], file: TomlFile | None = None, *, asks_data: bool = True,
-    on_draft: OnDraft | None = None,
-) -> Plan:  # fmt: skip
-    """The plan for what flags and `file` describe; `asks_data`: the data says how long its samples are.
+def planned(values: Mapping[str, Any], file: TomlFile | None = None, *, asks_data: bool = True) -> Plan:
+    """Return the plan for what flags and `file` describe. Arguments and errors: as `plans`."""
+    *_, plan = plans(values, file, asks_data=asks_data)
+    return plan
 
-    `on_draft`: see `frugal.planning.plan.OnDraft`. Raises: as that, `collect` and `with_lengths`.
+
+def plans(values: Mapping[str, Any], file: TomlFile | None = None, *, asks_data: bool = True) -> Generator[Plan]:
+    """Yield drafts and last the plan for what flags and `file` describe; `asks_data`: measure the data's lengths.
+
+    Raises: as `frugal.dryrun.planner.plan`, `collect` and `with_lengths`.
     """
     file = file or read_toml(values.get("config"))
     request, cluster, defaults = collect(values, file)
@@ -205,20 +208,24 @@ def planned(
                 hint="leave one of them out",
             )
         request = with_lengths(request, values, file)
-    return planned_for(request, cluster, defaults, on_draft)
+    yield from plans_for(request, cluster, defaults)
 
 
-def planned_for(request: Request, cluster: Cluster, defaults: tuple[str, ...], on_draft: OnDraft | None = None) -> Plan:
-    """`make_plan_here` while people wait."""
+def planned_for(request: Request, cluster: Cluster, defaults: tuple[str, ...]) -> Plan:
+    """Return the plan for a request."""
+    *_, plan = plans_for(request, cluster, defaults)
+    return plan
+
+
+def plans_for(request: Request, cluster: Cluster, defaults: tuple[str, ...]) -> Iterator[Plan]:
+    """Yield drafts and last the plan for a request, with a line on the terminal while the user waits."""
     with waiting(f"planning {request.model}") as line:
-
-        def drafted(plan: Plan, whole: Callable[[], Plan]) -> None:
-            if on_draft is not None:
+        for plan in plans_here(request, cluster, defaults):
+            if plan.is_draft:
                 with line.gone():
-                    on_draft(plan, whole)
-            line.says(f"dry-running {request.model}")
-
-        return make_plan_here(request, cluster, defaults, drafted)
+                    yield plan
+                line.says(f"dry-running {request.model}")
+    yield plan
 
 
 def collect(values: Mapping[str, Any], file: TomlFile | None = None) -> tuple[Request, Cluster, tuple[str, ...]]:

@@ -49,7 +49,6 @@ class PlanArguments(TypedDict, total=False):
     offload: OffloadChoice | None
     offload_ratio: float | None
     nvme_path: str | None
-    secondary_partition: int | None
     precision: Precision | None
     optimizer: OptimizerName | None
     optimizer_implementation: OptimizerImplementation | None

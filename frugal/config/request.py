@@ -132,12 +132,6 @@ class Request:
         None, "Folder on a local disk of each node, for --offload nvme; without it disks are not used.",
         "memory and speed", metavar="DIR", is_expert=True,
     )  # fmt: skip
-    secondary_partition: int | None = setting(
-        None,
-        "Pin how many ranks of a node keep ZeRO-3's parameters between them, so that later gathers of a step stay in "
-        "the node (hpZ of ZeRO++); 1: none do.",
-        "memory and speed", least=1, is_expert=True, shown_default="with several nodes the fastest",
-    )  # fmt: skip
     lora: Lora | None = setting(
         None,
         "Train low-rank adapters and freeze the model: r=16, and alpha=32 (twice r), dropout=0.05 (0), dora, "

@@ -135,7 +135,7 @@ OTHER_NAMES = {
     "resume_from_checkpoint": OtherName(
         _HF, "--resume --out DIR", "a run goes on from the newest checkpoint in its folder"
     ),
-    "zero_hpz_partition_size": OtherName(_DEEPSPEED, "--secondary-partition {}"),
+    "zero_hpz_partition_size": OtherName(_DEEPSPEED, "leave it out", "frugal has no secondary partition of parameters"),
     "zero_quantized_weights": OtherName(_DEEPSPEED, "leave it out", _QUANTISED),
     "zero_quantized_gradients": OtherName(_DEEPSPEED, "leave it out", _QUANTISED),
     "zero_quantized_nontrainable_weights": OtherName(_DEEPSPEED, "--quantize int8, for the base under --lora"),

@@ -132,9 +132,6 @@ class Zero(ABC):
 
     # The model's parameters
 
-    def forget_copies(self) -> None:  # noqa: B027  # stages 0 to 2 have nothing to do
-        """The weights were written to from outside: only stage 3 may have copies of them."""
-
     @staticmethod
     def shape(parameter: nn.Parameter) -> tuple[int, ...]:
         """Of the whole parameter."""
@@ -313,8 +310,6 @@ class Zero3(Zero):
 
     def _of_parameter(self, parameter: nn.Parameter) -> Iterator[tuple[Tensor, int]]:
         yield parameter.ds_tensor, PARAMETERS  # type: ignore[attr-defined]  # DeepSpeed's
-        if parameter.ds_secondary_tensor is not None:  # type: ignore[attr-defined]  # DeepSpeed's
-            yield parameter.ds_secondary_tensor, PARAMETERS  # type: ignore[attr-defined]  # DeepSpeed's
         yield parameter.data, COMMUNICATION  # gathered for use
 
     def _reset_optimizer(self) -> None:
@@ -425,12 +420,6 @@ class Zero3(Zero):
         if optimizer.persistent_parameters:
             optimizer.persistent_parameters[0].partition(optimizer.persistent_parameters)
         optimizer.checkpoint_event_epilogue()
-        self.forget_copies()
-
-    def forget_copies(self) -> None:
-        """Of frozen parameters, too, whose secondary partitions DeepSpeed keeps for ever."""
-        for parameter in self.engine.module.parameters():
-            put(parameter, "ds_secondary_tensor", None)
 
     def fill_weights(self, copy: CopyElements) -> None:
         """This rank's parts: rounded from the optimizer's, as in a step; those of frozen parameters are copied."""

@@ -102,8 +102,8 @@ def _describe(question: AskFacts) -> Any:
     import torch
 
     from frugal.dryrun.loading import reading
-    from frugal.dryrun.messages import ModelFacts
     from frugal.planning.memory.loading import Weights
+    from frugal.planning.model_facts import ModelFacts
     from frugal.training.models import activation_checkpointing, tiled_loss
     from frugal.training.models.loading import quantised
 

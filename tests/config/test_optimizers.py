@@ -12,7 +12,7 @@ from frugal.config.request import Request
 from frugal.deepspeed_adapter.json_config import strategy_config
 from frugal.errors import RequestError
 from frugal.planning.plan import Plan
-from frugal.planning.planner import _notes
+from frugal.planning.planner import _request_notes
 from frugal.planning.strategy import Strategy
 
 
@@ -101,7 +101,7 @@ def test_states_in_bf16_are_refused_where_deepspeed_cannot_keep_them(settings: d
 
 def test_a_mean_that_bf16_cannot_let_decay_is_said() -> None:
     def notes(beta2: float | None, **settings: Any) -> list[str]:
-        return _notes(Request(adam_beta2=beta2, learning_rate=1e-3, **settings), 1)
+        return _request_notes(Request(adam_beta2=beta2, learning_rate=1e-3, **settings), 1)
 
     assert notes(0.999) == notes(None, optimizer_states="bf16") == notes(0.99, optimizer_states="bf16") == []
     (said,) = notes(0.999, optimizer_states="bf16")
@@ -116,7 +116,7 @@ def test_a_mean_that_bf16_cannot_let_decay_is_said() -> None:
 
 def test_a_rate_whose_updates_bf16_loses_is_said() -> None:
     def notes(rate: float, **settings: Any) -> list[str]:
-        return _notes(Request(learning_rate=rate, **settings), 1)
+        return _request_notes(Request(learning_rate=rate, **settings), 1)
 
     (said,) = notes(1e-4, optimizer_states="bf16")
     assert said == (

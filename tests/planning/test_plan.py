@@ -102,7 +102,7 @@ def test_deepspeeds_configuration_is_no_plan() -> None:
 
 
 def test_a_plan_of_another_schema_is_refused() -> None:
-    with pytest.raises(PlanMismatchError, match="has schema 99, this frugal reads schema 4"):
+    with pytest.raises(PlanMismatchError, match="has schema 99, this frugal reads schema 5"):
         Plan.from_json(changed(made(), "schema", value=99))
 
 

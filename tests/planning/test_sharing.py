@@ -60,13 +60,8 @@ def test_the_table_says_which_samples_fit_on_how_many_devices() -> None:
     assert shared == {
         (1, 250_000): 1, (2, 250_000): 1, (2, 600_000): 2, (4, 250_000): 1, (4, 600_000): 2, (4, 1_000_000): 4,
     }  # fmt: skip
-    lines = what_if_table(plan, axes, cases, entries)
-    longest = (
-        "  longest samples of these that fit 24.00 GiB: 1 GPU 250000 tokens, 2 GPUs 600000 tokens, 4 GPUs 1000000 "
-        "tokens"
-    )
-    assert longest in lines
-    assert "u samples shared by GPUs" in " ".join(line.strip() for line in lines[lines.index(longest) :])
+    lines = what_if_table(plan, axes, entries)
+    assert "u samples shared by GPUs" in " ".join(line.strip() for line in lines)
 
 
 def test_where_the_model_cannot_be_split_the_proof_says_so() -> None:
@@ -94,9 +89,9 @@ def test_devices_that_differ_share_nothing() -> None:
 
 def exchange_seconds(on: Cluster, size: int) -> float:
     batch = BatchPlan.of(4, (1,) * (on.world_size // size), sequence_parallel=size)
-    model = test_cost.Model(work=test_cost.work(exchanged_per_sample=8e9, num_exchanges=100))
+    model = test_cost.model(work_of=test_cost.work(exchanged_per_sample=8e9, num_exchanges=100))
     strategy = Strategy(zero_stage=2, sequence_parallel=size)
-    alone = test_cost.Model(work=test_cost.work())
+    alone = test_cost.model()
     return (
         test_cost.cost.step_time(model, strategy, batch, on, test_cost.Request()).communication_seconds
         - test_cost.cost.step_time(alone, strategy, batch, on, test_cost.Request()).communication_seconds

@@ -120,7 +120,7 @@ def _near(search: "Search", plan: Plan, strategy: Strategy, batch: BatchPlan) ->
         profile = search.source.profile(strategy, accumulates or plan.request.lengths is not None)
     except RequestError:  # the model cannot take the tiled loss
         return
-    time = evaluation.time(profile, strategy, batch)
+    time = evaluation.time(profile.costs, strategy, batch)
     if time.total_seconds > NEAR * plan.time.total_seconds:
         return
     memories = (profile.memory(micro, device) for device, micro in evaluation.fitting.loads(batch))

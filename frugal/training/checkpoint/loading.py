@@ -339,7 +339,6 @@ def _restore(engine: Stepper, path: Path, made_by: Manifest, this: Manifest) -> 
     if is_same:
         del saved
         checkpoint_files.load(engine.deepspeed, path, without_frozen=made_by.base is not None)
-        engine.zero.forget_copies()
     else:
         restore(engine, saved)
     _follow_plan(engine)

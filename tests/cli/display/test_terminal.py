@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from frugal.cli import run
-from frugal.cli.display.drafts import UNPROVEN
+from frugal.planning.plan import UNPROVEN
 from tests.commands import frugal_plan, with_formulas
 from tests.planning.synthetic import SMALL
 
