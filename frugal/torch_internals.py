@@ -142,15 +142,6 @@ def is_composite(operator: Any) -> bool:
     return operator.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
 
 
-int_matmul: Callable[[Tensor, Tensor], Tensor] = torch._int_mm
-"""The product of two int8 matrices, in int32."""
-
-
-def kernel_of_cpu(operator: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run an operator's kernel for CPUs, whatever the tensors are on: modes see the operators that it calls."""
-    return operator.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CPU), *args, **kwargs)
-
-
 def counting_versions() -> AbstractContextManager[Any]:
     """Inside the `with` block, which a mode runs, writes count in a tensor's version."""
     return torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False)

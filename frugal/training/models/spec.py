@@ -168,7 +168,7 @@ class ModelSpec:
                 )
         if self.quantize is None:
             return module
-        return quantised.apply(module, self.quantize, reference=self.reference, dtype=dtype)
+        return quantised.apply(module, reference=self.reference, dtype=dtype)
 
     def _config_to_build(self) -> Any:
         """transformers writes into it what it quantises."""
@@ -180,7 +180,7 @@ class ModelSpec:
 
         options: dict[str, Any] = {}
         if self.quantize is not None:
-            options["quantization_config"] = quantised.config(self.quantize, dtype)
+            options["quantization_config"] = quantised.config(dtype)
             options["device_map"] = {"": "cpu"}  # otherwise it warms up the allocator of a GPU
         return functools.partial(
             getattr(transformers, _AUTO[self.task][0]).from_pretrained,

@@ -66,7 +66,6 @@ QUANTISING = needed(
     "transformers.integrations.bitsandbytes",
     "weights are quantised on the device that trains them",
     "Bnb4bitQuantize.convert(self, input_dict, full_layer_name, model, kwargs)",
-    "Bnb8bitQuantize.convert(self, input_dict, model, full_layer_name, kwargs)",
 )
 
 
@@ -271,10 +270,9 @@ def reading(
 @contextmanager
 def quantising(device: Any, pack: Callable[[Any, Any], Any]) -> Iterator[None]:
     """Weights that `from_pretrained` quantises inside the `with` block go to `device` before; `pack` takes each as it
-    was read, and its module, and returns what is set. bitsandbytes packs none on meta, and transformers takes those of
-    8 bits to the host before."""
+    was read, and its module, and returns what is set; bitsandbytes packs none on meta."""
     _verify(QUANTISING)
-    from transformers.integrations.bitsandbytes import Bnb4bitQuantize, Bnb8bitQuantize
+    from transformers.integrations.bitsandbytes import Bnb4bitQuantize
 
     def convert(_self: Any, input_dict: Any, *_: Any, model: Any, **_options: Any) -> Any:
         packed = {}
@@ -285,7 +283,7 @@ def quantising(device: Any, pack: Callable[[Any, Any], Any]) -> Iterator[None]:
             module._is_hf_initialized = True
         return packed
 
-    with patch.object(Bnb4bitQuantize, "convert", convert), patch.object(Bnb8bitQuantize, "convert", convert):
+    with patch.object(Bnb4bitQuantize, "convert", convert):
         yield
 
 

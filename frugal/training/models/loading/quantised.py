@@ -1,10 +1,9 @@
-"""The frozen base of adapters in 4 bits: bitsandbytes' NF4 with quantised scales (QLoRA, https://arxiv.org/abs/2305.14314);
-or in 8 bits, see `int8`.
+"""The frozen base of adapters in 4 bits: bitsandbytes' NF4 with quantised scales (QLoRA, https://arxiv.org/abs/2305.14314).
 
 Which modules are quantised, and what becomes of their weights, is transformers' decision, as under its
 `BitsAndBytesConfig`: all linear layers (and `Conv1D`) but the output head and what is tied to it. A quantised weight is
-a parameter of bytes, in 4 bits two weights in each. Its scales are tensors that are no parameters
-(`Linear4bit.quant_state`, `Linear8bitLt.state`): no ZeRO stage splits them, and every rank has them all.
+a parameter of bytes with two weights in each. Its scales (`Linear4bit.quant_state`) are tensors that are no parameters:
+no ZeRO stage splits them, and every rank has them all.
 
 Weights are computed with in the run's precision, which they are quantised from.
 """
@@ -21,16 +20,15 @@ import torch
 from torch import Tensor, nn
 
 from frugal import torch_internals
-from frugal.config.request import Quantization
 from frugal.deepspeed_adapter.kernels import DTYPES
 from frugal.errors import PlanMismatchError, RequestError
 from frugal.planning.memory.loading import Packed
 from frugal.planning.plan import Plan
 from frugal.training.models import adapters, transformers_internals
-from frugal.training.models.loading import bitsandbytes_internals, int8
+from frugal.training.models.loading import bitsandbytes_internals
 
 
-def config(kind: Quantization, dtype: torch.dtype) -> Any:
+def config(dtype: torch.dtype) -> Any:
     """What transformers is told; `dtype` is the run's precision.
 
     Raises:
@@ -45,14 +43,12 @@ def config(kind: Quantization, dtype: torch.dtype) -> Any:
     bitsandbytes_internals.library()
     from transformers import BitsAndBytesConfig
 
-    if kind == "int8":
-        return BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)
     return BitsAndBytesConfig(
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype
     )
 
 
-def apply(model: Any, kind: Quantization, *, reference: str, dtype: torch.dtype) -> nn.Module:
+def apply(model: Any, *, reference: str, dtype: torch.dtype) -> nn.Module:
     """Quantise a model that is whole in this process or on meta, each weight where it is; the same model.
 
     Raises:
@@ -67,7 +63,7 @@ def apply(model: Any, kind: Quantization, *, reference: str, dtype: torch.dtype)
             because=f"a {type(model).__name__} is no model of transformers, which knows what of a model to quantise",
             hint="leave --quantize out, or quantise it in its factory",
         )
-    quantizer: Any = AutoHfQuantizer.from_config(config(kind, dtype), pre_quantized=False)
+    quantizer: Any = AutoHfQuantizer.from_config(config(dtype), pre_quantized=False)
     before = dict(model.named_modules())
     with torch_internals.without_modes():  # it makes modules on meta, which are nothing on a device
         quantizer.preprocess_model(model=model, device_map=None)
@@ -95,7 +91,7 @@ def as_planned(model: nn.Module, plan: Plan) -> nn.Module:
             f"the plan keeps the base of adapters in {kind}, and that of this model is not quantised",
             hint="give the model without adapters, or with a base that is quantised",
         )
-    return apply(model, kind, reference=type(model).__name__, dtype=DTYPES[plan.request.precision])
+    return apply(model, reference=type(model).__name__, dtype=DTYPES[plan.request.precision])
 
 
 def _packed(weight: Tensor, module: Any) -> nn.Parameter:
@@ -103,8 +99,6 @@ def _packed(weight: Tensor, module: Any) -> nn.Parameter:
     bnb = bitsandbytes_internals.library()
 
     weight = weight if module.source_cls is nn.Linear else weight.T
-    if isinstance(module, bnb.nn.Linear8bitLt):
-        return int8.pack(weight)
     settings = {"quant_type": module.weight.quant_type, "quant_storage": module.weight.quant_storage}
     settings["compress_statistics"] = module.weight.compress_statistics
     settings["blocksize"] = module.weight.blocksize
@@ -151,9 +145,6 @@ def settle(model: nn.Module, device: torch.device | None = None) -> nn.Module:
     """
     tables: dict[str, Tensor] = {}
     for _, module in named(model):
-        if _is_int8(module):
-            int8.settle(module, device)
-            continue
         module.support_avx512bf16_for_cpu = False
         state = module.quant_state
         if state is not None:
@@ -173,13 +164,8 @@ def are_in(model: nn.Module) -> bool:
 def named(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """Quantised modules, with their names."""
     if "bitsandbytes" in sys.modules:  # otherwise nobody has made any
-        layers = bitsandbytes_internals.library().nn
-        kinds = layers.Linear4bit, layers.Linear8bitLt
-        yield from ((name, module) for name, module in model.named_modules() if isinstance(module, kinds))
-
-
-def _is_int8(module: Any) -> bool:
-    return isinstance(module, bitsandbytes_internals.library().nn.Linear8bitLt)
+        layer = bitsandbytes_internals.library().nn.Linear4bit
+        yield from ((name, module) for name, module in model.named_modules() if isinstance(module, layer))
 
 
 def scales(model: nn.Module) -> list[Tensor]:
@@ -190,8 +176,6 @@ def scales(model: nn.Module) -> list[Tensor]:
 
 def _scales(parameter: Any) -> list[Tensor]:
     """Of one weight; none of one that is not quantised."""
-    if (scales := getattr(parameter, "SCB", None)) is not None:
-        return [scales]
     state = getattr(parameter, "quant_state", None)
     if state is None:
         return []
@@ -222,7 +206,4 @@ def packed(model: nn.Module) -> Packed:
 def dequantised(module: Any) -> Tensor:
     """The weight of a quantised module as it is computed with, shape `(outputs, inputs)`."""
     bnb = bitsandbytes_internals.library()
-
-    if _is_int8(module):
-        return int8.dequantised(module.weight.data, module.state.SCB, torch.float32)
     return bnb.functional.dequantize_4bit(module.weight.data, module.quant_state)

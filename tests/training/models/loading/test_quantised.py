@@ -72,7 +72,7 @@ def test_bytes_and_scales_are_those_of_transformers_alone(family: str, precision
     expected = theirs(folders / family, precision)
     read = spec_of(folders / family).build(dtype=DTYPES[precision])
     whole = AUTO[family].from_pretrained(folders / family, dtype=DTYPES[precision])
-    made = quantised.apply(whole, "nf4", reference=family, dtype=DTYPES[precision])
+    made = quantised.apply(whole, reference=family, dtype=DTYPES[precision])
     for ours in (read, made):
         assert hashes(dict(ours.named_parameters())) == hashes(dict(expected.named_parameters()))
         assert scales_of(ours) == scales_of(expected)
@@ -193,7 +193,7 @@ def test_a_folder_that_is_quantised_already_is_refused(folders: Path, tmp_path: 
 
 def test_a_plain_module_is_refused() -> None:
     with pytest.raises(RequestError, match="--quantize is impossible for mine"):
-        quantised.apply(torch.nn.Linear(2, 2), "nf4", reference="mine", dtype=torch.float32)
+        quantised.apply(torch.nn.Linear(2, 2), reference="mine", dtype=torch.float32)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
