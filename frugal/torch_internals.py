@@ -1,6 +1,6 @@
 """torch's private names: nothing else uses them. They are checked, in one table, when this module is first imported."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -36,8 +36,6 @@ NAMES = (
     *needed("torch.utils._device:DeviceContext", "default devices", "__init__(self, device)"),
     *needed("torch", "operators made of others", "_C.DispatchKey.CompositeImplicitAutograd"),
     *needed("torch._ops:OpOverload", "operators", "_schema", "_overloadpacket", "has_kernel_for_dispatch_key"),
-    *needed("torch", "what a kernel calls", "_C.DispatchKeySet", "_C.DispatchKey.CPU", "_int_mm"),
-    *needed("torch._ops:OpOverload", "what a kernel calls", "redispatch"),
     *needed("torch._prims_common", "what autograd adds in place", "is_non_overlapping_and_dense_or_false"),
     *needed("torch.autograd.graph", "autograd's own frame", "_engine_run_backward"),
     *needed(
@@ -125,6 +123,15 @@ def saved_buffers(module: torch.nn.Module) -> dict[str, Tensor]:
         for name, buffer in part.named_buffers(recurse=False)
         if name not in part._non_persistent_buffers_set
     }
+
+
+def tensors_in(values: Any) -> Iterator[Tensor]:
+    """Yield every tensor in an operator's arguments or results: lists of tensors are the deepest they go."""
+    if isinstance(values, Tensor):
+        yield values
+    elif isinstance(values, (tuple, list)):
+        for value in values:
+            yield from tensors_in(value)
 
 
 def schema(operator: Any) -> Any:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from frugal.training.measure.memory_watch import tensors_in
+from frugal.torch_internals import tensors_in
 from frugal.training.models.tiled_loss import IGNORED
 from frugal.training.objectives import Batch, Objective, Sample
 from frugal.training.trials import held_still

@@ -5,7 +5,7 @@ sequence they are the peak of a layer. Here it runs on a slice of the positions 
 runs once more for each slice in backward, whose gradients of the parameters are summed in fp32 and returned once. The
 idea is DeepSpeed's `TiledMLP` (deepspeed/runtime/sequence_parallel/ulysses_sp.py; Arctic Long Sequence Training,
 https://arxiv.org/abs/2506.13996), which sums in the parameters' own type, and is told for each class of models how its
-MLP is computed. Here any module of a layer is taken that leaves positions apart (`position_wise`).
+MLP is computed. Here any module of a layer is taken that leaves positions apart (`positions`).
 
 The result is that of the whole MLP but for the last bits of the gradients of its parameters, which are summed in
 another order, and of products whose kernels depend on the number of rows.
@@ -25,12 +25,7 @@ from torch import Tensor, nn
 from frugal.deepspeed_adapter import zero3_graph
 from frugal.errors import RequestError
 from frugal.training.models.activation_checkpointing import repeated_layers
-from frugal.training.models.tiling import position_wise, slices
-from frugal.training.models.tiling.position_wise import NotPositionWiseError
-
-MIN_TILES = 8
-"""More where a slice would still have more positions than the layer is wide: then its intermediate results take about
-as much as the MLP's weights, and products reach what a device can do."""
+from frugal.training.models.tiling import positions, slices
 
 
 def apply(model: nn.Module) -> None:
@@ -53,7 +48,7 @@ def apply(model: nn.Module) -> None:
 
 
 def _mlps(module: nn.Module, reasons: dict[str, None]) -> Iterator[tuple[nn.Module, int]]:
-    """The outermost modules inside `module` that may be tiled and are wider inside, with their widths.
+    """Yield the outermost modules inside `module` that may be tiled and are wider inside, with their widths.
 
     `reasons` gets why others may not be, those that look like an MLP: two matrices, at least, of another shape.
     """
@@ -63,13 +58,13 @@ def _mlps(module: nn.Module, reasons: dict[str, None]) -> Iterator[tuple[nn.Modu
         if len([each for each in child.parameters() if each.dim() == 2]) < 2:
             continue
         try:
-            seen = position_wise.observed(child)
-        except NotPositionWiseError as error:
+            width, widest = positions.widths(child)
+        except positions.PositionsMeetError as error:
             reasons[f"{type(child).__name__}: {error}"] = None
             yield from _mlps(child, reasons)
             continue
-        if seen.widest > seen.width:
-            yield child, seen.width
+        if widest > width:
+            yield child, width
 
 
 class _TiledMlp:
@@ -82,14 +77,13 @@ class _TiledMlp:
 
     def __call__(self, hidden: Tensor) -> Tensor:
         num_positions = hidden.shape[-2]
-        num_tiles = max(MIN_TILES, -(-num_positions // self.width))
-        rows = -(-num_positions // num_tiles) * (hidden.numel() // (num_positions * hidden.shape[-1]))
+        rows = slices.length(num_positions, self.width) * (hidden.numel() // (num_positions * hidden.shape[-1]))
         result: Tensor = _TiledRows.apply(self.run, rows, hidden, *self.module.parameters())
         return result
 
 
 class _TiledRows(torch.autograd.Function):
-    """`run` on so many `rows` of `hidden (..., positions, width)` at a time, of the same shape."""
+    """`run` on `rows` rows of `hidden (..., positions, width)` at a time, of the same shape."""
 
     @staticmethod
     def forward(

@@ -103,7 +103,7 @@ def test_a_model_without_such_an_mlp_is_refused() -> None:
         tiled_mlp.apply(tiny_gpt2(resid_pdrop=0.1))
     assert str(caught.value) == (
         "GPT2LMHeadModel cannot take a tiled MLP\n"
-        "  because GPT2Attention: bmm is not known to leave positions apart; "
+        "  because GPT2Attention: transpose is not known to leave positions apart; "
         "GPT2MLP: bernoulli_ draws random numbers, as a dropout does\n"
         "\n"
         "hint: plan with --mlp plain"
