@@ -149,11 +149,9 @@ def initialize(
             model, plan.request, plan.strategy, plan.batch, learning_rate_schedule=learning_rate_schedule, votes=votes,
             make_optimizer=None if own is None else own.make, groups=None if own is None else own.groups,
         )  # fmt: skip
-    made = Engine(zero, plan, parts_of(objective, plan.strategy.sequence_parallel, dist.get_rank()), votes)
-    if own is not None:
-        made.own_optimizer, made.group_settings = own, own.settings(zero)
-    made.callbacks = callbacks if isinstance(callbacks, Callbacks) else Callbacks(callbacks)
-    return made
+    part = parts_of(objective, plan.strategy.sequence_parallel, dist.get_rank())
+    callbacks = callbacks if isinstance(callbacks, Callbacks) else Callbacks(callbacks)
+    return Engine(zero, plan, part, votes, own_optimizer=own, callbacks=callbacks)
 
 
 def _refuse_different_plans(plan: Plan, votes: dist.ProcessGroup | None) -> None:

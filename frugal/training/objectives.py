@@ -15,10 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from frugal.training.data.store import packing
 from frugal.training.losses import own_loss, predictions
-from frugal.training.models import tiled_loss
-from frugal.training.models.tiled_loss import IGNORED
+from frugal.training.models import packs, tiled_loss
+from frugal.units import IGNORED
 
 Sample = Mapping[str, Any]
 Batch = dict[str, Tensor]
@@ -169,15 +168,23 @@ def real_tokens(rows: Sequence[Sequence[int]]) -> Tensor:
     return (torch.arange(int(lengths.max())) < lengths[:, None]).long()
 
 
-class CausalLM:
+class _TextObjective:
+    """What the objectives of texts share: a batch has `labels`, of which `IGNORED` is no target."""
+
+    pads_tokens = True  # each sample's, to the longest in its micro-batch
+
+    def count(self, batch: Batch) -> int:
+        """Count the targets in `labels`."""
+        return int((batch["labels"] != IGNORED).sum())
+
+
+class CausalLM(_TextObjective):
     """Next-token prediction. A sample has `input_ids` and, if some positions are no targets, `labels`.
 
     `packed`: it also has `documents`, the tokens of each document in it. They do not see each other, and none begins
     with a target. Without `documents` it is one. `own_loss`: the model's own is trained, with what it adds to the
     cross entropy; see `frugal.training.losses.own_loss`.
     """
-
-    pads_tokens = True  # each sample's, to the longest in its micro-batch
 
     def __init__(self, pad_id: int = 0, *, packed: bool = False, own_loss: bool = False) -> None:
         self.pad_id = pad_id
@@ -201,8 +208,8 @@ class CausalLM:
             return batch
         documents = [sample.get("documents", [len(sample["input_ids"])]) for sample in samples]
         for row, of_sample in enumerate(documents):
-            batch["labels"][row, packing.starts(of_sample)] = IGNORED
-        positions: list[Any] = [packing.positions(each) for each in documents]
+            batch["labels"][row, packs.starts(of_sample)] = IGNORED
+        positions: list[Any] = [packs.positions(each) for each in documents]
         return batch | {"position_ids": pad(positions, 0)}
 
     def dummy(self) -> Sample:
@@ -221,13 +228,13 @@ class CausalLM:
         """Summed cross entropy of every next token."""
         next_tokens = F.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)  # cheaper than a copy of all logits but one
         inputs = {name: tensor for name, tensor in batch.items() if name not in ("labels", "real")}
-        with packing.documents_kept_apart() if self.packed else nullcontext():
+        with packs.documents_kept_apart() if self.packed else nullcontext():
             if self.own_loss:
                 return own_loss.loss_sum(model, inputs, labels=batch["labels"], targets=next_tokens, real=batch["real"])
             return token_loss_sum(model, inputs, next_tokens)
 
 
-class MaskedLM:
+class MaskedLM(_TextObjective):
     """Predicting masked tokens, as BERT does (https://arxiv.org/abs/1810.04805, section 3.1).
 
     A sample has `input_ids`; also `labels` if it is masked already. Otherwise `share` of its tokens, at least one
@@ -235,8 +242,6 @@ class MaskedLM:
     Which ones depends on `seed`, the sample's tokens and its `draw` (see `global_batches.py`: its number in the endless
     training order; absent in evaluation), and on nothing else: every epoch masks anew, every world size alike.
     """
-
-    pads_tokens = True  # each sample's, to the longest in its micro-batch
 
     def __init__(
         self,
@@ -291,24 +296,18 @@ class MaskedLM:
         """`num_samples` rows of `seq_len` tokens, every one a target: how many are makes no difference to memory."""
         return self.collate([{"input_ids": [self.mask_id] * seq_len, "labels": [self.mask_id] * seq_len}] * num_samples)
 
-    def count(self, batch: Batch) -> int:
-        """Masked tokens."""
-        return int((batch["labels"] != IGNORED).sum())
-
     def loss_sum(self, model: nn.Module, batch: Batch) -> Tensor:
         """Summed cross entropy of the masked tokens."""
         inputs = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
         return token_loss_sum(model, inputs, batch["labels"])
 
 
-class Seq2Seq:
+class Seq2Seq(_TextObjective):
     """Predicting a target text from a source text. A sample has `input_ids` (source) and `labels` (target tokens).
 
     `decoder_inputs` makes what the decoder reads from labels of shape `(samples, positions)`, as the model's own loss
     does; without it, the labels follow `start_id`. `own_loss`: as in `CausalLM`.
     """
-
-    pads_tokens = True  # each sample's, to the longest in its micro-batch
 
     def __init__(
         self,
@@ -352,10 +351,6 @@ class Seq2Seq:
             [{"input_ids": [self.start_id] * seq_len, "labels": [self.start_id] * seq_len}] * num_samples
         )
 
-    def count(self, batch: Batch) -> int:
-        """Target tokens."""
-        return int((batch["labels"] != IGNORED).sum())
-
     def loss_sum(self, model: nn.Module, batch: Batch) -> Tensor:
         """Summed cross entropy of the target tokens."""
         inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
@@ -364,15 +359,13 @@ class Seq2Seq:
         return token_loss_sum(model, inputs, batch["labels"])
 
 
-class SequenceClassification:
+class SequenceClassification(_TextObjective):
     """One class for each text. A sample has `input_ids` and `label`, an int from 0.
 
     A model that is not `bidirectional` gets no attention mask, as in `CausalLM`; it finds the last token, which
     decides, by its configured `pad_token_id`. Encoder-decoders find it by an end token, `end_id`, which every sample
     must have; so have the samples made here.
     """
-
-    pads_tokens = True  # each sample's, to the longest in its micro-batch
 
     def __init__(self, pad_id: int = 0, *, bidirectional: bool = True, end_id: int | None = None) -> None:
         self.pad_id = pad_id
@@ -396,10 +389,6 @@ class SequenceClassification:
     def example(self, num_samples: int, seq_len: int) -> Batch:
         """`num_samples` rows of `seq_len` tokens, all of class 0."""
         return self.collate([{"input_ids": [self.pad_id] * (seq_len - 1) + [self.end_id], "label": 0}] * num_samples)
-
-    def count(self, batch: Batch) -> int:
-        """Samples with a class."""
-        return int((batch["labels"] != IGNORED).sum())
 
     def loss_sum(self, model: nn.Module, batch: Batch) -> Tensor:
         """Summed cross entropy of the classes."""

@@ -97,7 +97,10 @@ class Prepared:
 class Stepper:
     """A model under a plan, on this rank, and its optimizer steps; `frugal.training.engine.Engine` has the rest."""
 
-    def __init__(self, zero: Zero, plan: Plan, objective: Objective, votes: dist.ProcessGroup | None) -> None:
+    def __init__(
+        self, zero: Zero, plan: Plan, objective: Objective, votes: dist.ProcessGroup | None, *,
+        own_optimizer: OwnOptimizer | None, callbacks: Callbacks,
+    ) -> None:  # fmt: skip
         self.zero = zero
         self.deepspeed = zero.engine
         self.plan = self.recorded_plan = plan  # while a run is tuned, what the next step takes, and what is kept
@@ -109,7 +112,7 @@ class Stepper:
         self.update = Update(zero, self.guard, weight_decay.PartialDecay(zero, plan.request).apply)
         self.adaptive_limits = AdaptiveLimits(plan, zero.engine.module)
         self.num_recoveries = 0  # times that a step was begun again because memory ran out
-        self.callbacks = Callbacks()
+        self.callbacks = callbacks
         self.wants_to_stop = False  # for a reason of this rank's own
         self.restart: Replaced | None = None  # what new processes are told in which to go on; equal on all ranks
         self.is_to_stop = False  # whether any rank wants or was told to; equal on all ranks, after each step
@@ -119,8 +122,9 @@ class Stepper:
         self._is_first = True  # what a model does in its first step is looked at more closely
         self.device = torch.device(zero.engine.device)
         self.cache = CachedBlocks(self.device)
-        self.own_optimizer: OwnOptimizer | None = None
-        self.group_settings: list[dict[str, Any]] = []  # of its groups, without what a schedule does to them
+        self.own_optimizer = own_optimizer
+        # settings of its parameter groups, without what a schedule does to them
+        self.group_settings = [] if own_optimizer is None else own_optimizer.settings(zero)
 
     @property
     def module(self) -> nn.Module:

@@ -20,7 +20,7 @@ from frugal.errors import RequestError
 from frugal.planning.report import ADDED_LOSS
 from frugal.training.losses import predictions
 from frugal.training.models import tiled_loss
-from frugal.training.models.tiled_loss import IGNORED
+from frugal.units import IGNORED
 
 _ROUTER_LOSS = "load_balancing_loss_func"
 """What transformers' modules call the loss of their routers."""

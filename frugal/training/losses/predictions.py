@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-IGNORED = -100  # the label of positions without a target, as in torch's cross entropy
+from frugal.units import IGNORED
 
 OfLogits = Callable[[Tensor, Tensor], Tensor]
 """From logits `(..., classes)` and labels `(...)`, on the device, what is kept of each: `(...)` or `(..., n)`."""

@@ -69,10 +69,8 @@ def apply(model: nn.Module, choice: BatchNormChoice | None) -> None:
 
 def apply_planned(model: nn.Module, plan: Plan) -> None:
     """BatchNorm as planned; where it makes the gradient depend on the split, that is said. Raises as `apply`."""
-    choice, notes = (
-        plan.request.batch_norm,
-        [note for note in plan.warnings if note.startswith((SPLIT_MATTERS, DRAWN_PARTS))],
-    )
+    choice = plan.request.batch_norm
+    notes = [note for note in plan.warnings if note.startswith((SPLIT_MATTERS, DRAWN_PARTS))]
     said_elsewhere = notes and plan.model.task != "own"  # by `frugal train`, which trains the other tasks
     if choice is None and not notes and (own := modules(model)):
         notes.append(

@@ -14,12 +14,11 @@ import pickle
 import socket
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
@@ -185,18 +184,12 @@ def refuse_shapes_only(reference: str, module: nn.Module) -> None:
 
 
 def hub_is_reachable() -> bool:
-    """Whether the hub can be asked, which is then given up where it does not answer."""
+    """Tell whether the hub can be asked; from then on it is given up where it does not answer."""
     if hub_unreachable_because() is not None:
         return False
     _limit_patience()
     return True
 
-
-_LEAST_BYTES = 1 << 10
-"""Of an answer, within the time that the hub has for it: one that comes byte by byte comes in days."""
-
-_ONLY_SLOW_BYTES = 1 << 20
-"""A hub that has sent so much is there, and its silence may pass."""
 
 _silent: list[str] = []
 """What the hub did not do in time, once it has not."""
@@ -204,88 +197,45 @@ _silent: list[str] = []
 
 @functools.cache
 def _limit_patience() -> None:
-    """Have the hub's client wait for an answer, and for each part of it, only so long; its own waits for ever.
+    """Have the hub's client wait for a whole answer, or the beginning of a download, for a limited time only.
 
-    The hub's library has a limit on each read of a download, HF_HUB_DOWNLOAD_TIMEOUT: 10 seconds. Three times that is
-    for an answer to begin, and for each `_LEAST_BYTES` of it. Left out: uploads, and what is downloaded by hf_xet.
+    Its own waits for ever. The hub's library has a limit on each read of a download, HF_HUB_DOWNLOAD_TIMEOUT: 10
+    seconds; here it is three times that. Left out: uploads, and downloads that come byte by byte.
     """
     from huggingface_hub import constants, get_session, set_client_factory
 
-    set_client_factory(_Patience(get_session(), 3.0 * constants.HF_HUB_DOWNLOAD_TIMEOUT).make_client)
+    usual, seconds = get_session(), 3.0 * constants.HF_HUB_DOWNLOAD_TIMEOUT
+    kind, hooks = type(usual), usual.event_hooks
 
-
-class _Patience:
-    """Makes clients like `session` that give up after so many seconds."""
-
-    def __init__(self, session: Any, seconds: float) -> None:
-        self._kind, self._hooks, self._seconds = type(session), session.event_hooks, seconds
-        self._library = importlib.import_module(self._kind.__module__.partition(".")[0])  # httpx, or its successor
-        self._num_received = 0
-
-    def make_client(self) -> Any:
-        """Return one, whose `send` all of its requests go through."""
-        client = self._kind(event_hooks=self._hooks, follow_redirects=True, timeout=None)
-        client.send = functools.partial(self._send, client.send)
+    def make_client() -> Any:
+        client = kind(event_hooks=hooks, follow_redirects=True, timeout=None)
+        client.send = functools.partial(_send_within, seconds, client.send)
         return client
 
-    def _send(self, send: Callable[..., Any], request: Any, *, stream: bool = False, **options: Any) -> Any:
-        if request.method not in ("GET", "HEAD"):
-            return send(request, stream=stream, **options)
-        if _silent:
-            self._give_up(_silent[0], request)
-        limits = request.extensions.get("timeout", {})
-        request.extensions["timeout"] = {
-            name: self._seconds if limits.get(name) is None else limits[name]
-            for name in ("connect", "read", "write", "pool")
-        }
+    set_client_factory(make_client)
+
+
+def _send_within(seconds: float, send: Callable[..., Any], request: Any, **options: Any) -> Any:
+    """Return `send(request, **options)`, on a thread that may never come back, or give the hub up."""
+    from huggingface_hub.errors import OfflineModeIsEnabled
+
+    if request.method not in ("GET", "HEAD"):
+        return send(request, **options)
+    if not _silent:
         answer: Future[Any] = Future()
         asked = functools.partial(contextvars.copy_context().run, _answer, answer, send, request, options)
         threading.Thread(target=asked, daemon=True).start()
         try:
-            response = answer.result(self._seconds)
-        except (TimeoutError, self._library.TimeoutException):
-            self._give_up(f"{request.url.host} does not answer within {self._seconds:.0f} s; {self._remedy}", request)
-        body = response.stream
-        methods = {"__iter__": lambda _: self._parts(body, request), "close": lambda _: body.close()}
-        response.stream = type("Body", (self._library.SyncByteStream,), methods)()
-        if not stream:
-            try:
-                response.read()
-            finally:
-                response.close()
-        return response
-
-    def _parts(self, body: Any, request: Any) -> Iterator[bytes]:
-        """Yield the parts of a body, unless it comes too slowly; what is done with them takes no time of it."""
-        waited, num_bytes, begin = 0.0, 0, time.monotonic()
-        for part in body:
-            waited, num_bytes = waited + time.monotonic() - begin, num_bytes + len(part)
-            self._num_received += len(part)
-            if num_bytes >= _LEAST_BYTES:
-                waited, num_bytes = 0.0, 0
-            elif waited > self._seconds:
-                told = f"{request.url.host} has sent {num_bytes} bytes in {self._seconds:.0f} s; {self._remedy}"
-                self._give_up(told, request)
-            yield part
-            begin = time.monotonic()
-
-    @property
-    def _remedy(self) -> str:
-        return f"HF_HUB_DOWNLOAD_TIMEOUT={self._seconds:.0f} waits longer"
-
-    def _give_up(self, told: str, request: Any) -> NoReturn:
-        from huggingface_hub.errors import OfflineModeIsEnabled
-
-        if self._num_received > _ONLY_SLOW_BYTES:
-            raise self._library.ReadTimeout(told, request=request)  # which the hub's library tries again
-        _silent[:] = [told]
-        raise OfflineModeIsEnabled(told)
+            return answer.result(seconds)
+        except TimeoutError:
+            remedy = f"HF_HUB_DOWNLOAD_TIMEOUT={seconds:.0f} waits longer"
+            _silent.append(f"{request.url.host} does not answer within {seconds:.0f} s; {remedy}")
+    raise OfflineModeIsEnabled(_silent[0])
 
 
 def _answer(answer: "Future[Any]", send: Callable[..., Any], request: Any, options: dict[str, Any]) -> None:
-    """Ask, on a thread that may never come back, and set what is answered, without its body."""
     try:
-        answer.set_result(send(request, stream=True, **options))
+        answer.set_result(send(request, **options))
     except BaseException as error:  # it is raised where it is waited for
         answer.set_exception(error)
 

@@ -144,16 +144,23 @@ def _tasks_of(model_type: str) -> list[str]:
 
 
 def _infer_task(config: Any) -> str | None:
-    """What `config.architectures` says, otherwise the first task that fits the architecture."""
+    """Return what `config.architectures` says, otherwise the first task that fits the architecture."""
     architectures = getattr(config, "architectures", None)
     for architecture in architectures if isinstance(architectures, list) else ():
-        for task in ("seq2seq", "masked-lm", "causal-lm", "sequence-classification"):
-            names = heads(task).get(config.model_type, ())
-            if architecture in ((names,) if isinstance(names, str) else names):
-                return task
+        if (task := _task_of_class(config.model_type, architecture)) is not None:
+            return task
     possible = _tasks_of(config.model_type)
     preferred = ("seq2seq",) if config.is_encoder_decoder else ("masked-lm", "causal-lm", "seq2seq")
     return next((task for task in (*preferred, *possible) if task in possible), None)
+
+
+def _task_of_class(model_type: str, class_name: str) -> str | None:
+    """Return the task that transformers has a class for, of models of this type."""
+    for task in ("seq2seq", "masked-lm", "causal-lm", "sequence-classification"):
+        names = heads(task).get(model_type, ())
+        if class_name in ((names,) if isinstance(names, str) else names):
+            return task
+    return None
 
 
 def _from_config(
@@ -314,7 +321,9 @@ def _from_factory(reference: str, task: str | None) -> ModelSpec:
     config = getattr(module, "config", None)
     is_transformers = hasattr(config, "get_text_config")
     if objective is None and task is None:
-        task = _infer_task_of_class(module)
+        made: Any = module
+        inner = made.get_base_model() if hasattr(made, "get_base_model") else made  # peft's wrapper
+        task = _task_of_class(getattr(getattr(inner, "config", None), "model_type", ""), type(inner).__name__)
         if task is None:
             raise RequestError(
                 f"{reference} makes a {type(module).__name__}, but does not say how to train it",
@@ -341,13 +350,3 @@ def _input_embedding(module: Any) -> nn.Module | None:
         return module.get_input_embeddings()
     except (AttributeError, NotImplementedError):
         return None
-
-
-def _infer_task_of_class(module: nn.Module) -> str | None:
-    if hasattr(module, "get_base_model"):  # peft's wrapper
-        module = module.get_base_model()  # type: ignore[operator]  # a method
-    for task in ("seq2seq", "masked-lm", "causal-lm", "sequence-classification"):
-        names = heads(task).get(getattr(getattr(module, "config", None), "model_type", ""), ())
-        if type(module).__name__ in ((names,) if isinstance(names, str) else names):
-            return task
-    return None

@@ -29,8 +29,7 @@ from frugal import torch_internals
 from frugal.errors import RequestError
 from frugal.training.losses import predictions
 from frugal.training.models.tiling import positions, slices
-
-IGNORED = predictions.IGNORED
+from frugal.units import IGNORED
 
 
 def apply(model: nn.Module) -> None:

@@ -6,23 +6,23 @@ A small model of its kind is tried (see `probe`). What makes training worthless 
 import copy
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from frugal.config.request import BatchNormChoice
-from frugal.errors import RequestError, first_line
+from frugal.errors import RequestError
 from frugal.planning.plan import Plan
 from frugal.planning.report import DRAWN_PARTS, DROPOUT, LAYER_DROP, PADDING_MATTERS, SPLIT_MATTERS
-from frugal.training.losses import loss_check, own_loss
+from frugal.training.losses import own_loss
 from frugal.training.models import batch_norm, transformers_internals
 from frugal.training.models.spec import OWN, ModelSpec, heads
 from frugal.training.objectives import CausalLM, MaskedLM, Objective, Sample, Seq2Seq, SequenceClassification
-from frugal.training.trials import probe
+from frugal.training.trials import loss_check, probe
 from frugal.training.trials.probe import FEW_SAMPLES, NUM_SAMPLES, Dependence
-from frugal.training.trials.small_model import NoSmallModelError, is_small, small_models
+from frugal.training.trials.small_model import NoSmallModelError, is_small, tried
 from frugal.units import plural
 
 _NAMED = 4
@@ -53,12 +53,12 @@ class ModelTrial:
 
     split: Dependence
     has_dropout: bool
-    forwards: Dependence = field(default_factory=lambda: Dependence(0.0))
-    drawn: Sequence[str] = ()
-    reused: Sequence[str] = ()
-    padding: Dependence | None = None
-    later_tokens: float | None = None
-    unused: tuple[str, ...] = ()
+    forwards: Dependence
+    drawn: Sequence[str]
+    reused: Sequence[str]
+    padding: Dependence | None
+    later_tokens: float | None
+    unused: tuple[str, ...]
 
     @property
     def is_causal(self) -> bool:
@@ -72,29 +72,28 @@ def trial(
     """Run `model`, which is on the CPU and small, for `task`. Its weights stay as they are."""
     transformers_internals.always_use()
     tokens = _tokens(vocab_size, max_positions)
-    if task == OWN:
+    if is_own := task == OWN:
         batches = probe.examples(model, objective, tokens.shape[1])
-        splits, batch = [probe.on_split(model, objective, each) for each in batches], batches[0]
-        return ModelTrial(
-            split=next(filter(None, splits), splits[0]),
-            has_dropout=probe.draws_masks(model, objective, batch),
-            forwards=probe.on_forwards(model, objective, batch),
-            drawn=probe.on_draws(model, objective, batch),
-            reused=probe.arriving_twice(model, objective, batch),
-            unused=probe.unused(model, objective, batch),
-        )
+    else:
+        batches = [objective.collate([_sample(task, objective, row) for row in tokens])]
+    batch = batches[0]
     later_tokens = probe.on_later_tokens(model, tokens[:FEW_SAMPLES], vocab_size) if task == "causal-lm" else None
-    samples = [_sample(task, objective, row) for row in tokens]
-    batch = objective.collate(samples)
-    done = ModelTrial(
-        split=probe.on_split(model, objective, batch), has_dropout=probe.draws_masks(model, objective, batch),
-        forwards=probe.on_forwards(model, objective, batch), drawn=probe.on_draws(model, objective, batch),
+    splits = [probe.on_split(model, objective, each) for each in batches]
+    split = next(filter(None, splits), splits[0])
+    padding = None
+    if not is_own and not split:
+        ragged = [_sample(task, objective, row[:length]) for row, length in zip(tokens, _LENGTHS, strict=False)]
+        padding = probe.on_padding(model, objective, ragged)
+    return ModelTrial(
+        split=split,
+        has_dropout=probe.draws_masks(model, objective, batch),
+        forwards=probe.on_forwards(model, objective, batch),
+        drawn=probe.on_draws(model, objective, batch),
+        reused=probe.arriving_twice(model, objective, batch) if is_own else (),
+        padding=padding,
         later_tokens=later_tokens,
-    )  # fmt: skip
-    if done.split:
-        return done
-    ragged = [_sample(task, objective, row[:length]) for row, length in zip(tokens, _LENGTHS, strict=False)]
-    return replace(done, padding=probe.on_padding(model, objective, ragged))
+        unused=probe.unused(model, objective, batch) if is_own else (),
+    )
 
 
 def _tokens(vocab_size: int, max_positions: int | None) -> Tensor:
@@ -150,7 +149,7 @@ def check_model(
         _refuse_reuse(spec.reference, done)
     if spec.task != OWN:
         objective, tokens = small.objective(), _tokens(small.vocab_size or 2, small.max_positions)
-        loss_check.check_loss(small, model, objective, [_sample(spec.task, objective, row) for row in tokens[:1]])
+        loss_check.check_loss(small, model, objective, _sample(spec.task, objective, tokens[0]))
     if done.split:
         notes.append(_split_note(done.split) + (_remedy(spec, choice) if batch_norm.modules(whole) else ""))
     notes += _notes_of_forwards(done)
@@ -221,24 +220,15 @@ def _other_inputs(spec: ModelSpec) -> list[str]:
 
 
 def _trial(spec: ModelSpec, choice: BatchNormChoice | None = None) -> tuple[ModelTrial, ModelSpec, nn.Module]:
-    """Of the smallest model of the kind that runs, and that model.
+    """Return what the smallest model of the kind that runs has shown, and that model. Raises as `tried`."""
 
-    Raises:
-        NoSmallModelError: none does.
-    """
-    reason = ""
-    for small, model in small_models(spec):
-        try:
-            if choice == "frozen":
-                batch_norm.apply(model, choice)
-            done = trial(
-                model, small.objective(), task=small.task, vocab_size=small.vocab_size or 2,
-                max_positions=small.max_positions,
-            )  # fmt: skip
-            return done, small, model
-        except Exception as error:  # whatever a model trips over
-            reason = first_line(error)
-    raise NoSmallModelError(f"a small one fails: {reason}")
+    def run(small: ModelSpec, model: nn.Module) -> tuple[ModelTrial, ModelSpec, nn.Module]:
+        if choice == "frozen":
+            batch_norm.apply(model, choice)
+        sizes = {"vocab_size": small.vocab_size or 2, "max_positions": small.max_positions}
+        return trial(model, small.objective(), task=small.task, **sizes), small, model
+
+    return tried(spec, run)
 
 
 def _split_note(split: Dependence) -> str:
@@ -301,37 +291,13 @@ def _not_causal(spec: ModelSpec, done: ModelTrial) -> RequestError:
     ]
     if done.padding:
         because.append(f"padding alone changes the gradient by {_percent(done.padding.difference)}")
+    tasks = ("masked-lm", "seq2seq", "sequence-classification") if spec.factory is None else ()
+    fitting = [f"--task {task}" for task in tasks if spec.config.model_type in heads(task)]
     return RequestError(
         f"{spec.reference} cannot be trained as causal-lm: it sees the tokens that it is to predict",
         because=because,
-        hint=_fitting(spec),
+        hint=f"use {', or '.join([*fitting, 'an objective of your own, see docs/tutorials/own-model.md'])}",
     )
-
-
-def _fitting(spec: ModelSpec) -> str:
-    """The task or the setting that makes sense of a model that is not causal; each was tried."""
-    ways = []
-    if spec.factory is None:
-        model_type = spec.config.model_type
-        ways += [
-            f"--task {task}"
-            for task in ("masked-lm", "seq2seq", "sequence-classification")
-            if model_type in heads(task)
-        ]
-        if getattr(spec.config, "is_decoder", None) is False:
-            config = copy.deepcopy(spec.config)
-            config.is_decoder = True
-            if _is_causal(replace(spec, config=config)):
-                ways.append('"is_decoder": true in its config.json')
-    ways.append("an objective of your own, see docs/tutorials/own-model.md")
-    return f"use {', or '.join(ways)}"
-
-
-def _is_causal(spec: ModelSpec) -> bool:
-    try:
-        return _trial(spec)[0].is_causal
-    except NoSmallModelError:
-        return False
 
 
 def _percent(part: float) -> str:

@@ -1,12 +1,12 @@
-"""Whether a model keeps packed documents apart: a small one of its kind is run, not a list of names consulted."""
+"""A check that a model keeps packed documents apart: a small one of its kind is run, no list of names consulted."""
 
 import torch
 from torch import Tensor, nn
 
-from frugal.errors import RequestError, first_line
-from frugal.training.data.store import packing
+from frugal.errors import RequestError
+from frugal.training.models import packs
 from frugal.training.models.spec import OWN, ModelSpec
-from frugal.training.trials.small_model import NoSmallModelError, small_models
+from frugal.training.trials.small_model import NoSmallModelError, tried
 
 DOCUMENTS = (13, 9)
 """Tokens of the two documents that are packed."""
@@ -29,36 +29,26 @@ def check_packing(spec: ModelSpec) -> None:
     Raises:
         RequestError: with the reason.
     """
-    if spec.task in _WHY_NOT:
-        raise RequestError(f"--pack is impossible for {spec.reference}", because=_WHY_NOT[spec.task], hint=_HINT)
-    reason, leak = "", None
-    try:
-        for _, model in small_models(spec):
-            try:
-                leak = leakage(model)
-                break
-            except Exception as error:  # whatever a model trips over
-                reason = f"a packed sample cannot be run: {first_line(error)}"
-    except NoSmallModelError as error:
-        reason = f"no small model of its kind can be made to see whether it keeps documents apart: {error}"
-    if leak is None:
-        raise RequestError(f"--pack is impossible for {spec.reference}", because=reason, hint=_HINT)
-    if leak > MOST_LEAKAGE:
-        raise RequestError(
-            f"--pack is impossible for {spec.reference}",
-            because=f"what it says of a document depends on the one before it, to {100 * leak:.1f} % of the whole",
-            hint=_HINT,
-        )
+    reason = _WHY_NOT.get(spec.task)
+    if reason is None:
+        try:
+            leak = tried(spec, lambda _, model: leakage(model))
+        except NoSmallModelError as error:
+            reason = f"whether it keeps documents apart could not be tried: {error}"
+        else:
+            if leak <= MOST_LEAKAGE:
+                return
+            reason = f"what it says of a document depends on the one before it, to {100 * leak:.1f} % of the whole"
+    raise RequestError(f"--pack is impossible for {spec.reference}", because=reason, hint=_HINT)
 
 
 def leakage(model: nn.Module) -> float:
-    """What a document before it changes in the logits of another that is packed with it, as a part of what it changes
-    where they simply follow each other."""
+    """Return what a document changes in the logits of the next in its pack, as a part of what it changes unpacked."""
     model.eval()
     generator = torch.Generator().manual_seed(0)
     first, second = (torch.randint(5, 200, (1, number), generator=generator) for number in DOCUMENTS)
     together = torch.cat([first, second], dim=1)
-    position_ids = torch.from_numpy(packing.positions(DOCUMENTS))[None]
+    position_ids = torch.from_numpy(packs.positions(DOCUMENTS))[None]
 
     def logits(tokens: Tensor, **inputs: Tensor) -> Tensor:
         return model(input_ids=tokens, **inputs).logits[0].float()
@@ -66,7 +56,7 @@ def leakage(model: nn.Module) -> float:
     with torch.no_grad():
         alone = torch.cat([logits(first), logits(second)])
         following = logits(together)
-        with packing.documents_kept_apart():
+        with packs.documents_kept_apart():
             packed = logits(together, position_ids=position_ids)
     unpacked = float((following - alone).abs().max())
     return float((packed - alone).abs().max()) / unpacked if unpacked else 0.0

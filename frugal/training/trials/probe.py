@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from frugal.torch_internals import tensors_in
-from frugal.training.models.tiled_loss import IGNORED
 from frugal.training.objectives import Batch, Objective, Sample
 from frugal.training.trials import held_still
+from frugal.units import IGNORED
 
 NUM_SAMPLES, FEW_SAMPLES = 8, 2
 """Samples of a batch that is run whole, and of the micro-batches it is cut into."""

@@ -1,4 +1,4 @@
-"""Whether a model's samples can be split over ranks: a small one of its kind is run in parts and whole.
+"""A check that a model's samples can be split over ranks: a small one of its kind is run in parts and whole.
 
 What mixes positions outside attention (convolutions, recurrences, biases of its own) or depends on the number of a head
 makes the gradient of the parts another. The parts are rows of one batch here, so no ranks are needed.
@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from frugal.errors import first_line
 from frugal.training.models import transformers_internals
 from frugal.training.models.sequence import attention, checks
 from frugal.training.models.sequence.parts import parts_of
@@ -23,7 +22,7 @@ from frugal.training.models.spec import ModelSpec
 from frugal.training.objectives import CausalLM
 from frugal.training.trials import probe
 from frugal.training.trials.probe import Dependence
-from frugal.training.trials.small_model import NoSmallModelError, small_models
+from frugal.training.trials.small_model import NoSmallModelError, tried
 
 NUM_PARTS = 2
 
@@ -47,31 +46,31 @@ def check_sequence_parallel(spec: ModelSpec, size: int, *, pack: bool) -> None:
         raise checks.refusal(spec.reference, size, "its loss is its own, of whole sequences")
     checks.refuse(spec.build(dtype=torch.float32, device="meta"), size)
     transformers_internals.always_use()
-    reason = ""
+
+    def run(small: ModelSpec, model: nn.Module) -> tuple[float, int, bool]:
+        checks.refuse(model, NUM_PARTS)
+        with _Counting(LENGTHS[0] // NUM_PARTS) as counting:
+            dependence, num_calls = on_parts(model, small.vocab_size or 2, pack=pack)
+        return dependence.difference, num_calls, counting.is_done
+
     try:
-        for small, model in small_models(spec):
-            try:
-                checks.refuse(model, NUM_PARTS)
-                with _Counting(LENGTHS[0] // NUM_PARTS) as counting:
-                    dependence, num_calls = on_parts(model, small.vocab_size or 2, pack=pack)
-            except Exception as error:  # whatever a model trips over
-                reason = f"a small one cannot be run in parts: {first_line(error)}"
-                continue
-            if not num_calls:
-                reason = "its attention does not go through transformers' attention functions"
-            elif dependence.difference > MOST_DIFFERENCE:
-                reason = (
-                    f"the gradient of a small one in {NUM_PARTS} parts is another by "
-                    f"{100 * dependence.difference:.2g} %: not only its attention mixes positions"
-                )
-            elif counting.is_done:
-                reason = "it counts the positions of a part by itself, from 0, whatever it is told"
-            else:
-                return
-            break
+        difference, num_calls, counts = tried(spec, run)
     except NoSmallModelError as error:
-        reason = f"no small model of its kind can be made to see whether parts train as the whole does: {error}"
-    raise checks.refusal(spec.reference, size, reason)
+        raise checks.refusal(
+            spec.reference, size, f"whether parts train as the whole does could not be tried: {error}"
+        ) from None
+    reason = ""
+    if not num_calls:
+        reason = "its attention does not go through transformers' attention functions"
+    elif difference > MOST_DIFFERENCE:
+        reason = (
+            f"the gradient of a small one in {NUM_PARTS} parts differs by {100 * difference:.2g} %: "
+            "not only its attention mixes positions"
+        )
+    elif counts:
+        reason = "it counts the positions of a part by itself, from 0, whatever it is told"
+    if reason:
+        raise checks.refusal(spec.reference, size, reason)
 
 
 def on_parts(model: nn.Module, vocab_size: int, *, pack: bool = False, size: int = NUM_PARTS) -> tuple[Dependence, int]:

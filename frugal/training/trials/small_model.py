@@ -2,10 +2,10 @@
 
 import contextlib
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -13,6 +13,8 @@ from torch import nn
 from frugal.errors import RequestError, first_line
 from frugal.training.models import factories
 from frugal.training.models.spec import ModelSpec, max_positions_of
+
+T = TypeVar("T")
 
 MOST_PARAMETERS = 30_000_000
 """Of a model that is run."""
@@ -67,6 +69,21 @@ def small_models(spec: ModelSpec) -> Iterator[tuple[ModelSpec, nn.Module]]:
         yield itself, itself.build(dtype=torch.float32)
     elif not number:
         raise NoSmallModelError(reason)
+
+
+def tried(spec: ModelSpec, run: Callable[[ModelSpec, nn.Module], T]) -> T:
+    """Return what `run` returns of the smallest model of the kind of `spec` that it does not fail on.
+
+    Raises:
+        NoSmallModelError: there is none, or `run` fails on all of them.
+    """
+    reason = ""
+    for small, model in small_models(spec):
+        try:
+            return run(small, model)
+        except Exception as error:  # whatever a model trips over
+            reason = first_line(error)
+    raise NoSmallModelError(f"a small one fails: {reason}")
 
 
 def _smallest(spec: ModelSpec, sizes: dict[str, int], whole: nn.Module) -> ModelSpec | None:

@@ -54,7 +54,7 @@ def test_a_model_that_sees_later_tokens_cannot_be_trained_to_predict_them() -> N
         "  because later tokens change what it says of earlier ones, by N % of what they change at all\n"
         "  because padding alone changes the gradient by N %\n"
         "\n"
-        'hint: use --task masked-lm, or --task sequence-classification, or "is_decoder": true in its config.json, or '
+        "hint: use --task masked-lm, or --task sequence-classification, or "
         "an objective of your own, see docs/tutorials/own-model.md"
     )
 

@@ -33,7 +33,7 @@ _SPLIT = "_sequence_split"
 
 
 class Split:
-    """How the attention of one model is split over `size` ranks, which `exchange` with each other.
+    """The attention of one model, split over `size` ranks, which `exchange` with each other.
 
     `num_calls`: how often attention has run under it.
     """
@@ -44,32 +44,19 @@ class Split:
         self._exchange = exchange
 
     def to_heads(self, states: Tensor) -> Tensor:
-        """From `(samples, heads, part, size)` to `(samples, heads / n, positions, size)`."""
-        return self._joined(self.exchanged(self._by_heads(states)))
+        """Turn `(samples, heads, part, size)` into `(samples, heads / n, positions, size)`."""
+        sent = states.unflatten(1, (self.size, -1)).permute(1, 3, 0, 2, 4)  # positions first: joining them is no copy
+        return self.exchanged(sent.contiguous()).flatten(0, 1).permute(1, 2, 0, 3)
 
     def to_parts(self, attended: Tensor) -> Tensor:
-        """From `(samples, positions, heads / n, size)` to `(samples, part, heads, size)`."""
-        return self._rejoined(self.exchanged(self._by_parts(attended)))
+        """Turn `(samples, positions, heads / n, size)` into `(samples, part, heads, size)`."""
+        sent = attended.unflatten(1, (self.size, -1)).transpose(0, 1)
+        return self.exchanged(sent.contiguous()).permute(1, 2, 0, 3, 4).flatten(2, 3)
 
     def exchanged(self, tensor: Tensor) -> Tensor:
-        """What the ranks have for this one: `(ranks, ...)`, as `tensor`, in which it has something for each."""
+        """Return what the ranks have for this one: `(ranks, ...)`, as `tensor`, in which it has something for each."""
         received: Tensor = _AllToAll.apply(tensor, self._exchange)
         return received
-
-    def _by_heads(self, states: Tensor) -> Tensor:
-        samples, heads, part, size = states.shape
-        split = states.reshape(samples, self.size, heads // self.size, part, size)
-        return split.permute(1, 3, 0, 2, 4).contiguous()  # positions first: then joining them needs no copy
-
-    def _joined(self, received: Tensor) -> Tensor:
-        return received.flatten(0, 1).permute(1, 2, 0, 3)
-
-    def _by_parts(self, attended: Tensor) -> Tensor:
-        split = attended.unflatten(1, (self.size, -1))
-        return split.transpose(0, 1).contiguous()
-
-    def _rejoined(self, received: Tensor) -> Tensor:
-        return received.permute(1, 2, 0, 3, 4).flatten(2, 3)
 
 
 class SplitInOneProcess(Split):
@@ -79,19 +66,14 @@ class SplitInOneProcess(Split):
         super().__init__(size, lambda *_: None)
 
     def to_heads(self, states: Tensor) -> Tensor:
-        """As if each block of rows were a rank's."""
-        sent = [self._by_heads(rank) for rank in states.chunk(self.size)]
-        return torch.cat([self._joined(received) for received in _swapped(sent)])
+        """Exchange as if each block of rows were a rank's."""
+        by_rank = states.unflatten(1, (self.size, -1)).unflatten(0, (self.size, -1))
+        return by_rank.permute(2, 1, 3, 0, 4, 5).flatten(3, 4).flatten(0, 1)
 
     def to_parts(self, attended: Tensor) -> Tensor:
-        """As if each block of rows were a rank's."""
-        sent = [self._by_parts(rank) for rank in attended.chunk(self.size)]
-        return torch.cat([self._rejoined(received) for received in _swapped(sent)])
-
-
-def _swapped(sent: list[Tensor]) -> list[Tensor]:
-    """What each rank receives where rank i sends `sent[i][j]` to rank j."""
-    return list(torch.stack(sent, dim=1))
+        """Exchange as if each block of rows were a rank's."""
+        by_group = attended.unflatten(1, (self.size, -1)).unflatten(0, (self.size, -1))
+        return by_group.permute(2, 1, 3, 0, 4, 5).flatten(3, 4).flatten(0, 1)
 
 
 class _AllToAll(torch.autograd.Function):

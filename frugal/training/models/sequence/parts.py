@@ -12,10 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from frugal.errors import RequestError
-from frugal.training.data.store import packing
-from frugal.training.losses.predictions import IGNORED
-from frugal.training.models import transformers_internals
+from frugal.training.models import packs, transformers_internals
 from frugal.training.objectives import Batch, CausalLM, Objective, Sample, token_loss_sum
+from frugal.units import IGNORED
 
 
 def parts_of(objective: Objective, size: int, rank: int) -> Objective:
@@ -91,6 +90,6 @@ class SequenceParts:
         """Summed cross entropy of what this part's positions say; masks are those of the whole sequence."""
         inputs = {name: batch[name] for name in ("input_ids", "position_ids")}
         whole = batch.get("whole_position_ids")
-        documents = None if whole is None else packing.numbers_of_documents(whole)
+        documents = None if whole is None else packs.numbers_of_documents(whole)
         with transformers_internals.masks_of_whole_sequences(self.size, whole, documents):
             return token_loss_sum(model, inputs, batch["labels"])

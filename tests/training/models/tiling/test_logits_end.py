@@ -75,7 +75,7 @@ def test_a_model_that_leaves_its_logits_alone_has_no_end() -> None:
     ("family", "dtype"),
     [
         *((family, torch.float32) for family in (*CHANGES, "marian")),
-        *((family, torch.bfloat16) for family in ("gemma2", "granite")),  # transformers' loss of seq2seq models is not in fp32
+        *((family, torch.bfloat16) for family in ("gemma2", "granite")),
     ],
 )
 def test_loss_and_gradient_are_those_of_the_models_own_loss(family: str, dtype: torch.dtype) -> None:
