@@ -24,26 +24,26 @@ Batch = dict[str, Tensor]
 
 
 class Objective(Protocol):
-    """What is trained. Every micro-batch must build the same autograd graph: ZeRO-2 reduces by order of arrival."""
+    """A loss to train. Every micro-batch must build the same autograd graph: ZeRO-2 reduces by order of arrival."""
 
     def collate(self, samples: Sequence[Sample]) -> Batch:
-        """Tensors of shape `(len(samples), ...)`, on the CPU."""
+        """Return tensors of shape `(len(samples), ...)`, on the CPU."""
         ...
 
     def dummy(self) -> Sample:
-        """The smallest sample, without a target: what a rank runs where its micro-batch is empty."""
+        """Return the smallest sample, without a target: what a rank runs where its micro-batch is empty."""
         ...
 
     def example(self, num_samples: int, seq_len: int) -> Batch:
-        """The largest batch of `num_samples`: every sample `seq_len` tokens long. Its values do not matter."""
+        """Return the largest batch of `num_samples`: every sample `seq_len` tokens long. Its values do not matter."""
         ...
 
     def count(self, batch: Batch) -> int:
-        """Targets in the batch: what the loss is averaged over."""
+        """Count the targets in the batch: what the loss is averaged over."""
         ...
 
     def loss_sum(self, model: nn.Module, batch: Batch) -> Tensor:
-        """The loss summed over the targets, fp32, shape `()`; exactly 0 with zero gradients where there is none."""
+        """Return the loss summed over targets, fp32, shape `()`; exactly 0 with zero gradients without a target."""
         ...
 
 
@@ -70,33 +70,33 @@ class SummedLoss:
         self._count = count
 
     def collate(self, samples: Sequence[Sample]) -> Batch:
-        """What `collate` makes of them, and `real`: 1, or 0 for the dummy, shape `()`."""
+        """Return what `collate` makes of them, and `real`: 1, or 0 for the dummy, shape `()`."""
         real = not isinstance(samples[0], _Dummy)
         plain = [{name: value for name, value in sample.items() if name != "draw"} for sample in samples]
         return {**self._collate(plain), "real": torch.tensor(float(real))}
 
     def dummy(self) -> Sample:
-        """The example, marked."""
+        """Return the example, marked."""
         return _Dummy(self._sample(2))
 
     def example(self, num_samples: int, seq_len: int) -> Batch:
-        """`num_samples` copies of the example."""
+        """Return `num_samples` copies of the example."""
         return self.collate([self._sample(seq_len)] * num_samples)
 
     def count(self, batch: Batch) -> int:
-        """Targets; none in the dummy."""
+        """Count the targets; none in the dummy."""
         if not batch["real"]:
             return 0
         own = self._without_mark(batch)
         return len(next(iter(own.values()))) if self._count is None else int(self._count(own))
 
     def loss_sum(self, model: nn.Module, batch: Batch) -> Tensor:
-        """The loss in fp32, times zero for the dummy."""
+        """Return the loss in fp32, times zero for the dummy."""
         return self._loss(model, self._without_mark(batch)).float() * batch["real"]
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of a sample's values, in the order of the example."""
+        """Return the names of a sample's values, in the order of the example."""
         return tuple(self._sample(2))
 
     def _sample(self, seq_len: int) -> Sample:
@@ -113,14 +113,14 @@ class _Dummy(dict[str, Any]):
 
 
 def _on_cpu(value: Any) -> Any:
-    """Factories run with meta as default device, and samples need values."""
+    """Replace meta tensors by zeros: factories run with meta as default device, and samples need values."""
     if isinstance(value, Tensor) and value.is_meta:
         return torch.zeros(value.shape, dtype=value.dtype, device="cpu")
     return value
 
 
 def summed_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """Cross entropy in fp32 over `logits` of shape `(..., classes)`, summed where `targets` is not `IGNORED`."""
+    """Return the cross entropy in fp32 of `logits (..., classes)`, summed where `targets` is not `IGNORED`."""
     predictions.show(logits, targets)
     return F.cross_entropy(
         logits.reshape(-1, logits.shape[-1]).float(), targets.reshape(-1), ignore_index=IGNORED, reduction="sum"
@@ -128,7 +128,7 @@ def summed_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def token_loss_sum(model: nn.Module, inputs: Batch, targets: Tensor) -> Tensor:
-    """Cross entropy of what `model(**inputs)` says of each position, summed over `targets (samples, positions)`.
+    """Return the cross entropy of `model(**inputs)`, summed over `targets (samples, positions)`.
 
     Tiled where the plan says so, so that the logits of a batch never exist at once.
     """
@@ -138,7 +138,7 @@ def token_loss_sum(model: nn.Module, inputs: Batch, targets: Tensor) -> Tensor:
 
 
 def tokens_and_positions(objective: Objective, samples: Sequence[Sample], batch: Batch) -> tuple[int, int]:
-    """Tokens of `samples`, and the positions that `batch`, collated of them, has for these; of pairs on both sides.
+    """Count the tokens of `samples` and the positions of `batch`, collated of them; of pairs on both sides.
 
     `samples`: none in a dummy. (0, 0) for an objective that does not say `pads_tokens`: nobody knows what it pads.
     """
@@ -152,7 +152,7 @@ def tokens_and_positions(objective: Objective, samples: Sequence[Sample], batch:
 
 
 def pad(rows: Sequence[Sequence[int]], fill: int) -> Tensor:
-    """`rows` of token ids, padded on the right with `fill` to the longest: shape `(len(rows), longest)`, int64."""
+    """Pad `rows` of token ids on the right with `fill`: shape `(len(rows), longest)`, int64."""
     padded = np.full((len(rows), max(map(len, rows))), fill, dtype=np.int64)
     for i, row in enumerate(rows):
         padded[i, : len(row)] = row
@@ -160,7 +160,7 @@ def pad(rows: Sequence[Sequence[int]], fill: int) -> Tensor:
 
 
 def real_tokens(rows: Sequence[Sequence[int]]) -> Tensor:
-    """The attention mask of `rows` padded on the right: 1 for a token, 0 for padding, `(len(rows), longest)`, int64.
+    """Return the attention mask of `rows` padded on the right: 1 for a token, `(len(rows), longest)`, int64.
 
     Passed also where nothing is padded, so that every batch takes the same way through the model.
     """
@@ -169,7 +169,7 @@ def real_tokens(rows: Sequence[Sequence[int]]) -> Tensor:
 
 
 class _TextObjective:
-    """What the objectives of texts share: a batch has `labels`, of which `IGNORED` is no target."""
+    """A base of the objectives of texts: a batch has `labels`, of which `IGNORED` is no target."""
 
     pads_tokens = True  # each sample's, to the longest in its micro-batch
 
@@ -192,7 +192,7 @@ class CausalLM(_TextObjective):
         self.own_loss = own_loss
 
     def collate(self, samples: Sequence[Sample]) -> Batch:
-        """`input_ids`, `labels`, if packed `position_ids`, for the own loss `real`: each `(samples, longest)`.
+        """Return `input_ids`, `labels`, if packed `position_ids`, for the own loss `real`: each `(samples, longest)`.
 
         `real` is 1 where a token is no padding; routers need it. There is no attention mask: padding is on the right,
         and causal attention never looks there. That keeps the flash kernel, which takes no mask. Packed, the model
@@ -213,19 +213,19 @@ class CausalLM(_TextObjective):
         return batch | {"position_ids": pad(positions, 0)}
 
     def dummy(self) -> Sample:
-        """Two tokens, none of them a target."""
+        """Return two tokens without a target."""
         return {"input_ids": [self.pad_id, self.pad_id], "labels": [IGNORED, IGNORED]}
 
     def example(self, num_samples: int, seq_len: int) -> Batch:
-        """`num_samples` rows of `seq_len` tokens."""
+        """Return `num_samples` rows of `seq_len` tokens."""
         return self.collate([{"input_ids": [self.pad_id] * seq_len}] * num_samples)
 
     def count(self, batch: Batch) -> int:
-        """Targets; position 0 is predicted by nothing."""
+        """Count the targets; position 0 is predicted by nothing."""
         return int((batch["labels"][:, 1:] != IGNORED).sum())
 
     def loss_sum(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Summed cross entropy of every next token."""
+        """Return the summed cross entropy of every next token."""
         next_tokens = F.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)  # cheaper than a copy of all logits but one
         inputs = {name: tensor for name, tensor in batch.items() if name not in ("labels", "real")}
         with packs.documents_kept_apart() if self.packed else nullcontext():
@@ -261,7 +261,7 @@ class MaskedLM(_TextObjective):
         self.seed = seed
 
     def mask(self, sample: Sample) -> tuple[Sequence[int], Sequence[int]]:
-        """The masked tokens and the labels of a sample, each as long as its `input_ids`."""
+        """Return the masked tokens and the labels of a sample, each as long as its `input_ids`."""
         tokens = np.asarray(sample["input_ids"], dtype=np.int64)
         if "labels" in sample:
             return tokens, sample["labels"]  # type: ignore[return-value]  # an array is as good as a sequence here
@@ -280,7 +280,7 @@ class MaskedLM(_TextObjective):
         return shown, labels  # type: ignore[return-value]  # as above
 
     def collate(self, samples: Sequence[Sample]) -> Batch:
-        """`input_ids`, `attention_mask` and `labels`, each of shape `(samples, longest)`."""
+        """Return `input_ids`, `attention_mask` and `labels`, each of shape `(samples, longest)`."""
         masked = [self.mask(sample) for sample in samples]
         return {
             "input_ids": pad([tokens for tokens, _ in masked], self.pad_id),
@@ -289,15 +289,15 @@ class MaskedLM(_TextObjective):
         }
 
     def dummy(self) -> Sample:
-        """Two tokens, none of them a target."""
+        """Return two tokens without a target."""
         return {"input_ids": [self.mask_id] * 2, "labels": [IGNORED] * 2}
 
     def example(self, num_samples: int, seq_len: int) -> Batch:
-        """`num_samples` rows of `seq_len` tokens, every one a target: how many are makes no difference to memory."""
+        """Return `num_samples` rows of `seq_len` tokens, all targets: their number makes no difference to memory."""
         return self.collate([{"input_ids": [self.mask_id] * seq_len, "labels": [self.mask_id] * seq_len}] * num_samples)
 
     def loss_sum(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Summed cross entropy of the masked tokens."""
+        """Return the summed cross entropy of the masked tokens."""
         inputs = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
         return token_loss_sum(model, inputs, batch["labels"])
 
@@ -323,7 +323,7 @@ class Seq2Seq(_TextObjective):
         self._decoder_inputs = decoder_inputs or self._after_start
 
     def collate(self, samples: Sequence[Sample]) -> Batch:
-        """`input_ids` and `attention_mask` of shape `(samples, longest source)`, the rest `(samples, longest target)`.
+        """Return `input_ids`, `attention_mask (samples, longest source)`, and the rest `(samples, longest target)`.
 
         The decoder needs no mask: it never looks at padding, which is on the right.
         """
@@ -342,17 +342,17 @@ class Seq2Seq(_TextObjective):
         return shifted
 
     def dummy(self) -> Sample:
-        """One source token and one target position without a target."""
+        """Return one source token and one target position without a target."""
         return {"input_ids": [self.start_id], "labels": [IGNORED]}
 
     def example(self, num_samples: int, seq_len: int) -> Batch:
-        """`num_samples` sources and targets of `seq_len` tokens each."""
+        """Return `num_samples` sources and targets of `seq_len` tokens each."""
         return self.collate(
             [{"input_ids": [self.start_id] * seq_len, "labels": [self.start_id] * seq_len}] * num_samples
         )
 
     def loss_sum(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Summed cross entropy of the target tokens."""
+        """Return the summed cross entropy of the target tokens."""
         inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
         if self.own_loss:
             return own_loss.loss_sum(model, inputs, labels=batch["labels"], targets=batch["labels"])
@@ -373,7 +373,7 @@ class SequenceClassification(_TextObjective):
         self.end_id = pad_id if end_id is None else end_id
 
     def collate(self, samples: Sequence[Sample]) -> Batch:
-        """`input_ids` (and `attention_mask`) of shape `(samples, longest)`, `labels` of shape `(samples,)`."""
+        """Return `input_ids` (and `attention_mask`) of shape `(samples, longest)`, `labels` of shape `(samples,)`."""
         rows = [sample["input_ids"] for sample in samples]
         mask = {"attention_mask": real_tokens(rows)} if self.bidirectional else {}
         return {
@@ -383,14 +383,14 @@ class SequenceClassification(_TextObjective):
         }
 
     def dummy(self) -> Sample:
-        """Two tokens without a class."""
+        """Return two tokens without a class."""
         return {"input_ids": [self.pad_id, self.end_id], "label": IGNORED}
 
     def example(self, num_samples: int, seq_len: int) -> Batch:
-        """`num_samples` rows of `seq_len` tokens, all of class 0."""
+        """Return `num_samples` rows of `seq_len` tokens, all of class 0."""
         return self.collate([{"input_ids": [self.pad_id] * (seq_len - 1) + [self.end_id], "label": 0}] * num_samples)
 
     def loss_sum(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Summed cross entropy of the classes."""
+        """Return the summed cross entropy of the classes."""
         inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
         return summed_cross_entropy(model(**inputs).logits, batch["labels"])

@@ -30,7 +30,7 @@ _OTHERS_CODE = ("torch", "deepspeed", "contextlib.py", "functools.py")
 
 @dataclass(frozen=True)
 class OutOfMemoryReport:
-    """What one rank that ran out of memory knows.
+    """The knowledge of one rank that ran out of memory.
 
     Attributes:
         rank: which one.
@@ -50,7 +50,7 @@ class OutOfMemoryReport:
 
     @property
     def is_fragmentation(self) -> bool:
-        """Whether enough was free inside what the allocator had reserved, only not in one block."""
+        """Return whether enough of the reserved memory was free, only not in one block."""
         return self.request_bytes is not None and self.reserved_bytes - self.allocated_bytes >= self.request_bytes
 
     def __str__(self) -> str:
@@ -70,12 +70,12 @@ class OutOfMemory:
 
     @property
     def is_fragmentation(self) -> bool:
-        """Whether the same work may succeed once the allocators have emptied their caches."""
+        """Return whether the same work may succeed once the allocators have emptied their caches."""
         return all(report.is_fragmentation for report in self.reports)
 
     @property
     def is_in_update(self) -> bool:
-        """Whether it was in the optimizer step."""
+        """Return whether it was in the optimizer step."""
         return any(report.phase == UPDATE for report in self.reports)
 
 
@@ -87,14 +87,14 @@ def recovery(shortage: OutOfMemory | None) -> dict[str, Any]:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether `error` says that memory ran out, on the device, on the host or inside cuBLAS or NCCL."""
+    """Return whether `error` says that memory ran out, on the device, on the host or inside cuBLAS or NCCL."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
         isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS)
     )
 
 
 def report_of(error: BaseException, rank: int) -> OutOfMemoryReport:
-    """What this rank reports of `error`, before its memory is freed."""
+    """Return what this rank reports of `error`, before its memory is freed."""
     request = _REQUEST.search(str(error))
     on_gpu = torch.cuda.is_available() and torch.cuda.is_initialized()
     frames = traceback.extract_tb(error.__traceback__)
@@ -109,7 +109,7 @@ def report_of(error: BaseException, rank: int) -> OutOfMemoryReport:
 
 
 def _phase(frames: traceback.StackSummary) -> str:
-    """By the functions of frugal.training that were running."""
+    """Return the phase of a step by the functions of frugal.training that were running."""
     running = {frame.name for frame in frames if Path(__file__).parent in Path(frame.filename).parents}
     if "update" in running:  # Update.update in oom_retry
         return UPDATE
@@ -119,7 +119,7 @@ def _phase(frames: traceback.StackSummary) -> str:
 
 
 def _where(frames: traceback.StackSummary) -> str:
-    """The innermost line that is neither torch's nor DeepSpeed's."""
+    """Return the innermost line that is neither torch's nor DeepSpeed's."""
     own = [frame for frame in frames if not set(Path(frame.filename).parts) & set(_OTHERS_CODE)] or list(frames)
     if not own:
         return "an unknown place"
@@ -131,7 +131,7 @@ PATIENCE = 100  # optimizer steps
 
 @dataclass(frozen=True, kw_only=True)
 class LearntLimits:
-    """What a checkpoint keeps.
+    """The limits that were learnt from failures, as a checkpoint keeps them.
 
     Attributes:
         planned: the plan's limits; under another plan nothing was learnt.
@@ -164,7 +164,7 @@ class AdaptiveLimits:
 
     @property
     def limits(self) -> MicroBatchLimits:
-        """Limits of training."""
+        """Return the limits of training."""
         return self._now.limits
 
     @limits.setter
@@ -173,12 +173,12 @@ class AdaptiveLimits:
 
     @property
     def evaluation(self) -> MicroBatchLimits:
-        """Limits of evaluation, which keeps no activations for backward."""
+        """Return the limits of evaluation, which keeps no activations for backward."""
         return self._now.evaluation or self.limits
 
     @property
     def is_lowered(self) -> bool:
-        """Whether a training step takes less than planned, because memory ran out."""
+        """Return whether a training step takes less than planned, because memory ran out."""
         return self.limits != self._now.planned or self._now.recomputes
 
     def learnt(self) -> LearntLimits | None:
@@ -237,7 +237,7 @@ class AdaptiveLimits:
         return f"out of memory in evaluation: it is run again with {_micro_batches(limits)}"
 
     def retry_update(self, shortage: OutOfMemory, attempts: int, *, is_begun: bool) -> str:
-        """Memory ran out in the optimizer step; return what to say if the same micro-batches may be run again, once.
+        """Allow the same micro-batches once more after memory ran out in the optimizer step; return what to say.
 
         Smaller micro-batches would not help: no activation lives then.
 

@@ -54,7 +54,7 @@ class StepResult:
     """One optimizer step: mean loss over `targets`, norm of the global gradient before clipping, learning rate used.
 
     `is_finite`: whether loss and gradient are numbers; otherwise neither weights nor optimizer states were touched.
-    `tokens` of the samples took so many `positions` on all ranks; None where samples are not of tokens.
+    `tokens` of the samples took `positions` positions on all ranks; None where samples are not of tokens.
     """
 
     loss: float
@@ -71,7 +71,7 @@ class StepResult:
 class Prepared:
     """A global batch, and what this rank takes of it under `limits`, cut as `planned`: micro-batches, and targets.
 
-    `tokens` of its samples are in so many `positions` of its micro-batches (of pairs on both sides); the rest is
+    `tokens` of its samples are in `positions` positions of its micro-batches (of pairs on both sides); the rest is
     padding, and dummies. Both are 0 where samples are not of tokens.
     """
 
@@ -85,7 +85,7 @@ class Prepared:
 
     @property
     def largest(self) -> tuple[int, int] | None:
-        """Samples and tokens (of pairs on the longer side) of the largest micro-batch; None: it is not of tokens."""
+        """Return samples and tokens (of pairs on the longer side) of the largest micro-batch; None: not of tokens."""
         sizes = [
             (len(tokens), max(batch[name].shape[1] for name in ("input_ids", "labels") if batch[name].dim() > 1))
             for batch in self.batches
@@ -128,12 +128,12 @@ class Stepper:
 
     @property
     def module(self) -> nn.Module:
-        """The model itself."""
+        """Return the model itself."""
         return self.deepspeed.module
 
     @property
     def limits(self) -> MicroBatchLimits:
-        """What a micro-batch may take: the plan's word, lowered where memory ran out all the same."""
+        """Return what a micro-batch may take: as planned, lowered where memory ran out all the same."""
         return self.adaptive_limits.limits
 
     @limits.setter
@@ -141,11 +141,11 @@ class Stepper:
         self.adaptive_limits.limits = limits
 
     def micro_batches(self, samples: Sequence[Sample]) -> list[Batch]:
-        """This rank's micro-batches of a global batch, collated; an empty one becomes a dummy without targets."""
+        """Return this rank's micro-batches of a global batch; an empty one becomes a dummy without targets."""
         return self.prepare(samples).batches
 
     def prepare(self, samples: Sequence[Sample]) -> Prepared:
-        """All that `train_step` does on the host alone; another thread may do it while a step runs."""
+        """Do all that `train_step` needs on the host; another thread may call it while a step runs."""
         limits, planned = self.limits, self.plan.batch
         batches, tokens, positions = [], 0, 0
         for places in share(samples, limits, self.group, planned).places:
@@ -157,7 +157,7 @@ class Stepper:
         return Prepared(samples, limits, planned, batches, sum(map(self.objective.count, batches)), tokens, positions)
 
     def train_step(self, batch: Given | Prepared) -> StepResult:
-        """One optimizer step on the samples of a global batch, given whole and equal on every rank, or prepared.
+        """Take one optimizer step on the samples of a global batch, the same on every rank, or prepared.
 
         It is a list of samples, or what a `DataLoader` yields: see `frugal.training.data.given_batch`. Only this rank's
         micro-batches are read, so they may be loaded on access. Where `batch.lengths` has the tokens of each, samples
@@ -215,7 +215,7 @@ class Stepper:
         )
 
     def agree_to_stop(self) -> bool:
-        """Whether any rank wants to stop, or was asked to; `is_to_stop` from now on. Collective."""
+        """Return whether any rank wants to stop, or was asked to; also set `is_to_stop`. Collective."""
         self.is_to_stop = self._sum(self._is_asked_to_stop) > [0]
         return self.is_to_stop
 
@@ -224,7 +224,7 @@ class Stepper:
         return self.wants_to_stop or stop.requested() is not None
 
     def _try(self, batches: Sequence[Batch], targets: int) -> tuple[float, bool] | OutOfMemory | RanksDifferError:
-        """A whole step: the loss summed over the ranks, and whether all numbers are finite. Collective."""
+        """Try a whole step; return the loss summed over the ranks, and whether all numbers are finite. Collective."""
         self.update.is_begun = False
         self.unused.begin()
         try:
@@ -247,7 +247,7 @@ class Stepper:
         return loss_sum, is_finite
 
     def _reduce_in_order(self, difference: RanksDifferError) -> None:
-        """After gradients arrived in other orders on other ranks: from here on reduce them in one, and say so.
+        """Reduce gradients in one order from here on, after ranks differed in it, and say so.
 
         Raises:
             RanksDifferError: that cannot help.
@@ -263,7 +263,7 @@ class Stepper:
             )  # fmt: skip
 
     def _make_room(self, shortage: OutOfMemory, samples: Sequence[Sample], attempts: int) -> str:
-        """After a global batch ran out of memory for the `attempts`-th time: change what may help, and say what."""
+        """Change what may help after running out of memory for the `attempts`-th time; return what to say."""
         if shortage.is_in_update:
             return self.adaptive_limits.retry_update(shortage, attempts, is_begun=self.update.is_begun)
         if shortage.is_fragmentation and attempts == 1:
@@ -275,7 +275,7 @@ class Stepper:
             logger.warning(message, extra=recovery(shortage))
 
     def accumulate(self, batches: Sequence[Batch], targets: int) -> Tensor:
-        """Forward and backward over this rank's micro-batches; see `accumulate`."""
+        """Run forward and backward over this rank's micro-batches; see `accumulate`."""
         is_first, self._is_first = self._is_first, False
         with engine.split_reads_refused(self.zero, is_first=is_first):
             return accumulate(self.deepspeed, self.objective, batches, targets, self._before_micro_batch)
@@ -284,14 +284,14 @@ class Stepper:
         self.unused.expect(self.objective.count(batch))
 
     def _sum(self, *values: float) -> list[float]:
-        """Each value summed over the ranks, in fp64."""
+        """Sum each value over the ranks, in fp64."""
         tensor = torch.tensor(values, dtype=torch.float64)
         dist.all_reduce(tensor, group=self.votes)
         return tensor.tolist()
 
 
 def wrap(model: nn.Module, request: Request, strategy: Strategy, batch: BatchPlan, **how: Any) -> Zero:
-    """DeepSpeed's engine around `model`, changed as the strategy says. Collective. `how` and errors as there."""
+    """Wrap `model`, changed as the strategy says, in DeepSpeed's engine. Collective. `how` and errors as there."""
     transformers_internals.always_use()
     expert_modules.always_run(model)
     activation_checkpointing.apply(model, strategy.activation_checkpointing, strategy.layer_modes)
@@ -314,7 +314,7 @@ def accumulate(
     targets: int,
     before_each: Callable[[Batch], None] = lambda _: None,
 ) -> Tensor:
-    """Forward and backward over this rank's micro-batches; the loss summed over them, fp64, shape `()`.
+    """Run forward and backward over this rank's micro-batches; return the summed loss, fp64, shape `()`.
 
     `targets` counts those of the global batch. `before_each` is called with each micro-batch. The
     gradients are reduced after the last micro-batch. Collective.

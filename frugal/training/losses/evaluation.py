@@ -39,12 +39,12 @@ class Evaluation:
 
     @property
     def perplexity(self) -> float:
-        """exp(loss); infinite where that is beyond a float."""
+        """Return exp(loss); infinite where that is beyond a float."""
         return math.exp(self.loss) if self.loss < 709 else math.inf
 
 
 def evaluate(engine: Stepper, samples: Sequence[Sample], metric: Metric | None = None) -> Evaluation:
-    """The model's loss on `samples`, the same sequence on every rank. Collective; dropout is off meanwhile.
+    """Return the model's loss on `samples`, the same sequence on every rank. Collective; dropout is off meanwhile.
 
     The samples are cut into micro-batches like a global batch, under the same limits, so that a forward takes no more
     than one of training, which also keeps what backward needs. Where memory runs out on a rank all the same, all of it
@@ -88,7 +88,7 @@ def evaluate(engine: Stepper, samples: Sequence[Sample], metric: Metric | None =
 def _evaluated(
     engine: Stepper, samples: Sequence[Sample], shares: Sequence[Sequence[int]], metric: Metric | None
 ) -> tuple[float, int, dict[int, Kept]]:
-    """This rank's micro-batches: the summed loss, the number of targets, and what the metric needs. Collective."""
+    """Run this rank's micro-batches; return the summed loss, the targets, and what the metric needs. Collective."""
     loss = torch.zeros((), dtype=torch.float64, device=engine.device)
     targets = 0
     kept: dict[int, Kept] = {}

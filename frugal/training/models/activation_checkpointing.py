@@ -62,7 +62,7 @@ EXPENSIVE = {
 
 
 def contexts() -> tuple["_Keep", "_Return"]:
-    """What one call of a layer runs in, and what its recomputation runs in: `checkpoint`'s `context_fn`."""
+    """Return the modes of one call of a layer and of its recomputation: `checkpoint`'s `context_fn`."""
     calls: list[_Call] = []
     return _Keep(calls), _Return(calls)
 
@@ -85,7 +85,7 @@ class _Call:
 
 
 class _Keep(torch_internals.DispatchMode):
-    """Keeps what expensive operators return, in their order."""
+    """A mode that keeps the results of expensive operators, in their order."""
 
     def __init__(self, calls: list[_Call]) -> None:
         super().__init__()
@@ -106,14 +106,14 @@ class _Keep(torch_internals.DispatchMode):
         return out
 
     def __exit__(self, *exception: Any) -> None:
-        """The end of the layer: from here on the versions tell whether a result is what it was."""
+        """End the layer: from here on the versions tell whether a result is what it was."""
         self._of_storage = {}
         for call in self._calls:
             call.versions = _versions(call.result)
         super().__exit__(*exception)
 
     def _note_uses(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        """Which results `func` read or changed."""
+        """Note which results `func` read or changed."""
         used = {torch_internals.address(value): value for value in _tensors((*args, *kwargs.values()))}
         touched = used.keys() & self._of_storage.keys()
         if not touched:
@@ -136,7 +136,7 @@ class _Keep(torch_internals.DispatchMode):
 
 
 class _Return(torch_internals.DispatchMode):
-    """Returns what was kept, instead of running the operators again that made it."""
+    """A mode that returns kept results instead of running their operators again."""
 
     def __init__(self, calls: list[_Call]) -> None:
         super().__init__()
@@ -145,7 +145,7 @@ class _Return(torch_internals.DispatchMode):
         self._writes_left: dict[int, tuple[int, Tensor]] = {}  # address -> writes it has seen already, and their target
 
     def __enter__(self) -> "_Return":
-        """From the first operator on, also if the layer is recomputed a second time."""
+        """Begin with the first operator, also if the layer is recomputed a second time."""
         self._next = 0
         super().__enter__()
         return self
@@ -158,7 +158,7 @@ class _Return(torch_internals.DispatchMode):
         super().__exit__(*exception)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        """The kept result, or what the operator returns."""
+        """Return the kept result, or what the operator returns."""
         kwargs = kwargs or {}
         if func in EXPENSIVE:
             call = self._calls[self._next]
@@ -170,7 +170,7 @@ class _Return(torch_internals.DispatchMode):
         return func(*args, **kwargs)
 
     def _take(self, call: _Call) -> Any:
-        """The kept result of a call, which is given back once."""
+        """Return the kept result of a call, which is given back once."""
         result, call.result = _map(_detached, call.result), None
         if call.num_writes:
             for tensor in _tensors(result):
@@ -178,7 +178,7 @@ class _Return(torch_internals.DispatchMode):
         return result
 
     def _was_written(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether the kept result that `func` writes to has its effect already."""
+        """Return whether the kept result that `func` writes to has its effect already."""
         for target in _written(func, args, kwargs):
             left, tensor = self._writes_left.pop(torch_internals.address(target), (0, target))
             if left > 1:
@@ -189,7 +189,7 @@ class _Return(torch_internals.DispatchMode):
 
 
 def _draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether it takes random numbers: attention with dropout."""
+    """Return whether it takes random numbers: attention with dropout."""
     for i, argument in enumerate(torch_internals.schema(func).arguments):
         if argument.name == "dropout_p":
             return bool(args[i] if i < len(args) else kwargs.get("dropout_p", argument.default_value))
@@ -197,7 +197,7 @@ def _draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """The tensors that `func` changes in place."""
+    """Return the tensors that `func` changes in place."""
     if not torch_internals.schema(func).is_mutable:
         return []
     changed = []
@@ -280,7 +280,7 @@ def apply(
 
 
 def _switch(model: nn.Module, mode: ActivationCheckpointing, of_layers: list[LayerMode], watch: Watch | None) -> None:
-    """`apply` to a model that has a switch. transformers' layers are run one by one; others only know on and off.
+    """Apply to a model that has a switch. transformers' layers are run one by one; others only know on and off.
 
     When it switches on, transformers has the embeddings' output ask for a gradient, each time by another hook, and
     leaves the hooks when it switches off. Where the embeddings are frozen, the first layer would then keep more than in
@@ -304,7 +304,7 @@ def _switch(model: nn.Module, mode: ActivationCheckpointing, of_layers: list[Lay
 
 
 def layers(model: nn.Module) -> list[nn.Module]:
-    """The layers that `apply` gives modes, in the order of the model; none where it only knows on and off."""
+    """Return the layers that `apply` gives modes, in the model's order; none where it only knows on and off."""
     return transformers_internals.checkpointed_layers(model) if _has_switch(model) else repeated_layers(model)
 
 
@@ -313,7 +313,7 @@ def _recomputed(run: Callable[..., Any], layer: Callable[..., Any], *args: Any, 
 
 
 def _runner(mode: LayerMode, number: int, watch: Watch | None) -> Callable[..., Any]:
-    """What runs a layer in a mode, as `run(layer, *args)`."""
+    """Return the function that runs a layer in a mode, as `run(layer, *args)`."""
     if watch is None:
         return _RUN[mode]
     return lambda layer, *args, **kwargs: _RUN[mode](partial(watch, number, layer), *args, **kwargs)
@@ -336,7 +336,7 @@ _RUN: dict[LayerMode, Callable[..., Any]] = {
 
 
 class _OwnInputOnHost(saved_tensors_hooks):
-    """Moves the first tensor that `checkpoint` saves of a layer to pinned host memory, and back for backward.
+    """Hooks that move the first tensor that `checkpoint` saves of a layer to pinned host memory, and back for backward.
 
     Inside the layer `checkpoint` has hooks of its own, so only the layer's positional arguments come here. The
     copies are asynchronous: torch's allocators keep the memory at both ends until they are done.
@@ -362,12 +362,12 @@ class _OwnInputOnHost(saved_tensors_hooks):
 
 
 def is_supported(model: nn.Module) -> bool:
-    """Whether `apply(model, "full")` would work."""
+    """Return whether `apply(model, "full")` would work."""
     return _has_switch(model) or bool(repeated_layers(model))
 
 
 def repeated_layers(model: nn.Module) -> list[nn.Module]:
-    """The layers to recompute: in each outermost list or sequence, those of a class that occurs more than once.
+    """Return the layers to recompute: in each outermost list, the modules of a class that occurs more than once.
 
     Modules without submodules are no layers: recomputing a single operator saves nothing.
     """

@@ -27,7 +27,7 @@ def add(
     model: nn.Module, lora: Lora, task: str, *, dtype: torch.dtype, device: torch.device, seed: int = 0,
     base: str | None = None,
 ) -> nn.Module:  # fmt: skip
-    """`model`, which is changed, frozen and with adapters; peft's model around it.
+    """Freeze `model` and add adapters to it; return peft's model around it.
 
     `base`: the folder or hub name of the model's weights, which is written beside saved adapters.
 
@@ -61,7 +61,7 @@ def add(
 
 
 def as_planned(model: nn.Module, plan: Plan) -> nn.Module:
-    """`model` with the adapters that are planned, unless it was built with them. Raises as `add`."""
+    """Return `model` with the planned adapters, unless it was built with them. Raises as `add`."""
     lora = plan.request.lora
     if lora is None or are_in(model):
         return model
@@ -70,7 +70,7 @@ def as_planned(model: nn.Module, plan: Plan) -> nn.Module:
 
 
 def config(lora: Lora, task: str) -> Any:
-    """peft's configuration."""
+    """Return peft's configuration."""
     import peft
 
     alpha: Any = int(lora.alpha) if float(lora.alpha).is_integer() else lora.alpha  # peft says int, and takes any
@@ -85,7 +85,7 @@ def config(lora: Lora, task: str) -> Any:
 
 
 def are_in(model: nn.Module) -> bool:
-    """Whether it has adapters of peft's."""
+    """Return whether it has adapters of peft's."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     return hasattr(model, "peft_config") or any(isinstance(module, BaseTunerLayer) for module in model.modules())
@@ -121,7 +121,7 @@ def _check_targets(model: nn.Module, lora: Lora) -> None:
 
 
 def _adaptable(model: nn.Module) -> Iterator[str]:
-    """The last parts of the names of linear layers."""
+    """Return the last parts of the names of linear layers."""
     from transformers.pytorch_utils import Conv1D
 
     for name, module in model.named_modules():

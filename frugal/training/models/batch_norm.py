@@ -25,7 +25,7 @@ KINDS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 def modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Those that take statistics over a micro-batch, by name."""
+    """Return the modules that take statistics over a micro-batch, by name."""
     return {name: module for name, module in model.named_modules() if isinstance(module, KINDS)}
 
 
@@ -68,7 +68,7 @@ def apply(model: nn.Module, choice: BatchNormChoice | None) -> None:
 
 
 def apply_planned(model: nn.Module, plan: Plan) -> None:
-    """BatchNorm as planned; where it makes the gradient depend on the split, that is said. Raises as `apply`."""
+    """Apply the planned choice; warn where BatchNorm makes the gradient depend on the split. Raises as `apply`."""
     choice = plan.request.batch_norm
     notes = [note for note in plan.warnings if note.startswith((SPLIT_MATTERS, DRAWN_PARTS))]
     said_elsewhere = notes and plan.model.task != "own"  # by `frugal train`, which trains the other tasks
@@ -83,12 +83,12 @@ def apply_planned(model: nn.Module, plan: Plan) -> None:
 
 
 def _use_running_statistics(module: nn.Module, _inputs: tuple[Any, ...]) -> None:
-    """Before every forward, because `model.train()` may have been called. Its weight and bias learn as before."""
+    """Switch off training before every forward: `model.train()` may have been called. Weight and bias still learn."""
     module.training = False
 
 
 class _Synchronised:
-    """Stands for a BatchNorm's forward: mean and variance are those of all ranks' inputs `(samples, channels, ...)`."""
+    """A BatchNorm's forward with mean and variance over all ranks' inputs `(samples, channels, ...)`."""
 
     def __init__(self, module: Any) -> None:
         self.module = module
@@ -116,7 +116,7 @@ class _Synchronised:
 
     @torch.no_grad()
     def _track(self, mean: Tensor, variance: Tensor, number: float) -> None:
-        """As BatchNorm does: the running variance is the unbiased one."""
+        """Update running statistics as BatchNorm does: the running variance is the unbiased one."""
         norm = self.module
         norm.num_batches_tracked += 1
         share = 1 / float(norm.num_batches_tracked) if norm.momentum is None else norm.momentum

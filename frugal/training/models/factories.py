@@ -40,7 +40,7 @@ PICKLED = ".cloudpickle"
 
 
 def import_callable(reference: str) -> Factory:
-    """The callable behind `package.module:name` or `path/to/file.py:name`."""
+    """Return the callable behind `package.module:name` or `path/to/file.py:name`."""
     where, _, name = reference.rpartition(":")
     try:
         with _importable(Path.cwd()):
@@ -69,7 +69,7 @@ def import_callable(reference: str) -> Factory:
 
 
 def _unpickled(path: Path) -> Factory:
-    """The callable that `frugal.dryrun.model_object` has kept; a pickle can do anything, so it must be this user's."""
+    """Load what `frugal.dryrun.model_object` has kept; a pickle can run any code, so it must be this user's."""
     with path.open("rb") as file:
         if os.fstat(file.fileno()).st_uid != os.geteuid():
             raise RequestError(f"{path} is not read", because="it belongs to another user, and can run any code")
@@ -92,7 +92,7 @@ def _import_file(path: Path) -> Any:
 
 @contextmanager
 def _importable(folder: Path) -> Iterator[None]:
-    """`folder` can be imported from, as with `python -m`."""
+    """Allow imports from `folder`, as with `python -m`."""
     sys.path.insert(0, str(folder))
     try:
         yield
@@ -101,7 +101,7 @@ def _importable(folder: Path) -> Iterator[None]:
 
 
 def make_model(reference: str, factory: Factory, device: torch.device) -> tuple[nn.Module, Objective | None]:
-    """The module and, if it gives one, the objective that a factory makes on `device`."""
+    """Return the module and, if it gives one, the objective that a factory makes on `device`."""
     try:
         with on_device(device), _importable(Path.cwd()):
             returned = factory()
@@ -157,7 +157,7 @@ def on_device(device: torch.device) -> Iterator[None]:
 
 
 def _is_elsewhere(tensor: Tensor, device: torch.device) -> bool:
-    """Whether a tensor on the host has to go to another device. A plain one: others know themselves where they are."""
+    """Return whether a plain tensor on the host has to go to another device; subclasses know where they belong."""
     return tensor.device.type == "cpu" != device.type and type(tensor) in (Tensor, nn.Parameter)
 
 
@@ -242,7 +242,7 @@ def _answer(answer: "Future[Any]", send: Callable[..., Any], request: Any, optio
 
 @functools.cache
 def hub_unreachable_because() -> str | None:
-    """Why the hub cannot be asked: it is switched off, or its host has no address here and no proxy might know it."""
+    """Return why the hub cannot be asked: it is switched off, or its host has no address here and there is no proxy."""
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:
@@ -257,7 +257,7 @@ def hub_unreachable_because() -> str | None:
 
 
 def use_hub_cache_only() -> None:
-    """Make `datasets`, which cannot be told so in a call, look into its local cache only; for the whole process."""
+    """Make `datasets` look into its local cache only, for the whole process: no call has an option for that."""
     import datasets
     from huggingface_hub import constants
 
@@ -265,7 +265,7 @@ def use_hub_cache_only() -> None:
 
 
 def why_hub_failed(error: Exception) -> str:
-    """One line about a failed look-up."""
+    """Describe a failed look-up in one line."""
     if _silent:
         return f"the hub cannot be asked ({_silent[0]}), and its local cache does not have it"
     if (reason := hub_unreachable_because()) is not None:

@@ -61,7 +61,7 @@ _PREPARED = "frugal_tiled_head"
 
 
 def _prepared(model: nn.Module, head: nn.Linear) -> "_TiledHead":
-    """What stands for the head's forward. Raises as `apply`."""
+    """Return the replacement of the head's forward. Raises as `apply`."""
     if _PREPARED not in vars(head):
         try:
             finish = logits_end(model)
@@ -73,18 +73,18 @@ def _prepared(model: nn.Module, head: nn.Linear) -> "_TiledHead":
 
 
 def is_supported(model: nn.Module) -> bool:
-    """Whether `apply` would work. A model may still change its logits after the head; only a forward shows that."""
+    """Return whether `apply` would work; whether the model changes its logits after the head, only a forward shows."""
     return _head(model) is not None
 
 
 def is_applied(model: nn.Module) -> bool:
-    """Whether `apply` was called on this model, or on the model inside this DeepSpeed engine."""
+    """Return whether `apply` was called on this model, or on the model inside this DeepSpeed engine."""
     head = _head(model)
     return head is not None and isinstance(head.forward, _TiledHead)
 
 
 def summed_cross_entropy(model: nn.Module, inputs: dict[str, Any], targets: Tensor) -> Tensor:
-    """The loss summed over `targets` of shape `(samples, positions)`, fp32, shape `()`.
+    """Return the loss summed over `targets` of shape `(samples, positions)`, fp32, shape `()`.
 
     Raises:
         RequestError: the model changes its logits after the head in a way that was not observed.
@@ -94,7 +94,7 @@ def summed_cross_entropy(model: nn.Module, inputs: dict[str, Any], targets: Tens
 
 
 def outputs_with_sum(model: nn.Module, inputs: dict[str, Any], targets: Tensor) -> Any:
-    """What `model(**inputs)` returns; its logits are the loss summed over `targets`, see `summed_cross_entropy`."""
+    """Return `model(**inputs)`, whose logits are the loss summed over `targets`, see `summed_cross_entropy`."""
     head = _head(model)
     assert head is not None
     tiled = head.forward
@@ -116,7 +116,7 @@ def outputs_with_sum(model: nn.Module, inputs: dict[str, Any], targets: Tensor) 
 
 
 def loss_of_head(model: nn.Module) -> Tensor:
-    """While `outputs_with_sum` runs the model: the summed loss, as its head returned it."""
+    """Return the summed loss that the head returned, while `outputs_with_sum` runs the model."""
     head = _head(model)
     assert head is not None and isinstance(head.forward, _TiledHead) and head.forward.loss is not None
     return head.forward.loss
@@ -193,7 +193,7 @@ def _observed_end(model: nn.Module, copied: Any) -> Callable[[Tensor], Tensor] |
 
 
 class _TiledHead:
-    """Stands for `head.forward`: takes hidden states, returns the summed loss instead of logits.
+    """A head's forward that takes hidden states and returns the summed loss instead of logits.
 
     `finish`: what the model does to its logits `(samples, positions, classes)` after the head; None: nothing.
     """
@@ -213,7 +213,7 @@ class _TiledHead:
 
     @contextmanager
     def hooks_on(self, model: nn.Module) -> Iterator[None]:
-        """Inside, `model` returns the loss that its head did, though its end is applied to it as to logits.
+        """Have `model` return the loss that its head did, though its end is applied to it as to logits.
 
         The head's as it leaves the hooks of ZeRO-3 on the head, and before it enters those on the model.
         """
@@ -303,7 +303,7 @@ class _TiledCrossEntropy(torch.autograd.Function):
 def _finished(
     raw: Tensor, finish: Callable[[Tensor], Tensor], num_samples: int, in_training: bool
 ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """`raw (tokens, classes)` with the model's end, which may be written to, and what takes gradients back to it."""
+    """Return `raw (tokens, classes)` after the model's end, writable, and a function from its gradient to `raw`'s."""
     with torch.set_grad_enabled(in_training):
         raw.requires_grad_(in_training)
         ended = finish(raw.view(num_samples, -1, raw.shape[-1]))

@@ -37,13 +37,13 @@ _LENGTHS = (32, 17)
 
 @dataclass(frozen=True, kw_only=True)
 class ModelTrial:
-    """What runs of a model have shown.
+    """The findings of runs of a model.
 
     Attributes:
         split: whether the gradient depends on how a batch is split.
         forwards: whether it depends on the forwards that were done before.
         drawn: parameters that random draws leave out of a micro-batch.
-        reused: parameters whose gradient arrives more than once in a backward, see `probe.arriving_twice`.
+        reused: parameters of an own model whose gradient arrives more than once in a backward, see `probe.arrivals`.
         padding: whether it depends on padding; None: not tried, because an objective makes its own batches, or the
             split matters already.
         later_tokens: see `probe.on_later_tokens`; None: nothing that predicts the next token.
@@ -58,11 +58,11 @@ class ModelTrial:
     reused: Sequence[str]
     padding: Dependence | None
     later_tokens: float | None
-    unused: tuple[str, ...]
+    unused: Sequence[str]
 
     @property
     def is_causal(self) -> bool:
-        """Whether what it says of a token depends on no later one."""
+        """Return whether its output for a token depends on no later one."""
         return self.later_tokens is None or self.later_tokens <= probe.MOST_LEAKAGE
 
 
@@ -84,27 +84,28 @@ def trial(
     if not is_own and not split:
         ragged = [_sample(task, objective, row[:length]) for row, length in zip(tokens, _LENGTHS, strict=False)]
         padding = probe.on_padding(model, objective, ragged)
+    arrived = probe.arrivals(model, objective, batch) if is_own else {}
     return ModelTrial(
         split=split,
         has_dropout=probe.draws_masks(model, objective, batch),
         forwards=probe.on_forwards(model, objective, batch),
         drawn=probe.on_draws(model, objective, batch),
-        reused=probe.arriving_twice(model, objective, batch) if is_own else (),
+        reused=[name for name, number in arrived.items() if number > 1],
         padding=padding,
         later_tokens=later_tokens,
-        unused=probe.unused(model, objective, batch) if is_own else (),
+        unused=[name for name, number in arrived.items() if number == 0],
     )
 
 
 def _tokens(vocab_size: int, max_positions: int | None) -> Tensor:
-    """Random tokens of `NUM_SAMPLES` samples."""
+    """Return random tokens of `NUM_SAMPLES` samples."""
     seq_len = min(probe.MOST_TOKENS, max_positions or probe.MOST_TOKENS)
     low = min(5, vocab_size - 1)  # beyond the usual special tokens
     return torch.randint(low, vocab_size, (NUM_SAMPLES, seq_len), generator=torch.Generator().manual_seed(0))
 
 
 def _sample(task: str, objective: Any, tokens: Tensor) -> Sample:
-    """A sample of the task; of pairs, both sides have the same length."""
+    """Return a sample of the task; of pairs, both sides have the same length."""
     row = tokens.tolist()
     if task == "seq2seq":
         return {"input_ids": row, "labels": row[::-1]}
@@ -116,7 +117,7 @@ def _sample(task: str, objective: Any, tokens: Tensor) -> Sample:
 def check_model(
     spec: ModelSpec, choice: BatchNormChoice | None = None, *, has_low_stage: bool = False
 ) -> tuple[str, ...]:
-    """What is to be said of a model before it is trained, for people; `choice`: whose statistics BatchNorm takes.
+    """Return notes for the user on a model before it is trained; `choice`: whose statistics BatchNorm takes.
 
     `has_low_stage`: it will be trained under ZeRO-0 or 1. What adapters are put into is tried without them: they change
     nothing of it but by their dropout.
@@ -165,11 +166,11 @@ def check_model(
     return tuple(notes)
 
 
-def _unused_note(names: tuple[str, ...]) -> str:
+def _unused_note(names: Sequence[str]) -> str:
     few = ", ".join(names[:_NAMED]) + (", ..." if len(names) > _NAMED else "")
     return (
         f"{plural(len(names), 'trained parameter')} ({few}) got no gradient from a batch of {NUM_SAMPLES} samples: "
-        "PyTorch and ZeRO-0 leave what a whole global batch does not use, ZeRO-1 to 3 go on with its weight decay and "
+        "PyTorch and ZeRO-0 leave what a whole global batch does not use, ZeRO-1 to 3 continue its weight decay and "
         "momentum"
     )
 
@@ -211,7 +212,7 @@ def _refuse_reuse(reference: str, done: ModelTrial) -> None:
 
 
 def _other_inputs(spec: ModelSpec) -> list[str]:
-    """What a model of text could read besides."""
+    """Return notes on other inputs that a model of text could read."""
     encoders = {"vision_config": "images", "audio_config": "sound"}
     others = [what for name, what in encoders.items() if getattr(spec.config, name, None) is not None]
     if spec.task == OWN or not others:
@@ -260,12 +261,11 @@ def _notes_of_forwards(done: ModelTrial) -> list[str]:
 
 
 def _which(name: str, kind: str, number: int) -> str:
-    """Modules of a class, of which one has this name."""
     return f"{kind} `{name}`" if number == 1 else f"{number} {kind} (the first is `{name}`)"
 
 
 def _remedy(spec: ModelSpec, choice: BatchNormChoice | None) -> str:
-    """What helps, if that was tried and does."""
+    """Name the setting of BatchNorm that helps, where it was tried and does."""
     if choice == "sync":
         return "; --batch-norm sync takes them over all ranks, so that only the micro-steps matter"
     try:
@@ -276,7 +276,7 @@ def _remedy(spec: ModelSpec, choice: BatchNormChoice | None) -> str:
 
 
 def _by_its_modules(batch_norms: dict[str, nn.Module], reason: str) -> tuple[str, ...]:
-    """What the modules of a model show that cannot be tried."""
+    """Return notes on a model that cannot be tried, by its modules."""
     if batch_norms:
         name, module = next(iter(batch_norms.items()))
         which = _which(name, type(module).__name__, len(batch_norms))

@@ -16,7 +16,7 @@ MOST_LEAKAGE = 1e-3
 
 _HINT = "leave --pack out: samples of like length share a micro-batch, which pads little"
 _WHY_NOT = {
-    "masked-lm": "a model that reads in both directions is only told what is padding",
+    "masked-lm": "a model that reads in both directions knows padding only, not documents",
     "seq2seq": "each target text has a source text of its own",
     "sequence-classification": "a sample has one class",
     OWN: "its loss is Python of its own, and makes its batches itself",

@@ -3,9 +3,8 @@
 What mixes positions outside attention (convolutions, recurrences, biases of its own) or depends on the number of a head
 makes the gradient of the parts another. The parts are rows of one batch here, so no ranks are needed.
 
-A model may also count the positions of a part by itself, though it is told which they are, and make something of them
-that shows at long samples alone, as Llama 4's temperature of attention does. So whoever counts as far as a part
-reaches is refused, too.
+A model may also count the positions of a part, though it gets them as input, and use them in a way that shows for long
+samples only, as Llama 4's attention temperature does. So a model that counts as far as a part reaches is refused, too.
 """
 
 from dataclasses import replace
@@ -68,13 +67,13 @@ def check_sequence_parallel(spec: ModelSpec, size: int, *, pack: bool) -> None:
             "not only its attention mixes positions"
         )
     elif counts:
-        reason = "it counts the positions of a part by itself, from 0, whatever it is told"
+        reason = "it counts the positions of a part from 0 and ignores those that it is given"
     if reason:
         raise checks.refusal(spec.reference, size, reason)
 
 
 def on_parts(model: nn.Module, vocab_size: int, *, pack: bool = False, size: int = NUM_PARTS) -> tuple[Dependence, int]:
-    """How far gradients of samples in `size` parts are from those of whole ones, and how often attention was split."""
+    """Compare gradients of samples in `size` parts with whole ones; count how often attention was split."""
     whole, samples = CausalLM(packed=pack), _samples(vocab_size, pack)
     parts = [parts_of(whole, size, rank) for rank in range(size)]
     batches = [part.collate(samples) for part in parts]
@@ -87,7 +86,7 @@ def on_parts(model: nn.Module, vocab_size: int, *, pack: bool = False, size: int
 
 
 class _Counting(TorchFunctionMode):
-    """Sees whether inside the `with` block somebody counts to `length`."""
+    """A mode that notices whether anybody counts to `length`."""
 
     def __init__(self, length: int) -> None:
         super().__init__()
@@ -101,7 +100,7 @@ class _Counting(TorchFunctionMode):
 
 
 def _samples(vocab_size: int, pack: bool) -> list[dict[str, list[int]]]:
-    """Random ones of `LENGTHS` tokens, packed of two documents each."""
+    """Make random samples of `LENGTHS` tokens, packed of two documents each if asked."""
     generator = torch.Generator().manual_seed(0)
     low = min(5, vocab_size - 1)  # beyond the usual special tokens
     rows: list[Tensor] = [torch.randint(low, vocab_size, (length,), generator=generator) for length in LENGTHS]

@@ -134,7 +134,7 @@ def test_models_that_keep_documents_apart_may_pack(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("bert-base", "a model that reads in both directions is only told what is padding"),
+        ("bert-base", "a model that reads in both directions knows padding only, not documents"),
         ("t5-small", "each target text has a source text of its own"),
         ("bloom", "what it says of a document depends on the one before it, to 100.0 % of the whole"),
         ("opt", "what it says of a document depends on the one before it, to 98.0 % of the whole"),

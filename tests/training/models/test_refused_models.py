@@ -77,7 +77,7 @@ def test_a_folder_without_a_configuration(tmp_path: Path) -> None:
         (
             '{"model_type": "mine", "auto_map": {"AutoConfig": "mine.Config"}}',
             "transformers does not know the model type `mine` of config.json\n"
-            "  because the code that comes with a model runs only if asked\n"
+            "  because frugal never runs the code that comes with a model\n"
             "\n"
             "hint: did you mean zamba or kimi_linear?",
         ),

@@ -194,29 +194,6 @@ def test_a_causal_model_is_not_told_of_padding() -> None:
     assert resolve("gpt2").for_tokenizer(byte_tokenizer()).config.pad_token_id is None
 
 
-REMOTE_CODE = """
-from transformers import GPT2Config, GPT2LMHeadModel
-
-class Config(GPT2Config):
-    model_type = "mine"
-
-class Model(GPT2LMHeadModel):
-    config_class = Config
-"""
-
-
-def test_code_that_comes_with_a_model_runs_if_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine/code.py").write_text(REMOTE_CODE)
-    auto_map = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}
-    config = {**TINY["gpt2"], "model_type": "mine", "auto_map": auto_map}
-    (tmp_path / "mine/config.json").write_text(json.dumps(config))
-    spec = resolve("./mine", trust_remote_code=True)
-    assert (spec.task, spec.max_positions) == ("causal-lm", 128)
-    assert type(spec.build(dtype=torch.float32)).__name__ == "Model"
-
-
 def test_roberta_has_fewer_positions_than_embeddings() -> None:
     assert resolve("roberta-base").max_positions == 512
 

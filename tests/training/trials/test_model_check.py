@@ -278,5 +278,5 @@ class WithSpare(nn.Module):
 def test_parameters_that_a_batch_does_not_use_are_named() -> None:
     assert check_model(of_factory(WithSpare(), squares)) == (
         "2 trained parameters (spare.weight, spare.bias) got no gradient from a batch of 8 samples: PyTorch and ZeRO-0 "
-        "leave what a whole global batch does not use, ZeRO-1 to 3 go on with its weight decay and momentum",
+        "leave what a whole global batch does not use, ZeRO-1 to 3 continue its weight decay and momentum",
     )

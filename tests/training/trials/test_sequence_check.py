@@ -31,7 +31,7 @@ def test_models_whose_positions_meet_in_attention_alone_can_be_split(kind: str, 
     ("kind", "size", "why"),
     [
         ("jamba", 2, "not only its attention mixes positions"),
-        ("llama4_text", 2, "it counts the positions of a part by itself"),
+        ("llama4_text", 2, "it counts the positions of a part from 0"),
         ("gpt2", 8, "its 12 attention heads do not divide by 8"),
         ("bloom", 2, "its attention is 'eager'"),
         ("t5", 2, "it trains seq2seq"),

@@ -434,7 +434,7 @@ def test_a_layer_that_is_recomputed_twice_in_the_reentrant_way_is_refused_under_
         check_model(spec)
     assert str(caught.value) == (
         "own.py:model cannot be trained under ZeRO-2 or 3\n"
-        "  because the gradient of `layer.bias` arrives more than once in a backward: reentrant activation "
+        "  because the gradient of `layer.weight` arrives more than once in a backward: reentrant activation "
         "checkpointing of a module that is used several times; DeepSpeed reduces a gradient when it arrives\n"
         "\n"
         "hint: checkpoint(..., use_reentrant=False), or --zero-stage 1 --precision fp32"

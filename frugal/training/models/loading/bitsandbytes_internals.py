@@ -55,7 +55,7 @@ NAMES = (
 
 @functools.cache
 def library() -> Any:
-    """bitsandbytes, which has to be installed.
+    """Return bitsandbytes, which has to be installed.
 
     From then on memory is watched inside its operators, too, and its layers keep parameters for backward.
     """
@@ -75,7 +75,7 @@ def library() -> Any:
 
 
 def _of_parameters(theirs: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """bitsandbytes' product with packed weights, which keeps a layer's parameter for backward, not its memory."""
+    """Have bitsandbytes' product with packed weights keep a layer's parameter for backward, not its memory."""
     from bitsandbytes.autograd._functions import MatMul4Bit
 
     class Product(MatMul4Bit):
@@ -112,7 +112,7 @@ def _on_gpu(
     absmax_code: Tensor | None = None,
     absmax_offset: Tensor | None = None,
 ) -> Tensor:
-    """Operator for operator as `_dequant_linear_fallback`, whose scales live to its end."""
+    """Run the operators of `_dequant_linear_fallback`, whose scales live to its end."""
     operators = torch.ops.bitsandbytes
     if absmax_8bit is not None:
         scales = operators.dequantize_blockwise.default(absmax_8bit, absmax, absmax_code, 256, torch.float32)
@@ -122,7 +122,7 @@ def _on_gpu(
 
 
 def inside_bytes(operator: Any, args: tuple[Any, ...]) -> int | None:
-    """What quantising a tensor takes for a while on a host, bytes; None: the operator does not quantise.
+    """Return the bytes that quantising a tensor takes temporarily on a host; None: the operator does not quantise.
 
     `backends/default/ops.py`: of each element the fp32 value, the scaled one and its number in 32 bits, the number in a
     byte, and twice half of that. A GPU's kernel takes nothing.

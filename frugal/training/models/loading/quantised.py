@@ -29,7 +29,7 @@ from frugal.training.models.loading import bitsandbytes_internals
 
 
 def config(dtype: torch.dtype) -> Any:
-    """What transformers is told; `dtype` is the run's precision.
+    """Return transformers' configuration of the quantisation; `dtype` is the run's precision.
 
     Raises:
         RequestError: bitsandbytes is not installed, or lacks what is used of it.
@@ -78,7 +78,7 @@ def apply(model: Any, *, reference: str, dtype: torch.dtype) -> nn.Module:
 
 
 def as_planned(model: nn.Module, plan: Plan) -> nn.Module:
-    """`model` quantised as planned, unless it was built so. Raises as `apply`, and:
+    """Return `model` quantised as planned, unless it was built so. Raises as `apply`, and:
 
     Raises:
         PlanMismatchError: it has adapters around a base that is not quantised.
@@ -95,7 +95,7 @@ def as_planned(model: nn.Module, plan: Plan) -> nn.Module:
 
 
 def _packed(weight: Tensor, module: Any) -> nn.Parameter:
-    """The weight of a module in few bits, on the same device; on meta its shapes. That of a `Conv1D` is transposed."""
+    """Return the packed weight of a module, on the same device; on meta its shapes. A `Conv1D`'s is transposed."""
     bnb = bitsandbytes_internals.library()
 
     weight = weight if module.source_cls is nn.Linear else weight.T
@@ -110,7 +110,7 @@ def _packed(weight: Tensor, module: Any) -> nn.Parameter:
 
 @functools.cache
 def _on_meta() -> Any:
-    """bitsandbytes' class of weights, of which its own copies cannot be on meta. It has the same name: peft asks it."""
+    """Return bitsandbytes' class of weights, made to be copied on meta. It has the same name: peft looks at it."""
     bnb = bitsandbytes_internals.library()
 
     def deepcopy(self: Any, memo: dict[int, Any]) -> Any:
@@ -121,7 +121,7 @@ def _on_meta() -> Any:
 
 
 def on(device: torch.device | None) -> AbstractContextManager[None]:
-    """Weights that `from_pretrained` quantises inside the `with` block go to `device` before; None: it quantises none.
+    """Move weights that `from_pretrained` quantises inside the block to `device` first; None: it quantises none.
 
     A GPU takes milliseconds for what a CPU takes seconds for, and its scales have to be there.
     """
@@ -141,7 +141,7 @@ def settle(model: nn.Module, device: torch.device | None = None) -> nn.Module:
     """Have scales where they are used, tables once a model, and packed bytes as they are; the same model.
 
     ZeRO-3 takes parameters alone to their `device`. And on CPUs with AVX-512 BF16 bitsandbytes packs weights in another
-    order, in place, at the first evaluation: training after it would go on with other weights.
+    order, in place, at the first evaluation: training after it would continue with other weights.
     """
     tables: dict[str, Tensor] = {}
     for _, module in named(model):
@@ -157,25 +157,24 @@ def settle(model: nn.Module, device: torch.device | None = None) -> nn.Module:
 
 
 def are_in(model: nn.Module) -> bool:
-    """Whether some of its weights are quantised."""
+    """Return whether some of its weights are quantised."""
     return next(named(model), None) is not None
 
 
 def named(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Quantised modules, with their names."""
+    """Return quantised modules, with their names."""
     if "bitsandbytes" in sys.modules:  # otherwise nobody has made any
         layer = bitsandbytes_internals.library().nn.Linear4bit
         yield from ((name, module) for name, module in model.named_modules() if isinstance(module, layer))
 
 
 def scales(model: nn.Module) -> list[Tensor]:
-    """What quantised weights have besides parameters, each tensor once: every rank has it all."""
+    """Return the tensors that quantised weights have besides parameters, each once: every rank has them all."""
     tensors = [tensor for _, module in named(model) for tensor in _scales(module.weight)]
     return list({id(tensor): tensor for tensor in tensors}.values())
 
 
 def _scales(parameter: Any) -> list[Tensor]:
-    """Of one weight; none of one that is not quantised."""
     state = getattr(parameter, "quant_state", None)
     if state is None:
         return []
@@ -183,18 +182,18 @@ def _scales(parameter: Any) -> list[Tensor]:
 
 
 def scales_bytes(parameter: Any) -> int:
-    """What a parameter has besides itself."""
+    """Return the bytes of a parameter's scales."""
     return sum(tensor.nbytes for tensor in _scales(parameter))
 
 
 def elements(parameter: Any) -> int:
-    """Weights in a parameter, quantised or not, split by ZeRO-3 or not."""
+    """Count the weights in a parameter, quantised or not, split by ZeRO-3 or not."""
     state = getattr(parameter, "quant_state", None)
     return getattr(parameter, "ds_numel", parameter.numel()) if state is None else int(state.shape.numel())
 
 
 def packed(model: nn.Module) -> Packed:
-    """How much of the model is quantised."""
+    """Return how much of the model is quantised."""
     weights = [module.weight for _, module in named(model)]
     return Packed(
         elements=sum(map(elements, weights)),
@@ -204,6 +203,6 @@ def packed(model: nn.Module) -> Packed:
 
 
 def dequantised(module: Any) -> Tensor:
-    """The weight of a quantised module as it is computed with, shape `(outputs, inputs)`."""
+    """Return the weight of a quantised module as it is computed with, shape `(outputs, inputs)`."""
     bnb = bitsandbytes_internals.library()
     return bnb.functional.dequantize_4bit(module.weight.data, module.quant_state)

@@ -116,7 +116,7 @@ def split_over_ranks(model: nn.Module, size: int) -> None:
 
 @contextmanager
 def applied(model: nn.Module, split: Split) -> Iterator[None]:
-    """The attention of `model` is split inside the `with` block."""
+    """Split the attention of `model` inside the `with` block."""
     apply(model, split)
     try:
         yield
@@ -134,7 +134,7 @@ def _attention(
     attention_mask: Tensor | None,
     **options: Any,
 ) -> tuple[Tensor, Any]:
-    """`plain`, transformers' own attention, of whole sequences where those of `module` are split."""
+    """Run `plain`, transformers' own attention, on whole sequences where those of `module` are split."""
     split: Split | None = vars(module).get(_SPLIT)
     if split is None:
         return plain(module, query, key, value, attention_mask, **options)
@@ -149,7 +149,7 @@ def _attention(
 
 
 def repetitions(num_heads: int, num_key_value_heads: int, size: int) -> int:
-    """How often each key and value head is repeated so that `size` ranks, which divide `num_heads`, get as many."""
+    """Return how often key and value heads repeat so that `size` ranks, which divide `num_heads`, have as many."""
     per_group = num_heads // num_key_value_heads
     divisors = (times for times in range(1, per_group + 1) if per_group % times == 0)
     return next(times for times in divisors if num_key_value_heads * times % size == 0)
@@ -157,7 +157,7 @@ def repetitions(num_heads: int, num_key_value_heads: int, size: int) -> int:
 
 @contextmanager
 def _heads_per_group(module: nn.Module, number: int) -> Iterator[None]:
-    """`module` has so many query heads for each key and value head inside the `with` block."""
+    """Set the number of query heads for each key and value head of `module` inside the `with` block."""
     own = vars(module).get("num_key_value_groups")
     if own is None or own == number:
         yield

@@ -27,7 +27,7 @@ def refuse(model: nn.Module, size: int) -> None:
 
 
 def refusal(name: str, size: int, reason: str) -> RequestError:
-    """Why `size` ranks cannot share samples of the model `name`."""
+    """Return the error that `size` ranks cannot share samples of the model `name`."""
     return RequestError(f"--sequence-parallel {size} is impossible for {name}", because=reason, hint=HINT)
 
 
@@ -50,7 +50,7 @@ def _obstacle(model: nn.Module, size: int) -> str | None:
 
 
 def _rope_types(text: Any) -> Iterator[str]:
-    """Those of a configuration; one for all layers, or one a kind of layer."""
+    """Yield the rope types of a configuration: one for all layers, or one for each kind of layer."""
     for name in ("rope_parameters", "rope_scaling"):
         given = getattr(text, name, None)
         for each in (given, *given.values()) if isinstance(given, dict) else ():

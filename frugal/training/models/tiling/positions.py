@@ -94,7 +94,7 @@ def widths(module: nn.Module) -> tuple[int, int]:
 
 
 class Follower(torch_internals.DispatchMode):
-    """Follows a tensor of `NUM_POSITIONS` positions through the operators of `module`, a copy on meta.
+    """A mode that follows a tensor of `NUM_POSITIONS` positions through the operators of `module`, a copy on meta.
 
     `is_elementwise`: no others are let pass, and `steps` are noted, to be done to a slice of it.
     `followed` has each tensor on the way by its id; `steps` the operators, their arguments and what they returned.

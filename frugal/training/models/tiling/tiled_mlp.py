@@ -4,8 +4,8 @@ An MLP is four times as wide inside as the layer, and its gradient needs several
 sequence they are the peak of a layer. Here it runs on a slice of the positions at a time, keeps its input alone, and
 runs once more for each slice in backward, whose gradients of the parameters are summed in fp32 and returned once. The
 idea is DeepSpeed's `TiledMLP` (deepspeed/runtime/sequence_parallel/ulysses_sp.py; Arctic Long Sequence Training,
-https://arxiv.org/abs/2506.13996), which sums in the parameters' own type, and is told for each class of models how its
-MLP is computed. Here any module of a layer is taken that leaves positions apart (`positions`).
+https://arxiv.org/abs/2506.13996), which sums in the parameters' own type, and needs for each class of models a
+function that computes its MLP. Here any module of a layer is taken that leaves positions apart (`positions`).
 
 The result is that of the whole MLP but for the last bits of the gradients of its parameters, which are summed in
 another order, and of products whose kernels depend on the number of rows.
@@ -68,7 +68,7 @@ def _mlps(module: nn.Module, reasons: dict[str, None]) -> Iterator[tuple[nn.Modu
 
 
 class _TiledMlp:
-    """Stands for `module.forward`."""
+    """A module's forward over slices of the positions."""
 
     def __init__(self, module: nn.Module, width: int) -> None:
         self.run: Callable[..., Tensor] = module.forward
