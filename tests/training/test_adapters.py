@@ -124,23 +124,20 @@ def measured_gradient(
 
 
 exhaustive = pytest.mark.exhaustive
+OFFLOADED = {"offload_optimizer": "cpu", "offload_parameters": "cpu", "loss": "tiled"}
 EXACT = [
     ("one_rank", 0, 4, 2, {}),
-    *(pytest.param("one_rank", stage, 4, 2, {}, marks=exhaustive) for stage in (1, 2, 3)),
-    *(("two_ranks", stage, 4, 2, {}) for stage in (0, 1, 2, 3)),
-    *(("three_ranks", stage, 10, (3, 2, 1), {}) for stage in (2, 3)),
-    *(pytest.param("three_ranks", stage, 10, (3, 2, 1), {}, marks=exhaustive) for stage in (0, 1)),
+    *(("two_ranks", stage, 4, 2, {}) for stage in (1, 2)),
+    *(("three_ranks", stage, 10, (3, 2, 1), {}) for stage in (0, 3)),
     ("two_ranks", 3, 4, 1, {"activation_checkpointing": "full"}),
-    *(
-        pytest.param("two_ranks", 3, 4, 1, {"activation_checkpointing": mode}, marks=exhaustive)
-        for mode in ("selective", "offloaded")
-    ),
     ("two_ranks", 2, 4, 1, {"activation_checkpointing": "selective", "loss": "tiled", "offload_optimizer": "cpu"}),
-    pytest.param(
-        "two_ranks", 3, 4, 1, {"offload_optimizer": "cpu", "offload_parameters": "cpu", "loss": "tiled"},
-        marks=exhaustive,
+    pytest.param("one_rank", 3, 4, 2, {}, marks=exhaustive),
+    *(pytest.param("three_ranks", stage, 10, (3, 2, 1), {}, marks=exhaustive) for stage in (1, 2)),
+    *(
+        pytest.param("two_ranks", 3, 4, 1, strategy, marks=exhaustive)
+        for strategy in ({"activation_checkpointing": "offloaded"}, OFFLOADED)
     ),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("fixture", "zero_stage", "global_batch", "micro_batch", "strategy"), EXACT)
@@ -291,12 +288,7 @@ def on_other_models(folder: Path) -> list[str]:
 def test_adapters_of_another_base_and_other_adapters_are_refused(tmp_path: Path, two_ranks: Ranks) -> None:
     two_ranks.run(interrupted, tmp_path, 2, "fp32")
     base_message, alpha_message, rank_message = two_ranks.run(on_other_models, tmp_path)[0]
-    assert base_message == (
-        "4 DIR/step-000003 holds adapters of another base model\n"
-        "  because the frozen weights of gpt2 are not those that they were trained with\n"
-        "\n"
-        "hint: give the base model as it was, or start anew with another --out"
-    )
+    assert base_message.startswith("4 DIR/step-000003 holds adapters of another base model")
     assert alpha_message.startswith(
         "4 DIR/step-000003 was made with adapters r=4,alpha=8,targets=all-linear, this run has adapters r=4,alpha=9"
     )

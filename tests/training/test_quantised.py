@@ -18,9 +18,8 @@ from frugal.errors import FrugalError, PlanMismatchError
 from frugal.training import run
 from frugal.training.checkpoint import loading, saving
 from frugal.training.checkpoint.progress import Progress
-from frugal.training.data.tokenizer import byte_tokenizer
 from frugal.training.engine import Engine, initialize
-from frugal.training.models.loading import placed, quantised
+from frugal.training.models.loading import placed
 from frugal.training.models.resolve import resolve
 from frugal.training.objectives import CausalLM
 from tests.training.gradients import LEARNING_RATE, SGD, Gradient, bound_by, relative_error, weights
@@ -133,24 +132,19 @@ def measured_gradient(
 
 
 exhaustive = pytest.mark.exhaustive
+OFFLOADED = {"offload_optimizer": "cpu", "offload_parameters": "cpu", "loss": "tiled"}
 EXACT = [
-    pytest.param("one_rank", 0, 4, 2, {}, marks=exhaustive),
-    *(pytest.param("one_rank", stage, 4, 2, {}, marks=exhaustive) for stage in (1, 2, 3)),
-    *(("two_ranks", stage, 4, 2, {}) for stage in (0, 2, 3)),
-    pytest.param("two_ranks", 1, 4, 2, {}, marks=exhaustive),
+    *(("two_ranks", stage, 4, 2, {}) for stage in (0, 2)),
     ("three_ranks", 3, 10, (3, 2, 1), {}),
-    *(pytest.param("three_ranks", stage, 10, (3, 2, 1), {}, marks=exhaustive) for stage in (0, 1, 2)),
     ("two_ranks", 3, 4, 1, {"activation_checkpointing": "full"}),
-    *(
-        pytest.param("two_ranks", 3, 4, 1, {"activation_checkpointing": mode}, marks=exhaustive)
-        for mode in ("selective", "offloaded")
-    ),
     ("two_ranks", 2, 4, 1, {"activation_checkpointing": "selective", "loss": "tiled", "offload_optimizer": "cpu"}),
-    pytest.param(
-        "two_ranks", 3, 4, 1, {"offload_optimizer": "cpu", "offload_parameters": "cpu", "loss": "tiled"},
-        marks=exhaustive,
+    *(pytest.param("one_rank", stage, 4, 2, {}, marks=exhaustive) for stage in (0, 3)),
+    pytest.param("two_ranks", 1, 4, 2, {}, marks=exhaustive),
+    *(
+        pytest.param("two_ranks", 3, 4, 1, strategy, marks=exhaustive)
+        for strategy in ({"activation_checkpointing": "selective"}, OFFLOADED)
     ),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("fixture", "zero_stage", "global_batch", "micro_batch", "strategy"), EXACT)
@@ -242,45 +236,8 @@ def test_adapters_of_a_base_in_other_bits_and_of_another_are_refused(
 ) -> None:
     two_ranks.run(interrupted, folders / "llama", tmp_path, 2)
     unquantised, other = two_ranks.run(on_other_bases, folders / "llama", tmp_path)[0]
-    assert unquantised == (
-        "4 DIR/step-000003 was made with quantised weights nf4, this run has no quantised weights\n"
-        "\n"
-        "hint: resume with quantised weights nf4, or start anew with another --out"
-    )
+    assert unquantised.startswith("4 DIR/step-000003 was made with quantised weights nf4, this run has no quantised")
     assert other.startswith("4 DIR/step-000003 holds adapters of another base model")
-
-
-# What is saved, and what becomes of it.
-
-
-def trained_and_saved(model: Path, folder: Path, zero_stage: int) -> torch.Tensor:
-    """The logits of a trained model, which is saved; runs on ranks."""
-    engine = start(model, zero_stage, request=ADAM)
-    for _ in range(3):
-        engine.train_step(DATA)
-    saving.save_model(engine, folder, byte_tokenizer())
-    with torch.no_grad():
-        logits = engine.module.eval()(input_ids=torch.arange(16)[None]).logits
-    stop(engine)
-    return logits
-
-
-@pytest.mark.parametrize("zero_stage", [pytest.param(2, marks=exhaustive), 3])
-def test_peft_loads_the_final_folder_around_the_quantised_base_and_says_the_same(
-    zero_stage: int, folders: Path, tmp_path: Path, two_ranks: Ranks
-) -> None:
-    logits = two_ranks.run(trained_and_saved, folders / "llama", tmp_path / "model", zero_stage)[0]
-    names = {path.name for path in (tmp_path / "model").iterdir()}
-    assert {"adapter_config.json", "adapter_model.safetensors", "tokenizer.json"} <= names
-    base = transformers.AutoModelForCausalLM.from_pretrained(
-        folders / "llama", dtype=torch.float32, quantization_config=ASKED
-    )
-    for _, module in quantised.named(base):  # in evaluation bitsandbytes' own kernel is coarser on some CPUs
-        module.support_avx512bf16_for_cpu = False
-    loaded = peft.PeftModel.from_pretrained(base, tmp_path / "model").eval()
-    with torch.no_grad():
-        theirs = loaded(input_ids=torch.arange(16)[None]).logits
-    assert torch.allclose(theirs, logits, atol=64 * 2**-24)  # 64 products in a sum, each rounded; logits are below 1
 
 
 def test_a_run_takes_the_model_that_its_plan_is_for_whose_weights_are_counted_as_they_were(folders: Path) -> None:

@@ -42,6 +42,7 @@ from torch.utils.checkpoint import checkpoint
 from frugal import torch_internals
 from frugal.errors import RequestError
 from frugal.planning.strategy import ActivationCheckpointing, LayerMode
+from frugal.torch_internals import tensors_in
 from frugal.training.models import transformers_internals
 from frugal.units import plural
 
@@ -99,9 +100,9 @@ class _Keep(torch_internals.DispatchMode):
         if self._of_storage:
             self._note_uses(func, args, kwargs, out)
         if func in EXPENSIVE:
-            call = _Call(None if _draws(func, args, kwargs) else _map(_detached, out))
+            call = _Call(None if _draws(func, args, kwargs) else torch_internals.tree_map(_detached, out))
             self._calls.append(call)
-            for result in _tensors(call.result):
+            for result in tensors_in(call.result):
                 self._of_storage[torch_internals.address(result)] = call
         return out
 
@@ -114,12 +115,12 @@ class _Keep(torch_internals.DispatchMode):
 
     def _note_uses(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         """Note which results `func` read or changed."""
-        used = {torch_internals.address(value): value for value in _tensors((*args, *kwargs.values()))}
+        used = {torch_internals.address(value): value for value in tensors_in((*args, *kwargs.values()))}
         touched = used.keys() & self._of_storage.keys()
         if not touched:
             return
         written = {torch_internals.address(value) for value in _written(func, args, kwargs)}
-        viewed = {torch_internals.address(value) for value in _tensors(out)} - written
+        viewed = {torch_internals.address(value) for value in tensors_in(out)} - written
         for address in touched:
             call = self._of_storage[address]
             if address in written and len(written) == 1 and not call.is_read:
@@ -130,7 +131,7 @@ class _Keep(torch_internals.DispatchMode):
                 call.is_read = True
 
     def _forget(self, call: _Call) -> None:
-        for result in _tensors(call.result):
+        for result in tensors_in(call.result):
             self._of_storage.pop(torch_internals.address(result), None)
         call.result = None
 
@@ -171,9 +172,9 @@ class _Return(torch_internals.DispatchMode):
 
     def _take(self, call: _Call) -> Any:
         """Return the kept result of a call, which is given back once."""
-        result, call.result = _map(_detached, call.result), None
+        result, call.result = torch_internals.tree_map(_detached, call.result), None
         if call.num_writes:
-            for tensor in _tensors(result):
+            for tensor in tensors_in(result):
                 self._writes_left[torch_internals.address(tensor)] = call.num_writes, tensor
         return result
 
@@ -203,22 +204,8 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[T
     changed = []
     for i, argument in enumerate(torch_internals.schema(func).arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            changed += _tensors(args[i] if i < len(args) else kwargs.get(argument.name))
+            changed += tensors_in(args[i] if i < len(args) else kwargs.get(argument.name))
     return changed
-
-
-def _tensors(values: Any) -> list[Tensor]:
-    if isinstance(values, Tensor):
-        return [values]
-    if isinstance(values, (tuple, list)):
-        return [tensor for value in values for tensor in _tensors(value)]
-    return []
-
-
-def _map(function: Any, values: Any) -> Any:
-    if isinstance(values, (tuple, list)):
-        return type(values)(function(value) for value in values)
-    return function(values)
 
 
 def _detached(value: Any) -> Any:
@@ -230,7 +217,7 @@ def _detached(value: Any) -> Any:
 
 
 def _versions(result: Any) -> list[int]:
-    return [torch_internals.version(tensor) for tensor in _tensors(result)]
+    return [torch_internals.version(tensor) for tensor in tensors_in(result)]
 
 
 Watch = Callable[..., Any]

@@ -63,8 +63,6 @@ def test_a_model_that_sees_later_tokens_cannot_be_trained_to_predict_them() -> N
     ("name", "hint"),
     [
         ("xlnet", "use --task sequence-classification, or an objective"),
-        pytest.param("roberta-base", "use --task masked-lm, or ", marks=pytest.mark.exhaustive),
-        pytest.param("electra", "use --task masked-lm, or ", marks=pytest.mark.exhaustive),
     ],
 )
 def test_the_refusal_names_the_tasks_that_fit(name: str, hint: str) -> None:
