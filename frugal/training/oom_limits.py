@@ -80,14 +80,14 @@ class OutOfMemory:
 
 
 def recovery(shortage: OutOfMemory | None) -> dict[str, Any]:
-    """Return what a message about `shortage` has for the run's log beside its words; None: all is well again."""
+    """What a message about `shortage` has for the run's log beside its words; None: it says that all is well again."""
     reports = () if shortage is None else shortage.reports
     phases = ", ".join(dict.fromkeys(report.phase for report in reports))
     return {"recovery": {"phase": phases or None, "ranks": [report.rank for report in reports]}}
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether `error` says that memory ran out, on the device, on the host or inside cuBLAS or NCCL."""
+    """Whether `error` says that memory ran out, on the device, on the host or inside cuBLAS or NCCL."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
         isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS)
     )
@@ -131,7 +131,7 @@ PATIENCE = 100  # optimizer steps
 
 @dataclass(frozen=True, kw_only=True)
 class LearntLimits:
-    """The limits that were learnt from failures, as a checkpoint keeps them.
+    """What a checkpoint keeps.
 
     Attributes:
         planned: the plan's limits; under another plan nothing was learnt.
