@@ -162,7 +162,7 @@ class ModelSpec:
             auto = getattr(transformers, _AUTO[self.task][0])
             try:
                 with factories.on_device(device):
-                    module = auto.from_config(self._config_to_build(), dtype=dtype)
+                    module = auto.from_config(self._config_to_build(), dtype=dtype, trust_remote_code=False)
             except Exception as error:  # values that contradict each other, or are no numbers; each model in its way
                 because = f"{type(error).__name__}: {first_line(error)}"
                 raise RequestError(
@@ -189,6 +189,7 @@ class ModelSpec:
             self.weights,
             config=self._config_to_build(),
             dtype=dtype,
+            trust_remote_code=False,
             local_files_only=not (may_download and factories.hub_is_reachable()),
             output_loading_info=True,
             **options,
