@@ -173,6 +173,22 @@ class _TextObjective:
 
     pads_tokens = True  # each sample's, to the longest in its micro-batch
 
+    def collate(self, samples: Sequence[Sample]) -> Batch:
+        """Return the tensors of a micro-batch."""
+        raise NotImplementedError
+
+    def plain_sample(self, length: int, *, is_target: bool) -> Sample:
+        """Return a sample of `length` tokens (of pairs on both sides), all of them targets or none."""
+        raise NotImplementedError
+
+    def dummy(self) -> Sample:
+        """Return two tokens without a target."""
+        return self.plain_sample(2, is_target=False)
+
+    def example(self, num_samples: int, seq_len: int) -> Batch:
+        """Return `num_samples` rows of `seq_len` tokens; how many are targets makes no difference to memory."""
+        return self.collate([self.plain_sample(seq_len, is_target=True)] * num_samples)
+
     def count(self, batch: Batch) -> int:
         """Count the targets in `labels`."""
         return int((batch["labels"] != IGNORED).sum())
@@ -212,13 +228,9 @@ class CausalLM(_TextObjective):
         positions: list[Any] = [packs.positions(each) for each in documents]
         return batch | {"position_ids": pad(positions, 0)}
 
-    def dummy(self) -> Sample:
-        """Return two tokens without a target."""
-        return {"input_ids": [self.pad_id, self.pad_id], "labels": [IGNORED, IGNORED]}
-
-    def example(self, num_samples: int, seq_len: int) -> Batch:
-        """Return `num_samples` rows of `seq_len` tokens."""
-        return self.collate([{"input_ids": [self.pad_id] * seq_len}] * num_samples)
+    def plain_sample(self, length: int, *, is_target: bool) -> Sample:
+        """Return padding."""
+        return {"input_ids": [self.pad_id] * length, "labels": [self.pad_id if is_target else IGNORED] * length}
 
     def count(self, batch: Batch) -> int:
         """Count the targets; position 0 is predicted by nothing."""
@@ -288,13 +300,9 @@ class MaskedLM(_TextObjective):
             "labels": pad([labels for _, labels in masked], IGNORED),
         }
 
-    def dummy(self) -> Sample:
-        """Return two tokens without a target."""
-        return {"input_ids": [self.mask_id] * 2, "labels": [IGNORED] * 2}
-
-    def example(self, num_samples: int, seq_len: int) -> Batch:
-        """Return `num_samples` rows of `seq_len` tokens, all targets: their number makes no difference to memory."""
-        return self.collate([{"input_ids": [self.mask_id] * seq_len, "labels": [self.mask_id] * seq_len}] * num_samples)
+    def plain_sample(self, length: int, *, is_target: bool) -> Sample:
+        """Return masked tokens."""
+        return {"input_ids": [self.mask_id] * length, "labels": [self.mask_id if is_target else IGNORED] * length}
 
     def loss_sum(self, model: nn.Module, batch: Batch) -> Tensor:
         """Return the summed cross entropy of the masked tokens."""
@@ -341,15 +349,9 @@ class Seq2Seq(_TextObjective):
         shifted[:, 1:] = labels[:, :-1].masked_fill(labels[:, :-1] == IGNORED, self.pad_id)
         return shifted
 
-    def dummy(self) -> Sample:
-        """Return one source token and one target position without a target."""
-        return {"input_ids": [self.start_id], "labels": [IGNORED]}
-
-    def example(self, num_samples: int, seq_len: int) -> Batch:
-        """Return `num_samples` sources and targets of `seq_len` tokens each."""
-        return self.collate(
-            [{"input_ids": [self.start_id] * seq_len, "labels": [self.start_id] * seq_len}] * num_samples
-        )
+    def plain_sample(self, length: int, *, is_target: bool) -> Sample:
+        """Return a pair of start tokens."""
+        return {"input_ids": [self.start_id] * length, "labels": [self.start_id if is_target else IGNORED] * length}
 
     def loss_sum(self, model: nn.Module, batch: Batch) -> Tensor:
         """Return the summed cross entropy of the target tokens."""
@@ -382,13 +384,9 @@ class SequenceClassification(_TextObjective):
             "labels": torch.tensor([int(sample["label"]) for sample in samples]),
         }
 
-    def dummy(self) -> Sample:
-        """Return two tokens without a class."""
-        return {"input_ids": [self.pad_id, self.end_id], "label": IGNORED}
-
-    def example(self, num_samples: int, seq_len: int) -> Batch:
-        """Return `num_samples` rows of `seq_len` tokens, all of class 0."""
-        return self.collate([{"input_ids": [self.pad_id] * (seq_len - 1) + [self.end_id], "label": 0}] * num_samples)
+    def plain_sample(self, length: int, *, is_target: bool) -> Sample:
+        """Return padding with an end, of class 0."""
+        return {"input_ids": [self.pad_id] * (length - 1) + [self.end_id], "label": 0 if is_target else IGNORED}
 
     def loss_sum(self, model: nn.Module, batch: Batch) -> Tensor:
         """Return the summed cross entropy of the classes."""

@@ -24,6 +24,7 @@ ZeRO 1 to 3, by the norm of the gradient, which it computes anyway; at stage 0 i
 
 import functools
 import gc
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -240,7 +241,7 @@ class Update:
             if is_plain:
                 gradients = [each.grad for each in engine.module.parameters() if each.grad is not None]
                 self.grad_norm = float(torch.nn.utils.get_total_norm(gradients))
-                if not _is_finite(self.grad_norm):
+                if not math.isfinite(self.grad_norm):
                     engine.optimizer.zero_grad()
                     return self.leave_out()
             engine.step()
@@ -299,7 +300,3 @@ class Update:
                 for group, of_group in zip(groups, kept, strict=True):
                     group["params"] = of_group
             raise
-
-
-def _is_finite(number: float) -> bool:
-    return abs(number) < float("inf")

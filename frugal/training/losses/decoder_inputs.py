@@ -1,4 +1,4 @@
-"""What the decoder of an encoder-decoder reads: its targets, moved as the model's own authors move them.
+"""Inputs of the decoder of an encoder-decoder: its targets, shifted as the model's own authors shift them.
 
 The engine, the dry run and exported scripts all use `decoder_inputs`; `frugal export` writes its source into them.
 """

@@ -23,14 +23,14 @@ from frugal.training.models import tiled_loss
 from frugal.units import IGNORED
 
 _ROUTER_LOSS = "load_balancing_loss_func"
-"""What transformers' modules call the loss of their routers."""
+"""The name of the routers' loss in transformers' modules."""
 
 ROUTERS = f"{ADDED_LOSS}: its routers add (output_router_logits) what is computed of each micro-batch, by its targets"
 Z_LOSS = (
     f"{ADDED_LOSS}: a z-loss (z_loss_coefficient) is computed of each micro-batch with its padding, weighted by its"
     " targets"
 )
-"""What a plan says of losses that are no sum over samples."""
+"""Notes of a plan on losses that are no sum over samples."""
 
 
 def is_needed(config: Any) -> bool:

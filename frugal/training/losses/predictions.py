@@ -1,4 +1,4 @@
-"""What a model predicts at each target, kept while its loss is computed: what a metric is computed of.
+"""A model's predictions at each target, kept for a metric while its loss is computed.
 
 Logits pass by where the cross entropy is computed, a slice of them at a time with the tiled loss. What is kept of them
 is a number a target, usually the most probable class, so a metric needs neither another forward nor whole logits.
@@ -14,10 +14,10 @@ from torch import Tensor
 from frugal.units import IGNORED
 
 OfLogits = Callable[[Tensor, Tensor], Tensor]
-"""From logits `(..., classes)` and labels `(...)`, on the device, what is kept of each: `(...)` or `(..., n)`."""
+"""A function from logits `(..., classes)` and labels `(...)`, on the device, to what is kept: `(...)` or `(..., n)`."""
 
 Kept = tuple[np.ndarray, np.ndarray]
-"""Of one sample: what was kept of each of its targets, and their labels: `(targets, ...)` and `(targets,)`."""
+"""One sample's kept values and labels of its targets: `(targets, ...)` and `(targets,)`."""
 
 
 def most_probable(logits: Tensor, _labels: Tensor) -> Tensor:

@@ -221,7 +221,7 @@ def _versions(result: Any) -> list[int]:
 
 
 Watch = Callable[..., Any]
-"""Called as `watch(number, layer, *args)` in place of `layer(*args)` when a layer runs, and when it runs again."""
+"""A function that is called as `watch(number, layer, *args)` in place of `layer(*args)`, also in recomputation."""
 
 
 def apply(

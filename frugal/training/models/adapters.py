@@ -20,7 +20,7 @@ from frugal.errors import RequestError
 from frugal.planning.plan import Plan
 
 TASK_TYPES = {"causal-lm": "CAUSAL_LM", "seq2seq": "SEQ_2_SEQ_LM", "sequence-classification": "SEQ_CLS"}
-"""What peft calls our tasks; others it has no wrapper for, and needs none. With `SEQ_CLS` it trains the head, too."""
+"""peft's names of our tasks; it needs no wrapper for others. With `SEQ_CLS` it trains the head, too."""
 
 
 def add(
@@ -36,7 +36,12 @@ def add(
     """
     import peft
 
-    _refuse_adapted(model)
+    if are_in(model):
+        raise RequestError(
+            "--lora was given for a model that has adapters already",
+            because=f"its factory makes a {type(model).__name__} with peft's adapters",
+            hint="leave --lora out: what its factory leaves trainable is trained",
+        )
     _check_targets(model, lora)
     torch.manual_seed(seed)
     try:
@@ -89,15 +94,6 @@ def are_in(model: nn.Module) -> bool:
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     return hasattr(model, "peft_config") or any(isinstance(module, BaseTunerLayer) for module in model.modules())
-
-
-def _refuse_adapted(model: nn.Module) -> None:
-    if are_in(model):
-        raise RequestError(
-            "--lora was given for a model that has adapters already",
-            because=f"its factory makes a {type(model).__name__} with peft's adapters",
-            hint="leave --lora out: what its factory leaves trainable is trained",
-        )
 
 
 def _check_targets(model: nn.Module, lora: Lora) -> None:

@@ -1,4 +1,4 @@
-"""What a user names that is not built in: callables of his own, and what the Hugging Face hub has.
+"""Models and data that are not built in: the user's own callables, and look-ups on the Hugging Face hub.
 
 A factory is `package.module:name` or `path/to/file.py:name`, a callable that makes a model, or rows of data. The hub is
 asked only where its host has an address, so that a typo costs no half minute of retries.
@@ -36,7 +36,7 @@ from frugal.training.objectives import Objective
 Factory = Callable[[], Any]
 
 PICKLED = ".cloudpickle"
-"""How the name of a file ends in which a callable is kept, as `frugal.dryrun.model_object` writes it."""
+"""The suffix of a file with a pickled callable, as `frugal.dryrun.model_object` writes it."""
 
 
 def import_callable(reference: str) -> Factory:
@@ -192,7 +192,7 @@ def hub_is_reachable() -> bool:
 
 
 _silent: list[str] = []
-"""What the hub did not do in time, once it has not."""
+"""A message that the hub did not answer in time, once it has not."""
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""What `--model` may say, and the module it stands for.
+"""The meaning of `--model`.
 
 A reference is, in this order: a preset (presets.toml), a transformers model type (its default configuration), a
 factory `package.module:name` or `path/to/file.py:name`, the path of a config.json or of a model folder, a hub name.
@@ -49,7 +49,7 @@ def resolve(reference: str, task: str | None = None, *, num_labels: int | None =
         raise RequestError(f"there is no task `{task}`", hint=f"tasks are {', '.join(TASKS)}")
     if reference in presets():
         preset = presets()[reference]
-        config = _config_class(preset["type"]).from_dict(dict(preset["config"]))
+        config = transformers_internals.model_types()[preset["type"]].from_dict(dict(preset["config"]))
         return _from_config(reference, config, task or preset["task"], num_labels, kind_of_reference="preset")
     if reference in transformers_internals.model_types():
         config = _default_config(reference)
@@ -72,15 +72,9 @@ def presets() -> Mapping[str, Mapping[str, Any]]:
     return tomllib.loads((Path(__file__).parent / "presets.toml").read_text())
 
 
-def _config_class(model_type: str) -> Any:
-    from transformers import CONFIG_MAPPING
-
-    return CONFIG_MAPPING[model_type]
-
-
 def _default_config(model_type: str) -> Any:
     try:
-        return _config_class(model_type)()
+        return transformers_internals.model_types()[model_type]()
     except Exception as error:  # some defaults contradict each other
         raise RequestError(
             f"{model_type} has no default configuration",
@@ -168,7 +162,7 @@ def _from_config(
     if chosen is None or chosen not in possible:
         raise RequestError(
             f"{reference} cannot be trained as {chosen}" if chosen else f"{reference} cannot be trained on text",
-            because=f"transformers has {_listed(possible) if possible else 'no such model'} for `{config.model_type}`",
+            because=f"transformers has {' and '.join(possible) or 'no such model'} for `{config.model_type}`",
             hint=f"use --task {possible[0]}"
             if possible
             else f"give a factory that returns a module and its objective, see {OWN_MODEL}",
@@ -217,10 +211,6 @@ def _without_layer_drop(config: Any) -> tuple[tuple[str, float], ...]:
     return tuple(changed)
 
 
-def _listed(tasks: list[str]) -> str:
-    return " and ".join(filter(None, (", ".join(tasks[:-1]), tasks[-1])))
-
-
 def _from_path(reference: str, path: Path, task: str | None, num_labels: int | None) -> ModelSpec:
     file = path / "config.json" if path.is_dir() else path
     try:
@@ -244,7 +234,7 @@ def _from_path(reference: str, path: Path, task: str | None, num_labels: int | N
             hint=_similar(model_type, transformers_internals.model_types()),
         )
     try:
-        config = _config_class(model_type).from_dict(raw)
+        config = transformers_internals.model_types()[model_type].from_dict(raw)
     except Exception as error:  # configurations check their values each in its own way
         raise RequestError(f"{file} is not a model's configuration", because=first_line(error)) from None
     beside = any((file.parent / name).exists() for name in _TOKENIZERS)

@@ -57,7 +57,7 @@ def remove(model: nn.Module) -> None:
 
 
 _PREPARED = "frugal_tiled_head"
-"""Where a head keeps what stands for its forward."""
+"""The attribute in which a head keeps its other forward."""
 
 
 def _prepared(model: nn.Module, head: nn.Linear) -> "_TiledHead":

@@ -1,7 +1,7 @@
 """Names of transformers beyond its documented interface: nothing else uses them. Each is checked when first used."""
 
 import functools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -108,7 +108,7 @@ def packed_documents(numbers: Callable[[Any], Any]) -> Iterator[None]:
 
 
 _num_parts = 1
-"""Into how many the sequences of the forward that runs are split."""
+"""The number of parts into which sequences of the running forward are split."""
 
 
 @contextmanager
@@ -154,11 +154,11 @@ def attention_by(name: str, run: Callable[..., Any]) -> None:
     AttentionInterface.register(name, through)
 
 
-def model_types() -> Collection[str]:
-    """Return the types of models that transformers has."""
+def model_types() -> Mapping[str, Any]:
+    """Return the classes of configurations by the types of models that transformers has."""
     from transformers import CONFIG_MAPPING  # takes a second
 
-    return CONFIG_MAPPING.keys()
+    return CONFIG_MAPPING
 
 
 def heads(mapping: str) -> Mapping[str, Any]:

@@ -1,4 +1,4 @@
-"""What a trial holds still: random draws, and what modules keep from one forward to the next."""
+"""Trials hold random draws still, and what modules keep from one forward to the next."""
 
 import copy
 import random
@@ -152,7 +152,7 @@ _DRAWS: dict[str, Callable[..., Tensor]] = {
     "_standard_gamma": lambda _, __, alpha, *___: alpha,
     "_sample_dirichlet": lambda _, __, alpha, *___: alpha / alpha.sum(-1, keepdim=True),
 }
-"""What is drawn, by the share, the real draw and the function's arguments."""
+"""Functions from the share, the real draw and the arguments of a torch function to what is drawn."""
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from frugal.training.objectives import Batch, Objective, Sample
 from frugal.units import IGNORED
 
 MOST_DIFFERENCE = 1e-3
-"""Relative; what more is no rounding."""
+"""The largest relative difference that rounding explains."""
 
 
 def check_loss(spec: ModelSpec, model: nn.Module, objective: Objective, sample: Sample) -> None:

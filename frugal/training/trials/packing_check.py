@@ -12,7 +12,7 @@ DOCUMENTS = (13, 9)
 """Tokens of the two documents that are packed."""
 
 MOST_LEAKAGE = 1e-3
-"""What another document may change, of what it changes where nothing keeps them apart: rounding is far below."""
+"""The most that another document may change, as a part of its effect unpacked: rounding is far below."""
 
 _HINT = "leave --pack out: samples of like length share a micro-batch, which pads little"
 _WHY_NOT = {

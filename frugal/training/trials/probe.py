@@ -1,4 +1,4 @@
-"""What a model's gradient depends on besides its samples: a small one of its kind is run, no list of names consulted.
+"""Probes of what a model's gradient depends on besides its samples, by running a small one of its kind.
 
 Five questions, each of one micro-batch cut or filled up in two ways, with every random draw replaced by its mean:
 
@@ -26,26 +26,26 @@ from frugal.training.trials import held_still
 from frugal.units import IGNORED
 
 NUM_SAMPLES, FEW_SAMPLES = 8, 2
-"""Samples of a batch that is run whole, and of the micro-batches it is cut into."""
+"""Samples of a whole batch, and of the micro-batches it is cut into."""
 
 MOST_TOKENS = 32
-"""Of a sample. Together they are more than a small model's experts have room for."""
+"""The most tokens of a sample. All samples' are more than a small model's experts have room for."""
 
 MOST_DIFFERENCE = 1e-3
-"""Relative; what more is no rounding."""
+"""The largest relative difference that rounding explains."""
 
 MOST_CARRIED = 1e-5
-"""Relative, of gradients of the same micro-batch before and after others: they are computed alike, bit for bit."""
+"""The same for gradients of one micro-batch before and after others, which are computed alike, bit for bit."""
 
 MOVED = 0.1
-"""How far weights are moved before forwards are counted, as a part of their size: a power iteration has converged for
+"""The part of their size by which weights are moved before forwards are counted: a power iteration has converged for
 weights that have not moved."""
 
 MOST_LEAKAGE = 1e-4
-"""What later tokens may change in what is said of earlier ones, as a part of what they change at all."""
+"""The most that later tokens may change the output for earlier ones, as a part of their largest effect."""
 
 MOST_FLOPS = 100e9
-"""Of a trial: a few seconds on one core."""
+"""The most FLOP of a trial: a few seconds on one core."""
 
 Gradient = dict[str, Tensor]
 

@@ -29,7 +29,7 @@ LENGTHS = (38, 27)
 """Tokens of the samples that are run, the longer one a multiple of the parts. A part has as many as nothing else."""
 
 MOST_DIFFERENCE = 1e-4
-"""Of gradients, relative; rounding is below 1e-6, and a window of four tokens that ends at a border above 1e-2."""
+"""The largest relative difference of gradients: rounding is below 1e-6, a window that ends at a border above 1e-2."""
 
 
 def check_sequence_parallel(spec: ModelSpec, size: int, *, pack: bool) -> None:

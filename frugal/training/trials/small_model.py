@@ -17,7 +17,7 @@ from frugal.training.models.spec import ModelSpec, max_positions_of
 T = TypeVar("T")
 
 MOST_PARAMETERS = 30_000_000
-"""Of a model that is run."""
+"""The largest model that is run."""
 
 VOCABULARY = 256
 
@@ -36,7 +36,7 @@ _SMALLER = {
     "mamba_d_state": 16, "num_heads": 8, "expand": 2, "linear_num_key_heads": 4, "linear_num_value_heads": 8,
     "linear_key_head_dim": 16, "linear_value_head_dim": 16, "pooler_hidden_size": 64,
 }  # fmt: skip
-"""Where a configuration has more. Not every model can be made so small: then it is made with `_SMALL` alone."""
+"""Sizes for configurations that have more. Not every model can be made so small: then `_SMALL` alone is used."""
 
 _LAYERS = ("num_hidden_layers", "encoder_layers", "decoder_layers", "num_decoder_layers")
 _NUM_LAYERS = (2, 4, 8)

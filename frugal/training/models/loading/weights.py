@@ -22,7 +22,7 @@ from frugal.training.models import transformers_internals
 from frugal.training.models.loading import quantised
 
 Place = Callable[[nn.Parameter], None]
-"""Puts a parameter where it is trained, as soon as it has its values."""
+"""A function that puts a parameter where it is trained, as soon as it has its values."""
 
 
 class Stored:

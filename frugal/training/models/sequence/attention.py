@@ -26,7 +26,7 @@ from frugal.training.models import transformers_internals
 from frugal.training.models.sequence import checks
 
 Exchange = Callable[[Tensor, Tensor], object]
-"""Writes an all-to-all over dimension 0 into its first argument; both have shape `(ranks, ...)`, contiguous."""
+"""A function that writes an all-to-all over dimension 0 into its first argument; both are contiguous `(ranks, ...)`."""
 
 _SPLIT = "_sequence_split"
 """The attribute of modules whose attention is split, so that it is found when a layer is recomputed, too."""

@@ -1,4 +1,4 @@
-"""What of a model shows, before it runs, that its sequences cannot be split; `trials/sequence_check.py` runs one."""
+"""Checks of a model that its sequences can be split, before it runs; `trials/sequence_check.py` runs a small one."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -5,7 +5,6 @@ borders of parts are no different from other places, and the sums over all parts
 """
 
 from collections.abc import Sequence
-from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -25,14 +24,8 @@ def parts_of(objective: Objective, size: int, rank: int) -> Objective:
     """
     if size == 1:
         return objective
-    refuse_other_objectives(objective)
-    return SequenceParts(cast(CausalLM, objective), size, rank % size)
-
-
-def refuse_other_objectives(objective: Objective) -> None:
-    """Raises: RequestError: the samples of `objective` cannot be split."""
     if type(objective) is CausalLM and not objective.own_loss:
-        return
+        return SequenceParts(objective, size, rank % size)
     raise RequestError(
         "--sequence-parallel cannot split the samples of this objective",
         because="its loss is the model's own, of whole sequences"

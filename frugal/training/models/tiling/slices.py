@@ -8,14 +8,14 @@ from collections.abc import Callable, Iterable
 from torch import Tensor
 
 MIN_SLICES = 8
-"""More where a slice would still have more positions than the model is wide: then its intermediate results take about
-as much as the weights, and products reach what a device can do."""
+"""The least number of slices. There are more where a slice would have more positions than the model is wide: at that
+length its intermediate results take about as much as the weights, and products reach the device's speed."""
 
 ALIGNMENT = 8
-"""Elements. Slices whose beginnings are multiples of it apart are all as well aligned, so kernels take them alike."""
+"""The elements of an alignment: slices that begin at multiples of it are equally well aligned for kernels."""
 
 Watch = Callable[[range], Iterable[int]]
-"""Takes the beginnings of slices that are alike, the last of which may be shorter, and gives those to go through."""
+"""A function from the beginnings of like slices (the last may be shorter) to those that are gone through."""
 
 _watch: Watch | None = None
 

@@ -103,7 +103,10 @@ class _TiledRows(torch.autograd.Function):
         _, _, needs_hidden, *needs = ctx.needs_input_grad
         flat, grad = (tensor.detach().reshape(1, -1, hidden.shape[-1]) for tensor in (hidden, grads[0]))
         trained = [parameter for parameter, needed in zip(ctx.parameters, needs, strict=True) if needed]
-        sums = [torch.zeros_like(parameter, dtype=_summed_in(parameter.dtype)) for parameter in trained]
+        sums = [
+            torch.zeros_like(parameter, dtype=torch.promote_types(parameter.dtype, torch.float32))
+            for parameter in trained
+        ]
         grad_hidden = torch.empty_like(flat) if needs_hidden else None
         for start in slices.starts(flat, 1, ctx.rows):
             rows = slice(start, start + ctx.rows)
@@ -122,7 +125,3 @@ class _TiledRows(torch.autograd.Function):
             for parameter, needed in zip(ctx.parameters, needs, strict=True)
         )
         return (None, None, None if grad_hidden is None else grad_hidden.view(hidden.shape), *of_parameters)
-
-
-def _summed_in(dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
