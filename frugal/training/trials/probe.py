@@ -246,16 +246,13 @@ def _refuse_costly(model: nn.Module, objective: Objective, part: Batch) -> None:
         raise TooCostlyError(f"that takes {flops / 1e9:.0f} GFLOP")
 
 
-def _slice(batch: Batch, start: int, end: int) -> Batch:
-    return {
-        name: tensor[start:end] if tensor.ndim and len(tensor) == NUM_SAMPLES else tensor
-        for name, tensor in batch.items()
-    }
-
-
 def _parts(batch: Batch) -> list[Batch]:
-    """Cut a batch into micro-batches of `FEW_SAMPLES`."""
-    return [_slice(batch, start, start + FEW_SAMPLES) for start in range(0, NUM_SAMPLES, FEW_SAMPLES)]
+    """Cut a batch into micro-batches of `FEW_SAMPLES`; what has no value for each sample is in all of them."""
+    of_samples = {name for name, tensor in batch.items() if tensor.ndim and len(tensor) == NUM_SAMPLES}
+    return [
+        {name: tensor[at : at + FEW_SAMPLES] if name in of_samples else tensor for name, tensor in batch.items()}
+        for at in range(0, NUM_SAMPLES, FEW_SAMPLES)
+    ]
 
 
 def gradient(

@@ -103,10 +103,7 @@ class _TiledRows(torch.autograd.Function):
         _, _, needs_hidden, *needs = ctx.needs_input_grad
         flat, grad = (tensor.detach().reshape(1, -1, hidden.shape[-1]) for tensor in (hidden, grads[0]))
         trained = [parameter for parameter, needed in zip(ctx.parameters, needs, strict=True) if needed]
-        sums = [
-            torch.zeros_like(parameter, dtype=torch.promote_types(parameter.dtype, torch.float32))
-            for parameter in trained
-        ]
+        sums = [torch.zeros_like(each, dtype=torch.promote_types(each.dtype, torch.float32)) for each in trained]
         grad_hidden = torch.empty_like(flat) if needs_hidden else None
         for start in slices.starts(flat, 1, ctx.rows):
             rows = slice(start, start + ctx.rows)
