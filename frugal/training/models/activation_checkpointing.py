@@ -201,7 +201,7 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[T
     """Return the tensors that `func` changes in place."""
     if not torch_internals.schema(func).is_mutable:
         return []
-    changed = []
+    changed: list[Tensor] = []
     for i, argument in enumerate(torch_internals.schema(func).arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             changed += tensors_in(args[i] if i < len(args) else kwargs.get(argument.name))

@@ -208,7 +208,7 @@ def _limit_patience() -> None:
     kind, hooks = type(usual), usual.event_hooks
 
     def make_client() -> Any:
-        client = kind(event_hooks=hooks, follow_redirects=True, timeout=None)
+        client: Any = kind(event_hooks=hooks, follow_redirects=True, timeout=None)
         client.send = functools.partial(_send_within, seconds, client.send)
         return client
 

@@ -226,8 +226,11 @@ def _trial(spec: ModelSpec, choice: BatchNormChoice | None = None) -> tuple[Mode
     def run(small: ModelSpec, model: nn.Module) -> tuple[ModelTrial, ModelSpec, nn.Module]:
         if choice == "frozen":
             batch_norm.apply(model, choice)
-        sizes = {"vocab_size": small.vocab_size or 2, "max_positions": small.max_positions}
-        return trial(model, small.objective(), task=small.task, **sizes), small, model
+        done = trial(
+            model, small.objective(), task=small.task, vocab_size=small.vocab_size or 2,
+            max_positions=small.max_positions,
+        )  # fmt: skip
+        return done, small, model
 
     return tried(spec, run)
 
