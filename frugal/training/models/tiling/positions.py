@@ -161,7 +161,7 @@ class Follower(torch_internals.DispatchMode):
         if torch_internals.schema(func).is_mutable:
             raise PositionsMeetError(f"{name} changes them in place")
         is_elementwise = torch.Tag.pointwise in func.tags or torch_internals.packet(func) in _COPIES
-        if not is_elementwise or out.shape != first.shape:
+        if not is_elementwise or not isinstance(out, Tensor) or out.shape != first.shape:
             raise PositionsMeetError(f"{name} is not elementwise")
         for tensor in tensors_in((*args, *kwargs.values())):
             is_of_all = id(tensor) in self._buffers and all(size == 1 for size in tensor.shape[:-1])
