@@ -7,7 +7,6 @@ them their activations.) Their first weights depend on the seed, not on how the 
 
 import difflib
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -102,25 +101,18 @@ def _check_targets(model: nn.Module, lora: Lora) -> None:
     Raises:
         RequestError: the first of them, with names that are near.
     """
+    from transformers.pytorch_utils import Conv1D
+
     if lora.targets == (ALL_LINEAR,):
         return
-    names = [name for name, _ in model.named_modules() if name]
+    modules = dict(model.named_modules())
+    last = {name: name if (end := name.rpartition(".")[2]).isdigit() else end for name in modules}
     for target in lora.targets:
-        if not any(name == target or name.endswith(f".{target}") for name in names):
-            known = sorted(set(_adaptable(model)))
+        if target not in modules and not any(name.endswith(f".{target}") for name in modules):
+            known = sorted({last[name] for name, module in modules.items() if isinstance(module, nn.Linear | Conv1D)})
             near = difflib.get_close_matches(target, known, n=1) or known[:8]
             raise RequestError(
                 f"`{target}`, a target of --lora, is no module of {type(model).__name__}",
                 because=f"its linear layers are called {', '.join(known[:12])}{', ...' if len(known) > 12 else ''}",
                 hint=f"use --lora r={lora.rank},targets={','.join(near)}, or {ALL_LINEAR}" if near else None,
             )
-
-
-def _adaptable(model: nn.Module) -> Iterator[str]:
-    """Return the last parts of the names of linear layers."""
-    from transformers.pytorch_utils import Conv1D
-
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Linear | Conv1D):
-            last = name.rpartition(".")[2]
-            yield name if last.isdigit() else last
