@@ -20,7 +20,7 @@ from frugal.training.losses import own_loss
 from frugal.training.models import batch_norm, transformers_internals
 from frugal.training.models.spec import OWN, ModelSpec, heads
 from frugal.training.objectives import CausalLM, MaskedLM, Objective, Sample, Seq2Seq, SequenceClassification
-from frugal.training.trials import loss_check, probe
+from frugal.training.trials import probe, text_checks
 from frugal.training.trials.probe import FEW_SAMPLES, NUM_SAMPLES, Dependence
 from frugal.training.trials.small_model import NoSmallModelError, is_small, tried
 from frugal.units import plural
@@ -150,7 +150,7 @@ def check_model(
         _refuse_reuse(spec.reference, done)
     if spec.task != OWN:
         objective, tokens = small.objective(), _tokens(small.vocab_size or 2, small.max_positions)
-        loss_check.check_loss(small, model, objective, _sample(spec.task, objective, tokens[0]))
+        text_checks.check_loss(small, model, objective, _sample(spec.task, objective, tokens[0]))
     if done.split:
         notes.append(_split_note(done.split) + (_remedy(spec, choice) if batch_norm.modules(whole) else ""))
     notes += _notes_of_forwards(done)

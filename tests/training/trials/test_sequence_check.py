@@ -7,7 +7,7 @@ from frugal.config.request import Request
 from frugal.errors import RequestError
 from frugal.training.models import transformers_internals
 from frugal.training.models.resolve import resolve_request
-from frugal.training.trials.sequence_check import check_sequence_parallel, on_parts
+from frugal.training.trials.text_checks import check_sequence_parallel, on_parts
 from tests.training.gradients import with_bound
 from tests.training.sequence.runs import model, plain_gradient
 

@@ -22,14 +22,23 @@ from torch import Tensor, nn
 
 from frugal.deepspeed_adapter import collectives
 from frugal.distributed.connections.listeners import closed_afterwards
+from frugal.errors import RequestError
 from frugal.training.models import transformers_internals
-from frugal.training.models.sequence import checks
 
 Exchange = Callable[[Tensor, Tensor], object]
 """A function that writes an all-to-all over dimension 0 into its first argument; both are contiguous `(ranks, ...)`."""
 
 _SPLIT = "_sequence_split"
 """The attribute of modules whose attention is split, so that it is found when a layer is recomputed, too."""
+
+
+KERNEL = "sdpa"
+"""transformers' name of the attention that can be split."""
+
+HINT = "leave --sequence-parallel out"
+
+_ROPE_OF_LENGTH = ("dynamic", "longrope")
+"""Rotary embeddings whose frequencies depend on the longest position of a forward, which differs from part to part."""
 
 
 class Split:
@@ -96,7 +105,7 @@ class _AllToAll(torch.autograd.Function):
 
 def apply(model: nn.Module, split: Split) -> None:
     """Split the attention of all modules of `model`; other models keep theirs."""
-    transformers_internals.attention_by(checks.KERNEL, _attention)
+    transformers_internals.attention_by(KERNEL, _attention)
     for module in model.modules():
         vars(module)[_SPLIT] = split
 
@@ -108,7 +117,7 @@ def split_over_ranks(model: nn.Module, size: int) -> None:
         RequestError: the model cannot be split so.
     """
     if size > 1:
-        checks.refuse(model, size)
+        refuse(model, size)
         with closed_afterwards():
             exchange = collectives.exchange_within(size)
         apply(model, Split(size, exchange))
@@ -167,3 +176,45 @@ def _heads_per_group(module: nn.Module, number: int) -> Iterator[None]:
         yield
     finally:
         vars(module)["num_key_value_groups"] = own
+
+
+def refuse(model: nn.Module, size: int) -> None:
+    """Refuse a model whose attention cannot be split over `size` ranks.
+
+    Raises:
+        RequestError: with the reason.
+    """
+    if (reason := _obstacle(model, size)) is not None:
+        raise refusal(type(model).__name__, size, reason)
+
+
+def refusal(name: str, size: int, reason: str) -> RequestError:
+    """Return the error that `size` ranks cannot share samples of the model `name`."""
+    return RequestError(f"--sequence-parallel {size} is impossible for {name}", because=reason, hint=HINT)
+
+
+def _obstacle(model: nn.Module, size: int) -> str | None:
+    config: Any = getattr(model, "config", None)
+    if not hasattr(config, "get_text_config"):
+        return "it is no model of transformers, whose attention functions alone can be replaced"
+    text = config.get_text_config()
+    if getattr(config, "is_encoder_decoder", False):
+        return "it has an encoder and a decoder, which have sequences of their own"
+    kernel = getattr(text, "_attn_implementation", None)
+    if kernel != KERNEL:
+        return f"its attention is {kernel!r}, and only {KERNEL!r} is known to be split right"
+    if kinds := sorted(set(_rope_types(text)) & set(_ROPE_OF_LENGTH)):
+        return f"its rotary embedding ({kinds[0]}) depends on the length of what it reads, and a part is shorter"
+    heads = getattr(text, "num_attention_heads", None)
+    if not isinstance(heads, int) or heads % size:
+        return f"its {heads} attention heads do not divide by {size}"
+    return None
+
+
+def _rope_types(text: Any) -> Iterator[str]:
+    """Yield the rope types of a configuration: one for all layers, or one for each kind of layer."""
+    for name in ("rope_parameters", "rope_scaling"):
+        given = getattr(text, name, None)
+        for each in (given, *given.values()) if isinstance(given, dict) else ():
+            if isinstance(each, dict):
+                yield str(each.get("rope_type", each.get("type", "default")))
