@@ -2,9 +2,9 @@
 
 - Does it keep packed documents apart?
 - Can its samples be split over ranks? What mixes positions outside attention (convolutions, recurrences, biases of its
-  own) or depends on the number of a head makes the gradient of the parts another. The parts are rows of one batch here,
-  so no ranks are needed. A model may also count the positions of a part, though it gets them as input, and use them in a
-  way that shows for long samples only, as Llama 4's attention temperature does. So a model that counts as far as a part
+  own) or depends on the number of a head changes the gradient of the parts. The parts are rows of one batch here, so no
+  ranks are needed. A model may also count the positions of a part, though it gets them as input, and use them in a way
+  that shows for long samples only, as Llama 4's attention temperature does. So a model that counts as far as a part
   reaches is refused, too.
 - Is what frugal trains the loss that the model's authors have given it?
 """

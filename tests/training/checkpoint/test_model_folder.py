@@ -113,6 +113,8 @@ def test_the_last_checkpoint_s_folder_is_that_of_the_run(
     [
         ("nf4", 3, "fp32"),
         pytest.param("nf4", 2, "bf16", marks=pytest.mark.exhaustive),
+        ("int8", 2, "fp32"),
+        pytest.param("int8", 3, "bf16", marks=pytest.mark.exhaustive),
     ],
 )
 def test_adapters_are_merged_into_what_quantisation_made_of_their_base(
@@ -132,6 +134,8 @@ def test_adapters_are_merged_into_what_quantisation_made_of_their_base(
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=torch.float32,
     )  # fmt: skip
+    if quantize == "int8":
+        asked = transformers.BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)
     base = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "base", dtype=DTYPES[precision], quantization_config=asked
     ).dequantize(torch.float32)
