@@ -133,7 +133,8 @@ def token_loss_sum(model: nn.Module, inputs: Batch, targets: Tensor) -> Tensor:
     Tiled where the plan says so, so that the logits of a batch never exist at once.
     """
     if tiled_loss.is_applied(model):
-        return tiled_loss.summed_cross_entropy(model, inputs, targets)
+        loss: Tensor = tiled_loss.outputs_with_sum(model, inputs, targets).logits
+        return loss
     return summed_cross_entropy(model(**inputs).logits, targets)
 
 

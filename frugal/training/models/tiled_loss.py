@@ -83,18 +83,12 @@ def is_applied(model: nn.Module) -> bool:
     return head is not None and isinstance(head.forward, _TiledHead)
 
 
-def summed_cross_entropy(model: nn.Module, inputs: dict[str, Any], targets: Tensor) -> Tensor:
-    """Return the loss summed over `targets` of shape `(samples, positions)`, fp32, shape `()`.
+def outputs_with_sum(model: nn.Module, inputs: dict[str, Any], targets: Tensor) -> Any:
+    """Return `model(**inputs)`, whose logits are the loss summed over `targets (samples, positions)`, fp32, shape `()`.
 
     Raises:
         RequestError: the model changes its logits after the head in a way that was not observed.
     """
-    loss: Tensor = outputs_with_sum(model, inputs, targets).logits
-    return loss
-
-
-def outputs_with_sum(model: nn.Module, inputs: dict[str, Any], targets: Tensor) -> Any:
-    """Return `model(**inputs)`, whose logits are the loss summed over `targets`, see `summed_cross_entropy`."""
     head = _head(model)
     assert head is not None
     tiled = head.forward
