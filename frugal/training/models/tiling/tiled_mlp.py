@@ -17,6 +17,7 @@ Left out: selective activation checkpointing, which would keep the slices' produ
 """
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -43,7 +44,7 @@ def apply(model: nn.Module) -> None:
             hint="plan with --mlp plain",
         )
     for module, width in tiled:
-        module.forward = _TiledMlp(module, width)
+        module.forward = partial(_tiled, module.forward, module, width)
         zero3_graph.gather_as_one(module)
 
 
@@ -53,8 +54,8 @@ def _mlps(module: nn.Module, reasons: dict[str, None]) -> Iterator[tuple[nn.Modu
     `reasons` gets why others may not be, those that look like an MLP: two matrices, at least, of another shape.
     """
     for child in module.children():
-        if isinstance(child.forward, _TiledMlp):
-            child.forward = child.forward.run
+        if isinstance(child.forward, partial) and child.forward.func is _tiled:
+            child.forward = child.forward.args[0]
         if len([each for each in child.parameters() if each.dim() == 2]) < 2:
             continue
         try:
@@ -67,19 +68,12 @@ def _mlps(module: nn.Module, reasons: dict[str, None]) -> Iterator[tuple[nn.Modu
             yield child, width
 
 
-class _TiledMlp:
-    """A module's forward over slices of the positions."""
-
-    def __init__(self, module: nn.Module, width: int) -> None:
-        self.run: Callable[..., Tensor] = module.forward
-        self.module = module
-        self.width = width
-
-    def __call__(self, hidden: Tensor) -> Tensor:
-        num_positions = hidden.shape[-2]
-        rows = slices.length(num_positions, self.width) * (hidden.numel() // (num_positions * hidden.shape[-1]))
-        result: Tensor = _TiledRows.apply(self.run, rows, hidden, *self.module.parameters())
-        return result
+def _tiled(run: Callable[..., Tensor], module: nn.Module, width: int, hidden: Tensor) -> Tensor:
+    """Run `run`, the own forward of `module`, over slices of the positions of `hidden (..., positions, width)`."""
+    num_positions = hidden.shape[-2]
+    rows = slices.length(num_positions, width) * (hidden.numel() // (num_positions * hidden.shape[-1]))
+    result: Tensor = _TiledRows.apply(run, rows, hidden, *module.parameters())
+    return result
 
 
 class _TiledRows(torch.autograd.Function):
