@@ -42,7 +42,7 @@ from frugal.training.models.spec import ModelSpec
 
 RESULTS = Path(__file__).parents[1] / "results" / "accuracy-cpu.json"
 LORA_RESULTS = RESULTS.with_name("accuracy-lora-cpu.json")
-QUANTISED_RESULTS = {kind: RESULTS.with_name(f"accuracy-{kind}-cpu.json") for kind in ("nf4", "int8")}
+QUANTISED_RESULTS = {"nf4": RESULTS.with_name("accuracy-nf4-cpu.json")}
 STRATEGIES_RESULTS = RESULTS.with_name("accuracy-strategies-cpu.json")
 WORST, LOW = 0.005, 0.002  # of the bytes measured
 SEQ_LEN, MICRO_BATCH = 64, 4
@@ -215,7 +215,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="one configuration a family; nothing is written")
     parser.add_argument("--family", choices=(*FAMILIES, *QUANTISED), help="only this one; nothing is written")
     parser.add_argument("--lora", metavar="r=8", help="with adapters")
-    parser.add_argument("--quantize", choices=["nf4", "int8"], help="with a quantised base under the adapters")
+    parser.add_argument("--quantize", choices=["nf4"], help="with a quantised base under the adapters")
     parser.add_argument("--strategies", action="store_true", help="shared samples, tiled MLP, mixtures of modes")
     asked = parser.parse_args()
     results = (

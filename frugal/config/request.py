@@ -27,9 +27,7 @@ LossChoice = Literal["auto", "plain", "tiled"]
 AccumulationDtype = Literal["fp32", "bf16"]
 BatchNormChoice = Literal["local", "frozen", "sync"]
 OffloadChoice = Literal["auto", "none", "optimizer", "all", "nvme"]
-Quantization = Literal["nf4", "int8"]
-QUANTIZATIONS: dict[Quantization, str] = {"nf4": "nf4", "int8": "int8 without outlier columns"}
-"""What a report says of each."""
+Quantization = Literal["nf4"]
 
 DEFAULT_GLOBAL_BATCH = 512
 
@@ -140,8 +138,7 @@ class Request:
     )  # fmt: skip
     quantize: Quantization | None = setting(
         None,
-        "Keep the frozen model under --lora in fewer bits: `nf4`, 4 bits a weight (QLoRA), or `int8`, 8 bits without "
-        "outlier columns. Needs bitsandbytes.",
+        "Keep the frozen model under --lora in 4 bits a weight (QLoRA's `nf4`). Needs bitsandbytes.",
         "model and batch", shown_default="not quantised",
     )  # fmt: skip
     precision: Precision = setting(

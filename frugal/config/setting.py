@@ -138,7 +138,7 @@ OTHER_NAMES = {
     "zero_hpz_partition_size": OtherName(_DEEPSPEED, "leave it out", "frugal has no secondary partition of parameters"),
     "zero_quantized_weights": OtherName(_DEEPSPEED, "leave it out", _QUANTISED),
     "zero_quantized_gradients": OtherName(_DEEPSPEED, "leave it out", _QUANTISED),
-    "zero_quantized_nontrainable_weights": OtherName(_DEEPSPEED, "--quantize int8, for the base under --lora"),
+    "zero_quantized_nontrainable_weights": OtherName(_DEEPSPEED, "--quantize nf4, for the base under --lora"),
     "nproc_per_node": OtherName("torchrun's", "--gpus {}, or --ranks {} for CPU processes"),
     "num_gpus": OtherName(_DEEPSPEED, "--gpus {}"),
     "dataset_name": OtherName(_HF, "--data {}", stand_in="NAME"),

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from math import ceil
 
 from frugal.config.hardware.cluster import Cluster, Node
-from frugal.config.request import QUANTIZATIONS, Request
+from frugal.config.request import Request
 from frugal.planning.memory_report import assumptions, binding, breakdown_table
 from frugal.planning.plan import Plan, Rejected, StepTime
 from frugal.planning.search.candidate import TIE, Candidate, SearchResult
@@ -211,8 +211,8 @@ def _facts(plan: Plan) -> list[str]:
     parameters = f"{format_count(model.parameters)} parameters"
     if model.trainable_parameters != model.parameters:
         adapter = f": LoRA {request.lora}" if request.lora is not None else ""
-        base = f"; base in {QUANTIZATIONS[request.quantize]}" if request.quantize is not None else ""
-        parameters += f" ({format_count(model.trainable_parameters)} trained{adapter}{base})"
+        base = f"; base in {request.quantize}" if request.quantize is not None else ""
+        parameters += f" ({format_count(model.trainable_parameters)} trainable{adapter}{base})"
     clipping = f", gradient norm at most {request.gradient_clipping:g}" if request.gradient_clipping else ""
     rate = request.learning_rate_scaling or f"{request.learning_rate:g}"
     packed = ", packed with documents" if request.pack else ""

@@ -38,7 +38,7 @@ class Engine(Stepper):
     tuner: Tuner | None = None
 
     def train_step(self, batch: Given | Prepared) -> StepResult:
-        """One optimizer step on a global batch; see `frugal.training.train_step.Stepper.train_step`."""
+        """Take one optimizer step on a global batch; see `frugal.training.train_step.Stepper.train_step`."""
         if (tuner := self.tuner) is None:
             result = super().train_step(batch)
         else:
@@ -62,7 +62,7 @@ class Engine(Stepper):
         self.tuner = Tuner(self, most_steps, on_end)
 
     def evaluate(self, samples: Given, metric: Metric | Callable[..., Any] | None = None) -> Evaluation:
-        """The mean loss on `samples`, given whole and equal on every rank; see `frugal.training.losses.evaluation`.
+        """Return the mean loss on `samples`, the same on every rank; see `frugal.training.losses.evaluation`.
 
         `metric(predictions, labels)` gets a NumPy array for each sample, once, on rank 0, and returns a number or
         numbers by name, which are `Evaluation.metrics` on all ranks; see `frugal.training.extensions.metric`.
@@ -109,7 +109,7 @@ def initialize(
     parameter_groups: ParameterGroups | None = None,
     is_tried: bool = False,
 ) -> Engine:
-    """An engine that trains `model` as `plan` says. Collective: every rank calls it.
+    """Make the engine that trains `model` as `plan` says. Collective: every rank calls it.
 
     Rank 0's weights are used on all ranks. Adapters that are planned are added, unless `model` has some; what is then
     trained is `engine.module`. `learning_rate_schedule` maps the number of optimizer steps done to a
@@ -149,11 +149,9 @@ def initialize(
             model, plan.request, plan.strategy, plan.batch, learning_rate_schedule=learning_rate_schedule, votes=votes,
             make_optimizer=None if own is None else own.make, groups=None if own is None else own.groups,
         )  # fmt: skip
-    made = Engine(zero, plan, parts_of(objective, plan.strategy.sequence_parallel, dist.get_rank()), votes)
-    if own is not None:
-        made.own_optimizer, made.group_settings = own, own.settings(zero)
-    made.callbacks = callbacks if isinstance(callbacks, Callbacks) else Callbacks(callbacks)
-    return made
+    part = parts_of(objective, plan.strategy.sequence_parallel, dist.get_rank())
+    callbacks = callbacks if isinstance(callbacks, Callbacks) else Callbacks(callbacks)
+    return Engine(zero, plan, part, votes, own_optimizer=own, callbacks=callbacks)
 
 
 def _refuse_different_plans(plan: Plan, votes: dist.ProcessGroup | None) -> None:

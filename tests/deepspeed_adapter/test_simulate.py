@@ -72,7 +72,7 @@ def builder(family: str, precision: str, lora: str | None = None) -> Callable[[]
             return model
         task, meta = TASKS.get(family, "causal-lm"), torch.device("meta")
         if lora.startswith(NF4):
-            model = quantised.apply(model, "nf4", reference=family, dtype=DTYPES[precision])
+            model = quantised.apply(model, reference=family, dtype=DTYPES[precision])
         return adapters.add(
             model, Lora.parse(lora.removeprefix(NF4)), task, dtype=DTYPES[precision], device=meta
         ).train()

@@ -32,6 +32,7 @@ from frugal.planning.memory.timeline import (
     TimelineBuilder,
     phase_peaks,
 )
+from frugal.torch_internals import tensors_in
 
 aten = torch.ops.aten
 
@@ -163,15 +164,6 @@ def _is_view(operator: Any) -> bool:
     views = views and not torch_internals.is_composite(operator)
     (_VIEWS if views else _OTHERS).add(operator)
     return views
-
-
-def tensors_in(values: Any) -> Iterator[Tensor]:
-    """Yield every tensor in an operator's arguments or results, nested lists included."""
-    if isinstance(values, Tensor):
-        yield values
-    elif isinstance(values, (tuple, list)):
-        for value in values:
-            yield from tensors_in(value)
 
 
 def _forked(fork: Callable[..., Any], *args: Any, device_type: str | None = None, **kwargs: Any) -> Any:

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 from frugal.config import sample_lengths
 from frugal.config.hardware import local_host
 from frugal.config.hardware.cluster import unlike
-from frugal.config.request import QUANTIZATIONS
 from frugal.config.run_settings import RunSettings
 from frugal.planning.plan import Plan
 from frugal.planning.report import DRAWN_PARTS, LAYER_DROP, PADDING_MATTERS, SPLIT_MATTERS
@@ -38,7 +37,7 @@ def origin(data: "RunData", model: "torch.nn.Module") -> str:
     else:
         weights = f"random weights ({spec.kind_of_reference} {spec.reference} names an architecture)"
     if spec.lora is not None:
-        kept = "" if spec.quantize is None else f" in {QUANTIZATIONS[spec.quantize]}"
+        kept = "" if spec.quantize is None else f" in {spec.quantize}"
         weights += f", frozen{kept}; adapters {spec.lora} are trained"
     return f"{weights}; {data.tokens}"
 
