@@ -13,13 +13,12 @@ import click
 import msgspec
 
 from frugal.cli.display.terminal import waiting
-from frugal.cli.options import SettingsCommand, collect, config_option, options, refuse_beside_a_plan
+from frugal.cli.options import SettingsCommand, collect, config_option, options, planning_flags, refuse_beside_a_plan
 from frugal.config.hardware import cuda_allocator
 from frugal.config.hardware.build_cluster import ClusterSettings
 from frugal.config.hardware.cluster import Cluster
 from frugal.config.pins import check_pins
 from frugal.config.request import Request
-from frugal.config.schema import PLAN_SETTINGS
 from frugal.config.setting import settings_of
 from frugal.dryrun.client import DryRunSource
 from frugal.dryrun.compare import predicted
@@ -182,7 +181,7 @@ def _is_plan(what: str) -> bool:
 
 
 def _plan(path: Path, values: dict[str, Any]) -> _Subject:
-    refuse_beside_a_plan(str(path), values, "config", *PLAN_SETTINGS)
+    refuse_beside_a_plan(str(path), planning_flags(values, "config", "hostfile"))
     plan = Plan.read(path)
     return _Subject(
         request=plan.request,

@@ -382,4 +382,4 @@ def report(calibrated: Calibration) -> list[str]:
 def keep(calibrated: Calibration) -> None:
     """Write it where the next plan looks, and say so on standard error."""
     path = calibrated.write(calibration.calibration_folder())
-    click.echo(f"kept in {path}; plans for this device use it unless given --no-calibration", err=True)
+    click.echo(f"kept in {path}; plans for this device use it unless given --set calibration=false", err=True)

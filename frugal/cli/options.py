@@ -17,8 +17,8 @@ from frugal.config.hardware.cluster import GENERIC, Card, Cluster, of_driver, re
 from frugal.config.hardware.local_host import held_on_gpus
 from frugal.config.request import Request
 from frugal.config.run_settings import SAMPLE_NAMES, run_settings
-from frugal.config.schema import PLAN_SETTINGS, SETTINGS, TomlFile, read_toml, understand
-from frugal.config.setting import LENGTH, Group, SettingRow, answer, settings_of
+from frugal.config.schema import PLAN_SETTINGS, SETTINGS, TomlFile, read_toml, settings_of_toml, understand
+from frugal.config.setting import LENGTH, Group, SettingRow, answer, flag_of, settings_of
 from frugal.dryrun.planner import make_plan_here
 from frugal.errors import RequestError
 from frugal.planning.plan import OnDraft, Plan
@@ -55,7 +55,7 @@ def _option(row: SettingRow) -> click.Option:
     shown = row.shown_default
     if shown is None and row.default not in (None, (), False):
         shown = " ".join(row.default) if isinstance(row.default, tuple) else str(row.default)
-    values: dict[str, Any] = {"help": row.help + (f"  [default: {shown}]" if shown else "")}
+    values: dict[str, Any] = {"hidden": row.is_expert, "help": row.help + (f"  [default: {shown}]" if shown else "")}
     if row.choices:
         values["type"] = _Choice(row)
     elif row.has_opposite:
@@ -72,7 +72,7 @@ def _option(row: SettingRow) -> click.Option:
 def options(*owners: type, names: Iterable[str] | None = None) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Give a command the flags of these dataclasses of settings, or of some `names` among them, and `--help-all`."""
     rows = {name: row for owner in owners for name, row in settings_of(owner).items()}
-    chosen = [row for name, row in rows.items() if names is None or name in names]
+    chosen = [row for name, row in rows.items() if row.is_flag and (names is None or name in names)]
 
     def with_options(command: Callable[..., Any]) -> Callable[..., Any]:
         for row in reversed(chosen):
@@ -83,10 +83,19 @@ def options(*owners: type, names: Iterable[str] | None = None) -> Callable[[Call
 
 
 def config_option(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Give a command `--config`, whose value `cli.planned` reads."""
+    """Give a command `--config` and `--set`, which `read_settings` reads."""
+    command = click.option(
+        "--set", "overrides", multiple=True, metavar="KEY=VALUE",
+        help="One setting of the settings file, such as optimizer.beta2=0.99; repeatable.",
+    )(command)  # fmt: skip
     return click.option(
         "--config", type=click.Path(path_type=Path), help="Settings file.  [default: frugal.toml, if there]"
     )(command)
+
+
+def read_settings(values: Mapping[str, Any]) -> TomlFile:
+    """Return what `--config` and `--set` say. Raises as `read_toml`."""
+    return read_toml(values.get("config"), values.get("overrides", ()))
 
 
 def what_if_option(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -158,13 +167,14 @@ class SettingsCommand(click.Command):
         groups: dict[str, list[tuple[str, str]]] = {name: [] for name in (FIRST, OWN, *get_args(Group))}
         num_hidden = 0
         for parameter in self.get_params(ctx):
+            if not isinstance(parameter, click.Option):  # the usage line has arguments
+                continue
+            num_hidden += parameter.hidden and not with_experts
+            parameter.hidden = parameter.hidden and not with_experts
             record = parameter.get_help_record(ctx)
-            if record is None or isinstance(parameter, click.Argument):  # the usage line has those
+            if record is None:
                 continue
             row = SETTINGS.get(parameter.name or "")
-            if row is not None and row.is_expert and not with_experts:
-                num_hidden += 1
-                continue
             groups[OWN if row is None else FIRST if row.is_first else row.group].append(record)
         for name, records in groups.items():
             if records:
@@ -195,7 +205,7 @@ def planned(
 
     `on_draft`: see `frugal.planning.plan.OnDraft`. Raises: as that, `collect` and `with_lengths`.
     """
-    file = file or read_toml(values.get("config"))
+    file = file or read_settings(values)
     request, cluster, defaults = collect(values, file)
     if asks_data:
         if values.get("data") and request.lengths is not None:
@@ -237,7 +247,7 @@ def collect(values: Mapping[str, Any], file: TomlFile | None = None) -> tuple[Re
         RequestError: the request is wrong.
     """
     if file is None:
-        file = read_toml(values.get("config"))
+        file = read_settings(values)
     settings = file.plan | {
         name: value for name, value in values.items() if name in PLAN_SETTINGS and value is not None
     }
@@ -328,19 +338,26 @@ def with_lengths(request: Request, values: Mapping[str, Any], file: TomlFile) ->
         return replace(request, lengths=lengths)
 
 
-def refuse_beside_a_plan(what: str, values: Mapping[str, Any], *names: str) -> None:
-    """A plan, called `what` in the message, leaves nothing for these flags to say.
+def planning_flags(values: Mapping[str, Any], *others: str) -> list[str]:
+    """Return the flags given that say how to plan, and those of `others`; a hostfile also says where to run a plan."""
+    names = [name for name in (*PLAN_SETTINGS, *others) if name != "hostfile" or "hostfile" in others]
+    flags = [flag_of(name) for name in names if values.get(name) not in (None, ())]
+    overrides = values.get("overrides", ())
+    return [*flags, "--set"] if overrides and settings_of_toml({}, overrides).plan else flags
+
+
+def refuse_beside_a_plan(what: str, flags: Sequence[str]) -> None:
+    """Refuse flags beside a plan, which is called `what` in the message.
 
     Raises:
         RequestError: one was given.
     """
-    for name in names:
-        if values.get(name) not in (None, ()):
-            raise RequestError(
-                f"{what} was given together with --{name.replace('_', '-')}",
-                because="a plan is a decision already made",
-                hint="leave one of them out",
-            )
+    if flags:
+        raise RequestError(
+            f"{what} was given together with {flags[0]}",
+            because="a plan is a decision already made",
+            hint="leave one of them out",
+        )
 
 
 def plan_path(path: Path) -> Path:

@@ -15,13 +15,22 @@ import psutil  # type: ignore[import-untyped]  # has no types
 from frugal import temporary
 from frugal.cli.display import preview as preview_command
 from frugal.cli.display.verdict import show_verdict
-from frugal.cli.options import SettingsCommand, config_option, options, planned, planned_for, refuse_beside_a_plan
+from frugal.cli.options import (
+    SettingsCommand,
+    config_option,
+    options,
+    planned,
+    planned_for,
+    planning_flags,
+    read_settings,
+    refuse_beside_a_plan,
+)
 from frugal.config.hardware import cuda_allocator
 from frugal.config.hardware.build_cluster import ClusterSettings, HostfileEntry, read_hostfile
 from frugal.config.hardware.cluster import Cluster
 from frugal.config.request import Request
 from frugal.config.run_settings import LaunchSettings, RunSettings, earlier_settings, launch_settings, run_settings
-from frugal.config.schema import PLAN_SETTINGS, TomlFile, read_toml, requested
+from frugal.config.schema import TomlFile, requested
 from frugal.config.setting import settings_of
 from frugal.deepspeed_adapter.json_config import write_plan
 from frugal.distributed.env import DEFAULT_PORT
@@ -60,23 +69,23 @@ class _Job:
 
 @click.command("train", cls=SettingsCommand)
 @click.option("--plan", "plan_path", type=click.Path(path_type=Path), help="A plan.json, instead of planning flags.")
-@click.option("--ranks", type=int, help="Train on so many CPU processes; short for --device cpu --gpus N.")
+@click.option("--ranks", type=int, hidden=True, help="Train on N CPU processes; short for --device cpu --gpus N.")
 @click.option(
-    "--print", "printed", type=click.Choice(list(commands.LAUNCHERS)),
-    help="Start nothing; print the commands that do, one for each node or one for all.",
+    "--print", "printed", type=click.Choice(list(commands.LAUNCHERS)), hidden=True,
+    help="Print the commands that start the run instead of starting it.",
 )  # fmt: skip
 @click.option(
     "--preview", type=click.IntRange(min=1), metavar="N",
-    help="Start nothing; print N samples, with what of them is trained on.",
+    help="Print N samples, highlighting tokens that contribute to the loss, and start nothing.",
 )  # fmt: skip
 @options(Request, ClusterSettings, RunSettings, LaunchSettings)
 @config_option
 def command(
     plan_path: Path | None, ranks: int | None, printed: commands.Launcher | None, preview: int | None, **values: Any
 ) -> int:
-    """Train as planned; without a plan, plan first, as `frugal plan` with the same flags does."""
+    """Train with a plan; without one, plan first, as `frugal plan` with the same flags does."""
     if preview is not None:
-        return preview_command.show(preview, plan_path, values)
+        return preview_command.show(preview, plan_path, values, read_settings(values))
     job = _job(values, ranks)
     plan = _given_plan(job, plan_path)
     preview_command.check_data(job.settings)
@@ -124,7 +133,7 @@ def _job(values: dict[str, Any], ranks: int | None) -> _Job:
         RequestError: they contradict each other, or a run is in the folder already.
         CheckpointError: there is nothing to resume.
     """
-    file = read_toml(values.get("config"))
+    file = read_settings(values)
     how = launch_settings(values, file.train)
     path = values.get("hostfile") or file.plan.get("hostfile")
     hosts = read_hostfile(Path(path)) if path else ()
@@ -145,12 +154,12 @@ def _given_plan(job: _Job, path: Path | None) -> Plan | None:
 
     A hostfile does not: beside a plan it says where to run it. To resume on other nodes is to plan anew.
     """
-    names = [name for name in PLAN_SETTINGS if name != "hostfile"]
+    flags = planning_flags(job.values)
     if path is not None:
-        refuse_beside_a_plan("--plan", job.values, *names)
+        refuse_beside_a_plan("--plan", flags)
         return Plan.read(path)
     earlier = job.settings.out / PLAN
-    if not job.settings.resume or any(job.values.get(name) is not None for name in names) or not earlier.exists():
+    if not job.settings.resume or flags or not earlier.exists():
         return None
     plan = Plan.read(earlier)
     is_for_others = job.hosts and [len(node.devices) for node in plan.cluster.nodes] != [h.slots for h in job.hosts]

@@ -1,20 +1,23 @@
-"""What layers do: the modes of activation checkpointing that a user gives them, and what a tiled MLP does not go with.
+"""A mode of activation checkpointing for each layer, as a user pins them, and a tiled MLP.
 
-frugal plan --layer-modes full:0-19,off:20-31
+frugal plan --activation-checkpointing full:0-19,off:20-31
 """
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from frugal.errors import RequestError
+from frugal.errors import RequestError, refuse
+
+if TYPE_CHECKING:
+    from frugal.config.request import Request
 
 LayerMode = Literal["off", "selective", "full", "offloaded"]
-"""What may become of a layer's activations."""
+"""Modes of activation checkpointing."""
 
-FLAG = "--layer-modes"
+FLAG = "--activation-checkpointing"
 FORM = f"{FLAG} full:0-19,off:20-31"
 MOST_LAYERS, MOST_DIGITS = 10_000, 9
 
@@ -39,7 +42,7 @@ class LayerModes:
 
     @classmethod
     def of(cls, value: "str | Iterable[Any] | LayerModes") -> "LayerModes":
-        """What a flag, frugal.toml or a caller says: text as for `parse`, or runs as in `plan.json`.
+        """Return the modes that a flag, frugal.toml or a caller names: text as for `parse`, or runs as in `plan.json`.
 
         Raises:
             RequestError: it does not say the mode of every layer once.
@@ -55,7 +58,7 @@ class LayerModes:
 
     @classmethod
     def parse(cls, text: str) -> "LayerModes":
-        """`full:0-19,off:20-31`: a mode and the numbers of the first and the last layer that has it, counted from 0.
+        """Parse `full:0-19,off:20-31`: a mode, and the first and the last layer that have it, counted from 0.
 
         Raises:
             RequestError: it does not say the mode of every layer once.
@@ -72,7 +75,7 @@ class LayerModes:
 
     @property
     def num_layers(self) -> int:
-        """Of all runs."""
+        """Layers of all runs."""
         return sum(count for _, count in self.runs)
 
     def __str__(self) -> str:
@@ -84,7 +87,7 @@ class LayerModes:
 
 
 def _range(word: str) -> tuple[int, int, Any]:
-    """First and last layer, and their mode; whether that is one is checked later."""
+    """Return the first and the last layer, and their unchecked mode."""
     mode, is_given, numbers = (part.strip() for part in word.partition(":"))
     first, has_last, last = (part.strip() for part in numbers.partition("-"))
     last = last if has_last else first
@@ -103,11 +106,11 @@ def _check_run(mode: Any, count: Any) -> None:
     if mode not in get_args(LayerMode):
         raise _wrong(f"`{mode}` is no mode: there are {', '.join(get_args(LayerMode))}")
     if type(count) is not int or count < 1:
-        raise _wrong(f"{mode} is that of {count!r} layers, which must be a whole number, at least 1")
+        raise _wrong(f"{mode} has {count!r} layers, which must be a whole number, at least 1")
 
 
 def _merged(runs: Iterable[tuple[Any, Any]]) -> tuple[tuple[LayerMode, int], ...]:
-    """Runs of one mode that follow each other are one."""
+    """Join adjacent runs of one mode."""
     checked = list(runs)
     for run in checked:
         _check_run(*run)
@@ -118,36 +121,26 @@ def _wrong(because: str, hint: str = f"write {FORM}, counted from 0") -> Request
     return RequestError(f"{FLAG} does not give each layer one mode", because=because, hint=hint)
 
 
-def check_modes(modes: LayerModes | None, activation_checkpointing: str) -> None:
-    """`--layer-modes` beside `--activation-checkpointing`.
+def check(request: "Request") -> None:
+    """Check that a tiled MLP is possible with the other pins.
 
     Raises:
-        RequestError: the two contradict each other.
+        RequestError: it is not.
     """
-    if modes is not None and activation_checkpointing not in ("auto", "budget"):
-        raise RequestError(
-            f"{FLAG} was given together with --activation-checkpointing {activation_checkpointing}",
-            because=f"{activation_checkpointing} is the mode of all layers",
-            hint="leave one of them out",
-        )
-
-
-def check_tiled_mlp(mlp: str, offload: str, activation_checkpointing: str, modes: LayerModes | None) -> None:
-    """`--mlp` beside what else is pinned.
-
-    Raises:
-        RequestError: the two are impossible together.
-    """
-    if mlp != "tiled":
+    modes, mode = request.layer_modes, request.activation_checkpointing
+    if request.mlp != "tiled":
         return
-    of_layers = () if modes is None else [mode for mode, _ in modes.runs]
-    flag = FLAG if "selective" in of_layers else "--activation-checkpointing"
-    if "selective" in (activation_checkpointing, *of_layers):
-        other = f"{flag} {'selective' if modes is None else modes}"
-        because = "it keeps the products of all slices until backward"
-    elif offload == "nvme":
-        other = "--offload nvme"
-        because = "an MLP's parameters are gathered all at once, for which there may be too few buffers"
-    else:
-        return
-    raise RequestError(f"--mlp tiled is impossible with {other}", because=because, hint="leave one of them out")
+    refuse(
+        (
+            mode == "selective" or (modes is not None and "selective" in dict(modes.runs)),
+            f"--mlp tiled is impossible with {FLAG} {modes or mode}",
+            "selective keeps the products of all slices until backward",
+            "leave one of them out",
+        ),
+        (
+            request.offload == "nvme",
+            "--mlp tiled is impossible with --offload nvme",
+            "an MLP's parameters are gathered all at once, for which there may be too few buffers",
+            "leave one of them out",
+        ),
+    )

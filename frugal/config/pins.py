@@ -1,4 +1,4 @@
-"""Whether what is pinned of a batch can be true at once, on so many ranks."""
+"""Checks that the pins of a batch do not contradict each other on a number of ranks."""
 
 from frugal.config.request import Request
 from frugal.errors import RequestError
@@ -6,7 +6,7 @@ from frugal.units import plural
 
 
 def check_pins(request: Request, world_size: int) -> None:
-    """Micro-batch, accumulation steps and caps against the global batch on `world_size` ranks.
+    """Check micro-batch, accumulation steps and caps against the global batch on `world_size` ranks.
 
     Both pins together must be what the micro-batches come out as: n = ceil(batch / (micro x ranks)) and
     micro = ceil(batch / (n x ranks)). A micro-batch alone is a cap that is reached unless the batch is too small.
@@ -28,10 +28,9 @@ def check_pins(request: Request, world_size: int) -> None:
         _check_even(request, world_size)
     cap = request.micro_batch_cap
     if micro is not None and cap is not None and cap < micro:
-        name = "--max-samples-per-gpu" if request.max_samples_per_gpu == cap else "--max-tokens-per-gpu"
         raise RequestError(
-            f"--micro-batch {micro} is over the cap of {name}",
-            because=f"{name} allows {cap} samples of {request.seq_len} tokens",
+            f"--micro-batch {micro} is over the cap of --max-tokens-per-gpu",
+            because=f"it allows {cap} samples of {request.seq_len} tokens",
             hint=f"leave one of them out, or use --micro-batch {cap}",
         )
     if steps is None:
@@ -47,7 +46,7 @@ def check_pins(request: Request, world_size: int) -> None:
         if cap is not None and cap < needed:
             raise RequestError(
                 f"--accumulation-steps {steps} on {gpus} needs a micro-batch of {needed}",
-                because=f"the caps allow {cap}",
+                because=f"--max-tokens-per-gpu allows {cap}",
                 hint=f"use --accumulation-steps {-(-batch // (cap * world_size))}, or leave it out",
             )
         return
@@ -68,7 +67,7 @@ def check_pins(request: Request, world_size: int) -> None:
 
 
 def _check_even(request: Request, world_size: int) -> None:
-    """Refuse a batch that no equal micro-batches make, with those next to it that some do."""
+    """Refuse a batch that equal micro-batches cannot make, and name the nearest that they can."""
     batch = request.batch_samples
     parts = [plural(world_size, "GPU")]
     unit = world_size

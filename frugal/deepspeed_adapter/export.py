@@ -346,8 +346,8 @@ def _check_optimizer(plan: Plan, who: str) -> None:
     if not plan.request.decays_all:
         raise RequestError(
             f"{who} is not told which parameters decay",
-            because="the plan has --no-decay-norms, which frugal does itself when it trains",
-            hint="plan without --no-decay-norms",
+            because="the plan has optimizer.decay-norms = false, which frugal does itself when it trains",
+            hint="plan without optimizer.decay-norms",
         )
     if "optimizer" not in deepspeed_config(plan):
         raise RequestError(

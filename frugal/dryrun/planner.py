@@ -6,13 +6,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any
 
 from frugal.config import plan_arguments
 from frugal.config.hardware import cuda_allocator
 from frugal.config.hardware.calibration import chosen
 from frugal.config.hardware.cluster import Cluster
-from frugal.config.plan_arguments import PlanArguments
 from frugal.config.request import Request
 from frugal.config.schema import understand
 from frugal.dryrun.cache import Cache, digest, model_key
@@ -31,7 +30,7 @@ MOST_REPLAYS = 2000
 """Streams whose replays are kept for the next plan of a model, some 200 bytes each; a plan takes about thirty."""
 
 
-def plan(*, objective: "Objective | None" = None, **settings: Unpack[PlanArguments]) -> Plan:
+def plan(*, objective: "Objective | None" = None, **settings: Any) -> Plan:
     """The fastest plan that fits. Settings have the names of `frugal plan`'s flags: `plan(model="gpt2", gpus=4,
     mem="12G", global_batch=512, lr=1e-4)`.
 

@@ -160,7 +160,7 @@ def _relaxed(request: Request) -> Iterator[tuple[str, Request]]:
     if request.activation_checkpointing in ("off", "selective"):
         yield "--activation-checkpointing auto", replace(request, activation_checkpointing="auto")
     if request.layer_modes is not None:
-        yield "no --layer-modes", replace(request, layer_modes=None)
+        yield "--activation-checkpointing auto", replace(request, layer_modes=None)
     if request.even:
         yield "no --even", replace(request, even=None)
     if request.zero_stage is not None:

@@ -139,7 +139,7 @@ def _offload(request: Request, result: SearchResult) -> list[str]:
         return []
     if strategy.offload_ratio < 1:
         compiled = "each host compiles DeepSpeed's CPU Adam at its first training: it needs a C++ compiler and ninja"
-        return [_in_part(request, result), f"{compiled}; --offload-ratio 1 does not"]
+        return [_in_part(request, result), f"{compiled}; --offload optimizer:1 does not"]
     what = "optimizer and parameters live" if strategy.offload_parameters != "none" else "the optimizer lives"
     where = "on disk, or in host memory" if strategy.offload_optimizer == "nvme" else "in host memory"
     if request.offload != "auto":
@@ -212,10 +212,7 @@ def _micro_batch(request: Request, cluster: Cluster, result: SearchResult) -> st
     if result.instead_of is not None and micro < candidate.largest_micro_batch:
         return f"nothing binds: micro-batch {candidate.largest_micro_batch} fits, {micro} is as was measured"
     if candidate.shortfall_of_next_bytes is None:
-        cap = request.micro_batch_cap
-        samples = candidate.largest_micro_batch
-        name = "--max-samples-per-gpu" if request.max_samples_per_gpu == cap else "--max-tokens-per-gpu"
-        return f"{name} binds: it allows {samples} samples at once"
+        return f"--max-tokens-per-gpu binds: it allows {candidate.largest_micro_batch} samples at once"
     sentence = (
         f"memory binds: micro-batch {candidate.largest_micro_batch + 1} would be about "
         f"{format_bytes(candidate.shortfall_of_next_bytes)} short"

@@ -242,8 +242,9 @@ def shorter(plan: Plan) -> list[Case]:
 def _pins(plan: Plan) -> Iterator[tuple[str, dict[str, Any]]]:
     """What the user has decided and frugal might decide otherwise, and the request's fields without it."""
     request = plan.request
-    caps = ("max_samples_per_gpu", "max_tokens_per_gpu")
-    for field in (*caps, "micro_batch", "accumulation_steps", "zero_stage", "layer_modes"):
+    if request.layer_modes is not None:
+        yield "--activation-checkpointing auto", {"layer_modes": None}
+    for field in ("max_tokens_per_gpu", "micro_batch", "accumulation_steps", "zero_stage"):
         if getattr(request, field) is not None:
             yield f"no --{field.replace('_', '-')}", {field: None}
     if request.even:

@@ -48,7 +48,7 @@ def test_a_plan_begins_with_what_a_run_has_measured(
     after = planned(tmp_path / "after")
     assert (after.strategy, after.batch.micro_batch) == (tuned.strategy, tuned.batch.micro_batch)
     assert after.why[0].startswith("measured fastest on this machine on ") and not after.alternatives
-    assert planned(tmp_path / "ignored", "--no-calibration") == predicted
+    assert planned(tmp_path / "ignored", "--set", "calibration=false") == predicted
     assert run(["train", *ASKED, "--steps", "5", "--no-tune", "--eval-every", "0", "--out", "next"]) == 0
     assert Plan.read(tmp_path / "next" / "plan.json").batch == after.batch
 

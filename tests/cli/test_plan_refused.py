@@ -65,9 +65,9 @@ WRONG: dict[str, tuple[list[str], int, str]] = {
         "error: --weight-decay is -0.1\n  because it must be a finite number, at least 0\n",
     ),
     "an odd bucket": (
-        [*CARDS, "--reduce-bucket-elements", "1"], 2,
-        "error: --reduce-bucket-elements is 1\n  because DeepSpeed aligns its buckets to 2 elements\n\n"
-        "hint: use --reduce-bucket-elements 2\n",
+        [*CARDS, "--set", "reduce-bucket-elements=1"], 2,
+        "error: reduce-bucket-elements is 1\n  because DeepSpeed aligns its buckets to 2 elements\n\n"
+        "hint: use reduce-bucket-elements 2\n",
     ),
     "GPUs beyond counting": (
         ["--gpus", "1000000", "--mem", "12G"], 2,

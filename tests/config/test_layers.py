@@ -1,4 +1,4 @@
-"""`--layer-modes`: every layer has one mode, however it is written; what does not say that is refused."""
+"""`--activation-checkpointing`: every layer has one mode, however it is written; what does not say that is refused."""
 
 from typing import Any
 
@@ -58,7 +58,7 @@ def test_one_layer_needs_one_number() -> None:
 def test_what_does_not_say_it_is_refused(written: Any, because: str) -> None:
     with pytest.raises(RequestError) as caught:
         LayerModes.of(written)
-    assert caught.value.what == "--layer-modes does not give each layer one mode"
+    assert caught.value.what == "--activation-checkpointing does not give each layer one mode"
     assert tuple(caught.value.because) == (because,)
     assert caught.value.hint
 
@@ -67,10 +67,9 @@ def test_what_does_not_say_it_is_refused(written: Any, because: str) -> None:
     ("asked", "what"),
     [
         (
-            {"activation_checkpointing": "full"},
-            "--layer-modes was given together with --activation-checkpointing full",
+            {"mlp": "tiled"},
+            "--mlp tiled is impossible with --activation-checkpointing full:0-15,selective:16-23,off:24-31",
         ),
-        ({"mlp": "tiled"}, "--mlp tiled is impossible with --layer-modes full:0-15,selective:16-23,off:24-31"),
     ],
     ids=str,
 )

@@ -1,16 +1,23 @@
 """Settings become a request and a cluster, or an error that says what is wrong with them."""
 
-from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from frugal.config.hardware import cluster as cards
-from frugal.config.hardware.build_cluster import ClusterSettings
 from frugal.config.hardware.context import NCCL_ALONE, NCCL_PCIE
-from frugal.config.request import Request
-from frugal.config.run_settings import DATA_NAMES, LaunchSettings, RunSettings, run_settings
-from frugal.config.schema import PLAN_SETTINGS, SETTINGS, TRAIN_SETTINGS, check, understand
+from frugal.config.run_settings import run_settings
+from frugal.config.schema import (
+    PLAN_SETTINGS,
+    SETTINGS,
+    TRAIN_SETTINGS,
+    check,
+    read_toml,
+    requested,
+    settings_of_toml,
+    understand,
+)
 from frugal.errors import RequestError
 from frugal.units import GIB
 
@@ -191,28 +198,60 @@ def test_what_is_wrong_is_said(case: str) -> None:
     assert caught.value.exit_code == 2
 
 
-def test_every_field_is_a_row_every_row_a_flag_and_a_key_of_frugal_toml() -> None:
+def test_there_are_at_most_70_flags_and_every_row_is_one_or_a_key_of_frugal_toml() -> None:
     from frugal.cli.train import command
 
-    flags = {parameter.name for parameter in command.params}
-    assert flags - set(SETTINGS) == {"config", "plan_path", "ranks", "printed", "preview", "help_all"}
-    assert set(SETTINGS) <= flags
-    owners = (Request, ClusterSettings, RunSettings, LaunchSettings)
-    assert list(SETTINGS) == [field.name for owner in owners for field in fields(owner)], "and in one owner each"
+    flags = {parameter.name for parameter in command.params} - {
+        "config", "overrides", "plan_path", "ranks", "printed", "preview", "help_all",
+    }  # fmt: skip
+    assert flags == {name for name, row in SETTINGS.items() if row.is_flag}
+    assert len(flags) <= 70
+    assert len({row.path for row in SETTINGS.values()}) == len(SETTINGS)
     for name, row in PLAN_SETTINGS.items():
         check(name, row.default)
-    for name in TRAIN_SETTINGS:
-        with pytest.raises(RequestError, match=f"`{name}` in \\[train\\] is"):
+    for name, row in TRAIN_SETTINGS.items():
+        with pytest.raises(RequestError, match=f"`{row.key or name}` in \\[(train|schedule)\\] is"):
             run_settings({}, {name: object()})
 
 
 def test_planning_commands_have_the_flags_of_planning() -> None:
     from frugal.cli import dryrun, explain, plan
 
+    of_plan = {name for name, row in PLAN_SETTINGS.items() if row.is_flag}
     for command in (plan.command, explain.command, dryrun.command):
-        assert set(PLAN_SETTINGS) <= {parameter.name for parameter in command.params}
-    own = {"config", "as_json", "only_draft", "output", "html", "with_table", "axes", "help_all", "verbose"}
-    assert {parameter.name for parameter in plan.command.params} == {*PLAN_SETTINGS, *DATA_NAMES, *own}
+        assert of_plan <= {parameter.name for parameter in command.params}
+
+
+def test_tables_and_overrides_are_settings_by_their_names(tmp_path: Path) -> None:
+    file = tmp_path / "frugal.toml"
+    file.write_text(
+        'gpus = 4\n[optimizer]\nname = "sgd"\nmomentum = 0.9\n[schedule]\nname = "polynomial"\npower = 2\n'
+        "[train]\nsteps = 9\n"
+    )
+    made = read_toml(file, ["schedule.warmup=5%", "train.limit=7", "gpus=2", "optimizer.decay-norms=false"])
+    assert made.plan == {"gpus": 2, "optimizer": "sgd", "momentum": 0.9, "decay_norms": False}
+    assert made.train == {"schedule": "polynomial", "schedule_power": 2, "warmup": "5%", "limit": 7, "steps": 9}
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("optimizer.beta3=1", "unknown setting `beta3` in [optimizer] of --set"),
+        ("optimizer.momentum=much", "`momentum` in --set is 'much'"),
+        ("schedule=cosine", "`schedule` in --set is 'cosine'"),
+        ("beta2", "--set beta2 sets nothing"),
+    ],
+)
+def test_a_wrong_override_is_refused(override: str, said: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        settings_of_toml({}, [override])
+    assert caught.value.what == said
+
+
+def test_one_flag_pins_the_mode_of_each_layer_and_one_the_share_in_host_memory() -> None:
+    request = requested({"activation_checkpointing": "full:0-1,off:2", "offload": "optimizer:0.5"})[0]
+    assert (str(request.layer_modes), request.activation_checkpointing) == ("full:0-1,off:2", "auto")
+    assert (request.offload, request.offload_ratio) == ("optimizer", 0.5)
 
 
 def test_every_setting_says_what_it_is_for_in_a_sentence() -> None:

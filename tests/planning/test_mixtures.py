@@ -152,18 +152,18 @@ def test_pinned_modes_are_those_of_the_plan_in_any_order() -> None:
 
 def test_one_pinned_mode_is_that_of_all_layers() -> None:
     settings: dict[str, Any] = {"gpus": 4, "mem": "24G", "global_batch": 16}
-    made = planned(model=DEEP, **settings, layer_modes=[["full", 24]])
+    made = planned(model=DEEP, **settings, activation_checkpointing=[["full", 24]])
     assert made.strategy == planned(model=DEEP, **settings, activation_checkpointing="full").strategy
 
 
 @pytest.mark.parametrize(
     ("modes", "model", "what", "because"),
     [
-        ("full:0-31", {}, "--layer-modes gives modes to 32 layers", "the model has 24"),
-        ("full:0-3,off:4-7", {}, "--layer-modes gives modes to 8 layers", "the model has 24"),
+        ("full:0-31", {}, "--activation-checkpointing gives modes to 32 layers", "the model has 24"),
+        ("full:0-3,off:4-7", {}, "--activation-checkpointing gives modes to 8 layers", "the model has 24"),
         ("full:0-3,off:4-23", {"why_not_mixed": "a layer runs more than once"},
-         "--layer-modes full:0-3,off:4-23 is impossible for this model", "a layer runs more than once"),
-        ("full:0", {"num_layers": 0}, "--layer-modes full:0 is impossible for this model",
+         "--activation-checkpointing full:0-3,off:4-23 is impossible for this model", "a layer runs more than once"),
+        ("full:0", {"num_layers": 0}, "--activation-checkpointing full:0 is impossible for this model",
          "its layers are not known"),
     ],
 )  # fmt: skip
@@ -171,6 +171,6 @@ def test_pinned_modes_that_the_model_cannot_have_are_refused(
     modes: str, model: dict[str, Any], what: str, because: str
 ) -> None:
     with pytest.raises(RequestError) as caught:
-        planned(model={**DEEP, **model}, gpus=4, mem="24G", layer_modes=modes)
+        planned(model={**DEEP, **model}, gpus=4, mem="24G", activation_checkpointing=modes)
     assert (caught.value.what, tuple(caught.value.because)) == (what, (because,))
     assert caught.value.hint

@@ -12,7 +12,7 @@ import click
 from frugal.cli.display.terminal import waiting
 from frugal.config.request import Request
 from frugal.config.run_settings import RunSettings, run_settings
-from frugal.config.schema import read_toml, requested
+from frugal.config.schema import TomlFile, requested
 from frugal.config.setting import settings_of
 from frugal.errors import RequestError
 from frugal.planning.plan import Plan
@@ -35,12 +35,11 @@ def check_data(settings: RunSettings) -> None:
         )
 
 
-def show(number: int, plan_path: Path | None, values: Mapping[str, Any]) -> int:
+def show(number: int, plan_path: Path | None, values: Mapping[str, Any], file: TomlFile) -> int:
     """Print samples as a run with these flags would train on them; the exit code.
 
     Raises: as `frugal.training.data.corpus.read_samples`.
     """
-    file = read_toml(values.get("config"))
     settings = run_settings(values, file.train)
     check_data(settings)
     if plan_path is not None:

@@ -153,7 +153,7 @@ class ClusterSettings:
         None, "GPUs of one node (with --device cpu: ranks).", "hardware", least=1, is_first=True,
         shown_default="those of this machine",
     )  # fmt: skip
-    nodes: int | None = setting(None, "Nodes, all alike.", "hardware", least=1, shown_default="1")
+    nodes: int | None = setting(None, "Nodes, all alike.", "hardware", least=1, shown_default="1", is_expert=True)
     mem: Amounts | None = setting(
         None, "Memory of each GPU, such as 12G (12 GiB); or one size for each.", "hardware", kind=SIZES, is_first=True,
         metavar="SIZE[,SIZE...]", shown_default="what this machine's have",
@@ -168,20 +168,19 @@ class ClusterSettings:
     )  # fmt: skip
     held: Amounts | None = setting(
         None, "Memory of each GPU in use by other processes.", "hardware", kind=SIZES, metavar="SIZE[,SIZE...]",
-        shown_default="what is in use here", is_expert=True,
+        is_flag=False,
     )  # fmt: skip
     host_mem: str | int | None = setting(
-        None, "Memory of a node's host, to check plans against.", "hardware", kind=SIZE, metavar="SIZE"
-    )
-    host_disk: str | int | None = setting(
-        None, "Free disk of a node, to check --offload nvme against.", "hardware", kind=SIZE, metavar="SIZE",
+        None, "Memory of a node's host, to check plans against.", "hardware", kind=SIZE, metavar="SIZE",
         is_expert=True,
     )  # fmt: skip
-    device: DeviceKind | None = setting(None, "What to run on.", "hardware", shown_default="cuda")
+    host_disk: str | int | None = setting(
+        None, "Free disk of a node, to check --offload nvme against.", "hardware", kind=SIZE, is_flag=False,
+    )  # fmt: skip
+    device: DeviceKind | None = setting(None, "Device type.", "hardware", shown_default="cuda")
     calibration: bool | None = setting(
-        None, "Whether to plan with what `frugal measure --calibrate` and `frugal train --calibrate` measured here.",
-        "hardware",
-        shown_default="yes, if there is any", is_expert=True,
+        None, "Plan with what `frugal measure --calibrate` and `frugal train --calibrate` measured here.", "hardware",
+        is_flag=False,
     )  # fmt: skip
 
     def __post_init__(self) -> None:

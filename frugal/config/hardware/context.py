@@ -22,7 +22,7 @@ one or two. NCCL's own kernels come to it; they are all there is with one rank, 
 
 Left out: cuDNN, whose workspaces torch's allocator holds and whose kernels are those of the table; all-to-all, which
 connects every pair of ranks (3.3 GB on eight H100, NVIDIA/nccl#1685) and which frugal's engine does not use; a
-desktop, which `--held` says; and GPU Direct buffers towards other nodes.
+desktop, which `held` says; and GPU Direct buffers towards other nodes.
 """
 
 from dataclasses import dataclass

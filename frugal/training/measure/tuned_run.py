@@ -144,7 +144,7 @@ def _keep(engine: "Engine", plan: Plan, ways: tuple[MeasuredWay, ...], held: "He
         return
     log.say(
         f"--calibrate: the seconds of {plural(len(ways), 'way')} are kept in {path}; later plans of this training use "
-        "them unless given --no-calibration"
+        "them unless given --set calibration=false"
     )
 
 
