@@ -274,7 +274,7 @@ def _start(
         raise RequestError(
             f"the run in {settings.out} is at step {loaded.progress.step} already",
             because=f"it was to end at step {total_steps}",
-            hint=f"go on with --steps {loaded.progress.step + 1} or more; `frugal model` makes a model of a checkpoint",
+            hint=f"resume with --steps {loaded.progress.step + 1} or more; `frugal export` writes its model",
         )
     start, data_changes = loading.on_data(loaded.progress, data, settings)
     start, rate_changes = loading.on_curve(start, curve)

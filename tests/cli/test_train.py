@@ -149,7 +149,7 @@ def test_a_run_that_is_further_than_it_is_to_go_is_refused_and_stays_as_it_was(
     assert frugal_train(folder, "--resume", "--out", "two", "--steps", 5) == (
         2, "",
         "error: the run in two is at step 6 already\n  because it was to end at step 5\n\n"
-        "hint: go on with --steps 7 or more; `frugal model` makes a model of a checkpoint\n",
+        "hint: resume with --steps 7 or more; `frugal export` writes its model\n",
     )  # fmt: skip
     assert (folder / "two" / "train.json").read_bytes() == before
 
