@@ -35,7 +35,7 @@ from frugal.config.setting import settings_of
 from frugal.deepspeed_adapter.json_config import write_plan
 from frugal.distributed.env import DEFAULT_PORT
 from frugal.dryrun.pool import shared_workers
-from frugal.errors import CheckpointError, PlanMismatchError, RequestError
+from frugal.errors import CheckpointError, PlanMismatchError, refuse
 from frugal.launch import alternatives, commands, local, pdsh, restart
 from frugal.launch.pdsh import RestartableHosts
 from frugal.launch.ssh import Access
@@ -51,7 +51,7 @@ PLAN = "plan.json"
 
 @dataclass(frozen=True, kw_only=True)
 class _Job:
-    """What flags (`values`) and frugal.toml (`file`) ask for. `hosts` are those of `hostfile`, if one is named."""
+    """A training job: flags (`values`), frugal.toml (`file`), and the hosts of `hostfile`, if one is named."""
 
     values: dict[str, Any]
     file: TomlFile
@@ -63,7 +63,7 @@ class _Job:
 
     @property
     def access(self) -> Access:
-        """How to reach the hosts."""
+        """Access to the hosts."""
         return Access(ssh_port=self.how.ssh_port, nic=self.how.nic)
 
 
@@ -127,7 +127,7 @@ def command(
 
 
 def _job(values: dict[str, Any], ranks: int | None) -> _Job:
-    """Read the files that flags name, and a run's own record where it is resumed.
+    """Read the files that flags name, and the record of a run that is resumed.
 
     Raises:
         RequestError: they contradict each other, or a run is in the folder already.
@@ -150,10 +150,7 @@ def _job(values: dict[str, Any], ranks: int | None) -> _Job:
 
 
 def _given_plan(job: _Job, path: Path | None) -> Plan | None:
-    """A plan that was made before: the one given, or that of a run to resume, unless flags ask for another.
-
-    A hostfile does not: beside a plan it says where to run it. To resume on other nodes is to plan anew.
-    """
+    """Return the plan given, or that of the run to resume, unless flags ask for another or the nodes are others."""
     flags = planning_flags(job.values)
     if path is not None:
         refuse_beside_a_plan("--plan", flags)
@@ -167,7 +164,7 @@ def _given_plan(job: _Job, path: Path | None) -> Plan | None:
 
 
 def _new_plan(job: _Job) -> Plan:
-    """A plan for what is asked; of a run that is resumed, what it was asked before."""
+    """Return a new plan, which keeps the request of a run that is resumed."""
     file, earlier = job.file, job.settings.out / PLAN
     if job.settings.resume and earlier.exists():
         file = replace(file, plan=_trained(Plan.read(earlier)) | file.plan)
@@ -175,7 +172,7 @@ def _new_plan(job: _Job) -> Plan:
 
 
 def _start(job: _Job, plan: Plan) -> int:
-    """Train here or on the hosts that are named, again after a crash where that is asked for; the exit code."""
+    """Train here or on the named hosts, with restarts after a crash if asked for, and return the exit code."""
     settings, restarts, port = job.settings, job.how.max_restarts, job.how.master_port
     if job.hosts and not _is_this_machine(job.hosts):
         if not restarts:
@@ -196,7 +193,7 @@ def _start(job: _Job, plan: Plan) -> int:
 
 
 def _plan_on(job: _Job, cluster: Cluster, *, before: Plan) -> Plan:
-    """The plan for a part of the hosts that a run began on."""
+    """Return the plan for a part of the hosts that a run began on."""
     given = job.file.plan | {name: value for name, value in job.values.items() if value is not None}
     rows = settings_of(Request)
     request, defaults = requested(_trained(before) | {name: given[name] for name in given if name in rows})
@@ -206,11 +203,11 @@ def _plan_on(job: _Job, cluster: Cluster, *, before: Plan) -> Plan:
 
 
 def _plan_for_rest(job: _Job, before: Plan) -> Plan:
-    """The plan for the devices of this machine that are left; the one before, if these are all."""
+    """Return the plan for the devices of this machine that are left; the one before, if these are all."""
     number = local.num_working_devices(before)
     if number == before.batch.world_size:
         return before
-    click.echo(f"{number} of {before.batch.world_size} devices are left: planning anew", err=True)
+    click.echo(f"{number} of {before.batch.world_size} devices are left: planning again", err=True)
     on_cpu = before.cluster.devices[0].kind == "cpu"
     replaced = ("nodes", "hostfile", "gpu", "device", "gpus")  # what described all devices
     values = {name: value for name, value in job.values.items() if name not in replaced}
@@ -222,19 +219,19 @@ def _plan_for_rest(job: _Job, before: Plan) -> Plan:
 
 
 def _tell(plan: Plan, *, err: bool = False) -> None:
-    """What a plan comes to; `frugal explain` reads the rest from the run's folder."""
+    """Show the verdict of a plan; `frugal explain` reads the rest from the run's folder."""
     show_verdict(plan.verdict, err=err)
     click.echo(err=err)
 
 
 def _is_this_machine(named: Sequence[HostfileEntry]) -> bool:
-    """Whether this machine alone is named, which needs no ssh."""
+    """Return True if only this machine is named, which needs no ssh."""
     here = {"localhost", "127.0.0.1", "::1", socket.gethostname(), socket.getfqdn()}
     return len(named) == 1 and named[0].name in here
 
 
 def _trained(plan: Plan) -> dict[str, Any]:
-    """What a run was asked to train, which a new plan for it keeps; how it does so is decided anew."""
+    """Return the settings that change a run's numbers, which a new plan for it keeps."""
     return {
         name: value
         for name in _TRAINED
@@ -252,7 +249,7 @@ _TRAINED = (
 
 
 def _is_for(plan: Plan, ranks: int) -> bool:
-    """Whether a plan is for so many CPU ranks."""
+    """Return True if a plan is for this number of CPU ranks."""
     return plan.batch.world_size == ranks and plan.cluster.devices[0].kind == "cpu"
 
 
@@ -267,15 +264,17 @@ def _check_ranks(plan: Plan, ranks: int | None) -> None:
 
 
 def _planned(ranks: int | None, values: dict[str, Any], file: TomlFile, *, asks_data: bool) -> Plan:
-    """`planned`, where `ranks` may stand for this machine's CPU."""
+    """Plan as `planned` does; `ranks` stands for this machine's CPU."""
     if ranks is not None:
-        for name in ("gpus", "nodes", "gpu", "device"):
-            if values.get(name) is not None:
-                raise RequestError(
-                    f"--ranks was given together with --{name}",
-                    because=f"--ranks {ranks} means {ranks} processes on this machine's CPU",
-                    hint="leave one of them out",
-                )
+        given = next((name for name in ("gpus", "nodes", "gpu", "device") if values.get(name) is not None), "")
+        refuse(
+            (
+                given,
+                f"--ranks was given together with --{given}",
+                f"--ranks {ranks} means {ranks} processes on this machine's CPU",
+                "leave one of them out",
+            )
+        )
         cpu: dict[str, Any] = {"device": "cpu", "gpus": ranks}
         if values.get("mem") is None and "mem" not in file.plan:
             cpu["mem"] = psutil.virtual_memory().available // max(ranks, 1)

@@ -342,8 +342,9 @@ class RunSettings:
             if isinstance(value, bool):
                 arguments.append(flag_of(field.name if value else f"no_{field.name}"))
             else:
-                for each in value if isinstance(value, tuple) else (value,):
-                    arguments += [flag_of(field.name), str(each)]
+                for each in map(str, value if isinstance(value, tuple) else (value,)):
+                    flag = flag_of(field.name)
+                    arguments += [f"{flag}={each}"] if each.startswith("-") else [flag, each]
         return arguments
 
     def rank_words(self, folder: Path) -> list[str]:

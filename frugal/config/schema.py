@@ -7,11 +7,11 @@ only `frugal train` knows in `[train]`, and what only experts change in `[optimi
 """
 
 import os
-from collections import deque
+from argparse import SUPPRESS, ArgumentParser, BooleanOptionalAction
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 
@@ -71,7 +71,7 @@ def requested(settings: Mapping[str, Any]) -> tuple[Request, tuple[str, ...]]:
         given |= {"activation_checkpointing": "auto", "layer_modes": LayerModes.of(modes)}
     offload, has_ratio, ratio = given.get("offload", "").partition(":")
     if has_ratio:
-        given |= {"offload": offload, "offload_ratio": _read("the share of --offload", float, ratio, ())}
+        given |= {"offload": offload, "offload_ratio": _share(ratio)}
     defaults = tuple(
         field.name
         for field in fields(Request)
@@ -79,6 +79,13 @@ def requested(settings: Mapping[str, Any]) -> tuple[Request, tuple[str, ...]]:
         and (field.default is not None or (field.name == "global_batch" and "global_tokens" not in given))
     )
     return Request(**given), defaults
+
+
+def _share(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise RequestError(f"--offload is optimizer:{text}", because="the share must be a number") from None
 
 
 def _of(owner: type, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -180,6 +187,11 @@ Kinds = Mapping[str, type]
 """Types of arguments by name: int, str, Path, ...; bool is a flag without a value."""
 
 
+class _Parser(ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise RequestError(message)
+
+
 def parse(
     words: Sequence[str], kinds: Kinds, settings: Mapping[str, SettingRow] | None = None, *, needed: Sequence[str] = ()
 ) -> dict[str, Any]:
@@ -192,43 +204,25 @@ def parse(
     Raises:
         RequestError: an unknown name, a missing or wrong value, or one of `needed` is not there.
     """
-    settings = settings or {}
-    values: dict[str, Any] = {}
-    rest = deque(words)
-    while rest:
-        word = rest.popleft()
-        if word.startswith("@"):
-            rest.extendleft(reversed(_words_in(Path(word[1:]))))
-            continue
-        flag, has_value, value = word.partition("=")
-        name = flag.removeprefix("--").replace("-", "_")
-        row = settings.get(name)
-        if (opposite := settings.get(name.removeprefix("no_"))) is not None and opposite.has_opposite and row is None:
-            values[opposite.name] = False
-            continue
-        kind = kinds.get(name) or (None if row is None else row.kind.word_type)
-        if name == "local_rank":
-            kind = int
-        if kind is None or not flag.startswith("--"):
-            raise RequestError(f"no such option {flag}", hint=f"there are {_shown([*kinds, *settings])}")
-        if kind is bool:
-            values[name] = True
-            continue
-        if not has_value:
-            if not rest:
-                raise RequestError(f"{flag} was given without a value")
-            value = rest.popleft()
-        read = _read(flag_of(name), kind, value, () if row is None else row.choices)
-        if row is not None and row.is_repeatable:
-            values.setdefault(name, []).append(read)
-        else:
-            values[name] = read
+    parser = _Parser(allow_abbrev=False, add_help=False, argument_default=SUPPRESS)
+    parser.add_argument("--local-rank")
+    for name, kind in kinds.items():
+        how: dict[str, Any] = {"action": "store_true"} if kind is bool else {"type": kind}
+        parser.add_argument(flag_of(name), required=name in needed, **how)
+    for name, row in (settings or {}).items():
+        how = {"type": row.kind.word_type, "choices": row.choices or None}
+        if row.kind.word_type is bool:
+            how = {"action": BooleanOptionalAction}
+        parser.add_argument(flag_of(name), dest=name, **how, **({"action": "append"} if row.is_repeatable else {}))
+    expanded = [each for word in words for each in (_words_in(Path(word[1:])) if word[:1] == "@" else [word])]
+    values = vars(parser.parse_args([_hyphenated(word) for word in expanded]))
     values.pop("local_rank", None)
-    values = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
-    for name in needed:
-        if name not in values:
-            raise RequestError(f"{flag_of(name)} was not given")
-    return values
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+
+
+def _hyphenated(word: str) -> str:
+    flag, is_given, value = word.partition("=")
+    return f"{flag.replace('_', '-')}{is_given}{value}" if word.startswith("--") else word
 
 
 def _words_in(path: Path) -> list[str]:
@@ -236,18 +230,3 @@ def _words_in(path: Path) -> list[str]:
         return [os.fsdecode(word) for word in files.read_regular(path).split(b"\0")]
     except OSError as error:
         raise RequestError(f"cannot read the arguments in {path}", because=str(error.strerror)) from None
-
-
-def _read(flag: str, kind: type, word: str, choices: Sequence[str]) -> Any:
-    if choices and word not in choices:
-        raise RequestError(f"{flag} is {word}", because=f"it must be one of {', '.join(choices)}")
-    try:
-        return kind(word)
-    except ValueError:
-        raise RequestError(
-            f"{flag} is {word}", because=f"it must be a {'whole ' if kind is int else ''}number"
-        ) from None
-
-
-def _shown(names: Sequence[str]) -> str:
-    return ", ".join(map(flag_of, names))
