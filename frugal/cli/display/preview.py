@@ -1,4 +1,4 @@
-"""`frugal train --preview N`: samples as they would be trained on, for people to look at."""
+"""`frugal train --preview N`: samples with the tokens that contribute to the loss highlighted."""
 
 import os
 import sys
@@ -36,7 +36,7 @@ def check_data(settings: RunSettings) -> None:
 
 
 def show(number: int, plan_path: Path | None, values: Mapping[str, Any], file: TomlFile) -> int:
-    """Print samples as a run with these flags would train on them; the exit code.
+    """Print samples as a run with these flags would train on them, and return the exit code.
 
     Raises: as `frugal.training.data.corpus.read_samples`.
     """
@@ -54,7 +54,7 @@ def show(number: int, plan_path: Path | None, values: Mapping[str, Any], file: T
 
 
 def _lines(request: Request, settings: RunSettings, number: int, *, with_colour: bool) -> Iterator[str]:
-    """What is known of the data, and the first samples of the first epoch."""
+    """Yield facts about the data, and the first samples of the first epoch."""
     from frugal.distributed.env import silence_libraries
     from frugal.training.data.batches import GlobalBatches  # torch takes seconds
     from frugal.training.data.corpus import read_training_data
@@ -113,7 +113,7 @@ def _sample(
 def _other(
     tokenizer: Any, sample: Mapping[str, Any], report: "BuildReport", name: str, with_colour: bool
 ) -> Iterator[str]:
-    """A pair, a text with its class, or a text of which parts are hidden anew each time."""
+    """Yield the lines of a pair, a text with its class, or a text that is masked anew in each epoch."""
     import numpy as np
 
     from frugal.training.data.chat.stretches import Stretch, of_tokens
