@@ -313,9 +313,13 @@ class SettingRow:
         if value is None or self.least is None:
             return
         if not (isfinite(value) and self.least <= value <= (inf if self.most is None else self.most)):
-            number = "a finite number, " if self.kind.word_type is float else ""
+            is_float = self.kind.word_type is float
             bound = f"at least {self.least}" if self.most is None else f"from {self.least} to {self.most}"
-            raise RequestError(f"{self.flag} is {value:.10g}", because=f"it must be {number}{bound}", hint=hint)
+            raise RequestError(
+                f"{self.flag} is {f'{value:g}' if is_float else value}",
+                because=f"it must be {'a finite number, ' if is_float else ''}{bound}",
+                hint=None if is_float else hint,
+            )
 
 
 def setting(default: Any, help_text: str, group: Group, **row: Any) -> Any:

@@ -233,7 +233,7 @@ def test_ctrl_c_while_ranks_start_is_an_interrupt_too(folder: Path) -> None:
 
 
 PLANNING = (
-    "--mem", "1G", "--model", "config.json", "--seq-len", "64", "--global-batch", "8", "--micro-batch", "2",
+    "--mem", "1G", "--model", "config.json", "--seq-len", "64", "--global-batch", "8", "--max-tokens-per-gpu", "128",
     "--precision", "fp32", "--data", "text.jsonl",
 )  # fmt: skip
 

@@ -76,8 +76,8 @@ def test_even_micro_batches_are_so_on_cards_that_differ() -> None:
 
 
 def test_what_the_json_alone_would_train_is_told_with_the_price_of_even_micro_batches() -> None:
-    made = planned(gpus=4, mem="12G", global_batch=500, micro_batch=8, model=SMALL)
-    even = planned(gpus=4, mem="12G", global_batch=500, micro_batch=8, even=True, model=SMALL)
+    made = planned(gpus=4, mem="12G", global_batch=500, max_tokens_per_gpu=8192, model=SMALL)
+    even = planned(gpus=4, mem="12G", global_batch=500, max_tokens_per_gpu=8192, even=True, model=SMALL)
     slower = 100 * (even.time.total_seconds / made.time.total_seconds - 1)
     assert slower > 2 and made.warnings == (
         "ds_config.json alone trains 512 samples a step, not 500: DeepSpeed's JSON knows no uneven micro-batches, "

@@ -75,7 +75,7 @@ def test_a_run_to_resume_need_not_be_told_again(tmp_path: Path) -> None:
         ({"steps": 3, "warmup": 4}, "--warmup 4 is more than --steps 3", None),
         ({"steps": 3, "warmup": "5", "schedule_steps": 4}, "--warmup 5 is more than schedule.steps 4", None),
         ({"steps": 3, "warmup": "150%"}, "--warmup 5 is more than --steps 3", None),
-        ({"warmup": "soon"}, "`warmup` is 'soon'", None),
+        ({"warmup": "soon"}, "`warmup` in [schedule] is 'soon'", None),
         ({"steps": 3, "schedule_steps": 2}, "schedule.steps 2 is less than the 3 steps", "schedule.steps=3"),
         ({"min_lr_ratio": 3.0}, "schedule.min-lr-ratio is 3", None),
         ({"schedule": "cosine_with_min_lr"}, "--schedule cosine_with_min_lr was given without", "min-lr-ratio=0.1"),

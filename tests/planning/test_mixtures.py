@@ -139,7 +139,12 @@ def test_a_plan_says_where_a_mixture_might_have_been_faster_but_modes_cannot_be_
 
 
 def test_pinned_modes_are_those_of_the_plan_in_any_order() -> None:
-    pinned: dict[str, Any] = {"gpus": 4, "mem": "24G", "global_batch": 16, "layer_modes": "off:0-7,full:8-19,off:20-23"}
+    pinned: dict[str, Any] = {
+        "gpus": 4,
+        "mem": "24G",
+        "global_batch": 16,
+        "activation_checkpointing": "off:0-7,full:8-19,off:20-23",
+    }
     made = planned(model=DEEP, **pinned)
     assert made.strategy.activation_checkpointing == "budget"
     assert made.strategy.layer_modes == (("off", 8), ("full", 12), ("off", 4))

@@ -138,7 +138,7 @@ def _other_segments(plan: Plan) -> Iterator[str]:
         if not any(segment["is_expandable"] for segment in segments):
             yield (
                 "torch has no expandable segments here, which the plan counts on: it may run out of memory; "
-                "`frugal plan --set expandable-segments=false` plans without them"
+                "`frugal plan --no-expandable-segments` plans without them"
             )
 
 
