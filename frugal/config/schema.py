@@ -213,7 +213,9 @@ def parse(
         how = {"type": row.kind.word_type, "choices": row.choices or None}
         if row.kind.word_type is bool:
             how = {"action": BooleanOptionalAction}
-        parser.add_argument(flag_of(name), dest=name, **how, **({"action": "append"} if row.is_repeatable else {}))
+        elif row.is_repeatable:
+            how["action"] = "append"
+        parser.add_argument(flag_of(name), dest=name, **how)
     expanded = [each for word in words for each in (_words_in(Path(word[1:])) if word[:1] == "@" else [word])]
     values = vars(parser.parse_args([_hyphenated(word) for word in expanded]))
     values.pop("local_rank", None)

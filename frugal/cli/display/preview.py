@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -89,8 +89,8 @@ def _lines(request: Request, settings: RunSettings, number: int, *, with_colour:
 
 def _legend(with_colour: bool) -> str:
     if with_colour:
-        return f"{_green('trained on')}, read alone, {_bold('special token')}"
-    return ">>>trained on<<<, read alone"
+        return f"{_styled('trained on', True, False)}, context only, {_styled('special token', False, True)}"
+    return ">>>trained on<<<, context only"
 
 
 def _sample(
@@ -129,28 +129,16 @@ def _other(
         target = sample["labels"]
         yield _shown(of_tokens(tokenizer, target, np.ones(len(target), bool)), with_colour)
     else:
-        yield "some of its tokens are hidden, and to be found, anew in each epoch"
+        yield "some of its tokens are masked, and predicted, anew in each epoch"
 
 
-def _shown(pieces: Sequence["Stretch"], with_colour: bool) -> str:
+def _shown(pieces: Iterable["Stretch"], with_colour: bool) -> str:
     if with_colour:
-        return "".join(_coloured(piece) for piece in pieces)
+        return "".join(_styled(each.text, bool(each.num_targets), each.is_special) for each in pieces)
     runs = groupby(pieces, key=lambda piece: piece.num_targets > 0)
-    return "".join(f">>>{text}<<<" if trained else text for trained, run in runs if (text := _joined(run)))
+    texts = [(is_trained, "".join(piece.text for piece in run)) for is_trained, run in runs]
+    return "".join(f">>>{text}<<<" if is_trained and text else text for is_trained, text in texts)
 
 
-def _joined(pieces: Iterable["Stretch"]) -> str:
-    return "".join(piece.text for piece in pieces)
-
-
-def _coloured(piece: "Stretch") -> str:
-    text = _bold(piece.text) if piece.is_special else piece.text
-    return _green(text) if piece.num_targets else text
-
-
-def _green(text: str) -> str:
-    return click.style(text, fg="green")
-
-
-def _bold(text: str) -> str:
-    return click.style(text, bold=True)
+def _styled(text: str, is_target: bool, is_special: bool) -> str:
+    return click.style(text, fg="green" if is_target else None, bold=is_special or None, reset=is_target or is_special)
