@@ -148,7 +148,7 @@ OTHER_NAMES = {
     "push_to_hub": OtherName(_HF, "--set train.push-to-hub={}", stand_in="REPO"),
     "max_train_samples": OtherName(_HF, "--set train.limit={}"),
     "dataset_text_field": OtherName("TRL's", "--columns text={}", stand_in="NAME"),
-    "text_column": OtherName(_HF, "--columns source={}", stand_in="NAME"),
+    "text_column": OtherName(_HF, "--columns text={}, or source={} of pairs", stand_in="NAME"),
     "summary_column": OtherName(_HF, "--columns target={}", stand_in="NAME"),
     "label_column_name": OtherName(_HF, "--columns label={}", stand_in="NAME"),
     "reduce_bucket_size": OtherName(_DEEPSPEED, "--set reduce-bucket-elements={}"),

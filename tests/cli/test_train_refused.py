@@ -54,7 +54,7 @@ def test_a_plan_that_is_a_pipe_or_a_device_is_named_and_not_waited_for(
     (run / "checkpoints" / "step-000001" / "manifest.json").touch()
     os.mkfifo(run / "train.json")
     assert message(capsys, "--plan", folder / "plan2.json", "--resume", "--out", run) == (
-        f"2: error: cannot read what the run in {run} was asked for\n"
+        f"2: error: cannot read the settings of the run in {run}\n"
         f"  because {run}/train.json: it is a named pipe, and not a file\n"
     )
 
@@ -81,7 +81,7 @@ def test_few_open_files(ranks: int, needed: int, folder: Path, tmp_path: Path) -
 def test_a_name_that_is_no_text(name: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     stands = os.fsdecode(b"caf\xe9")
     assert message(capsys, "--plan", folder / "plan2.json", name, stands) == (
-        f"2: error: {name} caf\\xe9 is not UTF-8\n  because what a run was asked for is kept as text\n\n"
+        f"2: error: {name} caf\\xe9 is not UTF-8\n  because the settings of a run are kept as text\n\n"
         "hint: rename it, or use a link of another name; if it is UTF-8, unset PYTHONUTF8\n"
     )
 

@@ -29,7 +29,7 @@ def refusal(**settings: object) -> str:
         ({"optimizer": "sgd", "optimizer_implementation": "deepspeed"}, "there is fused, foreach, for-loop"),
         ({"momentum": 0.9}, "optimizer.momentum was given with --optimizer adamw"),
         ({"optimizer": "sgd", "adam_beta2": 0.999}, "optimizer.beta2 and --optimizer sgd do not go together"),
-        ({"adam_beta1": 1.0}, "optimizer.beta1 is 1.0\nit must be below 1"),
+        ({"adam_beta1": 1.0}, "optimizer.beta1 is 1.0\nit must be less than 1"),
         ({"adam_beta2": -0.1}, "optimizer.beta2 is -0.1\nit must be a finite number, at least 0"),
         ({"adam_epsilon": 0.0}, "optimizer.epsilon is 0\na parameter without a gradient would be divided by zero"),
     ],

@@ -225,7 +225,7 @@ class Card:
         return self.compute_capability >= (8, 0)
 
     def threads(self, memory_bytes: int) -> int:
-        """`resident_threads` of such a card of `memory_bytes`."""
+        """Return `resident_threads` of such a card of `memory_bytes`."""
         return self.resident_threads or _threads_of_unknown(memory_bytes)
 
     def context_range(self, memory_bytes: int, num_ranks: int) -> Range:
