@@ -24,7 +24,7 @@ WRONG: dict[str, tuple[list[str], int, str]] = {
     "no such choice": ([*CARDS, "--precision", "fp8"], 2, "'fp8' is not one of 'bf16', 'fp16', 'fp32'"),
     "an argument too many": (["gpt2", *CARDS], 2, "got unexpected extra argument (gpt2)"),
     "a batch beyond counting": (
-        [*CARDS, "--global-batch", "1000000000000"], 2, "error: a global batch of 1,000,000,000,000 samples is too large",
+        [*CARDS, "--global-batch", "1000000000000"], 2, "a global batch of 1,000,000,000,000 samples is too large",
     ),
     "a learning rate that is no number": ([*CARDS, "--lr", "nan"], 2, "error: --learning-rate is nan"),
     "an odd bucket": ([*CARDS, "--set", "reduce-bucket-elements=1"], 2, "hint: use reduce-bucket-elements 2"),
