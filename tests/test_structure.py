@@ -271,7 +271,11 @@ def test_whoever_starts_ranks_and_a_rank_before_its_environment_is_set_load_no_d
 
 
 def test_the_public_names_are_exactly_these() -> None:
-    public = {"Engine", "FrugalError", "Plan", "__version__", "dry_run", "heed_stop_signals", "initialize", "plan"}
+    public = {
+        "CausalLM", "CheckpointError", "Engine", "FrugalError", "NothingFitsError", "NumbersError", "Objective",
+        "OutOfMemoryError", "Plan", "PlanMismatchError", "PlannedMixin", "PlannedTrainer", "RequestError", "SummedLoss",
+        "__version__", "dry_run", "heed_stop_signals", "initialize", "plan", "training_arguments",
+    }  # fmt: skip
     assert set(frugal.__all__) == public == set(dir(frugal))
     assert all(getattr(frugal, name) is not None for name in public)
 

@@ -15,13 +15,13 @@ from frugal.cli.options import (
     options,
     plan_path,
     planned,
+    planning_flags,
     refuse_beside_a_plan,
     verbose_option,
     what_if_option,
 )
 from frugal.config.hardware.build_cluster import ClusterSettings
 from frugal.config.request import Request
-from frugal.config.schema import PLAN_SETTINGS
 from frugal.dryrun.client import DryRunSource, workers
 from frugal.dryrun.pool import Pool, shared_workers
 from frugal.errors import RequestError
@@ -96,5 +96,5 @@ def _arithmetic(pool: Pool) -> OpenSource:
 
 
 def _read(path: str, values: dict[str, Any]) -> Plan:
-    refuse_beside_a_plan(path, values, "config", *PLAN_SETTINGS)
+    refuse_beside_a_plan(path, planning_flags(values, "config", "hostfile"))
     return Plan.read(plan_path(Path(path)))

@@ -6,13 +6,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any
 
 from frugal.config import plan_arguments
 from frugal.config.hardware import cuda_allocator
 from frugal.config.hardware.calibration import chosen
 from frugal.config.hardware.cluster import Cluster
-from frugal.config.plan_arguments import PlanArguments
 from frugal.config.request import Request
 from frugal.config.schema import understand
 from frugal.dryrun.cache import Cache, digest, model_key
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("frugal")
 
 
-def plan(*, objective: "Objective | None" = None, **settings: Unpack[PlanArguments]) -> Plan:
+def plan(*, objective: "Objective | None" = None, **settings: Any) -> Plan:
     """Return the fastest plan that fits. Settings have the names of `frugal plan`'s flags: `plan(model="gpt2", gpus=4,
     mem="12G", global_batch=512, lr=1e-4)`.
 

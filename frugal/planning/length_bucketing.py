@@ -234,8 +234,7 @@ def shortest_choices(request: Request, batch: BatchPlan) -> Iterator[int]:
     """
     lengths, seq_len = request.lengths, request.seq_len
     assert lengths is not None
-    caps = [cap for cap in (request.micro_batch, request.max_samples_per_gpu) if cap is not None]
-    most = min(caps, default=_samples_a_step(lengths, batch))
+    most = request.micro_batch or _samples_a_step(lengths, batch)
     least = max(lengths.tokens[0], -(-max(batch.micro_batch) * seq_len // most), -(-seq_len // SHORTEST_SHARE))
     while least < seq_len:
         yield least

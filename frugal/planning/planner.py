@@ -218,7 +218,7 @@ def _machine_notes(request: Request, cluster: Cluster, result: SearchResult) -> 
     )
     if disk_bytes and any(node.host_disk_bytes is None for node in cluster.nodes):
         unknown.append(
-            f"each node must have {format_bytes(disk_bytes)} of disk free; give --host-disk to have that checked"
+            f"each node must have {format_bytes(disk_bytes)} of disk free; --set host-disk=SIZE has that checked"
         )
     return in_use + unknown
 

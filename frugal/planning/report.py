@@ -90,7 +90,7 @@ def _offload(request: Request, result: SearchResult) -> list[str]:
         else:
             part += _compared(result, lambda other: other.offload_ratio == 1, "with all of them there")
         compiled = "each host compiles DeepSpeed's CPU Adam at its first training: it needs a C++ compiler and ninja"
-        return [part, f"{compiled}; --offload-ratio 1 does not"]
+        return [part, f"{compiled}; --offload optimizer:1 does not"]
     what = "optimizer and parameters live" if strategy.offload_parameters != "none" else "the optimizer lives"
     where = "on disk, or in host memory" if strategy.offload_optimizer == "nvme" else "in host memory"
     if request.offload != "auto":
@@ -110,9 +110,7 @@ def _micro_batch(request: Request, cluster: Cluster, result: SearchResult) -> st
     if batch.accumulation_steps == 1:
         return "nothing binds: the whole global batch fits into one micro-step"
     if candidate.shortfall_of_next_bytes is None:
-        is_of_samples = request.max_samples_per_gpu == request.micro_batch_cap
-        name = "--max-samples-per-gpu" if is_of_samples else "--max-tokens-per-gpu"
-        return f"{name} binds: it allows {largest} samples at once"
+        return f"--max-tokens-per-gpu binds: it allows {largest} samples at once"
     short = format_bytes(candidate.shortfall_of_next_bytes)
     sentence = f"memory binds: micro-batch {largest + 1} would be about {short} short"
     if request.even and micro < largest:

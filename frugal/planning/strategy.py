@@ -233,9 +233,9 @@ def offload_levels(request: Request, *, on_gpus: bool = True) -> tuple[Offload, 
     if request.offload_ratio not in (None, 1):
         if not on_gpus:
             raise RequestError(
-                f"--offload-ratio {request.offload_ratio:g} is impossible on CPU ranks",
+                f"--offload optimizer:{request.offload_ratio:g} is impossible on CPU ranks",
                 because="their memory is the host's already",
-                hint="leave --offload-ratio out",
+                hint="use --offload optimizer",
             )
         return ("optimizer",)
     if request.offload != "auto":

@@ -191,9 +191,11 @@ def shorter(plan: Plan) -> list[Case]:
 
 def without_pins(request: Request) -> Iterator[tuple[str, Request]]:
     """Yield the request without one of its pins, and what that asks of the user: `no --zero-stage`."""
-    caps = ("max_samples_per_gpu", "max_tokens_per_gpu")
-    for field in (*caps, "micro_batch", "accumulation_steps", "zero_stage", "layer_modes", "even"):
-        if getattr(request, field):
+    if request.layer_modes is not None:
+        yield "--activation-checkpointing auto", replace(request, layer_modes=None)
+    for field in ("max_tokens_per_gpu", "micro_batch", "accumulation_steps", "zero_stage", "even"):
+        pin = getattr(request, field)
+        if pin is not None and pin is not False:  # ZeRO stage 0 is a pin, too
             yield f"no --{field.replace('_', '-')}", replace(request, **{field: None})  # type: ignore[arg-type]  # its type as it is
     for field in ("activation_checkpointing", "loss", "mlp", "offload"):
         if getattr(request, field) != "auto":

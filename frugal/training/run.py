@@ -54,7 +54,7 @@ def _end_without_saving(settings: RunSettings, what: str, why: str, code: int) -
     """End this rank, which was asked to stop and is not to be waited for."""
     newest = manifest.newest_checkpoint(settings.checkpoints)
     kept = f"the last good checkpoint is {newest.name}" if newest else "there is no checkpoint"
-    hint = "continue from it with --resume; --grace SECONDS says how long a step and its checkpoint may take"
+    hint = "continue from it with --resume; --set train.grace=SECONDS says how long a step and its checkpoint may take"
     first_failure.end_rank(FrugalError(what, because=[why, kept], hint=hint if newest else None), code)
 
 
@@ -205,7 +205,7 @@ def _check_validation(settings: RunSettings, data: "RunData") -> None:
     asked = {
         "--metric": settings.metric,
         "--patience": settings.patience,
-        "--save-best-model": settings.save_best_model,
+        "--best": settings.best,
     }
     flag = next((flag for flag, value in asked.items() if value), None)
     if flag is not None and len(data.validation) == 0:
@@ -250,7 +250,7 @@ def _start(
         raise RequestError(
             f"the run in {settings.out} is at step {loaded.progress.step} already",
             because=f"it was to end at step {total_steps}",
-            hint=f"go on with --steps {loaded.progress.step + 1} or more; `frugal model` makes a model of a checkpoint",
+            hint=f"resume with --steps {loaded.progress.step + 1} or more; `frugal export` writes its model",
         )
     start, data_changes = loading.on_data(loaded.progress, data, settings)
     start, rate_changes = loading.on_curve(start, curve)

@@ -124,7 +124,7 @@ def test_a_gpu_is_told_in_the_allocators_and_the_drivers_words(
         "context             600.0 MiB    600.0 MiB   +0.000%\n"
         "driver               4.59 GiB     4.59 GiB   +0.000%\n"
         "host                 1.00 GiB     1.00 GiB   +0.000%\n"
-        "\nhost: what the processes grew by, from 1.00 GiB on\n"
+        "\nhost: growth of the processes, from 1.00 GiB on\n"
         "capped at the prediction, 4.00 GiB for tensors: enough\n"
     )
 

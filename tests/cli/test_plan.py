@@ -130,7 +130,7 @@ def headline(out: str) -> str:
 
 
 def test_an_uneven_batch_says_how_its_cells_lie(capsys: pytest.CaptureFixture[str]) -> None:
-    _, out, _ = frugal_plan(capsys, *CARDS, "--global-batch", "500", "--max-samples-per-gpu", "8")
+    _, out, _ = frugal_plan(capsys, *CARDS, "--global-batch", "500", "--max-tokens-per-gpu", "8192")
     assert headline(out) == "500 samples = 4 GPUs x 16 micro-steps of 7 or 8 samples"
     assert out.splitlines()[:2] == [
         "note   ds_config.json alone trains 512 samples a step, not 500: DeepSpeed's JSON knows no uneven "
@@ -144,7 +144,7 @@ def test_an_uneven_batch_says_how_its_cells_lie(capsys: pytest.CaptureFixture[st
     [
         (["--global-batch", "4"], "4 samples = 4 GPUs x micro-batch 1 x 1 accumulation step"),
         (["--global-batch", "1"], "1 sample = 4 GPUs x 1 micro-step of 0 or 1 sample"),
-        (["--global-tokens", "100000", "--max-samples-per-gpu", "5"],
+        (["--global-tokens", "100000", "--max-tokens-per-gpu", "5120"],
          "97 samples (100000 tokens) = 4 GPUs x 5 micro-steps of 4 or 5 samples"),
         (["--mem", "8G,8G,12G,12G", "--global-batch", "100"],
          "100 samples = 4 GPUs x micro-batch 5 x 5 accumulation steps"),

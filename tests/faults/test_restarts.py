@@ -108,7 +108,7 @@ def test_elastic_goes_on_with_the_devices_that_are_left(folder: Path, whole: lis
     supervised[1:3] = ["-c", ON_ONE]
     code, output, errors = run_and_kill(supervised, folder, folder / "elastic", after=7)
     assert code == 0, output + errors
-    assert errors.splitlines()[1] == "1 of 2 devices are left: planning anew"
+    assert errors.splitlines()[1] == "1 of 2 devices are left: planning again"
     assert "2 ranks -> 1 rank" in output
     restarted = losses(folder / "elastic")
     assert [step for step, _ in restarted] == [step for step, _ in whole]

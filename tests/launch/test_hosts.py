@@ -45,7 +45,7 @@ def said(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str
 
 
 def test_torchrun_has_a_line_for_each_node(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, output, errors = said(capsys, "--hostfile", "hosts", "--print", "torchrun", "--nic", "eth1")
+    code, output, errors = said(capsys, "--hostfile", "hosts", "--print", "torchrun", "--set", "train.nic=eth1")
     assert (code, errors) == (0, "")
     nic = "DS_ACCELERATOR=cpu GLOO_SOCKET_IFNAME=eth1 NCCL_SOCKET_IFNAME=eth1"
     address = "--master-addr a --master-port 29500"

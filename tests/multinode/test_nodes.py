@@ -186,7 +186,7 @@ def test_a_port_that_is_taken_meanwhile_is_chosen_anew_where_nobody_named_it(
 def test_zero_3_on_two_hosts_is_zero_3_on_one(hosts: Hosts) -> None:
     code, _, errors = frugal(hosts, "train", "--plan", plan(hosts, 2, zero_stage=3), *RUN, "--out", "one3")
     assert (code, errors) == (0, "")
-    code, _, errors = train(hosts, plan(hosts, 1, 1, zero_stage=3), "two3", "--nic", "eth0")
+    code, _, errors = train(hosts, plan(hosts, 1, 1, zero_stage=3), "two3", "--set", "train.nic=eth0")
     assert (code, errors) == (0, "")
     assert losses(hosts.folder / "two3") == losses(hosts.folder / "one3")
 
@@ -223,7 +223,7 @@ def test_what_is_printed_for_each_node_trains_the_same(hosts: Hosts, on_one_host
 def test_what_is_printed_for_openmpi_trains_the_same(hosts: Hosts, on_one_host: list[float]) -> None:
     if hosts.run("n1", "sh", "-c", "command -v mpirun").returncode:
         pytest.skip("OpenMPI is not installed (.ci/packages)")
-    code, output, errors = train(hosts, plan(hosts, 1, 1), "openmpi", "--print", "openmpi", "--nic", "eth0")
+    code, output, errors = train(hosts, plan(hosts, 1, 1), "openmpi", "--print", "openmpi", "--set", "train.nic=eth0")
     assert (code, errors) == (0, "")
     line = output.replace("mpirun ", "mpirun --allow-run-as-root ", 1)
     passed = "-x PYTHONPATH " if "PYTHONPATH" in environment(hosts) else ""

@@ -128,7 +128,12 @@ def test_a_plan_says_where_a_mixture_might_have_been_faster_but_modes_cannot_be_
 
 
 def test_pinned_modes_are_those_of_the_plan_in_any_order() -> None:
-    pinned: dict[str, Any] = {"gpus": 4, "mem": "24G", "global_batch": 16, "layer_modes": "off:0-7,full:8-19,off:20-23"}
+    pinned: dict[str, Any] = {
+        "gpus": 4,
+        "mem": "24G",
+        "global_batch": 16,
+        "activation_checkpointing": "off:0-7,full:8-19,off:20-23",
+    }
     made = planned(model=DEEP, **pinned)
     assert made.strategy.activation_checkpointing == "budget"
     assert made.strategy.layer_modes == (("off", 8), ("full", 12), ("off", 4))
@@ -140,18 +145,18 @@ def test_pinned_modes_are_those_of_the_plan_in_any_order() -> None:
 
 def test_one_pinned_mode_is_that_of_all_layers() -> None:
     settings: dict[str, Any] = {"gpus": 4, "mem": "24G", "global_batch": 16}
-    made = planned(model=DEEP, **settings, layer_modes=[["full", 24]])
+    made = planned(model=DEEP, **settings, activation_checkpointing=[["full", 24]])
     assert made.strategy == planned(model=DEEP, **settings, activation_checkpointing="full").strategy
 
 
 @pytest.mark.parametrize(
     ("modes", "model", "what", "because"),
     [
-        ("full:0-31", {}, "--layer-modes gives modes to 32 layers", "the model has 24"),
-        ("full:0-3,off:4-7", {}, "--layer-modes gives modes to 8 layers", "the model has 24"),
+        ("full:0-31", {}, "--activation-checkpointing gives modes to 32 layers", "the model has 24"),
+        ("full:0-3,off:4-7", {}, "--activation-checkpointing gives modes to 8 layers", "the model has 24"),
         ("full:0-3,off:4-23", {"why_not_mixed": "a layer runs more than once"},
-         "--layer-modes full:0-3,off:4-23 is impossible for this model", "a layer runs more than once"),
-        ("full:0", {"num_layers": 0}, "--layer-modes full:0 is impossible for this model",
+         "--activation-checkpointing full:0-3,off:4-23 is impossible for this model", "a layer runs more than once"),
+        ("full:0", {"num_layers": 0}, "--activation-checkpointing full:0 is impossible for this model",
          "its layers are not known"),
     ],
 )  # fmt: skip
@@ -159,6 +164,6 @@ def test_pinned_modes_that_the_model_cannot_have_are_refused(
     modes: str, model: dict[str, Any], what: str, because: str
 ) -> None:
     with pytest.raises(RequestError) as caught:
-        planned(model={**DEEP, **model}, gpus=4, mem="24G", layer_modes=modes)
+        planned(model={**DEEP, **model}, gpus=4, mem="24G", activation_checkpointing=modes)
     assert (caught.value.what, tuple(caught.value.because)) == (what, (because,))
     assert caught.value.hint

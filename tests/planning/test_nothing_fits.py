@@ -65,7 +65,7 @@ def test_what_lives_on_disk_must_fit_there() -> None:
     wanted: dict[str, Any] = {"gpus": 2, "mem": "24G", "offload": "nvme", "nvme_path": "/scratch"}
     made = planned(**wanted, host_disk="100G")
     assert made.strategy.offload_optimizer == "nvme"
-    assert not any("--host-disk" in note for note in made.warnings)
+    assert not any("host-disk" in note for note in made.warnings)
     with pytest.raises(NothingFitsError) as caught:
         planned(**wanted, host_disk="10G")
     assert str(caught.value).startswith("gpt2 does not fit into the disk of a node\n")

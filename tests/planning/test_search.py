@@ -160,7 +160,7 @@ def test_what_could_not_be_checked_is_said() -> None:
     made = planned(gpus=2, mem="4G", offload="optimizer")
     assert made.warnings == ("each host must have 14.90 GiB of memory free; give --host-mem to have that checked",)
     made = planned(gpus=2, mem="24G", offload="nvme", nvme_path="/scratch")
-    assert made.warnings[1] == "each node must have 14.90 GiB of disk free; give --host-disk to have that checked"
+    assert made.warnings[1] == "each node must have 14.90 GiB of disk free; --set host-disk=SIZE has that checked"
 
 
 def test_what_others_hold_is_taken_off_and_said() -> None:

@@ -68,7 +68,7 @@ def test_gradients_are_summed_in_fp32_unless_bf16_is_asked_for() -> None:
     with pytest.raises(RequestError) as caught:
         dtypes(gradient_accumulation_dtype="bf16", precision="fp16")
     assert str(caught.value) == (
-        "--gradient-accumulation-dtype bf16 is impossible with --precision fp16\n"
+        "optimizer.gradient-accumulation-dtype bf16 is impossible with --precision fp16\n"
         "  because only sums of bf16 gradients are kept in bf16\n\nhint: leave one of them out"
     )
 

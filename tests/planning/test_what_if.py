@@ -52,10 +52,10 @@ def test_a_prediction_is_what_a_plan_would_come_to(settings: dict[str, Any]) -> 
 
 
 def test_what_would_help_is_computed_and_told_with_its_gain() -> None:
-    made = plan(gpus=4, mem="6G", max_samples_per_gpu=2)
+    made = plan(gpus=4, mem="6G", micro_batch=2)
     cases = [*changes(made), *shorter(made)]
     assert [case.name for case in cases] == [
-        "no --max-samples-per-gpu", "5 GPUs", "8 GPUs", "+4.00 GiB each", "links twice as fast",
+        "no --micro-batch", "5 GPUs", "8 GPUs", "+4.00 GiB each", "links twice as fast",
         "--optimizer adamw-8bit (changes the numbers)", "--optimizer-states bf16 (changes the numbers)",
         "samples of 512",
     ]  # fmt: skip
@@ -84,11 +84,11 @@ def test_in_a_pipe_its_tables_take_at_most_100_columns() -> None:
 
 def test_what_helps_most_asks_least() -> None:
     """A pin that can go comes before hardware, a part more before twice the machine."""
-    made = plan(gpus=4, mem="12G", max_samples_per_gpu=1)
+    made = plan(gpus=4, mem="12G", micro_batch=1)
     cases = changes(made)
     predictions = predicted(cases, dry_running(**SMALL))
     assert [case.effort for case in cases] == [0, 1, 2, 1, 1, 2, 2]
-    assert most_helpful(made, cases, predictions).startswith("no --max-samples-per-gpu: a step of ")
+    assert most_helpful(made, cases, predictions).startswith("no --micro-batch: a step of ")
     assert most_helpful(made, cases[1:4], predictions[1:4]).startswith("5 GPUs: a step of ")
     assert most_helpful(made, cases[2:3], predictions[2:3]).startswith("8 GPUs: a step of ")
     assert most_helpful(made, cases[:1], [None]) == "", "only a dry run could tell"

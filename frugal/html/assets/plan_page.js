@@ -120,8 +120,7 @@
   function flags(choice) {
     const { checkpointing, loss, mlp, sharing } = choice, [offload, ratio] = choice.offload.split(" ");
     const mode = checkpointing.includes(" ") ? "budget" : checkpointing;
-    const words = ["--gpus", choice.gpus, "--seq-len", choice.seqLen, "--zero-stage", choice.stage, "--activation-checkpointing", mode, "--loss", loss, "--offload", offload, "--micro-batch", choice.microBatch];
-    if (ratio) words.push("--offload-ratio", ratio);
+    const words = ["--gpus", choice.gpus, "--seq-len", choice.seqLen, "--zero-stage", choice.stage, "--activation-checkpointing", mode, "--loss", loss, "--offload", ratio ? `${offload}:${ratio}` : offload, "--micro-batch", choice.microBatch];
     if (mlp !== PLAIN.mlp) words.push("--mlp", mlp);
     if (sharing !== PLAIN.sharing) words.push("--sequence-parallel", sharing);
     return words.join(" ");

@@ -196,8 +196,8 @@ def check_space(plan: Plan, settings: RunSettings) -> None:
         raise (CheckpointError if is_disk_full else NothingFitsError)(
             "the run would not get through on what is free now",
             because=because,
-            hint="free what lacks, or plan for it with --host-mem and --host-disk; --out, --keep and --nvme-path say "
-            "what goes to which disk",
+            hint="free what lacks, or plan for it with --host-mem and --set host-disk=SIZE; --out, --keep and "
+            "--nvme-path say what goes to which disk",
         )
 
 
@@ -208,7 +208,7 @@ def _lacking(plan: Plan, settings: RunSettings, name: str, num_ranks: int) -> li
     needed, free = host_bytes(plan, num_ranks, has_rank_0=env.rank() == 0), available_bytes()
     if settings.async_save:
         needed += copied_bytes(plan, num_ranks, has_rank_0=env.rank() == 0)
-        ranks += " and the copy of --async-save"
+        ranks += " and the copy of train.async-save"
     if needed > free:
         lines.append(f"{name} has {format_bytes(free)} of memory left, and {ranks} will take {format_bytes(needed)}")
     from frugal.deepspeed_adapter import kernels  # brings DeepSpeed along, which a parent of ranks does not need

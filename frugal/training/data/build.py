@@ -146,7 +146,7 @@ class SampleMaker:
                 raise RequestError(
                     f"{source.name} has no column `{column}`",
                     because=f"its columns are {', '.join(others)}" if others else "it has no columns",
-                    hint=f"choose one, such as --{role}-column {others[0]}" if others else None,
+                    hint=f"choose one, such as --columns {role}={others[0]}" if others else None,
                 )
 
     def fields(self, row: dict[str, Any]) -> tuple[Any, ...] | BadRow:

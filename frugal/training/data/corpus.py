@@ -365,10 +365,10 @@ def _load_paths(
     label_names: Sequence[str] = (),
 ) -> Corpus:
     columns = Columns(
-        text=settings.text_column,
-        label=settings.label_column,
-        source=settings.source_column,
-        target=settings.target_column,
+        text=settings.column("text"),
+        label=settings.column("label"),
+        source=settings.column("source"),
+        target=settings.column("target"),
     )
     corpus = load_corpus(
         paths, tokenizer=tokenizer, task=spec.task, seq_len=seq_len, pack=pack, columns=columns,

@@ -413,11 +413,11 @@ MOST_FILES = 100  # named; of more, only the hash over all of them is kept
 _SHOWN = 3
 
 _WORDS = {
-    "task": "--task", "seq_len": "--seq-len", "limit": "--limit", "too_long": "--too-long", "labels": "the classes",
+    "task": "--task", "seq_len": "--seq-len", "limit": "train.limit", "too_long": "--too-long", "labels": "the classes",
     "validation": "--validation-fraction", "columns": "the columns", "tokenizer": "the tokenizer",
     "weights": "--data's weights", "rows_as": "--format", "train_on": "--train-on", "template": "the chat template",
     "marks": "the family whose marks find the assistant's words",
-    "shuffle_buffer": "--shuffle-buffer",
+    "shuffle_buffer": "train.shuffle-buffer",
 }  # fmt: skip
 
 

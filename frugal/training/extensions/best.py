@@ -24,8 +24,9 @@ class Criterion:
     @classmethod
     def of(cls, settings: RunSettings) -> "Criterion":
         """As the settings say: usually the largest first number of the metric, without one the smallest loss."""
-        name = settings.best or (LOSS if settings.metric is None else None)
-        return cls(name, settings.best_mode or ("min" if name == LOSS else "max"))
+        name, _, mode = (settings.best or (LOSS if settings.metric is None else "")).partition(":")
+        usual: BestMode = "min" if name == LOSS else "max"
+        return cls(name or None, {"min": "min", "max": "max"}.get(mode, usual))  # type: ignore[arg-type]  # a mode
 
     def value(self, loss: float | None, metrics: dict[str, float]) -> float | None:
         """The number that it looks at; None: it was not measured, or is NaN.

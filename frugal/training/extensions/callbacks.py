@@ -1,6 +1,6 @@
 """Callbacks of the user's own: called after a step, an evaluation and a checkpoint, on every rank.
 
-    class Stop:                                          # --callback mine.py:Stop
+    class Stop:                                          # --set train.callback=mine.py:Stop
         def on_step(self, engine, step, result):         # result: StepResult
             engine.wants_to_stop = result.loss < 0.1     # of any rank: ends the run after the next step, saved
         def on_evaluation(self, engine, step, evaluation):

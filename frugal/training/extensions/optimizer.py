@@ -66,7 +66,7 @@ class OwnOptimizer:
             return None
         if not plan.request.decays_all:
             raise RequestError(
-                "--no-decay-norms was planned, and the optimizer's groups are given",
+                "optimizer.decay-norms = false was planned, and the optimizer's groups are given",
                 because="each group says its own weight decay",
                 hint='plan without it, and give a group {"weight_decay": 0.0}',
             )
@@ -74,7 +74,7 @@ class OwnOptimizer:
             raise RequestError(
                 "an optimizer of your own cannot have its states partly in host memory",
                 because="DeepSpeed splits only the work of AdamW",
-                hint="plan with --offload-ratio 1",
+                hint="plan with --offload optimizer:1",
             )
         if make is not None and (plan.strategy.offload_optimizer == "nvme" or plan.request.optimizer_states == "bf16"):
             where = "on NVMe" if plan.strategy.offload_optimizer == "nvme" else "in bf16"

@@ -1,4 +1,4 @@
-"""`frugal model`: of any checkpoint the folder that the run itself would have written, in one process."""
+"""`frugal export`: of any checkpoint the folder that the run itself would have written, in one process."""
 
 import gc
 from pathlib import Path
@@ -63,7 +63,7 @@ def run(base: Path, out: Path, zero_stage: int, precision: str, lora: str | None
 
 
 def model(*words: object) -> int:
-    return cli.run(["model", *map(str, words)])
+    return cli.run(["export", *map(str, words)])
 
 
 def assert_same_files(one: Path, other: Path) -> None:

@@ -57,7 +57,7 @@ def test_each_host_is_held_against_what_its_ranks_will_take(two_ranks: Ranks, tm
 
     assert two_ranks.run(refusal, plan_of(2, parameters=1000), replace(asked, async_save=True)) == ["", ""]
     (first, _) = two_ranks.run(refusal, plan_of(2, parameters=HUGE), replace(asked, async_save=True))
-    assert re.search(r"its 2 ranks and the copy of --async-save will take [\d.]+ GiB\n", first)
+    assert re.search(r"its 2 ranks and the copy of train.async-save will take [\d.]+ GiB\n", first)
 
     (first, _) = two_ranks.run(refusal, plan_of(2, parameters=HUGE), asked)
     disk_of = re.escape(str(tmp_path))

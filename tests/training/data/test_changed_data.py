@@ -49,7 +49,7 @@ def test_it_is_told_what_changed(folder: Path) -> None:
     assert read("b.jsonl", "a.jsonl").fingerprint != before.fingerprint
     assert before.changes(read("b.jsonl", "a.jsonl")) == ["its files are in another order"]
     assert before.changes(read("a.jsonl", "b.jsonl", limit=2)) == [
-        "--limit was not given, is 2",
+        "train.limit was not given, is 2",
         "it had 3 documents, 3 samples, 17 tokens, now it has 2 documents, 2 samples, 10 tokens",
     ]
     other = copy.deepcopy(byte_tokenizer())

@@ -72,14 +72,15 @@ def test_a_missing_column_is_answered_with_those_there_are(kind: str, load: Load
         f"{name} has no column `content`\n"
         f"  because its columns are {columns}\n"
         "\n"
-        f"hint: choose one, such as --text-column {columns.split(',')[0]}"
+        f"hint: choose one, such as --columns text={columns.split(',')[0]}"
     )
 
 
 def test_plain_text_has_no_pairs(load: Load, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("text")
     assert refusal(lambda: load("a.txt", task="seq2seq")) == (
-        "a.txt has no column `source`\n  because its columns are text\n\nhint: choose one, such as --source-column text"
+        "a.txt has no column `source`\n  because its columns are text\n\n"
+        "hint: choose one, such as --columns source=text"
     )
 
 

@@ -175,4 +175,4 @@ def test_a_pattern_that_matches_nothing_and_decay_that_is_said_twice_are_refused
     (message,) = one_rank.run(said, 2, None, {"*.biass": {"lr": 1.0}})
     assert message.startswith("2 no trained parameter is called like `*.biass`\n")
     (message,) = one_rank.run(said, 2, None, GROUPS, decay_norms=False)
-    assert message.startswith("2 --no-decay-norms was planned, and the optimizer's groups are given\n")
+    assert message.startswith("2 optimizer.decay-norms = false was planned, and the optimizer's groups are given\n")

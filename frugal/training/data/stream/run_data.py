@@ -81,8 +81,8 @@ def open_stream(
             hint="leave --stream out",
         )
     columns = Columns(
-        text=settings.text_column, label=settings.label_column, source=settings.source_column,
-        target=settings.target_column,
+        text=settings.column("text"), label=settings.column("label"), source=settings.column("source"),
+        target=settings.column("target"),
     )  # fmt: skip
     parts = shares(settings.data)
     names = [part.source for part in parts] or settings.data

@@ -158,7 +158,7 @@ def test_each_file_of_a_source_has_rows_of_its_own_format(folder: Path) -> None:
     for name in ("inside", "@list", "inside/*.jsonl"):
         streamed = texts(list(samples_of_epochs(stream_of(name, shuffle_buffer=4), 1)))
         assert sorted(streamed) == sorted([*by_template(chats(5)), *(f"text {n}" for n in range(5))])
-    refused = refusal(lambda: stream_of("inside", text_column="words"))
+    refused = refusal(lambda: stream_of("inside", columns="text=words"))
     assert refused.splitlines()[0] == "inside/texts.jsonl has no column `words`"
 
 
