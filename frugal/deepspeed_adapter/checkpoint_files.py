@@ -108,7 +108,9 @@ def load(deepspeed_engine: Any, folder: Path, *, without_frozen: bool = False) -
     clip = getattr(optimizer, "clip_grad", None)
     settings = [dict(group, params=None) for group in optimizer.param_groups]
     with patch.object(deepspeed_engine.checkpoint_engine, "load", read):
-        deepspeed_engine.load_checkpoint(str(folder.parent), tag=folder.name, load_module_strict=not without_frozen)
+        deepspeed_engine.load_checkpoint(
+            str(folder.parent), tag=folder.name, load_module_strict=not without_frozen, load_lr_scheduler_states=False
+        )
     if clip is not None:
         put(optimizer, "clip_grad", clip)
     for group, own in zip(optimizer.param_groups, settings, strict=True):

@@ -193,11 +193,9 @@ class Zero(ABC):
         return False
 
     def put_counters(self, counters: dict[str, Any], scaler: dict[str, Any]) -> None:
-        """What the engine counts, its learning rate's schedule, and what it keeps of fp16's loss scale."""
+        """Put back what the engine counts, and the state of fp16's loss scale."""
         for name in _COUNTERS:
             put(self.engine, name, counters[name])
-        if self.engine.lr_scheduler is not None and counters["lr_scheduler"] is not None:
-            self.engine.lr_scheduler.load_state_dict(counters["lr_scheduler"])
         if self.strategy.zero_stage:
             for name, value in scaler.items():
                 put(self.optimizer, name, value)

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
     from frugal.config.learning_rate import Curve
     from frugal.distributed.peer_watch import PeerWatch
-    from frugal.training.checkpoint.held_folder import HeldFolder
     from frugal.training.checkpoint.progress import Progress
     from frugal.training.data.batches import GlobalBatches
     from frugal.training.data.corpus import RunData
@@ -112,9 +111,8 @@ def _fall_back(error: Exception) -> None:
 def train(plan: Plan, settings: RunSettings, device: "torch.device") -> Path | None:
     """Train on ranks that have joined; the folder of the final model, if there is one. Collective; raises as `run`."""
     with collected_seldom():
-        from frugal.training import loop
-        from frugal.training.checkpoint import final_model, random_state
-        from frugal.training.checkpoint.held_folder import HeldFolder
+        from frugal.training import final_model, loop
+        from frugal.training.checkpoint import random_state
         from frugal.training.engine import initialize
         from frugal.training.extensions.best import Best
         from frugal.training.extensions.callbacks import Callbacks
@@ -122,7 +120,7 @@ def train(plan: Plan, settings: RunSettings, device: "torch.device") -> Path | N
         from frugal.training.measure import memory_watch, tuned_run
         from frugal.training.measure.run_gauge import RunGauge
         from frugal.training.models.loading import placed
-        from frugal.training.reports import closing, opening
+        from frugal.training.reports import endings, opening
     rank = _check_services(settings)
     metric, callbacks = Metric.load(settings.metric), Callbacks.load(settings.callback)
     settings = run_folder.create(settings)
@@ -134,8 +132,7 @@ def train(plan: Plan, settings: RunSettings, device: "torch.device") -> Path | N
     total_steps = loop.num_steps(batches, settings)
     curve = settings.curve(plan.request.scaled_learning_rate, total_steps)
     # The loop takes the gauge off after two steps; the folder stays ours to the end.
-    with run_folder.locked(settings) if rank == 0 else nullcontext() as descriptor, ExitStack() as measuring:
-        held = HeldFolder(settings, descriptor)
+    with run_folder.locked(settings) if rank == 0 else nullcontext(), ExitStack() as measuring:
         if plan.batch.world_size == 1:  # several have their logs since they joined
             rank_logs.redirect(settings.out, rank)
         gauge = measuring.enter_context(memory_watch.gauge(device))
@@ -147,38 +144,38 @@ def train(plan: Plan, settings: RunSettings, device: "torch.device") -> Path | N
         start, changes = _start(engine, settings, data.provenance, curve, total_steps)
         if rank == 0 and not replacement.this().is_trial:
             run_folder.record(plan, settings)
-        with closing.page_afterwards(held, rank), _log(plan, settings, rank, start.step, total_steps) as log:
+        with endings.page_afterwards(settings.out, rank), _log(plan, settings, rank, start.step, total_steps) as log:
             log.start(**opening.record(plan, changes, is_resumed=settings.resume))
             said = opening.lines(plan, settings, data, model, total_steps, start.step, changes)
             for line in (*said, *opening.remarks(plan, data, device, rank)):
                 log.say(line)
             run_gauge = RunGauge.of_run(engine, gauge, measuring, is_resumed=settings.resume)
-            tuned_run.begin(engine, held, log, total_steps - start.step, start.step)
+            tuned_run.begin(engine, settings, log, total_steps - start.step, start.step)
             best = Best(settings, start)
             done = loop.train(
                 engine, batches, data.validation, settings, log,
-                start=start, total_steps=total_steps, gauge=run_gauge, held=held, metric=metric, best=best,
+                start=start, total_steps=total_steps, gauge=run_gauge, metric=metric, best=best,
             )  # fmt: skip
             if best.is_over:
                 log.say(f"step {done.step}/{total_steps}  {best.why_over}")
             if is_done := done.step == total_steps or best.is_over:
-                final_model.finish(engine, held, data, done.step, best, log, metric)
+                final_model.finish(engine, settings, data, done.step, best, log, metric)
                 log.ends("done", best.why_over if best.is_over else "")
             else:
-                _end_early(engine, held, log, done.step)
+                _end_early(engine, settings, log, done.step)
         engine.destroy()
-    return held.settings.out / "model" if is_done else None
+    return settings.out / "model" if is_done else None
 
 
-def _end_early(engine: "Engine", held: "HeldFolder", log: "Log", step: int) -> None:
+def _end_early(engine: "Engine", settings: RunSettings, log: "Log", step: int) -> None:
     """The run goes on in other processes, or is over for now."""
     from frugal.training.measure import engine_trial
 
     if engine.restart is not None and not engine.is_to_stop:
-        replacement.plan_next(engine_trial.words_to_resume(held.settings), engine.restart)
+        replacement.plan_next(engine_trial.words_to_resume(settings), engine.restart)
         log.ends("restarted", "to go on with another ZeRO stage, offloading or buckets")
     else:
-        log.say(f"told to stop: step {step} is saved in {held.settings.checkpoints}, continue with --resume")
+        log.say(f"told to stop: step {step} is saved in {settings.checkpoints}, continue with --resume")
         log.ends("stopped")
 
 
@@ -262,9 +259,9 @@ def _start(
     """Where to begin, and what is not as it was when the run stopped.
 
     Raises:
-        RequestError: it is further than it is to go; and as `loading.load`, `on_data`.
+        RequestError: it is further than it is to go; and as `loading.load`, `resume_checks.on_data`.
     """
-    from frugal.training.checkpoint import loading
+    from frugal.training.checkpoint import loading, resume_checks
     from frugal.training.checkpoint.progress import Progress
 
     if not settings.resume:
@@ -276,8 +273,8 @@ def _start(
             because=f"it was to end at step {total_steps}",
             hint=f"go on with --steps {loaded.progress.step + 1} or more; `frugal model` makes a model of a checkpoint",
         )
-    start, data_changes = loading.on_data(loaded.progress, data, settings)
-    start, rate_changes = loading.on_curve(start, curve)
+    start, data_changes = resume_checks.on_data(loaded.progress, data, settings)
+    start, rate_changes = resume_checks.on_curve(start, curve)
     return start, loaded.changes + data_changes + rate_changes
 
 

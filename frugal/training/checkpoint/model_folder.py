@@ -132,8 +132,7 @@ def _run_of(checkpoint: Path) -> Run:
     """Its files are whole, and its run says what it is of."""
     try:
         made_by = manifest.read(checkpoint)
-        damage = manifest.first_damage(checkpoint, made_by, 0, 1) or loading.lacking(checkpoint, made_by)
-        damage = damage or loading.foreign(checkpoint, made_by, 0, 1)
+        damage = loading.first_damage(checkpoint, made_by)
     except ValueError as error:
         damage = str(error)
     if damage is not None:

@@ -1,11 +1,11 @@
-"""A checkpoint whose files have their checksums, and not what they are read for: found before anything of it is used.
+"""A checkpoint whose files have their checksums, and hold other states than this run's: found before any is used.
 
-Optimizers' kernels take a state for as long as its parameter, and write past the end of a shorter one. `copy_` casts
-other types and repeats single elements without a word. So the shape and type of each tensor that will be read, and each
-number, is first held against the engine's. Ranks share the files among them and vote: one that raised alone would leave
-the others in a collective.
+Optimizers' kernels take a state to be as long as its parameter, and write past the end of a shorter one. `copy_` casts
+other types and repeats single elements without a word. So shape and type of each tensor that will be read, and each
+number, is first compared with the engine's. Ranks share the files among them and vote: one that raised alone would
+leave the others in a collective.
 
-What is found later all the same, DeepSpeed, torch and `restore` find in the middle of reading, each with its own error.
+What is missed here DeepSpeed, torch and resharding find while they read, each with its own error: `named` explains it.
 """
 
 import math
@@ -25,7 +25,6 @@ from frugal.deepspeed_adapter.checkpoint_files import StateFiles, StateLayout
 from frugal.distributed.first_failure import lost_connection
 from frugal.errors import CheckpointError, first_line
 from frugal.training.checkpoint.progress import MOST
-from frugal.training.oom_limits import is_out_of_memory
 
 _ERRORS = (LookupError, TypeError, AttributeError, AssertionError, ValueError, RuntimeError)
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
@@ -37,12 +36,12 @@ Kind = tuple[tuple[int, ...], torch.dtype | None]
 
 
 class _OtherError(Exception):
-    """Something that is not as the engine has it."""
+    """Something is not as the engine has it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Expected:
-    """What is read of a checkpoint, and how the reader has it.
+    """The shapes and types in which a reader has what it reads of a checkpoint.
 
     Attributes:
         zero_stage: of the checkpoint.
@@ -54,9 +53,9 @@ class Expected:
         has_base: whether parameters that are not trained are in the checkpoint.
         masters: type of the weights that the optimizer updates.
         moments: type of Adam's moments; None: any.
-        scheduler: the learning rate's schedule, if there is one.
-        slots: elements of each of the reader's slots, where it has the checkpoint's layout.
-        scaler: that of fp16's loss, if the reader has one.
+        has_schedule: whether the reader has a schedule of the learning rate.
+        slots: elements of each of the reader's slots, if it has the checkpoint's layout.
+        scaler: the state of fp16's loss scale, if the reader has one.
     """
 
     zero_stage: int
@@ -68,13 +67,13 @@ class Expected:
     has_base: bool
     masters: torch.dtype
     moments: torch.dtype | None = None
-    scheduler: Any = None
+    has_schedule: bool = False
     slots: tuple[int, ...] | None = None
     scaler: Any = None
 
 
 def first_wrong(files: StateFiles, layout: StateLayout, expected: Expected, *, has_model: bool) -> str | None:
-    """Return what one rank's files hold that is not as expected; None where all is.
+    """Return what is not as expected in one rank's files; None if all is.
 
     `has_model`: whether the model's own states are among them.
     """
@@ -102,12 +101,14 @@ def _check_model(files: StateFiles, layout: StateLayout, expected: Expected) -> 
     for piece in layout.frozen if is_split and expected.has_base else ():
         fragment, dtype = files.frozen(piece.name), expected.parameters[piece.name][1]
         _check(fragment, (max(piece.number, _length(fragment)),), dtype, piece.name)
-    for name in _COUNTERS:
-        _check_count(files.common.get(name), name)
+    counts = {name: files.common.get(name) for name in _COUNTERS}
+    if expected.has_schedule:
+        counts["last_epoch of the learning rate's schedule"] = files.common["lr_scheduler"]["last_epoch"]
+    for name, count in counts.items():
+        if type(count) is not int or not 0 <= count <= MOST:
+            raise _OtherError(f"{name} is {count!r}")
     if files.common.get("dp_world_size") != expected.world_size:
         raise _OtherError(f"dp_world_size is {files.common.get('dp_world_size')!r}, of {expected.world_size} ranks")
-    if expected.scheduler is not None:
-        _check_schedule(files.common.get("lr_scheduler"), expected.scheduler)
 
 
 def _check_optimizer(files: StateFiles, layout: StateLayout, expected: Expected) -> None:
@@ -143,11 +144,13 @@ def _check_states(states: Mapping[str, Any], shape: tuple[int, ...], expected: E
         if name in _BY_ELEMENT and value is not None:
             _check(value, shape, expected.moments if name.startswith("exp_avg") else None, what)
         elif not isinstance(value, Tensor) or value.dim() == 0:
-            _check_number(value, what)
+            number = value.item() if isinstance(value, Tensor) else value
+            if number is not None and (not isinstance(number, int | float) or not 0 <= number <= MOST):
+                raise _OtherError(f"{what} is {number!r}")
 
 
 def describe(states: Mapping[str, Any]) -> dict[str, str]:
-    """Return names and kinds of an optimizer's states of one slot, in words."""
+    """Return the name and kind, in words, of each state that an optimizer has of one slot."""
     return {str(name): _kind(value) for name, value in sorted(states.items())}
 
 
@@ -168,67 +171,32 @@ def _length(value: Any) -> int:
     return value.numel() if isinstance(value, Tensor) else 0
 
 
-def _check_count(value: Any, what: str) -> None:
-    if type(value) is not int or not 0 <= value <= MOST:
-        raise _OtherError(f"{what} is {value!r}")
-
-
-def _check_number(value: Any, what: str) -> None:
-    """A number of steps and the like, which is None where there is none."""
-    number = value.item() if isinstance(value, Tensor) else value
-    if number is not None and (not isinstance(number, int | float) or not 0 <= number <= MOST):
-        raise _OtherError(f"{what} is {number!r}")
-
-
-def _check_schedule(saved: Any, scheduler: Any) -> None:
-    own = scheduler.state_dict()
-    if not isinstance(saved, dict):
-        raise _OtherError("there is no schedule of the learning rate")
-    _check_count(saved.get("last_epoch"), "last_epoch of the learning rate's schedule")
-    for name, value in saved.items():
-        if callable(getattr(scheduler, name, None)):
-            raise _OtherError(f"the learning rate's schedule has a number in place of its {name}")
-        _check_like(value, own.get(name, value), f"{name} of the learning rate's schedule")
-
-
 def _check_scaler(saved: Mapping[str, Any], own: Any) -> None:
     for name in ("dynamic_loss_scale", "overflow"):
         if type(saved.get(name)) is not bool:
             raise _OtherError(f"{name} is {saved.get(name)!r}")
     if own is None:
         return
-    if saved["dynamic_loss_scale"] != own.dynamic:
-        raise _OtherError(f"dynamic_loss_scale is {saved['dynamic_loss_scale']}")
     scaler = saved.get("loss_scaler")
-    if scaler is None or type(scaler) is not type(own):
+    if saved["dynamic_loss_scale"] != own.dynamic or type(scaler) is not type(own):
         raise _OtherError(f"loss_scaler is a {type(scaler).__name__}, and must be a {type(own).__name__}")
-    if vars(scaler).keys() != vars(own).keys():
-        raise _OtherError(f"loss_scaler has {', '.join(sorted(vars(scaler)))}")
+    kept = vars(scaler)
+    if kept.keys() != vars(own).keys():
+        raise _OtherError(f"loss_scaler has {', '.join(sorted(kept))}")
     for name, value in vars(own).items():
-        kept = vars(scaler)[name]
-        _check_like(kept, value, f"{name} of loss_scaler")
-        if (not own.dynamic and kept != value) or (name == "cur_scale" and kept <= 0):
-            raise _OtherError(f"{name} of loss_scaler is {kept!r}")
-
-
-def _check_like(value: Any, own: Any, what: str) -> None:
-    """Numbers in the place of numbers, flags in that of flags, also in lists."""
-    if isinstance(own, Sequence) and not isinstance(own, str) and own and isinstance(value, Sequence):
-        for each in value:
-            _check_like(each, own[0], what)
-    elif isinstance(own, bool) or own is None or isinstance(own, str):
-        if type(value) is not type(own):
-            raise _OtherError(f"{what} is {value!r}")
-    elif isinstance(own, int | float) and (
-        isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value)
-    ):
-        raise _OtherError(f"{what} is {value!r}")
+        now = kept[name]
+        if type(value) in (int, float):
+            is_good = type(now) in (int, float) and math.isfinite(now) and (name != "cur_scale" or now > 0)
+        else:
+            is_good = type(now) is type(value)
+        if not is_good or (not own.dynamic and now != value):
+            raise _OtherError(f"{name} of loss_scaler is {now!r}")
 
 
 def wrong_tiling(layouts: Sequence[StateLayout], expected: Expected) -> str | None:
-    """Return which parameter the pieces of all ranks do not give each element of once; None where they do.
+    """Return a parameter of which the pieces of all ranks do not have each element once; None if there is none.
 
-    `layouts`: of the ranks that keep parts, one where each keeps all.
+    `layouts`: of the ranks that keep parts, or of one if each keeps all.
     """
     extents: dict[tuple[str, bool], list[tuple[int, int]]] = {}
     for rank, layout in enumerate(layouts):
@@ -257,7 +225,7 @@ def wrong_tiling(layouts: Sequence[StateLayout], expected: Expected) -> str | No
 
 
 def wrong_generators(saved: Any) -> str | None:
-    """Return why the states of random number generators cannot be put back; None where they can. Tried on new ones."""
+    """Return why saved states of random number generators cannot be put back, tried on new ones; None if they can."""
     try:
         random.Random().setstate(saved["python"])
         np.random.RandomState().set_state(saved["numpy"])
@@ -270,7 +238,7 @@ def wrong_generators(saved: Any) -> str | None:
 
 
 def of_module(module: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
-    """Return what `Expected` has of a model, whose parameters are of these `shapes`."""
+    """Return the part of `Expected` that a model decides, whose parameters have these `shapes`."""
     first = {id(parameter): name for name, parameter in module.named_parameters()}
     return {
         "parameters": {name: (shapes[name], parameter.dtype) for name, parameter in module.named_parameters()},
@@ -291,7 +259,7 @@ def refusal(path: Path, reason: str) -> CheckpointError:
 
 @contextmanager
 def named(path: Path) -> Iterator[None]:
-    """Inside, the checkpoint `path` is read.
+    """Name the checkpoint `path` in an error of reading it inside the `with` block.
 
     Raises:
         CheckpointError: its files do not hold what was asked for.
@@ -305,7 +273,7 @@ def named(path: Path) -> Iterator[None]:
 
 
 def _is_of_content(error: Exception) -> bool:
-    """Whether an error of reading is about what is read. Classes below RuntimeError are of collectives and of CUDA."""
+    """Return whether an error of reading is about the content; subclasses of RuntimeError come from collectives."""
     if not isinstance(error, RuntimeError):
         return True
-    return type(error) is RuntimeError and not (lost_connection(error) or is_out_of_memory(error))
+    return type(error) is RuntimeError and not (lost_connection(error) or torch_internals.is_out_of_memory(error))

@@ -5,7 +5,6 @@ checkpoint. What is free is known only here, on each node itself.
 """
 
 import errno
-import fcntl
 import os
 import shutil
 import socket
@@ -23,7 +22,7 @@ from frugal.distributed import env, first_failure, parent, rank_logs
 from frugal.errors import CheckpointError, FrugalError, NothingFitsError, RequestError
 from frugal.planning.memory import breakdown
 from frugal.planning.plan import Plan
-from frugal.training.checkpoint import held_folder, manifest
+from frugal.training.checkpoint import in_use, manifest
 from frugal.units import format_bytes
 
 START = ".start-"
@@ -31,7 +30,7 @@ START = ".start-"
 
 _FILES = (
     "plan.json", "ds_config.json", "trackers.json", "report.html", "arguments", "model", RECORD, METRICS,
-    files.WRITTEN, held_folder.MARK,
+    files.WRITTEN, in_use.MARK,
 )  # fmt: skip
 """Names of what a run replaces in its folder."""
 
@@ -50,7 +49,7 @@ def create(settings: RunSettings) -> RunSettings:
     if newest is not None and env.is_restarted_by_torchrun():
         settings = replace(settings, resume=True)  # torchrun --max-restarts gives every start the same flags
     if newest is not None and not settings.resume:
-        raise in_use(settings, newest)
+        raise holds_a_run(settings, newest)
     make_folder(settings, settings.out)
     _refuse_links(settings)
     return settings
@@ -87,8 +86,8 @@ def make_folder(settings: RunSettings, folder: Path) -> None:
         raise _cannot_write(settings, error) from None
 
 
-def in_use(settings: RunSettings, newest: Path) -> RequestError:
-    """The folder has another run in it."""
+def holds_a_run(settings: RunSettings, newest: Path) -> RequestError:
+    """Return the error of a new run in the folder of another one."""
     return RequestError(
         f"{settings.out} holds a run already",
         because=f"its newest checkpoint is {newest.name}",
@@ -97,58 +96,36 @@ def in_use(settings: RunSettings, newest: Path) -> RequestError:
 
 
 @contextmanager
-def locked(settings: RunSettings) -> Iterator[int]:
-    """Lock the run's folder for this run; the kernel unlocks it when the process ends, however that comes about.
+def locked(settings: RunSettings) -> Iterator[None]:
+    """Have the run's folder for this run alone inside the `with` block, see `in_use`.
 
-    Where locks fail, and against runs on other hosts, a file says that it is in use (`held_folder.marked`). Yields a
-    descriptor of the folder, for `HeldFolder`.
+    Raises:
+        RequestError: another run writes there.
     """
-    folder = os.open(settings.out, os.O_RDONLY)
+    out = settings.out
+    folder = os.open(out, os.O_RDONLY)
     try:
-        is_locked = _try_lock(folder, settings.out)
+        is_locked = in_use.try_lock(folder, out)
         if is_locked is False and settings.resume and parent.is_over_ssh():
-            rank_logs.to_console(f"waiting for {settings.out}, which another run still holds")
+            rank_logs.to_console(f"waiting for {out}, which another run still holds")
             end = time.monotonic() + LOCK_SECONDS
             while is_locked is False and time.monotonic() < end:
                 time.sleep(1)
-                is_locked = _try_lock(folder, settings.out)
+                is_locked = in_use.try_lock(folder, out)
         if is_locked is False:
-            raise RequestError(
-                f"another run is writing to {settings.out}",
-                because="two runs in one folder would overwrite each other's checkpoints",
-                hint="wait for it to end, or choose another folder with --out",
-            )
+            raise in_use.in_use(out)
         with ExitStack() as marked:
             try:
-                marked.enter_context(held_folder.marked(settings.out, folder, is_locked=bool(is_locked)))
+                marked.enter_context(in_use.marked(out, folder, is_locked=bool(is_locked)))
             except OSError as error:
                 raise _cannot_write(settings, error) from None
-            _remove_abandoned(settings)
-            yield folder
+            # With the folder locked, what killed starts have left is nobody's.
+            temporary.remove_abandoned(out, START, but=first_failure.report_folder())
+            files.remove_unfinished(out, _FILES)
+            files.remove_unfinished(settings.checkpoints, (manifest.POINTER, files.WRITTEN))
+            yield
     finally:
         os.close(folder)
-
-
-def _remove_abandoned(settings: RunSettings) -> None:
-    """Remove what starts have left that were killed; with the folder locked, no other writes in it."""
-    temporary.remove_abandoned(settings.out, START, but=first_failure.report_folder())
-    files.remove_unfinished(settings.out, _FILES)
-    files.remove_unfinished(settings.checkpoints, (manifest.POINTER, files.WRITTEN))
-
-
-def _try_lock(folder: int, out: Path) -> bool | None:
-    """Lock an open folder, unless another process has (False); None: its file system has no locks, which is said."""
-    try:
-        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError as error:
-        rank_logs.to_console(
-            f"{out} cannot be locked ({error.strerror}): that a second run uses it is noticed by its file "
-            f"{held_folder.MARK}, within {held_folder.STALE_SECONDS:.0f} s"
-        )
-        return None
-    return True
 
 
 def record(plan: Plan, settings: RunSettings) -> None:

@@ -41,7 +41,6 @@ from frugal.training.measure.race import Contestant
 from frugal.training.measure.tuner import TimedSteps, in_numbers, in_words, way_of
 
 if TYPE_CHECKING:
-    from frugal.training.checkpoint.held_folder import HeldFolder
     from frugal.training.reports.metrics import Log
     from frugal.training.train_step import Stepper
 
@@ -82,16 +81,16 @@ class EngineTrial(TimedSteps):
     """
 
     def __init__(
-        self, engine: "Stepper", held: "HeldFolder", log: "Log", steps_left: int,
+        self, engine: "Stepper", settings: RunSettings, log: "Log", steps_left: int,
         on_ways: Callable[[tuple[MeasuredWay, ...]], None] = lambda _: None,
     ) -> None:  # fmt: skip
         super().__init__(engine)
-        self._held, self._log = held, log
+        self._settings, self._log = settings, log
         self._steps_left, self._on_ways = steps_left, on_ways
         self._own = engine.plan
         self._this = replacement.this()
         self._start_seconds = max(gather(replacement.start_seconds(), float, engine.votes))
-        self._is_asked = bool(held.settings.tune)
+        self._is_asked = bool(settings.tune)
         self._num_seen = 0
         self._rates: list[float] = []  # seconds for each token or sample
         self._seconds: list[float] = []
@@ -160,7 +159,7 @@ class EngineTrial(TimedSteps):
 
     def _cost(self, left: float) -> tuple[float, str]:
         """Seconds of a restart, and why the trial is left out, if it is. On rank 0."""
-        plan, settings = self._engine.plan, self._held.settings
+        plan, settings = self._engine.plan, self._settings
         bytes_saved = breakdown.checkpoint_bytes(plan.request, plan.strategy, plan.model)
         try:
             free = shutil.disk_usage(settings.out).free
@@ -198,7 +197,7 @@ class EngineTrial(TimedSteps):
         """What both took, for the typical work of these steps. The former plan is the run's still."""
         if self._engine.rank:
             return
-        former, of_former = Plan.read(self._held.settings.out / PLAN), median(self._this.seconds)
+        former, of_former = Plan.read(self._settings.out / PLAN), median(self._this.seconds)
         seconds = of_former * median(each / rate for each, rate in zip(self._seconds, self._rates, strict=True))
         plans = ((former, before), (self._engine.plan, now))
         self._on_ways(tuple(way_of(plan, each.typical * seconds, each) for plan, each in plans))
@@ -216,9 +215,9 @@ class EngineTrial(TimedSteps):
 
     def _go_back(self, step: int, why: str) -> None:
         engine = self._engine
-        kept = (self._held.settings.out / PLAN).read_text() if engine.rank == 0 else None
+        kept = (self._settings.out / PLAN).read_text() if engine.rank == 0 else None
         former = Plan.from_json((from_rank_0(kept, str | None, engine.votes) or "").encode())
-        former = without_trial(former, self._held, engine, f"{in_words(engine.plan)} was tried: {why}")
+        former = without_trial(former, self._settings, engine, f"{in_words(engine.plan)} was tried: {why}")
         self._log.say(f"tuning: {in_words(engine.plan)} is not kept: {why}; restarting to go on as before")
         self._tell(step, former, 0.0)
         engine.restart = Replaced(began=time.time())
@@ -228,33 +227,33 @@ class EngineTrial(TimedSteps):
 
     def _write(self, plan: Plan) -> str:
         """Have the run's folder hold this plan, on rank 0; why it does not."""
-        return "" if self._engine.rank else write(plan, self._held)
+        return "" if self._engine.rank else write(plan, self._settings)
 
 
-def write(plan: Plan, held: "HeldFolder") -> str:
+def write(plan: Plan, settings: RunSettings) -> str:
     """Have the run's folder hold this plan; why it does not, or nothing."""
     try:
-        run_folder.write_record(plan, held.settings)
+        run_folder.write_record(plan, settings)
     except OSError as error:
-        because, _ = file_errors.explain(error, held.settings.out)
+        because, _ = file_errors.explain(error, settings.out)
         return f"plan.json is not written, {because}"
     return ""
 
 
-def without_trial(former: Plan, held: "HeldFolder", engine: "Stepper", why: str) -> Plan:
+def without_trial(former: Plan, settings: RunSettings, engine: "Stepper", why: str) -> Plan:
     """The former plan, with nothing left to try, which is in the run's folder from here on. Collective."""
     plan = replace(former, alternatives=(), why=(f"tuned while training: {why}", *former.why)).sealed()
-    from_rank_0("" if engine.rank else write(plan, held), str, engine.votes)  # a run that is resumed tries nothing
+    from_rank_0("" if engine.rank else write(plan, settings), str, engine.votes)  # a run that is resumed tries nothing
     return plan
 
 
-def after_failure(engine: "Stepper", held: "HeldFolder", log: "Log", step: int) -> None:
+def after_failure(engine: "Stepper", settings: RunSettings, log: "Log", step: int) -> None:
     """Say and record why the trial before this process failed; the run goes on with the former plan. Collective."""
     reasons = gather(replacement.this().failed, str, engine.votes)
     why = next((each for each in reasons if each not in ("", replacement.LOST)), replacement.LOST)
     tried = alternative_of(engine.plan)
     what = "the plan" if tried is None else in_words(plan_of_trial(engine.plan))
-    plan = without_trial(engine.plan, held, engine, f"{what} was tried and failed: {why}")
+    plan = without_trial(engine.plan, settings, engine, f"{what} was tried and failed: {why}")
     engine.plan = engine.recorded_plan = plan
     log.say(f"tuning: {what} cannot be trained here: {why}; the run goes on as before")
     log.event(event="tuned", step=step, gain=0.0, plan_digest=plan.digest, **in_numbers(plan))

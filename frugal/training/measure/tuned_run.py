@@ -29,7 +29,6 @@ from frugal.training.measure.race import ENOUGH
 from frugal.units import plural
 
 if TYPE_CHECKING:
-    from frugal.training.checkpoint.held_folder import HeldFolder
     from frugal.training.engine import Engine
     from frugal.training.reports.metrics import Log
 
@@ -57,23 +56,23 @@ def _tuned_from(plan: Plan, path: Path) -> str | None:
     return kept.to_json().decode() if kept.tuned_from == plan.digest else None
 
 
-def begin(engine: "Engine", held: "HeldFolder", log: "Log", steps_left: int, first_step: int = 0) -> None:
+def begin(engine: "Engine", settings: RunSettings, log: "Log", steps_left: int, first_step: int = 0) -> None:
     """Have the steps to come tuned, where that is wanted and may pay; what is found is in the run's folder. Collective.
 
     A run that is resumed in the midst of it begins again; one that has ended it goes on with what was found. With
     --calibrate, what was measured is kept for later plans, also of a run that is not tuned: its own steps.
     `first_step`: steps done before.
     """
-    own, calibrates, this = engine.plan, held.settings.calibrate, replacement.this()
+    own, calibrates, this = engine.plan, settings.calibrate, replacement.this()
 
     def keep(ways: tuple[MeasuredWay, ...]) -> None:
         if calibrates:
-            _keep(engine, own, ways, held, log)
+            _keep(engine, own, ways, settings, log)
 
     if this.failed:
-        engine_trial.after_failure(engine, held, log, first_step)
+        engine_trial.after_failure(engine, settings, log, first_step)
     if this.is_trial:
-        engine.tuner = EngineTrial(engine, held, log, steps_left, keep)
+        engine.tuner = EngineTrial(engine, settings, log, steps_left, keep)
     if this.number:
         return
 
@@ -82,16 +81,16 @@ def begin(engine: "Engine", held: "HeldFolder", log: "Log", steps_left: int, fir
         if values["event"] != "tuned" or not log.is_rank_0:
             return
         try:
-            run_folder.write_record(engine.plan, held.settings)
+            run_folder.write_record(engine.plan, settings)
         except OSError as error:
-            because, _ = file_errors.explain(error, held.settings.out)
+            because, _ = file_errors.explain(error, settings.out)
             log.say(f"the tuned plan is not kept, a resumed run tunes again: {because}")
         assert isinstance(engine.tuner, tuner.Tuner)
         keep(engine.tuner.measured)
 
-    why_not, most = _why_not(own, held.settings, steps_left)
-    if not why_not and engine_trial.is_possible(engine, held.settings):
-        engine.tuner = EngineTrial(engine, held, log, steps_left, keep)
+    why_not, most = _why_not(own, settings, steps_left)
+    if not why_not and engine_trial.is_possible(engine, settings):
+        engine.tuner = EngineTrial(engine, settings, log, steps_left, keep)
     trial = engine.tuner
     if most:
         engine.tune(most, on_event)
@@ -125,7 +124,7 @@ def _why_not(plan: Plan, settings: RunSettings, steps_left: int) -> tuple[str, i
     return ("", most) if most >= tuner.LEAST_STEPS else (f"{steps_left} steps are too few", 0)
 
 
-def _keep(engine: "Engine", plan: Plan, ways: tuple[MeasuredWay, ...], held: "HeldFolder", log: "Log") -> None:
+def _keep(engine: "Engine", plan: Plan, ways: tuple[MeasuredWay, ...], settings: RunSettings, log: "Log") -> None:
     """Add what was measured to what this machine's later plans know; on rank 0."""
     if not log.is_rank_0:
         return
@@ -134,7 +133,7 @@ def _keep(engine: "Engine", plan: Plan, ways: tuple[MeasuredWay, ...], held: "He
         return
     run = MeasuredRun(
         question=question_of(plan.request, plan.model, plan.cluster), model=plan.request.model,
-        num_ranks=plan.batch.world_size, date=datetime.now(UTC).strftime("%Y-%m-%d"), folder=str(held.settings.out),
+        num_ranks=plan.batch.world_size, date=datetime.now(UTC).strftime("%Y-%m-%d"), folder=str(settings.out),
         ways=ways,
     )  # fmt: skip
     try:

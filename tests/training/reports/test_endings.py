@@ -17,7 +17,7 @@ from frugal.training.checkpoint.progress import Progress
 from frugal.training.data.batches import GlobalBatches
 from frugal.training.engine import Engine, initialize
 from frugal.training.objectives import Batch, CausalLM
-from frugal.training.reports.finite_check import MOST_IN_A_ROW, samples_in_words
+from frugal.training.reports.endings import MOST_IN_A_ROW, describe_samples
 from frugal.training.reports.metrics import Log
 from tests.faults.disturbed import weights
 from tests.training.small_models import ragged_samples, tiny_gpt2
@@ -187,5 +187,5 @@ def test_batches_are_not_left_out_for_ever(tmp_path: Path, two_ranks: Ranks) -> 
 
 
 def test_a_long_batch_is_shown_by_its_first_samples() -> None:
-    assert samples_in_words([4, 2]) == "samples 4, 2"
-    assert samples_in_words(list(range(512))) == "samples 0, 1, 2, 3, 4, 5, 6, 7, ... (512 in all)"
+    assert describe_samples([4, 2]) == "samples 4, 2"
+    assert describe_samples(list(range(512))) == "samples 0, 1, 2, 3, 4, 5, 6, 7, ... (512 in all)"
