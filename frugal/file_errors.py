@@ -65,7 +65,7 @@ def then_resume(remedy: str) -> str:
 
 def _cause(number: int | None, path: Path, remedy: str) -> tuple[str, str]:
     """Return the numbers that matter for a cause, and its remedy."""
-    while not os.path.lexists(path) and path != path.parent:  # the nearest folder that is there
+    while not os.path.exists(path) and path != path.parent:  # noqa: PTH110  # False for a loop of links, too
         path = path.parent
     mount = path.resolve()
     while not mount.is_mount():

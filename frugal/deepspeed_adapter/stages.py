@@ -419,11 +419,13 @@ class Zero3(Zero):
     def opened(self) -> Iterator[None]:
         optimizer = self.optimizer
         optimizer.checkpoint_event_prologue()
-        yield
-        if optimizer.persistent_parameters:
-            optimizer.persistent_parameters[0].partition(optimizer.persistent_parameters)
-        optimizer.checkpoint_event_epilogue()
-        self.forget_copies()
+        try:
+            yield
+        finally:  # all ranks come here together, also with an error
+            if optimizer.persistent_parameters:
+                optimizer.persistent_parameters[0].partition(optimizer.persistent_parameters)
+            optimizer.checkpoint_event_epilogue()
+            self.forget_copies()
 
     def forget_copies(self) -> None:
         """Of frozen parameters, too, whose secondary partitions DeepSpeed keeps for ever."""

@@ -10,17 +10,16 @@
         layout_rank_0.json ...    which elements of which parameters are where in its files, see `StateLayout`
         *_model_states.pt, *_optim_states.pt      DeepSpeed's own files
 
-`frugal.training.checkpoint.saving` writes them. On the layout that wrote it a checkpoint is read by DeepSpeed and
-continued bit for bit. On another one (other ranks, another ZeRO stage, offloading or not) it is resharded: element by
-element the states do not depend on the layout, so nothing is converted and nothing is exchanged. Every rank maps the
-files of all ranks that wrote them into memory, and copies the elements of its own slots to where it keeps them, piece
-by piece. That takes no memory beyond what training keeps. Measured on one CPU rank, 30M parameters, bf16, to ZeRO-3:
-7.9 bytes a parameter more than before, which are Adam's moments; with the same layout, DeepSpeed's own reading peaks at
-12.
+`frugal.training.checkpoint.saving` writes them. There is one way to read them, on the layout that wrote them and on any
+other (other ranks, another ZeRO stage, offloading or not): element by element the states do not depend on the layout,
+so nothing is converted and nothing is exchanged. Every rank maps the files of all ranks that wrote them into memory,
+and copies the elements of its own slots to where it keeps them, piece by piece. On the same layout that continues the
+run bit for bit. It takes no memory beyond what training keeps: measured on one CPU rank, 30M parameters, bf16, to
+ZeRO-3, 7.9 bytes a parameter more than before, which are Adam's moments; DeepSpeed's own reading peaks at 12.
 
-Resharding relies on states with one element for each element of a parameter (Adam's moments, momentum), and on weights
-that are the master weights, rounded. It refuses states in blocks (8-bit Adam) and states on NVMe, which only DeepSpeed
-reads.
+It relies on states with one element for each element of a parameter (Adam's moments, momentum), and on weights that are
+the master weights, rounded. States in blocks (8-bit Adam) are read on their own layout only, and so are states on NVMe,
+which only DeepSpeed reads.
 
 `resume_checks` checks what a resumed run may change, and describes it.
 """
@@ -37,7 +36,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from frugal import files
+from frugal import files, torch_internals
 from frugal.config.hardware import local_host
 from frugal.deepspeed_adapter import checkpoint_files, kernels
 from frugal.deepspeed_adapter.checkpoint_files import Piece, StateFiles, StateLayout
@@ -47,7 +46,6 @@ from frugal.errors import CheckpointError
 from frugal.planning.plan import Plan
 from frugal.training.checkpoint import frozen_base, manifest, other_states, random_state, resume_checks
 from frugal.training.checkpoint.manifest import File, Manifest, OutOfReachError
-from frugal.training.checkpoint.other_states import Expected
 from frugal.training.checkpoint.progress import EXTRA, TRAINING, Progress, read_progress
 
 MASTER = "master"  # among the names of a slot's states: the weights themselves
@@ -225,22 +223,29 @@ def _restore(engine: Trained, path: Path, refused: tuple[str, ...]) -> Loaded:
         is_same = all(gather(_fits(engine, path, made_by, this), bool, engine.votes))
         if not is_same:
             resume_checks.check_other_layout(path, made_by, this)
-        saved = Saved(path, made_by)
         is_same_number = made_by.world_size == this.world_size
         generators = checkpoint_files.read(path / f"rng_rank_{engine.rank}.pt") if is_same_number else None
-        wrong = saved.first_wrong(_expected(engine, made_by, is_same=is_same), engine.rank, engine.world_size)
-        if wrong is None and generators is not None:
-            wrong = other_states.wrong_generators(generators)
-        if reasons := [reason for reason in gather(wrong, str | None, engine.votes) if reason]:
-            raise other_states.refusal(path, reasons[0])
-        schedule = saved.common["lr_scheduler"]
-        if is_same:
-            del saved  # so that nothing stays mapped
+        saved = Saved(path, made_by, kernels.DTYPES[engine.plan.request.optimizer_states or "fp32"])
+        on_nvme = "nvme" in this.offload
+
+        def check() -> None:
+            if generators is not None:
+                other_states.check_generators(generators)
+            _check_counters(engine, saved)
+            if not on_nvme:
+                _fill(engine, saved, is_same=is_same, writes=False)
+
+        with engine.zero.opened(), torch.no_grad():
+            wrong = gather(other_states.first_wrong(check), str | None, engine.votes)
+            if reasons := [reason for reason in wrong if reason]:
+                raise other_states.refusal(path, reasons[0])
+            if not on_nvme:
+                _fill(engine, saved, is_same=is_same, writes=True)
+                engine.zero.put_counters(saved.common, saved.files[0].scaler())
+        if on_nvme:
             checkpoint_files.load(engine.deepspeed, path, without_frozen=made_by.base is not None)
             engine.zero.forget_copies()
-        else:
-            _reshard(engine, saved)
-        _follow_plan(engine, schedule)
+        _follow_plan(engine, saved.common["lr_scheduler"])
         progress = read_progress(path)
         if EXTRA in made_by.files:
             progress = replace(progress, extra=checkpoint_files.read(path / EXTRA))
@@ -262,21 +267,14 @@ def _fits(engine: Trained, path: Path, made_by: Manifest, this: Manifest) -> boo
     return kinds[0] == kinds[1] and written == engine.zero.layout()
 
 
-def _expected(engine: Trained, made_by: Manifest, *, is_same: bool) -> Expected:
-    """Return the shapes and types in which this engine has what it is going to read."""
-    zero, request = engine.zero, engine.plan.request
-    is_adam = engine.own_optimizer is None and request.optimizer == "adamw"
-    return Expected(
-        zero_stage=made_by.zero_stage,
-        world_size=made_by.world_size,
-        has_base=made_by.base is None,
-        masters=kernels.DTYPES[request.optimizer_states or "fp32"],
-        moments=kernels.DTYPES[request.optimizer_states or "fp32"] if is_adam else None,
-        has_schedule=engine.deepspeed.lr_scheduler is not None,
-        slots=tuple(flat.numel() for flat in zero.flat_tensors()) if is_same else None,
-        scaler=zero.optimizer.loss_scaler if made_by.zero_stage and engine.plan.strategy.zero_stage else None,
-        **other_states.of_module(engine.module, {name: zero.shape(p) for name, p in engine.module.named_parameters()}),
-    )
+def _check_counters(engine: Trained, saved: "Saved") -> None:
+    for name in ("global_steps", "global_samples", "skipped_steps"):
+        other_states.check_count(saved.common.get(name), name)
+    if engine.deepspeed.lr_scheduler is not None:
+        schedule = saved.common.get("lr_scheduler") or {}
+        other_states.check_count(schedule.get("last_epoch"), "last_epoch of the learning rate's schedule")
+    if engine.plan.strategy.zero_stage and (scaler := saved.files[0].scaler()):
+        other_states.check_scaler(scaler, engine.zero.optimizer.loss_scaler)
 
 
 def _follow_plan(engine: Trained, saved_schedule: dict[str, Any] | None) -> None:
@@ -318,11 +316,12 @@ def read_layout(folder: Path, rank: int) -> StateLayout:
 class Saved:
     """The states in a checkpoint's files, by parameter. A file is mapped into memory when it is first needed.
 
-    `has_base`: whether parameters that are not trained are there, too.
+    `masters`: type of the weights that the optimizer updates. `has_base`: whether parameters that are not trained are
+    there, too. `files`: of each rank that keeps parts, or of one if each keeps all.
     """
 
-    def __init__(self, folder: Path, made_by: Manifest) -> None:
-        self._stage = made_by.zero_stage
+    def __init__(self, folder: Path, made_by: Manifest, masters: torch.dtype = torch.float32) -> None:
+        self._stage, self._masters = made_by.zero_stage, masters
         self.has_base = made_by.base is None
         paths = {
             (file.rank, kind): folder / name
@@ -337,8 +336,8 @@ class Saved:
                 read[rank, kind] = checkpoint_files.read(paths[rank, kind], mmap=True)
             return read[rank, kind]
 
-        num_writers = made_by.world_size if self._stage else 1  # without ZeRO all ranks hold the same
-        self._files = [StateFiles(self._stage, partial(content, rank)) for rank in range(num_writers)]
+        num_writers = made_by.world_size if self._stage else 1
+        self.files = [StateFiles(self._stage, partial(content, rank)) for rank in range(num_writers)]
         self._layouts = [read_layout(folder, rank) for rank in range(num_writers)]
         self._pieces: dict[tuple[str, bool], list[tuple[Piece, int, int]]] = defaultdict(list)
         for rank, layout in enumerate(self._layouts):
@@ -348,28 +347,35 @@ class Saved:
             if self._stage == 3 or rank == 0:
                 for piece in layout.frozen:
                     self._pieces[piece.name, True].append((piece, rank, -1))
-        self.common, self.module = self._files[0].common, self._files[0].module
+        self.common, self.module = self.files[0].common, self.files[0].module
 
-    def copy(self, name: str, first: int, into: Tensor, state: str = MASTER) -> None:
-        """Copy elements of a parameter's state from element `first` on, as many as `into` has, shape `(elements,)`."""
-        done = 0
-        for piece, rank, slot in self._pieces[name, state == FROZEN]:
-            begin, end = max(first, piece.first), min(first + len(into), piece.first + piece.number)
-            if begin < end:
+    def copy(
+        self, name: str, first: int, into: Tensor, state: str = MASTER, *, writes: bool = True, casts: bool = False
+    ) -> None:
+        """Copy elements of a parameter's state from element `first` on, as many as `into` has, shape `(elements,)`.
+
+        `writes`: False only checks that they are there. `casts`: weights that are not trained may be of another type.
+
+        Raises:
+            ValueError: they are not there, each once, in the type of the masters or of `into`.
+        """
+        dtype, done, end = into.dtype, first, first + len(into)
+        if state == MASTER and self._stage:
+            dtype = self._masters
+        for piece, rank, slot in sorted(self._pieces[name, state == FROZEN], key=lambda each: each[0].first):
+            begin, stop = max(first, piece.first), min(end, piece.first + piece.number)
+            if begin < stop:
                 place = piece.place + begin - piece.first
-                elements = self._flat(rank, slot, state, name)[place : place + end - begin]
-                into[begin - first : end - first].copy_(elements)
-                done += end - begin
-        assert done == len(into), f"{name}: {done} of {len(into)} elements are in the checkpoint"
-
-    def first_wrong(self, expected: Expected, rank: int = 0, world_size: int = 1) -> str | None:
-        """Return what is not as expected in the files that this rank checks; None if all is."""
-        for writer in range(rank, len(self._layouts), world_size):
-            has_model = self._stage == 3 or writer == 0
-            wrong = other_states.first_wrong(self._files[writer], self._layouts[writer], expected, has_model=has_model)
-            if wrong is not None:
-                return wrong if len(self._layouts) == 1 else f"rank {writer}: {wrong}"
-        return other_states.wrong_tiling(self._layouts, expected) if rank == 0 else None
+                elements = self._flat(rank, slot, state, name)[place : place + stop - begin]
+                wanted = torch.empty(stop - begin, dtype=elements.dtype if casts else dtype, device="meta")
+                other_states.check_kind(elements, wanted, f"{state} of {name}")
+                if begin != done or place < 0:
+                    raise ValueError(f"elements of {name} from {done} on are not kept once")
+                if writes:
+                    into[begin - first : stop - first].copy_(elements)
+                done = stop
+        if done != end:
+            raise ValueError(f"elements of {name} from {done} on are not kept once")
 
     def parameters(self, *, frozen: bool) -> dict[str, int]:
         """Return the number of elements of each parameter that was trained, or that was not."""
@@ -379,47 +385,80 @@ class Saved:
             if is_frozen == frozen
         }
 
-    def optimizer_states(self) -> tuple[list[str], dict[str, Any]]:
-        """Return the names of states with an element for each of a slot, and the states with one for a whole slot."""
-        states = self._files[0].slot(0)
-        many = [name for name, value in states.items() if isinstance(value, Tensor) and value.dim() > 0]
-        return many, {name: value for name, value in states.items() if name not in many and value is not None}
+    def states(self, name: str | None, place: tuple[int, int] | None) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Return the optimizer's tensors of one slot, and its numbers, by their names.
 
-    def scaler(self) -> dict[str, Any]:
-        """Return DeepSpeed's state of fp16's loss scale, which exists also without fp16; empty without ZeRO."""
-        return self._files[0].scaler()
+        `place`: rank and number of the slot; None: of the first one that has elements of parameter `name`.
+        """
+        if place is None:
+            place = next((each[1:] for each in self._pieces[name or "", False]), (0, 0))
+        rank, slot = place[0] % len(self.files), place[1]
+        states = self._slot(rank, slot)
+        many = {name: value for name, value in states.items() if isinstance(value, Tensor) and value.dim() > 0}
+        single = {name: value for name, value in states.items() if name not in many and value is not None}
+        for name, value in single.items():
+            other_states.check_number(value, f"{name} of slot {slot}")
+        return many, single
+
+    def buffer(self, name: str, like: Tensor, *, casts: bool = False) -> Tensor:
+        """Return a buffer of the model, which must be like another tensor, or `casts`: have its shape.
+
+        Raises:
+            ValueError: it is not.
+        """
+        value = self.module.get(name)
+        wanted = like.to("meta", value.dtype if casts and isinstance(value, Tensor) else None)
+        other_states.check_kind(value, wanted, name)
+        return value
+
+    def _slot(self, rank: int, slot: int) -> dict[str, Any]:
+        states, recorded = self.files[rank].slot(slot), self._layouts[rank].states
+        if recorded is not None and other_states.describe(states) != recorded[slot]:
+            raise ValueError(f"states of slot {slot} of rank {rank} are not as they were saved")
+        return states
 
     def _flat(self, rank: int, slot: int, state: str, name: str) -> Tensor:
-        files = self._files[rank]
+        files = self.files[rank]
         if state == FROZEN:
             return files.frozen(name).view(-1)
         if state != MASTER:
-            return files.slot(slot)[state].view(-1)
+            return self._slot(rank, slot)[state].view(-1)
         return files.master(slot) if self._stage else self.module[name].view(-1)
 
 
-def _reshard(engine: Trained, saved: Saved) -> None:
-    """Bring weights, optimizer and counters of the engine to the checkpoint's, whatever its layout. Collective.
+def _fill(engine: Trained, saved: Saved, *, is_same: bool, writes: bool) -> None:
+    """Bring weights, optimizer and buffers of the engine to the checkpoint's. `writes`: False only checks them.
 
-    Ranks meet only where ZeRO-3 gathers its small parameters at the end.
+    `is_same`: this rank's slots are those in its own file, so states in blocks can be read.
     """
     zero = engine.zero
+    is_adam = engine.own_optimizer is None and engine.plan.request.optimizer == "adamw"
 
     def copy_weights(name: str, first: int, into: Tensor, is_frozen: bool) -> None:
         if saved.has_base or not is_frozen:
-            saved.copy(name, first, into, FROZEN if is_frozen else MASTER)
+            saved.copy(name, first, into, FROZEN if is_frozen else MASTER, writes=writes)
 
-    with zero.opened(), torch.no_grad():
-        many, single = saved.optimizer_states()
-        for flat, pieces in zip(zero.flat_tensors(), zero.layout().slots, strict=True):
-            states = {name: torch.zeros_like(flat.data) for name in many}
-            for name, tensor in {MASTER: flat.data, **states}.items():
-                for piece in pieces:
-                    into = tensor.view(-1)[piece.place : piece.place + piece.number]
-                    saved.copy(piece.name, piece.first, into, name)
+    for slot, (flat, pieces) in enumerate(zip(zero.flat_tensors(), zero.layout().slots, strict=True)):
+        many, single = saved.states(pieces[0].name if pieces else None, (engine.rank, slot) if is_same else None)
+        states = {}
+        for name, value in many.items():
+            dtype = flat.dtype if is_adam else value.dtype
+            if is_same:  # whole, with padding and blocks
+                if name in other_states.BY_ELEMENT:
+                    wanted = torch.empty(flat.shape, dtype=dtype, device="meta")
+                    other_states.check_kind(value, wanted, f"{name} of slot {slot}")
+                states[name] = value.to(flat.device, copy=True) if writes else value
+            else:
+                states[name] = torch.zeros(flat.shape, dtype=dtype, device=flat.device if writes else "meta")
+        for piece in pieces:
+            part = slice(piece.place, piece.place + piece.number)
+            saved.copy(piece.name, piece.first, flat.data.view(-1)[part], writes=writes)
+            for name, tensor in states.items() if not is_same else ():
+                saved.copy(piece.name, piece.first, tensor.view(-1)[part], name, writes=writes)
+        if writes:
             zero.put_states(flat, states, single)
-        zero.fill_weights(copy_weights)
-        for name, buffer in engine.module.named_buffers():
-            if name in saved.module:
-                buffer.copy_(saved.module[name])
-    zero.put_counters(saved.common, saved.scaler())
+    zero.fill_weights(copy_weights)
+    for name, buffer in torch_internals.saved_buffers(engine.module).items():
+        value = saved.buffer(name, buffer)
+        if writes:
+            buffer.copy_(value)

@@ -1,7 +1,7 @@
-"""Before a run starts: its folder is created and locked, and every host has the memory and disk that it will take.
+"""Before a run starts: create and lock its folder, and check that every host has the memory and disk that it takes.
 
 A host without memory ends ranks with SIGKILL, hours into a run and without a message; a full disk ends it at the first
-checkpoint. What is free is known only here, on each node itself.
+checkpoint. What is free is known only here, on each node.
 """
 
 import errno
@@ -26,21 +26,21 @@ from frugal.training.checkpoint import in_use, manifest
 from frugal.units import format_bytes
 
 START = ".start-"
-"""How a folder of temporary files in the run's folder begins: one for each start."""
+"""The prefix of a folder of temporary files in the run's folder, one for each start."""
 
 _FILES = (
     "plan.json", "ds_config.json", "trackers.json", "report.html", "arguments", "model", RECORD, METRICS,
     files.WRITTEN, in_use.MARK,
 )  # fmt: skip
-"""Names of what a run replaces in its folder."""
+"""Names that a run replaces in its folder."""
 
 LOCK_SECONDS = 120.0
-"""A resumed run on several hosts waits this long for the lock of its folder: a cluster's file system keeps the locks of
-a host that is gone for a minute or two."""
+"""The time that a resumed run on several hosts waits for the lock of its folder: a cluster's file system keeps the
+locks of a lost host for a minute or two."""
 
 
 def create(settings: RunSettings) -> RunSettings:
-    """The settings of this start, whose folder exists now.
+    """Create the run's folder, and return the settings of this start.
 
     Raises:
         RequestError: it holds another run, cannot be made, or what is written in it would go elsewhere.
@@ -129,7 +129,7 @@ def locked(settings: RunSettings) -> Iterator[None]:
 
 
 def record(plan: Plan, settings: RunSettings) -> None:
-    """What the run is, in its folder: the plan, its print-out for DeepSpeed, and what was asked for.
+    """Write the plan, its print-out for DeepSpeed, and the settings to the run's folder.
 
     Raises:
         RequestError: it cannot be written; CheckpointError, if the run is to be resumed.
@@ -141,7 +141,7 @@ def record(plan: Plan, settings: RunSettings) -> None:
 
 
 def write_record(plan: Plan, settings: RunSettings) -> None:
-    """As `record`, which explains what is raised: OSError."""
+    """Write as `record` does, but raise OSError."""
     for name, text in (plan_files(plan) | {RECORD: settings.record()}).items():
         files.write_file(settings.out / name, text)
 
@@ -155,11 +155,11 @@ def _cannot_write(settings: RunSettings, error: OSError) -> FrugalError:
 
 
 def check_space(plan: Plan, settings: RunSettings) -> None:
-    """Refuse a run that needs more than some host has free. Collective: all ranks raise, if one does.
+    """Refuse a run that needs more than a host has free. Collective: all ranks raise, if one does.
 
     Raises:
         NothingFitsError: a host, by its name, lacks memory or disk.
-        CheckpointError: a run that is resumed lacks disk alone.
+        CheckpointError: a resumed run lacks disk only.
     """
     from frugal.distributed.exchange import gather
 
@@ -179,7 +179,7 @@ def check_space(plan: Plan, settings: RunSettings) -> None:
 
 
 def _lacking(plan: Plan, settings: RunSettings, name: str, num_ranks: int) -> list[str]:
-    """What this host lacks for its ranks, a line each."""
+    """Return a line for each resource of this host that is too small for its ranks."""
     ranks = "its rank" if num_ranks == 1 else f"its {num_ranks} ranks"
     lines = []
     needed, free = host_bytes(plan, num_ranks, has_rank_0=env.rank() == 0), available_bytes()
@@ -202,9 +202,9 @@ def _lacking(plan: Plan, settings: RunSettings, name: str, num_ranks: int) -> li
 
 
 def host_bytes(plan: Plan, num_ranks: int, *, has_rank_0: bool) -> int:
-    """What the tensors of so many ranks will take of their host, loading or training.
+    """Return the bytes that the tensors of `num_ranks` ranks will take of their host, while loading or training.
 
-    What a process takes without any, it has taken already.
+    Bytes that a process takes without any are not counted: it has them already.
     """
     node, loading = plan.cluster.nodes[0], plan.memory.loading
     kind = node.devices[0].kind
@@ -215,10 +215,10 @@ def host_bytes(plan: Plan, num_ranks: int, *, has_rank_0: bool) -> int:
 
 
 def copied_bytes(plan: Plan, num_ranks: int, *, has_rank_0: bool) -> int:
-    """What a host with so many ranks holds of a checkpoint that is written in the background.
+    """Return the bytes of a checkpoint written in the background that a host with `num_ranks` ranks holds.
 
-    Each rank has its share of the optimizer's states. Rank 0 alone has the weights, where they are not partitioned, and
-    all states under ZeRO-0.
+    Each rank has its share of the optimizer's states. Only rank 0 has weights that are not partitioned, and all states
+    under ZeRO-0.
     """
     total, stage = breakdown.checkpoint_bytes(plan.request, plan.strategy, plan.model), plan.strategy.zero_stage
     if stage == 0:
@@ -228,10 +228,10 @@ def copied_bytes(plan: Plan, num_ranks: int, *, has_rank_0: bool) -> int:
 
 
 def saved_bytes(plan: Plan, settings: RunSettings) -> int:
-    """What the run will add to its folder: as many checkpoints as are kept and one in the making, and the model.
+    """Return the bytes that the run adds to its folder: the checkpoints that it keeps, one being written, the model.
 
-    Left out: the best checkpoint, where it is not among the newest. Only checkpoints that this run wrote make room for
-    later ones: others stay, see `files.written`.
+    Left out: the best checkpoint, if it is not among the newest. Only checkpoints that this run wrote make room for
+    later ones, see `files.written`.
     """
     existing = sum(path.name in files.written(path.parent) for path in manifest.checkpoints_in(settings.checkpoints))
     copies = max(1, (settings.keep + 1 if settings.save_every else 1) - existing)
@@ -240,7 +240,7 @@ def saved_bytes(plan: Plan, settings: RunSettings) -> int:
 
 
 def _weight_bytes(plan: Plan) -> int:
-    """Bytes of a weight as it is trained."""
+    """Return the bytes of a weight as it is trained."""
     return 4 if plan.request.precision == "fp32" else 2
 
 

@@ -184,7 +184,7 @@ def save(engine: Trained, folder: Path, progress: Progress, *, keep: int = 2) ->
 
 
 def _find(aside: Path) -> None:
-    """Whether this rank sees the folder that rank 0 made. Asked by making it, which no cache of a network disk answers.
+    """Check that this rank sees the folder that rank 0 made, by making it: no cache of a network disk answers that.
 
     Otherwise each host would keep a part of the checkpoint to itself, and lose it with its disk.
     """
@@ -244,7 +244,7 @@ def _is_out_of_reach(path: Path) -> bool:
 
 
 def best_of(checkpoints: Iterable[Path], score: Score) -> Path | None:
-    """The first of those with the smallest score; None if none has one."""
+    """Return the first checkpoint with the smallest score; None if none has a score."""
     scores: dict[Path, float] = {}
     for path in checkpoints:
         with contextlib.suppress(ValueError):
@@ -287,7 +287,7 @@ def save_model(engine: Trained, folder: Path, tokenizer: Any = None, *, uses_cac
 
 @contextlib.contextmanager
 def _caching(module: nn.Module, uses_cache: bool | None) -> Iterator[None]:
-    """A transformers model's configuration says `use_cache` as it was given inside the `with` block."""
+    """Have a transformers model's configuration say `use_cache` as it was given, inside the `with` block."""
     config: Any = getattr(module, "config", None)
     text = config.get_text_config() if uses_cache and hasattr(config, "get_text_config") else None
     if text is not None:
@@ -300,11 +300,10 @@ def _caching(module: nn.Module, uses_cache: bool | None) -> Iterator[None]:
 
 
 def _whole_weights(zero: Zero, module: nn.Module, *, keep: bool, only_trained: bool = False) -> dict[str, Tensor]:
-    """Parameters and buffers by name, on the host, tied ones shared; empty unless `keep`. Collective.
+    """Return parameters and buffers by name, on the host, tied ones shared; nothing unless `keep`. Collective.
 
-    `only_trained`: parameters that are trained, and nothing else.
-
-    ZeRO-3 gathers one parameter at a time, so no device ever holds more than the largest beside its share.
+    `only_trained`: only parameters that are trained. ZeRO-3 gathers one parameter at a time, so no device ever holds
+    more than the largest beside its share.
     """
     weights: dict[str, Tensor] = {}
     parameters: dict[int, Tensor] = {}

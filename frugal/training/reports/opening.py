@@ -115,12 +115,12 @@ def remarks(plan: Plan, data: "RunData", device: "torch.device", rank: int) -> I
         lengths = data.training.lengths[epoch_indices(data.training)]
         if note := sample_lengths.unlike(plan.request.lengths, len(lengths), int(lengths.sum())):
             yield note
-    if plan.strategy.expandable_segments and torch.cuda.get_allocator_backend() == "native":
-        if not any(segment["is_expandable"] for segment in torch.cuda.memory_snapshot()):
-            yield (
-                "torch has no expandable segments here, which the plan counts on: it may run out of memory; "
-                "`frugal plan --no-expandable-segments` plans without them"
-            )
+    has_native = plan.strategy.expandable_segments and torch.cuda.get_allocator_backend() == "native"
+    if has_native and not any(segment["is_expandable"] for segment in torch.cuda.memory_snapshot()):
+        yield (
+            "torch has no expandable segments here, which the plan counts on: it may run out of memory; "
+            "`frugal plan --no-expandable-segments` plans without them"
+        )
     if device.type == "cuda":
         card = torch.cuda.get_device_properties(device)
         threads = card.multi_processor_count * card.max_threads_per_multi_processor

@@ -26,8 +26,8 @@ def save_when_one_rank_cannot(folder: Path, zero_stage: int, failing_file: str) 
         if re.search(failing_file, name):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), name)
 
-    def torch_save(value: Any, file: Any) -> None:
-        fail_if_full(file.name)
+    def torch_save(value: Any, file: Path) -> None:
+        fail_if_full(str(file))
         usual(value, file)
 
     def open_path(path: Path, mode: str = "r", **kwargs: Any) -> Any:

@@ -137,7 +137,6 @@ SOME: list[tuple[str, Place, str]] = [
     (OPTIMIZER, (*ADAM, "step"), "1"),
     (OPTIMIZER, ("optimizer_state_dict", "single_partition_of_fp32_groups", 0), "shorter"),
     (OPTIMIZER, ("optimizer_state_dict", "single_partition_of_fp32_groups", 0), "one element"),
-    (MODEL, ("module", "transformer.wte.weight"), "in fp64"),
     (MODEL, ("global_steps",), "0"),
     (MODEL, ("lr_scheduler", "last_epoch"), "1"),
     ("rng_rank_0.pt", ("torch",), "shorter"),

@@ -153,7 +153,7 @@ def states(folder: Path) -> dict[tuple[str, str], torch.Tensor]:
     path = manifest.newest_checkpoint(folder)
     assert path is not None
     saved = loading.Saved(path, manifest.read(path))
-    many, _ = saved.optimizer_states()
+    many, _ = saved.states(None, (0, 0))
     found = {}
     for frozen, kinds in ((False, [loading.MASTER, *many]), (True, [loading.FROZEN])):
         for name, num_elements in saved.parameters(frozen=frozen).items():
