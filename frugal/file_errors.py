@@ -23,7 +23,6 @@ class Explanation(NamedTuple):
 
 _NETWORK = "see that the file system is reachable again"
 _REMEDIES = {
-    errno.ENOENT: "see that the folder is there",
     errno.ENOSPC: "make room",
     errno.EDQUOT: "make room, or have the quota raised (`quota -s` shows it)",
     errno.EROFS: "mount it for writing (after a disk error Linux mounts read-only: see `dmesg`)",

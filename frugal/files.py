@@ -309,7 +309,9 @@ def prune(folder: Path, limit_bytes: int, unused_seconds: float = UNUSED_SECONDS
             unused = now - last_used[entry]
             total += sum(file.stat().st_size for file in _files(entry))
             if unused > DAY and (unused > unused_seconds or total > limit_bytes) and not _is_locked(entry):
-                _remove(entry)
+                removed = entry.with_name(f".{entry.name}.removed")
+                entry.rename(removed)  # a folder disappears at once, not file by file
+                remove(removed)
 
 
 def _files(entry: Path) -> list[Path]:
@@ -325,13 +327,3 @@ def _is_locked(entry: Path) -> bool:
     except OSError:
         return True
     return False
-
-
-def _remove(entry: Path) -> None:
-    """Remove an entry; a folder disappears at once, not file by file."""
-    if not entry.is_dir():
-        entry.unlink(missing_ok=True)
-        return
-    removed = entry.with_name(f".{entry.name}.removed")
-    entry.rename(removed)
-    shutil.rmtree(removed, ignore_errors=True)

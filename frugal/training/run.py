@@ -164,7 +164,7 @@ def train(plan: Plan, settings: RunSettings, device: "torch.device") -> Path | N
             else:
                 _end_early(engine, settings, log, done.step)
         engine.destroy()
-    return settings.out / "model" if is_done else None
+    return (settings.out / "model").absolute() if is_done else None
 
 
 def _end_early(engine: "Engine", settings: RunSettings, log: "Log", step: int) -> None:
@@ -175,7 +175,7 @@ def _end_early(engine: "Engine", settings: RunSettings, log: "Log", step: int) -
         replacement.plan_next(engine_trial.words_to_resume(settings), engine.restart)
         log.ends("restarted", "to go on with another ZeRO stage, offloading or buckets")
     else:
-        log.say(f"told to stop: step {step} is saved in {settings.checkpoints}, continue with --resume")
+        log.say(f"told to stop: step {step} is saved in {settings.checkpoints.absolute()}, continue with --resume")
         log.ends("stopped")
 
 

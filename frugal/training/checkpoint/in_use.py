@@ -1,13 +1,11 @@
-"""Two runs in one folder: the second one is refused, also where locks fail.
+"""Two runs in one folder: the second one is refused, on any host and any file system.
 
-A run locks its folder (flock), and the kernel unlocks it when the process ends. Some network file systems have no
-locks, and NFS locks a folder for one host only. So a run also keeps a file there, which it rewrites every
-`BEAT_SECONDS`. Another run that finds the file waits to see it change. It compares contents and no times, since clocks
-of hosts may differ. A file that does not change for `STALE_SECONDS` belongs to a run that was killed. If that run was
-only stopped for so long, it finds the file of its successor when it continues, and ends.
+A run keeps a file in its folder, which it rewrites every `BEAT_SECONDS`. Another run that finds the file looks for its
+process, if that is on its own host. If not, it waits to see the file change. It compares contents and no times, since
+clocks of hosts may differ. A file that does not change for `STALE_SECONDS` belongs to a run that was killed. If that
+run was only stopped for so long, it finds the file of its successor when it continues, and ends.
 """
 
-import fcntl
 import os
 import secrets
 import socket
@@ -30,25 +28,43 @@ _MARK_BYTES = 512
 
 
 class Mark(msgspec.Struct, kw_only=True):
-    """The content of the file: which process writes to the folder. `boot` identifies a start of its host."""
+    """The content of the file: which process writes to the folder.
+
+    `boot` and `namespace` say which processes `pid` counts, `began` that it is not a later one. `folder`: the inode of
+    the folder; a copy of it has another one.
+    """
 
     host: str
     boot: str
+    namespace: str
     pid: int
+    began: str
+    folder: int
     token: str
     beats: int = 0
 
     @classmethod
-    def of_this_process(cls) -> "Mark":
-        """Return a mark with a new token."""
-        boot = ""
+    def of_this_process(cls, folder: Path) -> "Mark":
+        """Return a mark for `folder` with a new token."""
+        boot = namespace = ""
         with suppress(OSError):
             boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return cls(host=socket.gethostname()[:64], boot=boot, pid=os.getpid(), token=secrets.token_hex(8))
+            namespace = str(Path("/proc/self/ns/pid").readlink())
+        return cls(
+            host=socket.gethostname()[:64], boot=boot, namespace=namespace, pid=os.getpid(), began=_began(os.getpid()),
+            folder=folder.stat().st_ino, token=secrets.token_hex(8),
+        )  # fmt: skip
 
     def encode(self) -> bytes:
         """Return the content of the file, always of the same size: it is rewritten in place."""
         return msgspec.json.encode(self).ljust(_MARK_BYTES - 1) + b"\n"
+
+
+def _began(pid: int) -> str:
+    """Return when a process began, in ticks since the machine did; nothing if there is none."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    return ""
 
 
 def read(path: Path) -> Mark | None:
@@ -58,54 +74,49 @@ def read(path: Path) -> Mark | None:
     return None
 
 
-def try_lock(folder: int, out: Path) -> bool | None:
-    """Lock the open folder `out`. Return False if another process has locked it, None if locks fail there."""
-    try:
-        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError as error:
-        rank_logs.to_console(
-            f"{out} cannot be locked ({error.strerror}): that a second run uses it is noticed by its file "
-            f"{MARK}, within {STALE_SECONDS:.0f} s"
-        )
-        return None
-    return True
-
-
 @contextmanager
-def marked(out: Path, folder: int, *, is_locked: bool) -> Iterator[None]:
-    """Keep the file that says that this process writes to `out`, of which `folder` is a descriptor.
-
-    `is_locked`: this process has the lock as well, so no other process of this host writes there.
+def marked(out: Path) -> Iterator[None]:
+    """Keep the file that says that this process writes to the folder `out`.
 
     Raises:
         RequestError: another run writes there.
         OSError: the file cannot be written.
     """
-    own, path = Mark.of_this_process(), Path(f"/proc/self/fd/{folder}", MARK)
+    folder = os.open(out, os.O_RDONLY)
+    path = Path(f"/proc/self/fd/{folder}", MARK)  # in this folder, wherever it is moved to
+    try:
+        own = Mark.of_this_process(path.parent)
+        _claim(path, own, out)
+        is_over = threading.Event()
+        beating = threading.Thread(target=_beat, args=(path, own, out, is_over), name="heartbeat", daemon=True)
+        beating.start()
+        try:
+            yield
+        finally:
+            is_over.set()
+            beating.join(BEAT_SECONDS)  # its file system may be away
+            with suppress(OSError):
+                if _is_own(read(path), own):
+                    path.unlink(missing_ok=True)
+    finally:
+        os.close(folder)
+
+
+def _claim(path: Path, own: Mark, out: Path) -> None:
+    """Create the file, or replace that of a run which has ended."""
     while not _create(path, own):
         theirs = read(path)
-        is_dead = theirs is not None and is_locked and own.boot != "" and theirs.boot == own.boot
-        if not is_dead and _is_gone_after_waiting(path, out):
-            continue
+        if theirs is None or theirs.folder == own.folder:
+            is_here = theirs is not None and own.boot and (theirs.boot, theirs.namespace) == (own.boot, own.namespace)
+            if theirs is not None and is_here and _began(theirs.pid) == theirs.began:
+                raise in_use(out, theirs)
+            if not is_here and _is_gone_after_waiting(path, out):
+                continue
         files.write_file(path, own.encode())
-        if not is_dead:  # several may have waited: the last one to write has it
-            time.sleep(min(1.0, STALE_SECONDS / 10))
+        time.sleep(min(1.0, STALE_SECONDS / 10))  # of several that found it the last one to write has it
         if not _is_own(now := read(path), own):
             raise in_use(out, now)
-        break
-    is_over = threading.Event()
-    beating = threading.Thread(target=_beat, args=(path, own, out, is_over), name="heartbeat", daemon=True)
-    beating.start()
-    try:
-        yield
-    finally:
-        is_over.set()
-        beating.join(BEAT_SECONDS)  # its file system may be away
-        with suppress(OSError):
-            if _is_own(read(path), own):
-                path.unlink(missing_ok=True)
+        return
 
 
 def _create(path: Path, own: Mark) -> bool:
@@ -131,8 +142,8 @@ def _is_gone_after_waiting(path: Path, out: Path) -> bool:
     Raises:
         RequestError: it has changed.
     """
-    seen = theirs = read(path)
-    host = "another run" if theirs is None else f"a run on {theirs.host}"
+    seen = read(path)
+    host = "another run" if seen is None else f"a run on {seen.host}"
     rank_logs.to_console(f"waiting {STALE_SECONDS:.0f} s to see whether {host} still writes to {out}")
     end = time.monotonic() + STALE_SECONDS
     while time.monotonic() < end:
@@ -140,7 +151,7 @@ def _is_gone_after_waiting(path: Path, out: Path) -> bool:
         if not path.exists():
             return True
         if (now := read(path)) != seen:
-            raise in_use(out, now or theirs)
+            raise in_use(out, now or seen)
     return False
 
 
@@ -162,7 +173,7 @@ def _beat(path: Path, own: Mark, out: Path, is_over: threading.Event) -> None:
                 first_failure.end_rank(in_use(out, there))
 
 
-def in_use(out: Path, theirs: Mark | None = None) -> RequestError:
+def in_use(out: Path, theirs: Mark | None) -> RequestError:
     """Return the error of a second run in the folder `out`."""
     who = "" if theirs is None else f": process {theirs.pid} on {theirs.host}"
     return RequestError(

@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from frugal.config.learning_rate import Curve
-from frugal.config.optimizers import ADAM_BETA1, ADAM_BETA2, ADAM_EPSILON
 from frugal.config.run_settings import RunSettings
 from frugal.errors import PlanMismatchError, RequestError
 from frugal.planning.plan import Plan
@@ -31,9 +30,7 @@ _FREE = {
 }  # fmt: skip
 _ALL = "all parameters"
 Recipe = dict[str, bool | int | float | str | None]
-_BEFORE: Recipe = {"adam_beta1": ADAM_BETA1, "adam_beta2": ADAM_BETA2, "adam_epsilon": ADAM_EPSILON}
-_FIXED_BEFORE: Recipe = {"optimizer_states": "fp32"}
-"""Of checkpoints that are older than these settings."""
+_ADAM = ("adam_beta1", "adam_beta2", "adam_epsilon")
 
 
 def recipe(plan: Plan) -> Recipe:
@@ -52,7 +49,7 @@ def recipe(plan: Plan) -> Recipe:
         "learning_rate": request.scaled_learning_rate,
         "decaying": _ALL if request.decays_all else "all but norms and biases",
         **{name: getattr(request, name) for name in _FREE if name not in ("learning_rate", "decaying")},
-        **({} if request.optimizer == "sgd" else dict(zip(_BEFORE, (*request.betas, request.epsilon), strict=True))),
+        **({} if request.optimizer == "sgd" else dict(zip(_ADAM, (*request.betas, request.epsilon), strict=True))),
     }
 
 
@@ -79,7 +76,7 @@ def check_resume(path: Path, made_by: Manifest, this: Manifest) -> None:
             hint="give the base model as it was, or start anew with another --out",
         )
     for name, word in _FIXED.items():
-        before, now = made_by.recipe.get(name, _FIXED_BEFORE.get(name)), this.recipe.get(name)
+        before, now = made_by.recipe.get(name), this.recipe.get(name)
         if before != now:
             raise PlanMismatchError(
                 f"{path} was made with {_value(word, before)}, this run has {_value(word, now)}",
@@ -116,8 +113,7 @@ def layout_changes(made_by: Manifest, this: Manifest) -> list[str]:
 
 def resume_changes(made_by: Manifest, this: Manifest) -> tuple[str, ...]:
     """Describe what differs between the run as it was and as it is resumed."""
-    older: Recipe = {"decaying": _ALL, **({} if this.recipe["optimizer"] == "sgd" else _BEFORE)}
-    before, now = older | made_by.recipe, older | this.recipe
+    before, now = made_by.recipe, this.recipe
     values = [
         f"{_value(word, before.get(name))} -> {now.get(name)}"
         for name, word in _FREE.items()

@@ -5,10 +5,8 @@ checkpoint. What is free is known only here, on each node.
 """
 
 import errno
-import os
 import shutil
 import socket
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -18,7 +16,7 @@ from frugal import file_errors, files, temporary
 from frugal.config.hardware.local_host import available_bytes
 from frugal.config.run_settings import METRICS, RECORD, RunSettings
 from frugal.deepspeed_adapter.json_config import plan_files
-from frugal.distributed import env, first_failure, parent, rank_logs
+from frugal.distributed import env, first_failure
 from frugal.errors import CheckpointError, FrugalError, NothingFitsError, RequestError
 from frugal.planning.memory import breakdown
 from frugal.planning.plan import Plan
@@ -33,10 +31,6 @@ _FILES = (
     files.WRITTEN, in_use.MARK,
 )  # fmt: skip
 """Names that a run replaces in its folder."""
-
-LOCK_SECONDS = 120.0
-"""The time that a resumed run on several hosts waits for the lock of its folder: a cluster's file system keeps the
-locks of a lost host for a minute or two."""
 
 
 def create(settings: RunSettings) -> RunSettings:
@@ -97,35 +91,21 @@ def holds_a_run(settings: RunSettings, newest: Path) -> RequestError:
 
 @contextmanager
 def locked(settings: RunSettings) -> Iterator[None]:
-    """Have the run's folder for this run alone inside the `with` block, see `in_use`.
+    """Have the run's folder for this run only inside the `with` block, see `in_use`.
 
     Raises:
         RequestError: another run writes there.
     """
-    out = settings.out
-    folder = os.open(out, os.O_RDONLY)
-    try:
-        is_locked = in_use.try_lock(folder, out)
-        if is_locked is False and settings.resume and parent.is_over_ssh():
-            rank_logs.to_console(f"waiting for {out}, which another run still holds")
-            end = time.monotonic() + LOCK_SECONDS
-            while is_locked is False and time.monotonic() < end:
-                time.sleep(1)
-                is_locked = in_use.try_lock(folder, out)
-        if is_locked is False:
-            raise in_use.in_use(out)
-        with ExitStack() as marked:
-            try:
-                marked.enter_context(in_use.marked(out, folder, is_locked=bool(is_locked)))
-            except OSError as error:
-                raise _cannot_write(settings, error) from None
-            # With the folder locked, what killed starts have left is nobody's.
-            temporary.remove_abandoned(out, START, but=first_failure.report_folder())
-            files.remove_unfinished(out, _FILES)
-            files.remove_unfinished(settings.checkpoints, (manifest.POINTER, files.WRITTEN))
-            yield
-    finally:
-        os.close(folder)
+    with ExitStack() as marked:
+        try:
+            marked.enter_context(in_use.marked(settings.out))
+        except OSError as error:
+            raise _cannot_write(settings, error) from None
+        # What killed starts have left is nobody's now.
+        temporary.remove_abandoned(settings.out, START, but=first_failure.report_folder())
+        files.remove_unfinished(settings.out, _FILES)
+        files.remove_unfinished(settings.checkpoints, (manifest.POINTER, files.WRITTEN))
+        yield
 
 
 def record(plan: Plan, settings: RunSettings) -> None:

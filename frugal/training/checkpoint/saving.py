@@ -228,19 +228,14 @@ def _prune(current: Path, keep: int, score: Score) -> None:
     best = best_of(past, score)
     kept = {*past[: max(keep, 1)], *([] if best is None else [best])}
     for path in (folder / name for name in ours if name not in steps or folder / name not in kept):
-        if not _is_out_of_reach(path):
-            shutil.rmtree(path, ignore_errors=True)
+        try:
+            read_progress(path)
+        except OutOfReachError:
+            continue
+        except ValueError:
+            pass
+        shutil.rmtree(path, ignore_errors=True)
     files.record_written(folder, (name for name in ours if os.path.lexists(folder / name)))
-
-
-def _is_out_of_reach(path: Path) -> bool:
-    try:
-        read_progress(path)
-    except OutOfReachError:
-        return True
-    except ValueError:
-        pass
-    return False
 
 
 def best_of(checkpoints: Iterable[Path], score: Score) -> Path | None:

@@ -123,8 +123,4 @@ def _in_order(shares: Sequence[Message]) -> tuple[list[np.ndarray], list[np.ndar
         predictions_of.append(np.frombuffer(kept, dtype).reshape(shape))
         labels_of.append(np.frombuffer(labels, np.int32))
     in_order = [parts[place] for place in sorted(parts)]
-    return [_joined(each) for each, _ in in_order], [_joined(each) for _, each in in_order]
-
-
-def _joined(parts: list[np.ndarray]) -> np.ndarray:
-    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+    return [np.concatenate(each) for each, _ in in_order], [np.concatenate(each) for _, each in in_order]

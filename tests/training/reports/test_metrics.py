@@ -4,6 +4,7 @@ import io
 import resource
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -36,36 +37,26 @@ def logged(
 
 
 @pytest.mark.parametrize(
-    ("largest", "said"),
+    ("measured", "how", "said"),
     [
-        ((8, 40), "planned 400.0 MiB for 8 x 256 tokens; largest micro-batch so far 8 x 40: measured 24.0 MiB"),
-        ((50, 41), "planned 400.0 MiB, measured 24.0 MiB (-94.0 %)"),
-        (None, "planned 400.0 MiB, measured 24.0 MiB (-94.0 %; the plan is for batches of full-length samples)"),
+        (24, {"largest": (8, 40)}, " for 8 x 256 tokens; largest micro-batch so far 8 x 40: measured 24.0 MiB"),
+        (440, {"largest": (8, 40)}, " for 8 x 256 tokens; largest micro-batch so far 8 x 40: measured 440.0 MiB (+10.0 %)"),
+        (24, {"largest": (50, 41)}, ", measured 24.0 MiB (-94.0 %)"),
+        (24, {}, ", measured 24.0 MiB (-94.0 %; the plan is for batches of full-length samples)"),
+        (300, {"is_lowered": True}, ", measured 300.0 MiB (-25.0 %; memory ran out, and micro-batches are smaller than planned)"),
     ],
-)
-def test_memory_of_short_samples_is_not_compared_with_that_of_full_ones(
-    largest: tuple[int, int] | None, said: str, tmp_path: Path
+)  # fmt: skip
+def test_memory_is_compared_with_the_plan_where_it_is_of_the_same_work(
+    measured: int, how: dict[str, Any], said: str, tmp_path: Path
 ) -> None:
     written = io.StringIO()
     console = Console(file=written, highlight=False, soft_wrap=True)
-    size = (8, 256)
-    with Log(tmp_path, rank=0, planned_bytes=400 * MIB, planned_size=size, total_steps=3, console=console) as log:
-        log.memory(2, 24 * MIB, largest=largest)
-    assert written.getvalue() == f"memory: {said}\n"
+    with Log(tmp_path, rank=0, planned_bytes=400 * MIB, planned_size=(8, 256), total_steps=3, console=console) as log:
+        log.memory(2, measured * MIB, **how)
+    assert written.getvalue() == f"memory: planned 400.0 MiB{said}\n"
     (record,) = records(tmp_path)
     assert record["planned_micro_batch"] == [8, 256]
-    assert record["largest_micro_batch"] == (None if largest is None else list(largest))
-
-
-def test_more_memory_than_planned_is_said_also_of_short_samples(tmp_path: Path) -> None:
-    written = io.StringIO()
-    console = Console(file=written, highlight=False, soft_wrap=True)
-    with Log(tmp_path, rank=0, planned_bytes=100 * MIB, planned_size=(8, 256), total_steps=3, console=console) as log:
-        log.memory(2, 110 * MIB, largest=(8, 40))
-    assert written.getvalue() == (
-        "memory: planned 100.0 MiB for 8 x 256 tokens; largest micro-batch so far 8 x 40: "
-        "measured 110.0 MiB (+10.0 %)\n"
-    )
+    assert record["largest_micro_batch"] == (list(how["largest"]) if "largest" in how else None)
 
 
 def test_what_people_and_programs_read(tmp_path: Path) -> None:
@@ -93,20 +84,6 @@ def test_what_people_and_programs_read(tmp_path: Path) -> None:
     assert (evaluation["event"], evaluation["perplexity"]) == ("evaluation", pytest.approx(2.718282))
 
 
-@pytest.mark.parametrize(
-    ("is_lowered", "why"),
-    [
-        (True, "memory ran out, and micro-batches are smaller than planned"),
-        (False, "the plan is for batches of full-length samples"),
-    ],
-)
-def test_less_memory_than_planned_has_its_cause(tmp_path: Path, is_lowered: bool, why: str) -> None:
-    log, written = logged(tmp_path, 3)
-    with log:
-        log.memory(2, 300 * MIB, is_lowered=is_lowered)
-    assert written.getvalue() == f"memory: planned 400.0 MiB, measured 300.0 MiB (-25.0 %; {why})\n"
-
-
 def test_a_long_run_prints_few_lines_where_there_is_no_terminal(tmp_path: Path) -> None:
     log, written = logged(tmp_path, 1000)
     with log:
@@ -116,19 +93,6 @@ def test_a_long_run_prints_few_lines_where_there_is_no_terminal(tmp_path: Path) 
     assert len(lines) == 41
     assert (lines[0][:9], lines[-1][:14]) == ("step 1/10", "step 1000/1000")
     assert len(records(tmp_path)) == 1000
-
-
-def test_a_terminal_shows_one_line_that_moves_and_keeps_what_is_said(tmp_path: Path) -> None:
-    log, written = logged(tmp_path, 9, terminal=True)
-    with log:
-        log.step(1, result(), 0.5)
-        log._line.refresh()
-        log.say("this stays")
-    text = written.getvalue()
-    assert "step 1/9" in text
-    assert "2,000 tokens/s" in text
-    assert "\x1b[2K" in text.split("this stays")[0]  # the line of progress was erased to make room
-    assert "this stays\n" in text
 
 
 def test_other_ranks_write_nothing(tmp_path: Path) -> None:
@@ -159,7 +123,7 @@ def test_a_log_that_cannot_be_written_is_an_error_of_the_disk(tmp_path: Path) ->
     assert str(raised.value) == (
         f"cannot write {tmp_path}/nowhere/metrics.jsonl\n"
         f"  because {tmp_path}/nowhere/metrics.jsonl: No such file or directory\n\n"
-        "hint: see that the folder is there, then continue with --resume"
+        "hint: see to it that it can be written, then continue with --resume"
     )
 
 

@@ -32,5 +32,7 @@ def test_a_terminal_shows_it_without_an_ellipsis(tmp_path: Path, columns: int) -
         for step in range(1, 4):
             log.step(step, result(), 0.5)
         log._line.refresh()
+        log.say("this stays")
+    assert "this stays\n" in written.getvalue()
     assert "step 3/40" in written.getvalue() and "loss 2.5" in written.getvalue()
     assert "…" not in written.getvalue()
