@@ -406,7 +406,7 @@ class Saved:
         Raises:
             ValueError: it is not.
         """
-        value = self.module.get(name)
+        value: Any = self.module.get(name)
         wanted = like.to("meta", value.dtype if casts and isinstance(value, Tensor) else None)
         other_states.check_kind(value, wanted, name)
         return value

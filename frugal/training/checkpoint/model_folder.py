@@ -63,24 +63,20 @@ def find(given: Path, which: str | None) -> Path:
     there = manifest.checkpoints_in(folder)
     if not there:
         raise CheckpointError(f"there is no checkpoint in {folder}")
+    chosen: Path | None = None
+    reason = f"no checkpoint in {folder} was evaluated"
     if which in (None, LAST):
-        return there[0]
-    names = ", ".join(sorted(path.name for path in there))
-    if which == BEST:
+        chosen = there[0]
+    elif which == BEST:
         settings = run_settings({}, earlier_settings(folder.parent))
-        best = saving.best_of(there, Criterion.of(settings).score)
-        if best is None:
-            raise CheckpointError(
-                f"no checkpoint in {folder} was evaluated", because=f"there are {names}", hint="name one: --step N"
-            )
-        return best
-    wanted = [path for path in there if which is not None and which.isdigit() and path.name == f"step-{int(which):06d}"]
-    if not wanted:
-        raise CheckpointError(
-            f"there is no checkpoint of step {which} in {folder}", because=f"there are {names}",
-            hint=f"use --step {LAST}, {BEST}, or one of these",
-        )  # fmt: skip
-    return wanted[0]
+        chosen = saving.best_of(there, Criterion.of(settings).score)
+    else:
+        chosen = next((path for path in there if path.name == f"step-{which:0>6}"), None)
+        reason = f"there is no checkpoint of step {which} in {folder}"
+    if chosen is None:
+        names = ", ".join(sorted(path.name for path in there))
+        raise CheckpointError(reason, because=f"there are {names}", hint=f"use --step {LAST}, {BEST}, or one of these")
+    return chosen
 
 
 def write(checkpoint: Path, out: Path, *, merge: bool = False) -> str:

@@ -80,7 +80,7 @@ def check_scaler(saved: Mapping[str, Any], own: Any) -> None:
     for name in ("dynamic_loss_scale", "overflow"):
         if type(saved.get(name)) is not bool:
             raise ValueError(f"{name} is {saved.get(name)!r}")
-    scaler = saved.get("loss_scaler")
+    scaler: Any = saved.get("loss_scaler")
     if saved["dynamic_loss_scale"] != own.dynamic or type(scaler) is not type(own):
         raise ValueError(f"loss_scaler is a {type(scaler).__name__}, and must be a {type(own).__name__}")
     kept = vars(scaler)

@@ -1,4 +1,4 @@
-"""What a resumed run may change, which is reported, and what it may not, which is refused.
+"""Changes in a resumed run: those that it may make are reported, others are refused.
 
 A checkpoint belongs to its frozen base, parameters, precision, optimizer and the like. The learning rate and the like
 may be changed. How the run is laid out over ranks changes nothing.

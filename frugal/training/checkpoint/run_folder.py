@@ -52,7 +52,7 @@ def create(settings: RunSettings) -> RunSettings:
 def _refuse_links(settings: RunSettings) -> None:
     """Refuse links in the place of what a run appends to, and another user's in the place of its folders.
 
-    The run's folder itself may be reached through any link. What is replaced as a whole replaces a link, too.
+    The run's folder itself may be reached through any link. A file that is replaced as a whole replaces a link, too.
     """
     out = settings.out
     try:
@@ -101,7 +101,7 @@ def locked(settings: RunSettings) -> Iterator[None]:
             marked.enter_context(in_use.marked(settings.out))
         except OSError as error:
             raise _cannot_write(settings, error) from None
-        # What killed starts have left is nobody's now.
+        # Leftovers of killed starts are nobody's now.
         temporary.remove_abandoned(settings.out, START, but=first_failure.report_folder())
         files.remove_unfinished(settings.out, _FILES)
         files.remove_unfinished(settings.checkpoints, (manifest.POINTER, files.WRITTEN))

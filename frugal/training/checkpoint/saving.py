@@ -1,7 +1,7 @@
 """Writing checkpoints, before the next step or behind it; `loading` says what is in one and reads it.
 
 In the background a rank copies its states to host memory, which takes as long as that copy, and trains on while a
-thread writes them. What is on the disk at any moment is the same: a checkpoint gets its name once all ranks have all of
+thread writes them. The disk has the same content at any moment: a checkpoint gets its name once all ranks have all of
 their files there, and not before.
 
 The trained model is written as others load it: a folder for `from_pretrained`, or one file of weights for any module.
@@ -219,7 +219,8 @@ def _collect(engine: Trained, writer: CheckpointWriter, aside: Path, progress: P
 def _prune(current: Path, keep: int, score: Score) -> None:
     """Remove all but the `keep` newest and the best, and whatever lies beyond `current`: a future given up.
 
-    Only what frugal wrote in this folder, by its record. What cannot be read for the moment stays: it may be the best.
+    Only what frugal wrote in this folder, by its record. A checkpoint that cannot be read for the moment stays: it may
+    be the best.
     """
     folder, ours = current.parent, files.written(current.parent)
     steps = {name: step for name in ours if (step := manifest.step_of(name)) is not None and not name.endswith(".old")}
@@ -325,7 +326,7 @@ def write_model(
     uses_cache: bool | None = None,
     place: Callable[[Path, Path], None] = files.replace_own_folder,
 ) -> None:
-    """Write `weights` as those of `module`, and the tokenizer; see `save_model`. In this process alone.
+    """Write `weights` as those of `module`, and the tokenizer; see `save_model`. Not collective.
 
     `place` gives the complete folder, its first argument, the name `folder`.
 

@@ -142,7 +142,7 @@ def _checked(make: MakeOptimizer, plan: Plan) -> str:
 def _not_by_element(name: str, reason: str) -> RequestError:
     return RequestError(
         f"{name} cannot be trained with under ZeRO",
-        because=["ZeRO cuts parameters into flat parts, so each element must be updated by itself", reason],
+        because=["ZeRO cuts parameters into flat parts, so each element must be updated independently", reason],
         hint="plan with --zero-stage 0 --precision fp32, or use another optimizer",
     )
 

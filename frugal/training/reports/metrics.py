@@ -28,8 +28,8 @@ Each line of `metrics.jsonl` is one JSON object with an `event`:
 A resumed run appends, after dropping the records beyond the step it resumes from; what the run went through stays:
 starts, ends and recoveries. A number that is not finite is null.
 
-The file is flushed (fsync) before each checkpoint, so that whoever has a checkpoint has the records of its steps. How
-it is written: `metrics_file`.
+The file is flushed (fsync) before each checkpoint, so that a checkpoint never exists without the records of its steps.
+`metrics_file` describes how it is written.
 """
 
 import logging

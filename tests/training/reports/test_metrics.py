@@ -36,16 +36,20 @@ def logged(
     return log, written
 
 
+LESS = " for 8 x 256 tokens; largest micro-batch so far 8 x 40: measured"
+LOWERED = "memory ran out, and micro-batches are smaller than planned"
+
+
 @pytest.mark.parametrize(
     ("measured", "how", "said"),
     [
-        (24, {"largest": (8, 40)}, " for 8 x 256 tokens; largest micro-batch so far 8 x 40: measured 24.0 MiB"),
-        (440, {"largest": (8, 40)}, " for 8 x 256 tokens; largest micro-batch so far 8 x 40: measured 440.0 MiB (+10.0 %)"),
+        (24, {"largest": (8, 40)}, f"{LESS} 24.0 MiB"),
+        (440, {"largest": (8, 40)}, f"{LESS} 440.0 MiB (+10.0 %)"),
         (24, {"largest": (50, 41)}, ", measured 24.0 MiB (-94.0 %)"),
         (24, {}, ", measured 24.0 MiB (-94.0 %; the plan is for batches of full-length samples)"),
-        (300, {"is_lowered": True}, ", measured 300.0 MiB (-25.0 %; memory ran out, and micro-batches are smaller than planned)"),
+        (300, {"is_lowered": True}, f", measured 300.0 MiB (-25.0 %; {LOWERED})"),
     ],
-)  # fmt: skip
+)
 def test_memory_is_compared_with_the_plan_where_it_is_of_the_same_work(
     measured: int, how: dict[str, Any], said: str, tmp_path: Path
 ) -> None:
