@@ -316,11 +316,11 @@ def read_layout(folder: Path, rank: int) -> StateLayout:
 class Saved:
     """The states in a checkpoint's files, by parameter. A file is mapped into memory when it is first needed.
 
-    `masters`: type of the weights that the optimizer updates. `has_base`: whether parameters that are not trained are
-    there, too. `files`: of each rank that keeps parts, or of one if each keeps all.
+    `masters`: type of the weights that the optimizer updates; None: any. `has_base`: whether parameters that are not
+    trained are there, too. `files`: of each rank that keeps parts, or of one if each keeps all.
     """
 
-    def __init__(self, folder: Path, made_by: Manifest, masters: torch.dtype = torch.float32) -> None:
+    def __init__(self, folder: Path, made_by: Manifest, masters: torch.dtype | None = None) -> None:
         self._stage, self._masters = made_by.zero_stage, masters
         self.has_base = made_by.base is None
         paths = {
@@ -359,15 +359,16 @@ class Saved:
         Raises:
             ValueError: they are not there, each once, in the type of the masters or of `into`.
         """
-        dtype, done, end = into.dtype, first, first + len(into)
+        dtype = None if casts else into.dtype
         if state == MASTER and self._stage:
             dtype = self._masters
+        done, end = first, first + len(into)
         for piece, rank, slot in sorted(self._pieces[name, state == FROZEN], key=lambda each: each[0].first):
             begin, stop = max(first, piece.first), min(end, piece.first + piece.number)
             if begin < stop:
                 place = piece.place + begin - piece.first
                 elements = self._flat(rank, slot, state, name)[place : place + stop - begin]
-                wanted = torch.empty(stop - begin, dtype=elements.dtype if casts else dtype, device="meta")
+                wanted = torch.empty(stop - begin, dtype=dtype or elements.dtype, device="meta")
                 other_states.check_kind(elements, wanted, f"{state} of {name}")
                 if begin != done or place < 0:
                     raise ValueError(f"elements of {name} from {done} on are not kept once")
@@ -435,7 +436,12 @@ def _fill(engine: Trained, saved: Saved, *, is_same: bool, writes: bool) -> None
     is_adam = engine.own_optimizer is None and engine.plan.request.optimizer == "adamw"
 
     def copy_weights(name: str, first: int, into: Tensor, is_frozen: bool) -> None:
-        if saved.has_base or not is_frozen:
+        if is_same and not is_frozen:  # as they are saved beside the masters, in half of the bytes
+            value = saved.module[name].view(-1)
+            other_states.check_kind(value, into, name)
+            if writes:
+                into.copy_(value)
+        elif saved.has_base or not is_frozen:
             saved.copy(name, first, into, FROZEN if is_frozen else MASTER, writes=writes)
 
     for slot, (flat, pieces) in enumerate(zip(zero.flat_tensors(), zero.layout().slots, strict=True)):
