@@ -40,7 +40,6 @@ from deepspeed.utils.tensor_fragment import fragment_address
 
 from frugal import files, torch_internals
 from frugal.errors import first_line
-from frugal.required import put
 from frugal.units import format_bytes
 
 
@@ -91,28 +90,15 @@ def read(path: str | Path, map_location: Any = "cpu", *, mmap: bool = False) -> 
         return torch.load(path, map_location=map_location, mmap=mmap, weights_only=True)
 
 
-_OF_STEPS = ("params", "step")
-"""Entries of an optimizer's groups that are no settings."""
-
-
 def load(deepspeed_engine: Any, folder: Path, *, without_frozen: bool = False) -> None:
     """Have DeepSpeed read a checkpoint that was written on the engine's own layout, with states on NVMe. Collective.
 
-    The optimizer's settings stay the engine's. `without_frozen`: parameters that are not trained stay as they are.
+    `without_frozen`: parameters that are not trained stay as they are.
     """
-    optimizer = deepspeed_engine.optimizer
-    clip = getattr(optimizer, "clip_grad", None)
-    settings = [dict(group, params=None) for group in optimizer.param_groups]
     with patch.object(deepspeed_engine.checkpoint_engine, "load", read):
         deepspeed_engine.load_checkpoint(
             str(folder.parent), tag=folder.name, load_module_strict=not without_frozen, load_lr_scheduler_states=False
         )
-    if clip is not None:
-        put(optimizer, "clip_grad", clip)
-    for group, own in zip(optimizer.param_groups, settings, strict=True):
-        counts = {name: group[name] for name in _OF_STEPS if name in group}
-        group.clear()
-        group.update(own | counts)
 
 
 class StateFiles:

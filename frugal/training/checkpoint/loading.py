@@ -26,6 +26,7 @@ which only DeepSpeed reads.
 
 import logging
 from collections import defaultdict
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -235,7 +236,7 @@ def _restore(engine: Trained, path: Path, refused: tuple[str, ...]) -> Loaded:
             if not on_nvme:
                 _fill(engine, saved, is_same=is_same, writes=False)
 
-        with engine.zero.opened(), torch.no_grad():
+        with nullcontext() if on_nvme else engine.zero.opened(), torch.no_grad():
             wrong = gather(other_states.first_wrong(check), str | None, engine.votes)
             if reasons := [reason for reason in wrong if reason]:
                 raise other_states.refusal(path, reasons[0])
