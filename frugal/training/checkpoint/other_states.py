@@ -148,7 +148,8 @@ def named(path: Path) -> Iterator[None]:
 
 
 def _is_of_content(error: Exception) -> bool:
-    """Return whether an error of reading is about the content; subclasses of RuntimeError come from collectives."""
+    """Return whether an error of reading is about the content; most subclasses of RuntimeError are of collectives."""
     if not isinstance(error, RuntimeError):
         return True
-    return type(error) is RuntimeError and not (lost_connection(error) or torch_internals.is_out_of_memory(error))
+    is_plain = type(error) in (RuntimeError, NotImplementedError)  # the latter of sparse tensors
+    return is_plain and not (lost_connection(error) or torch_internals.is_out_of_memory(error))
