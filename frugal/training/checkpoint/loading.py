@@ -355,7 +355,7 @@ class Saved:
     ) -> None:
         """Copy elements of a parameter's state from element `first` on, as many as `into` has, shape `(elements,)`.
 
-        `writes`: False only checks that they are there. `casts`: weights that are not trained may be of another type.
+        `writes`: False only checks that they are there. `casts`: other types are converted, except those of masters.
 
         Raises:
             ValueError: they are not there, each once, in the type of the masters or of `into`.

@@ -159,7 +159,7 @@ def states(folder: Path) -> dict[tuple[str, str], torch.Tensor]:
         for name, num_elements in saved.parameters(frozen=frozen).items():
             for kind in kinds:
                 found[name, kind] = torch.empty(num_elements)
-                saved.copy(name, 0, found[name, kind], kind)
+                saved.copy(name, 0, found[name, kind], kind, casts=True)
     return found
 
 
