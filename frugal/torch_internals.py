@@ -95,6 +95,16 @@ without_dispatch: Callable[[], AbstractContextManager[Any]] = torch._C._DisableT
 """Operators reach no `TorchDispatchMode` inside the `with` block: the cheapest way past one."""
 
 
+_OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED", "Failed to CUDA calloc")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether `error` says that memory ran out, on the device, on the host or inside cuBLAS or NCCL."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
+        isinstance(error, RuntimeError) and any(sign in str(error) for sign in _OUT_OF_MEMORY)
+    )
+
+
 def address(tensor: Tensor) -> int:
     """The address of a tensor's storage, its own while it lives."""
     return tensor.untyped_storage()._cdata

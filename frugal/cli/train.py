@@ -42,7 +42,7 @@ from frugal.launch.ssh import Access
 from frugal.planning.plan import Plan
 from frugal.report import after_run
 from frugal.training.checkpoint import manifest
-from frugal.training.checkpoint.run_folder import in_use
+from frugal.training.checkpoint.run_folder import holds_a_run
 from frugal.training.reports import hub, trackers
 from frugal.training.run import run
 
@@ -144,7 +144,7 @@ def _job(values: dict[str, Any], ranks: int | None) -> _Job:
             raise CheckpointError(f"there is no checkpoint in {settings.checkpoints}", hint="start without --resume")
         settings = run_settings(values, earlier_settings(settings.out) | file.train)
     elif newest is not None:
-        raise in_use(settings, newest)
+        raise holds_a_run(settings, newest)
     hostfile = Path(path) if path else None
     return _Job(values=values, file=file, ranks=ranks, settings=settings, how=how, hostfile=hostfile, hosts=hosts)
 

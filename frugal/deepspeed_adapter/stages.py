@@ -190,11 +190,9 @@ class Zero(ABC):
         return False
 
     def put_counters(self, counters: dict[str, Any], scaler: dict[str, Any]) -> None:
-        """What the engine counts, its learning rate's schedule, and what it keeps of fp16's loss scale."""
+        """Put back what the engine counts, and the state of fp16's loss scale."""
         for name in _COUNTERS:
             put(self.engine, name, counters[name])
-        if self.engine.lr_scheduler is not None and counters["lr_scheduler"] is not None:
-            self.engine.lr_scheduler.load_state_dict(counters["lr_scheduler"])
         if self.strategy.zero_stage:
             for name, value in scaler.items():
                 put(self.optimizer, name, value)
@@ -416,10 +414,12 @@ class Zero3(Zero):
     def opened(self) -> Iterator[None]:
         optimizer = self.optimizer
         optimizer.checkpoint_event_prologue()
-        yield
-        if optimizer.persistent_parameters:
-            optimizer.persistent_parameters[0].partition(optimizer.persistent_parameters)
-        optimizer.checkpoint_event_epilogue()
+        try:
+            yield
+        finally:  # all ranks come here together, also with an error
+            if optimizer.persistent_parameters:
+                optimizer.persistent_parameters[0].partition(optimizer.persistent_parameters)
+            optimizer.checkpoint_event_epilogue()
 
     def fill_weights(self, copy: CopyElements) -> None:
         """This rank's parts: rounded from the optimizer's, as in a step; those of frozen parameters are copied."""

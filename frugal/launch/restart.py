@@ -5,7 +5,6 @@ the exit code counts. Not started again: what is done or was told to stop, what 
 what ended at the same step in the same way as the time before.
 """
 
-import os
 import signal
 import time
 from collections.abc import Callable
@@ -21,7 +20,6 @@ from frugal.errors import INTERRUPTED, CheckpointError, RequestError
 from frugal.planning.plan import Plan
 from frugal.report import after_run
 from frugal.report.records import read_history
-from frugal.training.checkpoint.held_folder import HeldFolder
 from frugal.training.checkpoint.manifest import newest_checkpoint
 from frugal.training.checkpoint.run_folder import make_folder
 
@@ -55,20 +53,17 @@ def supervise(
     """
     before: RunEnd | None = None
     make_folder(settings, settings.out)
-    held = HeldFolder(settings, os.open(settings.out, os.O_RDONLY))
     for restart in range(max_restarts + 1):
         began = time.time()
         code, report = start(plan, settings)
-        out = held.look()
-        if out is None:  # it is not made again
+        if not settings.out.is_dir():
             if code and code not in FINAL_CODES:  # otherwise the ranks have said so
-                to_console(f"error: {settings.out}, the run's folder, was deleted: not started again")
+                to_console(f"error: {settings.out}, the run's folder, was deleted or moved: not started again")
                 code = CheckpointError.exit_code
             return code
-        settings = replace(settings, out=out)
         end = judge(code, report, settings)
         if code:
-            after_run.note_end(out, began, end.why or how_it_ended(code, report))
+            after_run.note_end(settings.out, began, end.why or how_it_ended(code, report))
         if end.is_final:
             return end.code
         if stop.requested() is not None:  # before a rank could heed it

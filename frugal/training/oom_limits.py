@@ -17,11 +17,11 @@ from torch import nn
 
 from frugal.errors import OutOfMemoryError
 from frugal.planning.plan import Plan
+from frugal.training.checkpoint.progress import LearntLimits
 from frugal.training.data.batches import MicroBatchLimits
 from frugal.training.models import activation_checkpointing
 from frugal.units import format_bytes, plural
 
-_SIGNS = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED", "Failed to CUDA calloc")
 UPDATE = "the optimizer step"
 _UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 _REQUEST = re.compile(r"[Tt]ried to allocate (\d+(?:\.\d+)?) (bytes|KiB|MiB|GiB|TiB)")
@@ -86,13 +86,6 @@ def recovery(shortage: OutOfMemory | None) -> dict[str, Any]:
     return {"recovery": {"phase": phases or None, "ranks": [report.rank for report in reports]}}
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether `error` says that memory ran out, on the device, on the host or inside cuBLAS or NCCL."""
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
-        isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS)
-    )
-
-
 def report_of(error: BaseException, rank: int) -> OutOfMemoryReport:
     """Return what this rank reports of `error`, before its memory is freed."""
     request = _REQUEST.search(str(error))
@@ -127,31 +120,6 @@ def _where(frames: traceback.StackSummary) -> str:
 
 
 PATIENCE = 100  # optimizer steps
-
-
-@dataclass(frozen=True, kw_only=True)
-class LearntLimits:
-    """What a checkpoint keeps.
-
-    Attributes:
-        planned: the plan's limits; under another plan nothing was learnt.
-        limits: those in force in training.
-        larger: those they were lowered from, the plan's first.
-        evaluation: those in force in evaluation, where memory ran out in it.
-        clean_steps: optimizer steps since they last changed.
-        patience: clean steps until the next larger ones are tried.
-        has_grown: whether the last change was to larger ones.
-        recomputes: whether activation checkpointing was switched on.
-    """
-
-    planned: MicroBatchLimits
-    limits: MicroBatchLimits
-    larger: tuple[MicroBatchLimits, ...] = ()
-    evaluation: MicroBatchLimits | None = None
-    clean_steps: int = 0
-    patience: int = PATIENCE
-    has_grown: bool = False
-    recomputes: bool = False
 
 
 class AdaptiveLimits:

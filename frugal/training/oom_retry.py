@@ -39,7 +39,8 @@ from frugal.deepspeed_adapter.stages import Zero
 from frugal.distributed.exchange import gather
 from frugal.distributed.vote import DifferentError, Vote
 from frugal.errors import RequestError
-from frugal.training.oom_limits import OutOfMemory, OutOfMemoryReport, is_out_of_memory, report_of
+from frugal.torch_internals import is_out_of_memory
+from frugal.training.oom_limits import OutOfMemory, OutOfMemoryReport, report_of
 
 T = TypeVar("T")
 

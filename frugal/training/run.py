@@ -94,9 +94,8 @@ def _watch_peers() -> "PeerWatch":
 def train(plan: Plan, settings: RunSettings, device: "torch.device") -> Path | None:
     """Train on ranks that have joined; the folder of the final model, if there is one. Collective; raises as `run`."""
     with collected_seldom():
-        from frugal.training import loop
-        from frugal.training.checkpoint import final_model, random_state
-        from frugal.training.checkpoint.held_folder import HeldFolder
+        from frugal.training import final_model, loop
+        from frugal.training.checkpoint import random_state
         from frugal.training.engine import initialize
         from frugal.training.extensions.best import Best
         from frugal.training.extensions.callbacks import Callbacks
@@ -104,7 +103,7 @@ def train(plan: Plan, settings: RunSettings, device: "torch.device") -> Path | N
         from frugal.training.measure import memory_watch, tuner
         from frugal.training.measure.run_gauge import RunGauge
         from frugal.training.models.loading import placed
-        from frugal.training.reports import closing, opening
+        from frugal.training.reports import endings, opening
     rank = _check_services(settings)
     metric, callbacks = Metric.load(settings.metric), Callbacks.load(settings.callback)
     settings = run_folder.create(settings)
@@ -116,8 +115,7 @@ def train(plan: Plan, settings: RunSettings, device: "torch.device") -> Path | N
     total_steps = loop.num_steps(batches, settings)
     curve = settings.curve(plan.request.scaled_learning_rate, total_steps)
     # The loop takes the gauge off after two steps; the folder stays ours to the end.
-    with run_folder.locked(settings) if rank == 0 else nullcontext() as descriptor, ExitStack() as measuring:
-        held = HeldFolder(settings, descriptor)
+    with run_folder.locked(settings) if rank == 0 else nullcontext(), ExitStack() as measuring:
         if plan.batch.world_size == 1:  # several have their logs since they joined
             rank_logs.redirect(settings.out, rank)
         gauge = measuring.enter_context(memory_watch.gauge(device))
@@ -129,7 +127,7 @@ def train(plan: Plan, settings: RunSettings, device: "torch.device") -> Path | N
         start, changes = _start(engine, settings, data.provenance, curve, total_steps)
         if rank == 0:
             run_folder.record(plan, settings)
-        with closing.page_afterwards(held, rank), _log(plan, settings, rank, start.step, total_steps) as log:
+        with endings.page_afterwards(settings.out, rank), _log(plan, settings, rank, start.step, total_steps) as log:
             log.start(**opening.record(plan, changes, is_resumed=settings.resume))
             said = opening.lines(plan, settings, data, model, total_steps, start.step, changes)
             for line in (*said, *opening.remarks(plan, data, device, rank)):
@@ -139,23 +137,23 @@ def train(plan: Plan, settings: RunSettings, device: "torch.device") -> Path | N
                 run_gauge = RunGauge(engine)
             else:
                 run_gauge = RunGauge(engine, gauge, measuring)
-            engine.tuner = tuner.tuner_of_run(engine, held, log, total_steps - start.step)
+            engine.tuner = tuner.tuner_of_run(engine, settings, log, total_steps - start.step)
             best = Best(settings, start)
             done = loop.train(
                 engine, batches, data.validation, settings, log,
-                start=start, total_steps=total_steps, gauge=run_gauge, held=held, metric=metric, best=best,
+                start=start, total_steps=total_steps, gauge=run_gauge, metric=metric, best=best,
             )  # fmt: skip
             if best.is_over:
                 log.say(f"step {done.step}/{total_steps}  {best.why_over}")
             if is_done := done.step == total_steps or best.is_over:
-                final_model.finish(engine, held, data, done.step, best, log, metric)
+                final_model.finish(engine, settings, data, done.step, best, log, metric)
                 log.ends("done", best.why_over if best.is_over else "")
             else:
-                saved = f"step {done.step} is saved in {held.settings.checkpoints}"
+                saved = f"step {done.step} is saved in {settings.checkpoints.absolute()}"
                 log.say(f"told to stop: {saved}, continue with --resume")
                 log.ends("stopped")
         engine.destroy()
-    return held.settings.out / "model" if is_done else None
+    return (settings.out / "model").absolute() if is_done else None
 
 
 def _check_services(settings: RunSettings) -> int:
@@ -238,9 +236,9 @@ def _start(
     """Where to begin, and what is not as it was when the run stopped.
 
     Raises:
-        RequestError: it is further than it is to go; and as `loading.load`, `on_data`.
+        RequestError: it is further than it is to go; and as `loading.load`, `resume_checks.on_data`.
     """
-    from frugal.training.checkpoint import loading
+    from frugal.training.checkpoint import loading, resume_checks
     from frugal.training.checkpoint.progress import Progress
 
     if not settings.resume:
@@ -252,8 +250,8 @@ def _start(
             because=f"it was to end at step {total_steps}",
             hint=f"resume with --steps {loaded.progress.step + 1} or more; `frugal export` writes its model",
         )
-    start, data_changes = loading.on_data(loaded.progress, data, settings)
-    start, rate_changes = loading.on_curve(start, curve)
+    start, data_changes = resume_checks.on_data(loaded.progress, data, settings)
+    start, rate_changes = resume_checks.on_curve(start, curve)
     return start, loaded.changes + data_changes + rate_changes
 
 

@@ -143,22 +143,6 @@ def test_without_elastic_a_host_that_is_away_is_waited_for(hosts: Hosts, undistu
 
 
 @pytest.mark.exhaustive
-def test_what_a_lost_host_still_holds_of_the_folder_is_waited_for(hosts: Hosts, undisturbed: list[float]) -> None:
-    """As a cluster's file system keeps the locks of a host that is gone."""
-
-    def lose_rank_0() -> None:
-        kept = hosts.inside("n2", "flock", "-x", hosts.folder / "held", "sleep", "75")
-        subprocess.Popen(kept)  # its turn comes when rank 0 is gone, and before the next one
-        time.sleep(0.2)
-        kill(hosts, "n1")
-
-    code, output, errors = disturbed(hosts, "held", lose_rank_0)
-    assert code == 0, output + errors
-    assert "waiting for held, which another run still holds\n" in errors
-    assert losses(hosts.folder / "held") == undisturbed
-
-
-@pytest.mark.exhaustive
 def test_a_network_that_is_away_for_a_moment_is_waited_out(hosts: Hosts, undisturbed: list[float]) -> None:
     """As long as a switch takes to find its way again."""
 

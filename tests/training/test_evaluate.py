@@ -13,7 +13,7 @@ import torch
 from bench.plans import plan_by_hand
 from bench.ranks import Ranks
 from frugal.errors import RequestError
-from frugal.training.checkpoint import final_model
+from frugal.training import final_model
 from frugal.training.engine import initialize
 from frugal.training.losses.evaluation import Evaluation, evaluate
 from frugal.training.measure.memory_watch import gauge

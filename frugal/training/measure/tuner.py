@@ -43,7 +43,6 @@ from frugal.training.oom_retry import abandon
 from frugal.units import plural
 
 if TYPE_CHECKING:
-    from frugal.training.checkpoint.held_folder import HeldFolder
     from frugal.training.reports.metrics import Log
     from frugal.training.train_step import Stepper
 
@@ -286,12 +285,12 @@ def plan_to_resume(plan: Plan, settings: RunSettings) -> Plan:
     return plan if kept is None else Plan.from_json(kept.encode())
 
 
-def tuner_of_run(engine: "Stepper", held: "HeldFolder", log: "Log", steps_left: int) -> Tuner | None:
+def tuner_of_run(engine: "Stepper", settings: RunSettings, log: "Log", steps_left: int) -> Tuner | None:
     """Return a tuner of the steps to come if --tune asks for it or the run is long enough to gain by it. Collective.
 
     The plan found goes into the run's folder. A run that is resumed before tuning has ended tunes again.
     """
-    plan, asked = engine.plan, held.settings.tune
+    plan, asked = engine.plan, settings.tune
     if asked is False or plan.tuned_from or not (asked or is_worth_it(plan, steps_left)):
         return None
 
@@ -300,9 +299,9 @@ def tuner_of_run(engine: "Stepper", held: "HeldFolder", log: "Log", steps_left: 
         if not log.is_rank_0:
             return
         try:
-            run_folder.write_record(engine.plan, held.settings)
+            run_folder.write_record(engine.plan, settings)
         except OSError as error:
-            because, _ = file_errors.explain(error, held.settings.out)
+            because, _ = file_errors.explain(error, settings.out)
             log.say(f"the tuned plan is not saved, a resumed run tunes again: {because}")
 
     try:

@@ -12,7 +12,6 @@ import pytest
 from bench.plans import plan_by_hand
 from bench.ranks import Ranks
 from frugal.config.adapters import Lora
-from frugal.config.hardware.local_host import available_bytes
 from frugal.config.run_settings import RunSettings
 from frugal.errors import NothingFitsError
 from frugal.planning.memory import breakdown
@@ -69,12 +68,6 @@ def test_each_host_is_held_against_what_its_ranks_will_take(two_ranks: Ranks, tm
     assert "and offloaded states will take" in first
 
 
-def test_what_is_left_is_no_more_than_the_machine_has() -> None:
-    import psutil
-
-    assert 0 < available_bytes() <= psutil.virtual_memory().total
-
-
 def saved(plan: Plan, folder: Path) -> tuple[list[int], int, int]:
     """Bytes of a checkpoint that was really saved, by the rank that wrote them, and parameters; runs on ranks.
 
@@ -103,11 +96,9 @@ IN_BF16 = {"precision": "bf16", "optimizer_states": "bf16"}
     [
         (0, {}),
         (1, {}),
-        (3, {}),
-        (2, {"lora": Lora.parse("r=128")}),
         (3, {"lora": Lora.parse("r=128")}),
         (2, IN_BF16),
-        (3, IN_BF16),
+        pytest.param(3, IN_BF16, marks=pytest.mark.exhaustive),
     ],
 )
 def test_a_saved_checkpoint_is_as_large_as_was_said(

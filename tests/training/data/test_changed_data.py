@@ -10,7 +10,7 @@ import pytest
 
 from frugal.config.run_settings import RunSettings
 from frugal.errors import FrugalError
-from frugal.training.checkpoint import loading
+from frugal.training.checkpoint import resume_checks
 from frugal.training.checkpoint.progress import Progress
 from frugal.training.data import build
 from frugal.training.data import corpus as data
@@ -78,7 +78,7 @@ PROGRESS = Progress(step=40, position=Position(2, 5), data=DATA, seed=1)
 
 def go_on(now: Provenance, *, seed: int = 1, accept: bool = False) -> tuple[Progress, tuple[str, ...]]:
     settings = RunSettings(seed=seed, accept_changed_data=accept, out=Path("run"), resume=True)
-    return loading.on_data(PROGRESS, now, settings)
+    return resume_checks.on_data(PROGRESS, now, settings)
 
 
 def test_changed_data_and_another_seed_are_refused() -> None:
@@ -105,7 +105,7 @@ def test_changed_data_and_another_seed_are_refused() -> None:
 def test_accepted_data_begins_an_epoch() -> None:
     progress, changed = go_on(OTHER, accept=True)
     assert progress == replace(PROGRESS, data=OTHER, position=Position(3, 0))
-    assert loading.describe_changes(changed, 40, Path("run")) == (
+    assert resume_checks.describe_changes(changed, 40, Path("run")) == (
         "resumed at step 40 of run: the data (a.txt has other content; it had 3 documents, 3 samples, 9 tokens, now "
         "it has 3 documents, 3 samples, 10 tokens), which begins with epoch 4; "
         "global batch and learning rate are unchanged"

@@ -18,7 +18,6 @@ from frugal.planning.batch import BatchPlan
 from frugal.planning.plan import Alternative, Plan
 from frugal.training import loop
 from frugal.training.checkpoint import loading, manifest
-from frugal.training.checkpoint.held_folder import HeldFolder
 from frugal.training.checkpoint.progress import Progress
 from frugal.training.data.batches import GlobalBatches
 from frugal.training.engine import Engine, initialize
@@ -206,10 +205,9 @@ def a_run(folder: Path, plan: Plan, **changes: Any) -> dict[str, Any]:
     start = loading.load(engine, settings.checkpoints).progress if settings.resume else Progress(step=0)
     total_steps = loop.num_steps(batches, settings)
     with Log(folder, rank=engine.rank, planned_bytes=1, total_steps=total_steps, first_step=start.step) as log:
-        held = HeldFolder(settings)
-        engine.tuner = tuner.tuner_of_run(engine, held, log, total_steps - start.step)
+        engine.tuner = tuner.tuner_of_run(engine, settings, log, total_steps - start.step)
         was_tuned = engine.tuner is not None
-        loop.train(engine, batches, SAMPLES[:5], settings, log, start=start, total_steps=total_steps, held=held)
+        loop.train(engine, batches, SAMPLES[:5], settings, log, start=start, total_steps=total_steps)
     engine.destroy()
     return {"given": given.digest, "began with": plan.digest, "ended with": engine.plan.digest, "was tuned": was_tuned}
 
