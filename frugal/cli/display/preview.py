@@ -58,10 +58,9 @@ def _lines(request: Request, settings: RunSettings, number: int, *, with_colour:
     """What is known of the data, and the first samples of the first epoch."""
     from frugal.distributed.env import silence_libraries
     from frugal.training.data.batches import GlobalBatches  # torch takes seconds
-    from frugal.training.data.corpus import read_training_data
+    from frugal.training.data.corpus import first_samples, read_training_data
     from frugal.training.data.mixture import Mixture
     from frugal.training.data.sources import names_of
-    from frugal.training.data.stream.run_data import first_samples
 
     silence_libraries()
     if settings.stream:

@@ -23,23 +23,8 @@ from numpy.typing import NDArray
 
 from frugal.config.run_settings import Format
 from frugal.errors import RequestError
-from frugal.training.data.long_text import LongText
-from frugal.training.data.rows import BadRow, type_in_words
+from frugal.training.data.rows import NEEDED, BadRow, type_in_words
 from frugal.training.models.tiled_loss import IGNORED
-
-_NEEDED: dict[Format, tuple[str, ...]] = {
-    "messages": ("messages",),
-    "conversations": ("conversations",),
-    "prompt-completion": ("prompt", "completion"),
-    "instruction": ("instruction", "output"),
-    "tokens": ("input_ids",),
-}
-_BESIDE = (
-    "tools", "system", "input", "labels", "attention_mask", "completion_mask", "assistant_masks",
-    "chat_template_kwargs",
-)  # fmt: skip
-COLUMNS = frozenset((*(column for columns in _NEEDED.values() for column in columns), *_BESIDE))
-"""That any format reads."""
 
 
 @dataclass(frozen=True)
@@ -98,16 +83,16 @@ def recognised(columns: Sequence[str], text_column: str, source: str, asked: For
         RequestError: they fit several, or not the one asked for.
     """
     if asked is not None:
-        missing = [column for column in _NEEDED.get(asked, (text_column,)) if column not in columns]
+        missing = [column for column in NEEDED.get(asked, (text_column,)) if column not in columns]
         if missing and asked != "text":  # for text there is a flag that names the column
             raise RequestError(
                 f"{source} has no column `{missing[0]}`",
-                because=[f"--format {asked} reads {' and '.join(_NEEDED[asked])}", f"its columns are {_list(columns)}"],
+                because=[f"--format {asked} reads {' and '.join(NEEDED[asked])}", f"its columns are {_list(columns)}"],
             )
         return asked
     if text_column != "text" and text_column in columns:  # it was asked for
         return "text"
-    fitting = [name for name, needed in _NEEDED.items() if set(needed) <= set(columns)]
+    fitting = [name for name, needed in NEEDED.items() if set(needed) <= set(columns)]
     fitting += ["text"] * (text_column in columns)
     if len(fitting) > 1:
         raise RequestError(
@@ -143,19 +128,24 @@ class _WrongError(Exception):
 
 def _text(row: Mapping[str, Any], column: str) -> str:
     value = row.get(column)
-    if isinstance(value, LongText):
-        value = "".join(value.take())
     if not isinstance(value, str):
         raise _WrongError(f"no `{column}`" if column not in row else f"`{column}` is {type_in_words(value)}, not text")
     return _checked(value, f"`{column}`")
 
 
 def _checked(text: str, where: str) -> str:
+    if not is_utf_8(text):
+        raise _WrongError(f"{where} is not UTF-8 text")
+    return text
+
+
+def is_utf_8(text: str) -> bool:
+    """Return whether a text has no half of a pair of surrogates."""
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise _WrongError(f"{where} is not UTF-8 text") from None
-    return text
+        return False
+    return True
 
 
 _WITH_INPUT = (

@@ -2,9 +2,10 @@
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
+import pyarrow as pa  # type: ignore[import-untyped]  # it has no type hints
 from numpy.typing import NDArray
 
 from frugal.training.data.store import packing
@@ -28,7 +29,6 @@ class ArrowSamples(Sequence[Sample]):
     """
 
     def __init__(self, path: Path, fingerprint: str) -> None:
-        import pyarrow as pa  # type: ignore[import-untyped]  # it has no type hints
 
         table = pa.ipc.open_stream(pa.memory_map(str(path))).read_all()
         self.fingerprint = fingerprint
@@ -79,28 +79,35 @@ def _trained(stretches: NDArray[np.int32]) -> NDArray[np.bool_]:
 
 
 class ArrowWriter:
-    """Appends samples to an Arrow stream, which `datasets` can open too."""
+    """Appends samples to an Arrow stream, which `datasets` can open too; in packs of `packs_of` tokens if given."""
 
-    def __init__(self, path: Path, task: str, *, packed: bool = False) -> None:
-        import pyarrow as pa
+    def __init__(self, path: Path, task: str, packs_of: int | None = None) -> None:
 
         tokens = pa.list_(pa.int32())
-        own: dict[str, Any] = {"seq2seq": {"labels": tokens}, "sequence-classification": {"label": pa.int64()}}.get(
-            task, {}
-        )
-        own |= {"documents": tokens} if packed else {}
-        own |= {"stretches": tokens} if task == "causal-lm" else {}
-        self._schema = pa.schema({"input_ids": tokens, **own, "length": pa.int32()})
+        names = {"seq2seq": ["labels"], "causal-lm": ["documents"] * (packs_of is not None) + ["stretches"]}
+        fields = {"input_ids": tokens, **dict.fromkeys(names.get(task, ()), tokens)}
+        fields |= {"label": pa.int64()} if task == "sequence-classification" else {}
+        self._schema = pa.schema({**fields, "length": pa.int32()})
         self._file = pa.OSFile(str(path), "wb")
         self._stream = pa.ipc.new_stream(self._file, self._schema)
+        self._packer = None if packs_of is None else packing.Packer(packs_of)
         self._pending: list[dict[str, Any]] = []
         self._pending_tokens = 0
         self.num_samples = 0
         self.num_tokens = 0
 
     def write(self, samples: Iterable[dict[str, Any]]) -> int:
-        """Append samples, which are in the file when the `with` block ends; how many they are."""
-        before = self.num_samples
+        """Append samples, which are in the file when the `with` block ends. Return how many they are before packing."""
+        number = 0
+        for sample in samples:
+            number += 1
+            if self._packer is None:
+                self._append([sample])
+            else:
+                self._append(self._packer.add(sample["input_ids"], sample.get("trained")))
+        return number
+
+    def _append(self, samples: Iterable[dict[str, Any]]) -> None:
         for sample in samples:
             self._pending.append(sample)
             self._pending_tokens += sample["length"]
@@ -108,10 +115,8 @@ class ArrowWriter:
             self.num_tokens += len(sample["input_ids"])
             if len(self._pending) >= 1000 or self._pending_tokens >= _FLUSH_TOKENS:
                 self._flush()
-        return self.num_samples - before
 
     def _flush(self) -> None:
-        import pyarrow as pa
 
         for sample in self._pending:
             sample["stretches"] = _stretches(sample.get("trained"))
@@ -122,32 +127,13 @@ class ArrowWriter:
         self._pending.clear()
         self._pending_tokens = 0
 
-    def __enter__(self) -> "ArrowWriter":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
         with self._file:
-            if kind is None and self._pending:
-                self._flush()
+            if kind is None:
+                self._append(self._packer.flush() if self._packer is not None else ())
+                if self._pending:
+                    self._flush()
             self._stream.close()
-
-
-class PackingWriter(ArrowWriter):
-    """Writes packs of the samples it is given."""
-
-    def __init__(self, path: Path, task: str, seq_len: int) -> None:
-        super().__init__(path, task, packed=True)
-        self._packer = packing.Packer(seq_len)
-
-    def write(self, samples: Iterable[dict[str, Any]]) -> int:
-        """Append samples in packs; how many they are before that."""
-        number = 0
-        for sample in samples:
-            super().write(self._packer.add(sample["input_ids"], sample.get("trained")))
-            number += 1
-        return number
-
-    def __exit__(self, kind: object, *rest: object) -> None:
-        if kind is None:
-            super().write(self._packer.flush())
-        super().__exit__(kind, *rest)
