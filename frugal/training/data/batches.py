@@ -164,7 +164,7 @@ class GlobalBatches:
         return position
 
     def steps(self, epochs: int) -> int:
-        """Return the number of batches until every sample was drawn `epochs` times. Tokens are counted in that order."""
+        """Return the number of batches until every sample was drawn `epochs` times. Tokens are counted in order."""
         draws = epochs * len(self.dataset)
         if self.global_batch is not None:
             return -(-draws // self.global_batch)
@@ -314,7 +314,7 @@ class MicroBatchLimits:
         )
 
     def halved(self, largest: int) -> "MicroBatchLimits | None":
-        """Return limits that cut a micro-batch of `largest` samples of full length in two; None where nothing can be cut.
+        """Return limits that cut a micro-batch of `largest` samples of full length in two; None where none does.
 
         Where one sample of full length is the limit, several short ones may have taken its place: they do no more.
         """

@@ -85,7 +85,7 @@ class Corpus:
         folder: the entry of the cache with the samples; empty for several.
     """
 
-    train: ArrowSamples | Mixture
+    train: ArrowSamples | Mixture | SamplesInMemory
     validation: ArrowSamples | Mixture | None
     report: BuildReport
     provenance: Provenance
@@ -334,15 +334,6 @@ def open_stream(
     return stream, Provenance.of(fingerprints, options, whole)
 
 
-def first_samples(request: Request, settings: RunSettings) -> tuple[tuple[Any, str], SamplesInMemory, BuildReport]:
-    """Return the tokenizer, its name in words, and the first samples of a stream. Raises as `read_samples`."""
-    spec = resolve.resolve_request(request)
-    seq_len = min(request.seq_len, spec.max_positions or request.seq_len)
-    tokenizer, words = tokenizer_for(spec, settings)
-    stream, _ = open_stream(spec, tokenizer, seq_len, bool(request.pack), settings)
-    return (tokenizer, words), *stream.first(FIRST_ROWS)
-
-
 Loaded = dict[str, list[Corpus]]
 """What was loaded for `TRAINING` (one for each source with a weight), `VALIDATION` and `TEST`."""
 
@@ -472,18 +463,25 @@ def lengths_of(request: Request, settings: RunSettings) -> Lengths:
 
     Raises: as `read_samples`.
     """
-    if settings.stream:
-        _, samples, _ = first_samples(request, settings)
-        return histogram(samples.lengths, names_of(settings.data), [f"the first {FIRST_ROWS:,} rows of the stream"])
     _, corpus = read_training_data(request, settings)
-    return lengths_of_corpus(corpus, names_of(settings.data), corpus.report.left_out(settings.too_long))
+    notes = [f"the first {FIRST_ROWS:,} rows of the stream"]
+    if not settings.stream:
+        notes = corpus.report.left_out(settings.too_long)
+    return lengths_of_corpus(corpus, names_of(settings.data), notes)
 
 
 def read_training_data(request: Request, settings: RunSettings) -> tuple[tuple[Any, str], Corpus]:
-    """Return the tokenizer, what it is in words, and what a plan for `request` trains on. Raises as `read_samples`."""
+    """Return the tokenizer, its name in words, and what a plan for `request` trains on; of a stream the first samples.
+
+    Raises: as `read_samples`.
+    """
     spec = resolve.resolve_request(request)
     seq_len = min(request.seq_len, spec.max_positions or request.seq_len)
     tokenizer, words = tokenizer_for(spec, settings)
+    if settings.stream:
+        stream, provenance = open_stream(spec, tokenizer, seq_len, bool(request.pack), settings)
+        samples, report = stream.first(FIRST_ROWS)
+        return (tokenizer, words), Corpus(train=samples, validation=None, report=report, provenance=provenance)
     loaded = _load(spec, tokenizer, seq_len, bool(request.pack), settings, _EVERYTHING)
     return (tokenizer, words), _joined(loaded[TRAINING], settings)
 
@@ -495,13 +493,12 @@ MOST_LENGTHS = 100_000_000
 def lengths_of_corpus(corpus: Corpus, name: str, notes: Sequence[str]) -> Lengths:
     """Return the lengths of the training samples; `name` and `notes` say where they are from."""
     drawn = epoch_indices(corpus.train)
-    lengths, counted_tokens = corpus.train.lengths[drawn], corpus.train.counted_tokens[drawn]
+    lengths = corpus.train.lengths[drawn]
+    counted_tokens = getattr(corpus.train, "counted_tokens", corpus.train.lengths)[drawn]
     counted = histogram(lengths, name, notes)
-    return (
-        counted
-        if np.array_equal(counted_tokens, lengths)
-        else replace(counted, counted_mean=float(counted_tokens.mean()))
-    )
+    if np.array_equal(counted_tokens, lengths):
+        return counted
+    return replace(counted, counted_mean=float(counted_tokens.mean()))
 
 
 def histogram(lengths: NDArray[Any], name: str, notes: Sequence[str]) -> Lengths:

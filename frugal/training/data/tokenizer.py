@@ -21,7 +21,7 @@ _SPECIAL = ("<pad>", "<eos>", "<bos>", "<mask>")  # ids 0 to 3; byte b has the i
 
 
 def load_tokenizer(reference: str = BYTE) -> Any:
-    """The tokenizer that `reference` names: `byte`, a folder with a tokenizer, or a hub name.
+    """Return the tokenizer that `reference` names: `byte`, a folder with a tokenizer, or a hub name.
 
     Raises:
         RequestError: there is none.
@@ -48,7 +48,7 @@ def load_tokenizer(reference: str = BYTE) -> Any:
 
 
 def load_for(spec: ModelSpec, asked: str | None) -> tuple[Any, str]:
-    """The tokenizer to train `spec` with, and what it is, in words: the one asked for, or else the model's own.
+    """Return the tokenizer to train `spec` with, and its name in words: the one asked for, or the model's own.
 
     Only random weights are trained on bytes unasked: a pretrained model knows its own tokens alone.
 
@@ -73,7 +73,7 @@ def load_for(spec: ModelSpec, asked: str | None) -> tuple[Any, str]:
 
 @functools.cache
 def byte_tokenizer() -> Any:
-    """One token a byte of UTF-8, after four special ones: 260 tokens. Text that looks like a special token is text.
+    """Return a tokenizer with one token a byte of UTF-8, after four special ones: 260 tokens. All text is text.
 
     A transformers tokenizer: `save_pretrained` writes a folder that `AutoTokenizer` loads.
     """
@@ -92,7 +92,7 @@ def byte_tokenizer() -> Any:
 
 
 def _byte_characters() -> list[str]:
-    """The character that stands for each byte in a byte-level vocabulary: itself where printable, else from U+0100."""
+    """Return the character for each byte in a byte-level vocabulary: itself where printable, else from U+0100."""
     printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     others = [byte for byte in range(256) if byte not in printable]
     return [chr(byte) if byte in printable else chr(256 + others.index(byte)) for byte in range(256)]
@@ -149,7 +149,7 @@ def cut(encode: Callable[[list[str]], list[NDArray[np.int32]]], text: str) -> It
 
 
 def fingerprint(tokenizer: Any) -> str:
-    """SHA-256 of what the tokenizer makes of texts."""
+    """Return the SHA-256 of the rules by which the tokenizer encodes texts."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     rules = {"vocabulary": sorted(tokenizer.get_vocab().items())} if backend is None else json.loads(backend.to_str())
     text = json.dumps({name: rule for name, rule in rules.items() if name not in ("padding", "truncation")})  # per call

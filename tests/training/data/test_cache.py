@@ -64,7 +64,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
     "a bit of validation": (lambda folder: turned(folder / "validation.arrow", 0.5), "validation.arrow has other"),
     "half of a file": (lambda folder: os.truncate(folder / "train.arrow", 1000), "train.arrow has 1,000 of "),
     "an empty file": (lambda folder: os.truncate(folder / "train.arrow", 0), "train.arrow has 0 of "),
-    "a file is gone": (lambda folder: (folder / "validation.arrow").unlink(), "No such file or directory"),
+    "a file is gone": (lambda folder: (folder / "validation.arrow").unlink(), "validation.arrow cannot be read"),
     "a file is a pipe": (lambda folder: replaced_by_a_pipe(folder / "train.arrow"), "train.arrow has 0 of "),
     "a bit of the report": (lambda folder: turned(folder / cache.RECORD, 0.5), cache.RECORD),
     "half of the report": (lambda folder: os.truncate(folder / cache.RECORD, 100), cache.RECORD),
@@ -105,16 +105,6 @@ def test_a_file_in_the_place_of_the_folder(stored: Path, load: Load) -> None:
     assert stored.is_dir()
 
 
-def test_blocks_are_checked_to_the_last(stored: Path, load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache, "BLOCK_BYTES", 1000)
-    removed(stored)
-    load("a.jsonl", validation_fraction=0.1)
-    size = (stored / "train.arrow").stat().st_size
-    turned(stored / "train.arrow", 1 - 1 / size)
-    with pytest.raises(cache.DamagedError, match=f"to {size:,}$"):
-        cache.read(stored, all_bytes=True)
-
-
 def test_several_that_notice_the_same_damage_at_once_do_not_disturb_each_other(
     stored: Path, load: Load, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -123,17 +113,8 @@ def test_several_that_notice_the_same_damage_at_once_do_not_disturb_each_other(
         with ThreadPoolExecutor(4) as pool:
             corpora = list(pool.map(lambda _: load("a.jsonl", validation_fraction=0.1), range(4)))
         assert all(texts(each) == texts(corpora[0]) for each in corpora)
-        cache.read(stored, all_bytes=True)
+        cache.read(stored)
         assert list(stored.parent.iterdir()) == [stored]
-
-
-def test_one_that_was_made_by_another_in_the_meantime_stays(stored: Path, load: Load) -> None:
-    turned(stored / "train.arrow", 0.5)
-    seen = cache.identity(stored)
-    load("a.jsonl", validation_fraction=0.1)
-    made = cache.identity(stored)
-    cache.build(stored, lambda folder: cache.read(stored, all_bytes=True).report, damaged=seen)
-    assert cache.identity(stored) == made != seen
 
 
 BUILDER = """
@@ -146,7 +127,7 @@ def write(folder):
     print(folder.name, flush=True)
     time.sleep(1000)
 
-cache.build(Path(sys.argv[1]), write)
+cache.read_or_build(Path(sys.argv[1]), write)
 """
 
 
@@ -158,7 +139,7 @@ def building(folder: Path) -> Iterator[tuple["subprocess.Popen[str]", Path]]:
         try:
             assert process.stdout is not None
             unfinished = folder.parent / process.stdout.readline().strip()
-            before = time.time() - 1000
+            before = time.time() - 10_000
             for path in (*unfinished.iterdir(), unfinished):
                 os.utime(path, (before, before))
             yield process, unfinished
@@ -168,12 +149,14 @@ def building(folder: Path) -> Iterator[tuple["subprocess.Popen[str]", Path]]:
 
 def test_what_a_killed_builder_leaves_is_not_taken_for_whole_and_is_removed(stored: Path, load: Load) -> None:
     with building(stored.with_name("other")) as (process, unfinished):
+        os.utime(unfinished)
         load("a.jsonl")
-        assert unfinished.exists()  # it is at work
+        assert unfinished.exists()  # it may be at work
         process.send_signal(signal.SIGKILL)
         process.wait(WAIT_SECONDS)
         with pytest.raises(FileNotFoundError):
-            cache.read(stored.with_name("other"), all_bytes=True)
+            cache.read(stored.with_name("other"))
+        os.utime(unfinished, (1, 1))
         load("a.jsonl", seq_len=32)
         assert not unfinished.exists()
 
@@ -223,9 +206,9 @@ def test_without_a_cache_folder_a_temporary_one_is_used_and_said_once(
             "; a temporary folder is used"
         )
         (kept,) = (tmp_path / "tmp").glob("frugal-*/data/*")
-        made = cache.identity(kept)
+        made = kept.stat().st_ino
         load_for_user("a.jsonl")
-        assert cache.identity(kept) == made
+        assert kept.stat().st_ino == made
 
 
 UNREADABLE = """

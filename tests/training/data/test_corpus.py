@@ -60,7 +60,7 @@ def test_names_that_are_no_utf_8_are_told_as_bytes(load: Load, tmp_path: Path) -
     (tmp_path / "texts" / os.fsdecode(b"caf\xe9.txt")).write_bytes(b"\xff")
     (tmp_path / "texts" / "good.txt").write_text("good")
     corpus = load("texts", skip_bad_rows=True)
-    assert corpus.report.first_bad == ("texts/caf\\xe9.txt:1: not UTF-8 text",)
+    assert corpus.report.first_bad == ["texts/caf\\xe9.txt:1: not UTF-8 text"]
     assert list(corpus.provenance.files) == ["texts/caf\\xe9.txt", "texts/good.txt"]
     assert msgspec.json.decode(msgspec.json.encode(corpus.provenance), type=Provenance) == corpus.provenance
 
@@ -164,7 +164,7 @@ def test_numbers_of_named_classes_stand_for_themselves(load: Load, tmp_path: Pat
     rows = datasets.Dataset.from_list([{"text": "x", "label": 1}], features=features)
     rows.save_to_disk(str(tmp_path / "saved"))
     report = load("saved", task="sequence-classification").report
-    assert (report.label_names, report.num_labels) == (("no", "yes", "maybe"), 3)
+    assert (report.label_names, report.num_labels) == (["no", "yes", "maybe"], 3)
     corpus = load("saved", task="sequence-classification", label_names=report.label_names)
     assert [sample["label"] for sample in corpus.train] == [1]
 

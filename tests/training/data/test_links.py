@@ -8,7 +8,7 @@ import pytest
 
 from frugal.training.data.rows import Columns
 from frugal.training.data.sources import find_sources
-from frugal.training.data.stream.shards import find_streams
+from frugal.training.data.stream.samples import find_streams
 
 
 def tree(folder: Path) -> Path:
@@ -75,7 +75,7 @@ def test_a_file_that_is_listed_twice_is_read_twice_and_said(tmp_path: Path, capl
     assert len(find_sources(names)) == 5
     said = f"1 file is named several times, such as {place}/a.jsonl: each is read as often as it is named"
     assert caplog.text.count(said) == 1
-    find_streams(names, Columns(), None)
+    find_streams(names, Columns())
     assert caplog.text.count(said) == 2
 
 

@@ -1,4 +1,4 @@
-"""What a row is, by its columns: a chat, a prompt with its completion, an instruction, tokens, or running text.
+"""Rows by their columns: a chat, a prompt with its completion, an instruction, tokens, or running text.
 
 Rows of the first four become a `Chat`, a `Prompted` or a `TokenIds`: one sample each, never cut into windows.
 
@@ -29,9 +29,9 @@ from frugal.training.models.tiled_loss import IGNORED
 
 @dataclass(frozen=True)
 class Chat:
-    """Messages for a template. `trained` are the numbers of the assistant's turns that are learned.
+    """Messages for a template. `trained` are the numbers of the assistant's turns that are trained on.
 
-    `num_prompt`: of a prompt and its completion, how many messages are the prompt; all after them is learned.
+    `num_prompt`: of a prompt and its completion, how many messages are the prompt; all after them is trained on.
     """
 
     messages: list[dict[str, Any]]
@@ -42,7 +42,7 @@ class Chat:
 
     @property
     def size(self) -> int:
-        """Characters."""
+        """Return the number of characters."""
         return sum(len(message.get("content", "")) for message in self.messages)
 
 
@@ -55,7 +55,7 @@ class Prompted:
 
     @property
     def size(self) -> int:
-        """Characters."""
+        """Return the number of characters."""
         return len(self.prompt) + len(self.completion)
 
 
@@ -68,7 +68,7 @@ class TokenIds:
 
     @property
     def size(self) -> int:
-        """Tokens."""
+        """Return the number of tokens."""
         return len(self.ids)
 
 
@@ -77,7 +77,7 @@ Whole = Chat | Prompted | TokenIds
 
 
 def recognised(columns: Sequence[str], text_column: str, source: str, asked: Format | None) -> Format | None:
-    """The format of a source's rows; None where they have no column that is known.
+    """Return the format of a source's rows; None where they have no column that is known.
 
     Raises:
         RequestError: they fit several, or not the one asked for.
@@ -108,7 +108,7 @@ def _list(columns: Sequence[str]) -> str:
 
 
 def read(row: Mapping[str, Any], kind: Format) -> Whole | BadRow:
-    """A row of such a format."""
+    """Return what a row of this format has, or why it cannot be read."""
     assert kind in get_args(Format) and kind != "text"
     try:
         if kind == "tokens":
@@ -123,7 +123,7 @@ def read(row: Mapping[str, Any], kind: Format) -> Whole | BadRow:
 
 
 class _WrongError(Exception):
-    """A row is not what its format says, and why."""
+    """A row does not fit its format, and why."""
 
 
 def _text(row: Mapping[str, Any], column: str) -> str:
@@ -159,7 +159,7 @@ _WITHOUT_INPUT = (
 
 
 def _instruction(row: Mapping[str, Any]) -> Prompted:
-    """In the words of https://github.com/tatsu-lab/stanford_alpaca, README, "Data Release"."""
+    """Return the prompt in the words of https://github.com/tatsu-lab/stanford_alpaca, README, "Data Release"."""
     instruction, output = _text(row, "instruction"), _text(row, "output")
     more = _text(row, "input") if row.get("input") is not None else ""
     return Prompted(_WITH_INPUT.format(instruction, more) if more else _WITHOUT_INPUT.format(instruction), output)
@@ -202,7 +202,7 @@ def _messages(row: Mapping[str, Any], column: str) -> list[dict[str, Any]]:
 
 
 def _message(message: Any, number: int) -> dict[str, Any]:
-    """A message with `role` and, where it has one, a `content` of text; what else it has goes to the template."""
+    """Return a message with `role` and, where it has one, a `content` of text; the rest goes to the template."""
     if not isinstance(message, dict):
         raise _WrongError(f"message {number} is {type_in_words(message)}, not an object")
     kept = {name: value for name, value in message.items() if value is not None}
@@ -225,7 +225,7 @@ def _message(message: Any, number: int) -> dict[str, Any]:
 
 
 def _content(value: Any, number: int) -> str:
-    """Text, also in parts."""
+    """Return the text, which may come in parts."""
     parts = value if isinstance(value, list) else [value]
     texts = []
     for part in parts:
@@ -242,7 +242,7 @@ def _content(value: Any, number: int) -> str:
 
 
 def _tool_call(call: Any, number: int) -> dict[str, Any]:
-    """A call whose arguments are an object, as templates expect them; OpenAI writes that object as text."""
+    """Return a call whose arguments are an object, as templates expect; OpenAI writes that object as text."""
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise _WrongError(f"message {number} has a tool call without a name")
@@ -319,7 +319,7 @@ def _integers(row: Mapping[str, Any], column: str, length: int | None = None) ->
 
 
 def why_masked(row: Whole) -> str:
-    """What to say of a row without a token to train on."""
+    """Return why a row has no token to train on."""
     if isinstance(row, TokenIds):
         return "every label is -100" if len(row.ids) > 1 else "it is one token"
     if isinstance(row, Prompted):

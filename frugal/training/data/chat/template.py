@@ -58,10 +58,10 @@ BUILT_IN = {"chatml": CHATML, "llama3": LLAMA3}
 _FIRST_TOKEN = {"chatml": "<|im_start|>", "llama3": "<|start_header_id|>"}
 
 DATE = "26 Jul 2024"
-"""What Llama 3.1's template says where it is not told the day: the same samples today and tomorrow."""
+"""The date that Llama 3.1's template writes where none is given: the same samples today and tomorrow."""
 
 MOST_BYTES = 1 << 20
-"""Of a file with a template; the longest that models come with have some 10 KiB."""
+"""The longest file with a template that is read; the longest that models come with have some 10 KiB."""
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
@@ -70,7 +70,7 @@ _MARKER = re.compile(r"<\|\w+\|>")
 
 
 def read_template(reference: str) -> str:
-    """The text of the template that `reference` names: a built-in one, or a file.
+    """Return the text of the template that `reference` names: a built-in one, or a file.
 
     Raises:
         RequestError: the file cannot be read, or is no Jinja template.
@@ -90,7 +90,7 @@ def read_template(reference: str) -> str:
 
 
 def missing_tokens(tokenizer: Any) -> list[str]:
-    """What the tokenizer's template writes around turns as one token each, and its vocabulary does not have."""
+    """Return the marks around turns in the tokenizer's template that its vocabulary does not have as tokens."""
     vocabulary = tokenizer.get_vocab()
     return [token for token in dict.fromkeys(_MARKER.findall(tokenizer.chat_template)) if token not in vocabulary]
 
@@ -182,7 +182,7 @@ _FAMILIES = (
 
 @cache
 def marked(template: str) -> tuple[Family, str] | None:
-    """The family of a template, and the template with marks; None where it has some, or is of no family."""
+    """Return the family of a template, and the template with marks; None where it has some, or is of no family."""
     for family in _FAMILIES:
         text = template
         for pattern, replacement in family.edits:
@@ -195,7 +195,7 @@ def marked(template: str) -> tuple[Family, str] | None:
 
 
 def are_complete(family: Family, messages: list[dict[str, Any]]) -> bool:
-    """Whether all that the assistant writes in these messages is marked."""
+    """Return whether all that the assistant writes in these messages is marked."""
     return family.marks_calls or not any(_calls(message) for message in messages)
 
 

@@ -247,7 +247,7 @@ def test_a_chat_that_is_too_long_is_refused_cut_or_left_out(load_rows: Any) -> N
     rows = [{"messages": CHAT}, {"messages": [USER, ANSWER]}]
     long = len(load_rows(*rows).train[0]["input_ids"])
     assert refusal(lambda: load_rows(*rows, seq_len=long - 1)) == (
-        "1 of 2 samples are longer than --seq-len\n"
+        "1 sample is longer than --seq-len\n"
         f"  because the longest, a.jsonl:1, has {long} tokens with special ones, --seq-len is {long - 1}\n"
         "\n"
         f"hint: use --seq-len {long}, or --too-long truncate, or --too-long skip"

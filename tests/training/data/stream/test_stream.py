@@ -1,6 +1,7 @@
 """A stream has the samples that data on disk has, in the order of `datasets`, and goes on where it stopped."""
 
 import json
+import pickle
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -13,9 +14,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from frugal.config.run_settings import RunSettings
+from frugal.training.data import corpus
 from frugal.training.data.batches import GlobalBatch, Position
 from frugal.training.data.chat.template import CHATML
-from frugal.training.data.stream import run_data, shards
+from frugal.training.data.stream import samples as shards
 from frugal.training.data.stream.samples import SampleStream, StreamBatches
 from frugal.training.data.tokenizer import byte_tokenizer
 from frugal.training.models.spec import ModelSpec
@@ -48,7 +50,7 @@ def chats(number: int, word: str = "row") -> list[dict[str, Any]]:
 def stream_of(*data: str, pack: bool = False, seq_len: int = 256, task: str = "causal-lm", **more: Any) -> SampleStream:
     settings = RunSettings(**{"data": data, "stream": True, "steps": 1, "validation_fraction": 0.0, **more})
     spec = ModelSpec(reference="test", kind_of_reference="preset", task=task, max_positions=None, vocab_size=None)
-    return run_data.open_stream(spec, tokenizer(), seq_len, pack, settings)[0]
+    return corpus.open_stream(spec, tokenizer(), seq_len, pack, settings)[0]
 
 
 def samples_of_epochs(stream: SampleStream, number: int) -> Iterator[dict[str, Any]]:
@@ -209,10 +211,8 @@ def test_going_on_reads_one_block_again_and_no_shard_before_it(folder: Path, mon
     stream = stream_of("chats.jsonl", shuffle_buffer=4)
     *_, last = islice(batches_of(stream, global_batch=5).iterate(Position()), 8)
     read: list[str] = []
-    row_of = shards.row_of
-    monkeypatch.setattr(
-        shards, "row_of", lambda example, columns: read.append(example["where"]) or row_of(example, columns)
-    )
+    loads = pickle.loads
+    monkeypatch.setattr(shards.pickle, "loads", lambda row: read.append(row) or loads(row))
     next(batches_of(stream, global_batch=5).iterate(last.end))
     assert len(read) <= 5 + 2 * 4
 
@@ -227,7 +227,7 @@ def test_a_batch_of_tokens_holds_whole_samples_and_no_more(folder: Path) -> None
 
 def test_held_out_rows_are_never_trained_on(folder: Path) -> None:
     stream = stream_of("chats.jsonl", validation_fraction=0.2, validation_samples=4, shuffle_buffer=1)
-    held = texts(stream.of_examples(list(shards.held_out(stream.rows.sources[0].shards[0]))))
+    held = texts(list(stream.held_out()))
     trained = texts(list(samples_of_epochs(stream, 2)))
     everything = by_template(chats(NUM_ROWS))
     assert held == everything[0:20:5]
