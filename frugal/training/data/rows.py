@@ -117,11 +117,11 @@ def shown(path: str | Path) -> str:
     return fsencode(path).decode("utf-8", "backslashreplace")
 
 
-_PART_OF_MEMORY = 16  # decoded and tokenised, a text takes up to 13 times its bytes
+_PART_OF_MEMORY = 256
+"""A line may take this part of the free memory: what a tokenizer makes of it takes up to 165 times its bytes."""
 
 
-def most_bytes() -> int:
-    """Return how many bytes of a file may be in memory at once."""
+def _most_bytes() -> int:
     return available_bytes() // _PART_OF_MEMORY
 
 
@@ -141,7 +141,7 @@ def _lines(path: Path, begin: int, end: int, least_bytes: int) -> Iterator[tuple
 
     Where the file is not read from its beginning, lines are counted from a byte that the name has.
     """
-    name, most, place, line = shown(path), most_bytes(), begin, 1
+    name, most, place, line = shown(path), _most_bytes(), begin, 1
     with path.open("rb") as file:
         if begin:  # the line that begins before it is another part's
             file.seek(begin - 1)
@@ -176,7 +176,7 @@ def _read_jsonl(path: Path, begin: int, end: int) -> Iterator[Row]:
 
 def _read_json(path: Path) -> Iterator[Row]:
     """Yield the objects of an array, or of jsonl with the wrong suffix."""
-    name, most, size = shown(path), most_bytes(), path.stat().st_size
+    name, most, size = shown(path), available_bytes() // 4, path.stat().st_size
     with path.open("rb") as file:
         is_array = file.read(DOCUMENT_BYTES).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
     if not is_array:
@@ -185,8 +185,7 @@ def _read_json(path: Path) -> Iterator[Row]:
     if size > most:
         raise RequestError(
             f"{name} cannot be read",
-            because=f"it is one array of {format_bytes(size)}, more than {format_bytes(most)}, 1/{_PART_OF_MEMORY} of "
-            "the memory that is free here",
+            because=f"it is one array of {format_bytes(size)}; {format_bytes(most)} are a quarter of the free memory",
             hint=f"write an object a line: jq -c '.[]' {name} > text.jsonl",
         )
     data = path.read_bytes().removeprefix(codecs.BOM_UTF8)
@@ -209,7 +208,7 @@ def _object(text: bytes) -> dict[str, Any] | BadRow:
 
 def _read_csv(path: Path, delimiter: str) -> Iterator[Row]:
     csv.field_size_limit(1 << 30)  # a text longer than csv's default of 128 KiB is no mistake
-    name, most = shown(path), most_bytes()
+    name, most = shown(path), _most_bytes()
     with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
         lines = iter(lambda: _read_line(file, name, most), "")
         reader = csv.DictReader(lines, delimiter=delimiter)
@@ -248,7 +247,7 @@ def _read_parquet(path: Path, columns: Columns, begin: int, end: int | None) -> 
             read = COLUMNS.union(asdict(columns).values())
             wanted = [column for column in file.schema_arrow.names if column in read]
             largest = max((sizes[group].total_byte_size for group in groups), default=0)
-            rows = min(256, max(1, 4 * most_bytes() // max(largest, 1)))  # one row may have nearly all of a group
+            rows = min(256, max(1, available_bytes() // 8 // max(largest, 1)))  # one row may have nearly all of a group
             for batch in file.iter_batches(batch_size=rows, row_groups=list(groups), columns=wanted or None):
                 num_bytes += sum(map(_expanded_bytes, batch.columns))
                 if num_bytes > max(_LEAST_EXPANDED_BYTES, _MOST_EXPANDED * size):

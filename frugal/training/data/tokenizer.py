@@ -3,9 +3,7 @@
 import functools
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
-from itertools import product
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -98,54 +96,18 @@ def _byte_characters() -> list[str]:
     return [chr(byte) if byte in printable else chr(256 + others.index(byte)) for byte in range(256)]
 
 
-LONG = 1 << 20
-"""Characters of a text that is tokenised in pieces: whole, a tokenizer takes a hundred bytes a token."""
-
-_PIECE, _CONTEXT = 1 << 15, 256  # characters of a piece, and on each side of a cut
-_TRIES = 64  # places, of each kind
-
-
 def encode(tokenizer: Any, texts: Sequence[str], *, as_target: bool = False) -> list[NDArray[np.int32]]:
     """Return the token ids of each text, shape `(tokens,)`, without special tokens.
 
     `as_target`: with the target language's vocabulary, where the tokenizer has two.
     """
-    if tokenizer is byte_tokenizer():  # the same ids, 50 times faster
-        return [np.frombuffer(text.encode(), dtype=np.uint8) + np.int32(len(_SPECIAL)) for text in texts]
-    encode_whole = partial(_encode_whole, tokenizer, as_target=as_target)
-    if all(len(text) <= LONG for text in texts):
-        return encode_whole(list(texts))
-    return [np.concatenate([encode_whole([piece])[0] for piece in cut(encode_whole, text)]) for text in texts]
-
-
-def _encode_whole(tokenizer: Any, texts: list[str], *, as_target: bool) -> list[NDArray[np.int32]]:
     if not texts:  # transformers fails on none
         return []
-    keyword = {"text_target": texts} if as_target else {"text": texts}
+    if tokenizer is byte_tokenizer():  # the same ids, 50 times faster
+        return [np.frombuffer(text.encode(), dtype=np.uint8) + np.int32(len(_SPECIAL)) for text in texts]
+    keyword = {"text_target": list(texts)} if as_target else {"text": list(texts)}
     rows = tokenizer(**keyword, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
     return [np.array(row, dtype=np.int32) for row in rows]
-
-
-def cut(encode: Callable[[list[str]], list[NDArray[np.int32]]], text: str) -> Iterator[str]:
-    """Yield a long text in pieces, cut where the tokens that `encode` gives of the pieces are those of the whole.
-
-    At such a place, both sides together and each alone, with some context, have the same tokens. Where there is none,
-    the piece grows. A space at which a text is cut is left out where the tokenizer puts one there itself.
-    """
-    start, last = 0, _PIECE if len(text) > LONG else len(text)
-    while last + _CONTEXT < len(text):
-        nearby = range(last, max(start + _CONTEXT, last - 100 * _TRIES), -1)
-        spaces = [place for place in nearby if text[place].isspace()][:_TRIES]
-        for place, skipped in product((*spaces, *nearby[:_TRIES]), (0, 1)):
-            left, right = text[place - _CONTEXT : place], text[place + skipped : place + _CONTEXT]
-            both = text[place - _CONTEXT : place + _CONTEXT]
-            alone = np.concatenate(encode([left, right]))
-            if (not skipped or text[place].isspace()) and np.array_equal(encode([both])[0], alone):
-                yield text[start:place]
-                start = place + skipped
-                break
-        last += _PIECE
-    yield text[start:]
 
 
 def fingerprint(tokenizer: Any) -> str:

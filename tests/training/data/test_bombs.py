@@ -61,13 +61,13 @@ def test_a_line_without_end_is_refused(
 ) -> None:
     path = tmp_path / name
     path.write_bytes(begin + b"x" * 9 * MIB)
-    monkeypatch.setattr(rows, "available_bytes", lambda: 128 * MIB)
+    monkeypatch.setattr(rows, "available_bytes", lambda: 2048 * MIB)
     with pytest.raises(RequestError) as raised:
         sum(1 for _ in read(path))
     where = "" if name == "a.csv" else ":1"
     assert str(raised.value) == (
         f"{path}{where} cannot be read\n"
-        "  because the line has more than 8.0 MiB, 1/16 of the memory that is free here\n\n"
+        "  because the line has more than 8.0 MiB, 1/256 of the memory that is free here\n\n"
         "hint: cut it into several lines"
     )
 
@@ -75,8 +75,8 @@ def test_a_line_without_end_is_refused(
 def test_an_array_larger_than_the_memory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "a.json"
     path.write_bytes(b"[" + b" " * 9 * MIB + b"]")
-    monkeypatch.setattr(rows, "available_bytes", lambda: 128 * MIB)
-    with pytest.raises(RequestError, match=r"it is one array of 9.0 MiB, more than 8.0 MiB"):
+    monkeypatch.setattr(rows, "available_bytes", lambda: 32 * MIB)
+    with pytest.raises(RequestError, match=r"it is one array of 9.0 MiB; 8.0 MiB are a quarter of the free memory"):
         sum(1 for _ in read(path))
 
 
