@@ -358,8 +358,8 @@ def _load_on_each_node(
     for name, entries in everywhere:
         if not loaded and name == host and entries and all(Path(folder).is_dir() for _, folder, *_ in entries):
             loaded = {purpose: [] for purpose in _EVERYTHING}
-            for purpose, *entry in entries:
-                loaded[purpose].append(_open(*entry))
+            for purpose, folder, report, provenance in entries:
+                loaded[purpose].append(_open(folder, report, provenance))
     return loaded or load()  # hosts may share a name, and not their disks
 
 

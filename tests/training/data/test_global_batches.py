@@ -74,16 +74,6 @@ def test_a_sample_knows_which_draw_of_the_training_it_is() -> None:
     assert batch.end == Position(3, 2)
 
 
-def test_samples_that_are_no_mappings_are_left_as_they_are() -> None:
-    assert sorted(GlobalBatches(["a", "b"], global_batch=2).at()) == ["a", "b"]
-
-
-def test_a_billion_samples_cost_no_memory_and_no_time() -> None:
-    batches = GlobalBatches(Recorder(10**9), global_batch=512, seed=0)
-    batch = batches.at(batches.after(10**7))
-    assert (batch.start, len(batch)) == (Position(5, 120_000_000), 512)
-
-
 LENGTHS = st.lists(st.integers(1, 30), min_size=1, max_size=40)
 
 

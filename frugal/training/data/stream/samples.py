@@ -38,7 +38,7 @@ from frugal.config.run_settings import Format
 from frugal.distributed import env
 from frugal.errors import RequestError
 from frugal.training.data.batches import GlobalBatch, Position, StreamPlace, mixed, permutation
-from frugal.training.data.build import SampleMaker
+from frugal.training.data.build import Document, SampleMaker
 from frugal.training.data.report import BuildReport
 from frugal.training.data.rows import CUT_AT_LINES, Columns, Row, parquet_schema, read, shown
 from frugal.training.data.sources import DocumentSource, File, find_named
@@ -361,7 +361,7 @@ class SampleStream:
             num_packs += len(packs)
 
     def _made(self, examples: Examples, maker: SampleMaker) -> list[dict[str, Any]]:
-        documents = []
+        documents: list[Document] = []
         for example in examples:
             maker.format = self.formats[example["part"]]
             documents += maker.documents([(example["where"], pickle.loads(example["row"]))])  # this process pickled it

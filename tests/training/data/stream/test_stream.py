@@ -9,8 +9,6 @@ from typing import Any
 
 import datasets
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from frugal.config.run_settings import RunSettings
@@ -92,16 +90,6 @@ def test_unshuffled_the_samples_are_those_that_datasets_streams(folder: Path) ->
     assert texts(streamed) == by_template(library)
 
 
-def test_shuffled_each_block_has_the_rows_of_datasets_in_an_order_of_the_seed(folder: Path) -> None:
-    library = by_template(datasets.load_dataset("json", data_files="chats.jsonl", split="train", streaming=True))
-    streamed = texts(first(stream_of("chats.jsonl", shuffle_buffer=16), NUM_ROWS))
-    for begin in range(0, NUM_ROWS, 16):
-        assert sorted(streamed[begin : begin + 16]) == sorted(library[begin : begin + 16])
-        assert streamed[begin : begin + 16] != library[begin : begin + 16]
-    assert streamed == texts(first(stream_of("chats.jsonl", shuffle_buffer=16), NUM_ROWS))
-    assert streamed != texts(first(stream_of("chats.jsonl", shuffle_buffer=16, seed=1), NUM_ROWS))
-
-
 def test_with_weights_sources_are_interleaved_as_datasets_does(folder: Path) -> None:
     each = [datasets.load_dataset("json", data_files=name, split="train", streaming=True)
             for name in ("chats.jsonl", "more.jsonl")]  # fmt: skip
@@ -162,13 +150,6 @@ def test_each_file_of_a_source_has_rows_of_its_own_format(folder: Path) -> None:
         assert sorted(streamed) == sorted([*by_template(chats(5)), *(f"text {n}" for n in range(5))])
     refused = refusal(lambda: stream_of("inside", text_column="words"))
     assert refused.splitlines()[0] == "inside/texts.jsonl has no column `words`"
-
-
-def test_row_groups_of_parquet_are_shards(folder: Path) -> None:
-    pq.write_table(pa.table({"text": [f"text {n}" for n in range(10)]}), folder / "a.parquet", row_group_size=3)
-    stream = stream_of("a.parquet", shuffle_buffer=1)
-    assert len(stream.rows.sources[0].shards) == 4
-    assert texts(list(samples_of_epochs(stream, 1))) == [f"text {n}" for n in range(10)]
 
 
 def batches_of(stream: SampleStream, **size: int) -> StreamBatches:
@@ -251,12 +232,3 @@ def test_what_cannot_be_streamed_is_refused(folder: Path) -> None:
     assert "there is no text in empty.jsonl" in refusal(lambda: stream_of("empty.jsonl"))
     assert "--epochs was given with --stream" in refusal(lambda: RunSettings(stream=True, epochs=1))
     assert "--stream was given without --steps" in refusal(lambda: RunSettings(stream=True).check_length())
-
-
-def test_a_users_own_streaming_dataset_is_a_source(folder: Path) -> None:
-    (folder / "mine.py").write_text(
-        "import datasets\n\n\ndef rows():\n"
-        "    return datasets.load_dataset('json', data_files='chats.jsonl', split='train', streaming=True)\n"
-    )
-    streamed = texts(first(stream_of("mine.py:rows", shuffle_buffer=1), NUM_ROWS))
-    assert streamed == by_template(chats(NUM_ROWS))
