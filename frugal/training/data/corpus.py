@@ -142,8 +142,7 @@ def load_corpus(
     Classes given as text are numbered as they come. For validation data of its own, pass `label_names` of the
     training data's report, so that both have the same numbers.
 
-    Several processes may call at once; each may do the work, and the first to finish is kept. What was made before is
-    checked.
+    Several processes may call at once; one does the work, and the others wait. What was made before is checked.
 
     Raises:
         RequestError: nothing there, a column missing, nothing left, no room for it, or (unless asked otherwise) a row
