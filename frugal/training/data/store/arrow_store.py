@@ -38,8 +38,7 @@ class ArrowSamples(Sequence[Sample]):
             targets = [np.diff(chunk.offsets.to_numpy()) for chunk in table.column("labels").chunks]
             # A target without any counts, too: no batch may grow without end.
             self.counted_tokens = np.maximum(np.concatenate([np.zeros(0, np.int32), *targets]), 1)
-        self._columns = {name: table.column(name).chunks for name in table.column_names if name != "length"}
-        self._ends = np.cumsum([len(chunk) for chunk in table.column("length").chunks], dtype=np.int64)
+        self._columns = {name: table.column(name) for name in table.column_names if name != "length"}
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -47,22 +46,16 @@ class ArrowSamples(Sequence[Sample]):
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
-        if not -len(self) <= index < len(self):
-            raise IndexError(index)
-        index = int(index) % len(self)
-        chunk = int(np.searchsorted(self._ends, index, side="right"))
-        row = index - int(self._ends[chunk])
-        sample = {name: _value(chunks[chunk], row) for name, chunks in self._columns.items()}
+        sample = {name: _value(column[int(index)]) for name, column in self._columns.items()}
         trained = sample.pop("trained", ())
         if len(trained):
             sample["labels"] = np.where(trained, sample["input_ids"], np.int32(IGNORED))
         return sample
 
 
-def _value(chunk: Any, row: int) -> Any:
-    """Return the value in a row of a chunk: tokens, as a view of the file, or a number."""
-    value = chunk[row]
-    return value.values.to_numpy(zero_copy_only=False) if hasattr(value, "values") else value.as_py()
+def _value(scalar: Any) -> Any:
+    """Return tokens as a view of the file, a number as an int."""
+    return scalar.values.to_numpy(zero_copy_only=False) if hasattr(scalar, "values") else scalar.as_py()
 
 
 class ArrowWriter:
