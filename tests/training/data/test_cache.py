@@ -87,7 +87,7 @@ def test_what_is_damaged_is_said_in_a_line_and_made_anew(
 def test_several_that_notice_the_same_damage_at_once_do_not_disturb_each_other(
     stored: Path, load: Load, caplog: pytest.LogCaptureFixture
 ) -> None:
-    for _ in range(10):
+    for _ in range(3):
         turned(stored / "train.arrow", 0.5)
         with ThreadPoolExecutor(4) as pool:
             corpora = list(pool.map(lambda _: load("a.jsonl", validation_fraction=0.1), range(4)))

@@ -23,16 +23,6 @@ def test_every_sample_comes_exactly_once(n: int, seed: int, epoch: int) -> None:
     assert (np.sort(permutation(n, seed, epoch)[:]) == np.arange(n)).all()
 
 
-@given(n=st.integers(1, 2**62), seed=SEEDS, data=st.data())
-@settings(max_examples=150, deadline=None)
-def test_one_index_is_what_many_indices_say(n: int, seed: int, data: st.DataObject) -> None:
-    places = data.draw(st.lists(st.integers(0, n - 1), min_size=1, max_size=5))
-    order = permutation(n, seed, 1)
-    values = [order[place] for place in places]
-    assert list(order[np.array(places)]) == values
-    assert all(0 <= value < n for value in values)
-
-
 def test_the_order_never_changes_between_versions() -> None:
     """Resuming relies on it."""
     assert list(permutation(10, 0, 0)[:]) == [0, 3, 5, 7, 9, 6, 2, 8, 1, 4]
