@@ -198,17 +198,17 @@ def test_a_tokenizer_without_a_template(load_rows: Any) -> None:
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
-        ({"messages": "hello"}, "`messages` is text, not a list"),
+        ({"messages": "hello"}, "`messages`: Expected `array`, got `str`"),
         ({"messages": []}, "`messages` has no message"),
-        ({"messages": [3]}, "message 1 is a number, not an object"),
-        ({"messages": [{"content": "a"}]}, "message 1 has no role"),
+        ({"messages": [3]}, "`messages`: Expected `object`, got `int` - at `$[0]`"),
+        ({"messages": [{"content": "a"}]}, "message 1: Object missing required field `role`"),
         ({"messages": [{"role": "user"}]}, "message 1 has no content"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
-            "message 1 has a part of type image: only text can be trained on",
+            "message 1: Object missing required field `text` - at `$.content[0]`",
         ),
         ({"messages": [ANSWER]}, "its first message is the assistant's: the template cannot be rendered before it"),
-        ({"messages": [USER, ANSWER], "tools": "["}, "`tools` is no JSON"),
+        ({"messages": [USER, ANSWER], "tools": "["}, "no JSON in `tools`"),
     ],
 )
 def test_chats_that_cannot_be_read(row: dict[str, Any], reason: str, load_rows: Any) -> None:

@@ -82,9 +82,9 @@ def test_tokens_come_as_they_are(load_rows: Any) -> None:  # noqa: F811
             {"input_ids": [1, 2, 3], "attention_mask": [1, 0, 1]},
             "`attention_mask` hides tokens between others: only padding can be left out",
         ),
-        ({"prompt": "a", "completion": 3}, "`completion` is a number, not text"),
-        ({"prompt": ["a"], "completion": [CHAT[2]]}, "message 1 is text, not an object"),
-        ({"instruction": "a", "output": None}, "`output` is nothing, not text"),
+        ({"prompt": "a", "completion": 3}, "`completion`: Expected `str`, got `int`"),
+        ({"prompt": ["a"], "completion": [CHAT[2]]}, "`prompt`: Expected `object`, got `str` - at `$[0]`"),
+        ({"instruction": "a", "output": None}, "`output`: Expected `str`, got `null`"),
     ],
 )
 def test_rows_that_cannot_be_read(row: dict[str, Any], reason: str, load_rows: Any) -> None:  # noqa: F811

@@ -220,7 +220,7 @@ def test_a_bad_row_ends_the_run_when_it_comes_or_is_left_out(folder: Path) -> No
     write_jsonl(folder / "bad.jsonl", [*rows[:30], {"messages": "none"}, *rows[30:]])
     stream = stream_of("bad.jsonl", shuffle_buffer=1)
     coming = stream.iterate(Position())
-    assert "bad.jsonl:31: `messages` is text, not a list" in refusal(lambda: list(islice(coming, 40)))
+    assert "bad.jsonl:31: `messages`: Expected `array`, got `str`" in refusal(lambda: list(islice(coming, 40)))
     stream = stream_of("bad.jsonl", shuffle_buffer=1, skip_bad_rows=True)
     assert len(list(samples_of_epochs(stream, 1))) == NUM_ROWS
 
