@@ -62,12 +62,12 @@ class RenderingProcess:
 
     def __init__(self, template: "ChatTemplate") -> None:
         self._template, self._parent = template, os.getpid()
-        context = multiprocessing.get_context("fork")
-        self._results, theirs = context.Pipe()
-        self._process = context.Process(target=_work, args=(template, theirs), daemon=True)
+        self._results, theirs = multiprocessing.Pipe()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # of other threads' locks, which it does not take
-            self._process.start()
+            self._pid = os.fork()  # not `multiprocessing.Process`, which a daemonic process may not start
+        if self._pid == 0:
+            _work(template, theirs)
         theirs.close()
 
     def encode(self, chats: Sequence[tuple[str, Chat]], *, train_on_all: bool) -> "list[Trained | BadRow]":
@@ -93,13 +93,16 @@ class RenderingProcess:
     def end(self) -> None:
         """End it."""
         self._results.close()
-        if os.getpid() == self._parent:  # and no copy of it
-            self._process.kill()
-            self._process.join()
+        if os.getpid() == self._parent and self._pid:  # and no copy of it
+            os.kill(self._pid, signal.SIGKILL)
+            self._wait()
+
+    def _wait(self) -> int:
+        pid, self._pid = self._pid, 0
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
     def _refuse(self, where: str, chat: Chat) -> NoReturn:
-        self._process.join()
-        code = self._process.exitcode or 0
+        code = self._wait()
         end_all()
         what = "the chat template cannot be rendered"
         because = f"the process that does it ended with code {code}, with {format_bytes(_memory(chat))} to use"
