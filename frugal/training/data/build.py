@@ -18,8 +18,8 @@ from frugal.config.sample_lengths import TooLong
 from frugal.errors import RequestError
 from frugal.training.data import tokenizer
 from frugal.training.data.chat import formats
-from frugal.training.data.chat.formats import Whole
-from frugal.training.data.chat.template import Trained, WholeRows
+from frugal.training.data.chat.formats import Trained, Whole
+from frugal.training.data.chat.template import WholeRows
 from frugal.training.data.report import BuildReport
 from frugal.training.data.rows import BadRow, Columns, Row, type_in_words
 from frugal.training.data.sources import DocumentSource, names_of

@@ -37,7 +37,7 @@ _KINDS = {
 
 
 @dataclass(frozen=True)
-class File:
+class DataFile:
     """A file with rows, by default of the kind that its name says."""
 
     path: Path
@@ -78,12 +78,12 @@ def find_sources(names: Sequence[str]) -> list[DocumentSource]:
         return list(pool.map(_hashed, chain.from_iterable(found)))
 
 
-def find_named(names: Sequence[str], *, from_hub: bool = True) -> list[list[File | DocumentSource]]:
+def find_named(names: Sequence[str], *, from_hub: bool = True) -> list[list[DataFile | DocumentSource]]:
     """Return what each name stands for: files, which are not read, or other sources. Raises as `find_sources`."""
     if not names:
         raise RequestError("no data was given", hint=f"pass --data PATH, or --data {STDLIB} for Python's own library")
     found = [[each for listed in _listed(name) for each in _find(listed, from_hub)] for name in names]
-    _warn_of_repeated(each.path for each in chain.from_iterable(found) if isinstance(each, File))
+    _warn_of_repeated(each.path for each in chain.from_iterable(found) if isinstance(each, DataFile))
     return found
 
 
@@ -105,34 +105,34 @@ def _listed(source: str) -> list[str]:
     return names
 
 
-def _find(source: str, from_hub: bool) -> list[File | DocumentSource]:
+def _find(source: str, from_hub: bool) -> list[DataFile | DocumentSource]:
     try:
         return _find_path(source, Path(source).expanduser(), from_hub)
     except OSError as error:
         raise RequestError(f"cannot read {shown(source)}", because=str(error.strerror)) from None
 
 
-def _find_path(source: str, path: Path, from_hub: bool) -> list[File | DocumentSource]:
+def _find_path(source: str, path: Path, from_hub: bool) -> list[DataFile | DocumentSource]:
     if source == STDLIB and not path.exists():
-        return [File(module, "source") for module in _stdlib_modules()]
+        return [DataFile(module, "source") for module in _stdlib_modules()]
     if path.is_file():
         if path.is_relative_to("/dev") or path.is_relative_to("/proc"):
             raise _not_a_file(source, "this process's own")
-        return [File(path)]
+        return [DataFile(path)]
     if path.is_dir():
         if any((path / name).exists() for name in ("state.json", "dataset_dict.json")):
             return [_saved(source, path)]
         within = _each_once(source, _inside(path))
         if not within:
             raise RequestError(f"the folder {source} is empty", because="it has no file that is not hidden")
-        return [*map(File, within)]
+        return [*map(DataFile, within)]
     if path.exists():
         raise _not_a_file(source, "a device" if path.is_char_device() or path.is_block_device() else "a pipe or socket")
     if glob.has_magic(source):
         matches = _each_once(source, map(Path, set(_matches(str(path)))))
         if not matches:
             raise RequestError(f"no file matches {source}", because=f"it was looked for from {Path.cwd()}")
-        return [*map(File, matches)]
+        return [*map(DataFile, matches)]
     if source.rpartition(":")[0].endswith(".py"):
         return [_user_function(source)]
     looks_like_path = source.startswith((".", "/", "~")) or source.count("/") > 1 or path.suffix in {*_KINDS, ".txt"}
@@ -238,7 +238,7 @@ def _inside(folder: Path) -> list[Path]:
     return [Path(entry) for each in below for entry in os.scandir(each) if not entry.name.startswith(".")]
 
 
-def _hashed(each: File | DocumentSource) -> DocumentSource:
+def _hashed(each: DataFile | DocumentSource) -> DocumentSource:
     if isinstance(each, DocumentSource):
         return each
     path, kind, name = each.path, each.kind, shown(each.path)

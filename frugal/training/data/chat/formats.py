@@ -75,6 +75,9 @@ class TokenIds:
 Whole = Chat | Prompted | TokenIds
 """A row that is one sample."""
 
+Trained = tuple[NDArray[np.int32], NDArray[np.bool_]]
+"""Tokens, and which of them are trained on, both of shape `(tokens,)`."""
+
 
 def recognised(columns: Sequence[str], text_column: str, source: str, asked: Format | None) -> Format | None:
     """Return the format of a source's rows; None where they have no column that is known.

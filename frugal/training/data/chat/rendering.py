@@ -15,23 +15,30 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 from frugal.errors import RequestError
-from frugal.training.data.chat.formats import Chat
+from frugal.training.data.chat.formats import Chat, Trained
 from frugal.training.data.rows import BadRow
 from frugal.units import GIB, format_bytes
-
-if TYPE_CHECKING:
-    from frugal.training.data.chat.template import ChatTemplate, Trained
 
 SECONDS, SECONDS_PER_CHARACTER = 30.0, 1e-5
 MEMORY_BYTES, BYTES_PER_CHARACTER = GIB, 256
 
+
+class Template(Protocol):
+    """A `ChatTemplate`."""
+
+    untrained_end: str
+
+    def encode(self, chat: Chat, where: str, *, train_on_all: bool) -> Trained | BadRow:
+        """Return the tokens of a chat."""
+
+
 _processes: dict[tuple[int, str], "RenderingProcess"] = {}  # by the tokenizer, which they keep, and its template
 
 
-def process_for(template: "ChatTemplate", tokenizer: Any) -> "RenderingProcess":
+def process_for(template: Template, tokenizer: Any) -> "RenderingProcess":
     """Return the process that renders a tokenizer's chats, which is started where there is none."""
     key = id(tokenizer), str(tokenizer.chat_template)
     if key not in _processes:
@@ -60,7 +67,7 @@ def end_all() -> None:
 class RenderingProcess:
     """A forked process that renders and tokenises chats; use `process_for`."""
 
-    def __init__(self, template: "ChatTemplate") -> None:
+    def __init__(self, template: Template) -> None:
         self._template, self._parent = template, os.getpid()
         self._results, theirs = multiprocessing.Pipe()
         with warnings.catch_warnings():
@@ -70,7 +77,7 @@ class RenderingProcess:
             _work(template, theirs)
         theirs.close()
 
-    def encode(self, chats: Sequence[tuple[str, Chat]], *, train_on_all: bool) -> "list[Trained | BadRow]":
+    def encode(self, chats: Sequence[tuple[str, Chat]], *, train_on_all: bool) -> list[Trained | BadRow]:
         """Return the tokens of each chat, given with where it is.
 
         Raises:
@@ -123,10 +130,9 @@ def _memory(chat: Chat) -> int:
     return MEMORY_BYTES + BYTES_PER_CHARACTER * chat.size
 
 
-def _work(template: "ChatTemplate", connection: Connection) -> NoReturn:
+def _work(template: Template, connection: Connection) -> NoReturn:
     """Encode what is asked for, until the parent closes the connection or ends."""
     try:
-        os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the library would do so itself after a fork, with a warning
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, which then ends this one
         for number in (signal.SIGTERM, signal.SIGPROF):
             signal.signal(number, signal.SIG_DFL)
@@ -142,7 +148,7 @@ def _work(template: "ChatTemplate", connection: Connection) -> NoReturn:
         os._exit(0)
 
 
-def _encoded(template: "ChatTemplate", where: str, chat: Chat, train_on_all: bool) -> "Trained | BadRow | RequestError":
+def _encoded(template: Template, where: str, chat: Chat, train_on_all: bool) -> Trained | BadRow | RequestError:
     taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]
     most = taken + _memory(chat)

@@ -22,7 +22,7 @@ from frugal import files
 from frugal.errors import RequestError, first_line
 from frugal.training.data import tokenizer as tokenizing
 from frugal.training.data.chat import rendering
-from frugal.training.data.chat.formats import Chat, Prompted, TokenIds, Whole
+from frugal.training.data.chat.formats import Chat, Prompted, TokenIds, Trained, Whole
 from frugal.training.data.report import BuildReport
 from frugal.training.data.rows import BadRow
 
@@ -201,10 +201,6 @@ def are_complete(family: Family, messages: list[dict[str, Any]]) -> bool:
 
 def _calls(message: Mapping[str, Any]) -> bool:
     return bool(message.get("tool_calls"))
-
-
-Trained = tuple[NDArray[np.int32], NDArray[np.bool_]]
-"""Tokens, and which of them are trained on, both of shape `(tokens,)`."""
 
 
 class ChatTemplate:

@@ -41,7 +41,7 @@ from frugal.training.data.batches import GlobalBatch, Position, StreamPlace, mix
 from frugal.training.data.build import Document, SampleMaker
 from frugal.training.data.report import BuildReport
 from frugal.training.data.rows import CUT_AT_LINES, Columns, Row, parquet_schema, read, shown
-from frugal.training.data.sources import DocumentSource, File, find_named
+from frugal.training.data.sources import DataFile, DocumentSource, find_named
 from frugal.training.data.store.packing import Packer
 from frugal.training.models.tiled_loss import IGNORED
 from frugal.training.objectives import Sample
@@ -129,7 +129,7 @@ def find_streams(names: Sequence[str], columns: Columns, every: int = 1, most: i
     return streams
 
 
-def _shards_of(each: File | DocumentSource, part: int, columns: Columns) -> tuple[list[Shard], str]:
+def _shards_of(each: DataFile | DocumentSource, part: int, columns: Columns) -> tuple[list[Shard], str]:
     """Return the shards of a file or another source, and what tells it from others."""
     if isinstance(each, DocumentSource):
         return [Shard(part, each.name, "", 0, 0, columns)], each.fingerprint
