@@ -323,11 +323,10 @@ def with_lengths(request: Request, values: Mapping[str, Any], file: TomlFile) ->
     from frugal.distributed.env import silence_libraries
     from frugal.training.data import corpus  # torch takes seconds
     from frugal.training.data.sources import names_of
-    from frugal.training.data.stream import run_data
 
     silence_libraries()
     with waiting(f"tokenising {names_of(settings.data)}"):
-        lengths = (run_data if settings.stream else corpus).lengths_of(request, settings)
+        lengths = corpus.lengths_of(request, settings)
         return replace(request, lengths=lengths)
 
 

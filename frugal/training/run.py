@@ -178,10 +178,9 @@ def _log(plan: Plan, settings: RunSettings, rank: int, first_step: int, total_st
 
 def _read_samples(plan: Plan, settings: RunSettings) -> "RunData":
     from frugal.training.data import corpus
-    from frugal.training.data.stream import run_data
 
     with collected_seldom():  # reading brings transformers and datasets along
-        data = (run_data if settings.stream else corpus).read_samples(plan, settings)
+        data = corpus.read_samples(plan, settings)
     data.spec.refuse_random_base()
     return data
 

@@ -306,7 +306,7 @@ def test_the_plan_it_makes_is_that_of_frugal_plan_for_the_lengths_of_the_data(
     ],
 )
 def test_a_step_is_as_large_as_was_asked(folder: Path, task: str, tokens: int | None, steps: int, said: str) -> None:
-    from frugal.training.data.build import BuildReport
+    from frugal.training.data.report import BuildReport
     from frugal.training.reports import opening
 
     made = plan(folder, 1)

@@ -60,19 +60,18 @@ def _lines(request: Request, settings: RunSettings, number: int, *, with_colour:
     from frugal.training.data.corpus import read_training_data
     from frugal.training.data.mixture import Mixture
     from frugal.training.data.sources import names_of
-    from frugal.training.data.stream.run_data import first_samples
 
     silence_libraries()
-    if settings.stream:
-        (tokenizer, words), samples, report = first_samples(request, settings)
-        yield words
-        yield _legend(with_colour)
-        for place in range(min(number, len(samples))):
-            yield ""
-            yield from _sample(tokenizer, samples[place], report, f"sample {place + 1} of the stream", with_colour)
-        return
     with waiting(f"tokenising {names_of(settings.data)}"):
         (tokenizer, words), corpus = read_training_data(request, settings)
+    if settings.stream:
+        yield words
+        yield _legend(with_colour)
+        for place in range(min(number, len(corpus.train))):
+            yield ""
+            name = f"sample {place + 1} of the stream"
+            yield from _sample(tokenizer, corpus.train[place], corpus.report, name, with_colour)
+        return
     yield words
     if corpus.report.formats:
         yield corpus.report.in_words()

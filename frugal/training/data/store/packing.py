@@ -28,7 +28,7 @@ class Packer:
         self._number = 0
 
     def add(self, piece: NDArray[np.int32], trained: NDArray[np.bool_] | None = None) -> Iterator[dict[str, Any]]:
-        """Take one more piece, of which `trained` tokens are trained on (None: all); gives the packs full by it."""
+        """Take one more piece, of which `trained` tokens are trained on (None: all). Yield the packs full by it."""
         index = bisect_left(self._open, (len(piece), -1), key=lambda pack: pack[:2])
         if index < len(self._open):
             free, number, pieces = self._open.pop(index)
@@ -46,14 +46,14 @@ class Packer:
             yield _pack(self._open.pop(0)[2])
 
     def flush(self) -> Iterator[dict[str, Any]]:
-        """The packs that are still open, in the order in which they were begun."""
+        """Yield the packs that are still open, in the order in which they were begun."""
         for _, _, pieces in sorted(self._open, key=lambda pack: pack[1]):
             yield _pack(pieces)
         self._open.clear()
 
 
 def _pack(pieces: Sequence[Piece]) -> dict[str, Any]:
-    """A sample: `documents` has the tokens of each."""
+    """Return a sample of several documents: `documents` has the number of tokens of each."""
     documents = np.array([len(piece) for piece, _ in pieces], dtype=np.int32)
     tokens = np.concatenate([piece for piece, _ in pieces])
     trained = np.concatenate([np.ones(len(piece), bool) if mask is None else mask for piece, mask in pieces])
