@@ -1,6 +1,5 @@
 """`frugal doctor`."""
 
-import shutil
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -51,8 +50,6 @@ def command(
         named = build_cluster.read_hostfile(path)
         reports = ssh.collect_reports(named, access, folder, kind)
     problems = ssh.problems(named, reports, access, kind) + _wrong_gradients(named, reports)
-    if path is not None and shutil.which("pdsh") is None:
-        problems.append("this machine has no pdsh, with which `frugal train --hostfile` starts the ranks")
     if as_json:
         told = {
             host.name: {"why": report.why} if isinstance(report, UnreachableHost) else report

@@ -140,9 +140,9 @@ def form() -> None:
         os.environ.setdefault(name, value)
     is_formed = dist.is_initialized()
     if not is_formed:
-        rendezvous.join_store()  # before, as its gate stays open
+        rendezvous.join_store()
     is_gloo = collectives.ON_CPU.items() <= os.environ.items()
-    with nullcontext() if is_formed or not is_gloo else listeners.closed_afterwards():
+    with nullcontext() if is_formed or not is_gloo else listeners.closed_afterwards(rendezvous.server()):
         collectives.init_distributed(rendezvous.METHOD)
 
 

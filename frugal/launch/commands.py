@@ -14,13 +14,11 @@ from frugal.config.run_settings import RunSettings
 from frugal.distributed.connections.secret import SECRET_FILE
 from frugal.distributed.env import DEFAULT_PORT
 from frugal.errors import RequestError
+from frugal.launch.local import RANK_MODULE
 from frugal.launch.ssh import Access
 from frugal.planning.plan import Plan
 
 Launcher = Literal["no-ssh", "deepspeed", "torchrun", "openmpi", "slurm"]
-
-RANK_MODULE = "frugal.training.run"
-"""What every launcher starts, once a rank."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Restarts (`frugal train --max-restarts`): a run is started again when it ended for something that may not come again.
+"""Supervision of a run: its end is judged, and with `--max-restarts` it is started again where that may help.
 
 Launchers do not always pass on how a rank ended, so a run is judged by what its ranks reported (`first_failure`) before
 the exit code counts. Not started again: what is done or was told to stop, what ended with a message for the user, and
@@ -49,9 +49,9 @@ class RunEnd:
 def supervise(
     start: Start, plan: Plan, settings: RunSettings, max_restarts: int, plan_for_rest: Callable[[Plan], Plan]
 ) -> int:
-    """Run a plan until it is done, starting it again at most `max_restarts` times; the last exit code.
+    """Run a plan until it is done, starting it again at most `max_restarts` times; return the last exit code.
 
-    `plan_for_rest` gives the plan to go on with, for the devices that are left.
+    `plan_for_rest` returns the plan to continue with, for the devices that are left.
     """
     before: RunEnd | None = None
     make_folder(settings, settings.out)
@@ -71,14 +71,15 @@ def supervise(
             after_run.note_end(out, began, end.why or how_it_ended(code, report))
         if end.is_final:
             return end.code
-        if stop.requested() is not None:  # before a rank could heed it
-            to_console(f"error: {end.why}")
+        hint = f"\n\nhint: continue from {end.checkpoint} with --resume" if end.checkpoint else ""
+        if stop.requested() is not None or not max_restarts:
+            if report is None or stop.requested() is not None:  # otherwise the rank has reported it
+                to_console(f"error: {end.why}{hint}")
             return end.code
         if before is not None and (end.why, end.step, end.checkpoint) == (before.why, before.step, before.checkpoint):
             to_console(f"error: {end.why} again, after step {end.step} as before: not started again")
             return end.code
         if restart == max_restarts:
-            hint = f"\n\nhint: continue from {end.checkpoint} with --resume" if end.checkpoint else ""
             to_console(f"error: {end.why}, and all {max_restarts} restarts are used up{hint}")
             return end.code
         where = f"going on from {end.checkpoint}" if end.checkpoint else "starting anew, as there is no checkpoint"

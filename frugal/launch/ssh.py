@@ -52,6 +52,11 @@ class Access:
         ]  # fmt: skip
         return options if self.ssh_port is None else [*options, "-p", str(self.ssh_port)]
 
+    def command(self, words: Sequence[str]) -> str:
+        """Return a line for a shell on another host: the words, in this folder, with the variables for Python."""
+        python = [f"{name}={value}" for name, value in self.environment().items() if name.startswith("PYTHON")]
+        return f"cd {shlex.quote(os.getcwd())} && exec env {shlex.join([*python, *words])}"  # noqa: PTH109  # a plain string
+
     def environment(self) -> dict[str, str]:
         """The environment of ranks on every node: variables of ours that are passed on, then those of DeepSpeed's file.
 
@@ -97,14 +102,12 @@ def collect_reports(
     `folder` is the run's: all hosts must share it, or where it does not exist yet, the one that it will be in. With
     `probe` every GPU is tried, which takes seconds.
     """
-    environment = {name: value for name, value in access.environment().items() if name.startswith("PYTHON")}
     with _token(RunSettings(out=folder).checkpoints) as token, ThreadPoolExecutor(min(len(hosts), 64)) as pool:
-        command = remote_command(
+        command = access.command(
             [
                 sys.executable, "-m", "frugal.launch.host_report", "--folder", str(folder), "--token", str(token),
                 *(["--cuda"] if kind == "cuda" else []), *(["--probe"] if probe and kind == "cuda" else []),
-            ],
-            environment,
+            ]
         )  # fmt: skip
         reports = list(pool.map(lambda host: _collect_report(host, access, command), hosts))
         return [
@@ -221,57 +224,3 @@ def rendezvous_address(reports: Sequence[HostReport], access: Access) -> str:
             return str(shared[0].ip)
     reached = [ip for ip in own if str(ip.ip) == first.address]
     return str((reached or own)[0].ip)
-
-
-def remote_command(words: Sequence[str], environment: dict[str, str]) -> str:
-    """One line for a shell on another host: the words, in this folder, with this environment, which all can list."""
-    pairs = [f"{name}={value}" for name, value in environment.items()]
-    return f"cd {shlex.quote(os.getcwd())} && exec env {shlex.join([*pairs, *words])}"  # noqa: PTH109  # a plain string
-
-
-class EnvironmentFiles:
-    """The environment of a start's processes on every host, in a file that only its user can read.
-
-    It is written through ssh's standard input, and removed by the shell that reads it, before the processes start.
-    """
-
-    def __init__(self) -> None:
-        self._path = f"/tmp/frugal-{secrets.token_hex(16)}"  # nobody guesses it, and it must be new
-
-    def path(self, number: int | str) -> str:
-        """On the host of this number."""
-        return f"{self._path}-{number}"
-
-    def write(self, hosts: Sequence[HostfileEntry], access: Access, environment: dict[str, str]) -> None:
-        """Write all hosts' at once.
-
-        Raises:
-            RequestError: a host does not take it.
-        """
-        named = {name: value for name, value in environment.items() if name.isidentifier()}
-        text = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in named.items())
-
-        def write_one(number: int) -> str | None:
-            script = f"umask 077; set -C; cat > {self.path(number)}"  # -C: not into what is there already
-            command = ["ssh", *access.options(), "--", hosts[number].name, f"sh -c {shlex.quote(script)}"]
-            try:
-                done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=ASK_SECONDS)
-            except subprocess.TimeoutExpired:
-                return f"did not answer within {ASK_SECONDS} s"
-            return (done.stderr.strip() or f"ssh ended with {done.returncode}") if done.returncode else None
-
-        with ThreadPoolExecutor(min(len(hosts), 64)) as pool:
-            reasons = pool.map(write_one, range(len(hosts)))
-        because = [f"{host.name}: {why}" for host, why in zip(hosts, reasons, strict=True) if why is not None]
-        if because:
-            raise RequestError("the environment of the ranks cannot be written on every host", because=because)
-
-    def command(self, words: Sequence[str], number: str) -> str:
-        """One line for a shell on the host of this number: the words, in this folder, with the file's environment."""
-        script = f'. {self.path(number)}; rm -f {self.path(number)}; exec "$@"'
-        return f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(['sh', '-c', script, 'frugal', *words])}"  # noqa: PTH109  # a plain string
-
-    @property
-    def removal(self) -> str:
-        """A command that removes what a start left that did not come to read it."""
-        return f"rm -f {self._path}-*"

@@ -90,12 +90,9 @@ def _run(plan: Plan, settings: RunSettings) -> None:
 
 
 def _watch_peers() -> "PeerWatch":
-    import torch.distributed as dist
+    from frugal.distributed.peer_watch import watch_peers
 
-    from frugal.distributed import rendezvous
-    from frugal.distributed.peer_watch import PeerWatch
-
-    return PeerWatch(dist.get_rank(), dist.get_world_size(), _lost, rendezvous.watched, rendezvous.connect_to_watch)
+    return watch_peers(_lost)
 
 
 def _lost(error: first_failure.LostRankError) -> None:

@@ -11,8 +11,6 @@ from collections.abc import Callable, Iterator
 from queue import SimpleQueue
 
 import pytest
-
-from frugal.distributed.connections import gate, handshake
 from frugal.distributed.connections.gate import MOST_PENDING, Gate
 from frugal.distributed.connections.handshake import (
     Introduction,
@@ -22,6 +20,8 @@ from frugal.distributed.connections.handshake import (
     introduction,
     receive,
 )
+
+from frugal.distributed.connections import gate, handshake
 
 SECRET = secrets.token_bytes(32)
 

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from queue import SimpleQueue
 
 import pytest
-
-from frugal.distributed.connections import gate
 from frugal.distributed.connections.gate import Gate
 from frugal.distributed.connections.handshake import Introduction, connect
+
+from frugal.distributed.connections import gate
 from frugal.distributed.first_failure import LostRankError
 from frugal.distributed.peer_watch import KEEPALIVE_SECONDS, PeerWatch
 

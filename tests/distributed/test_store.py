@@ -6,11 +6,11 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
+from frugal.distributed.connections.handshake import connect
+from frugal.distributed.connections.store import RankStore
 from torch.distributed import DistNetworkError, DistStoreError, HashStore, PrefixStore, Store
 
 from frugal.distributed.connections import gate, store
-from frugal.distributed.connections.handshake import connect
-from frugal.distributed.connections.store import RankStore
 
 
 def of_ranks(number: int) -> list[RankStore]:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from frugal.launch.pdsh import part_of_cluster, usable_hosts
 
 from bench.plans import plan_by_hand
 from frugal.config.hardware.build_cluster import parse_hostfile
@@ -14,7 +15,6 @@ from frugal.config.run_settings import RunSettings
 from frugal.errors import RequestError
 from frugal.launch import host_report, pdsh
 from frugal.launch.host_report import HostReport
-from frugal.launch.pdsh import part_of_cluster, usable_hosts
 from frugal.launch.ssh import Access, UnreachableHost
 
 NAMED = parse_hostfile("a slots=2\nb slots=3\nc slots=1\nd slots=1\ne slots=2\n")

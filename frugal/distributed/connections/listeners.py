@@ -1,11 +1,11 @@
-"""Closes the ports at which gloo listens, once all ranks of a group are connected.
+"""Closes the ports at which gloo and the store listen, once all ranks of a group are connected.
 
-gloo lets in everyone who connects, and never stops listening: a stranger could use up a rank's descriptors, or take
-the place of a rank in a group that is made later. It needs its port only until a group's ranks are connected, and gives
-each group a port of its own; from then on the kernel is told to drop whatever comes to that port.
+gloo accepts every connection, and never stops listening: a stranger could use up a rank's descriptors, or take the
+place of a rank in a group that is made later. It needs its port only until a group's ranks are connected, and gives
+each group a port of its own; from then on the kernel drops what comes to that port. The same holds for TCPStore.
 
-Left out: the moments until a group is connected, NCCL, which goes on making connections (they begin with a number that
-only the run's store tells), and other systems than Linux.
+Left out: the moments until a group is connected; NCCL, which makes connections later, to other ranks and to the store;
+and other systems than Linux.
 """
 
 import ctypes
@@ -19,24 +19,29 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 _SO_ATTACH_FILTER = 26
-_DROP_ALL = struct.pack("HBBI", 0x06, 0, 0, 0)  # of the Berkeley packet filter: return 0 bytes
+_DROP_ALL = struct.pack("HBBI", 0x06, 0, 0, 0)  # Berkeley packet filter: return 0 bytes
 
 
 @contextmanager
-def closed_afterwards() -> Iterator[None]:
-    """Ports that this process begins to listen at inside the `with` block take no connections after it."""
+def closed_afterwards(also: socket.socket | None = None) -> Iterator[None]:
+    """Have ports at which this process begins to listen inside the `with` block take no connections after it.
+
+    The same goes for the port of `also`, which listens already.
+    """
     if sys.platform != "linux":
         yield
         return
     before = set(_listening().values())
     yield
+    if also is not None:
+        _close_to_new(also.fileno())
     for number, inode in _listening().items():
         if inode not in before:
             _close_to_new(number)
 
 
 def _listening() -> dict[int, int]:
-    """Descriptors and inodes of this process's sockets that listen to a network."""
+    """Return descriptors and inodes of this process's sockets that listen to a network."""
     inodes = {}
     for path in Path("/proc/self/fd").iterdir():
         number = int(path.name)
