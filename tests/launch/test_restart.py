@@ -56,10 +56,10 @@ def test_a_folder_says_how_far_a_run_came(tmp_path: Path) -> None:
     assert (end.step, end.checkpoint) == (7, "step-000005")
 
 
-def test_an_exit_code_of_0_without_a_word_from_the_ranks_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_exit_code_of_0_without_a_word_from_the_ranks_is_a_failure(tmp_path: Path) -> None:
     plan = plan_by_hand(world_size=2, global_batch=2, micro_batch=1, zero_stage=2)
-    monkeypatch.setattr(local, "start", lambda *_: 0)  # as launchers say of ranks that were killed
-    assert local.starter(None)(plan, RunSettings()) == (1, None)
+    settings = RunSettings(out=tmp_path)
+    assert local.run_reported(plan, settings, lambda *_: 0) == (1, None)  # as launchers say of ranks that were killed
 
 
 def killed(step: int, checkpoint: str | None = "step-000002", why: str = "a rank was ended by SIGKILL") -> RunEnd:

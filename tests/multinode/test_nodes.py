@@ -142,46 +142,6 @@ def test_hosts_that_have_nothing_but_ipv6_train_the_same(hosts: Hosts, on_one_ho
     assert losses(hosts.folder / "six") == on_one_host
 
 
-THIEF = """
-import re, socket, sys, time
-from pathlib import Path
-end = time.monotonic() + 100
-while time.monotonic() < end:
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            port = re.search(rb"--master_port=(\\d+)", path.read_bytes())
-        except OSError:
-            continue
-        if port:
-            with socket.create_server((sys.argv[1], int(port[1]))):
-                print(port[1].decode(), flush=True)
-                time.sleep(100)
-"""
-"""Takes the first port that stands in a command line, and keeps it."""
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("is_named", [False, True])
-def test_a_port_that_is_taken_meanwhile_is_chosen_anew_where_nobody_named_it(
-    is_named: bool, hosts: Hosts, on_one_host: list[float]
-) -> None:
-    thief, out = start(hosts, "n1", sys.executable, "-c", THIEF, hosts.address("n1")), f"stolen-{is_named}"
-    try:
-        code, _, errors = train(hosts, plan(hosts, 1, 1), out, *(["--master-port", 29777] if is_named else []))
-    finally:
-        hosts.run("n1", "pkill", "-KILL", "-f", "create_server", check=True)
-    stolen, _ = thief.communicate(timeout=60)
-    assert stolen, "it had a port"
-    if is_named:
-        assert (code, errors) == (2, (
-            "error: port 29777 cannot be used\n  because Address already in use\n\n"
-            "hint: leave --master-port out\n"
-        ))  # fmt: skip
-    else:
-        assert (code, errors) == (0, "")
-        assert losses(hosts.folder / out) == on_one_host
-
-
 @pytest.mark.exhaustive
 def test_zero_3_on_two_hosts_is_zero_3_on_one(hosts: Hosts) -> None:
     code, _, errors = frugal(hosts, "train", "--plan", plan(hosts, 2, zero_stage=3), *RUN, "--out", "one3")
@@ -245,7 +205,7 @@ def test_three_hosts_with_different_slots(three_hosts: Hosts) -> None:
 
 @pytest.mark.exhaustive
 def test_words_that_shells_would_change_arrive_as_they_were(hosts: Hosts) -> None:
-    """Through two shells and pdsh, which puts the host's number in for %n."""
+    """The words go through ssh's standard input."""
     odd = hosts.folder / "odd $HOME 100%n 'x' \"y\".jsonl"
     odd.write_bytes((hosts.folder / "text.jsonl").read_bytes())
     code, _, errors = train(hosts, plan(hosts, 1, 1), "odd out", "--data", odd.name)
