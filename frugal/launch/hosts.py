@@ -119,7 +119,7 @@ def _start(
 
 
 class RestartableHosts:
-    """Starts a run on the hosts of a hostfile, and again on those that answer.
+    """The hosts of a hostfile, on which a run is started, and again on those that answer.
 
     `plan` is the one for all of them. `plan_for` makes one for a part of the cluster; without it, the run waits for
     all hosts.
@@ -141,7 +141,7 @@ class RestartableHosts:
         return run(plan, self._ready, self._access, settings, self._port)
 
     def plan_for_restart(self, before: Plan) -> Plan:
-        """Check the hosts again; the plan for those that are ready, which is `before` where they are the same.
+        """Check the hosts again; return the plan for those that are ready: `before` where they are the same.
 
         Raises:
             RequestError: some host, or with `plan_for` every host, does not answer for minutes, or lacks something.
@@ -153,14 +153,14 @@ class RestartableHosts:
             return before
         left, lost = usable_hosts(self._named, reports, self._access, self._kind)
         if not left:
-            raise RequestError("no host is left to go on with", because=lost, hint="continue with --resume later")
+            raise RequestError("no host is left to continue on", because=lost, hint="continue with --resume later")
         for text in lost:
             to_console(text)
         previous, self._ready = self._ready, left
         if _gpus_by_host(left) == _gpus_by_host(previous):
             return before
         if not lost:
-            to_console(f"all {len(left)} hosts are there again: going on as planned at first")
+            to_console(f"all {len(left)} hosts are there again: continuing as first planned")
             return self._plan
         number, total = sum(len(host.gpus) for host in left), self._plan.batch.world_size
         to_console(
@@ -170,7 +170,7 @@ class RestartableHosts:
         return self._plan_for(part_of_cluster(self._plan.cluster, self._named, left))
 
     def _collect_reports(self) -> list[HostReport | UnreachableHost]:
-        """Reports once all hosts give one, or one host where that is enough; what there is after `RETURN_SECONDS`."""
+        """Return reports once all hosts give one, or one host where that is enough, or after `RETURN_SECONDS`."""
         enough, is_noticed = all if self._plan_for is None else any, False
         end = time.monotonic() + RETURN_SECONDS
         while True:
@@ -193,7 +193,7 @@ class RestartableHosts:
 def usable_hosts(
     named: Sequence[HostfileEntry], reports: Sequence[HostReport | UnreachableHost], access: Access, kind: DeviceKind
 ) -> tuple[list[ReadyHost], list[str]]:
-    """The hosts to go on with, each with its GPUs that work, and a line for each host or GPU that is left out."""
+    """Return the hosts to continue with, each with its GPUs that work, and a line for each host or GPU left out."""
     left, lost = [], []
     for host, report in zip(named, reports, strict=True):
         gpus = tuple(range(host.slots))
@@ -213,7 +213,7 @@ def usable_hosts(
 
 
 def part_of_cluster(cluster: Cluster, named: Sequence[HostfileEntry], left: Sequence[ReadyHost]) -> Cluster:
-    """The nodes and devices that are left of a cluster whose nodes are `named`."""
+    """Return the nodes and devices that are left of a cluster whose nodes are `named`."""
     nodes_by_name = {host.name: node for host, node in zip(named, cluster.nodes, strict=True)}
     nodes = []
     for ready in left:

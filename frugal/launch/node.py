@@ -1,4 +1,4 @@
-"""The processes of a run: this machine's ranks, and the `python -m frugal.launch.node` that starts those of another host.
+"""The processes of a run: the ranks of this machine, and `python -m frugal.launch.node` for those of another host.
 
 `frugal train` starts the ranks of its own machine itself. On other hosts ssh runs this module, which reads from its
 standard input what to start (`Launch`, one line of JSON) and then the numbers of signals to pass on. Every process is
@@ -77,8 +77,8 @@ class Launch(msgspec.Struct, kw_only=True):
 def run(launch: Launch, *, to_stderr: bool = False, control: io.FileIO | None = None) -> int:
     """Run all ranks of a node until they end; return the exit code of the first that failed, or 0.
 
-    The port where ranks meet is held for rank 0, which listens there seconds later. With `to_stderr` ranks print to this
-    process's standard error. `control` brings the numbers of signals; its end ends the ranks.
+    The port where ranks meet is held for rank 0, which listens there seconds later. With `to_stderr` ranks print to
+    this process's standard error. `control` brings the numbers of signals; its end ends the ranks.
 
     Raises:
         RequestError: the port is in use.

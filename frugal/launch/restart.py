@@ -34,7 +34,7 @@ Start = Callable[[Plan, RunSettings], tuple[int, FailureReport | None]]
 
 @dataclass(frozen=True)
 class RunEnd:
-    """How a run ended: after `step`, with `checkpoint` as its newest, for the reason `why`, in words.
+    """The end of a run: after `step`, with `checkpoint` as its newest, for the reason `why`, in words.
 
     `is_final`: whether starting it again would be of no use.
     """
@@ -91,7 +91,7 @@ def supervise(
 
 
 def judge(code: int, report: FailureReport | None, settings: RunSettings) -> RunEnd:
-    """What an exit code and the report of the rank that failed first amount to."""
+    """Return how a run ended, from its exit code and the report of the rank that failed first."""
     saved = newest_checkpoint(settings.checkpoints)
     step, checkpoint = _last_step(settings.out), None if saved is None else saved.name
     if code == 0:
@@ -108,7 +108,7 @@ def judge(code: int, report: FailureReport | None, settings: RunSettings) -> Run
 
 
 def how_it_ended(code: int, report: FailureReport | None = None) -> str:
-    """A failed run's end in a few words, for its records."""
+    """Return a failed run's end in a few words, for its records."""
     if report is not None:
         return _why(report)
     number = signal_of(code)
@@ -118,7 +118,7 @@ def how_it_ended(code: int, report: FailureReport | None = None) -> str:
 
 
 def _why(report: FailureReport) -> str:
-    """Of a message its first line, of a traceback the exception, which is above its last line."""
+    """Return the first line of a message, or the exception of a traceback, which is above its last line."""
     lines = report.text.splitlines()
     if lines[0].startswith("error: "):
         return lines[0].removeprefix("error: ")
@@ -126,7 +126,7 @@ def _why(report: FailureReport) -> str:
 
 
 def _last_step(out: Path) -> int:
-    """Return the last step that was done; 0 if no record tells of one."""
+    """Return the last step that was done; 0 if there is no record of one."""
     with suppress(RequestError):
         steps = read_history(out).steps
         return steps[-1].step if steps else 0
@@ -147,9 +147,7 @@ def signal_of(code: int) -> int | None:
 
 
 def name_signal(number: int) -> str:
-    """Return a signal's name; of the real-time ones Python names only the first and the last."""
-    try:
+    """Return a signal's name, or for one without a name its number."""
+    with suppress(ValueError):
         return signal.Signals(number).name
-    except ValueError:
-        offset = number - signal.SIGRTMIN
-        return f"SIGRTMIN+{offset}" if 0 < offset < signal.SIGRTMAX - signal.SIGRTMIN else f"signal {number}"
+    return f"signal {number}"

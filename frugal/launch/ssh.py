@@ -1,4 +1,4 @@
-"""The hosts of a hostfile over ssh: what each has for a run, what it lacks, and the address that all of them reach."""
+"""The hosts of a hostfile over ssh: their reports, what they lack for a run, and the address that all of them reach."""
 
 import os
 import secrets
@@ -45,7 +45,7 @@ class Access:
     nic: str | None = None
 
     def options(self) -> list[str]:
-        """ssh's: no prompt, no waiting for a host that is not there, an end where one stops answering."""
+        """Return options of ssh: no prompt, a timeout for a host that is not there, an end if it stops answering."""
         options = [
             "-o", "BatchMode=yes", "-o", f"ConnectTimeout={CONNECT_SECONDS}", "-o", "ServerAliveInterval=15",
             "-o", "ServerAliveCountMax=3",
@@ -58,7 +58,7 @@ class Access:
         return f"cd {shlex.quote(os.getcwd())} && exec env {shlex.join([*python, *words])}"  # noqa: PTH109  # a plain string
 
     def environment(self) -> dict[str, str]:
-        """The environment of ranks on every node: variables of ours that are passed on, then those of DeepSpeed's file.
+        """Return the environment of ranks on every node: variables that are passed on, then those of DeepSpeed's file.
 
         Raises:
             RequestError: a line of the file is no NAME=VALUE.
@@ -72,7 +72,7 @@ class Access:
 
 
 def _environment_file(path: Path) -> dict[str, str]:
-    """The NAME=VALUE lines of DeepSpeed's `.deepspeed_env`; nothing where there is none."""
+    """Return the NAME=VALUE lines of DeepSpeed's `.deepspeed_env`; none where there is no such file."""
     variables = {}
     if path.is_file():
         for number, line in enumerate(path.read_text().splitlines(), start=1):
@@ -89,7 +89,7 @@ def _environment_file(path: Path) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class UnreachableHost:
-    """A host that gave no report, and why."""
+    """A host that gave no report, and the reason."""
 
     why: str
 
@@ -97,7 +97,7 @@ class UnreachableHost:
 def collect_reports(
     hosts: Sequence[HostfileEntry], access: Access, folder: Path, kind: DeviceKind, *, probe: bool = False
 ) -> list[HostReport | UnreachableHost]:
-    """A report from each host, or why there is none; all are asked at once.
+    """Return a report from each host, or why there is none; all are asked at once.
 
     `folder` is the run's: all hosts must share it, or where it does not exist yet, the one that it will be in. With
     `probe` every GPU is tried, which takes seconds.
@@ -142,7 +142,7 @@ def _collect_report(host: HostfileEntry, access: Access, command: str) -> HostRe
 
 @contextmanager
 def _token(folder: Path) -> Iterator[Path]:
-    """A file in the folder, or where that will be, which holds its own name."""
+    """Yield a file in the folder, or where that will be, which holds its own name."""
     path = folder.absolute()
     while not path.is_dir():
         path = path.parent
@@ -162,7 +162,7 @@ def _token(folder: Path) -> Iterator[Path]:
 def problems(
     hosts: Sequence[HostfileEntry], reports: Sequence[HostReport | UnreachableHost], access: Access, kind: DeviceKind
 ) -> list[str]:
-    """What would stop a run, a line each."""
+    """Return the problems that would prevent a run, one line each."""
     ours, here = versions(), socket.gethostname()
     lines = []
     for host, report in zip(hosts, reports, strict=True):
@@ -180,7 +180,7 @@ def problems(
 
 
 def _shortages(host: HostfileEntry, report: HostReport, kind: DeviceKind) -> Iterator[str]:
-    """What a host has less of than its line says, by more than a tenth: a GPU of 12G reports 11.76 GiB."""
+    """Yield what a host has less of than its line says, by more than a tenth: a GPU of 12G reports 11.76 GiB."""
     if kind == "cuda":
         num_gpus = len(report.gpus) if report.cuda_devices is None else report.cuda_devices
         if num_gpus == 0:
@@ -210,7 +210,7 @@ class ReadyHost:
 
 
 def rendezvous_address(reports: Sequence[HostReport], access: Access) -> str:
-    """The address of the first host at which the others reach it: on the interface named, or on a network they share.
+    """Return the address at which the others reach the first host: on the interface named, or on a network they share.
 
     Not what its name resolves to there, which may be its loopback.
     """

@@ -61,7 +61,7 @@ def test_the_cluster_that_is_left_has_the_devices_that_are_left() -> None:
 
 
 @pytest.mark.parametrize(
-    ("elastic", "what"), [(False, "not all hosts are ready"), (True, "no host is left to go on with")]
+    ("elastic", "what"), [(False, "not all hosts are ready"), (True, "no host is left to continue on")]
 )
 def test_hosts_that_stay_away_end_the_run_and_are_named(
     elastic: bool, what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

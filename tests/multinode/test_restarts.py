@@ -125,7 +125,7 @@ def test_elastic_takes_a_host_again_that_is_back(hosts: Hosts, undisturbed: list
     finally:
         hosts.open_to_ssh("n2")
     assert code == 0, output + errors
-    assert "all 2 hosts are there again: going on as planned at first\n" in errors
+    assert "all 2 hosts are there again: continuing as first planned\n" in errors
     assert losses(hosts.folder / "back") == pytest.approx(undisturbed, rel=bound_of_command(60, 1e-2))
 
 

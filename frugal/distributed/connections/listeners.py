@@ -11,12 +11,12 @@ and other systems than Linux.
 import ctypes
 import os
 import socket
-import stat
 import struct
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
+
+import psutil  # type: ignore[import-untyped]  # has no types
 
 _SO_ATTACH_FILTER = 26
 _DROP_ALL = struct.pack("HBBI", 0x06, 0, 0, 0)  # Berkeley packet filter: return 0 bytes
@@ -35,24 +35,18 @@ def closed_afterwards(also: socket.socket | None = None) -> Iterator[None]:
     yield
     if also is not None:
         _close_to_new(also.fileno())
-    for number, inode in _listening().items():
-        if inode not in before:
+    for number, port in _listening().items():
+        if port not in before:
             _close_to_new(number)
 
 
 def _listening() -> dict[int, int]:
-    """Return descriptors and inodes of this process's sockets that listen to a network."""
-    inodes = {}
-    for path in Path("/proc/self/fd").iterdir():
-        number = int(path.name)
-        with suppress(OSError):  # it is closed by now
-            if not stat.S_ISSOCK(os.fstat(number).st_mode):
-                continue
-            with socket.socket(fileno=os.dup(number)) as sock:
-                is_network = sock.family in (socket.AF_INET, socket.AF_INET6)
-                if is_network and sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                    inodes[number] = os.fstat(number).st_ino
-    return inodes
+    """Return descriptors and ports of this process's sockets that listen to a network."""
+    return {
+        each.fd: each.laddr.port
+        for each in psutil.Process().net_connections("inet")
+        if each.status == psutil.CONN_LISTEN
+    }
 
 
 def _close_to_new(number: int) -> None:

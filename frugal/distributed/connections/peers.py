@@ -138,7 +138,7 @@ def accept_ranks(server: socket.socket, key: bytes, world_size: int, end: float)
             sock.close()
 
         selector.register(server, selectors.EVENT_READ)
-        while len(proven) < world_size - 1:
+        while len(proven) < world_size - 1 or _drop_closed(proven):
             now = time.monotonic()
             if now > end:
                 missing = [str(rank) for rank in range(1, world_size) if rank not in proven]
@@ -169,6 +169,22 @@ def accept_ranks(server: socket.socket, key: bytes, world_size: int, end: float)
     for sock in pending:
         sock.close()
     return [proven[rank] for rank in sorted(proven)]
+
+
+def _drop_closed(proven: dict[int, socket.socket]) -> bool:
+    """Drop connections that ranks have given up; return whether there were any."""
+    closed = []
+    for rank, sock in proven.items():
+        with suppress(BlockingIOError):
+            try:
+                is_closed = not sock.recv(1, socket.MSG_PEEK)
+            except ConnectionError:
+                is_closed = True
+            if is_closed:
+                closed.append(rank)
+    for rank in closed:
+        proven.pop(rank).close()
+    return bool(closed)
 
 
 def _accept(server: socket.socket) -> list[tuple[socket.socket, str]]:
