@@ -107,11 +107,11 @@ def test_a_recorded_introduction_proves_nothing(opened: Opened) -> None:
     with opened.stranger() as sock:
         recorded = introduction(KEY, sock.recv(32), 1)
         sock.sendall(recorded)
-        assert len(sock.recv(32)) == 32, "it was proven, once"
+        assert len(sock.recv(32)) == 32, "it was proven, and is not confirmed"
     with opened.stranger() as sock:
         sock.sendall(recorded)
         assert is_dropped(sock)
-    opened.all_ranks_get_in()  # rank 1 once more: its new connection takes the place of the old one
+    opened.all_ranks_get_in()
 
 
 def listens(behave: Callable[[socket.socket], None]) -> tuple[str, int]:
@@ -131,7 +131,7 @@ def test_a_rank_does_not_take_its_own_proof_for_that_of_rank_0() -> None:
         sock.sendall(b"c" * 32)
         sock.sendall(sock.recv(peers._INTRODUCTION_BYTES, socket.MSG_WAITALL)[-32:])
 
-    with pytest.raises(OSError, match=r"is not rank 0|refused|closed|reset"):
+    with pytest.raises(OSError, match=r"is not rank 0|refused|closed|reset|timed out|no answer"):
         connect(listens(reflect), KEY, 1, time.monotonic() + 0.5)
 
 
@@ -163,6 +163,7 @@ def test_a_flood_drops_its_own_connections_and_not_those_of_ranks(opened: Opened
         assert is_dropped(flood[0]), "the oldest goes first"
         rank.sendall(introduction(KEY, rank.recv(32), 3))
         assert len(rank.recv(32)) == 32
+        rank.sendall(b".")
         opened.all_ranks_get_in()
 
 

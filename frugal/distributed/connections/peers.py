@@ -5,6 +5,7 @@ Both ends prove that they know `key`: the run's secret, followed by bytes that r
     rank 0 -> rank    challenge: 32 random bytes
     rank   -> rank 0  its number, 32 random bytes, HMAC-SHA256(key, "rank", challenge, number, random bytes)
     rank 0 -> rank    HMAC-SHA256(key, "rank 0", challenge, number, random bytes)
+    rank   -> rank 0  confirmation: one byte, after which rank 0 counts the rank as connected
 
 This is the mutual authentication with a cryptographic check function of ISO/IEC 9798-4. Both random numbers are in both
 proofs, so a recorded message proves nothing; the role is, too, so nobody's proof can be sent back. Every message has a
@@ -51,6 +52,7 @@ once in 10^12 tries, of which there is one every 10 s.
 _RANDOM_BYTES, _PROOF_BYTES = 32, 32
 _CLAIM = struct.Struct(f"!I{_RANDOM_BYTES}s")  # rank, random bytes
 _INTRODUCTION_BYTES = _CLAIM.size + _PROOF_BYTES
+_CONFIRMATION = b"."
 _ACCEPTED_AT_ONCE = 64
 _POLL_SECONDS = 0.2
 
@@ -113,12 +115,13 @@ def listen(port: int, world_size: int) -> socket.socket:
 
 @dataclass
 class _Pending:
-    """A connection that has not proven itself."""
+    """A connection that is not accepted yet; `rank` is what it has proven to be."""
 
     address: str
     end: float
     challenge: bytes
     received: bytearray = field(default_factory=bytearray)
+    rank: int | None = None
 
 
 def accept_ranks(server: socket.socket, key: bytes, world_size: int, end: float) -> list[socket.socket]:
@@ -138,7 +141,7 @@ def accept_ranks(server: socket.socket, key: bytes, world_size: int, end: float)
             sock.close()
 
         selector.register(server, selectors.EVENT_READ)
-        while len(proven) < world_size - 1 or _drop_closed(proven):
+        while len(proven) < world_size - 1:
             now = time.monotonic()
             if now > end:
                 missing = [str(rank) for rank in range(1, world_size) if rank not in proven]
@@ -159,7 +162,7 @@ def accept_ranks(server: socket.socket, key: bytes, world_size: int, end: float)
                     if rank is not None and 0 < rank < world_size:
                         del pending[sock]
                         selector.unregister(sock)
-                        if rank in proven:  # the rank gave its earlier attempt up
+                        if rank in proven:  # it gave its earlier attempt up
                             proven[rank].close()
                         proven[rank] = sock
                     elif rank is not None:
@@ -169,22 +172,6 @@ def accept_ranks(server: socket.socket, key: bytes, world_size: int, end: float)
     for sock in pending:
         sock.close()
     return [proven[rank] for rank in sorted(proven)]
-
-
-def _drop_closed(proven: dict[int, socket.socket]) -> bool:
-    """Drop connections that ranks have given up; return whether there were any."""
-    closed = []
-    for rank, sock in proven.items():
-        with suppress(BlockingIOError):
-            try:
-                is_closed = not sock.recv(1, socket.MSG_PEEK)
-            except ConnectionError:
-                is_closed = True
-            if is_closed:
-                closed.append(rank)
-    for rank in closed:
-        proven.pop(rank).close()
-    return bool(closed)
 
 
 def _accept(server: socket.socket) -> list[tuple[socket.socket, str]]:
@@ -209,8 +196,10 @@ def _least_wanted(pending: dict[socket.socket, _Pending]) -> socket.socket:
 
 
 def _read_rank(sock: socket.socket, waiting: _Pending, key: bytes) -> int | None:
-    """Return the rank that a connection has proven to be, answered; -1 for a stranger, None until all has come."""
+    """Return the rank that a connection has proven and confirmed to be; -1 for a stranger, None until all has come."""
     try:
+        if waiting.rank is not None:
+            return waiting.rank if sock.recv(1) else -1
         part = sock.recv(_INTRODUCTION_BYTES - len(waiting.received))
         waiting.received += part
         if part and len(waiting.received) < _INTRODUCTION_BYTES:
@@ -223,7 +212,8 @@ def _read_rank(sock: socket.socket, waiting: _Pending, key: bytes) -> int | None
         return None
     except OSError:
         return -1
-    return int(_CLAIM.unpack(claim)[0])
+    waiting.rank = int(_CLAIM.unpack(claim)[0])
+    return None
 
 
 def _proof(role: str, key: bytes, challenge: bytes, claim: bytes) -> bytes:
@@ -249,6 +239,7 @@ def connect(address: tuple[str, int], key: bytes, rank: int, end: float) -> sock
                 _receive(sock, _PROOF_BYTES, attempt_end), _proof("rank 0", key, challenge, claim)
             ):
                 raise ConnectionError(f"{address[0]}:{address[1]} is not rank 0 of this run")
+            sock.sendall(_CONFIRMATION)
             sock.settimeout(None)
             return sock
         except OSError:
