@@ -1,4 +1,4 @@
-"""What a launcher tells a rank by environment variables: its place, and where the ranks meet.
+"""The environment variables by which a launcher tells a rank its place, and where the ranks meet.
 
 torchrun and DeepSpeed's launcher set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. OpenMPI, MPICH and
 SLURM number their processes under names of their own and do not set MASTER_ADDR, which is given beside them.
@@ -36,17 +36,17 @@ _LEAST_AND_MOST = {
 
 
 def rank() -> int:
-    """This process's rank; 0 before it is one of several."""
+    """Return this process's rank; 0 before it is one of several."""
     return _number("RANK") or 0
 
 
 def local_rank() -> int:
-    """This process's rank on its node."""
+    """Return this process's rank on its node."""
     return _number("LOCAL_RANK") or 0
 
 
 def ranks_on_node() -> int | None:
-    """How many ranks this node has; None where the launcher does not say."""
+    """Return the number of ranks on this node; None where the launcher does not set it."""
     return _number("LOCAL_WORLD_SIZE") or _number("LOCAL_SIZE")
 
 
@@ -94,7 +94,7 @@ def _refuse(name: str, why: str) -> NoReturn:
 
 
 def is_restarted_by_torchrun() -> bool:
-    """Whether torchrun has started its ranks before, with the same arguments (--max-restarts)."""
+    """Return whether torchrun has started its ranks before, with the same arguments (--max-restarts)."""
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "") not in ("", "0")
 
 
@@ -144,7 +144,7 @@ LOOPBACK = "127.0.0.1"
 
 
 def is_on_one_host() -> bool:
-    """Whether all ranks are on this host, as the launcher says."""
+    """Return whether all ranks are on this host, according to the launcher."""
     if os.environ.get("MASTER_ADDR") in (LOOPBACK, "localhost", "::1"):
         return True
     number = ranks_on_node()
@@ -199,7 +199,7 @@ _UNUSED_ADDRESS = "198.51.100.1"
 
 
 def interface_towards(address: str) -> str | None:
-    """The interface of this host that leads to `address`; None where that is its loopback, or nothing."""
+    """Return the interface of this host that leads to `address`; None where that is its loopback, or nothing."""
     try:
         family, _, _, _, socket_address = socket.getaddrinfo(address, DEFAULT_PORT, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as sock:

@@ -40,7 +40,7 @@ _ending = threading.RLock()
 
 
 class LostRankError(RuntimeError):
-    """Another rank is gone.
+    """The loss of another rank.
 
     `is_elsewhere`: it was on another host than this rank. `is_unreachable`: that host does not answer any more.
     """
@@ -56,7 +56,7 @@ class ServiceError(Exception):
 
 
 class FailureReport(msgspec.Struct):
-    """How a run failed: the rank that failed first, its host, its exit code, and what it printed."""
+    """The report of how a run failed: the rank that failed first, its host, its exit code, and what it printed."""
 
     rank: int
     host: str
@@ -71,7 +71,7 @@ def report_folder() -> Path | None:
 
 
 def report_done() -> None:
-    """Note that the run came to its end: launchers' exit codes alone do not say so (MPICH's can be 0)."""
+    """Record that the run came to its end: launchers' exit codes alone do not say so (MPICH's can be 0)."""
     if (folder := report_folder()) is not None and env.rank() == 0:
         with suppress(OSError):  # the folder was moved or deleted under the run; then the exit code says it
             (folder / _DONE).touch()
@@ -108,7 +108,7 @@ def run_command(command: Callable[[Sequence[str]], None]) -> NoReturn:
 
 
 def end_for_threads() -> None:
-    """From now on an exception on a thread of frugal's ends this rank, and is not only printed while others wait."""
+    """Have an exception on a thread of frugal's end this rank, instead of being printed while others wait."""
     threading.excepthook = _end_for_thread
 
 

@@ -27,12 +27,12 @@ _PR_SET_PDEATHSIG = 1
 
 
 def is_over_ssh() -> bool:
-    """Whether this rank was started over ssh by a `frugal train` elsewhere."""
+    """Return whether this rank was started over ssh by a `frugal train` elsewhere."""
     return OVER_SSH in os.environ
 
 
 def end_with_parent(deliver: Callable[[int], None] | None = None) -> None:
-    """From now on this process ends when the one that started it has; does nothing where a user started it.
+    """End this process when the one that started it ends; does nothing where a user started it.
 
     `deliver` is called with each byte that comes through the pipe, on a thread of its own.
     """

@@ -33,7 +33,7 @@ def watch_peers(on_lost: Callable[[LostRankError], None]) -> "PeerWatch":
 
 
 class PeerWatch:
-    """Watches connections to other ranks: `connections` maps each to its rank and host.
+    """A watch over connections to other ranks: `connections` maps each to its rank and host.
 
     `on_lost` is called once, on the thread of the watch, with the rank that is lost and why.
     """

@@ -1,4 +1,4 @@
-"""How ranks come together."""
+"""A rank's way into its process group."""
 
 import errno
 import os
@@ -86,7 +86,7 @@ def check_descriptors(world_size: int) -> None:
 
 
 def use_device(kind: DeviceKind) -> "torch.device":
-    """This rank's device, which torch and DeepSpeed now use.
+    """Have torch and DeepSpeed use this rank's device, and return it.
 
     Raises:
         PlanMismatchError: more ranks were started here than there are GPUs.
@@ -147,7 +147,7 @@ def form() -> None:
 
 
 def free_port() -> int:
-    """A TCP port that is in use on no address of this host now."""
+    """Return a TCP port that is in use on no address of this host."""
     with hold_port("", 0) as sock:
         return int(sock.getsockname()[1])
 

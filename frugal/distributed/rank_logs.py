@@ -27,12 +27,12 @@ _losing = threading.Lock()
 
 
 def path(folder: Path, rank: int) -> Path:
-    """The log file of a rank of the run in `folder`."""
+    """Return the log file of a rank of the run in `folder`."""
     return folder / "logs" / f"rank_{rank}.log"
 
 
 def guard_console() -> None:
-    """From now on a standard stream that cannot be written to raises nothing, and one that is closed is /dev/null."""
+    """Have a standard stream that cannot be written to raise nothing, and replace one that is closed by /dev/null."""
     for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(descriptor)
@@ -45,7 +45,7 @@ def guard_console() -> None:
 
 
 def lost_console() -> dict[str, OSError]:
-    """The standard streams that could not be written to, in words, and why."""
+    """Return the standard streams that could not be written to, in words, and the errors."""
     return _lost
 
 
@@ -81,19 +81,19 @@ def _append(path: str, _flags: int) -> int:
 
 
 def file_name() -> str | None:
-    """This rank's log file; None if it has none."""
+    """Return this rank's log file; None if it has none."""
     return None if _file is None else _file.name
 
 
 def to_file(text: str) -> None:
-    """A line for this rank's log file alone."""
+    """Write a line to this rank's log file alone."""
     if _file is not None:
         with suppress(OSError):  # a full disk: the run itself reports it where it matters
             _file.write(text + "\n")
 
 
 def to_console(text: str) -> None:
-    """Lines for people: to the console's stderr, whatever the rank, and to the log file."""
+    """Write lines to the console's stderr, on any rank, and to the log file."""
     with suppress(OSError):  # on other ranks than 0 this is the file, and its disk may be full
         sys.stderr.write(text + "\n")
         sys.stderr.flush()
@@ -142,7 +142,7 @@ class _Guarded:
                 self._stream.flush()  # to nowhere, what could not be written
 
     def _lose(self, error: OSError) -> None:
-        """Let the stream's descriptor lead nowhere, and say so once."""
+        """Redirect the stream's descriptor to /dev/null, and log it once."""
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, self._stream.fileno())
         os.close(nowhere)

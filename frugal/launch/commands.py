@@ -1,4 +1,4 @@
-"""The commands that start a plan's ranks under other launchers, to copy: one for each node, or one for all."""
+"""Commands that start a plan's ranks under other launchers: one for each node, or one for all."""
 
 import os
 import shlex

@@ -73,25 +73,22 @@ def starter(master_port: int | None) -> Start:
     """Return a function that starts runs on this machine."""
 
     def run(plan: Plan, settings: RunSettings) -> tuple[int, first_failure.FailureReport | None]:
-        return run_reported(plan, settings, partial(_start, plan, RANK_MODULE, master_port=master_port))
+        return run_reported(plan, settings, partial(start, plan, RANK_MODULE, master_port=master_port))
 
     return run
 
 
-def start(plan: Plan, module: str, arguments: Sequence[str], *, to_stderr: bool = False) -> int:
-    """Run `module` on the plan's ranks; see `start_ranks`."""
-    return _start(plan, module, arguments, {}, to_stderr=to_stderr)
-
-
-def _start(
-    plan: Plan, module: str, arguments: Sequence[str], variables: Mapping[str, str], master_port: int | None = None,
-    *, to_stderr: bool = False,
+def start(
+    plan: Plan, module: str, arguments: Sequence[str], variables: Mapping[str, str] | None = None, *,
+    master_port: int | None = None, to_stderr: bool = False,
 ) -> int:  # fmt: skip
+    """Run `module` on the plan's ranks; see `start_ranks`."""
     allocator = cuda_allocator.settings(plan.cluster, os.environ, plan.strategy.expandable_segments)
     kind, num_ranks = plan.cluster.devices[0].kind, plan.batch.world_size
     return start_ranks(
-        kind, num_ranks, module, arguments, master_port, variables={**variables, **allocator}, to_stderr=to_stderr
-    )
+        kind, num_ranks, module, arguments, master_port, variables={**(variables or {}), **allocator},
+        to_stderr=to_stderr,
+    )  # fmt: skip
 
 
 def start_ranks(
