@@ -105,6 +105,7 @@ def older_on_n2(hosts: Hosts) -> Iterator[None]:
         hosts.run("n2", "umount", there, check=True)
 
 
+@pytest.mark.exhaustive
 def test_a_host_with_another_version_is_named_before_anything_starts(hosts: Hosts, older_on_n2: None) -> None:
     code, output, errors = train(hosts, plan(hosts, 1, 1), "never")
     assert (code, output) == (2, "")
@@ -226,6 +227,7 @@ def test_a_host_that_is_down_is_named(hosts: Hosts) -> None:
     assert re.search(r"what would stop a run\n  n2 does not answer: ssh: connect to host n2 port 2222: \S.*\n$", output)
 
 
+@pytest.mark.exhaustive
 def test_doctor_looks_at_each_host(hosts: Hosts) -> None:
     path = plan(hosts, 1, 1)
     code, output, errors = frugal(
