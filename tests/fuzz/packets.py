@@ -80,8 +80,8 @@ def _command(chosen: random.Random, key: bytes, value: bytes) -> bytes:
     key = chosen.choice((key, b"init", value))
     arguments = (
         text(key), text(key) + text(value), text(key) + text(value) + text(b"x"),
-        text(key) + struct.pack("=q", chosen.choice((1, -1, 2**62))), count + text(key), count + text(key) + text(value),
-        b"",
+        text(key) + struct.pack("=q", chosen.choice((1, -1, 2**62))), count + text(key),
+        count + text(key) + text(value), b"",
     )  # fmt: skip
     return bytes([chosen.randrange(24)]) + chosen.choice(arguments)
 

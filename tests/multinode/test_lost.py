@@ -91,17 +91,6 @@ def test_sigterm_saves_the_step_on_all_hosts(hosts: Hosts) -> None:
         assert nothing_is_left(hosts)
 
 
-def test_sigterm_to_every_process_of_the_command_saves_the_step_on_all_hosts(hosts: Hosts) -> None:
-    """As systemd and docker send it on the host where the command runs."""
-    with running(hosts, "told-all") as process:
-        hosts.run("n1", "pkill", "-TERM", "-f", "^ssh |frugal train", check=True)
-        output, errors = process.communicate(timeout=60)
-        assert (process.returncode, errors) == (0, "")
-        saved = (hosts.folder / "told-all" / "checkpoints" / "latest").read_text().strip()
-        assert f"step {int(saved.removeprefix('step-'))} is saved in {hosts.folder}/told-all/checkpoints" in output
-        assert nothing_is_left(hosts)
-
-
 def test_ctrl_c_interrupts_all_hosts(hosts: Hosts) -> None:
     with running(hosts, "interrupted") as process:
         hosts.run("n1", "pkill", "-INT", "-f", "frugal train", check=True)

@@ -1,6 +1,5 @@
 """Runs on several hosts, each with its own network, names and processes: every launcher, and what goes wrong."""
 
-import json
 import re
 import sys
 from collections.abc import Iterator
@@ -36,27 +35,6 @@ def test_one_command_trains_on_two_hosts_as_on_one(hosts: Hosts, on_one_host: li
     assert not list((hosts.folder / "two").glob(".*")), "nothing of the start is left"
     for name in hosts.names:
         assert not any("frugal" in line for line in hosts.processes(name))
-
-
-@pytest.mark.exhaustive  # what goes over ssh is tested in tests/config/test_run_settings.py
-def test_ten_thousand_files_train_on_two_hosts(hosts: Hosts) -> None:
-    folder = hosts.folder / "a-folder-with-a-name-of-some-length"
-    folder.mkdir()
-    names = [f"{folder.name}/part-{number:05d}-of-10000.jsonl" for number in range(10_000)]
-    for name in names:
-        (hosts.folder / name).write_text(json.dumps({"text": f"{name}: to be or not to be"}) + "\n")
-    (hosts.folder / "list.txt").write_text("\n".join(names))
-    path, all_losses = plan(hosts, 1, 1), []
-    how = ["--hostfile", path.with_name("hosts"), "--ssh-port", SSH_PORT, "--steps", 2, "--eval-every", 0]
-    for out, data in (
-        ("flags", [word for name in names for word in ("--data", name)]),
-        ("list", ["--data", "@list.txt"]),
-    ):
-        code, output, errors = frugal(hosts, "train", "--plan", path, *how, "--out", f"many-{out}", *data)
-        assert (code, errors) == (0, "")
-        assert "19000 samples, 1000 for validation" in output
-        all_losses.append(losses(hosts.folder / f"many-{out}"))
-    assert all_losses[0] == all_losses[1]
 
 
 def test_all_that_is_wrong_with_the_hosts_is_said_before_anything_starts(hosts: Hosts) -> None:
@@ -202,16 +180,6 @@ def test_three_hosts_with_different_slots(three_hosts: Hosts) -> None:
     assert (code, errors) == (0, "")
     ours, theirs = losses(three_hosts.folder / "three"), losses(three_hosts.folder / "one")
     assert ours == pytest.approx(theirs, rel=bound_of_command(4, 1e-2))
-
-
-@pytest.mark.exhaustive
-def test_words_that_shells_would_change_arrive_as_they_were(hosts: Hosts) -> None:
-    """The words go through ssh's standard input."""
-    odd = hosts.folder / "odd $HOME 100%n 'x' \"y\".jsonl"
-    odd.write_bytes((hosts.folder / "text.jsonl").read_bytes())
-    code, _, errors = train(hosts, plan(hosts, 1, 1), "odd out", "--data", odd.name)
-    assert (code, errors) == (0, "")
-    assert len(losses(hosts.folder / "odd out")) == 4
 
 
 def test_a_host_that_is_down_is_named(hosts: Hosts) -> None:

@@ -9,11 +9,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-import pytest
-
 from bench.reliability.hosts import SSH_PORT, Hosts, environment, plan
 from tests.multinode import listening, stranger
-from tests.multinode.conftest import RUN, frugal, losses
+from tests.multinode.conftest import losses
 from tests.multinode.test_lost import KILLED
 
 PORT = 29777
@@ -132,18 +130,3 @@ def test_a_stranger_neither_ends_a_run_nor_its_watch_and_no_token_is_seen(three_
     assert min(to_rank_0["tried"].get(name, 0) for name in ("pickle", "verdict", "flood")) > 0, to_rank_0
     assert to_rank_0["answers"] == []
     assert not (hosts.folder / "unpickled").exists()
-
-
-@pytest.mark.exhaustive
-def test_an_attacked_run_is_the_undisturbed_one(three_hosts: Hosts) -> None:
-    hosts = three_hosts
-    words = [word for word in RUN if word not in ("--data", "text.jsonl")]
-    code, _, errors = frugal(hosts, "train", "--plan", plan(hosts, 2), *RUN, "--out", "alone")
-    assert (code, errors) == (0, "")
-    with (
-        program(hosts, "n3", stranger.__file__, PORT, *map(hosts.address, ("n1", "n2"))),
-        training(hosts, "together", *words) as run,
-    ):
-        _, errors = run.communicate(timeout=180)
-        assert (run.returncode, errors) == (0, "")
-    assert losses(hosts.folder / "together") == losses(hosts.folder / "alone")
