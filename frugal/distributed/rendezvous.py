@@ -117,7 +117,7 @@ def _connect(world_size: int, seconds: float) -> TCPStore:
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         address = os.environ["MASTER_ADDR"]
     elif env.rank() == 0:
-        _server = _listen(port, world_size)
+        _server = _listen(port)
         listening, bound = os.dup(_server.fileno()), _server.getsockname()[0]
         address = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(bound, bound)
     while True:
@@ -136,9 +136,9 @@ def _connect(world_size: int, seconds: float) -> TCPStore:
             time.sleep(_POLL_SECONDS)
 
 
-def _listen(port: int, world_size: int) -> socket.socket:
+def _listen(port: int) -> socket.socket:
     try:
-        return peers.listen(port, world_size)
+        return peers.listen(port)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise RequestError(f"port {port} is in use", hint="choose another port with --master-port") from None

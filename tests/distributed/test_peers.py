@@ -20,7 +20,7 @@ class Opened:
     """Rank 0 of eight, which accepts the others on a thread."""
 
     def __init__(self) -> None:
-        server = listen(0, 8)
+        server = listen(0)
         self.address: tuple[str, int] = server.getsockname()[:2]
         self.accepted: list[socket.socket] = []
         self._thread = threading.Thread(target=self._accept, args=(server,), daemon=True)
@@ -169,7 +169,7 @@ def test_a_flood_drops_its_own_connections_and_not_those_of_ranks(opened: Opened
 
 def test_a_rank_that_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    with listen(0, 3) as server, pytest.raises(TimeoutError, match="rank 1, 2 did not connect to rank 0 in time"):
+    with listen(0) as server, pytest.raises(TimeoutError, match="rank 1, 2 did not connect to rank 0 in time"):
         accept_ranks(server, KEY, 3, time.monotonic() + 0.1)
 
 
@@ -185,5 +185,5 @@ def test_it_listens_where_ranks_reach_it_and_nowhere_else(monkeypatch: pytest.Mo
     monkeypatch.setenv("LOCAL_SIZE", "2")
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    with listen(0, 2) as server:
+    with listen(0) as server:
         assert server.getsockname()[0] == "127.0.0.1"

@@ -20,7 +20,7 @@ def meet() -> None:
             other.bind((address, port))
             other.listen()
             sys.exit(f"port {port} was to be had")
-    with peers.listen(port, 2) as server:
+    with peers.listen(port) as server:
         assert server.getsockname() == ("127.0.0.1", port)
 
 

@@ -42,6 +42,9 @@ HANDSHAKE_SECONDS = 10.0
 MOST_PENDING = 1024
 """With more unproven connections the oldest one of the address that has most of them is dropped."""
 
+MOST_DESCRIPTORS = 2**16
+"""Rank 0's limit on open files, where it may be raised: TCPStore keeps every connection, also a stranger's."""
+
 IDLE_SECONDS, PROBE_SECONDS, PROBES = 10, 2, 7
 KEEPALIVE_SECONDS = IDLE_SECONDS + PROBE_SECONDS * PROBES
 """24 s until the kernel gives up a connection whose other host is silent. A host that is busy or swaps still answers.
@@ -77,7 +80,7 @@ def connect_ranks(
     end = time.monotonic() + seconds
     try:
         if rank == 0:
-            with listen(0, world_size) as server:
+            with listen(0) as server:
                 meeting = share(Meeting(server.getsockname()[1], secrets.token_bytes(_RANDOM_BYTES)))
                 return accept_ranks(server, _key(meeting), world_size, end)
         meeting = share(Meeting(0, b""))
@@ -95,15 +98,17 @@ def address_of_rank_0() -> str:
     return env.LOOPBACK if env.is_on_one_host() else os.environ["MASTER_ADDR"]
 
 
-def listen(port: int, world_size: int) -> socket.socket:
+def listen(port: int) -> socket.socket:
     """Return a listening socket of rank 0, bound to the address at which the other ranks reach it.
 
     It is bound to all addresses where that one is not an address of this host (behind NAT), or where its name means the
     loopback here, as on Debian.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft < (wanted := 8 * world_size + 2 * MOST_PENDING) and hard > soft:  # gloo, NCCL and the store need some, too
-        resource.setrlimit(resource.RLIMIT_NOFILE, (min(wanted, hard) if hard > 0 else wanted, hard))
+    if soft < MOST_DESCRIPTORS and hard > soft:
+        resource.setrlimit(
+            resource.RLIMIT_NOFILE, (min(MOST_DESCRIPTORS, hard) if hard > 0 else MOST_DESCRIPTORS, hard)
+        )
     family, _, _, _, resolved = socket.getaddrinfo(address_of_rank_0(), port, type=socket.SOCK_STREAM)[0]
     address = str(resolved[0])
     own = {each.address.split("%")[0] for addresses in psutil.net_if_addrs().values() for each in addresses}
