@@ -105,10 +105,9 @@ def listen(port: int) -> socket.socket:
     loopback here, as on Debian.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft < MOST_DESCRIPTORS and hard > soft:
-        resource.setrlimit(
-            resource.RLIMIT_NOFILE, (min(MOST_DESCRIPTORS, hard) if hard > 0 else MOST_DESCRIPTORS, hard)
-        )
+    most = MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(MOST_DESCRIPTORS, hard)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
     family, _, _, _, resolved = socket.getaddrinfo(address_of_rank_0(), port, type=socket.SOCK_STREAM)[0]
     address = str(resolved[0])
     own = {each.address.split("%")[0] for addresses in psutil.net_if_addrs().values() for each in addresses}
