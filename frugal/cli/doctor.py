@@ -51,11 +51,13 @@ def command(
         reports = ssh.collect_reports(named, access, folder, kind)
     problems = ssh.problems(named, reports, access, kind) + _wrong_gradients(named, reports)
     if as_json:
-        told = {
+        by_host = {
             host.name: {"why": report.why} if isinstance(report, UnreachableHost) else report
             for host, report in zip(named, reports, strict=True)
         }
-        click.echo(msgspec.json.format(msgspec.json.encode({"hosts": told, "problems": problems}), indent=2).decode())
+        click.echo(
+            msgspec.json.format(msgspec.json.encode({"hosts": by_host, "problems": problems}), indent=2).decode()
+        )
     else:
         for host, report in zip(named, reports, strict=True):
             click.echo("\n".join(_table(host, report, folder, is_shared=path is not None)) + "\n")

@@ -85,10 +85,10 @@ def check() -> None:
 
 def _refuse(name: str, why: str) -> NoReturn:
     value = os.environ.get(name)
-    os.environ["LOCAL_RANK"] = "0"  # each rank that is told something wrong says so itself
-    told = "not set" if value is None else f"`{value if len(value) <= 40 else value[:40] + '...'}`"
+    os.environ["LOCAL_RANK"] = "0"  # every rank with a wrong variable reports it
+    shown = "not set" if value is None else f"`{value if len(value) <= 40 else value[:40] + '...'}`"
     raise RequestError(
-        f"the environment variable {name} is {told}", because=why,
+        f"the environment variable {name} is {shown}", because=why,
         hint=f"leave it to the launcher (frugal train, torchrun, deepspeed, srun, mpirun), or: unset {name}",
     )  # fmt: skip
 
@@ -154,7 +154,7 @@ def is_on_one_host() -> bool:
 def adopt_segments(cluster: Cluster, expandable_segments: bool) -> None:
     """Have torch's allocator for GPUs make the segments that were planned, and say where the environment has others.
 
-    torch reads the variable when CUDA is initialised. Where it is already, torch is told, for segments to come.
+    torch reads the variable when CUDA is initialised. If it is already, torch gets the settings for later segments.
     """
     changed = cuda_allocator.settings(cluster, os.environ, expandable_segments)
     if not changed:

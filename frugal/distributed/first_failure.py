@@ -24,7 +24,7 @@ from frugal.distributed import env, parent, rank_logs, stop
 from frugal.errors import INTERRUPTED, FrugalError
 
 CAUSE_FIRST_SECONDS = 1.0
-"""Head start of a rank that failed by itself over those that only lost their connection to it."""
+"""Head start of a rank that failed on its own over those that only lost their connection to it."""
 
 LAUNCHER_SECONDS = 15.0
 """Launchers look after their ranks every second or so; one that has not ended this rank by then does not know more."""
@@ -71,7 +71,7 @@ def report_folder() -> Path | None:
 
 
 def report_done() -> None:
-    """Record that the run came to its end: launchers' exit codes alone do not say so (MPICH's can be 0)."""
+    """Record that the run came to its end: launchers' exit codes alone do not show it (MPICH's can be 0)."""
     if (folder := report_folder()) is not None and env.rank() == 0:
         with suppress(OSError):  # the folder was moved or deleted under the run; then the exit code says it
             (folder / _DONE).touch()

@@ -5,7 +5,7 @@ the progress bar of a terminal, and what it writes to stderr. DeepSpeed's `--ena
 output away from the console.
 
 A console that is gone (its terminal closed, its reader left, its disk full) ends no run: what is printed from then on
-goes nowhere, from C++, too, and the log file says so.
+is discarded, from C++, too, and the log file notes it.
 """
 
 import os
@@ -103,7 +103,7 @@ def to_console(text: str) -> None:
 
 
 def _in_words(stream: str, error: OSError) -> str:
-    return f"{stream} is gone ({error.strerror}): the run goes on, and what it would print there is lost"
+    return f"{stream} is gone ({error.strerror}): the run continues, and its output there is lost"
 
 
 class _Guarded:

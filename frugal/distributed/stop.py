@@ -1,14 +1,14 @@
 """A run is asked to stop, by SIGTERM, SIGUSR1 or SIGHUP: it ends at the next step boundary, with a checkpoint.
 
-A thread hears the signal at once, however long the main thread is in one operation, says so, and counts the grace. The
-loop asks `is_requested` at each step boundary, and all ranks stop at the same one. Where that has not come when the
+A thread receives the signal at once, however long the main thread is in one operation, logs it and counts the grace.
+The loop asks `is_requested` at each step boundary, and all ranks stop at the same one. Where that has not come when the
 grace is over, or the same signal comes a second time, the process ends.
 
 Signals that were ignored when the process was started stay ignored, which is what `nohup` asks for.
 
-Whoever signals all processes of a run at once (`kill -- -GROUP`, systemd, docker, scancel) reaches a rank twice: once
-itself, and once through the command or launcher that passes its own signal on. And a shell whose terminal closes hands
-on the SIGHUP that its jobs got from the kernel. So the same signal counts as a second one after `REPEATED_SECONDS`.
+A signal to all processes of a run (`kill -- -GROUP`, systemd, docker, scancel) reaches a rank twice: once
+directly, and once through the command or launcher that passes its own signal on. And a shell whose terminal closes
+passes on the SIGHUP that its jobs got from the kernel. So the same signal counts as a second one after `REPEATED_SECONDS`.
 """
 
 import logging
@@ -58,7 +58,7 @@ def note(number: int) -> None:
 
 
 def deliver(number: int) -> None:
-    """Do what the signal of this number would do; whoever started this process passes on what it received."""
+    """Do what the signal of this number would do; the process that started this one passes on its own."""
     global _has_other_failed
     if number == OTHER_FAILED:
         _has_other_failed = True
@@ -74,7 +74,7 @@ def heed_stop_signals(
 ) -> Iterator[None]:
     """Have signals to stop ask this process to stop inside the `with` block, instead of ending it; on the main thread.
 
-    After a step `Engine.is_to_stop` says so, on all ranks. When the grace is over, or the same signal comes again, the
+    After a step `Engine.is_to_stop` is true on all ranks. When the grace is over, or the same signal comes again, the
     process ends with 128 + the signal's number. `end`, if given, is called for that with what happened, the reason, and
     this exit code.
     """

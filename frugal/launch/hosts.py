@@ -1,4 +1,4 @@
-"""Ranks on several hosts: ssh starts `frugal.launch.node` on each, which is told signals and ends with the command.
+"""Ranks on several hosts: ssh starts `frugal.launch.node` on each, which receives signals and ends with the command.
 
 A run that has failed is started again on all of its hosts, or with --elastic on those that still work.
 """

@@ -1,8 +1,8 @@
 """Supervision of a run: its end is judged, and with `--max-restarts` it is started again where that may help.
 
 Launchers do not always pass on how a rank ended, so a run is judged by what its ranks reported (`first_failure`) before
-the exit code counts. Not started again: what is done or was told to stop, what ended with a message for the user, and
-what ended at the same step in the same way as the time before.
+the exit code counts. Not started again: runs that are done or were asked to stop, that ended with a message for the
+user, or that ended at the same step in the same way as the time before.
 """
 
 import os
@@ -61,7 +61,7 @@ def supervise(
         code, report = start(plan, settings)
         out = held.look()
         if out is None:  # it is not made again
-            if code and code not in FINAL_CODES:  # otherwise the ranks have said so
+            if code and code not in FINAL_CODES:  # otherwise the ranks have reported it
                 to_console(f"error: {settings.out}, the run's folder, was deleted: not started again")
                 code = CheckpointError.exit_code
             return code
@@ -82,7 +82,7 @@ def supervise(
         if restart == max_restarts:
             to_console(f"error: {end.why}, and all {max_restarts} restarts are used up{hint}")
             return end.code
-        where = f"going on from {end.checkpoint}" if end.checkpoint else "starting anew, as there is no checkpoint"
+        where = f"resuming from {end.checkpoint}" if end.checkpoint else "starting over, as there is no checkpoint"
         to_console(f"restart {restart + 1} of {max_restarts}: {end.why} after step {end.step}; {where}")
         settings = replace(settings, resume=end.checkpoint is not None)
         plan, failed = plan_for_rest(plan), plan

@@ -74,17 +74,17 @@ GONE = "a rank was ended by SIGKILL"
     ("ends", "code", "said"),
     [
         ([FINE], 0, []),
-        ([killed(3), FINE], 0, [f"restart 1 of 2: {GONE} after step 3; going on from step-000002"]),
+        ([killed(3), FINE], 0, [f"restart 1 of 2: {GONE} after step 3; resuming from step-000002"]),
         (
             [killed(1, None), FINE],
             0,
-            [f"restart 1 of 2: {GONE} after step 1; starting anew, as there is no checkpoint"],
+            [f"restart 1 of 2: {GONE} after step 1; starting over, as there is no checkpoint"],
         ),
         (
             [killed(3), killed(3)],
             137,
             [
-                f"restart 1 of 2: {GONE} after step 3; going on from step-000002",
+                f"restart 1 of 2: {GONE} after step 3; resuming from step-000002",
                 f"error: {GONE} again, after step 3 as before: not started again",
             ],
         ),
@@ -92,8 +92,8 @@ GONE = "a rank was ended by SIGKILL"
             [killed(3), killed(4), killed(5)],
             137,
             [
-                f"restart 1 of 2: {GONE} after step 3; going on from step-000002",
-                f"restart 2 of 2: {GONE} after step 4; going on from step-000002",
+                f"restart 1 of 2: {GONE} after step 3; resuming from step-000002",
+                f"restart 2 of 2: {GONE} after step 4; resuming from step-000002",
                 f"error: {GONE}, and all 2 restarts are used up\n\nhint: continue from step-000002 with --resume",
             ],
         ),
@@ -131,5 +131,5 @@ def test_a_rank_that_is_ended_by_a_signal_without_a_name_is_started_again(
     assert restart.supervise(start, plan, RunSettings(out=tmp_path), 2, lambda before: before) == 0
     assert started == [-(signal.SIGRTMIN + 1), 0]
     assert capfd.readouterr().err == (
-        "restart 1 of 2: a rank was ended by signal 35 after step 0; starting anew, as there is no checkpoint\n"
+        "restart 1 of 2: a rank was ended by signal 35 after step 0; starting over, as there is no checkpoint\n"
     )

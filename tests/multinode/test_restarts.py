@@ -14,7 +14,7 @@ from tests.multinode.conftest import by_hand, frugal, losses
 from tests.training.gradients import bound_of_command
 
 RUN = ("--data", "text.jsonl", "--steps", "60", "--save-every", "10", "--eval-every", "0")
-ON = r"going on from step-0000[1-6]0\n"
+ON = r"resuming from step-0000[1-6]0\n"
 
 
 @pytest.fixture(scope="module")

@@ -1,8 +1,8 @@
 """The secret of a run, by which its ranks know each other from strangers.
 
 `frugal train` makes one of 256 bits for each run and gives it to its ranks: in their environment, which only the same
-user can read, or over ssh by a file that only he can read. Who starts ranks otherwise names such a file to all of them,
-in FRUGAL_SECRET_FILE. Ranks of one host that were given nothing share a file in their user's cache folder.
+user can read; on other hosts it arrives through ssh's standard input. Ranks that are started otherwise are given a
+file, in FRUGAL_SECRET_FILE. Ranks of one host that were given nothing share a file in their user's cache folder.
 """
 
 import os
