@@ -8,7 +8,8 @@ Signals that were ignored when the process was started stay ignored, which is wh
 
 A signal to all processes of a run (`kill -- -GROUP`, systemd, docker, scancel) reaches a rank twice: once
 directly, and once through the command or launcher that passes its own signal on. And a shell whose terminal closes
-passes on the SIGHUP that its jobs got from the kernel. So the same signal counts as a second one after `REPEATED_SECONDS`.
+passes on the SIGHUP that its jobs got from the kernel. So the same signal counts as a second one only after
+`REPEATED_SECONDS`.
 """
 
 import logging
