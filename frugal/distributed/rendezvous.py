@@ -16,6 +16,7 @@ import os
 import socket
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -50,6 +51,7 @@ METHOD = "frugal://"
 _VERDICT, _WATCH = "frugal/verdict", "frugal/watch"
 _ATTEMPT_SECONDS = 5.0  # torch's attempt to connect hears no Ctrl-C
 _POLL_SECONDS = 0.1
+_READ_SECONDS = 5.0
 
 _store: Store | None = None  # one a process
 _server: socket.socket | None = None
@@ -175,6 +177,11 @@ def rendezvous(plan: Plan, *, wait_seconds: float = WAIT_SECONDS) -> None:
     else:
         verdict = _read_verdict(store, wait_seconds)
     if verdict is not None:
+        with suppress(RuntimeError):  # the store ends with rank 0, and the others are to read the verdict before
+            if store.add(f"{_VERDICT}/read", 1) == world_size:
+                store.set(f"{_VERDICT}/read by all", "")
+            if rank == 0:
+                _is_set(store, [f"{_VERDICT}/read by all"], min(_READ_SECONDS, wait_seconds))
         kind = RequestError if verdict.what.startswith("not all") else PlanMismatchError
         raise kind(verdict.what, because=verdict.because, hint=verdict.hint)
 
