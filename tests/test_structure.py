@@ -266,7 +266,7 @@ def test_the_command_line_of_planning_loads_no_torch() -> None:
 
 def test_whoever_starts_ranks_and_a_rank_before_its_environment_is_set_load_no_deepspeed() -> None:
     """DeepSpeed chooses its accelerator when it is imported, and torch its threads."""
-    starting = "import frugal.cli.train, frugal.launch.pdsh, frugal.training.run, frugal.distributed.process_group"
+    starting = "import frugal.cli.train, frugal.launch.hosts, frugal.training.run, frugal.distributed.process_group"
     assert not loaded_after(starting) & HEAVY
 
 

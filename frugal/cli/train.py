@@ -12,7 +12,6 @@ from typing import Any
 import click
 import psutil  # type: ignore[import-untyped]  # has no types
 
-from frugal import temporary
 from frugal.cli.display import preview as preview_command
 from frugal.cli.display.verdict import show_verdict
 from frugal.cli.options import (
@@ -36,8 +35,7 @@ from frugal.deepspeed_adapter.json_config import write_plan
 from frugal.distributed.env import DEFAULT_PORT
 from frugal.dryrun.pool import shared_workers
 from frugal.errors import CheckpointError, PlanMismatchError, refuse
-from frugal.launch import alternatives, commands, local, pdsh, restart
-from frugal.launch.pdsh import RestartableHosts
+from frugal.launch import alternatives, commands, hosts, local, restart
 from frugal.launch.ssh import Access
 from frugal.planning.plan import Plan
 from frugal.report import after_run
@@ -106,7 +104,7 @@ def command(
             click.echo(f"note: {note}", err=True)
     _check_ranks(plan, ranks)
     if job.hosts:
-        pdsh.check_nodes(plan, job.hosts)
+        hosts.check_nodes(plan, job.hosts)
     if printed is None:
         began = time.time()
         code = _start(job, plan)
@@ -136,7 +134,7 @@ def _job(values: dict[str, Any], ranks: int | None) -> _Job:
     file = read_settings(values)
     how = launch_settings(values, file.train)
     path = values.get("hostfile") or file.plan.get("hostfile")
-    hosts = read_hostfile(Path(path)) if path else ()
+    named = read_hostfile(Path(path)) if path else ()
     settings = run_settings(values, file.train)
     newest = manifest.newest_checkpoint(settings.checkpoints)
     if settings.resume:
@@ -146,7 +144,7 @@ def _job(values: dict[str, Any], ranks: int | None) -> _Job:
     elif newest is not None:
         raise holds_a_run(settings, newest)
     hostfile = Path(path) if path else None
-    return _Job(values=values, file=file, ranks=ranks, settings=settings, how=how, hostfile=hostfile, hosts=hosts)
+    return _Job(values=values, file=file, ranks=ranks, settings=settings, how=how, hostfile=hostfile, hosts=named)
 
 
 def _given_plan(job: _Job, path: Path | None) -> Plan | None:
@@ -175,21 +173,15 @@ def _start(job: _Job, plan: Plan) -> int:
     """Train here or on the named hosts, with restarts after a crash if asked for, and return the exit code."""
     settings, restarts, port = job.settings, job.how.max_restarts, job.how.master_port
     if job.hosts and not _is_this_machine(job.hosts):
-        if not restarts:
-            return pdsh.launch(plan, job.hosts, job.access, settings, port)
         plan_for = partial(_plan_on, job, before=plan) if job.how.elastic else None
-        on = RestartableHosts(plan, job.hosts, job.access, settings, port, plan_for)
+        on = hosts.RestartableHosts(plan, job.hosts, job.access, settings, port, plan_for)
         return restart.supervise(on.start, plan, settings, restarts, on.plan_for_restart)
     local.check_machine(plan, port)
-    if restarts:
-        rest = partial(_plan_for_rest, job) if job.how.elastic else lambda before: before
-        return restart.supervise(local.starter(port), plan, settings, restarts, rest)
-    if plan.batch.world_size > 1:
-        with temporary.folder() as folder:
-            written, _ = write_plan(plan, folder)
-            return local.launch(plan, written, settings, port)
-    run(plan, settings)
-    return 0
+    if plan.batch.world_size == 1 and not restarts:
+        run(plan, settings)
+        return 0
+    rest = partial(_plan_for_rest, job) if job.how.elastic else lambda before: before
+    return restart.supervise(local.starter(port), plan, settings, restarts, rest)
 
 
 def _plan_on(job: _Job, cluster: Cluster, *, before: Plan) -> Plan:

@@ -81,14 +81,9 @@ def _run(plan: Plan, settings: RunSettings) -> None:
 
 
 def _watch_peers() -> "PeerWatch":
-    import torch.distributed as dist
+    from frugal.distributed.peer_watch import watch_peers
 
-    from frugal.distributed import rendezvous
-    from frugal.distributed.peer_watch import PeerWatch
-
-    return PeerWatch(
-        dist.get_rank(), dist.get_world_size(), first_failure.end_rank, rendezvous.watched, rendezvous.connect_to_watch
-    )
+    return watch_peers(first_failure.end_rank)
 
 
 def train(plan: Plan, settings: RunSettings, device: "torch.device") -> Path | None:

@@ -171,7 +171,7 @@ def test_nohup_is_respected_and_a_run_outlives_its_terminal(ordeal: Ordeal) -> N
 
 
 def test_the_loss_of_the_terminal_is_noted_once_and_the_log_goes_on(ordeal: Ordeal) -> None:
-    note = "standard output is gone (Input/output error): the run goes on, and what it would print there is lost"
+    note = "standard output is gone (Input/output error): the run continues, and its output there is lost"
     lines = ordeal.run.log().splitlines()
     assert lines.count(note) == 1
     assert lines[-1] == (
