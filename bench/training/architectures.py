@@ -318,8 +318,7 @@ refusal, is in
 - **exact**: loss within 1e-6, gradient within 1e-5; the worst of them: loss {loss:.0e}, gradient {gradient:.0e}.
 - **exact alone**: exact without padding. Padding changes the model's own output, and the plan has a note.
 - **refused**: `frugal plan` refuses it with the reason, mostly because a model for `causal-lm` sees later tokens.
-- **not run**: the model's own loss of text fails, and so does a dry run.
-- **not built**: no small model could be built from the defaults.
+- **not run**: the model's own loss of text fails. **not built**: no small model could be built.
 
 With the tiled loss {tiled} pairs are exact; where it is refused, the plain loss is planned. On two ranks, under ZeRO-2
 and ZeRO-3, {ranks} pairs were measured: {exact_on_ranks} are exact; {dry_runs} of {all_dry_runs} dry runs run.
