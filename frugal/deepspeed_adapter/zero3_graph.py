@@ -295,8 +295,9 @@ def at_once() -> Iterator[None]:
         yield
 
 
-def _narrow(tensor: Tensor, dim: int, start: int, length: int) -> Tensor:
-    """A view, made without asking the tracker: one a rank is made for every gathered bucket."""
+def _narrow(tensor: Tensor, dim: int, start: int | Tensor, length: int | Tensor) -> Tensor:
+    """Return a view, made without asking the tracker: one a rank is made for every gathered bucket."""
+    start, length = int(start), int(length)  # of a tensor, as in LED, only the tracker can be asked
     with torch_internals.without_dispatch():
         return torch.narrow(tensor, dim, start, length)
 

@@ -55,7 +55,8 @@ def dry_run(
 
     `by_tensor`: parameters come to a CPU rank one by one; otherwise it has them all, as a GPU's host has.
 
-    A model that reads an integer from its data is told the longest dimension of a batch, and 1 if it rejects that.
+    A model that reads an integer from its data gets the longest dimension of a batch, and 1 if it rejects that; a
+    model that rejects both gets "no" where it asks whether a condition on its data is true (LED: a global attention).
     """
     shared_by = strategy.sequence_parallel
     caps = (micro_batch,) * (world_size // shared_by)
@@ -64,14 +65,19 @@ def dry_run(
     if kind == "cpu":
         strategy = strategy.where_the_host_is_the_device
     micro_steps = (first_micro_steps or accumulation_steps, accumulation_steps)
-    for integer in (None, 1):
-        tracker = Tracker(kind, integer, capability, resident_threads, builds_elsewhere=by_tensor)
+    failure: Exception | None = None
+    for integer, condition in ((None, True), (1, True), (None, False)):
+        tracker = Tracker(
+            kind, integer, capability, resident_threads, builds_elsewhere=by_tensor, assumed_condition=condition
+        )
         try:
             return _dry_run(tracker, build, objective, request, strategy, batch, micro_steps, rank)
-        except (IndexError, RuntimeError):
-            if integer is not None or not tracker.was_asked_for_integers:
-                raise
-    raise AssertionError("the loop returns or raises")
+        except (AssertionError, IndexError, RuntimeError) as error:
+            failure = failure or error
+            if not tracker.was_asked_for_integers:
+                break
+    assert failure is not None  # the loop returns otherwise
+    raise failure
 
 
 def _dry_run(

@@ -70,12 +70,21 @@ def an_expert_chosen_by_data(x: Tensor) -> Tensor:
     return x * (torch.ones(2, 64, device=x.device, dtype=x.dtype)[x.isnan().sum()] + x)
 
 
+def with_positions_that_all_attend_to(x: Tensor) -> Tensor:
+    """As LED has it: where there are some, their number is a tensor that `narrow` takes, and no number fits."""
+    number = (x[..., 0] > 1e9).sum(1).max()
+    if number > 0:
+        assert x.narrow(1, 0, number).shape[1] == 0
+    return x
+
+
 CASES = {
     chosen_by_a_mask: operators.EVERYTHING,
     chosen_by_positions: operators.EVERYTHING,
     selected: operators.EVERYTHING,
     unique: operators.ALL_DIFFERENT,
     under_a_condition: "an `if` depends on data: counted as if its condition were true",
+    with_positions_that_all_attend_to: "an `if` depends on data: counted as if its condition were false",
     as_long_as_data_says: "an integer is read from data: counted as if it were 64",
     counted: operators.AS_MANY_BINS,
     an_expert_chosen_by_data: "an integer is read from data: counted as if it were 1",

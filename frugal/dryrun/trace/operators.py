@@ -10,7 +10,7 @@ largest one is taken, which makes the dry run an upper bound, and it says so in 
 | `unique_consecutive`                     | all values are equal: transformers counts end tokens so           |
 | `bincount`                               | as many bins as asked for (`minlength`)                           |
 | an integer (`.item()`)                   | the longest dimension of a batch; 1 if the model rejects that     |
-| `if` on a tensor, outside of transformers| yes                                                               |
+| `if` on a tensor, outside of transformers| yes; no if the model rejects that and both integers               |
 
 The last three are no upper bounds for every model; the note says what was taken.
 

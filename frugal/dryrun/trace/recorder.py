@@ -156,11 +156,13 @@ class Tracker(StorageWatch):
         resident_threads: int = 0,
         *,
         builds_elsewhere: bool = False,
+        assumed_condition: bool = True,
     ) -> None:
         """`integer`: what a model that reads one from its data is told; None: the longest dimension of a batch.
 
         `capability`: the compute capability of a `cuda` device; `resident_threads`: that it holds at once, 0 if what
-        depends on them is not wanted; `builds_elsewhere`: the model comes to a CPU rank parameter by parameter.
+        depends on them is not wanted; `builds_elsewhere`: the model comes to a CPU rank parameter by parameter;
+        `assumed_condition`: the answer where a model asks whether a condition on its data is true.
         """
         super().__init__()
         self.kind = kind
@@ -185,6 +187,7 @@ class Tracker(StorageWatch):
         self._assumptions: dict[str, str] = {}  # what is assumed -> the first module that makes it necessary
         self._integer = integer
         self.was_asked_for_integers = False
+        self._assumed_condition = assumed_condition
         self._building = kind == "cuda" or builds_elsewhere  # and arrives later
         self._forward_from = 0  # operators before the phase
         self._alone = False  # whether there is no DeepSpeed whose operators are not to be counted
@@ -431,9 +434,10 @@ class Tracker(StorageWatch):
         if self.phase != FORWARD and not (self.phase == BACKWARD and asker(frame) == MODEL):
             return False if tensor.dtype == torch.bool else 0
         if tensor.dtype == torch.bool:
-            if not asked_by_transformers(frame):
-                self._assume("an `if` depends on data: counted as if its condition were true")
-            return True
+            if not self._assumed_condition or not asked_by_transformers(frame):
+                words = "true" if self._assumed_condition else "false"
+                self._assume(f"an `if` depends on data: counted as if its condition were {words}")
+            return self._assumed_condition
         self.was_asked_for_integers = True
         integer = self._integer or 1
         self._assume(f"an integer is read from data: counted as if it were {integer}")
