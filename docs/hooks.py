@@ -1,6 +1,6 @@
-"""Pages of the reference that are made from the code, so that they cannot contradict it.
+"""Pages of the reference that are generated from the code, so that they cannot contradict it.
 
-A line `<!-- generated: NAME -->` in a page is replaced by what the function of that name in `GENERATED` returns.
+A line `<!-- generated: NAME -->` in a page is replaced by the result of the function of that name in `GENERATED`.
 MkDocs calls `on_page_markdown`; `tests/test_docs.py` uses the same functions without MkDocs.
 """
 
@@ -26,12 +26,12 @@ _ATTRIBUTE = re.compile(r"^    (\w+): (.*(?:\n {6,}.*)*)", re.MULTILINE)
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """The page with what is made from the code."""
+    """Return the page with the parts that are generated from the code."""
     return _MARKER.sub(lambda marker: GENERATED[marker[1]](), markdown)
 
 
 def flags() -> str:
-    """Every command with its flags; those that plan are listed once."""
+    """Return every command with its flags; planning flags are listed once."""
     context = cli.make_context("frugal", [], resilient_parsing=True)
     commands = {name: _command(context, name) for name in COMMANDS}
     planning = set.intersection(*({option.name for option in _options(commands[name])} for name in PLANNERS))
@@ -63,7 +63,7 @@ def _options(command: click.Command) -> list[click.Option]:
 
 
 def _by_group(options: Sequence[click.Option]) -> list[str]:
-    """A table for each group of the table of settings, as in `--help`; first the flags that are no settings."""
+    """Return a table for each group of `--help`, first the flags that are no settings."""
     lines: list[str] = []
     for group in ("", *typing.get_args(Group)):
         rows = [option for option in options if _group(option) == group]
@@ -79,7 +79,7 @@ def _group(option: click.Option) -> str:
 
 
 def _flag(option: click.Option) -> tuple[str, str]:
-    """A flag as in a help text: its spelling with its values, and what it means."""
+    """Return a flag as in a help text: its spelling with its values, and its meaning."""
     record = option.get_help_record(click.Context(click.Command("any")))
     if record is None:  # click hides it
         record = ", ".join(option.opts), option.help or ""
@@ -88,8 +88,14 @@ def _flag(option: click.Option) -> tuple[str, str]:
     return f"`{record[0]}`", _cell(record[1]) + for_experts
 
 
+def file_settings() -> str:
+    """Return the settings that have no flag, by their place in `frugal.toml`."""
+    rows = [(f"`{row.path}`", _cell(row.help)) for row in SETTINGS.values() if not row.is_flag]
+    return "\n".join(_table(("key", "meaning"), rows))
+
+
 def other_names() -> str:
-    """What frugal answers to flags of other trainers."""
+    """Return the answers to flags of other trainers."""
     rows = [
         (f"`--{name.replace('_', '-')}`", other.whose, _cell(other.hint.replace("{}", other.stand_in)))
         for name, other in OTHER_NAMES.items()
@@ -98,12 +104,12 @@ def other_names() -> str:
 
 
 def plan_schema() -> str:
-    """The number in `schema`."""
+    """Return the number in `schema`."""
     return f"Its `schema` is {plan.SCHEMA}."
 
 
 def plan_fields() -> str:
-    """Every field of `plan.json` with its type, part by part, as the dataclasses have them."""
+    """Return every field of `plan.json` with its type, by dataclass."""
     parts: list[str] = []
     for part in _parts(plan.Plan):
         text = inspect.cleandoc(part.__doc__ or "")
@@ -122,7 +128,7 @@ def plan_fields() -> str:
 
 
 def _parts(whole: type) -> list[type]:
-    """The dataclasses of this project that `whole` is made of, itself first, each once."""
+    """Return the dataclasses that `whole` is made of, itself first, each once."""
     made_of, waiting = [], [whole]
     while waiting:
         part = waiting.pop(0)
@@ -142,7 +148,7 @@ def _inside(hint: Any) -> Iterable[type]:
 
 
 def _type(hint: Any) -> str:
-    """A type hint in a table: dataclasses link to their section."""
+    """Return a type hint for a table; dataclasses link to their section."""
     if dataclasses.is_dataclass(hint) and isinstance(hint, type):
         return f"[{hint.__name__}](#{hint.__name__.lower()})"
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
@@ -160,7 +166,7 @@ def _type(hint: Any) -> str:
 
 
 def exit_codes() -> str:
-    """The exit code of each error."""
+    """Return the exit code of each error."""
     kinds = sorted(errors.FrugalError.__subclasses__(), key=lambda kind: kind.exit_code)
     rows = [(str(kind.exit_code), f"`{kind.__name__}`", _cell(inspect.cleandoc(kind.__doc__ or ""))) for kind in kinds]
     return "\n".join(_table(("code", "error", "meaning"), rows))
@@ -172,12 +178,13 @@ def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
 
 
 def _cell(text: str) -> str:
-    """Text that may stand in a table."""
+    """Return text that is safe in a table."""
     return re.sub(r"[|\[\]]", r"\\\g<0>", " ".join(text.split()))
 
 
 GENERATED = {
     "flags": flags,
+    "file_settings": file_settings,
     "other_names": other_names,
     "plan_schema": plan_schema,
     "plan_fields": plan_fields,

@@ -24,10 +24,11 @@ import random
 import re
 import sys
 import tempfile
+import textwrap
 import time
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -302,54 +303,66 @@ def reached(records: list[Record]) -> dict[str, bool]:
     }
 
 
-_HEAD = """# Architectures
+_PAGE = """# Architectures
 
 <!-- generated: python -m bench.training.architectures -->
 
-The text models of transformers {version} that were built small from their defaults, and whether what frugal trains is
-the loss that their authors have given them: `model(input_ids=..., labels=...).loss` of each sample by itself, times its
-targets, against frugal's sum over one micro-batch of ragged samples, in fp64 where a model's kernels know it. Decoders
-taken out of encoder-decoders (`causal-lm`) are given labels that are moved by one already, as they want them.
+The text models of transformers {version}, built small from its defaults, are compared with their authors' own loss:
+`model(input_ids=..., labels=...).loss` of each sample alone, times its targets, against frugal's sum over one
+micro-batch of samples of different lengths, in fp64 where the model's kernels support it. Mixtures of experts are
+compared a second time with `output_router_logits`. Each pair of model and task, with its errors and the reason of a
+refusal, is in
+[architectures-cpu.json](https://github.com/frugal-trainer/frugal/blob/main/bench/results/architectures-cpu.json).
 
-- **exact**: loss within 1e-6, gradient within 1e-5.
-- **exact alone**: exact where no sample is padded; padding matters to the model itself, and the plan says so.
-- **refused**: `frugal plan` says so, with the reason.
-- **not run**: the model's own loss of text fails, and so does a dry run, which says so.
-- *routers*: with `output_router_logits`, against the model's own loss of the same micro-batch.
-- *tiled*: the tiled loss is exact, or refused with the reason, and then the plain one is planned.
-- *2 ranks*: a step under ZeRO-2 and ZeRO-3, every sample a micro-batch, against the same in one process in fp64, and
-  its dry run. Empty: not measured.
+{summary}
 
-{counts}.
+- **exact**: loss within 1e-6, gradient within 1e-5; the worst of them: loss {loss:.0e}, gradient {gradient:.0e}.
+- **exact alone**: exact without padding. Padding changes the model's own output, and the plan has a note.
+- **refused**: `frugal plan` refuses it with the reason, mostly because a model for `causal-lm` sees later tokens.
+- **not run**: the model's own loss of text fails. **not built**: no small model could be built.
+
+With the tiled loss {tiled} pairs are exact; where it is refused, the plain loss is planned. On two ranks, under ZeRO-2
+and ZeRO-3, {ranks} pairs were measured: {exact_on_ranks} are exact; {dry_runs} of {all_dry_runs} dry runs run.
+
+## Exact
+
+{exact}
+
+## Refused
+
+{refused}
 """
 
 
 def table(records: list[Record]) -> str:
-    """The table as Markdown."""
-    verdicts = Counter(record["verdict"] for record in records)
-    counts = ", ".join(f"{number} {verdict}" for verdict, number in verdicts.most_common())
-    lines = [_HEAD.format(version=environment("")["versions"]["transformers"], counts=counts)]
-    for task in TASKS:
-        lines += [f"## {task}\n", "| model type | | loss | gradient | tiled | 2 ranks |", "|---|---|---|---|---|---|"]
-        for record in records:
-            if record["task"] == task and record["verdict"] != "not built":
-                lines.append(_row(record))
-        missing = [
-            record["model_type"] for record in records if (record["task"], record["verdict"]) == (task, "not built")
-        ]
-        if missing:
-            lines.append(f"\nNot built here: {', '.join(sorted(set(missing)))}.")
-        lines.append("")
-    return "\n".join(lines)
+    """Return the page of the documentation: counts by task, worst errors, and the names of the models."""
+    verdicts = ("exact", "exact alone", "refused", "not run", "not built")
+    counts = Counter((record["task"], record["verdict"]) for record in records)
+    rows = [[task, *(str(counts[task, verdict]) for verdict in verdicts)] for task in TASKS]
+    exact = [record for record in records if record["verdict"] == "exact"]
+    on_ranks = [record["ranks"] for record in records if "ranks" in record]
+    dry_runs = [stage.get("dry_run", "runs") for stages in on_ranks for stage in stages.values()]
+    refused = [
+        f"- {task}: {_names(record for record in records if (record['task'], record['verdict']) == (task, 'refused'))}"
+        for task in TASKS
+    ]
+    return _PAGE.format(
+        version=environment("")["versions"]["transformers"],
+        summary="\n".join(f"| {' | '.join(row)} |" for row in (("task", *verdicts), ["---"] * 6, *rows)),
+        loss=max(record["loss_error"] for record in exact),
+        gradient=max(record["gradient_error"] for record in exact),
+        tiled=sum(record["tiled"] == "exact" for record in exact),
+        ranks=len(on_ranks),
+        exact_on_ranks=sum(all(stage["verdict"] == "exact" for stage in stages.values()) for stages in on_ranks),
+        dry_runs=dry_runs.count("runs"),
+        all_dry_runs=len(dry_runs),
+        exact=textwrap.fill(_names(exact), 118, break_on_hyphens=False),
+        refused="\n".join(textwrap.fill(line, 118, subsequent_indent="  ", break_on_hyphens=False) for line in refused),
+    )
 
 
-def _row(record: Record) -> str:
-    name = f"{record['model_type']}{', *routers*' if record['routers'] else ''}"
-    if "loss_error" not in record:
-        return f"| {name} | {record['verdict']}: {record['reason'].replace('|', '/')} | | | | |"
-    loss, gradient = (_power(record[f"{which}_error"]) for which in ("loss", "gradient"))
-    columns = (name, record["verdict"], loss, gradient, record["tiled"] or "", _on_ranks(record))
-    return f"| {' | '.join(columns)} |"
+def _names(records: Iterable[Record]) -> str:
+    return ", ".join(sorted({record["model_type"] for record in records}))
 
 
 def _on_ranks(record: Record) -> str:
@@ -361,13 +374,6 @@ def _on_ranks(record: Record) -> str:
     if len(set(said.values())) == 1:
         return next(iter(said.values()))
     return "; ".join(f"{stage} {verdict}" for stage, verdict in said.items())
-
-
-def _power(value: float) -> str:
-    """Rounded up to a power of ten: what comes out on another machine."""
-    if value == 0 or not math.isfinite(value):
-        return f"{value:g}"
-    return f"1e{math.ceil(math.log10(value))}"
 
 
 def told(record: Record) -> str:
