@@ -103,11 +103,6 @@ BY_A_WAY_OF_THEIR_OWN: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
         {"gpus": 4, "mem": "6.6G", "global_batch": 64, "offload": "optimizer"},
         {"drafts": True, "num_matrices": 200},
     ),
-    (
-        "secondary_partition",
-        {"nodes": 4, "gpus": 4, "mem": "12G", "global_batch": 256, "zero_stage": 3},
-        {"drafts": True, "num_matrices": 200},
-    ),
     ("mlp", {"gpus": 4, "mem": "12G", "offload": "none", "mlp": "tiled"}, SMALL | {"mlp_bytes_per_token": 12_000_000}),
     ("sequence_parallel", {"gpus": 4, "mem": "24G", "seq_len": 600_000, "global_batch": 6}, {"can_be_split": True}),
     ("layer_modes", {"gpus": 4, "mem": "12G", "global_batch": 64}, {"num_layers": 24, "drafts": True}),
