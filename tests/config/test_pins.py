@@ -80,8 +80,8 @@ def test_a_plan_warns_of_what_the_json_alone_would_train() -> None:
     made = planned(gpus=4, mem="12G", global_batch=500, max_samples_per_gpu=8, model=SMALL)
     even = planned(gpus=4, mem="12G", global_batch=500, max_samples_per_gpu=8, even=True, model=SMALL)
     assert made.warnings == (
-        "ds_config.json alone would train 512 samples per step, not 500: DeepSpeed cannot express uneven micro-batches; "
-        "use plan.json, or plan with --even",
+        "ds_config.json alone would train 512 samples per step, not 500: DeepSpeed cannot express uneven micro-batches"
+        "; use plan.json, or plan with --even",
     )
     assert even.warnings == ()
     odd = planned(gpus=4, mem="12G", global_batch=501, model=SMALL)
