@@ -45,11 +45,6 @@ def test_where_only_the_host_lacks_memory_ranks_share_samples_too() -> None:
     assert "lacks" in plan.why[0]
 
 
-def test_what_short_samples_pay_is_said_where_lengths_are_known() -> None:
-    plan = planned(**LONG, seq_len=600_000, lengths={1000: 98, 500_000: 2})
-    assert any("those of at most 300000 tokens, which are 98 %" in note for note in plan.warnings)
-
-
 def test_the_table_says_which_samples_fit_on_how_many_devices() -> None:
     plan = planned(**LONG, seq_len=1_000_000)
     axes = parse_axes(["gpus=1,2,4", "mem=24G", "seq-len=250000,600000,1000000"])
