@@ -21,6 +21,7 @@ from frugal.config.hardware.cluster import Capability, Device, DeviceKind, recog
 from frugal.dryrun.client import DryRunSource, workers
 from frugal.dryrun.compare import Measurement, host_bytes_per_node, predicted
 from frugal.dryrun.figures import Figures, fullest
+from frugal.dryrun.messages import DryRun
 from frugal.dryrun.pool import Pool
 from frugal.errors import FrugalError, OutOfMemoryError, RequestError, refuse
 from frugal.launch import local
@@ -134,11 +135,8 @@ def _measured(
         )
     local.check_machine(plan, None)
     with closing(workers()) as pool:
-        with (
-            waiting(f"dry-running {plan.request.model}"),
-            DryRunSource(plan.request, plan.cluster, pool=pool) as source,
-        ):
-            dry_runs = source.dry_runs(strategy, plan.batch.largest_micro_batch, plan.batch.accumulation_steps)
+        with waiting(f"dry-running {plan.request.model}"):
+            dry_runs = _dry_runs(plan, pool)
         expected = predicted(dry_runs, plan.cluster, expandable_segments=strategy.expandable_segments)
         with temporary.folder() as folder:
             trial = _run(plan, path, *(["--timelines", str(folder)] if timeline is not None else []))
@@ -157,6 +155,11 @@ def _measured(
         if record is not None:
             written.append(_record(measurement, record, pool))
     return measurement, written
+
+
+def _dry_runs(plan: Plan, pool: Pool) -> list[DryRun]:
+    with DryRunSource(plan.request, plan.cluster, pool=pool) as source:
+        return source.dry_runs(plan.strategy, plan.batch.largest_micro_batch, plan.batch.accumulation_steps)
 
 
 def _run(plan: Plan, path: Path, *words: str) -> Trial:
