@@ -1,8 +1,7 @@
 """Processes of `python -m frugal...`, forked from one that has their imports done: each would spend seconds on its own.
 
-`use()` puts `Forked` in the place of `subprocess.Popen`, in this process and in those that it forks, so that ranks and
-the processes of dry runs are forked, too. A command that is no `python -m frugal...`, or that runs with other settings
-of the interpreter or of torch than this process, is started as users start it.
+A command that is no `python -m frugal...`, or that runs with other settings of the interpreter or of torch than this
+process, is started as users start it.
 
 The process that forks is started once a session (`python -m tests.forked SOCKET PIPE`), and ends with it. A request is
 JSON over its socket: the words, environment and folder, and with it the descriptors that the process is to have. The
@@ -26,9 +25,12 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+
+from frugal.dryrun import pool
 
 SOCKET = "FRUGAL_TESTS_FORK"
 """In the environment: the address of the process that forks."""
@@ -44,22 +46,31 @@ READ_AT_START = ("CUDA_", "DS_", "HF_", "LANG", "LC_", "LD_", "PYTHON", "TORCH",
 HIGH = 200
 """Descriptors from here on are in nobody's way."""
 
-_Popen = subprocess.Popen
+_AT_START: dict[str, str] = {}
+"""Such variables, as the process that forks has them."""
+
+_Popen, _run, _started = subprocess.Popen, subprocess.run, pool.started
 
 
 def use() -> None:
-    """Fork what can be forked from now on."""
-    subprocess.Popen = Forked  # type: ignore[misc]  # for whoever imported subprocess, and not the name
+    """From now on fork what `subprocess.run` starts here, and the processes of dry runs.
+
+    What a test starts with `subprocess.Popen`, to disturb it, has its processes as users have them.
+    """
+    _AT_START.update(_read_at_start(dict(os.environ)))
+    subprocess.run = _with_forks(_run)
+    pool.started = _with_forks(_started)
 
 
-@contextlib.contextmanager
-def not_used() -> Any:
-    """Start every process inside the `with` block as users do."""
-    subprocess.Popen = _Popen  # type: ignore[misc]
-    try:
-        yield
-    finally:
-        use()
+def _with_forks(start: Callable[..., Any]) -> Callable[..., Any]:
+    def starting(*args: Any, **kwargs: Any) -> Any:
+        before, subprocess.Popen = subprocess.Popen, Forked  # type: ignore[misc]
+        try:
+            return start(*args, **kwargs)
+        finally:
+            subprocess.Popen = before  # type: ignore[misc]
+
+    return starting
 
 
 class Forked(_Popen):  # type: ignore[type-arg]
@@ -113,7 +124,7 @@ def _can_be_forked(words: Any, environment: dict[str, str]) -> bool:
         return False
     rest = [word for word in words[1:3] if word != "-u"]
     module = words[words.index("-m") + 1] if rest[:1] == ["-m"] else ""
-    return str(module).split(".")[0] == "frugal" and _read_at_start(environment) == _read_at_start(dict(os.environ))
+    return str(module).split(".")[0] == "frugal" and _read_at_start(environment) == _AT_START
 
 
 def _read_at_start(environment: dict[str, str]) -> dict[str, str]:
@@ -178,6 +189,7 @@ def _receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
 
 def serve(address: str, pipe: int) -> None:
     """Fork on request until the write end of `pipe` is closed."""
+    _AT_START.update(_read_at_start(dict(os.environ)))
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(address)
     for module in PRELOADED:
@@ -238,7 +250,7 @@ def _be(request: dict[str, Any], descriptors: list[int], not_ours: list[int]) ->
         random.seed()
         sys.modules["numpy"].random.seed()
         code = _run(request["words"])
-    except BaseException:  # noqa: BLE001 - as an interpreter ends
+    except BaseException:
         import traceback
 
         traceback.print_exc()
@@ -255,7 +267,7 @@ def _run(words: list[str]) -> int:
     sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
     sys.modules.pop(module, None)
-    use()
+    subprocess.Popen = Forked  # type: ignore[misc]  # ranks, and processes of dry runs
     code = 0
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
@@ -265,7 +277,7 @@ def _run(words: list[str]) -> int:
             print(end.code, file=sys.stderr)
     except KeyboardInterrupt:
         code = 130
-    except BaseException:  # noqa: BLE001 - as an interpreter ends
+    except BaseException:
         sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
         code = 1
     threading._shutdown()  # type: ignore[attr-defined]
