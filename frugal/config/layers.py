@@ -8,14 +8,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 import msgspec
 
-from frugal.errors import RequestError, refuse
-
-if TYPE_CHECKING:
-    from frugal.config.request import Request
+from frugal.errors import RequestError
 
 LayerMode = Literal["off", "selective", "full", "offloaded"]
 """Modes of activation checkpointing."""
@@ -104,28 +101,3 @@ def _merged(runs: Iterable[tuple[Any, int]]) -> tuple[tuple[LayerMode, int], ...
 
 def _wrong(because: str, hint: str = f"write {FORM}, counted from 0") -> RequestError:
     return RequestError(f"{FLAG} does not give each layer one mode", because=because, hint=hint)
-
-
-def check(request: "Request") -> None:
-    """Check that a tiled MLP is possible with the other pins.
-
-    Raises:
-        RequestError: it is not.
-    """
-    modes, mode = request.layer_modes, request.activation_checkpointing
-    if request.mlp != "tiled":
-        return
-    refuse(
-        (
-            mode == "selective" or (modes is not None and "selective" in dict(modes.runs)),
-            f"--mlp tiled is impossible with {FLAG} {modes or mode}",
-            "selective keeps the products of all slices until backward",
-            "leave one of them out",
-        ),
-        (
-            request.offload == "nvme",
-            "--mlp tiled is impossible with --offload nvme",
-            "an MLP's parameters are gathered all at once, for which there may be too few buffers",
-            "leave one of them out",
-        ),
-    )

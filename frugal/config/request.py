@@ -236,9 +236,9 @@ class Request:
     def __post_init__(self) -> None:
         check_sizes(self, hint="leave {flag} out to let frugal decide")
         self._check_precision()
-        optimizers.check(self)
+        _check_optimizer(self)
         self._check_places()
-        layers.check(self)
+        _check_tiled_mlp(self)
         self._check_quantization()
         self._check_batch()
 
@@ -426,3 +426,163 @@ class Request:
             )
         most = self.max_tokens_per_gpu // self.seq_len
         return most if self.micro_batch is None else min(most, self.micro_batch)
+
+
+def _check_optimizer(request: Request) -> None:
+    """Check that optimizer, implementation, states and their numbers go together.
+
+    DeepSpeed 0.19.8 takes `bf16_master_weights_and_grads` with `bf16_optimizer_states` under ZeRO 1 to 3 for a model in
+    bf16 (runtime/config.py), and on the host only with its own CPU Adam (`_configure_master_weights` of
+    runtime/base_optimizer.py). The same keys for fp16 need the optimizer on the host, and keep its states in fp32.
+
+    Raises:
+        RequestError: they do not.
+    """
+    optimizer, asked, offload = request.optimizer, request.optimizer_implementation, request.offload
+    known, rule, reference = optimizers.IMPLEMENTATIONS[optimizer], request.lr_rule, request.reference_batch
+    betas = {"optimizer.beta1": request.adam_beta1, "optimizer.beta2": request.adam_beta2}
+    of_adam = [
+        name for name, value in (betas | {"optimizer.epsilon": request.adam_epsilon}).items() if value is not None
+    ]
+    refuse(
+        (
+            asked is not None and asked not in known,
+            f"--optimizer {optimizer} has no {asked} implementation",
+            f"there is {', '.join(known)}" if known else "there is only that of its library, bitsandbytes",
+            "leave optimizer.implementation out",
+        ),
+        (
+            request.momentum is not None and optimizer != "sgd",
+            f"optimizer.momentum was given with --optimizer {optimizer}",
+            "only sgd has a momentum to choose",
+            "leave one of them out, or use --optimizer sgd",
+        ),
+        (
+            of_adam and optimizer == "sgd",
+            f"{', '.join(of_adam)} and --optimizer sgd do not go together",
+            "sgd keeps no moments of the gradient; its one number is optimizer.momentum",
+            "leave one of them out, or use --optimizer adamw",
+        ),
+        (
+            request.adam_epsilon == 0,
+            "optimizer.epsilon is 0",
+            "a parameter without a gradient would be divided by zero",
+            None,
+        ),
+        *(
+            (
+                beta is not None and beta >= 1,
+                f"{name} is {beta}",
+                "it must be less than 1, or nothing is forgotten",
+                None,
+            )
+            for name, beta in betas.items()
+        ),
+        (
+            optimizer == "adamw-8bit" and offload == "nvme",
+            "--optimizer adamw-8bit cannot be used with --offload nvme",
+            "DeepSpeed moves only states in fp32 to disk",
+            "use --optimizer adamw, or --offload all",
+        ),
+        (
+            request.decay_norms is False and optimizer == "sgd",
+            "optimizer.decay-norms false is impossible with --optimizer sgd",
+            "its weight decay goes through the gradient; only AdamW's can leave parameters out",
+            "leave one of them out",
+        ),
+        (
+            reference is not None and rule is None,
+            f"optimizer.reference-batch {reference} was given without optimizer.lr-rule",
+            "how the learning rate is to follow the batch is not known",
+            f"add --set optimizer.lr-rule={optimizers.fitting(optimizer)}, which fits {optimizer}",
+        ),
+        (
+            rule is not None and reference is None,
+            f"optimizer.lr-rule {rule} was given without optimizer.reference-batch",
+            "the batch that the learning rate was found for is not known",
+            "add --set optimizer.reference-batch=N, or leave lr-rule out to train with the rate as it is",
+        ),
+    )
+    if request.optimizer_states == "bf16":
+        _check_bf16_states(request)
+    if request.offload_ratio not in (None, 1):
+        _check_ratio(request)
+
+
+def _check_bf16_states(request: Request) -> None:
+    what, hint = "--optimizer-states bf16 is impossible with ", "leave --optimizer-states out"
+    optimizer, offload = request.optimizer, request.offload
+    on_host = offload in ("optimizer", "all")
+    refuse(
+        (
+            request.precision != "bf16",
+            f"{what}--precision {request.precision}",
+            "they are rounded to the model's own type",
+            f"use --precision bf16, or {hint}",
+        ),
+        (
+            optimizer == "adamw-8bit",
+            f"{what}--optimizer adamw-8bit",
+            "it keeps its moments in 8 bits already, and needs master weights in fp32 beside them",
+            hint,
+        ),
+        (
+            offload == "nvme",
+            f"{what}--offload nvme",
+            "DeepSpeed moves only states in fp32 to disk",
+            f"use --offload all, or {hint}",
+        ),
+        (
+            on_host and not optimizers.states_can_be_on_host("bf16", optimizer, request.optimizer_implementation),
+            f"{what}--offload {offload}",
+            "on the host only DeepSpeed's own CPU Adam keeps states in bf16",
+            f"use --optimizer adamw without optimizer.implementation, or {hint}",
+        ),
+    )
+
+
+def _check_ratio(request: Request) -> None:
+    """Check that a share of the update can be done in host memory."""
+    ratio, stage = request.offload_ratio or 0.0, request.zero_stage
+    what = f"--offload optimizer:{ratio:g} is impossible with"
+    reason, because = optimizers.why_not_in_part(request.optimizer, request.optimizer_implementation) or ("", "")
+    refuse(
+        (
+            not 0 < ratio < 1,
+            f"--offload optimizer:{ratio:g} has no share of the update",
+            "it must be above 0, and 1 at most",
+            "use --offload optimizer to let frugal decide, or --offload none to keep the optimizer on the GPUs",
+        ),
+        (
+            stage not in (None, 3),
+            f"{what} --zero-stage {stage}",
+            "DeepSpeed splits the optimizer's work only in ZeRO-3",
+            "use --zero-stage 3, or --offload optimizer",
+        ),
+        (reason, f"{what} {reason}", because, "use --offload optimizer"),
+    )
+
+
+def _check_tiled_mlp(request: Request) -> None:
+    """Check that a tiled MLP is possible with the other pins.
+
+    Raises:
+        RequestError: it is not.
+    """
+    modes, mode = request.layer_modes, request.activation_checkpointing
+    if request.mlp != "tiled":
+        return
+    refuse(
+        (
+            mode == "selective" or (modes is not None and "selective" in dict(modes.runs)),
+            f"--mlp tiled is impossible with {layers.FLAG} {modes or mode}",
+            "selective keeps the products of all slices until backward",
+            "leave one of them out",
+        ),
+        (
+            request.offload == "nvme",
+            "--mlp tiled is impossible with --offload nvme",
+            "an MLP's parameters are gathered all at once, for which there may be too few buffers",
+            "leave one of them out",
+        ),
+    )
