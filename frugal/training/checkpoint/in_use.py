@@ -6,6 +6,7 @@ clocks of hosts may differ. A file that does not change for `STALE_SECONDS` belo
 run was only stopped for so long, it finds the file of its successor when it continues, and ends.
 """
 
+import fcntl
 import os
 import secrets
 import socket
@@ -27,7 +28,7 @@ BEAT_SECONDS, STALE_SECONDS = 10.0, 60.0
 _MARK_BYTES = 512
 
 
-class Mark(msgspec.Struct, kw_only=True):
+class RunMark(msgspec.Struct, kw_only=True):
     """The content of the file: which process writes to the folder.
 
     `boot` and `namespace` say which processes `pid` counts, `began` that it is not a later one. `folder`: the inode of
@@ -44,7 +45,7 @@ class Mark(msgspec.Struct, kw_only=True):
     beats: int = 0
 
     @classmethod
-    def of_this_process(cls, folder: Path) -> "Mark":
+    def of_this_process(cls, folder: Path) -> "RunMark":
         """Return a mark for `folder` with a new token."""
         boot = namespace = ""
         with suppress(OSError):
@@ -67,10 +68,10 @@ def _began(pid: int) -> str:
     return ""
 
 
-def read(path: Path) -> Mark | None:
+def read(path: Path) -> RunMark | None:
     """Return the mark in the file `path`; None if there is none, or something else is in it."""
     with suppress(FileNotFoundError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return msgspec.json.decode(files.read_regular(path, 8 * _MARK_BYTES), type=Mark)
+        return msgspec.json.decode(files.read_regular(path, 8 * _MARK_BYTES), type=RunMark)
     return None
 
 
@@ -85,8 +86,10 @@ def marked(out: Path) -> Iterator[None]:
     folder = os.open(out, os.O_RDONLY)
     path = Path(f"/proc/self/fd/{folder}", MARK)  # in this folder, wherever it is moved to
     try:
-        own = Mark.of_this_process(path.parent)
+        own = RunMark.of_this_process(path.parent)
         _claim(path, own, out)
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)  # so that `frugal report` knows that the run is alive
         is_over = threading.Event()
         beating = threading.Thread(target=_beat, args=(path, own, out, is_over), name="heartbeat", daemon=True)
         beating.start()
@@ -102,7 +105,7 @@ def marked(out: Path) -> Iterator[None]:
         os.close(folder)
 
 
-def _claim(path: Path, own: Mark, out: Path) -> None:
+def _claim(path: Path, own: RunMark, out: Path) -> None:
     """Create the file, or replace that of a run which has ended."""
     while not _create(path, own):
         theirs = read(path)
@@ -119,7 +122,7 @@ def _claim(path: Path, own: Mark, out: Path) -> None:
         return
 
 
-def _create(path: Path, own: Mark) -> bool:
+def _create(path: Path, own: RunMark) -> bool:
     """Create the file, unless it exists. Of two processes at once one creates it, also on network file systems."""
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644)
@@ -130,7 +133,7 @@ def _create(path: Path, own: Mark) -> bool:
     return True
 
 
-def _write(file: IO[bytes], own: Mark) -> None:
+def _write(file: IO[bytes], own: RunMark) -> None:
     file.write(own.encode())
     file.flush()
     os.fsync(file.fileno())
@@ -155,11 +158,11 @@ def _is_gone_after_waiting(path: Path, out: Path) -> bool:
     return False
 
 
-def _is_own(mark: Mark | None, own: Mark) -> bool:
+def _is_own(mark: RunMark | None, own: RunMark) -> bool:
     return mark is not None and mark.token == own.token
 
 
-def _beat(path: Path, own: Mark, out: Path, is_over: threading.Event) -> None:
+def _beat(path: Path, own: RunMark, out: Path, is_over: threading.Event) -> None:
     """Rewrite the file again and again, and end this rank if another run has put its own there."""
     while not is_over.wait(BEAT_SECONDS):
         with suppress(OSError):  # of a file system that is away for the moment
@@ -173,7 +176,7 @@ def _beat(path: Path, own: Mark, out: Path, is_over: threading.Event) -> None:
                 first_failure.end_rank(in_use(out, there))
 
 
-def in_use(out: Path, theirs: Mark | None) -> RequestError:
+def in_use(out: Path, theirs: RunMark | None) -> RequestError:
     """Return the error of a second run in the folder `out`."""
     who = "" if theirs is None else f": process {theirs.pid} on {theirs.host}"
     return RequestError(

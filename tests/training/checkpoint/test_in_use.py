@@ -10,7 +10,7 @@ import pytest
 from frugal.config.run_settings import RunSettings
 from frugal.errors import RequestError
 from frugal.training.checkpoint import in_use, run_folder
-from frugal.training.checkpoint.in_use import MARK, Mark
+from frugal.training.checkpoint.in_use import MARK, RunMark
 
 exhaustive = pytest.mark.exhaustive  # variations
 BEAT, STALE = 0.05, 0.6
@@ -67,9 +67,9 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(in_use, "STALE_SECONDS", STALE)
 
 
-def elsewhere(folder: Path) -> Mark:
+def elsewhere(folder: Path) -> RunMark:
     """The mark of a run on another host."""
-    mark = Mark.of_this_process(folder)
+    mark = RunMark.of_this_process(folder)
     mark.host, mark.boot = "elsewhere", "another"
     return mark
 
